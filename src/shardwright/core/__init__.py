@@ -1,0 +1,1 @@
+"""Frozen values that every floor shares: standard library and msgspec only."""

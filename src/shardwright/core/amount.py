@@ -1,0 +1,240 @@
+"""A number that is its own explanation.
+
+Cost formulas are plain functions over numbers. Given ints, floats or NumPy arrays they are fast;
+given :class:`Amount` objects the same functions record how every value came about. Bytes stay
+exact Python ints; seconds may be floats or float arrays.
+
+``where`` is eager (both branches are evaluated), so a formula never divides in a dead branch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+_PRECEDENCE = {"<": 1, "<=": 1, ">": 1, ">=": 1, "+": 2, "-": 2, "*": 3, "/": 3, "//": 3}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Amount:
+    """A value with its unit, its name if it has one, and the operation and parts that made it."""
+
+    value: Any
+    unit: str = ""
+    name: str = ""
+    operation: str = ""
+    parts: tuple[Amount, ...] = ()
+    source: str = ""
+
+    __array_ufunc__ = None  # an array must never swallow an Amount element by element
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"Amount {self.name or self.value!r} used as a truth value: a formula chooses with "
+            "where(condition, a, b), never with if"
+        )
+
+    def __add__(self, other: Any) -> Amount:
+        return _binary("+", self, other)
+
+    def __radd__(self, other: Any) -> Amount:
+        return _binary("+", other, self)
+
+    def __sub__(self, other: Any) -> Amount:
+        return _binary("-", self, other)
+
+    def __rsub__(self, other: Any) -> Amount:
+        return _binary("-", other, self)
+
+    def __mul__(self, other: Any) -> Amount:
+        return _binary("*", self, other)
+
+    def __rmul__(self, other: Any) -> Amount:
+        return _binary("*", other, self)
+
+    def __truediv__(self, other: Any) -> Amount:
+        return _binary("/", self, other)
+
+    def __rtruediv__(self, other: Any) -> Amount:
+        return _binary("/", other, self)
+
+    def __floordiv__(self, other: Any) -> Amount:
+        return _binary("//", self, other)
+
+    def __lt__(self, other: Any) -> Amount:
+        return _binary("<", self, other)
+
+    def __le__(self, other: Any) -> Amount:
+        return _binary("<=", self, other)
+
+    def __gt__(self, other: Any) -> Amount:
+        return _binary(">", self, other)
+
+    def __ge__(self, other: Any) -> Amount:
+        return _binary(">=", self, other)
+
+
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+    "//": lambda a, b: a // b,
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+}
+
+
+def _lift(value: Any) -> Amount:
+    if isinstance(value, Amount):
+        return value
+    if hasattr(value, "__array_namespace__"):
+        raise TypeError("an Amount cannot be combined with an array: explain one case at a time")
+    return Amount(value)
+
+
+def _binary(operation: str, left: Any, right: Any) -> Amount:
+    a, b = _lift(left), _lift(right)
+    return Amount(_BINARY[operation](a.value, b.value), operation=operation, parts=(a, b))
+
+
+def _apply(operation: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``function`` on plain values, recording the call if any argument is an Amount."""
+    if not any(isinstance(argument, Amount) for argument in arguments):
+        return function(*arguments)
+    parts = tuple(_lift(argument) for argument in arguments)
+    return Amount(function(*(part.value for part in parts)), operation=operation, parts=parts)
+
+
+def _namespace(*values: Any) -> Any:
+    for value in values:
+        if hasattr(value, "__array_namespace__"):
+            return value.__array_namespace__()
+    return None
+
+
+def leaf(value: Any, name: str, unit: str = "", source: str = "") -> Amount:
+    """An input of a derivation: a size from the job, or a constant with its source."""
+    return Amount(value, unit=unit, name=name, source=source)
+
+
+def named(name: str, value: Any, unit: str = "") -> Any:
+    """Give an intermediate result the name and unit that ``explain`` prints; else a no-op."""
+    if isinstance(value, Amount):
+        if value.name:  # already a step of its own: keep it and add one that equals it
+            return Amount(value.value, unit=unit, name=name, operation="is", parts=(value,))
+        return replace(value, name=name, unit=unit)
+    return value
+
+
+def ceil_div(a: Any, b: Any) -> Any:
+    """``ceil(a / b)`` in exact integer arithmetic."""
+    return _apply("ceil_div", lambda x, y: -(-x // y), a, b)
+
+
+def ceil(a: Any) -> Any:
+    """Round up to an integer."""
+
+    def function(x: Any) -> Any:
+        xp = _namespace(x)
+        return math.ceil(x) if xp is None else xp.ceil(x)
+
+    return _apply("ceil", function, a)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """The larger of two, element by element for arrays."""
+
+    def function(x: Any, y: Any) -> Any:
+        xp = _namespace(x, y)
+        return max(x, y) if xp is None else xp.maximum(x, y)
+
+    return _apply("max", function, a, b)
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """The smaller of two, element by element for arrays."""
+
+    def function(x: Any, y: Any) -> Any:
+        xp = _namespace(x, y)
+        return min(x, y) if xp is None else xp.minimum(x, y)
+
+    return _apply("min", function, a, b)
+
+
+def where(condition: Any, then: Any, otherwise: Any) -> Any:
+    """Choose by a condition; both branches are evaluated, the condition is recorded."""
+
+    def function(c: Any, x: Any, y: Any) -> Any:
+        xp = _namespace(c, x, y)
+        return (x if c else y) if xp is None else xp.where(c, x, y)
+
+    return _apply("where", function, condition, then, otherwise)
+
+
+def value_of(amount: Any) -> Any:
+    """The plain number of an Amount, or the number itself."""
+    return amount.value if isinstance(amount, Amount) else amount
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One printed line of a derivation: ``name = formula = numbers = value unit``."""
+
+    name: str
+    formula: str
+    numbers: str
+    value: Any
+    unit: str
+    source: str
+
+
+def derivation(amount: Amount) -> list[Step]:
+    """Every named step below ``amount``, inputs first, each once."""
+    steps: list[Step] = []
+    seen: set[int] = set()
+    for node in _post_order(amount, seen):
+        if not node.name:
+            continue
+        formula = "" if not node.parts else _render(node, symbolic=True)
+        numbers = "" if not node.parts else _render(node, symbolic=False)
+        steps.append(Step(node.name, formula, numbers, node.value, node.unit, node.source))
+    return steps
+
+
+def _post_order(amount: Amount, seen: set[int]) -> Iterator[Amount]:
+    if id(amount) in seen:
+        return
+    seen.add(id(amount))
+    for part in amount.parts:
+        yield from _post_order(part, seen)
+    yield amount
+
+
+def _render(node: Amount, *, symbolic: bool) -> str:
+    """The expression of ``node`` down to the next named amounts."""
+
+    def text(part: Amount) -> str:
+        if part.name or not part.parts:
+            return part.name if symbolic and part.name else repr(part.value)
+        return _render(part, symbolic=symbolic)
+
+    if node.operation == "is":
+        return text(node.parts[0])
+    if node.operation not in _PRECEDENCE:
+        return f"{node.operation}({', '.join(text(part) for part in node.parts)})"
+    level = _PRECEDENCE[node.operation]
+    left, right = node.parts
+
+    def wrap(part: Amount, *, is_right: bool) -> str:
+        inner = "" if part.name else part.operation
+        needs = inner in _PRECEDENCE and (
+            _PRECEDENCE[inner] < level or (is_right and _PRECEDENCE[inner] == level)
+        )
+        return f"({text(part)})" if needs else text(part)
+
+    return f"{wrap(left, is_right=False)} {node.operation} {wrap(right, is_right=True)}"

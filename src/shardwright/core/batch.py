@@ -1,0 +1,30 @@
+"""How much data a rank sees in a step, and how many rows of each table that touches."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardwright.core.model import TableSpec
+
+INDEX_BYTES = 8  # ids travel and are stored as int64
+
+
+class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``size`` samples per rank and step; ``sequence`` tokens per sample where that applies."""
+
+    size: int
+    sequence: int = 1
+
+
+def lookups(table: TableSpec, batch: Batch) -> float:
+    """Ids that one rank's batch holds for ``table``."""
+    factors = zip(table.pooling_factors, table.poolings, strict=True)
+    return sum(length * poolings for length, poolings in factors) * batch.size
+
+
+def outputs(table: TableSpec, batch: Batch) -> float:
+    """Rows that one rank's batch gets back from ``table`` after pooling."""
+    if not table.pooled:
+        return lookups(table, batch)
+    factors = zip(table.pooling_factors, table.poolings, strict=True)
+    return sum(min(1.0, length) * poolings for length, poolings in factors) * batch.size

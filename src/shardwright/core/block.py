@@ -1,0 +1,154 @@
+"""The truth of a plan: which block of which tensor, in which role, lives on which rank.
+
+A block with as many offsets as its tensor has dimensions is a rectangle. A block with a single
+offset on a tensor of more dimensions is a range of its elements in row-major order: that is how
+the even cut of a flat buffer, which crosses tensors and rows, is told. Blocks of no elements are
+left out. In a plan the list is run-length encoded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.tensor import TensorSpec
+
+Role = Literal["parameter", "gradient", "optimizer_state"]
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """``sizes`` elements from ``offsets`` of ``tensor`` on ``rank``."""
+
+    tensor: str
+    role: Role
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of this block."""
+        return math.prod(self.sizes)
+
+
+class BlockRun(msgspec.Struct, frozen=True, array_like=True):
+    """``count`` blocks on consecutive ranks, each ``step`` further into the tensor."""
+
+    tensor: str
+    role: Role
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int
+    count: int = 1
+    step: tuple[int, ...] = ()
+
+
+def encode(blocks: Iterable[Block]) -> tuple[BlockRun, ...]:
+    """Run-length encode, keeping the order of the blocks."""
+    runs: list[BlockRun] = []
+    for block in blocks:
+        grown = _grow(runs[-1], block) if runs else None
+        if grown is None:
+            runs.append(BlockRun(block.tensor, block.role, block.offsets, block.sizes, block.rank))
+        else:
+            runs[-1] = grown
+    return tuple(runs)
+
+
+def _grow(run: BlockRun, block: Block) -> BlockRun | None:
+    """``run`` longer by ``block``, or None if the block does not continue it."""
+    same = (
+        run.tensor == block.tensor
+        and run.role == block.role
+        and run.sizes == block.sizes
+        and block.rank == run.rank + run.count
+    )
+    if not same:
+        return None
+    moved = tuple(b - a for a, b in zip(run.offsets, block.offsets, strict=True))
+    if run.count == 1:
+        return msgspec.structs.replace(run, count=2, step=moved)
+    if moved == tuple(s * run.count for s in run.step):
+        return msgspec.structs.replace(run, count=run.count + 1)
+    return None
+
+
+def decode(runs: Iterable[BlockRun]) -> Iterator[Block]:
+    """The blocks of a run-length encoded list, in order."""
+    for run in runs:
+        for k in range(run.count):
+            offsets = run.offsets if k == 0 else _moved(run, k)
+            yield Block(run.tensor, run.role, offsets, run.sizes, run.rank + k)
+
+
+def _moved(run: BlockRun, k: int) -> tuple[int, ...]:
+    return tuple(o + k * s for o, s in zip(run.offsets, run.step, strict=True))
+
+
+def check_tiling(blocks: Iterable[Block], tensors: Iterable[TensorSpec], world_size: int) -> None:
+    """Raise unless the distinct parameter blocks of each tensor cover every element once.
+
+    The same block on several ranks is a replica; two different blocks may not overlap, and no
+    rank may hold one block twice.
+    """
+    by_tensor: dict[str, list[Block]] = defaultdict(list)
+    for block in blocks:
+        if not 0 <= block.rank < world_size:
+            raise InputError(
+                expected(
+                    f"blocks of {block.tensor}", f"ranks below {world_size}", f"rank {block.rank}"
+                )
+            )
+        if block.role == "parameter":
+            by_tensor[block.tensor].append(block)
+    for tensor in tensors:
+        _check_tensor(tensor, by_tensor.pop(tensor.fqn, []))
+    if by_tensor:
+        raise InputError(
+            expected("blocks", "only tensors of the model", f"'{next(iter(by_tensor))}'")
+        )
+
+
+def _check_tensor(tensor: TensorSpec, blocks: list[Block]) -> None:
+    where = f"blocks of {tensor.fqn}"
+    if len(set(blocks)) != len(blocks):
+        raise InputError(expected(where, "each block once per rank", "one listed twice"))
+    flat = any(len(block.offsets) != len(tensor.shape) for block in blocks)
+    shape = (tensor.numel,) if flat else tensor.shape
+    boxes = sorted({(block.offsets, block.sizes) for block in blocks})
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape) or any(
+            o < 0 or s < 1 or o + s > n for o, s, n in zip(offsets, sizes, shape, strict=False)
+        ):
+            raise InputError(
+                expected(where, f"blocks inside {shape}", f"offsets {offsets}, sizes {sizes}")
+            )
+    covered = sum(math.prod(sizes) for _, sizes in boxes)
+    if covered != tensor.numel or _overlap(boxes):
+        raise InputError(
+            expected(
+                where,
+                f"every one of {tensor.numel} elements exactly once",
+                f"blocks of {covered} elements in all" if covered != tensor.numel else "an overlap",
+                "Make the plan again with `shardwright plan`.",
+            )
+        )
+
+
+def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether any two boxes share an element; boxes come sorted by offset."""
+    for i, (offsets, sizes) in enumerate(boxes):
+        for other_offsets, other_sizes in boxes[i + 1 :]:
+            if offsets and other_offsets[0] >= offsets[0] + sizes[0]:
+                break  # sorted: no later box can reach back into this one
+            if all(
+                o < p + t and p < o + s
+                for o, s, p, t in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+            ):
+                return True
+    return False

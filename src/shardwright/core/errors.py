@@ -1,0 +1,56 @@
+"""The errors a user can meet, and the process exit code that belongs to each.
+
+Every message reads ``where: expected X, got Y. what to do`` and names the file, the key or the
+tensor. ``ValueError``-like types are the user's to mend; an ``AssertionError`` is ours.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_BUG = 1
+EXIT_INPUT = 2
+EXIT_NO_PLAN = 3
+EXIT_MISMATCH = 4
+EXIT_RUN_FAILED = 5
+EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130
+
+
+class ShardwrightError(Exception):
+    """Base of every error this package raises on purpose; ``exit_code`` is the process's."""
+
+    exit_code = EXIT_BUG
+
+
+class InputError(ShardwrightError, ValueError):
+    """A file, a key, a size or a call that cannot be used as it was given."""
+
+    exit_code = EXIT_INPUT
+
+
+class UnsupportedError(InputError):
+    """A valid request that this version does not carry out; the message names the alternative."""
+
+
+class NoPlanError(ShardwrightError):
+    """No assignment of tensors to ranks fits the memory of the cluster."""
+
+    exit_code = EXIT_NO_PLAN
+
+
+class MismatchError(ShardwrightError):
+    """Two things that must agree do not: ranks, plan and job, prediction and measurement."""
+
+    exit_code = EXIT_MISMATCH
+
+
+class RunError(ShardwrightError):
+    """A training run that started and could not finish."""
+
+    exit_code = EXIT_RUN_FAILED
+
+
+def expected(where: str, wanted: str, found: str, remedy: str = "") -> str:
+    """One line in the form every message of this package has."""
+    text = f"{where}: expected {wanted}, got {found}."
+    return f"{text} {remedy}" if remedy else text

@@ -1,0 +1,214 @@
+"""A job: the TOML file a person writes. Sizes are per rank unless a name says global."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from shardwright.core.document import read_bytes
+from shardwright.core.errors import InputError, expected
+from shardwright.core.model import DenseOptimizer, TableSpec
+from shardwright.core.tensor import element_bytes
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+MAX_ROWS = 2**40
+
+
+class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The built-in model and the widths of its layers."""
+
+    kind: Literal["dlrm"] = "dlrm"
+    dense_features: Width = 13
+    bottom: tuple[Width, ...] = (64, 16)
+    top: tuple[Width, ...] = (64, 1)
+    interaction: Literal["dot", "cat"] = "dot"
+
+
+class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A preset, and what this job's machine has instead; capacities are per rank."""
+
+    preset: str = "local"
+    world_size: Count | None = None
+    local_world_size: Count | None = None
+    compute_device: Literal["cpu", "cuda"] | None = None
+    hbm_cap: int | str | None = None
+    ddr_cap: int | str | None = None
+
+
+class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Samples per rank and step."""
+
+    size: Count = 128
+    sequence: Count = 1
+
+
+class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Click logs: a Criteo file, or the synthetic generator that writes one."""
+
+    kind: Literal["criteo", "synthetic"] = "criteo"
+    path: str = ""
+    test_path: str = ""
+    skip_bad_rows: bool = False
+    rows: Count = 100_000
+    test_rows: Whole = 20_000
+    seed: Whole = 0
+
+
+class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How plans are searched, and what is forced: unit name -> ``shard`` or ``replicate``."""
+
+    search: Literal["greedy"] = "greedy"
+    units: dict[str, Literal["shard", "replicate"]] = {}
+
+
+class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds."""
+
+    steps: Count = 100
+    optimizer: DenseOptimizer = "sgd"
+    learning_rate: Rate = 0.1
+    seed: Whole = 0
+    out: str = "runs/latest"
+    timeout: Seconds = 60.0
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that is asked for; defaults filled in."""
+
+    tables: tuple[TableSpec, ...]
+    model: ModelSection = ModelSection()
+    cluster: ClusterSection = ClusterSection()
+    batch: BatchSection = BatchSection()
+    data: DataSection = DataSection()
+    planner: PlannerSection = PlannerSection()
+    train: TrainSection = TrainSection()
+
+
+def read_job(path: Path, overrides: Iterable[str] = ()) -> Job:
+    """Read a job file; ``overrides`` are ``section.key=value`` texts that win over the file."""
+    raw = read_bytes(path, "job", "Name a job in TOML, such as examples/demo.toml.")
+    try:
+        document = tomllib.loads(raw.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(expected(str(path), "a job in TOML", f"'{error}'")) from None
+    for override in overrides:
+        _override(document, override)
+    return parse_job(document, str(path))
+
+
+def parse_job(document: dict[str, Any], where: str = "job") -> Job:
+    """Check a decoded job; every error names the key, what was expected and what was found."""
+    _refuse_unknown_keys(document, Job, where, "")
+    try:
+        job = msgspec.convert(document, Job)
+    except msgspec.ValidationError as error:
+        raise InputError(_explain(str(error), document, where)) from None
+    _check_tables(job, where)
+    return job
+
+
+def _override(document: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and section and name):
+        raise InputError(expected("--set", "section.key=value", f"'{text}'"))
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    target = document.setdefault(section, {})
+    if not isinstance(target, dict):
+        raise InputError(
+            expected(f"--set {section}", "a section with single keys", "a list of tables")
+        )
+    target[name] = parsed
+
+
+def _refuse_unknown_keys(value: Any, kind: Any, where: str, path: str) -> None:
+    """Walk the document beside its type and name the first key that does not exist."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        if not isinstance(value, dict):
+            return
+        fields = typing.get_type_hints(kind)
+        for key, inner in value.items():
+            spot = f"{path}.{key}" if path else key
+            if key not in fields or (kind is TableSpec and key == "fqn"):
+                near = difflib.get_close_matches(key, fields, n=1, cutoff=0.0)
+                raise InputError(
+                    f"{where}: unknown key '{spot}'. Did you mean '{near[0] if near else ''}'? "
+                    f"Known here: {', '.join(sorted(set(fields) - {'fqn'}))}."
+                )
+            _refuse_unknown_keys(inner, fields[key], where, spot)
+    elif typing.get_origin(kind) is tuple and isinstance(value, list):
+        for index, inner in enumerate(value):
+            _refuse_unknown_keys(inner, typing.get_args(kind)[0], where, f"{path}[{index}]")
+
+
+def _explain(message: str, document: dict[str, Any], where: str) -> str:
+    """Turn ``Expected `int` >= 1 - at `$.tables[0].rows``` into our form, with what was found."""
+    text, _, place = message.partition(" - at `$")
+    keys = [k for k in re.split(r"[.\[\]`]+", place) if k]
+    found: Any = document
+    for key in keys:
+        if isinstance(found, list) and key.isdigit() and int(key) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, dict) and key in found:
+            found = found[key]
+        else:
+            return f"{where}: {place.strip('`.') or 'job'}: {text.replace('`', '')}."
+    spot = place.strip("`.") or "job"
+    shown = repr(found) if len(repr(found)) < 60 else type(found).__name__
+    wanted = text.replace("`", "").removeprefix("Expected ")
+    if ", got" in wanted:
+        wanted = wanted.partition(", got")[0]
+    return expected(f"{where}: {spot}", wanted, shown)
+
+
+def _check_tables(job: Job, where: str) -> None:
+    if not job.tables:
+        raise InputError(expected(f"{where}: tables", "at least one [[tables]] entry", "none"))
+    names: set[str] = set()
+    for index, table in enumerate(job.tables):
+        spot = f"{where}: tables[{index}] '{table.name}'"
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,99}", table.name):
+            raise InputError(
+                expected(
+                    f"{where}: tables[{index}].name",
+                    "letters, digits and underscores, at most 100",
+                    repr(table.name[:100]),
+                )
+            )
+        if table.name in names:
+            raise InputError(expected(f"{spot}.name", "a name of its own", "one used twice"))
+        names.add(table.name)
+        _check_range(f"{spot}.rows", table.rows, 1, MAX_ROWS)
+        _check_range(f"{spot}.dim", table.dim, 1, 2**16)
+        _check_range(f"{spot}.min_partition", table.min_partition, 0, table.dim)
+        element_bytes(table.dtype, f"{spot}.dtype")
+        if len(table.poolings) != len(table.pooling_factors):
+            raise InputError(
+                expected(
+                    f"{spot}.num_poolings",
+                    f"{len(table.pooling_factors)} values, as pooling_factors",
+                    str(len(table.num_poolings)),
+                )
+            )
+        for factor in (*table.pooling_factors, *table.poolings):
+            _check_range(f"{spot}.pooling_factors", factor, 0, 1e6)
+
+
+def _check_range(where: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InputError(expected(where, f"a value from {low} to {high}", f"{value}"))

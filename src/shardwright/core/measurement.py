@@ -1,0 +1,62 @@
+"""What a run measured, in the same event type as a plan's prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from shardwright.core.document import read_document, write_document
+from shardwright.core.timeline import EventRun
+
+SCHEMA = "shardwright.measurement/1"
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Training loss by step: the global batch's mean, every step that was kept."""
+
+    steps: tuple[int, ...] = ()
+    loss: tuple[float, ...] = ()
+
+
+class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Held-out quality, beside the best possible where the click model is known."""
+
+    rows: int
+    auc: float
+    log_loss: float
+    best_auc: float | None = None
+    best_log_loss: float | None = None
+
+
+class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Events of every rank, the loss curve, quality, and what it was measured with.
+
+    Memory comes from ``memory_steps``, seconds (medians) from ``time_steps``: metering memory
+    slows a step, so the two never share one.
+    """
+
+    schema: Literal["shardwright.measurement/1"]
+    plan_fingerprint: str
+    world_size: int
+    steps: int
+    memory_steps: tuple[int, ...]
+    time_steps: tuple[int, ...]
+    timeline: tuple[EventRun, ...]
+    curve: Curve
+    quality: Quality | None
+    samples_per_second: float
+    bad_rows: int
+    versions: dict[str, str]
+    machine: dict[str, str]
+
+
+def write_measurement(measurement: Measurement, path: Path) -> None:
+    """Write ``measurement`` as JSON."""
+    write_document(measurement, path)
+
+
+def read_measurement(path: Path) -> Measurement:
+    """Read a measurement."""
+    return read_document(path, Measurement, SCHEMA, made_by="shardwright train JOB.toml")

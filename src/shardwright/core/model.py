@@ -1,0 +1,123 @@
+"""A model as a plan sees it: tables reached by route, dense units reached by gather, and the work
+of one step. Free of torch.
+
+A step visits the stages in order and then in reverse. What a stage allocates is told per sample,
+so one description serves every batch size.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.core.timeline import Kind
+
+ShardingType = Literal[
+    "data_parallel",
+    "table_wise",
+    "column_wise",
+    "row_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+]
+TableOptimizer = Literal["sgd", "rowwise_adagrad"]
+DenseOptimizer = Literal["sgd", "adagrad", "adam"]
+
+
+class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An embedding table of ``rows`` x ``dim`` and the traffic that one sample sends to it."""
+
+    name: str
+    rows: int
+    dim: int
+    fqn: str = ""
+    dtype: str = "fp32"
+    optimizer: TableOptimizer | None = None
+    pooled: bool = True
+    pooling_factors: tuple[float, ...] = (1.0,)
+    num_poolings: tuple[float, ...] = ()
+    sharding_types: tuple[ShardingType, ...] = ()
+    compute_kernels: tuple[str, ...] = ()
+    min_partition: int = 0
+
+    @property
+    def poolings(self) -> tuple[float, ...]:
+        """Bags per sample of each feature; 1 where nothing is said."""
+        return self.num_poolings or (1.0,) * len(self.pooling_factors)
+
+    @property
+    def tensor(self) -> TensorSpec:
+        """The table's weight."""
+        return TensorSpec(self.fqn or self.name, (self.rows, self.dim), self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole weight."""
+        return self.rows * self.dim * element_bytes(self.dtype)
+
+
+class UnitSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Dense parameters that are gathered, reduced and updated together, in execution order."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    optimizer: DenseOptimizer = "sgd"
+
+
+class Allocation(msgspec.Struct, frozen=True):
+    """Memory an operation takes: ``per_sample`` bytes for each sample plus ``fixed`` bytes."""
+
+    name: str
+    kind: Kind
+    per_sample: int
+    fixed: int = 0
+
+    def nbytes(self, batch_size: int) -> int:
+        """Bytes for a batch of ``batch_size`` samples."""
+        return self.per_sample * batch_size + self.fixed
+
+
+class Work(msgspec.Struct, frozen=True):
+    """One operation: it takes its allocations, computes, then frees allocations by name."""
+
+    name: str
+    flops_per_sample: int = 0
+    takes: tuple[Allocation, ...] = ()
+    frees: tuple[str, ...] = ()
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """A part of the step: ``gather`` stages name a unit, ``route`` stages stand for the tables."""
+
+    name: str
+    access: Literal["gather", "route", "none"]
+    forward: tuple[Work, ...] = ()
+    backward: tuple[Work, ...] = ()
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """Tables, dense units, and the stages of a step in forward order."""
+
+    kind: str
+    tables: tuple[TableSpec, ...]
+    units: tuple[UnitSpec, ...]
+    stages: tuple[Stage, ...]
+    inputs: tuple[Allocation, ...] = ()
+    buffers: tuple[TensorSpec, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Every parameter, tables first."""
+        dense = tuple(tensor for unit in self.units for tensor in unit.tensors)
+        return tuple(table.tensor for table in self.tables) + dense
+
+    def table(self, name: str) -> TableSpec:
+        """A table by name or fqn."""
+        return next(t for t in self.tables if name in (t.name, t.fqn))
+
+    def unit(self, name: str) -> UnitSpec:
+        """A dense unit by name."""
+        return next(u for u in self.units if u.name == name)

@@ -1,0 +1,59 @@
+"""Where the blocks of a tensor live, one placement per mesh axis, free of torch.
+
+The same five placements serve both accesses. Reached by ``gather`` (weights come to the data) they
+are data parallel, FSDP and whole-parameter ownership; reached by ``route`` (ids go to the weights)
+they are the table types of recommender systems.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Access = Literal["gather", "route"]
+
+
+class Replicate(msgspec.Struct, frozen=True, tag="replicate", tag_field="placement"):
+    """Every rank of the axis holds the whole tensor."""
+
+
+class Shard(msgspec.Struct, frozen=True, tag="shard", tag_field="placement"):
+    """Cut along tensor dimension ``dim`` in ceiling chunks; the last ranks may hold less."""
+
+    dim: int = 0
+
+
+class Owned(msgspec.Struct, frozen=True, tag="owned", tag_field="placement"):
+    """Whole on one rank, empty on the others."""
+
+    rank: int
+
+
+class BlockShard(msgspec.Struct, frozen=True, tag="block_shard", tag_field="placement"):
+    """Cut along ``dim`` at multiples of ``size`` only, so that a block is never divided."""
+
+    size: int
+    dim: int = 0
+
+
+class Flat(msgspec.Struct, frozen=True, tag="flat", tag_field="placement"):
+    """The unit's padded buffer is cut evenly; a cut may cross tensor boundaries."""
+
+
+Placement = Replicate | Shard | Owned | BlockShard | Flat
+
+
+def describe(placement: Placement) -> str:
+    """A short text for tables: ``Shard(0)``, ``Owned(3)``, ``Replicate()``."""
+    match placement:
+        case Replicate():
+            return "Replicate()"
+        case Shard(dim):
+            return f"Shard({dim})"
+        case Owned(rank):
+            return f"Owned({rank})"
+        case BlockShard(size, dim):
+            return f"BlockShard({size}, {dim})"
+        case Flat():
+            return "Flat()"

@@ -1,0 +1,46 @@
+"""Tensors by name, shape and dtype, without any data."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from shardwright.core.errors import InputError, expected
+
+ELEMENT_BYTES = {
+    "fp64": 8,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+def element_bytes(dtype: str, where: str = "dtype") -> int:
+    """Bytes of one element of ``dtype``."""
+    if dtype not in ELEMENT_BYTES:
+        raise InputError(expected(where, f"one of {', '.join(ELEMENT_BYTES)}", f"'{dtype}'"))
+    return ELEMENT_BYTES[dtype]
+
+
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A parameter: fully qualified name, shape, dtype."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str = "fp32"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel * element_bytes(self.dtype)

@@ -1,0 +1,131 @@
+"""What happens on a rank, predicted or measured: one event type for both.
+
+Bytes are signed: positive when they come to life, negative when they are freed. Seconds are
+floats from the beginning of a step. Predicted and measured timelines are compared by a join on
+``(rank, phase, kind, name)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+Phase = Literal[
+    "setup",
+    "load",
+    "exchange_ids",
+    "lookup",
+    "exchange_rows",
+    "forward",
+    "backward",
+    "reduce",
+    "step",
+    "checkpoint",
+]
+PHASES: tuple[Phase, ...] = Phase.__args__  # type: ignore[attr-defined]
+
+Kind = Literal[
+    "weight",
+    "gradient",
+    "optimizer_state",
+    "gathered_weight",
+    "unreduced_gradient",
+    "communication",
+    "activation",
+    "temporary",
+    "input",
+    "output",
+    "cache",
+    "buffer",
+    "padding",
+    "time",
+]
+KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
+EXACT_KINDS: tuple[Kind, ...] = ("weight", "gradient", "optimizer_state", "padding")
+
+PEAK = "peak"  # the name of an event that tells a kind's live bytes at a phase's peak
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """One thing that happened to one rank. ``step`` 0 is set-up, 1 the steady training step."""
+
+    rank: int
+    step: int
+    phase: Phase
+    kind: Kind
+    name: str
+    bytes: int = 0
+    start: float = 0.0
+    duration: float = 0.0
+
+
+class EventRun(msgspec.Struct, frozen=True, array_like=True):
+    """The same event on ``count`` consecutive ranks from ``event.rank``."""
+
+    event: Event
+    count: int = 1
+
+
+def encode(events: Iterable[Event]) -> tuple[EventRun, ...]:
+    """Merge events that differ only in rank; ranks must be consecutive."""
+    order: dict[tuple[object, ...], list[int]] = {}
+    for e in events:
+        key = (e.step, e.phase, e.kind, e.name, e.bytes, e.start, e.duration)
+        order.setdefault(key, []).append(e.rank)
+    runs: list[EventRun] = []
+    for key, ranks in order.items():
+        for first, count in _stretches(ranks):
+            runs.append(EventRun(Event(first, *key), count))  # type: ignore[arg-type]
+    return tuple(runs)
+
+
+def _stretches(ranks: list[int]) -> Iterator[tuple[int, int]]:
+    first, count = ranks[0], 1
+    for rank in ranks[1:]:
+        if rank == first + count:
+            count += 1
+        else:
+            yield first, count
+            first, count = rank, 1
+    yield first, count
+
+
+def decode(runs: Iterable[EventRun]) -> list[Event]:
+    """Events rank by rank; within a rank in the order of the runs."""
+    events = [
+        msgspec.structs.replace(run.event, rank=run.event.rank + k)
+        for run in runs
+        for k in range(run.count)
+    ]
+    return sorted(events, key=lambda event: event.rank)
+
+
+def exact_bytes(events: Iterable[Event]) -> dict[tuple[int, str, str, str], int]:
+    """Bytes of weights, gradients, optimizer states and padding by (rank, phase, kind, name)."""
+    totals: dict[tuple[int, str, str, str], int] = {}
+    for e in events:
+        if e.kind in EXACT_KINDS and e.name != PEAK:
+            key = (e.rank, e.phase, e.kind, e.name)
+            totals[key] = totals.get(key, 0) + e.bytes
+    return totals
+
+
+def phase_peaks(events: Iterable[Event]) -> dict[tuple[int, str], dict[str, int]]:
+    """Live bytes by kind at the peak of each (rank, phase)."""
+    peaks: dict[tuple[int, str], dict[str, int]] = {}
+    for e in events:
+        if e.name == PEAK:
+            peaks.setdefault((e.rank, e.phase), {})[e.kind] = e.bytes
+    return peaks
+
+
+def phase_seconds(events: Iterable[Event]) -> dict[tuple[int, str], float]:
+    """Seconds by (rank, phase)."""
+    seconds: dict[tuple[int, str], float] = {}
+    for e in events:
+        if e.kind == "time":
+            key = (e.rank, e.phase)
+            seconds[key] = seconds.get(key, 0.0) + e.duration
+    return seconds

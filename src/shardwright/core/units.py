@@ -1,0 +1,59 @@
+"""Bytes and seconds as people write and read them. 1 GiB is 2^30 bytes and is written GiB."""
+
+from __future__ import annotations
+
+import re
+
+from shardwright.core.errors import InputError, expected
+
+_SCALES = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*$")
+MAX_BYTES = 2**60
+
+
+def parse_bytes(value: int | str, where: str) -> int:
+    """Bytes from an integer or from text such as ``"48 MiB"`` or ``"80 GB"``."""
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.match(value)
+        if match is None:
+            raise InputError(
+                expected(where, "bytes as an integer or a text like '48 MiB'", f"'{value}'")
+            )
+        size = int(float(match.group(1)) * _SCALES[match.group(2)])
+    if not 0 < size <= MAX_BYTES:
+        raise InputError(
+            expected(where, "a size between 1 B and 2^60 B", f"{value}", "Write bytes or '48 MiB'.")
+        )
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """A size for a table: binary units, three to four significant digits."""
+    sign = "-" if size < 0 else ""
+    magnitude = abs(size)
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if magnitude >= _SCALES[unit]:
+            return f"{sign}{magnitude / _SCALES[unit]:.2f} {unit}"
+    return f"{sign}{magnitude:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for a table."""
+    if seconds == 0:
+        return "0"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"

@@ -1,0 +1,1 @@
+"""Pure functions from core values to bytes and seconds; no literal without a name."""

@@ -1,0 +1,57 @@
+"""Bytes and seconds of a dense unit, sharded evenly or replicated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.core.amount import named
+from shardwright.core.model import Stage, UnitSpec
+from shardwright.cost import network, optimizer
+
+
+def unit_bytes(payload: Any, padding: Any, kind: str) -> dict[str, Any]:
+    """Bytes that a rank keeps of a unit by kind; ``payload`` and ``padding`` are its share."""
+    padded = padding + padding + optimizer.dense_padding_state_bytes(padding, kind)
+    return {
+        "weight": named("weight_bytes", payload * 1, "B"),
+        "gradient": named("gradient_bytes", payload * 1, "B"),
+        "optimizer_state": optimizer.dense_state_bytes(payload, kind),
+        "padding": named("padding_bytes", padded, "B"),
+    }
+
+
+def compute_seconds(flops: Any, operations: Any, c: Any) -> Any:
+    """Seconds of ``flops`` in ``operations`` eager calls."""
+    return flops / c["compute_rate"] + operations * c["operation_latency"]
+
+
+def communication_seconds(
+    buffer_bytes: Any, ranks: Any, *, sharded: bool, gathers: int, c: Any
+) -> dict[str, Any]:
+    """Seconds of a unit's collectives by direction: ``gather`` (one) and ``reduce``."""
+    latency, rate = c["link_latency"], c["link_rate"]
+    if not sharded:
+        reduced = network.all_reduce_seconds(buffer_bytes, ranks, latency, rate)
+        return {"gather": 0.0, "reduce": named("all_reduce_seconds", reduced, "s")}
+    once = network.exchange_seconds(buffer_bytes, ranks, latency, rate)
+    return {
+        "gather": named("gather_seconds", once * gathers, "s"),
+        "reduce": named("reduce_scatter_seconds", once * 1, "s"),
+    }
+
+
+def update_seconds(state_bytes: Any, c: Any) -> Any:
+    """Seconds of the optimizer over ``state_bytes`` (weights, gradients and states together)."""
+    return named("update_seconds", state_bytes / c["memory_rate"] + c["operation_latency"], "s")
+
+
+def stage_flops(stage: Stage, batch_size: int) -> tuple[int, int, int, int]:
+    """FLOPs and operation counts of a stage: forward FLOPs and calls, backward FLOPs and calls."""
+    forward = sum(work.flops_per_sample for work in stage.forward) * batch_size
+    backward = sum(work.flops_per_sample for work in stage.backward) * batch_size
+    return forward, len(stage.forward), backward, len(stage.backward)
+
+
+def unit_payload(unit: UnitSpec) -> int:
+    """Bytes of all tensors of a unit."""
+    return sum(tensor.nbytes for tensor in unit.tensors)

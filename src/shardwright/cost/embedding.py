@@ -1,0 +1,130 @@
+"""Bytes and seconds of a table shard, for numbers, arrays or Amounts alike.
+
+Bytes are exact: they equal what the runtime allocates. Seconds are for one training step of one
+rank; ``ids`` are those of one rank's batch, so a whole table sees ``ids * ranks`` of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.core.amount import named
+from shardwright.core.batch import INDEX_BYTES
+from shardwright.core.tensor import ELEMENT_BYTES
+from shardwright.cost import network, optimizer
+
+ROW_TYPES = ("row_wise",)
+
+
+def weight_bytes(rows: Any, columns: Any, element_bytes: Any) -> Any:
+    """Bytes of a shard's weights."""
+    return named("weight_bytes", rows * columns * element_bytes, "B")
+
+
+def optimizer_state_bytes(rows: Any, kind: str) -> Any:
+    """Bytes of a shard's optimizer state: row-wise Adagrad keeps one fp32 per row."""
+    per_row = optimizer.TABLE_STATE_BYTES_PER_ROW[kind]
+    return named("optimizer_state_bytes", rows * per_row, "B")
+
+
+def gradient_bytes(rows: Any, columns: Any, element_bytes: Any, sharding_type: str) -> Any:
+    """Bytes of a shard's gradient: dense for a replica, fused into the update (none) elsewhere."""
+    held = 1 if sharding_type == "data_parallel" else 0
+    return named("gradient_bytes", rows * columns * element_bytes * held, "B")
+
+
+def shard_bytes(
+    rows: Any, columns: Any, dtype: str, kind: str, sharding_type: str
+) -> dict[str, Any]:
+    """Bytes that a shard keeps, by kind: weight, gradient, optimizer_state."""
+    size = ELEMENT_BYTES[dtype]
+    return {
+        "weight": weight_bytes(rows, columns, size),
+        "gradient": gradient_bytes(rows, columns, size, sharding_type),
+        "optimizer_state": optimizer_state_bytes(rows, kind),
+    }
+
+
+def ids_at_shard(ids: Any, ranks: Any, sharding_type: str) -> Any:
+    """Ids that one shard serves per step; row shards share a table's ids evenly (assumed)."""
+    if sharding_type in ("data_parallel", *ROW_TYPES):
+        return named("ids_at_shard", ids * 1, "ids")
+    return named("ids_at_shard", ids * ranks, "ids")
+
+
+def routed_seconds(
+    ids: Any, served: Any, columns: Any, element_bytes: Any, ranks: Any, c: Any
+) -> dict[str, Any]:
+    """Seconds of one routed shard by phase: it serves ``served`` ids of the global batch.
+
+    ``c`` maps constant names to numbers or Amounts. Latencies of collectives are per step, not
+    per shard, and are counted by :func:`step_latencies`.
+    """
+    row = named("row_bytes", columns * element_bytes, "B")
+    link = network.exchange_seconds
+    passes = c["update_passes"]
+    touch = named("row_seconds", row / c["memory_rate"] + c["row_latency"], "s")
+    return {
+        "exchange_ids": named(
+            "exchange_ids_seconds",
+            ids * c["index_cost"] + link(served * INDEX_BYTES, ranks, 0, c["link_rate"]),
+            "s",
+        ),
+        "lookup": named("lookup_seconds", served * touch, "s"),
+        "exchange_rows": named(
+            "exchange_rows_seconds", link(served * row, ranks, 0, c["link_rate"]), "s"
+        ),
+        "reduce": named(
+            "exchange_gradients_seconds", link(served * row, ranks, 0, c["link_rate"]), "s"
+        ),
+        "step": named("update_seconds", served * touch * passes, "s"),
+    }
+
+
+def replicated_seconds(
+    ids: Any, rows: Any, columns: Any, element_bytes: Any, ranks: Any, c: Any
+) -> dict[str, Any]:
+    """Seconds of one replica by phase: local lookups, a dense all-reduce, a dense update."""
+    table = named("table_bytes", rows * columns * element_bytes, "B")
+    row = named("row_bytes", columns * element_bytes, "B")
+    touch = named("row_seconds", row / c["memory_rate"] + c["row_latency"], "s")
+    reduce = network.all_reduce_seconds(table, ranks, 0, c["link_rate"]) + ids * touch
+    return {
+        "lookup": named("lookup_seconds", ids * touch, "s"),
+        "reduce": named("all_reduce_seconds", reduce, "s"),
+        "step": named("update_seconds", table * c["update_passes"] / c["memory_rate"], "s"),
+    }
+
+
+def shard_seconds(
+    ids: Any, rows: Any, columns: Any, dtype: str, ranks: Any, sharding_type: str, c: Any
+) -> dict[str, Any]:
+    """Seconds per step of one shard by phase."""
+    size = ELEMENT_BYTES[dtype]
+    if sharding_type == "data_parallel":
+        return replicated_seconds(ids, rows, columns, size, ranks, c)
+    served = ids_at_shard(ids, ranks, sharding_type)
+    return routed_seconds(ids, served, columns, size, ranks, c)
+
+
+ROUTED_COLLECTIVES = {"exchange_ids": 2, "exchange_rows": 1, "reduce": 1}  # counts and ids first
+ROUTED_OPERATIONS = {"exchange_ids": 20, "lookup": 4, "exchange_rows": 4, "reduce": 6, "step": 20}
+REPLICATED_COLLECTIVES = {"reduce": 1}
+REPLICATED_OPERATIONS = {"lookup": 4, "reduce": 6, "step": 8}
+
+
+def step_latencies(routed: bool, replicated: bool, ranks: int, c: Any) -> dict[str, float]:
+    """Seconds per step and phase that do not depend on the number of tables."""
+    seconds: dict[str, float] = {}
+    for present, collectives, operations in (
+        (routed, ROUTED_COLLECTIVES, ROUTED_OPERATIONS),
+        (replicated, REPLICATED_COLLECTIVES, REPLICATED_OPERATIONS),
+    ):
+        if not present:
+            continue
+        for phase, count in operations.items():
+            seconds[phase] = seconds.get(phase, 0.0) + count * c["operation_latency"]
+        for phase, count in collectives.items():
+            hop = network.exchange_seconds(0, ranks, c["link_latency"], c["link_rate"])
+            seconds[phase] = seconds.get(phase, 0.0) + count * hop
+    return seconds

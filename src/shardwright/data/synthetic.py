@@ -1,0 +1,333 @@
+"""A click log made up from a known law, so that the best reachable score is known too.
+
+The rows have the shape of Criteo's and nothing of its content. The probability p of a click is an
+exact function of the fields that are written, and every random number is a hash of (seed, stream,
+row), so that any range of rows can be made alone and no teacher's table is stored.
+
+    logit p = base + dense_scale / sqrt(13) * sum_j w_j z_j
+                   + bias_scale * sum_f g_f b_f(id_f)
+                   + interaction_scale / sqrt(P) * sum_(f,g) <u_f(id_f), u_g(id_g)> / sqrt(4)
+
+with w standard normal; b and u standard normal over ids and then brought to mean 0 and deviation 1
+over rows, so that the click rate and the Bayes AUC depend little on the seed; z_j the reader's
+log(x + 1) on a fixed scale; g_f the share of a feature, of unit length over the features and in
+proportion to 1 / ln(1 + cardinality), because a bias of few ids can be learned from few rows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shardwright.core.errors import InputError, expected
+from shardwright.data.criteo import CATEGORY_NAMES, INTEGER_NAMES, ClickBatch
+from shardwright.data.quality import bayes_accuracy, bayes_auc, bayes_log_loss
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# The columns of Criteo Kaggle: the five that hold 98 % of its rows scaled down to tens of
+# thousands, the rest cut at 4,000.
+CARDINALITIES = (
+    *(1460, 583, 100_000, 30_000, 305, 24, 4000, 633, 3, 4000, 4000, 80_000, 3194),
+    *(27, 4000, 60_000, 10, 4000, 2173, 4, 70_000, 18, 15, 4000, 105, 4000),
+)
+# About as often empty as the columns of real logs: I1 and I10 nearly half, I12 mostly.
+MISSING_INTEGERS = (0.45, 0.0, 0.2, 0.2, 0.03, 0.2, 0.04, 0.0, 0.04, 0.45, 0.04, 0.79, 0.2)
+MISSING_CATEGORIES = (
+    *(0.0, 0.0, 0.03, 0.03, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.03, 0.0),
+    *(0.0, 0.0, 0.03, 0.0, 0.0, 0.4, 0.4, 0.03, 0.75, 0.0, 0.03, 0.4, 0.4),
+)
+# Pairs of columns of a few dozen ids: their products can be learned from some 100,000 rows.
+PAIRS = ((5, 13), (8, 16), (16, 22), (13, 22))
+
+_LATENT = 4  # length of a latent vector u
+_HEAD = 1000  # most frequent ids whose numbers count in the mean and the deviation of a column
+_CHUNK = 8192  # rows made at a time: keeps the temporaries of a chunk in the processor's cache
+_MAX_CARDINALITY = 1 << 31  # rank * multiplier must fit in int64
+_WORD = (1 << 64) - 1
+# A count is exp(mean + spread * normal) rounded down, in one mean and spread per column.
+_LOG_MEAN = (1.0, 1.5, 2.5, 1.7, 7.5, 4.0, 1.8, 2.2, 4.0, 0.5, 1.0, 0.5, 1.7)
+_LOG_SPREAD = (1.0, 1.8, 1.2, 0.9, 1.5, 1.5, 1.2, 1.0, 1.3, 0.5, 0.9, 0.6, 1.0)
+
+# Streams: what a random number is for. A column's number is added to its stream.
+_COUNTS, _ANGLES, _RANKS, _LABELS, _WEIGHTS, _BIASES, _LATENTS, _WRITTEN = range(0, 8000, 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class ClickRows:
+    """Consecutive rows, as a reader yields them and as they are written.
+
+    ``batch`` what CriteoReader makes of the rows when its tables have the model's cardinalities.
+    ``integers`` int64 [n, 13] and ``hashes`` int64 [n, 26] the fields written, -1 for an empty one.
+    ``probabilities`` float64 [n] the chance of a click that the labels were drawn with.
+    """
+
+    batch: ClickBatch
+    integers: Ints
+    hashes: Ints
+    probabilities: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class ClickFacts:
+    """What the best predictor reaches on the rows of one file, in expectation over its labels.
+
+    ``click_rate`` is the mean probability; log loss is in nats.
+    """
+
+    rows: int
+    bayes_auc: float
+    bayes_log_loss: float
+    bayes_accuracy: float
+    click_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClickModel:
+    """The law that rows are drawn from. Raises InputError on a field that cannot be used.
+
+    ``zipf`` is the exponent of the popularity of ids: rank r, from 1, has probability in proportion
+    to the integral of x^-zipf over [r, r+1), which needs no table however many ids there are. The
+    scales are standard deviations of the three parts of the logit over rows, the dense one roughly.
+    ``pairs`` are columns (from 0) that interact. ``missing_integers`` [13] and
+    ``missing_categories`` [26] are chances of an empty field.
+    """
+
+    cardinalities: tuple[int, ...] = CARDINALITIES
+    seed: int = 0
+    zipf: float = 1.2
+    bias_scale: float = 1.6
+    interaction_scale: float = 0.5
+    dense_scale: float = 0.8
+    base: float = -1.65
+    pairs: tuple[tuple[int, int], ...] = PAIRS
+    missing_integers: tuple[float, ...] = MISSING_INTEGERS
+    missing_categories: tuple[float, ...] = MISSING_CATEGORIES
+
+    def __post_init__(self) -> None:
+        columns = len(CATEGORY_NAMES)
+        _check("cardinalities", self.cardinalities, columns, 1, _MAX_CARDINALITY)
+        _check("missing_integers", self.missing_integers, len(INTEGER_NAMES), 0.0, 1.0)
+        _check("missing_categories", self.missing_categories, columns, 0.0, 1.0)
+        scales = (self.zipf, self.bias_scale, self.interaction_scale, self.dense_scale)
+        names = ("zipf", "bias_scale", "interaction_scale", "dense_scale")
+        for name, value in zip(names, scales, strict=True):
+            _check(name, (value,), 1, 0.0, 1e3)
+        _check("base", (self.base,), 1, -1e3, 1e3)
+        for pair in self.pairs:
+            if len(pair) != 2 or pair[0] == pair[1]:
+                raise InputError(expected("pairs", "two different columns", repr(pair)))
+            _check("pairs", pair, 2, 0, columns - 1)
+
+    def rows(self, start: int, stop: int) -> ClickRows:
+        """Rows [start, stop), the same whatever range they are part of."""
+        if not 0 <= start <= stop:
+            raise InputError(expected("rows", "0 <= start <= stop", f"{start} and {stop}"))
+        row = np.arange(start, stop, dtype=np.uint64)
+        integers = np.stack([self._counts(j, row) for j in range(len(INTEGER_NAMES))], axis=1)
+        hashes = np.stack([self._written(f, row) for f in range(len(CATEGORY_NAMES))], axis=1)
+        dense = np.log1p(np.maximum(integers, 0)).astype(np.float32)
+        sizes = np.array(self.cardinalities, dtype=np.int64)
+        ids = np.where(hashes < 0, 0, hashes % sizes)
+        p = self.probability(dense, ids)
+        labels = (_uniform(self.seed, _LABELS, row) < p).astype(np.float32)
+        return ClickRows(ClickBatch(dense, ids, labels), integers, hashes, p)
+
+    def probability(self, dense: ArrayLike, ids: ArrayLike) -> Floats:
+        """The chance of a click, float64 [B], of rows as read: ``dense`` [B, 13], ``ids`` [B, 26].
+
+        The ids must have been reduced to this model's cardinalities. Raises InputError on a shape
+        or an id that no reader with those tables yields.
+        """
+        logs, index = np.asarray(dense, dtype=np.float64), np.asarray(ids, dtype=np.int64)
+        _check_columns("dense", logs, len(INTEGER_NAMES))
+        _check_columns("ids", index, len(CATEGORY_NAMES))
+        if len(logs) != len(index):
+            raise InputError(expected("ids", f"{len(logs)} rows, as dense has", f"{len(index)}"))
+        for name, column, size in zip(CATEGORY_NAMES, index.T, self.cardinalities, strict=True):
+            if column.size and not 0 <= column.min() <= column.max() < size:
+                found = f"{column.min()} to {column.max()}"
+                remedy = "Read with the model's cardinalities as table_rows."
+                raise InputError(expected(f"ids, {name}", f"0 to {size - 1}", found, remedy))
+        logit = self.base + self._dense_logit(logs) + self._bias_logit(index)
+        return 1.0 / (1.0 + np.exp(-(logit + self._pair_logit(index))))
+
+    def write(self, path: str | Path, rows: int, start: int = 0) -> ClickFacts:
+        """Writes rows [start, start + rows) as headerless tab-separated text, and says what is in.
+
+        The file appears whole or not at all. Eight bytes a row are held in memory meanwhile.
+        """
+        if rows < 2:
+            raise InputError(expected("rows", "at least 2", f"{rows}"))
+        path = Path(path)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        probabilities = []
+        try:
+            with part.open("wb") as file:
+                for first in range(start, start + rows, _CHUNK):
+                    made = self.rows(first, min(first + _CHUNK, start + rows))
+                    probabilities.append(made.probabilities)
+                    file.write(_text(made))
+            os.replace(part, path)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise InputError(
+                expected(str(path), "a file that can be written", reason, "Choose another path.")
+            ) from error
+        finally:
+            part.unlink(missing_ok=True)
+        return facts(np.concatenate(probabilities))
+
+    def _counts(self, j: int, row: NDArray[np.uint64]) -> Ints:
+        draw, missing = _uniform(self.seed, _COUNTS + j, row), self.missing_integers[j]
+        present = np.where(draw < missing, 0.5, (draw - missing) / max(1.0 - missing, 1e-300))
+        angle = _uniform(self.seed, _ANGLES + j, row)
+        logs = _LOG_MEAN[j] + _LOG_SPREAD[j] * _normal(present, angle)
+        return np.where(draw < missing, -1, np.exp(logs).astype(np.int64))
+
+    def _written(self, f: int, row: NDArray[np.uint64]) -> Ints:
+        """32-bit values whose remainder is the id, the same for the same id: hashes to the eye."""
+        draw, missing = _uniform(self.seed, _RANKS + f, row), self.missing_categories[f]
+        present = np.where(draw < missing, 0.5, (draw - missing) / max(1.0 - missing, 1e-300))
+        size = self.cardinalities[f]
+        multiplier, offset = _permutation(size)
+        ids = (multiplier * _rank(present, size, self.zipf) + offset) % size
+        multiples = ((1 << 32) - 1 - ids) // size + 1
+        shift = _uniform(self.seed, _WRITTEN + f, ids.astype(np.uint64)) * multiples
+        return np.where(draw < missing, -1, ids + size * shift.astype(np.int64))
+
+    def _dense_logit(self, logs: Floats) -> Floats:
+        columns = len(INTEGER_NAMES)
+        weights = _normals(self.seed, _WEIGHTS, np.arange(columns, dtype=np.uint64))
+        z = (logs - np.array(_LOG_MEAN)) / np.array(_LOG_SPREAD)
+        # Summed column by column, so that a row's value does not depend on the rows next to it.
+        parts: Floats = sum((w * z[:, j] for j, w in enumerate(weights)), np.zeros(len(logs)))
+        return self.dense_scale / math.sqrt(columns) * parts
+
+    def _bias_logit(self, ids: Ints) -> Floats:
+        shares = [1.0 / math.log(1.0 + size) for size in self.cardinalities]
+        total = np.zeros(len(ids))
+        for f, share in enumerate(shares):
+            total += share * self._trait(_BIASES + f, f, ids[:, f])
+        return self.bias_scale / math.hypot(*shares) * total
+
+    def _pair_logit(self, ids: Ints) -> Floats:
+        total = np.zeros(len(ids))
+        columns = {f for pair in self.pairs for f in pair}
+        u = {
+            f: [self._trait(_LATENTS + _LATENT * f + k, f, ids[:, f]) for k in range(_LATENT)]
+            for f in columns
+        }
+        for f, g in self.pairs:
+            for k in range(_LATENT):
+                total += u[f][k] * u[g][k]
+        return self.interaction_scale / math.sqrt(_LATENT * max(len(self.pairs), 1)) * total
+
+    def _trait(self, stream: int, f: int, ids: Ints) -> Floats:
+        """A number per id of column f, of mean 0 and deviation 1 over the rows of the log."""
+        size, missing = self.cardinalities[f], self.missing_categories[f]
+        ranks = np.arange(min(size, _HEAD))
+        multiplier, offset = _permutation(size)
+        edges = _share_below(np.arange(len(ranks) + 1), size, self.zipf)
+        chance = np.append((1.0 - missing) * np.diff(edges), missing)  # an empty field is id 0
+        head = np.append((multiplier * ranks + offset) % size, 0).astype(np.uint64)
+        traits = _normals(self.seed, stream, head)
+        mean = float((chance * traits).sum())
+        # Past the head no id is frequent, and the law of large numbers gives mean 0, deviation 1.
+        tail = (1.0 - missing) * (1.0 - float(edges[-1]))
+        variance = float((chance * traits**2).sum()) + tail - mean**2
+        if variance < 1e-12:  # a column with one value tells nothing
+            return np.zeros(len(ids))
+        return (_normals(self.seed, stream, ids.astype(np.uint64)) - mean) / math.sqrt(variance)
+
+
+def facts(probabilities: ArrayLike) -> ClickFacts:
+    """The Bayes values of rows that are clicked with these ``probabilities`` [n], n >= 2."""
+    p = np.asarray(probabilities, dtype=np.float64)
+    return ClickFacts(
+        rows=p.size,
+        bayes_auc=bayes_auc(p),
+        bayes_log_loss=bayes_log_loss(p),
+        bayes_accuracy=bayes_accuracy(p),
+        click_rate=float(p.mean()),
+    )
+
+
+def _text(made: ClickRows) -> bytes:
+    columns: list[list[str]] = [["1" if y else "0" for y in made.batch.labels.tolist()]]
+    for counts in made.integers.T:
+        columns.append(["" if x < 0 else str(x) for x in counts.tolist()])
+    for hashes in made.hashes.T:
+        columns.append(["" if x < 0 else f"{x:08x}" for x in hashes.tolist()])
+    return "".join(f"{line}\n" for line in map("\t".join, zip(*columns, strict=True))).encode()
+
+
+def _rank(draw: Floats, size: int, exponent: float) -> Ints:
+    """Popularity ranks from 0, by inverting the law's distribution function in closed form."""
+    if math.isclose(exponent, 1.0, abs_tol=1e-9):
+        x = (size + 1.0) ** draw
+    else:
+        power = 1.0 - exponent
+        x = (1.0 + draw * ((size + 1.0) ** power - 1.0)) ** (1.0 / power)
+    return np.clip(x.astype(np.int64) - 1, 0, size - 1)
+
+
+def _share_below(rank: Ints, size: int, exponent: float) -> Floats:
+    """The chance of a rank below each ``rank``: the distribution function ``_rank`` inverts."""
+    if math.isclose(exponent, 1.0, abs_tol=1e-9):
+        return np.log1p(rank) / math.log1p(size)
+    power = 1.0 - exponent
+    return ((rank + 1.0) ** power - 1.0) / ((size + 1.0) ** power - 1.0)
+
+
+def _permutation(size: int) -> tuple[int, int]:
+    """Multiplier and offset of a one-to-one map of range(size), so that ids carry no order."""
+    multiplier = 2654435761 % size | 1
+    while math.gcd(multiplier, size) != 1:
+        multiplier += 2
+    return multiplier, 12345
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _uniform(seed: int, stream: int, index: NDArray[np.uint64]) -> Floats:
+    """Numbers in (0, 1) that depend on nothing but (seed, stream, index)."""
+    origin = np.array([seed & _WORD, stream], dtype=np.uint64) + np.uint64(0x632BE59BD9B4E019)
+    key = _mixed(_mixed(origin[:1]) + origin[1:])
+    words = _mixed(key + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def _normal(radius: Floats, angle: Floats) -> Floats:
+    """Standard normal numbers from two uniform ones each (Box and Muller)."""
+    return np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle)
+
+
+def _normals(seed: int, stream: int, index: NDArray[np.uint64]) -> Floats:
+    return _normal(_uniform(seed, stream, index), _uniform(seed, stream + 500, index))
+
+
+def _check(name: str, values: Sequence[float], count: int, low: float, high: float) -> None:
+    if len(values) != count:
+        raise InputError(expected(name, f"{count} values", f"{len(values)}"))
+    for position, value in enumerate(values):
+        if not low <= value <= high:
+            where = name if count == 1 else f"{name}[{position}]"
+            raise InputError(expected(where, f"{low:g} to {high:g}", f"{value:g}"))
+
+
+def _check_columns(name: str, values: NDArray[np.generic], columns: int) -> None:
+    if values.ndim != 2 or values.shape[1] != columns:
+        raise InputError(expected(name, f"shape [rows, {columns}]", f"{list(values.shape)}"))

@@ -1,0 +1,239 @@
+"""Starts torchrun for one run on this machine, watches every rank, and says how it ended.
+
+What listens where: nothing outside loopback, as long as the workers take their store from
+``pulse.store_file``. torchrun's rendezvous is a file (``store_type=file``), it starts no TCPStore
+of its own (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``), the workers' store is a file, and gloo's
+and NCCL's sockets are bound to the loopback interface. A TCPStore listens on every interface
+whatever address it is given, so a worker that uses ``env://`` opens one such port (in rank 0).
+
+In the run folder: ``outcome.json``, ``torchrun.log``, the workers' output under ``logs/``,
+``rank-R.pulse`` and ``rank-R.status.json`` (see :mod:`shardwright.runtime.pulse`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Final, TextIO
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.outcome import Outcome, encode_outcome
+from shardwright.lab.processes import MARK, end_run
+from shardwright.lab.progress import Display, display_for
+from shardwright.lab.settle import End, outcome_of
+from shardwright.lab.verdict import in_trouble
+from shardwright.lab.watch import Watch
+from shardwright.runtime import pulse
+
+_TICK: Final = 0.1
+_SETTLE: Final = 0.5  # after the first sign of trouble: what the others have to say
+_LEAVE: Final = 15.0  # for torchrun to end once every rank has finished
+_GRACE: Final = 2.0  # for the ranks to end by themselves once the run has failed
+_STORES: Final = ("rendezvous", "store")
+_PACKAGES: Final = ("shardwright", "torch", "numpy", "msgspec")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run: ``python -m module arguments`` on ``world_size`` ranks, files in ``folder``.
+
+    ``timeout``: seconds without a sign of life of any rank before the run is ended;
+    ``setup_timeout``: the same while a rank is still starting or loading; ``stop_grace``: seconds
+    the ranks have to save and end after SIGTERM.
+    """
+
+    module: str
+    arguments: tuple[str, ...]
+    world_size: int
+    folder: Path
+    timeout: float = 60.0
+    setup_timeout: float = 300.0
+    stop_grace: float = 30.0
+
+
+def torchrun_command(launch: Launch, mark: str = "shardwright") -> list[str]:
+    """The command line that is printed and run; ``mark`` names the run in torchrun's logs."""
+    folder = launch.folder.absolute()
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={launch.world_size}",
+        "--max-restarts=0",
+        "--monitor-interval=0.2",
+        "--rdzv-backend=c10d",
+        "--rdzv-conf=store_type=file",
+        f"--rdzv-endpoint={folder / 'rendezvous'}",
+        f"--rdzv-id={mark}",
+        "--local-addr=127.0.0.1",
+        f"--log-dir={folder / 'logs'}",
+        "--redirects=3",
+        "-m",
+        launch.module,
+        *launch.arguments,
+    ]
+
+
+def loopback_environment(world_size: int) -> dict[str, str]:
+    """What is set for the run on top of the environment; the user's OMP_NUM_THREADS holds."""
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // world_size))
+    return {
+        "GLOO_SOCKET_IFNAME": loopback,
+        "TP_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": threads,
+    }
+
+
+def launch(request: Launch, stream: TextIO | None = None) -> Outcome:
+    """Run to the end, whatever that is; ``outcome.json`` is written and no process is left.
+
+    Ends within ``timeout`` (or ``setup_timeout``, ``stop_grace``) and about 10 s more. Ctrl-C
+    and SIGTERM end the run (130; 75 when every rank stopped in order), a second one at once.
+    Messages go to ``stream`` (stderr). InputError: the folder is in use or cannot be written.
+    """
+    stream = stream or sys.stderr
+    mark = secrets.token_hex(6)
+    command = torchrun_command(request, mark)
+    extra = loopback_environment(request.world_size)
+    with _locked(request.folder), _signals() as caught:
+        _clear(request)
+        shown = " ".join(f"{key}={value}" for key, value in extra.items())
+        print(f"{shown} {shlex.join(command)}", file=stream, flush=True)
+        started = time.monotonic()
+        with (request.folder / "torchrun.log").open("wb") as log:
+            torchrun = subprocess.Popen(
+                command,
+                env={**os.environ, **extra, MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        watch = Watch(request.folder, request.world_size, torchrun, mark)
+        try:
+            end = _watched(request, watch, caught, display_for(stream))
+        except BaseException:
+            end_run(torchrun, mark, watch.pids(), None, 0.0)
+            raise
+        seconds = time.monotonic() - started
+        outcome = outcome_of(end, watch, tuple(command), seconds, versions())
+        pulse.write_atomically(request.folder / "outcome.json", encode_outcome(outcome))
+    return outcome
+
+
+def _watched(request: Launch, watch: Watch, caught: list[int], display: Display) -> End:
+    """Wait for the end, and see to it that it is one."""
+    progress = pulse.ProgressReader(request.folder)
+    settle_by = leave_by = float("inf")
+    while True:
+        views = watch.look()
+        for entry in progress.new():
+            display.update(entry)
+        now = time.monotonic()
+        if all(view.finished for view in views):
+            leave_by = min(leave_by, now + _LEAVE)
+        elif in_trouble(views, request.timeout, request.setup_timeout):
+            settle_by = min(settle_by, now + _SETTLE)
+        if caught or watch.torchrun.poll() is not None or now > min(settle_by, leave_by):
+            break
+        time.sleep(_TICK)
+    for entry in progress.new():
+        display.update(entry)
+    display.close()
+    return _end(request, watch, caught)
+
+
+def _end(request: Launch, watch: Watch, caught: list[int]) -> End:
+    stopped_by = caught[0] if caught else None
+    code = watch.torchrun.poll()
+    views = watch.look()
+    first, grace = None, _GRACE
+    if stopped_by is not None:
+        first = signal.SIGINT if stopped_by == signal.SIGINT else signal.SIGTERM
+        grace = _GRACE if stopped_by == signal.SIGINT else request.stop_grace
+    elif all(view.status is None and not view.lost for view in views):
+        first = signal.SIGTERM
+    left = end_run(watch.torchrun, watch.mark, watch.pids(), first, grace, lambda: len(caught) > 1)
+    return End(tuple(views), code, stopped_by, tuple(sorted(left)))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder: one launcher at a time, and workers see when it is gone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(pulse.lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InputError(
+            expected(str(folder), "a folder to write in", error.strerror or "none")
+        ) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        text = expected(str(folder), "a folder no run is using", "one with a run in progress")
+        raise InputError(f"{text} Wait for it or choose another folder.") from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The SIGINT, SIGTERM and SIGHUP caught so far, in order (none outside the main thread)."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        caught.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _clear(request: Launch) -> None:
+    """Take away what an earlier run in this folder left and this one would mistake for its own."""
+    names = ["outcome.json", pulse.progress_file(request.folder).name, *_STORES]
+    paths = [request.folder / name for name in names]
+    for pattern in ("rank-*.pulse", "rank-*.status.json", "rank-*.log"):
+        paths.extend(request.folder.glob(pattern))
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    """Python's and the packages' versions, from their metadata (nothing is imported)."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

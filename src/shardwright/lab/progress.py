@@ -1,0 +1,89 @@
+"""Showing rank 0's progress on stderr: a bar for people at a terminal, sparse lines for logs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+
+class Display(Protocol):
+    def update(self, entry: Mapping[str, Any]) -> None:
+        """Show one entry of ``progress.jsonl``: ``step``, ``steps``, ``loss``, ``text``."""
+
+    def close(self) -> None:
+        """Leave the terminal as it should stay."""
+
+
+def display_for(stream: TextIO) -> Display:
+    """A bar on a terminal; lines where there is none, under NO_COLOR and on a dumb terminal."""
+    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return Lines(stream) if plain or not stream.isatty() else Bar(stream)
+
+
+def describe(entry: Mapping[str, Any]) -> str:
+    """``step 7/100  loss 0.6931``, or the entry's own text after the step."""
+    parts = []
+    if "step" in entry:
+        total = f"/{entry['steps']}" if "steps" in entry else ""
+        parts.append(f"step {entry['step']}{total}")
+    if "text" in entry:
+        parts.append(str(entry["text"]))
+    elif isinstance(entry.get("loss"), int | float):
+        parts.append(f"loss {entry['loss']:.4f}")
+    return "  ".join(parts)
+
+
+class Lines:
+    """At most one line every ``interval`` seconds; the last entry is never left out."""
+
+    def __init__(
+        self, stream: TextIO, interval: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._interval = interval
+        self._clock = clock
+        self._next = clock()
+        self._held: str | None = None
+
+    def update(self, entry: Mapping[str, Any]) -> None:
+        self._held = describe(entry)
+        if self._clock() >= self._next:
+            self._next = self._clock() + self._interval
+            self.close()
+
+    def close(self) -> None:
+        if self._held:
+            print(self._held, file=self._stream, flush=True)
+        self._held = None
+
+
+class Bar:
+    """A rich progress bar; it appears with the first entry."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TimeRemainingColumn(),
+            console=Console(file=stream),
+        )
+        self._task: TaskID | None = None
+
+    def update(self, entry: Mapping[str, Any]) -> None:
+        total, step = entry.get("steps"), entry.get("step", 0)
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task("", total=total)
+        self._progress.update(self._task, description=describe(entry), completed=step, total=total)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._progress.stop()

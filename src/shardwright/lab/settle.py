@@ -1,0 +1,152 @@
+"""From the end of a launched run to its outcome: code, reason, and every rank's last word."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwright.core.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    EXIT_RUN_FAILED,
+)
+from shardwright.core.outcome import OUTCOME_SCHEMA, Outcome, RankOutcome
+from shardwright.lab.verdict import (
+    RankView,
+    Verdict,
+    blame,
+    exit_code,
+    exits_in,
+    last_words,
+    naming,
+    reason,
+)
+from shardwright.lab.watch import Watch
+from shardwright.runtime.pulse import log_file
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What was seen when the launcher decided to end the run: the ranks, torchrun's exit code
+    (None: it was still running), the signal that stopped the launcher, and the pids that could
+    not be ended."""
+
+    views: tuple[RankView, ...]
+    torchrun: int | None
+    stopped_by: int | None
+    left: tuple[int, ...]
+
+
+def outcome_of(
+    end: End, watch: Watch, command: tuple[str, ...], seconds: float, versions: dict[str, str]
+) -> Outcome:
+    """Call it when every process has ended: the logs are complete then."""
+    log = _text(watch.folder / "torchrun.log")
+    exits = exits_in(log)
+    final = watch.look()
+    verdict = None
+    if end.stopped_by is not None:
+        code, why = _stopped(end.stopped_by, final)
+    elif all(view.finished for view in end.views):
+        code, why = EXIT_OK, "finished"
+        if end.torchrun != 0:
+            why = f"finished, though torchrun did not end well {_see(watch)}"
+    else:
+        verdict = _verdict(end)
+        code, why = _judged(verdict, end, watch, exits, log)
+    if end.left:
+        why += f"; could not be ended: process {', '.join(map(str, end.left))}"
+    ranks = tuple(_last_word(view, verdict, why, exits) for view in final)
+    steps = [rank.step for rank in ranks if rank.step is not None]
+    step = max(steps, default=None)
+    return Outcome(
+        OUTCOME_SCHEMA, code, why, step, watch.world_size, ranks, command, seconds, versions
+    )
+
+
+def _verdict(end: End) -> Verdict | None:
+    """None when only torchrun's own end can be told."""
+    views = end.views
+    if end.torchrun is not None:
+        # torchrun is gone, so every worker is gone or about to go: those never seen are lost too
+        seen = any(view.status is not None for view in views)
+        if end.torchrun < 0 and not seen:
+            return None
+        views = tuple(replace(v, process="gone") if v.process == "unknown" else v for v in views)
+    return blame(views)
+
+
+def _judged(
+    verdict: Verdict | None, end: End, watch: Watch, exits: dict[int, int], log: str
+) -> tuple[int, str]:
+    place = _see(watch)
+    if verdict is None:
+        how = f"was killed by signal {-(end.torchrun or 0)}"
+        return EXIT_RUN_FAILED, f"torchrun {how} before the ranks finished {place}"
+    views = {view.rank: view for view in end.views}
+    if verdict.kind == "lost":
+        verdict = _first_to_go(verdict, exits)
+    first = verdict.ranks[0]
+    output = watch.output(first)
+    if verdict.kind == "lost" and output is None:
+        words = last_words(log) or "no word in its log"
+        return EXIT_RUN_FAILED, f"torchrun could not start the ranks: {words} {place}"
+    words = last_words(_text(output)) if output and verdict.kind in ("lost", "stalled") else ""
+    why = reason(verdict, views, exits, words)
+    status = views[first].status
+    if words:
+        why += f" (see {output})"
+    elif verdict.kind == "error" and status is not None and status.code == EXIT_BUG:
+        why += f" (see {log_file(watch.folder, first)})"
+    return exit_code(verdict, views, exits, words), why
+
+
+def _first_to_go(verdict: Verdict, exits: dict[int, int]) -> Verdict:
+    """Of several ranks without a word: those torchrun did not end itself, if any are known."""
+    ended = {-signal.SIGTERM, 0}
+    guilty = tuple(rank for rank in verdict.ranks if exits.get(rank, 0) not in ended)
+    return replace(verdict, ranks=guilty) if guilty else verdict
+
+
+def _stopped(number: int, final: list[RankView]) -> tuple[int, str]:
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    steps = [view.pulse.step for view in final if view.pulse and view.pulse.step is not None]
+    at = f" at step {max(steps)}" if steps else " before the first step"
+    if number == signal.SIGINT:
+        return EXIT_INTERRUPTED, f"stopped by {name}{at}"
+    unruly = [view.rank for view in final if not _in_order(view)]
+    if not unruly:
+        return EXIT_PREEMPTED, f"stopped by {name}{at}"
+    return EXIT_RUN_FAILED, f"stopped by {name}{at}; {naming(unruly)} did not end in order"
+
+
+def _in_order(view: RankView) -> bool:
+    return view.status is not None and view.status.code in (EXIT_OK, EXIT_PREEMPTED)
+
+
+def _last_word(
+    view: RankView, verdict: Verdict | None, why: str, exits: dict[int, int]
+) -> RankOutcome:
+    blamed = verdict is not None and view.rank in verdict.ranks
+    if view.status is not None and not (blamed and verdict and verdict.kind == "stalled"):
+        return view.status
+    step = view.pulse.step if view.pulse else None
+    phase = view.pulse.phase if view.pulse else None
+    code = exits.get(view.rank)
+    if blamed:
+        return RankOutcome(view.rank, "lost", code, step, phase, why)
+    return RankOutcome(view.rank, "stopped", code, step, phase, "ended by the launcher")
+
+
+def _see(watch: Watch) -> str:
+    return f"(see {watch.folder / 'torchrun.log'})"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""Built-in models; replace them with your own."""

@@ -1,0 +1,132 @@
+"""DLRM (Naumov et al., 2019) with one id per table and sample.
+
+The torch-free twin is ``shardwright.core.specs.dlrm``; tests hold the two together. Weights start
+as in the original: MLPs normal with variance 2/(in + out), tables uniform within 1/sqrt(rows). Each
+4,096 rows of a table have a generator of their own, so that any rectangle can be made on the rank
+that keeps it and comes out the same under every plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwright.core.job import Job
+from shardwright.core.model import TableSpec
+from shardwright.core.specs.dlrm import interaction_width
+
+ROWS_PER_GENERATOR = 4096
+
+
+class Tables(nn.Module):
+    """One embedding per table: ids [B, F] int64 -> [B, F, D]; rows of feature f from table f."""
+
+    def __init__(self, tables: Sequence[TableSpec], device: torch.device | str | None) -> None:
+        super().__init__()
+        for table in tables:
+            embedding = nn.Embedding(table.rows, table.dim, device="meta")
+            self.add_module(table.name, embedding.to_empty(device=device or "cpu"))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look every feature up in its own table."""
+        found = [table(ids[:, feature]) for feature, table in enumerate(self.children())]
+        return torch.stack(found, 1)
+
+
+class Interaction(nn.Module):
+    """Products of all pairs (``dot``) or plain concatenation (``cat``)."""
+
+    def __init__(self, features: int, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "dot":
+            rows, columns = torch.tril_indices(features + 1, features + 1, -1)
+            self.register_buffer("pair_rows", rows.contiguous(), persistent=False)
+            self.register_buffer("pair_columns", columns.contiguous(), persistent=False)
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        """Bottom output [B, D] and embeddings [B, F, D] -> [B, interaction_width]."""
+        if self.kind == "cat":
+            return torch.cat([dense, sparse.flatten(1)], 1)
+        stack = torch.cat([dense.unsqueeze(1), sparse], 1)
+        pairs = torch.bmm(stack, stack.transpose(1, 2))[:, self.pair_rows, self.pair_columns]
+        return torch.cat([dense, pairs], 1)
+
+
+class DLRM(nn.Module):
+    """Bottom MLP, tables, interaction, top MLP; gives logits [B] for one output."""
+
+    def __init__(self, job: Job, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        section = job.model
+        self.seed = job.train.seed
+        self.bottom = mlp((section.dense_features, *section.bottom), last_relu=True, device=device)
+        self.tables = Tables(job.tables, device)
+        self.interact = Interaction(len(job.tables), section.interaction)
+        width = interaction_width(len(job.tables), job.tables[0].dim, section.interaction)
+        self.top = mlp((width, *section.top), last_relu=False, device=device)
+        self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        if torch.device(device or "cpu").type != "meta":
+            self.reset_parameters()
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Dense features [B, 13] fp32 and ids [B, F] int64 -> logits [B, outputs]."""
+        return self.top(self.interact(self.bottom(dense), self.tables(ids)))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give every parameter its starting values."""
+        for name, parameter in self.named_parameters():
+            shape = tuple(parameter.shape)
+            parameter.copy_(self.initial_block(name, (0,) * len(shape), shape))
+
+    def initial_block(
+        self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Starting values of the rectangle ``sizes`` at ``offsets`` of parameter ``fqn``."""
+        shape = self.shapes[fqn]
+        if not fqn.startswith("tables."):
+            values = _dense_start(shape, self._generator(fqn, 0))
+            spans = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            return values[spans]
+        bound = math.sqrt(1.0 / shape[0])
+        (row, column), (rows, columns) = offsets, sizes
+        found = torch.empty(rows, columns)
+        first = row // ROWS_PER_GENERATOR
+        for index in range(first, -(-(row + rows) // ROWS_PER_GENERATOR)):
+            low = index * ROWS_PER_GENERATOR
+            count = min(ROWS_PER_GENERATOR, shape[0] - low)
+            values = torch.empty(count, shape[1])
+            values.uniform_(-bound, bound, generator=self._generator(fqn, index))
+            begin, end = max(row, low), min(row + rows, low + count)
+            found[begin - row : end - row] = values[
+                begin - low : end - low, column : column + columns
+            ]
+        return found
+
+    def _generator(self, fqn: str, index: int) -> torch.Generator:
+        digest = hashlib.sha256(f"{self.seed}/{fqn}/{index}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def mlp(
+    widths: Sequence[int], *, last_relu: bool, device: torch.device | str | None
+) -> nn.Sequential:
+    """Linear layers with ReLU between them, and after the last if asked."""
+    layers: list[nn.Module] = []
+    for index, (fan_in, fan_out) in enumerate(zip(widths, widths[1:], strict=False)):
+        linear = nn.Linear(fan_in, fan_out, device="meta")
+        layers.append(linear.to_empty(device=device or "cpu"))
+        if last_relu or index < len(widths) - 2:
+            layers.append(nn.ReLU())
+    return nn.Sequential(*layers)
+
+
+def _dense_start(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    values = torch.empty(shape)
+    deviation = math.sqrt(2.0 / sum(shape)) if len(shape) == 2 else math.sqrt(1.0 / shape[0])
+    return values.normal_(0.0, deviation, generator=generator)

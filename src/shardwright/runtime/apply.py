@@ -1,0 +1,211 @@
+"""``apply``: turn a model into the sharded one that a plan describes, in place."""
+
+from __future__ import annotations
+
+import platform
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright import __version__
+from shardwright.core.block import Block
+from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
+from shardwright.core.layout import unit_blocks
+from shardwright.core.plan import Plan, UnitPlan
+from shardwright.core.tensor import TensorSpec
+from shardwright.runtime.comm import Comm
+from shardwright.runtime.embeddings.route import make_route
+from shardwright.runtime.embeddings.store import InitialBlock
+from shardwright.runtime.embeddings.tables import ShardedTables
+from shardwright.runtime.fully_shard import attach
+from shardwright.runtime.probe import Probe
+
+
+@runtime_checkable
+class Initialised(Protocol):
+    """What a model on the meta device offers so that no rank ever builds a whole table."""
+
+    def initial_block(
+        self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """The starting values of a rectangle of a parameter; the same whatever the rectangle."""
+        ...
+
+
+def apply(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, *, probe: Probe | None = None
+) -> nn.Module:
+    """Shard ``model`` in place as ``plan`` says and return it (collective).
+
+    Weights start from the model's own, or, on the meta device, from ``model.initial_block``. Raises
+    :class:`MismatchError` before anything moves if ranks disagree on plan, model or versions, or if
+    the mesh or the model is not the plan's; :class:`UnsupportedError` for what this version plans
+    but does not run.
+    """
+    comm = Comm(mesh, probe)
+    if comm.size != plan.world_size:
+        raise MismatchError(
+            expected(
+                "mesh",
+                f"{plan.world_size} ranks, as the plan",
+                f"{comm.size}",
+                f"Start {plan.world_size} ranks or plan for {comm.size}.",
+            )
+        )
+    _agree(comm, model, plan)
+    blocks = plan.expanded()
+    _check_model(model, plan, blocks)
+    _check_supported(plan)
+    for unit in plan.units:
+        _check_unit_blocks(unit, blocks, comm, model)
+    initial_block = _initial(model)
+    if plan.tables:
+        _shard_tables(model, plan, blocks, comm, initial_block)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+
+    def initial(fqn: str) -> torch.Tensor:
+        return initial_block(fqn, (0,) * len(shapes[fqn]), shapes[fqn])
+
+    for unit in plan.units:
+        attach(
+            model.get_submodule(unit.name),
+            comm,
+            unit.parameter,
+            name=unit.name,
+            reshard_after_forward=unit.reshard_after_forward,
+            initial=initial,
+        )
+    return model
+
+
+def _agree(comm: Comm, model: nn.Module, plan: Plan) -> None:
+    """Every rank must run the same plan on the same model with the same versions."""
+    shapes = [f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in model.named_parameters()]
+    facts = {
+        "plan": plan.fingerprint,
+        "model": ";".join(shapes),
+        "torch version": torch.__version__,
+        "shardwright version": __version__,
+        "python version": platform.python_version(),
+    }
+    comm.agree("apply", facts)
+
+
+def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
+    """The model's parameters must be exactly the plan's tensors."""
+    have = dict(model.named_parameters())
+    planned = {block.tensor for block in blocks if block.role == "parameter"}
+    for fqn in have:
+        if fqn not in planned:
+            raise MismatchError(
+                expected(
+                    fqn, "a tensor of the plan", "none there", "Plan again for this very model."
+                )
+            )
+    for fqn in sorted(planned):
+        if fqn not in have:
+            raise MismatchError(
+                expected(fqn, "a parameter of the model", "none", "Plan again for this model.")
+            )
+    for table in plan.tables:
+        shape = tuple(have[table.fqn].shape)
+        if shape != (table.rows, table.dim):
+            raise MismatchError(
+                expected(table.fqn, f"shape ({table.rows}, {table.dim}) as planned", f"{shape}")
+            )
+
+
+def _check_supported(plan: Plan) -> None:
+    for table in plan.tables:
+        if table.optimizer == "rowwise_adagrad" and table.sharding_type == "column_wise":
+            raise UnsupportedError(
+                expected(
+                    table.fqn,
+                    "sgd for a column_wise table",
+                    "rowwise_adagrad",
+                    "Its row sums would need an exchange that this version does not do: "
+                    "use table_wise or row_wise, or train with sgd.",
+                )
+            )
+        if table.compute_kernel not in ("fused", "dense"):
+            raise UnsupportedError(
+                expected(table.fqn, "kernel fused or dense", table.compute_kernel)
+            )
+
+
+def _check_unit_blocks(unit: UnitPlan, blocks: list[Block], comm: Comm, model: nn.Module) -> None:
+    """What the unit's layout will do must be what the block list says."""
+    expected_ranges = {
+        (b.tensor, b.rank): b.sizes
+        for b in blocks
+        if b.role == "parameter" and b.tensor in unit.tensors
+    }
+    own = dict(model.named_parameters())
+    specs = [TensorSpec(fqn, tuple(own[fqn].shape)) for fqn in unit.tensors]
+    from_layout = {
+        (b.tensor, b.rank): b.sizes
+        for b in unit_blocks(specs, unit.parameter, "parameter", comm.size)
+    }
+    if expected_ranges != from_layout:
+        raise MismatchError(
+            expected(
+                f"unit '{unit.name}'",
+                "the blocks of its even cut",
+                "other ones in the plan",
+                "Make the plan again with this version.",
+            )
+        )
+
+
+def _shard_tables(
+    model: nn.Module, plan: Plan, blocks: list[Block], comm: Comm, initial: InitialBlock
+) -> None:
+    path = _tables_path(plan)
+    tables = ShardedTables(
+        plan.tables,
+        make_route(plan.tables, blocks, comm.size),
+        comm,
+        initial,
+        plan.job.train.learning_rate,
+    )
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, tables)
+
+
+def _tables_path(plan: Plan) -> str:
+    """The module that holds every table: ``tables`` for ``tables.C1.weight``."""
+    paths = {table.fqn.rsplit(".", 2)[0] for table in plan.tables}
+    if len(paths) != 1:
+        raise UnsupportedError(
+            expected(
+                "tables",
+                "all of them in one module",
+                f"{len(paths)} modules: {', '.join(sorted(paths))}",
+                "Collect them in one module that maps ids [B, F] to rows [B, F, D].",
+            )
+        )
+    return paths.pop()
+
+
+def _initial(model: nn.Module) -> InitialBlock:
+    """Starting values of any rectangle: from the model's weights, or made where it is on meta."""
+    own = dict(model.named_parameters())
+
+    def block(fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        source = own[fqn]
+        if not source.is_meta:
+            spans = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            return source.detach()[spans]
+        if not isinstance(model, Initialised):
+            raise InputError(
+                expected(
+                    fqn,
+                    "a real tensor, or a model with initial_block(fqn, offsets, sizes)",
+                    "one on the meta device",
+                )
+            )
+        return model.initial_block(fqn, offsets, sizes)
+
+    return block

@@ -1,0 +1,127 @@
+"""From blocks to a route: which rank holds which piece of which table, and where in its store.
+
+A *piece* is a column range of a table. Its rows are cut into equal chunks, one part per chunk, so
+the part of an id is ``id // chunk``. Pieces of equal width form a group: on every rank a group's
+rows lie in one tensor, and a requester computes an id's row in it, so ids travel as row numbers
+and need no further bookkeeping. Pure arithmetic; every rank computes the same route.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwright.core.amount import ceil_div
+from shardwright.core.block import Block
+from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.plan import TablePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Columns ``column : column + width`` of feature ``feature``; part k starts at row k*chunk."""
+
+    feature: int
+    column: int
+    width: int
+    chunk: int
+    owners: tuple[int, ...]
+    bases: tuple[int, ...]  # the first row of each part in its owner's group tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A block on one rank: ``rows`` rows of its group's tensor from ``base``."""
+
+    block: Block
+    feature: int
+    base: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the block."""
+        return self.block.sizes[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All pieces of one width, and what each rank holds of them."""
+
+    width: int
+    pieces: tuple[Piece, ...]
+    held: dict[int, tuple[Held, ...]]
+
+    def rows_on(self, rank: int) -> int:
+        """Rows of this group's tensor on ``rank``."""
+        return sum(held.rows for held in self.held.get(rank, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Groups of routed pieces by width, and the features whose tables every rank replicates."""
+
+    groups: tuple[Group, ...]
+    replicated: tuple[Held, ...]
+
+
+def make_route(tables: tuple[TablePlan, ...], blocks: Iterable[Block], world_size: int) -> Route:
+    """The route of ``tables`` (one feature each, in order) from a plan's parameter blocks."""
+    by_table: dict[str, list[Block]] = defaultdict(list)
+    for block in blocks:
+        if block.role == "parameter":
+            by_table[block.tensor].append(block)
+    replicated: list[Held] = []
+    rows = 0
+    pieces: list[tuple[int, TablePlan, list[Block]]] = []
+    for feature, table in enumerate(tables):
+        own = by_table[table.fqn]
+        if table.sharding_type == "data_parallel":
+            replicated.append(Held(own[0], feature, rows))
+            rows += table.rows
+        else:
+            columns: dict[tuple[int, int], list[Block]] = defaultdict(list)
+            for block in own:
+                columns[block.offsets[1], block.sizes[1]].append(block)
+            pieces.extend((feature, table, columns[key]) for key in sorted(columns))
+    widths = sorted({blocks[0].sizes[1] for _, _, blocks in pieces})
+    groups = tuple(
+        _group(width, [p for p in pieces if p[2][0].sizes[1] == width], world_size)
+        for width in widths
+    )
+    return Route(groups, tuple(replicated))
+
+
+def _group(
+    width: int, members: list[tuple[int, TablePlan, list[Block]]], world_size: int
+) -> Group:
+    filled = [0] * world_size
+    held: dict[int, list[Held]] = {rank: [] for rank in range(world_size)}
+    pieces = []
+    for feature, table, blocks in members:
+        blocks = sorted(blocks, key=lambda block: block.offsets[0])
+        chunk = blocks[0].sizes[0]
+        bases = []
+        for part, block in enumerate(blocks):
+            _check_chunk(table, block, part, chunk)
+            bases.append(filled[block.rank])
+            held[block.rank].append(Held(block, feature, filled[block.rank]))
+            filled[block.rank] += block.sizes[0]
+        owners = tuple(block.rank for block in blocks)
+        column = blocks[0].offsets[1]
+        pieces.append(Piece(feature, column, width, chunk, owners, tuple(bases)))
+    return Group(width, tuple(pieces), {rank: tuple(items) for rank, items in held.items()})
+
+
+def _check_chunk(table: TablePlan, block: Block, part: int, chunk: int) -> None:
+    whole = block.sizes[0] == chunk or block.offsets[0] + block.sizes[0] == table.rows
+    parts = ceil_div(table.rows, chunk)
+    if block.offsets[0] != part * chunk or not whole or part >= parts:
+        raise UnsupportedError(
+            expected(
+                f"blocks of {table.fqn}",
+                f"row cuts at multiples of {chunk}",
+                f"a cut at row {block.offsets[0]}",
+                "This version runs even row cuts only.",
+            )
+        )

@@ -1,0 +1,33 @@
+"""What the runtime tells whoever is watching: phases, what memory is for, and what it did.
+
+The runtime calls a :class:`Probe` at fixed places. The base class ignores everything; the meter
+measures; a pulse reports to the launcher. So the runtime never knows who is listening.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shardwright.core.schedule import Action
+from shardwright.core.timeline import Kind, Phase
+
+
+class Probe:
+    """Listens to nothing; subclass and override what is of interest."""
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Everything inside belongs to ``phase``; phases nest, the inner one counts."""
+        yield
+
+    def collective(self, label: str, nbytes: int) -> None:
+        """A collective of ``nbytes`` per rank is about to begin."""
+
+    def holds(self, tensor: torch.Tensor, kind: Kind) -> None:
+        """The storage of ``tensor`` is of ``kind`` from now on."""
+
+    def did(self, action: Action) -> None:
+        """The runtime carried out an action of the schedule."""

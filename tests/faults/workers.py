@@ -1,0 +1,65 @@
+"""Tiny training runs with one fault each: ``-m workers FOLDER FAULT``, started by the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from shardwright.core.errors import InputError, NoPlanError
+from shardwright.runtime.pulse import ProgressLog, Pulse, run_worker, store_file
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+FOLDER = Path(sys.argv[1])
+fault = sys.argv[2]
+STEPS = 10
+
+
+def body(pulse: Pulse) -> None:
+    pulse.mark("load")
+    if fault == "no_plan":
+        raise NoPlanError("plan: expected at most 1 GiB on rank 0, got 2 GiB.")
+    if fault == "endless":  # no torch: nothing but signs of life
+        for step in range(10_000):
+            pulse.begin("forward", step)
+            time.sleep(0.01)
+    import torch
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(store_file(FOLDER)), SIZE)
+    dist.init_process_group(
+        "gloo", store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=5)
+    )
+    progress = ProgressLog(FOLDER)
+    for step in range(STEPS):
+        pulse.begin("exchange_rows", step)
+        if step == 7:
+            break_down()
+        value = torch.ones(4)
+        dist.all_reduce(value)
+        if RANK == 0:
+            progress.append({"step": step + 1, "steps": STEPS, "loss": float(value.sum())})
+    if RANK == 0:
+        sockets = Path("/proc/self/net/tcp").read_text() + Path("/proc/self/net/tcp6").read_text()
+        (FOLDER / "sockets.txt").write_text(sockets)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def break_down() -> None:
+    if fault == "input_1" and RANK == 1:
+        raise InputError("batch 7: expected ids below 100, got 100.")
+    if fault == f"kill_{RANK}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == f"stop_{RANK}":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+if fault == "import":
+    import shardwright.no_such_module  # noqa: F401
+
+if __name__ == "__main__":
+    sys.exit(run_worker(FOLDER, RANK, body))

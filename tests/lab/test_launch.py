@@ -1,0 +1,279 @@
+"""The launcher's pure parts, and the worker's side of the agreement; nothing here needs torch."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwright.core.errors import InputError
+from shardwright.core.outcome import (
+    OUTCOME_SCHEMA,
+    Outcome,
+    RankOutcome,
+    decode_outcome,
+    encode_outcome,
+)
+from shardwright.lab import launch as launching
+from shardwright.lab.launch import Launch, launch, loopback_environment, torchrun_command
+from shardwright.lab.progress import Lines, describe, display_for
+from shardwright.lab.verdict import (
+    RankView,
+    Verdict,
+    blame,
+    exit_code,
+    exits_in,
+    in_trouble,
+    last_words,
+    reason,
+)
+from shardwright.runtime.pulse import (
+    PHASES,
+    ProgressLog,
+    ProgressReader,
+    Pulse,
+    PulseReading,
+    first_line,
+    from_a_peer,
+    read_pulse,
+    read_status,
+    write_status,
+)
+
+AT_7 = PulseReading(pid=1, step=7, sequence=42, phase="exchange_rows", time=0.0)
+LATE = replace(AT_7, sequence=41)
+DONE = RankOutcome(0, "finished", 0, 9, "done", "finished")
+PEER = RankOutcome(0, "failed", 5, 7, "exchange_rows", "lost its peers", peer=True)
+OWN = RankOutcome(1, "failed", 2, 7, "lookup", "batch: expected ids below 9, got 9.")
+
+
+def view(rank: int, **seen: object) -> RankView:
+    return replace(RankView(rank, AT_7, None, "alive"), **seen)  # type: ignore[arg-type]
+
+
+def told(*views: RankView, exits: dict[int, int] | None = None, words: str = "") -> tuple[int, str]:
+    verdict = blame(views)
+    assert verdict is not None
+    by_rank = {view.rank: view for view in views}
+    arguments = (verdict, by_rank, exits or {}, words)
+    return exit_code(*arguments), reason(*arguments)
+
+
+def test_a_rank_with_an_error_of_its_own_is_blamed_before_a_lost_one() -> None:
+    code, text = told(view(0, process="gone"), view(1, status=OWN), view(2, status=PEER))
+    assert (code, text) == (2, "rank 1: batch: expected ids below 9, got 9. (step 7, lookup)")
+
+
+def test_the_first_of_two_errors_is_the_cause_and_equal_ones_are_told_together() -> None:
+    other = replace_status(OWN, rank=0, code=1, message="KeyError: 'a'")
+    assert told(view(0, status=other, spoke=2.0), view(1, status=OWN, spoke=1.0))[0] == 2
+    same = replace_status(OWN, rank=0)
+    assert told(view(0, status=same), view(1, status=OWN))[1].startswith("ranks 0, 1: batch")
+
+
+def replace_status(status: RankOutcome, **changes: object) -> RankOutcome:
+    fields = {name: getattr(status, name) for name in status.__struct_fields__}
+    return RankOutcome(**(fields | changes))
+
+
+def test_a_lost_rank_is_named_with_what_is_known_of_its_end() -> None:
+    views = (view(0, status=PEER), view(1, process="gone"))
+    assert told(*views) == (5, "rank 1 died without a word at step 7 in exchange_rows")
+    assert told(*views, exits={1: -6})[1].endswith("exchange_rows (killed by signal 6, SIGABRT)")
+    assert "killed by signal 9, SIGKILL; the system" in told(*views, exits={1: -9})[1]
+
+
+def test_a_rank_that_never_lived_says_what_its_log_says() -> None:
+    views = (view(0, pulse=None, process="gone"), view(1, status=PEER))
+    assert told(*views, exits={0: 1}, words="ImportError: no x") == (
+        1,
+        "rank 0 died before a sign of life (exit code 1): ImportError: no x",
+    )
+    assert told(*views, exits={0: 2}, words="usage: expected a folder")[0] == 2
+
+
+def test_the_rank_that_is_behind_is_the_one_the_others_wait_for() -> None:
+    views = (view(0, quiet=10.2), view(1, pulse=LATE, quiet=10.4), view(2, quiet=10.2))
+    want = "rank 1 made no progress for 10 s; step 7, exchange_rows, collective 41; ranks 0, 2 "
+    assert told(*views) == (5, want + "waited")
+
+
+def test_a_stopped_process_is_blamed_when_all_ranks_are_at_one_collective() -> None:
+    _, text = told(view(0, quiet=9.0), view(1, process="stopped", quiet=9.0))
+    assert text.startswith("rank 1 made no progress for 9 s (the process is stopped); step 7, ")
+    assert told(view(0, quiet=9.0), view(1, quiet=9.0))[1].startswith("ranks 0, 1 made no progress")
+
+
+def test_a_hanging_rank_that_torchrun_ended_is_still_the_one_that_hung() -> None:
+    ended = RankOutcome(1, "stopped", 75, 7, "exchange_rows", "stopped by SIGTERM")
+    hung = view(1, status=ended, quiet=5.0)
+    assert told(view(0, status=PEER), hung)[1].startswith("rank 1 made no progress for 5 s")
+    assert told(view(0, status=PEER), replace(hung, quiet=0.1)) == (
+        75,
+        "rank 1: stopped by SIGTERM (step 7, exchange_rows)",
+    )
+
+
+def test_a_rank_without_a_pulse_showed_no_sign_of_life() -> None:
+    views = (view(0, quiet=60.0), view(1, pulse=None, process="unknown", quiet=61.0))
+    assert told(*views)[1] == "rank 1 showed no sign of life for 61 s; rank 0 waited"
+
+
+def test_only_everybodys_silence_is_trouble_and_starting_takes_longer() -> None:
+    assert not in_trouble([view(0, quiet=1.0), view(1, quiet=99.0)], 10.0, 60.0)
+    assert in_trouble([view(0, quiet=11.0), view(1, quiet=99.0)], 10.0, 60.0)
+    assert in_trouble([view(0, status=DONE), view(1, quiet=11.0)], 10.0, 60.0)
+    starting = view(1, pulse=None, process="unknown", quiet=30.0)
+    assert not in_trouble([view(0, quiet=30.0), starting], 10.0, 60.0)
+    assert in_trouble([view(0, quiet=61.0), replace(starting, quiet=61.0)], 10.0, 60.0)
+    assert not in_trouble([view(0, status=DONE), view(1, status=DONE)], 10.0, 60.0)
+    assert blame([view(0, status=DONE)]) is None
+    assert blame([view(0, status=DONE), view(1, process="gone")]) == Verdict("lost", (1,))
+
+
+def test_torchruns_log_tells_exit_codes_and_signals() -> None:
+    log = (
+        "E0101 1 torch/x.py:1] failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: python\n"
+        "[1]:\n  time : now\n  host : h\n  rank      : 0 (local_rank: 0)\n"
+        "  exitcode  : 5 (pid: 76)\n"
+    )
+    assert exits_in(log) == {0: 5, 1: -9}
+
+
+def test_the_last_words_of_a_log_are_no_ornament() -> None:
+    log = "Traceback (most recent call last):\nImportError: no x\n    ^^^^\n======\n"
+    assert last_words(log) == "ImportError: no x"
+    assert last_words("") == ""
+
+
+def test_the_command_names_the_module_last_and_rendezvous_by_file(tmp_path: Path) -> None:
+    command = torchrun_command(Launch("w", ("--x", "1"), 3, tmp_path), "abc")
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert command[-4:] == ["-m", "w", "--x", "1"]
+    assert "--nproc-per-node=3" in command
+    assert "--rdzv-conf=store_type=file" in command
+    assert f"--rdzv-endpoint={tmp_path}/rendezvous" in command
+
+
+def test_the_users_thread_count_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert loopback_environment(2)["OMP_NUM_THREADS"] == "7"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert loopback_environment(10_000)["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    with launching._locked(tmp_path), pytest.raises(InputError, match="a folder no run is using"):
+        launch(Launch("w", (), 1, tmp_path), io.StringIO())
+
+
+def test_lines_are_sparse_and_the_last_one_is_never_left_out() -> None:
+    said, now = io.StringIO(), [0.0]
+    lines = Lines(said, 5.0, lambda: now[0])
+    for second in range(8):
+        now[0] = float(second)
+        lines.update({"step": second, "steps": 8, "loss": 0.5})
+    lines.close()
+    steps = [line.split()[1] for line in said.getvalue().splitlines()]
+    assert steps == ["0/8", "5/8", "7/8"]
+    assert describe({"step": 3, "text": "saved"}) == "step 3  saved"
+    assert isinstance(display_for(said), Lines)
+
+
+def test_an_outcome_survives_its_file_and_refuses_what_it_does_not_know() -> None:
+    outcome = Outcome(OUTCOME_SCHEMA, 5, "why", 7, 2, (DONE, PEER), ("x",), 1.5, {"torch": "2"})
+    data = encode_outcome(outcome)
+    assert decode_outcome(data) == outcome
+    for bad in (data.replace(b"/1", b"/2"), data.replace(b'"why"', b"3"), b"[", b"\xff"):
+        with pytest.raises(InputError, match=r"outcome\.json: expected JSON"):
+            decode_outcome(bad)
+
+
+def test_a_pulse_is_read_as_it_was_written(tmp_path: Path) -> None:
+    pulse = Pulse.create(tmp_path, 3)
+    path = tmp_path / "rank-3.pulse"
+    first = read_pulse(path)
+    assert first is not None
+    assert (first.step, first.sequence, first.phase) == (None, 0, "setup")
+    for phase in PHASES:
+        pulse.begin(phase, step=5)
+    pulse.mark("lookup")
+    last = read_pulse(path)
+    assert last == pulse.reading()
+    assert (last.step, last.sequence, last.phase) == (5, len(PHASES), "lookup")
+    assert path.stat().st_size == 64
+
+
+@pytest.mark.parametrize("data", [b"", b"SWPULSE1", b"\0" * 64, b"SWPULSE1" + b"\xff" * 56])
+def test_a_file_that_is_no_pulse_is_none(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "p").write_bytes(data)
+    assert read_pulse(tmp_path / "p") is None
+    assert read_pulse(tmp_path / "absent") is None
+
+
+def test_progress_is_read_in_whole_lines_only(tmp_path: Path) -> None:
+    reader, log = ProgressReader(tmp_path), ProgressLog(tmp_path)
+    assert reader.new() == []
+    log.append({"step": 1})
+    with (tmp_path / "progress.jsonl").open("ab") as file:
+        file.write(b'nonsense\n{"step"')
+    assert reader.new() == [{"step": 1}]
+    with (tmp_path / "progress.jsonl").open("ab") as file:
+        file.write(b": 2}\n")
+    assert reader.new() == [{"step": 2}]
+
+
+def test_a_status_survives_its_file(tmp_path: Path) -> None:
+    write_status(tmp_path, PEER)
+    assert read_status(tmp_path, 0) == PEER
+    assert read_status(tmp_path, 1) is None
+
+
+def test_errors_that_come_from_a_peer_are_told_from_ones_own() -> None:
+    gloo = RuntimeError(
+        "[/a/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:3. This is typically caused by"
+        " a remote worker crashing."
+    )
+    assert from_a_peer(gloo)
+    assert first_line(str(gloo)) == "Connection closed by peer [127.0.0.1]:3"
+    assert not from_a_peer(RuntimeError("shape mismatch"))
+    assert not from_a_peer(ConnectionResetError("Connection reset by peer"))
+    wrapped = InputError("could not read")
+    wrapped.__cause__ = gloo
+    assert from_a_peer(wrapped)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "state", "message"),
+    [
+        ("pass", 0, "finished", "finished"),
+        ("raise MismatchError('a: expected 1, got 2.')", 4, "failed", "a: expected 1, got 2."),
+        ("raise KeyError('x')", 1, "failed", "KeyError: 'x'"),
+        ("raise MemoryError('1 GiB')", 5, "failed", "ran out of memory at step 3, forward: 1 GiB"),
+        ("raise KeyboardInterrupt", 130, "stopped", "stopped by Ctrl-C"),
+        ("sys.exit(3)", 3, "failed", "exited with code 3"),
+        ("signal.raise_signal(signal.SIGTERM)", 75, "stopped", "stopped by SIGTERM"),
+        ("raise RuntimeError('Timed out waiting 5000ms')", 5, "failed", "lost its peers at step 3"),
+    ],
+)
+def test_a_worker_leaves_a_last_word(
+    tmp_path: Path, body: str, code: int, state: str, message: str
+) -> None:
+    script = (
+        "import signal, sys\nfrom pathlib import Path\n"
+        "from shardwright.core.errors import *\nfrom shardwright.runtime.pulse import *\n"
+        f"def body(pulse):\n    pulse.begin('forward', 3)\n    {body}\n"
+        "sys.exit(run_worker(Path(sys.argv[1]), 0, body))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=20, check=False)
+    status = read_status(tmp_path, 0)
+    assert done.returncode == code
+    assert status is not None
+    assert (status.state, status.code, status.step) == (state, code, 3)
+    assert status.message.startswith(message)
+    assert status.peer == ("peers" in message)
+    assert (tmp_path / "rank-0.log").exists() == (state == "failed" and "exit" not in body)
