@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.outcome import Outcome, decode_outcome
-from shardwright.lab.launch import Launch, launch
-from shardwright.lab.processes import MARK
+from shardwright.lab.launcher.launch import Launch, launch
+from shardwright.lab.launcher.processes import MARK
 from shardwright.runtime.pulse import read_pulse
 
 HERE = Path(__file__).parent
@@ -63,7 +63,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 def start_launcher(folder: Path) -> subprocess.Popen[bytes]:
     """A launcher in its own process, with both ranks past their start."""
     code = (
-        "import sys; from pathlib import Path; from shardwright.lab.launch import *;"
+        "import sys; from pathlib import Path; from shardwright.lab.launcher.launch import *;"
         f"folder = Path({str(folder)!r});"
         "outcome = launch(Launch('workers', (str(folder), 'endless'), 2, folder));"
         "assert 'torch' not in sys.modules;"

@@ -52,8 +52,17 @@ def ids_at_shard(ids: Any, ranks: Any, sharding_type: str) -> Any:
     return named("ids_at_shard", ids * ranks, "ids")
 
 
+def request_seconds(ids: Any, sharding_type: str, c: Any) -> Any:
+    """Seconds that every rank spends to address its own ids of a table, whoever holds it.
+
+    Row-wise ids are sorted by owner; the ids of a whole table all go to one rank as they are.
+    """
+    cost = c["sort_cost"] if sharding_type in ROW_TYPES else c["index_cost"]
+    return named("request_seconds", ids * cost, "s")
+
+
 def routed_seconds(
-    ids: Any, served: Any, columns: Any, element_bytes: Any, ranks: Any, c: Any
+    served: Any, columns: Any, element_bytes: Any, ranks: Any, c: Any
 ) -> dict[str, Any]:
     """Seconds of one routed shard by phase: it serves ``served`` ids of the global batch.
 
@@ -67,7 +76,7 @@ def routed_seconds(
     return {
         "exchange_ids": named(
             "exchange_ids_seconds",
-            ids * c["index_cost"] + link(served * INDEX_BYTES, ranks, 0, c["link_rate"]),
+            link(served * INDEX_BYTES, ranks, 0, c["link_rate"]),
             "s",
         ),
         "lookup": named("lookup_seconds", served * touch, "s"),
@@ -104,7 +113,7 @@ def shard_seconds(
     if sharding_type == "data_parallel":
         return replicated_seconds(ids, rows, columns, size, ranks, c)
     served = ids_at_shard(ids, ranks, sharding_type)
-    return routed_seconds(ids, served, columns, size, ranks, c)
+    return routed_seconds(served, columns, size, ranks, c)
 
 
 ROUTED_COLLECTIVES = {"exchange_ids": 2, "exchange_rows": 1, "reduce": 1}  # counts and ids first

@@ -1,1 +1,1 @@
-
+"""Memory before the run: the step's schedule, run symbolically."""

@@ -44,9 +44,9 @@ class Interaction(nn.Module):
         super().__init__()
         self.kind = kind
         if kind == "dot":
-            rows, columns = torch.tril_indices(features + 1, features + 1, -1)
-            self.register_buffer("pair_rows", rows.contiguous(), persistent=False)
-            self.register_buffer("pair_columns", columns.contiguous(), persistent=False)
+            rows, columns = torch.tril_indices(features + 1, features + 1, -1, device="cpu")
+            self.register_buffer("pair_rows", rows.clone(), persistent=False)
+            self.register_buffer("pair_columns", columns.clone(), persistent=False)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
         """Bottom output [B, D] and embeddings [B, F, D] -> [B, interaction_width]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,21 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def start(backend: str, timeout_seconds: float, device: torch.device | None = None) -> None:
-    """Join the process group that torchrun's environment describes; every wait is bounded."""
-    options = {"device_id": device} if device is not None and device.type == "cuda" else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **options)
+def start(
+    backend: str, timeout_seconds: float, rank: int, world_size: int, store: Path | None = None
+) -> None:
+    """Join the process group; every wait in it is bounded by ``timeout_seconds``.
+
+    Ranks meet at the file ``store``, which opens no port, or where torchrun's environment says.
+    """
+    meeting = None if store is None else dist.FileStore(str(store), world_size)
+    dist.init_process_group(
+        backend,
+        store=meeting,
+        rank=rank if meeting is not None else -1,
+        world_size=world_size if meeting is not None else -1,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
 
 
 def stop() -> None:

@@ -1,1 +1,1 @@
-
+"""Live bytes by kind, from the lifetimes of storages."""

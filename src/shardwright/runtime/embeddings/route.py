@@ -3,7 +3,9 @@
 A *piece* is a column range of a table. Its rows are cut into equal chunks, one part per chunk, so
 the part of an id is ``id // chunk``. Pieces of equal width form a group: on every rank a group's
 rows lie in one tensor, and a requester computes an id's row in it, so ids travel as row numbers
-and need no further bookkeeping. Pure arithmetic; every rank computes the same route.
+and need no further bookkeeping. Pieces with a single part make a *fixed* group: all their ids go
+to one rank, so with pieces in the order of owners nothing has to be sorted. Pure arithmetic; every
+rank computes the same route.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All pieces of one width, and what each rank holds of them."""
+    """All pieces of one width, fixed or not, and what each rank holds of them."""
 
     width: int
+    fixed: bool
     pieces: tuple[Piece, ...]
     held: dict[int, tuple[Held, ...]]
 
@@ -84,17 +87,24 @@ def make_route(tables: tuple[TablePlan, ...], blocks: Iterable[Block], world_siz
             for block in own:
                 columns[block.offsets[1], block.sizes[1]].append(block)
             pieces.extend((feature, table, columns[key]) for key in sorted(columns))
-    widths = sorted({blocks[0].sizes[1] for _, _, blocks in pieces})
+    members: dict[tuple[int, bool], list[tuple[int, TablePlan, list[Block]]]] = defaultdict(list)
+    for piece in pieces:
+        members[piece[2][0].sizes[1], len(piece[2]) == 1].append(piece)
     groups = tuple(
-        _group(width, [p for p in pieces if p[2][0].sizes[1] == width], world_size)
-        for width in widths
+        _group(width, fixed, members[width, fixed], world_size)
+        for width, fixed in sorted(members)
     )
     return Route(groups, tuple(replicated))
 
 
 def _group(
-    width: int, members: list[tuple[int, TablePlan, list[Block]]], world_size: int
+    width: int,
+    fixed: bool,
+    members: list[tuple[int, TablePlan, list[Block]]],
+    world_size: int,
 ) -> Group:
+    if fixed:
+        members = sorted(members, key=lambda member: member[2][0].rank)
     filled = [0] * world_size
     held: dict[int, list[Held]] = {rank: [] for rank in range(world_size)}
     pieces = []
@@ -110,7 +120,7 @@ def _group(
         owners = tuple(block.rank for block in blocks)
         column = blocks[0].offsets[1]
         pieces.append(Piece(feature, column, width, chunk, owners, tuple(bases)))
-    return Group(width, tuple(pieces), {rank: tuple(items) for rank, items in held.items()})
+    return Group(width, fixed, tuple(pieces), {rank: tuple(items) for rank, items in held.items()})
 
 
 def _check_chunk(table: TablePlan, block: Block, part: int, chunk: int) -> None:

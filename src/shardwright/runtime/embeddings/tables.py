@@ -26,7 +26,7 @@ class _Trip:
     """What one forward leaves for its backward: how ids were sent and which rows were served."""
 
     batch: int
-    orders: list[torch.Tensor]  # per group: request order, sorted by owner [P*B]
+    orders: list[torch.Tensor | None]  # per group: request order by owner [P*B]; None: as it is
     counts: list[list[int]]  # [rank][group]: ids sent to each rank
     served: list[list[int]]  # [rank][group]: ids received from each rank
     rows: torch.Tensor  # row numbers served, by rank then group
@@ -63,6 +63,7 @@ class ShardedTables(nn.Module):
         self.limits = torch.tensor([table.rows for table in tables], device=device)
         self.replica_features = _long([held.feature for held in route.replicated], device)
         self.replica_bases = _long([held.base for held in route.replicated], device).unsqueeze(1)
+        self.replica_gradient_bytes = 0  # of the last backward
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -122,15 +123,14 @@ class ShardedTables(nn.Module):
     def _request(self, by_feature: torch.Tensor, trip: _Trip) -> None:
         """Sort ids by owner and send every owner its row numbers."""
         size = self.comm.size
-        parts: list[list[torch.Tensor]] = []
+        ordered, counts = [], []
         for guide in self.guides:
-            owner, row = guide.locate(by_feature)
-            order = torch.argsort(owner, stable=True)
-            counts = torch.bincount(owner, minlength=size).tolist()
-            parts.append(list(row[order].split(counts)))
+            rows, order, per_rank = guide.request(by_feature, size)
+            ordered.append(rows)
+            counts.append(per_rank)
             trip.orders.append(order)
-        trip.counts = [[len(group[rank]) for group in parts] for rank in range(size)]
-        sent = _join([group[rank] for rank in range(size) for group in parts])
+        trip.counts = [list(row) for row in zip(*counts, strict=True)]
+        sent = _interleave(ordered, trip.counts)
         announced = torch.tensor(trip.counts, device=self.device).view(-1)
         heard = torch.empty_like(announced)
         self.comm.all_to_all("exchange counts", heard, announced)
@@ -172,11 +172,13 @@ class ShardedTables(nn.Module):
         if back is None:
             return out
         for guide, order, rows in zip(
-            self.guides, trip.orders, self._floats_by_group(back, trip.counts), strict=True
+            self.guides, trip.orders, _regroup(back, self._floats(trip.counts)), strict=True
         ):
-            inverse = torch.empty_like(order)
-            inverse[order] = torch.arange(len(order), device=self.device)
-            pieces = rows.view(-1, guide.width).index_select(0, inverse)
+            pieces = rows.view(-1, guide.width)
+            if order is not None:
+                inverse = torch.empty_like(order)
+                inverse[order] = torch.arange(len(order), device=self.device)
+                pieces = pieces.index_select(0, inverse)
             guide.put(out, pieces.view(-1, batch, guide.width))
         return out
 
@@ -199,7 +201,7 @@ class ShardedTables(nn.Module):
             if self.stores:
                 arrived.mul_(scale)
                 rows = _regroup(trip.rows, trip.served)
-                parts = self._floats_by_group(arrived, trip.served)
+                parts = _regroup(arrived, self._floats(trip.served))
                 for store, numbers, part in zip(self.stores, rows, parts, strict=True):
                     store.update(numbers, part.view(-1, store.width), rate)
             if self.replicas.held:
@@ -208,17 +210,18 @@ class ShardedTables(nn.Module):
 
     def _return(self, gradient: torch.Tensor, trip: _Trip) -> torch.Tensor:
         """Row gradients at the rows' owners, flat, by rank then group."""
-        parts: list[list[torch.Tensor]] = []
-        for index, (guide, order) in enumerate(zip(self.guides, trip.orders, strict=True)):
-            ordered = guide.take(gradient).index_select(0, order)
-            parts.append(list(ordered.split([counts[index] for counts in trip.counts])))
-        sent = _join([g[rank].reshape(-1) for rank in range(self.comm.size) for g in parts])
+        ordered = [
+            _in_order(guide.take(gradient), order).view(-1)
+            for guide, order in zip(self.guides, trip.orders, strict=True)
+        ]
+        sent = _interleave(ordered, self._floats(trip.counts))
         return self._exchange("exchange row gradients", sent, trip.counts, trip.served)
 
     def _reduce_replicas(self, gradient: torch.Tensor, trip: _Trip) -> torch.Tensor:
         assert trip.replica_rows is not None
         dense = torch.zeros_like(self.replicas.weight)
         self.comm.probe.holds(dense, "gradient")
+        self.replica_gradient_bytes = dense.untyped_storage().nbytes()
         own = gradient.index_select(0, self.replica_features).view(-1, self.dim)
         dense.scatter_add_(0, trip.replica_rows.unsqueeze(1).expand_as(own), own)
         self.comm.all_reduce("reduce replicated tables", dense)
@@ -233,20 +236,30 @@ class ShardedTables(nn.Module):
         sent_counts: list[list[int]],
         received_counts: list[list[int]],
     ) -> torch.Tensor:
-        widths = [store.width for store in self.stores]
-        out = [sum(n * w for n, w in zip(row, widths, strict=True)) for row in sent_counts]
-        into = [sum(n * w for n, w in zip(row, widths, strict=True)) for row in received_counts]
+        out = [sum(row) for row in self._floats(sent_counts)]
+        into = [sum(row) for row in self._floats(received_counts)]
         received = sent.new_empty(sum(into))
         self.comm.all_to_all(label, received, sent, into, out)
         return received
 
-    def _floats_by_group(self, flat: torch.Tensor, counts: list[list[int]]) -> list[torch.Tensor]:
-        """Rows that lie flat by rank then group, gathered by group; ``counts`` [rank][group]."""
+    def _floats(self, counts: list[list[int]]) -> list[list[int]]:
+        """Floats that ``counts`` [rank][group] rows of each group's width hold."""
         widths = [store.width for store in self.stores]
-        return _regroup(flat, [[n * w for n, w in zip(r, widths, strict=True)] for r in counts])
+        return [[n * w for n, w in zip(row, widths, strict=True)] for row in counts]
+
+
+def _interleave(groups: list[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:
+    """Values that lie group by group, each by rank, put by rank and then group."""
+    if len(groups) == 1:
+        return groups[0]
+    parts = [
+        values.split([row[index] for row in counts]) for index, values in enumerate(groups)
+    ]
+    return torch.cat([part[rank] for rank in range(len(counts)) for part in parts])
 
 
 def _regroup(values: torch.Tensor, counts: list[list[int]]) -> list[torch.Tensor]:
+    """The inverse: values that lie by rank and then group, gathered group by group."""
     groups = len(counts[0])
     if groups == 1:
         return [values]
@@ -254,9 +267,8 @@ def _regroup(values: torch.Tensor, counts: list[list[int]]) -> list[torch.Tensor
     return [torch.cat(parts[group::groups]) for group in range(groups)]
 
 
-def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate unless there is only one."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _in_order(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    return rows if order is None else rows.index_select(0, order)
 
 
 def _by_rank(rows: torch.Tensor, counts: list[list[int]]) -> tuple[torch.Tensor, ...]:
@@ -272,6 +284,7 @@ class _Guide:
     """A group's route as tensors."""
 
     width: int
+    fixed: bool
     features: torch.Tensor  # [P]
     columns: list[tuple[int, int]]  # per piece: feature, first column
     chunk: torch.Tensor  # [P, 1]
@@ -288,6 +301,7 @@ class _Guide:
             parts += len(piece.owners)
         return _Guide(
             group.width,
+            group.fixed,
             _long([piece.feature for piece in pieces], device),
             [(piece.feature, piece.column) for piece in pieces],
             _long([piece.chunk for piece in pieces], device).unsqueeze(1),
@@ -296,13 +310,21 @@ class _Guide:
             _long([base for piece in pieces for base in piece.bases], device),
         )
 
-    def locate(self, by_feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Owner rank and row number there of every (piece, sample), flat [P*B]."""
+    def request(
+        self, by_feature: torch.Tensor, ranks: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
+        """Row numbers at their owners by owner [P*B], the order that made them so, and counts."""
         ids = by_feature.index_select(0, self.features)
+        if self.fixed:
+            counts = torch.bincount(self.part_owner, minlength=ranks) * by_feature.shape[1]
+            return ids.add_(self.part_base.unsqueeze(1)).view(-1), None, counts.tolist()
         part = ids // self.chunk
         row = ids.sub_(part * self.chunk)
         part = part.add_(self.first_part).view(-1)
-        return self.part_owner[part], row.view(-1).add_(self.part_base[part])
+        row = row.view(-1).add_(self.part_base[part])
+        owner = self.part_owner[part]
+        order = torch.argsort(owner, stable=True)
+        return row[order], order, torch.bincount(owner, minlength=ranks).tolist()
 
     def put(self, out: torch.Tensor, pieces: torch.Tensor) -> None:
         """Write ``pieces`` [P, B, width] to their features and columns of ``out`` [F, B, D]."""

@@ -18,10 +18,10 @@ from shardwright.core.outcome import (
     decode_outcome,
     encode_outcome,
 )
-from shardwright.lab import launch as launching
-from shardwright.lab.launch import Launch, launch, loopback_environment, torchrun_command
-from shardwright.lab.progress import Lines, describe, display_for
-from shardwright.lab.verdict import (
+from shardwright.lab.launcher import launch as launching
+from shardwright.lab.launcher.launch import Launch, launch, loopback_environment, torchrun_command
+from shardwright.lab.launcher.progress import Lines, describe, display_for
+from shardwright.lab.launcher.verdict import (
     RankView,
     Verdict,
     blame,

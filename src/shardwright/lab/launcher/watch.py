@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from shardwright.lab.processes import process_state, worker_pids
-from shardwright.lab.verdict import RankView
+from shardwright.lab.launcher.processes import process_state, worker_pids
+from shardwright.lab.launcher.verdict import RankView
 from shardwright.runtime.pulse import PulseReading, pulse_file, read_pulse, read_status, status_file
 
 _SCAN: Final = 0.5  # seconds between searches for workers that have no pulse yet

@@ -32,11 +32,11 @@ from typing import Final, TextIO
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.outcome import Outcome, encode_outcome
-from shardwright.lab.processes import MARK, end_run
-from shardwright.lab.progress import Display, display_for
-from shardwright.lab.settle import End, outcome_of
-from shardwright.lab.verdict import in_trouble
-from shardwright.lab.watch import Watch
+from shardwright.lab.launcher.processes import MARK, end_run
+from shardwright.lab.launcher.progress import Display, display_for
+from shardwright.lab.launcher.settle import End, outcome_of
+from shardwright.lab.launcher.verdict import in_trouble
+from shardwright.lab.launcher.watch import Watch
 from shardwright.runtime import pulse
 
 _TICK: Final = 0.1

@@ -20,7 +20,7 @@ from shardwright.core.errors import (
     EXIT_RUN_FAILED,
 )
 from shardwright.core.outcome import RankOutcome
-from shardwright.lab.processes import Process
+from shardwright.lab.launcher.processes import Process
 from shardwright.runtime.pulse import PulseReading
 
 Kind = Literal["error", "lost", "stopped", "stalled"]

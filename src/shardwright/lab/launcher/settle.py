@@ -14,7 +14,7 @@ from shardwright.core.errors import (
     EXIT_RUN_FAILED,
 )
 from shardwright.core.outcome import OUTCOME_SCHEMA, Outcome, RankOutcome
-from shardwright.lab.verdict import (
+from shardwright.lab.launcher.verdict import (
     RankView,
     Verdict,
     blame,
@@ -24,7 +24,7 @@ from shardwright.lab.verdict import (
     naming,
     reason,
 )
-from shardwright.lab.watch import Watch
+from shardwright.lab.launcher.watch import Watch
 from shardwright.runtime.pulse import log_file
 
 

@@ -1,0 +1,28 @@
+"""``shardwright diff a.json b.json``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardwright.cli import options as shared
+from shardwright.core.plan import read_plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``diff``."""
+    parser.add_argument("first", type=Path, metavar="a.json")
+    parser.add_argument("second", type=Path, metavar="b.json")
+    shared.json_option(parser)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Show what changed; always 0, for a difference is not a fault."""
+    from shardwright.report.table import differences, plan_difference
+
+    first, second = read_plan(options.first), read_plan(options.second)
+    if options.json:
+        shared.print_json(differences(first, second))
+    else:
+        shared.show(plan_difference(first, second))
+    return 0

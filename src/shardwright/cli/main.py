@@ -1,0 +1,88 @@
+"""``shardwright``: finds the command, runs it, turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from shardwright import __version__
+from shardwright.core.errors import (
+    EXIT_BUG,
+    EXIT_INPUT,
+    EXIT_INTERRUPTED,
+    ShardwrightError,
+)
+
+COMMANDS = {
+    "demo": "plan, run, compare and report on this machine, 2 ranks, about a minute",
+    "plan": "choose a placement for every table and unit of a job",
+    "explain": "every step behind the numbers of a plan",
+    "train": "run a job or a plan under torchrun on this machine",
+    "compare": "predicted against measured, of a finished run",
+    "report": "one HTML file about a plan or a run",
+    "diff": "two plans side by side",
+    "doctor": "versions, backends, and what works here",
+    "run": "one rank of a run, started by torchrun",
+}
+
+EPILOG = """\
+example:
+  shardwright plan examples/demo.toml -o plan.json
+  shardwright explain plan.json --tensor C3
+  shardwright train examples/demo.toml -n 2
+
+exit codes: 0 ok, 1 our bug, 2 bad input, 3 no plan fits, 4 outside tolerance or mismatch,
+5 the run failed, 75 stopped but resumable, 130 interrupted
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the usage text, which --help shows."""
+        self.exit(EXIT_INPUT, f"{self.prog}: {message}. See '{self.prog} --help'.\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the process's exit code."""
+    parser = _Parser(
+        prog="shardwright",
+        description="Plans, explains and runs sharded PyTorch training.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"shardwright {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    wanted = next((word for word in given if not word.startswith("-")), "")
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        if name == wanted:  # only the command that runs is imported
+            importlib.import_module(f"shardwright.cli.{name}").add_arguments(sub)
+    options = parser.parse_args(given)
+    module = importlib.import_module(f"shardwright.cli.{options.command}")
+    try:
+        code: int = module.execute(options)
+        sys.stdout.flush()
+    except ShardwrightError as error:
+        print(f"shardwright: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("shardwright: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("SHARDWRIGHT_LOG") == "debug":
+            raise
+        print(
+            f"shardwright: internal error: {type(error).__name__}: {error}. This is a bug; "
+            "SHARDWRIGHT_LOG=debug shows where.",
+            file=sys.stderr,
+        )
+        return EXIT_BUG
+    return code

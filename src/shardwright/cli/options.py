@@ -1,0 +1,68 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from shardwright.core.document import to_json
+from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job, read_job
+
+
+def job_argument(parser: argparse.ArgumentParser, *, also_plan: bool = False) -> None:
+    """JOB.toml with overrides."""
+    name = "JOB.toml|plan.json" if also_plan else "JOB.toml"
+    parser.add_argument("job", type=Path, metavar=name, help="what to train, on what")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a key of the job; may be repeated",
+    )
+    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="number of ranks")
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """The job with its overrides; ``-n`` sets the cluster's world size."""
+    overrides = list(options.set)
+    if options.ranks is not None:
+        overrides.append(f"cluster.world_size={options.ranks}")
+    return read_job(options.job, overrides)
+
+
+def run_argument(parser: argparse.ArgumentParser) -> None:
+    """RUN_DIR."""
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder of a run")
+
+
+def run_folder(options: argparse.Namespace) -> Path:
+    """The folder of a finished run."""
+    folder: Path = options.run
+    if not folder.is_dir():
+        raise InputError(
+            expected(str(folder), "the folder of a run", "none", "Train first: --set train.out=DIR")
+        )
+    return folder
+
+
+def json_option(parser: argparse.ArgumentParser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="JSON on stdout")
+
+
+def print_json(value: Any) -> None:
+    """A value as JSON on stdout."""
+    print(to_json(value))
+
+
+def show(renderable: Any) -> None:
+    """A table on stdout, in the terminal's width; 120 columns where there is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    console.print(renderable)

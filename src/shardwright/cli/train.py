@@ -1,0 +1,104 @@
+"""``shardwright train JOB.toml|plan.json [-n N]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from shardwright.cli import options as shared
+from shardwright.core.errors import InputError, MismatchError, expected
+from shardwright.core.plan import Plan, read_plan
+from shardwright.core.specs import model_spec
+from shardwright.lab.session import Session, check_data, prepare_data, run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``train``."""
+    shared.job_argument(parser, also_plan=True)
+    shared.json_option(parser)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Plan unless a plan is given, run, compare; the code is the run's."""
+    plan = _plan_of(options)
+    session = run(plan, Path(plan.job.train.out), sys.stderr)
+    return finish(session, json=options.json)
+
+
+def finish(session: Session, *, json: bool = False) -> int:
+    """Tell how a run ended."""
+    if session.outcome.code != 0:
+        print(f"shardwright: {session.outcome.reason}", file=sys.stderr)
+        print(f"details in {session.folder / 'outcome.json'}", file=sys.stderr)
+        if json:
+            shared.print_json({"outcome": session.outcome})
+        return session.outcome.code
+    assert session.measurement is not None
+    assert session.comparison is not None
+    if json:
+        shared.print_json({"outcome": session.outcome, "measurement": session.measurement})
+        return 0
+    from shardwright.report.table import comparison_summary
+
+    shared.show(comparison_summary(session.comparison))
+    print("\n".join(result_lines(session)))
+    print(f"results in {session.folder}", file=sys.stderr)
+    return 0
+
+
+def result_lines(session: Session) -> list[str]:
+    """Loss, quality beside the best possible, throughput, rows left out."""
+    measured = session.measurement
+    assert measured is not None
+    first, last = measured.curve.loss[0], measured.curve.loss[-1]
+    lines = [
+        f"loss {first:.4f} at the start, {last:.4f} at step {measured.steps}; "
+        f"{measured.samples_per_second:,.0f} samples per second"
+    ]
+    quality = measured.quality
+    if quality is not None:
+        best_auc = f" (best possible {quality.best_auc:.4f})" if quality.best_auc else ""
+        best_loss = f" (best possible {quality.best_log_loss:.4f})" if quality.best_log_loss else ""
+        lines.append(
+            f"held out, {quality.rows:,} rows: AUC {quality.auc:.4f}{best_auc}, "
+            f"log loss {quality.log_loss:.4f}{best_loss}"
+        )
+    if measured.bad_rows:
+        lines.append(f"{measured.bad_rows:,} bad rows were left out (data.skip_bad_rows)")
+    return lines
+
+
+def _plan_of(options: argparse.Namespace) -> Plan:
+    if options.job.suffix != ".json":
+        from shardwright.planner import plan
+
+        job = shared.job_of(options)
+        plan(job)  # refuse what does not fit before any data is written
+        return plan(prepare_data(job, Path(job.train.out)))
+    if options.set:
+        raise InputError(
+            expected("--set", "a job to override", "a plan", "Plan again with --set, then train.")
+        )
+    given = read_plan(options.job)
+    given = read_plan(options.job, model_spec(given.job))
+    if options.ranks not in (None, given.world_size):
+        raise MismatchError(
+            expected(
+                "-n",
+                f"{given.world_size}, as the plan",
+                str(options.ranks),
+                f"Plan for {options.ranks} ranks first.",
+            )
+        )
+    if given.job.data.kind == "synthetic" and not given.job.data.path:
+        raise InputError(
+            expected(
+                "data.path of the plan's job",
+                "rows that are there",
+                "none",
+                "Train from the job, which writes them: shardwright train JOB.toml.",
+            )
+        )
+    check_data(given.job)
+    return given

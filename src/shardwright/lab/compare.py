@@ -1,0 +1,96 @@
+"""Predicted against measured: a join of two timelines, and what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from shardwright.core.comparison import SCHEMA, Comparison, Line
+from shardwright.core.errors import MismatchError, expected
+from shardwright.core.measurement import Measurement
+from shardwright.core.plan import Plan
+from shardwright.core.timeline import PEAK, decode, exact_bytes, phase_peaks, phase_seconds
+
+K = TypeVar("K")
+
+
+def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Comparison:
+    """Join on (rank, phase, kind, name), peaks on (rank, phase), seconds on phase totals."""
+    if plan.fingerprint != measurement.plan_fingerprint:
+        raise MismatchError(
+            expected(
+                "measurement",
+                f"one of plan {plan.fingerprint[:12]}",
+                f"one of plan {measurement.plan_fingerprint[:12]}",
+                "Compare the plan.json and measured.json of one run.",
+            )
+        )
+    predicted, measured = decode(plan.timeline), decode(measurement.timeline)
+    exact = tuple(
+        Line(rank, phase, kind, name, a, b)
+        for (rank, phase, kind, name), a, b in _join(exact_bytes(predicted), exact_bytes(measured))
+    )
+    by_phase_a, by_phase_b = phase_peaks(predicted), phase_peaks(measured)
+    phase_lines = tuple(
+        Line(rank, phase, "total", PEAK, a, b)
+        for (rank, phase), a, b in _join(_totals(by_phase_a), _totals(by_phase_b))
+    )
+    peaks = tuple(
+        Line(rank, "step", "total", PEAK, a, b)
+        for rank, a, b in _join(_highest(by_phase_a), _highest(by_phase_b))
+    )
+    seconds = tuple(
+        Line(rank, phase, "time", phase, a, b)
+        for (rank, phase), a, b in _join(phase_seconds(predicted), phase_seconds(measured))
+    )
+    return Comparison(
+        schema=SCHEMA,
+        plan_fingerprint=plan.fingerprint,
+        tolerance=tolerance,
+        exact=exact,
+        peaks=peaks,
+        phase_peaks=phase_lines,
+        seconds=seconds,
+        failures=(*_exact_failures(exact), *_peak_failures(peaks, tolerance)),
+    )
+
+
+def _join(
+    predicted: Mapping[K, float], measured: Mapping[K, float]
+) -> list[tuple[K, float | None, float | None]]:
+    keys = sorted({*predicted, *measured})  # type: ignore[type-var]
+    return [(key, predicted.get(key), measured.get(key)) for key in keys]
+
+
+def _totals(peaks: dict[tuple[int, str], dict[str, int]]) -> dict[tuple[int, str], int]:
+    return {key: sum(kinds.values()) for key, kinds in peaks.items()}
+
+
+def _highest(peaks: dict[tuple[int, str], dict[str, int]]) -> dict[int, int]:
+    highest: dict[int, int] = {}
+    for (rank, _), kinds in peaks.items():
+        highest[rank] = max(highest.get(rank, 0), sum(kinds.values()))
+    return highest
+
+
+def _exact_failures(lines: tuple[Line, ...]) -> list[str]:
+    """A prediction of nothing (0 bytes) is met by no event at all."""
+    return [
+        f"rank {line.rank}: {line.kind} of {line.name} predicted {line.predicted or 0:,} B, "
+        f"measured {line.measured or 0:,} B"
+        for line in lines
+        if (line.predicted or 0) != (line.measured or 0)
+    ]
+
+
+def _peak_failures(lines: tuple[Line, ...], tolerance: float) -> list[str]:
+    failures = []
+    for line in lines:
+        if line.predicted is None or line.measured is None:
+            failures.append(f"rank {line.rank}: no peak {'measured' if line.predicted else 'known'}")
+        elif abs(line.difference) > tolerance * line.measured:
+            failures.append(
+                f"rank {line.rank}: peak predicted {line.predicted:,} B, measured "
+                f"{line.measured:,} B, more than {tolerance:.0%} apart"
+            )
+    return failures

@@ -1,0 +1,211 @@
+"""One run from a job to its comparison: data, plan, launch, merge, compare."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from shardwright.core.comparison import Comparison
+from shardwright.core.document import read_document, write_document
+from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job
+from shardwright.core.measurement import SCHEMA as MEASUREMENT_SCHEMA
+from shardwright.core.measurement import Curve, Measurement, Quality, write_measurement
+from shardwright.core.outcome import Outcome
+from shardwright.core.plan import Plan, write_plan
+from shardwright.core.record import SCHEMA as RECORD_SCHEMA
+from shardwright.core.record import Record
+from shardwright.core.timeline import encode
+from shardwright.lab.compare import compare
+from shardwright.lab.launcher.launch import Launch, launch
+from shardwright.runtime.pulse import store_file
+
+TABLES_OF_CRITEO = 26
+DENSE_OF_CRITEO = 13
+CURVE_POINTS = 500
+SETUP_TIMEOUT = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a run left: its outcome always, the rest if it got that far."""
+
+    folder: Path
+    plan: Plan
+    outcome: Outcome
+    measurement: Measurement | None
+    comparison: Comparison | None
+
+
+def plan_file(folder: Path) -> Path:
+    """The plan a run executed."""
+    return folder / "plan.json"
+
+
+def measurement_file(folder: Path) -> Path:
+    """What the run measured."""
+    return folder / "measured.json"
+
+
+def outcome_file(folder: Path) -> Path:
+    """How the run ended."""
+    return folder / "outcome.json"
+
+
+def check_data(job: Job) -> None:
+    """Raise before anything starts if the job's data cannot be what its model needs."""
+    if len(job.tables) != TABLES_OF_CRITEO or job.model.dense_features != DENSE_OF_CRITEO:
+        raise InputError(
+            expected(
+                f"data.kind '{job.data.kind}'",
+                f"{TABLES_OF_CRITEO} tables and model.dense_features = {DENSE_OF_CRITEO}",
+                f"{len(job.tables)} tables and {job.model.dense_features}",
+                "Click logs have 13 integer and 26 categorical columns.",
+            )
+        )
+    for table in job.tables:
+        if not table.pooled or table.pooling_factors != (1.0,) or table.poolings != (1.0,):
+            raise InputError(
+                expected(
+                    f"tables '{table.name}'.pooling_factors",
+                    "[1.0] for training",
+                    f"{list(table.pooling_factors)}",
+                    "This version trains one id per table and sample; plan and explain take any.",
+                )
+            )
+        if table.dtype != "fp32":
+            raise InputError(
+                expected(f"tables '{table.name}'.dtype", "fp32 for training", table.dtype)
+            )
+    if job.model.top[-1] != 1:
+        raise InputError(
+            expected("model.top", "1 as its last width, a click's logit", str(job.model.top[-1]))
+        )
+    if job.data.kind == "criteo":
+        from shardwright.data.criteo import check_file
+
+        if not job.data.path:
+            raise InputError(
+                expected("data.path", "a click log", "none", "Use --set data.path=FILE.")
+            )
+        for path in filter(None, (job.data.path, job.data.test_path)):
+            check_file(path)
+
+
+def run(plan: Plan, folder: Path, stream: TextIO, tolerance: float = 0.1) -> Session:
+    """Execute ``plan`` under torchrun; messages and progress go to ``stream``."""
+    write_plan(plan, plan_file(folder))
+    for pattern in ("rank-*.record.json", "rank-*.scores.npy", "measured.json", "comparison.json"):
+        for stale in folder.glob(pattern):
+            stale.unlink()
+    arguments = ("run", str(plan_file(folder)), "--out", str(folder))
+    request = Launch(
+        module="shardwright",
+        arguments=(*arguments, "--store", str(store_file(folder))),
+        world_size=plan.world_size,
+        folder=folder,
+        timeout=plan.job.train.timeout,
+        setup_timeout=SETUP_TIMEOUT,
+    )
+    outcome = launch(request, stream)
+    if outcome.code != 0:
+        return Session(folder, plan, outcome, None, None)
+    measurement = merge(plan, folder)
+    write_measurement(measurement, measurement_file(folder))
+    comparison = compare(plan, measurement, tolerance)
+    write_document(comparison, folder / "comparison.json")
+    return Session(folder, plan, outcome, measurement, comparison)
+
+
+def merge(plan: Plan, folder: Path) -> Measurement:
+    """One measurement from every rank's record and scores."""
+    records = [
+        read_document(folder / f"rank-{rank}.record.json", Record, RECORD_SCHEMA, "train")
+        for rank in range(plan.world_size)
+    ]
+    losses = [sum(values) / len(values) for values in zip(*(r.losses for r in records), strict=True)]
+    stride = max(1, len(losses) // CURVE_POINTS)
+    kept = range(stride - 1, len(losses), stride)
+    slowest = max(record.seconds_per_step for record in records)
+    samples = plan.job.batch.size * plan.world_size
+    return Measurement(
+        schema=MEASUREMENT_SCHEMA,
+        plan_fingerprint=plan.fingerprint,
+        world_size=plan.world_size,
+        steps=len(losses),
+        memory_steps=records[0].memory_steps,
+        time_steps=records[0].time_steps,
+        timeline=encode([event for record in records for event in record.events]),
+        curve=Curve(
+            tuple(k + 1 for k in kept),
+            tuple(sum(losses[k - stride + 1 : k + 1]) / stride for k in kept),
+        ),
+        quality=_quality(plan, folder),
+        samples_per_second=samples / slowest if slowest else 0.0,
+        bad_rows=sum(record.bad_rows for record in records),
+        versions=records[0].versions,
+        machine=records[0].machine,
+    )
+
+
+def _quality(plan: Plan, folder: Path) -> Quality | None:
+    if not plan.job.data.test_path:
+        return None
+    import numpy as np
+
+    from shardwright.data.quality import auc, log_loss
+
+    files = [folder / f"rank-{rank}.scores.npy" for rank in range(plan.world_size)]
+    scores = np.concatenate([np.load(file, allow_pickle=False) for file in files])
+    _, labels, logits = scores[np.argsort(scores[:, 0], kind="stable")].T
+    if not len(labels):
+        return None
+    best = _best(Path(plan.job.data.test_path))
+    return Quality(
+        rows=len(labels),
+        auc=float(auc(labels, logits)) if 0 < labels.sum() < len(labels) else float("nan"),
+        log_loss=float(log_loss(labels, 1.0 / (1.0 + np.exp(-logits)))),
+        best_auc=best.get("bayes_auc"),
+        best_log_loss=best.get("bayes_log_loss"),
+    )
+
+
+def facts_file(path: Path) -> Path:
+    """Beside generated rows: what is known about them."""
+    return path.with_suffix(".facts.json")
+
+
+def _best(path: Path) -> dict[str, float]:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        facts = msgspec.json.decode(facts_file(path).read_bytes())
+        return facts if isinstance(facts, dict) else {}
+    return {}
+
+
+def prepare_data(job: Job, folder: Path) -> Job:
+    """Write the synthetic rows a job asks for, and say in the job where they are."""
+    if job.data.kind == "criteo":
+        check_data(job)
+        return job
+    check_data(job)
+    from shardwright.data.synthetic import ClickModel
+
+    model = ClickModel(cardinalities=tuple(t.rows for t in job.tables), seed=job.data.seed)
+    section = job.data
+    train = Path(section.path or folder / "data" / "train.tsv")
+    test = Path(section.test_path or folder / "data" / "test.tsv")
+    wanted = [(train, section.rows, 0)]
+    if section.test_rows:
+        wanted.append((test, section.test_rows, section.rows))
+    for path, rows, start in wanted:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = msgspec.json.encode(model.write(path, rows, start))
+        facts_file(path).write_bytes(facts)
+    data = msgspec.structs.replace(
+        section, path=str(train), test_path=str(test) if section.test_rows else ""
+    )
+    return msgspec.structs.replace(job, data=data)

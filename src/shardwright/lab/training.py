@@ -1,0 +1,232 @@
+"""What each rank does: apply the plan, train, measure, evaluate, leave a record.
+
+Runs under torchrun and never imports the planner. Memory is metered on steps 3 to 5, seconds on
+the steps after them, so that neither disturbs the other.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwright import __version__
+from shardwright.core.document import write_document
+from shardwright.core.errors import InputError, MismatchError, RunError, expected
+from shardwright.core.plan import Plan, read_plan
+from shardwright.core.record import SCHEMA, Record
+from shardwright.core.timeline import Event, Phase
+from shardwright.data.criteo import ClickBatch, CriteoReader, evaluation_batches
+from shardwright.models.dlrm import DLRM
+from shardwright.runtime import comm
+from shardwright.runtime.apply import apply
+from shardwright.runtime.meter import Meter, exact_events
+from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
+from shardwright.runtime.pulse import ProgressLog, Pulse
+
+MEMORY_STEPS = (3, 4, 5)
+PROGRESS_SECONDS = 0.2
+
+
+def record_file(folder: Path, rank: int) -> Path:
+    """Where a rank leaves its record."""
+    return folder / f"rank-{rank}.record.json"
+
+
+def scores_file(folder: Path, rank: int) -> Path:
+    """Where a rank leaves its held-out scores: rows of (row number, label, logit)."""
+    return folder / f"rank-{rank}.scores.npy"
+
+
+class Training:
+    """One rank of a run."""
+
+    def __init__(self, plan: Plan, folder: Path, rank: int, pulse: Pulse) -> None:
+        self.plan = plan
+        self.job = plan.job
+        self.folder = folder
+        self.rank = rank
+        self.pulse = pulse
+        self.step = 0
+        self.meter = Meter(rank, self._listen)
+        self.device = torch.device("cpu")
+        if plan.cluster.compute_device == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        self.losses: list[float] = []
+        self.step_seconds: list[float] = []
+        self.exact: list[Event] = []
+
+    def _listen(self, phase: Phase | None) -> None:
+        if phase is None:
+            self.pulse.begin(step=self.step)
+        else:
+            self.pulse.mark(phase, self.step)
+
+    def run(self) -> None:
+        """Train to the end and leave a record; scores too where there is a test file."""
+        mesh = init_device_mesh(self.device.type, (self.plan.world_size,))
+        model = apply(DLRM(self.job, device="meta"), self.plan, mesh, probe=self.meter)
+        model.interact.to(self.device)  # its index buffers; parameters are where they belong
+        parameters = optimizer_parameters(model)
+        rate = self.job.train.learning_rate
+        optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)
+        reader = CriteoReader(
+            self.job.data.path,
+            [table.rows for table in self.job.tables],
+            self.job.batch.size,
+            self.rank,
+            self.plan.world_size,
+            skip_bad_rows=self.job.data.skip_bad_rows,
+        )
+        self._train(model, optimizer, reader)
+        if self.job.data.test_path:
+            self._evaluate(model)
+        self._leave_record(reader)
+
+    def _train(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, reader: CriteoReader
+    ) -> None:
+        progress = ProgressLog(self.folder) if self.rank == 0 else None
+        steps = self.job.train.steps
+        shown = 0.0
+        for self.step in range(1, steps + 1):
+            began = time.perf_counter()
+            with self._measured(model, optimizer):
+                loss = self._one_step(model, optimizer, reader)
+            self.losses.append(loss)
+            if self._is_timed(self.step):
+                self.step_seconds.append(time.perf_counter() - began)
+            if not np.isfinite(loss):
+                raise RunError(
+                    expected(
+                        f"loss of step {self.step} on rank {self.rank}",
+                        "a finite number",
+                        f"{loss}",
+                        "Lower train.learning_rate or look at the data.",
+                    )
+                )
+            now = time.monotonic()
+            if progress and (now - shown > PROGRESS_SECONDS or self.step == steps):
+                shown = now
+                progress.append({"step": self.step, "steps": steps, "loss": loss})
+
+    def _measured(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> AbstractContextManager[None]:
+        if self.step in MEMORY_STEPS:
+            return self.meter.metered_step(optimizer, model)
+        return self.meter.timed_step(keep=self._is_timed(self.step))
+
+    def _is_timed(self, step: int) -> bool:
+        """Steps after the metered ones; in a short run those before them, the first apart."""
+        last = MEMORY_STEPS[-1]
+        if self.job.train.steps > last:
+            return step > last
+        return 1 < step < MEMORY_STEPS[0] or self.job.train.steps == 1
+
+    def _one_step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, reader: CriteoReader
+    ) -> float:
+        meter = self.meter
+        with meter.phase("load"):
+            dense, ids, labels = self._tensors(next(reader))
+        with meter.phase("forward"):
+            loss = nn.functional.binary_cross_entropy_with_logits(
+                model(dense, ids).squeeze(1), labels
+            )
+        with meter.phase("backward"):
+            loss.backward()
+        if self.step in MEMORY_STEPS and not self.exact:
+            self.exact = exact_events(self.rank, model, optimizer, gradients=True)
+        with meter.phase("step"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    def _tensors(self, batch: ClickBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tensors = []
+        for array in (batch.dense, batch.ids, batch.labels):
+            tensor = torch.from_numpy(array).to(self.device)
+            self.meter.holds(tensor, "input")
+            tensors.append(tensor)
+        dense, ids, labels = tensors
+        return dense, ids, labels
+
+    @torch.no_grad()
+    def _evaluate(self, model: nn.Module) -> None:
+        self.pulse.mark("evaluate")
+        rows: list[np.ndarray] = []
+        batches = evaluation_batches(
+            self.job.data.test_path,
+            [table.rows for table in self.job.tables],
+            self.job.batch.size,
+            self.rank,
+            self.plan.world_size,
+            skip_bad_rows=self.job.data.skip_bad_rows,
+        )
+        for batch, numbers in batches:
+            dense, ids, _ = self._tensors(batch)
+            logits = model(dense, ids).squeeze(1).double().cpu().numpy()
+            rows.append(np.stack([numbers, batch.labels, logits], 1))
+        found = np.concatenate(rows) if rows else np.empty((0, 3))
+        np.save(scores_file(self.folder, self.rank), found, allow_pickle=False)
+
+    def _leave_record(self, reader: CriteoReader) -> None:
+        steps = range(1, self.job.train.steps + 1)
+        record = Record(
+            schema=SCHEMA,
+            rank=self.rank,
+            events=(*self.exact, *self.meter.events()),
+            losses=tuple(self.losses),
+            seconds_per_step=statistics.median(self.step_seconds) if self.step_seconds else 0.0,
+            memory_steps=tuple(s for s in steps if s in MEMORY_STEPS),
+            time_steps=tuple(s for s in steps if self._is_timed(s)),
+            bad_rows=reader.bad_rows,
+            versions={
+                "shardwright": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            machine={
+                "system": platform.system(),
+                "processor": platform.machine(),
+                "cores": str(os.cpu_count()),
+                "threads_per_rank": str(torch.get_num_threads()),
+            },
+        )
+        write_document(record, record_file(self.folder, self.rank))
+
+
+def train_rank(plan_path: Path, folder: Path, store: Path | None, pulse: Pulse) -> None:
+    """The body of a worker: join the others (by ``store``, or torchrun's environment) and train."""
+    rank, world_size = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
+    if rank < 0 or world_size < 1:
+        raise InputError(
+            expected("RANK and WORLD_SIZE", "to be set by torchrun", "none", "Use torchrun.")
+        )
+    plan = read_plan(plan_path)
+    if plan.world_size != world_size:
+        raise MismatchError(
+            expected(
+                str(plan_path),
+                f"a plan for {world_size} ranks, as torchrun started",
+                f"one for {plan.world_size}",
+                f"Start {plan.world_size} ranks or plan again.",
+            )
+        )
+    backend = "nccl" if plan.cluster.compute_device == "cuda" else "gloo"
+    comm.start(backend, plan.job.train.timeout, rank, world_size, store)
+    try:
+        Training(plan, folder, rank, pulse).run()
+        pulse.mark("done")
+    finally:
+        comm.stop()

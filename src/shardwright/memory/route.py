@@ -1,0 +1,143 @@
+"""What the exchange of ids and rows allocates on one rank, step by step.
+
+The sizes are those of ``shardwright.runtime.embeddings``; ids are assumed to spread evenly over the
+parts of a row-wise table, and to be all different where an update looks for distinct rows.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardwright.core.batch import INDEX_BYTES
+from shardwright.core.tensor import ELEMENT_BYTES
+from shardwright.memory.ledger import Ledger
+
+FLOAT = ELEMENT_BYTES["fp32"]
+BOOL = 1
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """A rank's share of the exchange; ids are those of one step.
+
+    ``requests``: (ids asked for, width, fixed) of each group of the route. ``serves``: (ids served,
+    width) of the same groups. ``replica_ids``: ids looked up in replicas, whose rows hold ``replica_bytes``.
+    """
+
+    requests: tuple[tuple[int, int, bool], ...]
+    serves: tuple[tuple[int, int], ...]
+    replica_ids: int
+    replica_bytes: int
+    replica_rows: int
+    features: int
+    dim: int
+    batch: int
+    adagrad: bool
+
+    @property
+    def asked(self) -> int:
+        """Ids asked for."""
+        return sum(request[0] for request in self.requests)
+
+    @property
+    def asked_bytes(self) -> int:
+        """Bytes of the rows asked for."""
+        return sum(ids * width for ids, width, _ in self.requests) * FLOAT
+
+    @property
+    def served(self) -> int:
+        """Ids served to all ranks."""
+        return sum(ids for ids, _ in self.serves)
+
+    @property
+    def served_bytes(self) -> int:
+        """Bytes of the rows served."""
+        return sum(ids * width for ids, width in self.serves) * FLOAT
+
+
+def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
+    """Sort by owner, send; the order and the rows served stay until backward."""
+    if not traffic.requests:
+        return
+    several = len(traffic.requests) > 1
+    for index, (ids, _, fixed) in enumerate(traffic.requests):
+        size = ids * INDEX_BYTES
+        if not fixed:
+            # part, row and owner stay while the sort makes values and an order
+            with heap.passing("communication", 4 * size):
+                heap.take(f"route.order.{index}", "communication", size)
+            with heap.passing("communication", 3 * size):
+                pass
+        heap.take(f"route.sent.{index}", "communication", size)
+    received = traffic.served * INDEX_BYTES
+    joined = traffic.asked * INDEX_BYTES if several else 0
+    with heap.passing("communication", joined):
+        heap.take("route.rows", "communication", received)
+    for index in range(len(traffic.requests)):
+        heap.free(f"route.sent.{index}")
+
+
+def look_up(heap: Ledger, traffic: Traffic) -> None:
+    """Rows for the others, and the replicas' rows for oneself."""
+    if traffic.requests:
+        heap.take("route.found", "communication", traffic.served_bytes)
+    if traffic.replica_ids:
+        heap.take("replica.rows", "communication", traffic.replica_ids * INDEX_BYTES)
+        size = traffic.replica_ids * traffic.dim * FLOAT
+        heap.take("replica.found", "communication", size)
+
+
+def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
+    """Rows come back and are put in feature order; only the result stays."""
+    if traffic.requests:
+        heap.take("route.back", "communication", traffic.asked_bytes)
+        heap.free("route.found")
+    size = traffic.features * traffic.batch * traffic.dim * FLOAT
+    heap.take("rows", "communication", size)
+    regrouped = traffic.asked_bytes if len(traffic.requests) > 1 else 0
+    for ids, width, fixed in traffic.requests:
+        inverse = 0 if fixed else ids * INDEX_BYTES
+        pieces = 0 if fixed else ids * width * FLOAT
+        with heap.passing("communication", regrouped + inverse + max(inverse, pieces)):
+            pass
+    heap.free("route.back")
+    heap.free("replica.found")
+
+
+def return_gradients(heap: Ledger, traffic: Traffic) -> None:
+    """Gradients of rows go back to the rows' owners."""
+    if not traffic.requests:
+        return
+    sent = 0
+    for ids, width, fixed in traffic.requests:
+        size = ids * width * FLOAT
+        with heap.passing("communication", sent + (size if fixed else 2 * size)):
+            sent += size
+    joined = sent if len(traffic.requests) > 1 else 0
+    with heap.passing("communication", sent + joined):
+        heap.take("route.arrived", "communication", traffic.served_bytes)
+
+
+def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
+    """A dense gradient of all replicated tables."""
+    if not traffic.replica_ids:
+        return
+    heap.take("replica.gradient", "gradient", traffic.replica_bytes)
+    with heap.passing("communication", traffic.replica_ids * traffic.dim * FLOAT):
+        pass
+
+
+def update(heap: Ledger, traffic: Traffic) -> None:
+    """Owners update their rows; everything of the exchange is gone afterwards."""
+    for ids, width in traffic.serves:
+        rows = ids * width * FLOAT
+        regrouped = rows + ids * INDEX_BYTES if len(traffic.serves) > 1 else 0
+        sorting = ids * (3 * INDEX_BYTES + BOOL) + 3 * rows if traffic.adagrad else 0
+        with heap.passing("temporary", regrouped + sorting):
+            pass
+    if traffic.replica_ids and traffic.adagrad:
+        with heap.passing("temporary", traffic.replica_bytes + traffic.replica_rows * FLOAT):
+            pass
+    for name in ("route.arrived", "route.rows", "replica.rows", "replica.gradient"):
+        heap.free(name)
+    for index in range(len(traffic.requests)):
+        heap.free(f"route.order.{index}")

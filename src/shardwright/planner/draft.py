@@ -1,0 +1,216 @@
+"""A complete set of choices: who gets which shard, and what that costs each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwright.core.batch import lookups
+from shardwright.core.model import ModelSpec
+from shardwright.core.schedule import Modes
+from shardwright.core.timeline import Kind, Phase
+from shardwright.cost import dense, embedding, optimizer
+from shardwright.memory import simulate
+from shardwright.memory.route import Traffic
+from shardwright.planner.problem import Problem, TableChoice, UnitChoice
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A table's choice and the rank of each of its shards."""
+
+    choice: TableChoice
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One proposal; everything about it is derived on demand."""
+
+    problem: Problem
+    tables: tuple[Placed, ...]
+    units: tuple[UnitChoice, ...]
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model planned for."""
+        return self.problem.model
+
+    @cached_property
+    def modes(self) -> Modes:
+        """What this draft decides about the order of a step."""
+        sharded = frozenset(u.unit.name for u in self.units if not u.replicated)
+        types = {placed.choice.option.sharding_type for placed in self.tables}
+        return Modes(
+            sharded_units=sharded,
+            resharded_units=sharded,
+            routed=bool(types - {"data_parallel"}),
+            replicated_tables="data_parallel" in types,
+        )
+
+    @cached_property
+    def seconds(self) -> tuple[dict[str, float], ...]:
+        """Seconds per step of each rank, by phase."""
+        world_size = self.problem.cluster.world_size
+        totals = [dict(self.shared_seconds) for _ in range(world_size)]
+        for placed in self.tables:
+            for rank, spent in zip(placed.ranks, placed.choice.shard_seconds, strict=True):
+                for phase, value in spent.items():
+                    totals[rank][phase] = totals[rank].get(phase, 0.0) + value
+        return tuple(totals)
+
+    @cached_property
+    def shared_seconds(self) -> dict[str, float]:
+        """Seconds that every rank spends whatever tables it holds."""
+        values = self.problem.values
+        modes = self.modes
+        ranks = self.problem.cluster.world_size
+        totals = {"load": self.problem.batch.size * values["parse_cost"]}
+        requests = sum(placed.choice.request_seconds for placed in self.tables)
+        if requests:
+            totals["exchange_ids"] = requests
+        parts = [embedding.step_latencies(modes.routed, modes.replicated_tables, ranks, values)]
+        parts += [unit.seconds for unit in self.units]
+        for stage in self.model.stages:
+            if stage.access == "none":
+                forward, calls, backward, back_calls = dense.stage_flops(
+                    stage, self.problem.batch.size
+                )
+                parts.append(
+                    {
+                        "forward": dense.compute_seconds(forward, calls, values),
+                        "backward": dense.compute_seconds(backward, back_calls, values),
+                    }
+                )
+        for part in parts:
+            for phase, value in part.items():
+                totals[phase] = totals.get(phase, 0.0) + value
+        return totals
+
+    @cached_property
+    def rank_seconds(self) -> tuple[float, ...]:
+        """Seconds per step of each rank."""
+        return tuple(sum(phases.values()) for phases in self.seconds)
+
+    @property
+    def max_rank_seconds(self) -> float:
+        """What the search minimises."""
+        return max(self.rank_seconds)
+
+    @cached_property
+    def exact(self) -> tuple[dict[tuple[Phase, Kind, str], int], ...]:
+        """Bytes that must be met exactly, by (phase, kind, name), of each rank."""
+        world_size = self.problem.cluster.world_size
+        found: list[dict[tuple[Phase, Kind, str], int]] = [{} for _ in range(world_size)]
+        for placed in self.tables:
+            fqn = placed.choice.table.tensor.fqn
+            for rank, kept in zip(placed.ranks, placed.choice.shard_bytes, strict=True):
+                for phase, kind in _TABLE_EVENTS:
+                    if kept[kind]:
+                        key = (phase, kind, fqn)
+                        found[rank][key] = found[rank].get(key, 0) + kept[kind]
+        for choice in self.units:
+            for rank in range(world_size):
+                found[rank].update(_unit_events(choice, rank))
+        return tuple(found)
+
+    def load(self, rank: int) -> simulate.RankLoad:
+        """What the symbolic step of ``rank`` starts from."""
+        resident: dict[Kind, int] = {}
+        for (phase, kind, _), size in self.exact[rank].items():
+            if kind != "gradient" and not (kind == "padding" and phase == "reduce"):
+                resident[kind] = resident.get(kind, 0) + size
+        resident["buffer"] = sum(tensor.nbytes for tensor in self.model.buffers)
+        units = {
+            u.unit.name: simulate.UnitBytes(u.layout.nbytes, u.layout.shard_bytes, u.replicated)
+            for u in self.units
+        }
+        return simulate.RankLoad(resident, units, self.traffic(rank), self.problem.batch.size)
+
+    def traffic(self, rank: int) -> Traffic:
+        """This rank's share of the exchange."""
+        world_size = self.problem.cluster.world_size
+        requests: dict[tuple[int, bool], int] = {}
+        serves: dict[tuple[int, bool], int] = {}
+        replica_ids = replica_bytes = replica_rows = 0
+        for placed in self.tables:
+            table, option = placed.choice.table, placed.choice.option
+            ids = round(lookups(table, self.problem.batch))
+            if option.sharding_type == "data_parallel":
+                replica_ids += ids
+                replica_bytes += table.nbytes
+                replica_rows += table.rows
+                continue
+            parts = len({shape.row for shape in option.shards if shape.rows})
+            fixed = parts == 1
+            for width in {shape.column: shape.columns for shape in option.shards}.values():
+                requests[width, fixed] = requests.get((width, fixed), 0) + ids
+            for shape, owner in zip(option.shards, placed.ranks, strict=True):
+                if owner == rank and shape.rows:
+                    key = (shape.columns, fixed)
+                    serves[key] = serves.get(key, 0) + ids * world_size // parts
+        return Traffic(
+            requests=tuple((ids, *key) for key, ids in sorted(requests.items())),
+            serves=tuple((serves.get(key, 0), key[0]) for key in sorted(requests)),
+            replica_ids=replica_ids,
+            replica_bytes=replica_bytes,
+            replica_rows=replica_rows,
+            features=len(self.tables),
+            dim=self.tables[0].choice.table.dim,
+            batch=self.problem.batch.size,
+            adagrad=self.tables[0].choice.table.optimizer == "rowwise_adagrad",
+        )
+
+    @cached_property
+    def peaks(self) -> tuple[dict[Phase, dict[Kind, int]], ...]:
+        """Live bytes by kind at each phase's peak, of each rank."""
+        world_size = self.problem.cluster.world_size
+        return tuple(
+            simulate.phase_peaks(self.model, self.modes, self.load(rank))
+            for rank in range(world_size)
+        )
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The highest total of each rank."""
+        return tuple(
+            max(sum(kinds.values()) for kinds in phases.values()) for phases in self.peaks
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak is within its memory."""
+        return max(self.peak_bytes) <= self.problem.cluster.memory_per_rank
+
+    @property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Bytes a rank keeps, gradients included, whatever the batch."""
+        return tuple(sum(events.values()) for events in self.exact)
+
+
+_TABLE_EVENTS: tuple[tuple[Phase, Kind], ...] = (
+    ("setup", "weight"),
+    ("setup", "optimizer_state"),
+    ("reduce", "gradient"),
+)
+
+
+def _unit_events(choice: UnitChoice, rank: int) -> dict[tuple[Phase, Kind, str], int]:
+    """The exact bytes of a dense unit on a rank; padding is told by role."""
+    name, kind = choice.unit.name, choice.unit.optimizer
+    padding = choice.layout.padding_bytes(0 if choice.replicated else rank)
+    payload = choice.layout.shard_bytes - padding
+    kept = dense.unit_bytes(payload, padding, kind)
+    events: dict[tuple[Phase, Kind, str], int] = {
+        ("setup", "weight", name): kept["weight"],
+        ("setup", "padding", f"{name}.parameter"): padding,
+        ("reduce", "gradient", name): kept["gradient"],
+        ("reduce", "padding", f"{name}.gradient"): padding,
+    }
+    if kept["optimizer_state"]:
+        extra = optimizer.dense_padding_state_bytes(padding, kind)
+        events["step", "optimizer_state", name] = kept["optimizer_state"]
+        events["step", "padding", f"{name}.optimizer_state"] = extra
+    return events
+
+

@@ -1,0 +1,269 @@
+"""Predicted beside measured as sheets, and the verdict in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwright.core.comparison import Comparison, Line
+from shardwright.core.timeline import PHASES
+from shardwright.core.units import format_bytes
+from shardwright.report.sheet import Column, Sheet
+from shardwright.report.wording import (
+    TEXT_LIMIT,
+    counted,
+    kind_text,
+    percent,
+    printable,
+    ranks_text,
+    seconds_text,
+    signed_bytes,
+)
+
+MOST_RANKS = 4
+MOST_DIFFERENCES = 20
+MOST_PEAKS = 16
+_NOTE = "Differences are measured minus predicted; errors are relative to the measurement."
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the prediction held, and the sentence that says so."""
+
+    held: bool
+    sentence: str
+
+
+def verdict(comparison: Comparison) -> Verdict:
+    """Exact bytes equal and peaks within tolerance, counted by rank; then any other failure."""
+    unequal = {line.rank for line in comparison.exact if not _equal(line)}
+    ranks = {line.rank for line in (*comparison.exact, *comparison.peaks)}
+    unequal |= ranks - {line.rank for line in comparison.exact} if comparison.exact else set()
+    errors = [_distance(line) for line in comparison.peaks]
+    worst = max(errors, default=0.0)
+    within = worst <= comparison.tolerance
+    parts = []
+    if comparison.exact:
+        parts.append(
+            f"exact bytes equal on {len(ranks - unequal)} of {counted(len(ranks), 'rank')}"
+        )
+    if errors and within:
+        parts.append("peak equal" if worst == 0 else f"peak within {percent(worst)}")
+    elif errors:
+        off = "missing" if worst == float("inf") else f"off by {percent(worst)}"
+        parts.append(f"peak {off} (tolerance {percent(comparison.tolerance)})")
+    if not parts:
+        return Verdict(False, "Nothing was compared: the two timelines share no rank.")
+    facts = ", ".join(parts)
+    if unequal or not within:
+        return Verdict(False, f"Memory not as predicted: {facts}.")
+    if comparison.failures:
+        failed = counted(len(comparison.failures), "other check")
+        return Verdict(False, f"Memory as predicted: {facts}; but {failed} failed.")
+    return Verdict(True, f"Memory as predicted: {facts}.")
+
+
+def failures(comparison: Comparison) -> tuple[str, ...]:
+    """Why the comparison failed, printable."""
+    return tuple(printable(text, TEXT_LIMIT) for text in comparison.failures)
+
+
+def exact_sheet(comparison: Comparison) -> Sheet:
+    """Bytes of each exact kind per rank; ranks with the same figures share their rows."""
+    by_rank: dict[int, dict[str, list[Line]]] = {}
+    for line in comparison.exact:
+        by_rank.setdefault(line.rank, {}).setdefault(line.kind, []).append(line)
+    alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for rank in sorted(by_rank):
+        rows = tuple(_exact_row(kind, lines) for kind, lines in by_rank[rank].items())
+        alike.setdefault(rows, []).append(rank)
+    return Sheet(
+        "Exact bytes per rank",
+        (
+            Column("rank"),
+            Column("bytes of"),
+            Column("predicted", numeric=True),
+            Column("measured", numeric=True),
+            Column("difference", numeric=True),
+        ),
+        tuple(
+            (ranks_text(ranks, len(by_rank)), *row) for rows, ranks in alike.items() for row in rows
+        ),
+        "These must be equal to the byte, tensor by tensor.",
+    )
+
+
+def _exact_row(kind: str, lines: list[Line]) -> tuple[str, ...]:
+    wrong = sum(not _equal(line) for line in lines)
+    predicted = [line.predicted for line in lines if line.predicted is not None]
+    measured = [line.measured for line in lines if line.measured is not None]
+    difference = sum(line.difference for line in lines)
+    said = "equal" if not wrong else f"{difference:+,.0f} B ({wrong} of {len(lines)} differ)"
+    return (
+        kind_text(kind),
+        f"{sum(predicted):,.0f}" if predicted else "not predicted",
+        f"{sum(measured):,.0f}" if measured else "not measured",
+        said,
+    )
+
+
+def unequal_sheet(comparison: Comparison) -> Sheet | None:
+    """The exact lines that differ, tensor by tensor; None if all are equal."""
+    wrong = [line for line in comparison.exact if not _equal(line)]
+    if not wrong:
+        return None
+    left = len(wrong) - MOST_DIFFERENCES
+    return Sheet(
+        "Exact bytes that differ",
+        (
+            Column("rank"),
+            Column("phase"),
+            Column("bytes of", under="phase"),
+            Column("name"),
+            Column("predicted", numeric=True),
+            Column("measured", numeric=True),
+            Column("difference", numeric=True),
+        ),
+        tuple(
+            (
+                str(line.rank),
+                printable(line.phase),
+                kind_text(line.kind),
+                printable(line.name),
+                _plain(line.predicted, "not predicted"),
+                _plain(line.measured, "not measured"),
+                signed_bytes(line.difference),
+            )
+            for line in wrong[:MOST_DIFFERENCES]
+        ),
+        f"And {left:,} more." if left > 0 else "",
+    )
+
+
+def peaks_sheet(comparison: Comparison) -> Sheet:
+    """The peak of each rank, with its error; of many ranks those furthest off."""
+    lines = comparison.peaks
+    if len(lines) > MOST_PEAKS:
+        lines = tuple(sorted(lines, key=_distance, reverse=True)[:MOST_PEAKS])
+    left = len(comparison.peaks) - len(lines)
+    others = f" The other {counted(left, 'rank')} are closer." if left else ""
+    return Sheet(
+        "Peak per rank",
+        (
+            Column("rank"),
+            Column("phase"),
+            Column("predicted", numeric=True),
+            Column("measured", numeric=True),
+            Column("difference", numeric=True),
+            Column("error", numeric=True),
+        ),
+        tuple(
+            (
+                str(line.rank),
+                printable(line.phase),
+                _size(line.predicted, "not predicted"),
+                _size(line.measured, "not measured"),
+                signed_bytes(line.difference) if _both(line) else "-",
+                _error(line),
+            )
+            for line in lines
+        ),
+        f"Within {percent(comparison.tolerance)} is as predicted. {_NOTE}{others}",
+    )
+
+
+def phase_sheets(comparison: Comparison) -> tuple[Sheet, ...]:
+    """Peak and seconds of every phase, one sheet per rank; of many ranks only the slowest."""
+    totals: dict[int, float] = {}
+    for line in comparison.seconds:
+        totals[line.rank] = totals.get(line.rank, 0.0) + (line.measured or line.predicted or 0.0)
+    ranks = sorted({line.rank for line in (*comparison.seconds, *comparison.phase_peaks)})
+    if len(ranks) <= MOST_RANKS:
+        return tuple(_phase_sheet(comparison, rank, f"Phases on rank {rank}") for rank in ranks)
+    chosen = max(ranks, key=lambda rank: totals.get(rank, 0.0))
+    title = f"Phases on rank {chosen}, the slowest of {len(ranks)}"
+    return (_phase_sheet(comparison, chosen, title),)
+
+
+def _phase_sheet(comparison: Comparison, rank: int, title: str) -> Sheet:
+    peaks = {line.phase: line for line in comparison.phase_peaks if line.rank == rank}
+    seconds = {line.phase: line for line in comparison.seconds if line.rank == rank}
+    rows = [
+        (printable(phase), *_peak_cells(peaks.get(phase)), *_second_cells(seconds.get(phase)))
+        for phase in _ordered((*peaks, *seconds))
+    ]
+    if len(seconds) > 1:
+        rows.append(("all", "", "", "", *_second_cells(_total(rank, seconds.values()))))
+    return Sheet(
+        title,
+        (
+            Column("phase"),
+            Column("peak predicted", numeric=True),
+            Column("measured", numeric=True),
+            Column("error", numeric=True),
+            Column("time predicted", numeric=True),
+            Column("measured", numeric=True),
+            Column("error", numeric=True),
+        ),
+        tuple(rows),
+    )
+
+
+def _ordered(phases: Iterable[str]) -> list[str]:
+    known = {phase: index for index, phase in enumerate(PHASES)}
+    return sorted(set(phases), key=lambda phase: (known.get(phase, len(known)), phase))  # type: ignore[call-overload]
+
+
+def _total(rank: int, lines: Iterable[Line]) -> Line:
+    """The sum over phases; a side that any phase lacks is unknown."""
+    predicted: float | None = 0.0
+    measured: float | None = 0.0
+    for line in lines:
+        if predicted is not None:
+            predicted = None if line.predicted is None else predicted + line.predicted
+        if measured is not None:
+            measured = None if line.measured is None else measured + line.measured
+    return Line(rank, "all", "time", "", predicted, measured)
+
+
+def _peak_cells(line: Line | None) -> tuple[str, str, str]:
+    if line is None:
+        return "-", "-", "-"
+    return _size(line.predicted, "-"), _size(line.measured, "-"), _error(line)
+
+
+def _second_cells(line: Line | None) -> tuple[str, str, str]:
+    if line is None:
+        return "-", "-", "-"
+    return seconds_text(line.predicted), seconds_text(line.measured), _error(line)
+
+
+def _both(line: Line) -> bool:
+    return line.predicted is not None and line.measured is not None
+
+
+def _equal(line: Line) -> bool:
+    return _both(line) and line.predicted == line.measured
+
+
+def _distance(line: Line) -> float:
+    """How far a peak is off, as a share; infinite where a side is missing."""
+    if not _both(line) or (line.error is None and line.difference):
+        return float("inf")
+    return abs(line.error or 0.0)
+
+
+def _error(line: Line) -> str:
+    if not _both(line):
+        return "-"
+    if line.difference == 0:
+        return "equal"
+    return "-" if line.error is None else percent(line.error, signed=True)
+
+
+def _plain(nbytes: float | None, absent: str) -> str:
+    return absent if nbytes is None else f"{nbytes:,.0f}"
+
+
+def _size(nbytes: float | None, absent: str) -> str:
+    return absent if nbytes is None else format_bytes(nbytes)

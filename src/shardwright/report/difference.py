@@ -1,0 +1,143 @@
+"""What changed between two plans, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from shardwright.core.job import Job
+from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
+from shardwright.report.plan_sheets import table_bytes, table_seconds
+from shardwright.report.wording import placement_text, ranks_text
+
+Value = int | float | str | None
+Group = Literal["plan", "table", "unit", "rank", "job", "cluster"]
+Unit = Literal["", "bytes", "seconds"]
+Facts = dict[str, tuple[Value, Unit]]
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """``key`` of ``name`` was ``before`` in the first plan and is ``after`` in the second.
+
+    None is a side that does not have it; ``name`` is empty for the plan, job and cluster.
+    """
+
+    group: Group
+    name: str
+    key: str
+    before: Value
+    after: Value
+    unit: Unit = ""
+
+
+def differences(a: Plan, b: Plan) -> list[Difference]:
+    """From ``a`` to ``b``: the plan as a whole, tables, units, ranks, then job and cluster keys."""
+    return [
+        *_changed("plan", "", _plan_facts(a), _plan_facts(b)),
+        *_group("table", _tables(a), _tables(b)),
+        *_group("unit", _units(a), _units(b)),
+        *_group("rank", _ranks(a), _ranks(b)),
+        *_changed("job", "", _job_facts(a.job), _job_facts(b.job)),
+        *_changed("cluster", "", _cluster_facts(a), _cluster_facts(b)),
+    ]
+
+
+def _group(group: Group, a: Mapping[str, Facts], b: Mapping[str, Facts]) -> Iterator[Difference]:
+    for name in dict.fromkeys((*a, *b)):
+        if name not in b:
+            yield Difference(group, name, "presence", "there", None)
+        elif name not in a:
+            yield Difference(group, name, "presence", None, "there")
+        else:
+            yield from _changed(group, name, a[name], b[name])
+
+
+def _changed(group: Group, name: str, a: Facts, b: Facts) -> Iterator[Difference]:
+    absent: tuple[Value, Unit] = (None, "")
+    for key in dict.fromkeys((*a, *b)):
+        before, after = a.get(key, absent), b.get(key, absent)
+        if before[0] != after[0]:
+            yield Difference(group, name, key, before[0], after[0], before[1] or after[1])
+
+
+def _plan_facts(plan: Plan) -> Facts:
+    return {
+        "ranks": (plan.world_size, ""),
+        "slowest rank": (plan.max_rank_seconds, "seconds"),
+        "lower bound": (plan.lower_bound_seconds, "seconds"),
+        "version": (plan.version, ""),
+    }
+
+
+def _tables(plan: Plan) -> dict[str, Facts]:
+    return {table.name: _table_facts(table, plan.world_size) for table in plan.tables}
+
+
+def _table_facts(table: TablePlan, world_size: int) -> Facts:
+    return {
+        "rows": (table.rows, ""),
+        "dim": (table.dim, ""),
+        "sharding": (table.sharding_type, ""),
+        "kernel": (table.compute_kernel, ""),
+        "optimizer": (table.optimizer, ""),
+        "ranks": (ranks_text(table.ranks, world_size), ""),
+        "bytes": (table_bytes(table), "bytes"),
+        "seconds": (table_seconds(table), "seconds"),
+    }
+
+
+def _units(plan: Plan) -> dict[str, Facts]:
+    return {unit.name: _unit_facts(unit) for unit in plan.units}
+
+
+def _unit_facts(unit: UnitPlan) -> Facts:
+    return {
+        "weights": (placement_text(unit.parameter), ""),
+        "gradients": (placement_text(unit.gradient), ""),
+        "optimizer states": (placement_text(unit.optimizer_state), ""),
+        "optimizer": (unit.optimizer, ""),
+        "freed after forward": ("yes" if unit.reshard_after_forward else "no", ""),
+        "bytes per rank": (unit.bytes_per_rank, "bytes"),
+        "padding": (unit.padding_bytes, "bytes"),
+        "seconds": (unit.seconds, "seconds"),
+    }
+
+
+def _ranks(plan: Plan) -> dict[str, Facts]:
+    return {str(totals.rank): _rank_facts(totals) for totals in plan.ranks}
+
+
+def _rank_facts(totals: RankTotals) -> Facts:
+    return {
+        "peak": (totals.peak_bytes, "bytes"),
+        "peak in": (totals.peak_phase, ""),
+        "seconds": (totals.seconds, "seconds"),
+    }
+
+
+def _job_facts(job: Job) -> Facts:
+    tree: dict[str, Any] = msgspec.to_builtins(job)
+    tree["tables"] = {table["name"]: table for table in tree["tables"]}
+    return {key: (value, "") for key, value in _leaves("", tree)}
+
+
+def _cluster_facts(plan: Plan) -> Facts:
+    found: Facts = {}
+    for key, value in _leaves("", msgspec.to_builtins(plan.cluster)):
+        found[key] = (value, "bytes" if key in ("hbm_cap", "ddr_cap") else "")
+    return found
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Value]]:
+    """Dotted key and value of everything inside; a list is one value, written as text."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(f"{path}.{key}" if path else str(key), inner)
+    elif isinstance(value, list | tuple):
+        yield path, ", ".join(str(item) for item in value) or "(none)"
+    elif isinstance(value, bool):
+        yield path, "yes" if value else "no"
+    else:
+        yield path, value

@@ -1,0 +1,247 @@
+"""The report as one HTML file: no scripts, no network, every name escaped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from shardwright.core.comparison import Comparison
+from shardwright.core.measurement import Measurement, Quality
+from shardwright.core.plan import Plan
+from shardwright.core.units import format_bytes, format_seconds
+from shardwright.report import comparison_sheets, plan_sheets, svg
+from shardwright.report.figures import measured_peaks, slowest, step_seconds
+from shardwright.report.sheet import Column, Sheet
+from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number of the headline."""
+
+    name: str
+    value: str
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What the template shows. Charts are markup; everything else is text, escaped there."""
+
+    title: str
+    subtitle: str
+    state: str
+    verdict: str
+    outcome: str
+    warnings: tuple[str, ...]
+    figures: tuple[Figure, ...]
+    quality: Sheet | None
+    memory: Markup
+    memory_caption: str
+    map: Markup
+    map_caption: str
+    phases: Markup
+    phases_caption: str
+    loss: Markup
+    loss_caption: str
+    search: str
+    tables: Sheet
+    units: Sheet
+    ranks: Sheet
+    compared: tuple[Sheet, ...]
+    assumptions: tuple[str, ...]
+    versions: Sheet
+    fingerprint: str
+
+
+def render(
+    plan: Plan,
+    measurement: Measurement | None,
+    comparison: Comparison | None,
+    outcome_text: str = "",
+) -> str:
+    """The report of a plan, and of its run where there is one, as a whole HTML document."""
+    here = files("shardwright.report")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(here.joinpath("report.html.j2").read_text("utf-8"))
+    css = Markup(here.joinpath("report.css").read_text("utf-8"))
+    page = _page(plan, measurement, comparison, outcome_text)
+    return template.render(page=page, css=css).lstrip()
+
+
+def _page(
+    plan: Plan, measurement: Measurement | None, comparison: Comparison | None, outcome: str
+) -> Page:
+    state, said = _verdict(measurement, comparison)
+    return Page(
+        title=f"{plan.job.model.kind} on {counted(plan.world_size, 'rank')}",
+        subtitle=_subtitle(plan, measurement),
+        state=state,
+        verdict=said,
+        outcome=printable(outcome, TEXT_LIMIT),
+        warnings=_warnings(plan, measurement, comparison),
+        figures=_figures(plan, measurement),
+        quality=_quality_sheet(measurement.quality)
+        if measurement and measurement.quality
+        else None,
+        memory=Markup(svg.memory_chart(plan, measurement)),
+        memory_caption=_memory_caption(plan, measurement),
+        map=Markup(svg.sharding_map(plan)),
+        map_caption="Each cell is a whole table, its rows downwards and its columns across; the "
+        "filled part lies on that rank. Sizes count every copy.",
+        phases=Markup(svg.phase_chart(plan, measurement)),
+        phases_caption=_phases_caption(plan, measurement),
+        loss=Markup(svg.loss_curve(measurement.curve, measurement.quality) if measurement else ""),
+        loss_caption="Log-loss of the global batch, in nats. The lines for held-out rows use data "
+        "the model was not trained on.",
+        search=plan_sheets.search_line(plan),
+        tables=plan_sheets.tables_sheet(plan),
+        units=plan_sheets.units_sheet(plan),
+        ranks=plan_sheets.ranks_sheet(plan),
+        compared=_compared(comparison),
+        assumptions=plan_sheets.assumptions(plan),
+        versions=_versions_sheet(plan, measurement),
+        fingerprint=printable(plan.fingerprint),
+    )
+
+
+def _verdict(measurement: Measurement | None, comparison: Comparison | None) -> tuple[str, str]:
+    """The banner's class and its sentence."""
+    if comparison is not None:
+        verdict = comparison_sheets.verdict(comparison)
+        return "held" if verdict.held else "missed", verdict.sentence
+    if measurement is not None:
+        return "open", "Measured, but not compared with the plan."
+    return "open", "A plan only: nothing has been measured."
+
+
+def _subtitle(plan: Plan, measurement: Measurement | None) -> str:
+    text = f"{plan_sheets.headline(plan)}."
+    return f"{text} {counted(measurement.steps, 'step')} were run." if measurement else text
+
+
+def _warnings(
+    plan: Plan, measurement: Measurement | None, comparison: Comparison | None
+) -> tuple[str, ...]:
+    """Failures of the comparison, and documents that belong to another plan."""
+    found = list(comparison_sheets.failures(comparison)) if comparison else []
+    for what, document in (("measurement", measurement), ("comparison", comparison)):
+        if document is not None and document.plan_fingerprint != plan.fingerprint:
+            other = printable(document.plan_fingerprint[:12]) or "(none)"
+            found.append(f"This {what} belongs to another plan, fingerprint {other}.")
+    if measurement and measurement.bad_rows:
+        found.append(f"{counted(measurement.bad_rows, 'bad row')} of the data were skipped.")
+    return tuple(found)
+
+
+def _figures(plan: Plan, measurement: Measurement | None) -> tuple[Figure, ...]:
+    peak = max((totals.peak_bytes for totals in plan.ranks), default=0)
+    budget = plan.cluster.memory_per_rank
+    used = f"{percent(peak / budget)} of {format_bytes(budget)}" if budget else ""
+    step = format_seconds(plan.max_rank_seconds)
+    if measurement is None:
+        return (
+            Figure("Peak of the fullest rank", format_bytes(peak), used),
+            Figure("Step on the slowest rank", step, f"gap to the bound {percent(plan.gap)}"),
+        )
+    found = []
+    peaks = measured_peaks(measurement)
+    if peaks:
+        highest = max(p.nbytes for p in peaks.values())
+        remark = f"predicted {format_bytes(peak)}"
+        found.append(Figure("Peak of the fullest rank", format_bytes(highest), remark))
+    seconds = step_seconds(measurement.timeline)
+    rank = slowest(seconds)
+    if rank is not None:
+        took = format_seconds(sum(seconds[rank].values()))
+        found.append(Figure("Step on the slowest rank", took, f"predicted {step}"))
+    found.append(Figure("Samples per second", f"{measurement.samples_per_second:,.0f}"))
+    if measurement.quality:
+        found.extend(_quality_figures(measurement.quality))
+    return tuple(found)
+
+
+def _quality_figures(quality: Quality) -> tuple[Figure, Figure]:
+    auc, loss = quality.best_auc, quality.best_log_loss
+    return (
+        Figure("AUC", f"{quality.auc:.4f}", "" if auc is None else f"best possible {auc:.4f}"),
+        Figure(
+            "Log-loss",
+            f"{quality.log_loss:.4f}",
+            "" if loss is None else f"best possible {loss:.4f}",
+        ),
+    )
+
+
+def _quality_sheet(quality: Quality) -> Sheet:
+    """Held-out AUC and log-loss beside the optimum; AUC also as a share of the way from chance."""
+    auc, loss = quality.best_auc, quality.best_log_loss
+    way = "-"
+    if auc is not None and auc > 0.5:
+        way = f"{percent((quality.auc - 0.5) / (auc - 0.5))} of the way from 0.5 to the best"
+    excess = "-" if loss is None else f"{quality.log_loss - loss:+.4f} nats from the best"
+    unknown = "not known"
+    return Sheet(
+        f"On {counted(quality.rows, 'held-out row')}",
+        (
+            Column("figure"),
+            Column("reached", numeric=True),
+            Column("best possible", numeric=True),
+            Column("how far"),
+        ),
+        (
+            ("AUC", f"{quality.auc:.4f}", unknown if auc is None else f"{auc:.4f}", way),
+            (
+                "Log-loss",
+                f"{quality.log_loss:.4f}",
+                unknown if loss is None else f"{loss:.4f}",
+                excess,
+            ),
+        ),
+        "AUC does not depend on how rare clicks are: 0.5 is guessing. The best possible is known "
+        "where the rows were generated from a known click model.",
+    )
+
+
+def _memory_caption(plan: Plan, measurement: Measurement | None) -> str:
+    text = "Live bytes of each rank at its fullest moment."
+    if len(plan.ranks) > svg.MOST_RANKS:
+        text += f" The {svg.MOST_RANKS} fullest of {len(plan.ranks)} ranks are drawn."
+    if measurement and measurement.memory_steps:
+        steps = ", ".join(str(step) for step in measurement.memory_steps[:8])
+        text += f" Measured on step {steps}."
+    budget = format_bytes(plan.cluster.memory_per_rank)
+    return f"{text} The budget is {budget} per rank."
+
+
+def _phases_caption(plan: Plan, measurement: Measurement | None) -> str:
+    rank = slowest(step_seconds(measurement.timeline if measurement else plan.timeline))
+    text = f"Seconds on rank {rank}, the slowest."
+    return f"{text} Measured seconds are medians over steps." if measurement else text
+
+
+def _compared(comparison: Comparison | None) -> tuple[Sheet, ...]:
+    if comparison is None:
+        return ()
+    unequal = comparison_sheets.unequal_sheet(comparison)
+    sheets = (
+        comparison_sheets.exact_sheet(comparison),
+        *((unequal,) if unequal else ()),
+        comparison_sheets.peaks_sheet(comparison),
+        *comparison_sheets.phase_sheets(comparison),
+    )
+    return tuple(sheet for sheet in sheets if sheet.rows)
+
+
+def _versions_sheet(plan: Plan, measurement: Measurement | None) -> Sheet:
+    rows = [("plan made by shardwright", printable(plan.version))]
+    rows.append(("cluster", printable(plan.cluster.name)))
+    if measurement is not None:
+        for facts in (measurement.versions, measurement.machine):
+            rows.extend((printable(k), printable(v, TEXT_LIMIT)) for k, v in facts.items())
+    return Sheet("Versions and machine", (Column("what"), Column("which")), tuple(rows))

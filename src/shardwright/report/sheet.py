@@ -1,0 +1,45 @@
+"""A table before anyone has decided how it looks: the terminal and the page both draw sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """``under`` names the column below which this one goes where there is little width."""
+
+    title: str
+    numeric: bool = False
+    under: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """Rows of printable text, one cell per column; a cell may have several lines."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+    def stacked(self) -> Sheet:
+        """The same sheet with fewer columns: each goes below the one it names in ``under``."""
+        hosts = [i for i, column in enumerate(self.columns) if not column.under]
+        members = {
+            i: [i, *(j for j, c in enumerate(self.columns) if c.under == self.columns[i].title)]
+            for i in hosts
+        }
+        return Sheet(
+            self.title,
+            tuple(
+                Column("\n".join(self.columns[j].title for j in members[i]), column.numeric)
+                for i, column in enumerate(self.columns)
+                if i in members
+            ),
+            tuple(
+                tuple("\n".join(row[j] for j in members[i] if row[j]) for i in hosts)
+                for row in self.rows
+            ),
+            self.note,
+        )

@@ -1,0 +1,284 @@
+"""The report's charts as inline SVG: memory, sharding map, loss, step phases.
+
+Each is a pure function from plans and measurements to one ``<svg>`` element, or to an empty text
+where there is nothing to draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import TypeVar
+
+from shardwright.core.measurement import Curve, Measurement, Quality
+from shardwright.core.plan import Plan
+from shardwright.core.timeline import PHASES
+from shardwright.core.units import format_bytes, format_seconds
+from shardwright.report.figures import (
+    PARTS,
+    Peak,
+    measured_peaks,
+    predicted_peaks,
+    slowest,
+    step_seconds,
+)
+from shardwright.report.marks import LINE, WIDTH, box, chart, element, label, legend, line, ticks
+from shardwright.report.sharding_map import sharding_map
+from shardwright.report.wording import printable
+
+__all__ = ["loss_curve", "memory_chart", "phase_chart", "sharding_map"]
+
+MOST_RANKS = 16
+MOST_POINTS = 360
+T = TypeVar("T")
+
+_BAR = 17
+_LEFT, _RIGHT = 132, 74
+
+
+def memory_chart(plan: Plan, measurement: Measurement | None = None) -> str:
+    """Live bytes of each rank at its peak, stacked by kind, predicted above measured."""
+    predicted = predicted_peaks(plan)
+    measured = measured_peaks(measurement) if measurement else {}
+    ranks = _fullest(predicted, measured)
+    if not ranks:
+        return ""
+    budget = plan.cluster.memory_per_rank
+    highest = max(peak.nbytes for side in (predicted, measured) for peak in side.values())
+    shown_budget = 0 < budget <= 4 * max(highest, 1)
+    scale = (WIDTH - _LEFT - _RIGHT) / max(highest, budget if shown_budget else 0, 1)
+    top = 24.0
+    y = top
+    parts: list[str] = []
+    for rank in ranks:
+        parts.append(label(0, y + 13, f"rank {rank}", bold=True))
+        for side, peaks in (("predicted", predicted), ("measured", measured)):
+            if rank in peaks:
+                parts.append(_memory_bar(peaks[rank], side, y, scale))
+                y += _BAR + 3
+        y += 10
+    bottom = y - 6
+    grid = [_tick(_LEFT + t * scale, top, bottom, _round_bytes(t)) for t in _byte_ticks(scale)]
+    if shown_budget:
+        at = _LEFT + budget * scale
+        parts.append(line(at, top - 6, at, bottom, "6 3", 1.5))
+        parts.append(label(at, top - 11, f"budget {format_bytes(budget)}", "end", bold=True))
+    used = {p for s in (predicted, measured) for k in ranks if k in s for p in s[k].parts}
+    items = [(part, i) for i, (part, _) in enumerate(PARTS) if part in used]
+    swatches, height = legend(items, bottom + 30, "memory")
+    return chart(
+        "memory",
+        "Memory per rank at the peak",
+        _memory_words(ranks, predicted, measured, budget),
+        bottom + 30 + height,
+        (*grid, *parts, swatches),
+    )
+
+
+def _byte_ticks(scale: float) -> list[float]:
+    return ticks((WIDTH - _LEFT - _RIGHT) / scale, binary=True)
+
+
+def _round_bytes(nbytes: float) -> str:
+    return format_bytes(nbytes).replace(".00 ", " ")
+
+
+def _fullest(predicted: Mapping[int, Peak], measured: Mapping[int, Peak]) -> list[int]:
+    """The ranks to draw, in order: all, or the fullest of many."""
+    best: dict[int, int] = {}
+    for side in (predicted, measured):
+        for rank, peak in side.items():
+            best[rank] = max(best.get(rank, 0), peak.nbytes)
+    return sorted(sorted(best, key=lambda rank: (-best[rank], rank))[:MOST_RANKS])
+
+
+def _memory_bar(peak: Peak, side: str, y: float, scale: float) -> str:
+    parts = [label(_LEFT - 8, y + 13, side, "end", faint=True)]
+    x = float(_LEFT)
+    for i, (part, _) in enumerate(PARTS):
+        nbytes = peak.parts[part]
+        if nbytes > 0:
+            width = nbytes * scale
+            tip = f"{side}, rank {peak.rank}: {part} {format_bytes(nbytes)} ({nbytes:,} B)"
+            parts.append(box((x, y, width, _BAR), i, "memory", tip))
+            x += width
+    parts.append(label(x + 6, y + 13, format_bytes(peak.nbytes)))
+    return "".join(parts)
+
+
+def _memory_words(
+    ranks: Sequence[int], predicted: Mapping[int, Peak], measured: Mapping[int, Peak], budget: int
+) -> str:
+    said = []
+    for rank in ranks:
+        sides = [
+            f"{side} {format_bytes(peaks[rank].nbytes)} in {printable(peaks[rank].phase)}"
+            for side, peaks in (("predicted", predicted), ("measured", measured))
+            if rank in peaks
+        ]
+        said.append(f"Rank {rank}: {', '.join(sides)}.")
+    every = len({*predicted, *measured})
+    if every > len(ranks):
+        said.append(f"The {len(ranks)} fullest of {every} ranks.")
+    return f"{' '.join(said)} The budget is {format_bytes(budget)} per rank."
+
+
+def _tick(x: float, top: float, bottom: float, words: str) -> str:
+    return line(x, top, x, bottom) + label(x, bottom + 15, words, "middle", faint=True)
+
+
+def phase_chart(plan: Plan, measurement: Measurement | None = None) -> str:
+    """Seconds of each phase of a step on the slowest rank, predicted above measured."""
+    predicted = step_seconds(plan.timeline)
+    measured = step_seconds(measurement.timeline) if measurement else {}
+    rank = slowest(measured or predicted)
+    if rank is None:
+        return ""
+    sides = [
+        (name, index, seconds[rank])
+        for name, index, seconds in (("predicted", 1, predicted), ("measured", 0, measured))
+        if rank in seconds
+    ]
+    phases = [phase for phase in PHASES if any(phase in s for _, _, s in sides)]
+    highest = max((s.get(p, 0.0) for _, _, s in sides for p in phases), default=0.0)
+    scale = (WIDTH - _LEFT - _RIGHT) / (highest or 1.0)
+    top = y = 4.0
+    parts: list[str] = []
+    for phase in phases:
+        middle = y + len(sides) * 8 + 4
+        parts.append(label(_LEFT - 8, middle, phase.replace("_", " "), "end"))
+        for name, fill, seconds in sides:
+            took = seconds.get(phase)
+            words = f"not {name}" if took is None else format_seconds(took)
+            width = (took or 0.0) * scale
+            tip = f"{phase}, {name}: {words}"
+            parts.append(box((_LEFT, y, width, 14), fill, "phases", tip) if width > 0 else "")
+            parts.append(label(_LEFT + width + 6, y + 11.5, words, faint=took is None))
+            y += 16
+        y += 9
+    marks = ticks(highest)
+    grid = [_tick(_LEFT + t * scale, top, y - 4, format_seconds(t)) for t in marks]
+    totals = ", ".join(f"{name} {format_seconds(sum(s.values()))}" for name, _, s in sides)
+    swatches, height = legend([(name, fill) for name, fill, _ in sides], y + 24, "phases")
+    return chart(
+        "phases",
+        f"Phases of a step on rank {rank}, the slowest",
+        f"A step in all: {totals}.",
+        y + 24 + height,
+        (*grid, *parts, swatches),
+    )
+
+
+def loss_curve(curve: Curve, quality: Quality | None = None) -> str:
+    """Training loss by step with its running mean; held-out and best log-loss as lines."""
+    points = [
+        (step, loss)
+        for step, loss in zip(curve.steps, curve.loss, strict=False)
+        if math.isfinite(loss)
+    ]
+    if len(points) < 2:
+        return ""
+    smooth = _running_mean([loss for _, loss in points])
+    levels = _levels(quality)
+    values = [loss for _, loss in points] + [value for _, value, _ in levels]
+    low, high = min(values), max(values)
+    room = (high - low) * 0.06 or 0.01
+    low, high = low - room, high + room
+    left, top, bottom = 56.0, 8.0, 268.0
+    first, last = points[0][0], points[-1][0]
+    across = (WIDTH - left - 12) / max(last - first, 1)
+
+    def at(step: float, loss: float) -> tuple[float, float]:
+        return left + (step - first) * across, bottom - (loss - low) / (high - low) * (bottom - top)
+
+    grid = [_level_tick(left, at(first, t)[1], t) for t in ticks(high, lowest=low)]
+    marks = ticks(last, most=6, lowest=first)
+    grid += [label(at(t, low)[0], bottom + 16, f"{t:,.0f}", "middle", faint=True) for t in marks]
+    drawn = [
+        _path([at(*p) for p in _thinned(points)], 1, 0.35),
+        _path([at(s, m) for (s, _), m in _thinned(list(zip(points, smooth, strict=True)))], 2.2, 1),
+        *(line(left, at(0, v)[1], WIDTH - 12, at(0, v)[1], dashes, 1.6) for _, v, dashes in levels),
+        label(left, bottom + 34, "training step", faint=True),
+    ]
+    words, height = _loss_legend(points[-1][1], smooth[-1], levels, bottom + 52)
+    said = f"From {points[0][1]:.4f} at step {first} to a running mean of {smooth[-1]:.4f} at step"
+    also = "".join(f" {name}: {value:.4f}." for name, value, _ in levels)
+    return chart(
+        "loss",
+        "Training loss",
+        f"{said} {last}.{also}",
+        bottom + 52 + height,
+        (*grid, *drawn, words),
+    )
+
+
+def _levels(quality: Quality | None) -> list[tuple[str, float, str]]:
+    """Horizontal lines: words, log-loss, dashes."""
+    if quality is None:
+        return []
+    found = [("Held-out log-loss", quality.log_loss, "2 4")]
+    if quality.best_log_loss is not None:
+        found.append(("Best possible log-loss", quality.best_log_loss, "9 4"))
+    return [level for level in found if math.isfinite(level[1])]
+
+
+def _level_tick(left: float, y: float, value: float) -> str:
+    return line(left, y, WIDTH - 12, y) + label(left - 8, y + 4, f"{value:.3g}", "end", faint=True)
+
+
+def _loss_legend(
+    raw: float, mean: float, levels: list[tuple[str, float, str]], y: float
+) -> tuple[str, float]:
+    """What each line is, with its last value, two to a row."""
+    entries = [
+        (f"Running mean, {mean:.4f} at the end", _path([(0, 0), (28, 0)], 2.2, 1)),
+        (f"Every step, {raw:.4f} at the end", _path([(0, 0), (28, 0)], 1, 0.5)),
+        *(
+            (f"{name} {value:.4f}", line(0, 0, 28, 0, dashes, 1.6))
+            for name, value, dashes in levels
+        ),
+    ]
+    parts = []
+    for i, (words, sample) in enumerate(entries):
+        x, down = (i % 2) * WIDTH / 2, y + (i // 2) * (LINE + 2)
+        moved: dict[str, str | float] = {"transform": f"translate({x:g},{down + 6:g})"}
+        parts.append(element("g", moved, sample))
+        parts.append(label(x + 36, down + 10, words))
+    return "".join(parts), (len(entries) + 1) // 2 * (LINE + 2)
+
+
+def _running_mean(losses: Sequence[float]) -> list[float]:
+    """The mean of the tenth of the steps around each.
+
+    The window is narrow at the beginning, where the loss falls fast, and one-sided at the end.
+    """
+    half = len(losses) // 20
+    sums = list(accumulate(losses, initial=0.0))
+    means = []
+    for i in range(len(losses)):
+        reach = min(half, i)
+        low, high = i - reach, min(i + reach + 1, len(losses))
+        means.append((sums[high] - sums[low]) / (high - low))
+    return means
+
+
+def _thinned(points: list[T]) -> list[T]:
+    """At most ``MOST_POINTS`` of the points, first and last among them."""
+    if len(points) <= MOST_POINTS:
+        return points
+    stride = (len(points) - 1) / (MOST_POINTS - 1)
+    return [points[round(k * stride)] for k in range(MOST_POINTS)]
+
+
+def _path(points: list[tuple[float, float]], weight: float, opacity: float) -> str:
+    return element(
+        "polyline",
+        {
+            "points": " ".join(f"{x:.1f},{y:.1f}" for x, y in points),
+            "style": "fill:none;stroke:var(--sw-blue,#0072b2)",
+            "stroke-width": weight,
+            "stroke-opacity": opacity,
+            "stroke-linejoin": "round",
+        },
+    )

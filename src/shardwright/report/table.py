@@ -1,0 +1,165 @@
+"""Plans, comparisons and differences in a terminal: pure functions that return rich renderables.
+
+Every cell is a ``Text``, so nothing in a name is read as markup, and every verdict is a word, so
+nothing is lost without colour. Tables adapt to the width.
+"""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from shardwright.core.comparison import Comparison
+from shardwright.core.plan import Plan
+from shardwright.core.units import format_bytes, format_seconds
+from shardwright.report import comparison_sheets, plan_sheets
+from shardwright.report.difference import Difference, Unit, Value, differences
+from shardwright.report.sheet import Column, Sheet
+from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable
+
+__all__ = ["Difference", "comparison_summary", "differences", "plan_difference", "plan_summary"]
+
+_UNBOUNDED = 10_000
+
+
+def plan_summary(plan: Plan) -> RenderableType:
+    """The plan's tables, dense units, ranks, search and assumptions."""
+    return _spaced(
+        Text(plan_sheets.headline(plan), style="bold"),
+        _drawn(plan_sheets.tables_sheet(plan)),
+        _drawn(plan_sheets.units_sheet(plan)) if plan.units else None,
+        _drawn(plan_sheets.ranks_sheet(plan)),
+        Text(plan_sheets.search_line(plan)),
+        _listed("Assumptions", plan_sheets.assumptions(plan)),
+    )
+
+
+def comparison_summary(comparison: Comparison) -> RenderableType:
+    """The verdict, exact bytes, peaks and phases, predicted beside measured."""
+    verdict = comparison_sheets.verdict(comparison)
+    unequal = comparison_sheets.unequal_sheet(comparison)
+    phases = [_drawn(sheet) for sheet in comparison_sheets.phase_sheets(comparison)]
+    return _spaced(
+        Text(verdict.sentence, style="bold green" if verdict.held else "bold red"),
+        _listed("What failed", comparison_sheets.failures(comparison)),
+        _drawn(comparison_sheets.exact_sheet(comparison)) if comparison.exact else None,
+        _drawn(unequal) if unequal else None,
+        _drawn(comparison_sheets.peaks_sheet(comparison)) if comparison.peaks else None,
+        *phases,
+    )
+
+
+def plan_difference(a: Plan, b: Plan) -> RenderableType:
+    """What changed from ``a`` to ``b``, or one line that says nothing did."""
+    found = differences(a, b)
+    if not found:
+        return Text("The two plans are equal in tables, units, ranks, job and cluster.")
+    return _drawn(
+        Sheet(
+            counted(len(found), "difference"),
+            (
+                Column("what"),
+                Column("key"),
+                Column("first plan", numeric=True),
+                Column("second plan", numeric=True),
+                Column("change", numeric=True),
+            ),
+            tuple(_difference_row(d) for d in found),
+        )
+    )
+
+
+def _difference_row(d: Difference) -> tuple[str, ...]:
+    what = f"{d.group} {printable(d.name)}" if d.name else d.group
+    key = printable(d.key)
+    return what, key, _value(d.before, d.unit), _value(d.after, d.unit), _change(d)
+
+
+def _value(value: Value, unit: Unit) -> str:
+    if value is None:
+        return "(none)"
+    if isinstance(value, str):
+        return printable(value, TEXT_LIMIT)
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "seconds":
+        return format_seconds(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+
+
+def _change(d: Difference) -> str:
+    if isinstance(d.before, int | float) and isinstance(d.after, int | float) and d.before:
+        return percent(d.after / d.before - 1, signed=True)
+    return ""
+
+
+class _Fitted:
+    """A sheet in the first layout that fits: roomy, tight, stacked, or stacked with folded numbers.
+
+    No layout cuts a number short.
+    """
+
+    def __init__(self, sheet: Sheet) -> None:
+        self._sheet = sheet
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update(width=_UNBOUNDED)
+        stacked = self._sheet.stacked()
+        for table in (_table(self._sheet, 1), _table(self._sheet, 0)):
+            if Measurement.get(console, unbounded, table).maximum <= options.max_width:
+                yield table
+                return
+        table = _table(stacked, 0)
+        fits = Measurement.get(console, unbounded, table).minimum <= options.max_width
+        yield table if fits else _table(stacked, 0, fold=True)
+
+
+def _drawn(sheet: Sheet) -> RenderableType:
+    parts: list[RenderableType] = [Text(sheet.title, style="bold"), _Fitted(sheet)]
+    if sheet.note:
+        parts.append(Text(sheet.note, style="dim"))
+    return Group(*parts)
+
+
+def _table(sheet: Sheet, gap: int, fold: bool = False) -> Table:
+    """``gap`` is added to one blank between columns; ``fold`` lets numbers take several lines."""
+    table = Table(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0), header_style=""
+    )
+    for k, column in enumerate(sheet.columns):
+        cells = [column.title, *(row[k] for row in sheet.rows)]
+        rigid = column.numeric and not fold
+        table.add_column(
+            Text(column.title, style="bold"),
+            justify="right" if column.numeric else "left",
+            no_wrap=rigid,
+            min_width=max(cell_len(x) for c in cells for x in c.split("\n")) if rigid else None,
+            overflow="fold",
+        )
+    for row in sheet.rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _listed(title: str, lines: tuple[str, ...]) -> RenderableType | None:
+    if not lines:
+        return None
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column()
+    grid.add_column(overflow="fold")
+    for line in lines:
+        grid.add_row(Text("-"), Text(line))
+    return Group(Text(title, style="bold"), grid)
+
+
+def _spaced(*parts: RenderableType | None) -> RenderableType:
+    """The parts that are there, a blank line between each."""
+    shown: list[RenderableType] = []
+    for part in parts:
+        if part is not None:
+            shown.extend(([Text("")] if shown else []) + [part])
+    return Group(*shown)

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+import samples
+
+from shardwright.report.html import render
+
+CSP = (
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
+)
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Reader(HTMLParser):
+    """Tags, attribute names and text; fails on a tag that closes another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def full(outcome: str = "") -> str:
+    plan = samples.plan()
+    return render(plan, samples.measurement(plan), samples.comparison(plan), outcome)
+
+
+def shown(page: str) -> str:
+    return " ".join("".join(read(page).text).split())
+
+
+def hostile() -> str:
+    plan = samples.hostile_plan()
+    run = samples.measurement(
+        plan, versions={samples.HOSTILE: samples.HOSTILE}, plan_fingerprint=samples.HOSTILE
+    )
+    compared = samples.comparison(plan, failures=(samples.HOSTILE,))
+    lines = tuple(
+        msgspec.structs.replace(
+            line,
+            name=samples.HOSTILE,
+            phase=samples.HOSTILE,
+            kind=samples.HOSTILE,
+            measured=1.0,
+        )
+        for line in compared.exact
+    )
+    compared = msgspec.structs.replace(compared, exact=lines, peaks=lines, seconds=lines)
+    return render(plan, run, compared, samples.HOSTILE)
+
+
+def test_the_page_forbids_everything_but_its_own_style() -> None:
+    assert CSP in full()
+
+
+@pytest.mark.parametrize("page", [full(), hostile()], ids=["full", "hostile"])
+def test_the_page_reaches_nothing_outside_itself(page: str) -> None:
+    reader = read(page)
+    assert not reader.tags & {"script", "link", "iframe", "object", "embed", "img", "base"}
+    assert not reader.attributes & {"src", "href", "xlink:href", "action"}
+    assert not re.search(r"https?://|@import|url\((?!#)", page)
+
+
+def test_hostile_names_are_text_and_nothing_else() -> None:
+    page = hostile()
+    reader = read(page)
+    assert "<script" not in page
+    assert not [name for name in reader.attributes if name.startswith("on")]
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert '<script>alert(1)</script>"onload=x' in "".join(reader.text)
+
+
+def test_the_page_has_a_language_a_title_and_a_viewport() -> None:
+    page = full()
+    assert page.startswith("<!DOCTYPE html>")
+    assert '<html lang="en">' in page
+    assert "<title>dlrm on 2 ranks – Shardwright report</title>" in page
+    assert '<meta name="viewport"' in page
+
+
+def test_every_chart_of_the_page_is_xml() -> None:
+    found = re.findall(r"<svg.*?</svg>", full(), re.DOTALL)
+    assert len(found) == 4
+    for svg in found:
+        ElementTree.fromstring(svg)
+
+
+def test_the_headline_is_the_verdict() -> None:
+    text = shown(full("Finished: 390 steps."))
+    assert "Memory as predicted: exact bytes equal on 2 of 2 ranks, peak within 3.5 %." in text
+    assert "Finished: 390 steps." in text
+    assert "48,211" in text
+
+
+def test_quality_stands_beside_the_optimum() -> None:
+    text = shown(full())
+    assert "AUC0.77120.790493.4 % of the way from 0.5 to the best" in text
+    assert "+0.0176 nats from the best" in text
+
+
+def test_numbers_assumptions_versions_and_fingerprint_are_there() -> None:
+    text = shown(full())
+    for number in ("92,921 x 16", "46,461 x 16", "14,680,064 B", "5,946,944", "2.13.0"):
+        assert number in text
+    assert samples.plan().fingerprint in text
+    assert "it has not been calibrated" in text
+
+
+def test_a_plan_alone_is_a_report() -> None:
+    page = render(samples.plan(), None, None)
+    text = shown(page)
+    assert "A plan only: nothing has been measured." in text
+    assert "Predicted and measured" not in text
+    assert "AUC" not in text
+    assert len(re.findall("<svg", page)) == 3
+
+
+def test_a_run_without_a_comparison_says_so() -> None:
+    plan = samples.plan()
+    text = shown(render(plan, samples.measurement(plan, quality=None), None))
+    assert "Measured, but not compared with the plan." in text
+
+
+def test_a_plan_without_tables_is_a_report() -> None:
+    bare = msgspec.structs.replace(samples.plan(), tables=(), units=(), ranks=(), timeline=())
+    assert "The plan has no tables." in shown(render(bare, None, None))
+
+
+def test_a_failed_comparison_is_told_in_words() -> None:
+    plan = samples.plan()
+    compared = samples.comparison(plan, tolerance=0.01, failures=("rank 1: peak is 3.5 % off.",))
+    text = shown(render(plan, samples.measurement(plan), compared))
+    assert "Memory not as predicted" in text
+    assert "rank 1: peak is 3.5 % off." in text
+
+
+def test_a_measurement_of_another_plan_is_pointed_out() -> None:
+    run = samples.measurement(plan_fingerprint="feedface0123")
+    text = shown(render(samples.plan(), run, None))
+    assert "This measurement belongs to another plan, fingerprint feedface0123." in text
+
+
+def test_skipped_rows_are_pointed_out() -> None:
+    plan = samples.plan()
+    text = shown(render(plan, samples.measurement(plan, bad_rows=3), None))
+    assert "3 bad rows of the data were skipped." in text
+
+
+def test_long_tables_are_folded_away() -> None:
+    plan = samples.plan()
+    many = tuple(
+        msgspec.structs.replace(plan.tables[2], name=f"t{k}", rows=k + 1) for k in range(30)
+    )
+    page = render(msgspec.structs.replace(plan, tables=many), None, None)
+    assert "<summary>Embedding tables (30 rows)</summary>" in page
+
+
+def test_the_same_documents_give_the_same_page() -> None:
+    assert full() == full()

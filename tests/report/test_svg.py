@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+import samples
+
+from shardwright.core.measurement import Curve, Quality
+from shardwright.report.marks import FILLS, ticks
+from shardwright.report.svg import loss_curve, memory_chart, phase_chart, sharding_map
+
+
+def charts(hostile: bool = False) -> dict[str, str]:
+    plan = samples.hostile_plan() if hostile else samples.plan()
+    run = samples.measurement(plan)
+    return {
+        "memory": memory_chart(plan, run),
+        "map": sharding_map(plan),
+        "phases": phase_chart(plan, run),
+        "loss": loss_curve(run.curve, run.quality),
+    }
+
+
+def texts(svg: str, tag: str = "text") -> list[str]:
+    return ["".join(e.itertext()) for e in ElementTree.fromstring(svg).iter(tag)]
+
+
+@pytest.mark.parametrize("name", ["memory", "map", "phases", "loss"])
+def test_a_chart_is_xml_with_a_role_a_label_a_title_and_a_description(name: str) -> None:
+    root = ElementTree.fromstring(charts()[name])
+    assert root.tag == "svg"
+    assert root.get("role") == "img"
+    assert root.get("aria-label")
+    assert root.find("title") is not None
+    assert root.find("desc") is not None
+
+
+@pytest.mark.parametrize("name", ["memory", "map", "phases", "loss"])
+def test_hostile_names_stay_text(name: str) -> None:
+    svg = charts(hostile=True)[name]
+    tags = {e.tag for e in ElementTree.fromstring(svg).iter()}
+    assert "script" not in tags
+    assert "onload" not in {a for e in ElementTree.fromstring(svg).iter() for a in e.attrib}
+    assert "<script" not in svg
+    assert "\x1b" not in svg
+    assert "\u202e" not in svg
+
+
+def test_a_hostile_table_is_shown_under_its_own_name() -> None:
+    assert any(
+        "<script>alert(1)</script>" in t for t in texts(charts(hostile=True)["map"], "title")
+    )
+
+
+def test_memory_shows_both_sides_of_each_rank_and_the_budget() -> None:
+    words = texts(charts()["memory"])
+    assert words.count("predicted") == words.count("measured") == 2
+    for shown in ("rank 0", "rank 1", "7.89 MiB", "8.03 MiB", "8.17 MiB", "budget 14.00 MiB"):
+        assert shown in words
+
+
+def test_memory_bars_are_as_long_as_their_bytes() -> None:
+    root = ElementTree.fromstring(memory_chart(samples.plan()))
+    lengths: dict[int, float] = {}
+    for group in root.iter("g"):
+        title, shape = group.find("title"), group.find("rect")
+        if title is not None and title.text and shape is not None and "rank 0" in title.text:
+            found = re.search(r"\(([\d,]+) B\)", title.text)
+            assert found
+            nbytes = int(found.group(1).replace(",", ""))
+            lengths[nbytes] = float(shape.get("width", 0))
+    largest = max(lengths)
+    assert sum(lengths) == sum(samples.AT_PEAK.values())
+    for nbytes, length in lengths.items():
+        assert length / lengths[largest] == pytest.approx(nbytes / largest, abs=1e-4)
+
+
+def test_a_budget_far_beyond_the_bars_is_told_instead_of_drawn() -> None:
+    plan = samples.plan()
+    wide = msgspec.structs.replace(plan.cluster, ddr_cap=2**40)
+    svg = memory_chart(msgspec.structs.replace(plan, cluster=wide))
+    assert not any("budget" in t for t in texts(svg))
+    assert "The budget is 1.00 TiB per rank." in texts(svg, "desc")[0]
+
+
+def test_of_many_ranks_the_fullest_are_drawn() -> None:
+    plan = samples.plan()
+    ranks = tuple(
+        msgspec.structs.replace(plan.ranks[0], rank=r, peak_bytes=plan.ranks[0].peak_bytes + r)
+        for r in range(40)
+    )
+    svg = memory_chart(msgspec.structs.replace(plan, ranks=ranks))
+    assert "rank 39" in texts(svg)
+    assert "rank 3" not in texts(svg)
+    assert "The 16 fullest of 40 ranks." in texts(svg, "desc")[0]
+
+
+def test_the_map_draws_each_block_where_it_lies() -> None:
+    titles = texts(charts()["map"], "title")
+    for shown in (
+        "C3 on rank 0, row_wise: rows 0 to 46,460, columns 0 to 15, 50.0 %",
+        "C3 on rank 1, row_wise: rows 46,461 to 92,920, columns 0 to 15, 50.0 %",
+        "C12 on rank 1, column_wise: rows 0 to 85,184, columns 0 to 7, 50.0 %",
+        "C16 on rank 1, table_wise: rows 0 to 70,363, columns 0 to 15, 100.0 %",
+    ):
+        assert shown in titles
+    assert sum(t.startswith("C9 on rank") for t in titles) == 2
+
+
+def test_the_map_names_the_sharding_type_in_words_and_sorts_by_size() -> None:
+    words = texts(charts()["map"])
+    assert [w for w in words if w in {"C3", "C8", "C9", "C12", "C16", "C21"}] == [
+        "C3",
+        "C12",
+        "C21",
+        "C16",
+        "C8",
+        "C9",
+    ]
+    assert words.count("row_wise") == 2  # in the row and in the legend
+
+
+def test_the_map_of_a_thousand_ranks_draws_the_first_and_says_so() -> None:
+    plan = samples.plan()
+    wide = msgspec.structs.replace(plan.cluster, world_size=1000)
+    svg = sharding_map(msgspec.structs.replace(plan, cluster=wide))
+    assert "The first 64 ranks are drawn." in texts(svg, "desc")[0]
+    ElementTree.fromstring(svg)
+
+
+def test_no_tables_no_map_and_no_steps_no_curve() -> None:
+    bare = msgspec.structs.replace(samples.plan(), tables=(), timeline=(), ranks=())
+    assert sharding_map(bare) == ""
+    assert phase_chart(bare) == ""
+    assert memory_chart(bare) == ""
+    assert loss_curve(Curve()) == ""
+
+
+def test_phases_are_those_of_the_slowest_rank_without_set_up() -> None:
+    svg = charts()["phases"]
+    assert "rank 1, the slowest" in texts(svg, "title")[0]
+    assert "exchange ids" in texts(svg)
+    assert "setup" not in texts(svg)
+    assert "2.84 ms" in texts(svg)
+    assert "3.69 ms" in texts(svg)
+
+
+def test_a_phase_that_was_not_measured_says_so() -> None:
+    plan = samples.plan()
+    run = samples.measurement(
+        plan, timeline=tuple(r for r in plan.timeline if r.event.phase != "load")
+    )
+    assert "not measured" in texts(phase_chart(plan, run))
+
+
+def test_the_loss_curve_tells_held_out_and_best_loss() -> None:
+    words = texts(charts()["loss"])
+    assert "Held-out log-loss 0.4387" in words
+    assert "Best possible log-loss 0.4211" in words
+
+
+def test_an_unknown_optimum_draws_no_line_for_it() -> None:
+    run = samples.measurement()
+    words = texts(loss_curve(run.curve, Quality(10, 0.7, 0.44)))
+    assert not any("Best" in w for w in words)
+
+
+def test_a_long_noisy_curve_with_a_hole_stays_small() -> None:
+    steps = tuple(range(100_000))
+    loss = tuple(float("nan") if s == 5 else 0.5 + s % 7 / 10 for s in steps)
+    svg = loss_curve(Curve(steps, loss))
+    assert len(svg) < 20_000
+    assert "nan" not in svg
+
+
+def test_a_constant_loss_has_a_scale() -> None:
+    ElementTree.fromstring(loss_curve(Curve((1, 2, 3), (0.5, 0.5, 0.5))))
+
+
+def test_charts_on_one_page_do_not_share_ids() -> None:
+    ids = re.findall(r' id="([^"]+)"', "".join(charts().values()))
+    assert len(ids) == len(set(ids))
+
+
+def test_every_fill_has_a_texture_of_its_own() -> None:
+    assert len({fill.texture for fill in FILLS}) == len(FILLS)
+
+
+def test_byte_ticks_are_round_in_binary_units() -> None:
+    assert ticks(14 * 2**20, binary=True) == [0, 5 * 2**20, 10 * 2**20]
+    assert ticks(900 * 2**10, binary=True) == [k * 200 * 2**10 for k in range(5)]
+    assert ticks(0) == [0]

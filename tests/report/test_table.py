@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import samples
+from rich.console import Console, RenderableType
+
+from shardwright.core.comparison import Line
+from shardwright.core.units import format_bytes
+from shardwright.report.table import (
+    comparison_summary,
+    differences,
+    plan_difference,
+    plan_summary,
+)
+
+
+def printed(renderable: RenderableType, width: int = 80) -> str:
+    out = io.StringIO()
+    Console(width=width, no_color=True, file=out).print(renderable)
+    return out.getvalue()
+
+
+def flowed(renderable: RenderableType, width: int = 80) -> str:
+    """The same on one line, however it was wrapped."""
+    return " ".join(printed(renderable, width).split())
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_plan_fits_the_width_and_no_number_is_cut_short(width: int) -> None:
+    text = printed(plan_summary(samples.plan()), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text
+    for table in samples.plan().tables:
+        assert f"{table.rows:,} x {table.dim}" in text
+        assert format_bytes(sum(table.nbytes)) in text
+
+
+def test_huge_tables_with_the_longest_words_still_fit_80_columns() -> None:
+    plan = samples.plan()
+    big = msgspec.structs.replace(
+        plan.tables[0],
+        name="item_identifier_embedding",
+        rows=40_000_000,
+        dim=128,
+        sharding_type="table_column_wise",
+        compute_kernel="fused_uvm_caching",
+        shard_sizes=((40_000_000, 64), (40_000_000, 64)),
+        nbytes=(2**43, 2**43),
+    )
+    text = printed(plan_summary(msgspec.structs.replace(plan, tables=(big,))))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for number in ("40,000,000 x 128", "2 x 40,000,000 x 64", "16.00 TiB"):
+        assert number in text
+    assert "table_column_wise" in text
+    assert "fused_uvm_caching" in text
+
+
+def test_a_terminal_of_40_columns_folds_numbers_but_keeps_every_digit() -> None:
+    text = printed(plan_summary(samples.plan()), 40)
+    assert max(len(line) for line in text.splitlines()) <= 40
+    assert "…" not in text
+
+
+def test_a_plan_shows_budget_peak_phase_gap_and_assumptions() -> None:
+    text = flowed(plan_summary(samples.plan()))
+    for shown in (
+        "the budget is 14.00 MiB (14,680,064 B) per rank",
+        "56.3 %",
+        "backward",
+        "gap 3.8 %",
+        "tried 214 proposals, 180 of which fit, in 31 ms",
+        "- Copy bandwidth of this machine is assumed to be 10 GB/s",
+    ):
+        assert shown in text
+
+
+def test_placements_are_told_in_words() -> None:
+    text = printed(plan_summary(samples.plan()), 120)
+    assert "replicated" in text
+    assert "sharded (flat)" in text
+
+
+def test_a_rank_over_its_budget_says_so_in_words() -> None:
+    plan = samples.plan()
+    full = msgspec.structs.replace(plan.ranks[0], peak_bytes=15 * samples.MIB)
+    text = flowed(plan_summary(msgspec.structs.replace(plan, ranks=(full,))), 120)
+    assert "107.1 %, too much" in text
+
+
+def test_a_hundred_equal_tables_share_one_row() -> None:
+    plan = samples.plan()
+    many = tuple(msgspec.structs.replace(plan.tables[2], name=f"t{k}") for k in range(100))
+    text = printed(plan_summary(msgspec.structs.replace(plan, tables=many)), 120)
+    assert "t0 to t99 (100 tables)" in text
+    assert format_bytes(100 * sum(plan.tables[2].nbytes)) in text
+
+
+def test_hundreds_of_different_tables_show_the_largest_and_sum_the_rest() -> None:
+    plan = samples.plan()
+    many = tuple(
+        msgspec.structs.replace(plan.tables[2], name=f"t{k}", rows=k + 1, nbytes=(k * 64,))
+        for k in range(300)
+    )
+    text = printed(plan_summary(msgspec.structs.replace(plan, tables=many)), 120)
+    assert "260 smaller tables" in text
+    assert len(text.splitlines()) < 80
+
+
+def test_a_plan_without_units_or_tables_is_still_printed() -> None:
+    bare = msgspec.structs.replace(samples.plan(), units=(), tables=(), assumptions=())
+    text = printed(plan_summary(bare))
+    assert "Dense units" not in text
+    assert "Assumptions" not in text
+
+
+def test_names_are_never_markup_nor_terminal_codes() -> None:
+    plan = samples.plan()
+    nasty = msgspec.structs.replace(plan.tables[0], name="[red]x[/red]\x1b[2J\nrow")
+    text = printed(plan_summary(msgspec.structs.replace(plan, tables=(nasty,))), 120)
+    assert "[red]x[/red]\ufffd[2J row" in text
+    assert "\x1b" not in text
+
+
+def test_a_kept_prediction_says_equal_and_within() -> None:
+    text = flowed(comparison_summary(samples.comparison()))
+    assert "Memory as predicted: exact bytes equal on 2 of 2 ranks, peak within 3.5 %." in text
+    assert "all weights 5,946,944 5,946,944 equal" in text
+    assert "+300,000 B +3.5 %" in text
+
+
+def test_a_comparison_fits_80_columns() -> None:
+    text = printed(comparison_summary(samples.comparison()))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "…" not in text
+
+
+def test_one_byte_too_many_is_named_with_rank_and_tensor() -> None:
+    good = samples.comparison()
+    wrong = msgspec.structs.replace(good.exact[0], measured=2_973_473)
+    failing = msgspec.structs.replace(
+        good, exact=(wrong, *good.exact[1:]), failures=("rank 0: tables.C3 is 1 B too large.",)
+    )
+    text = flowed(comparison_summary(failing))
+    assert "Memory not as predicted: exact bytes equal on 1 of 2 ranks" in text
+    assert "+1 B (1 of 2 differ)" in text
+    assert "tables.C3 2,973,472 2,973,473 +1 B" in text
+    assert "- rank 0: tables.C3 is 1 B too large." in text
+
+
+def test_differences_that_cancel_are_not_called_equal() -> None:
+    good = samples.comparison()
+    a = msgspec.structs.replace(good.exact[0], measured=2_973_473)
+    b = msgspec.structs.replace(good.exact[1], measured=2_973_471)
+    text = flowed(comparison_summary(msgspec.structs.replace(good, exact=(a, b, *good.exact[2:]))))
+    assert "+0 B (2 of 2 differ)" in text
+
+
+def test_missing_sides_are_named() -> None:
+    good = samples.comparison()
+    lines = (
+        Line(0, "setup", "weight", "a", None, 64.0),
+        Line(1, "setup", "weight", "b", 64.0, None),
+    )
+    text = flowed(comparison_summary(msgspec.structs.replace(good, exact=lines)), 120)
+    assert "not predicted" in text
+    assert "not measured" in text
+    assert "equal on 0 of 2 ranks" in text
+
+
+def test_a_peak_outside_tolerance_names_both_numbers() -> None:
+    text = flowed(comparison_summary(samples.comparison(tolerance=0.02)))
+    assert "Memory not as predicted" in text
+    assert "peak off by 3.5 % (tolerance 2.0 %)" in text
+
+
+def test_a_failure_of_time_alone_leaves_memory_as_predicted() -> None:
+    text = flowed(comparison_summary(samples.comparison(failures=("rank 1: step is slow.",))))
+    assert "peak within 3.5 %; but 1 other check failed." in text
+    assert "What failed - rank 1: step is slow." in text
+
+
+def test_nothing_to_compare_is_not_a_success() -> None:
+    empty = samples.comparison(exact=(), peaks=(), phase_peaks=(), seconds=())
+    assert "Nothing was compared" in printed(comparison_summary(empty))
+
+
+def test_of_many_ranks_only_the_slowest_shows_its_phases() -> None:
+    lines = tuple(Line(r, "forward", "time", "forward", 1.0, 1.0 + r) for r in range(8))
+    text = printed(comparison_summary(samples.comparison(seconds=lines)))
+    assert "Phases on rank 7, the slowest of 8" in text
+    assert "Phases on rank 0" not in text
+
+
+def test_equal_plans_have_no_differences() -> None:
+    assert differences(samples.plan(), samples.plan()) == []
+    assert "equal" in printed(plan_difference(samples.plan(), samples.plan()))
+
+
+def test_differences_name_table_unit_rank_and_job_key() -> None:
+    a = samples.plan()
+    b = samples.plan(job=samples.job(batch={"size": 512}))
+    moved = msgspec.structs.replace(b.tables[0], sharding_type="table_wise", ranks=(1,))
+    fuller = msgspec.structs.replace(b.ranks[0], peak_bytes=2 * b.ranks[0].peak_bytes)
+    b = msgspec.structs.replace(
+        b,
+        tables=(moved, *b.tables[1:-1]),
+        units=(b.units[0], samples.unit("head", True)),
+        ranks=(fuller, b.ranks[1]),
+    )
+    found = {(d.group, d.name, d.key): (d.before, d.after) for d in differences(a, b)}
+    peak = a.ranks[0].peak_bytes
+    assert found == {
+        ("table", "C3", "sharding"): ("row_wise", "table_wise"),
+        ("table", "C3", "ranks"): ("all", "1"),
+        ("table", "C9", "presence"): ("there", None),
+        ("unit", "top", "presence"): ("there", None),
+        ("unit", "head", "presence"): (None, "there"),
+        ("rank", "0", "peak"): (peak, 2 * peak),
+        ("job", "", "batch.size"): (256, 512),
+    }
+    text = flowed(plan_difference(a, b))
+    assert "rank 0 peak 7.89 MiB 15.78 MiB +100.0 %" in text
+    assert "7 differences" in text
+
+
+def test_printing_a_plan_imports_neither_templates_nor_torch() -> None:
+    code = (
+        "import sys, shardwright.report.table; "
+        "print([m for m in ('jinja2', 'torch', 'numpy') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_a_table_of_the_usual_size_takes_one_line_at_80_columns() -> None:
+    plan = samples.plan()
+    table = samples.table("C3", 500_000, "row_wise", (0, 1))
+    text = printed(plan_summary(msgspec.structs.replace(plan, tables=(table, *plan.tables[3:]))))
+    row = next(line for line in text.splitlines() if line.startswith("C3"))
+    for shown in ("500,000 x 16", "row_wise", "fused", "2 x 250,000 x 16", "30.52 MiB"):
+        assert shown in row
+
+
+def test_many_equal_ranks_share_a_row_and_many_different_ones_show_the_fullest() -> None:
+    plan = samples.plan()
+    cluster = msgspec.structs.replace(plan.cluster, world_size=64)
+    equal = tuple(msgspec.structs.replace(plan.ranks[0], rank=r) for r in range(64))
+    text = printed(plan_summary(msgspec.structs.replace(plan, cluster=cluster, ranks=equal)))
+    assert "all  5.00 MiB 40.00 KiB" in text
+    uneven = tuple(msgspec.structs.replace(t, seconds=t.rank / 1e3) for t in equal)
+    text = flowed(plan_summary(msgspec.structs.replace(plan, cluster=cluster, ranks=uneven)))
+    assert "Of 64 ranks the fullest and slowest are shown." in text
+    assert "63 ms" in text
+    assert "12 ms" not in text
+
+
+def test_a_rank_without_exact_bytes_is_not_counted_as_equal() -> None:
+    good = samples.comparison()
+    one = msgspec.structs.replace(good, exact=tuple(e for e in good.exact if e.rank == 0))
+    assert "exact bytes equal on 1 of 2 ranks" in flowed(comparison_summary(one))
