@@ -168,7 +168,7 @@ class ShardedTables(nn.Module):
         batch, dim = trip.batch, self.dim
         out = torch.empty(len(self.tables), batch, dim, device=self.device)
         if found is not None:
-            out.index_copy_(0, self.replica_features, found.view(-1, batch, dim))
+            out.index_copy_(0, self.replica_features, found.view(len(self.replica_features), batch, dim))
         if back is None:
             return out
         for guide, order, rows in zip(
@@ -179,7 +179,7 @@ class ShardedTables(nn.Module):
                 inverse = torch.empty_like(order)
                 inverse[order] = torch.arange(len(order), device=self.device)
                 pieces = pieces.index_select(0, inverse)
-            guide.put(out, pieces.view(-1, batch, guide.width))
+            guide.put(out, pieces.view(len(guide.columns), batch, guide.width))
         return out
 
     # ---- backward ------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class ShardedTables(nn.Module):
         dense = torch.zeros_like(self.replicas.weight)
         self.comm.probe.holds(dense, "gradient")
         self.replica_gradient_bytes = dense.untyped_storage().nbytes()
-        own = gradient.index_select(0, self.replica_features).view(-1, self.dim)
+        own = gradient.index_select(0, self.replica_features).reshape(-1, self.dim)
         dense.scatter_add_(0, trip.replica_rows.unsqueeze(1).expand_as(own), own)
         self.comm.all_reduce("reduce replicated tables", dense)
         return dense
