@@ -29,9 +29,7 @@ def execute(options: argparse.Namespace) -> int:
     plan = read_plan(options.plan)
     plan = read_plan(options.plan, model_spec(plan.job))
     if options.rank is not None and not 0 <= options.rank < plan.world_size:
-        raise InputError(
-            expected("--rank", f"0 to {plan.world_size - 1}", str(options.rank))
-        )
+        raise InputError(expected("--rank", f"0 to {plan.world_size - 1}", str(options.rank)))
     if options.why_not:
         return _why_not(plan, options)
     if options.tensor:

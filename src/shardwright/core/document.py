@@ -33,7 +33,7 @@ def read_bytes(path: Path, what: str, remedy: str = "") -> bytes:
 
 
 def read_document(path: Path, kind: type[T], schema: str, made_by: str) -> T:
-    """Decode ``path`` as ``kind``; another schema, an unknown field or bad JSON is an InputError."""
+    """Decode ``path`` as ``kind``; another schema, an unknown field, bad JSON: InputError."""
     name = schema.split("/")[0].split(".")[-1]
     raw = read_bytes(path, name, f"Make one with `{made_by}`.")
     found = _schema_of(raw, path, name)

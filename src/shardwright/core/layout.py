@@ -132,9 +132,7 @@ def flat_layout(tensors: Iterable[TensorSpec], world_size: int) -> FlatLayout:
     return FlatLayout(world_size, tuple(slots), tuple(segments))
 
 
-def unit_layout(
-    tensors: Iterable[TensorSpec], placement: Placement, world_size: int
-) -> FlatLayout:
+def unit_layout(tensors: Iterable[TensorSpec], placement: Placement, world_size: int) -> FlatLayout:
     """The buffer of a unit: cut over all ranks, or one slice if every rank keeps the whole."""
     return flat_layout(tensors, 1 if isinstance(placement, Replicate) else world_size)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 
 from shardwright.core.amount import ceil_div
@@ -52,8 +54,7 @@ def row_shards(rows: int, columns: int, parts: int) -> tuple[ShardShape, ...]:
     chunk = ceil_div(rows, parts)
     starts = [min(k * chunk, rows) for k in range(parts + 1)]
     return tuple(
-        ShardShape(start, 0, stop - start, columns)
-        for start, stop in zip(starts, starts[1:], strict=False)
+        ShardShape(start, 0, stop - start, columns) for start, stop in itertools.pairwise(starts)
     )
 
 

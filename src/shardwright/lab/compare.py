@@ -87,7 +87,9 @@ def _peak_failures(lines: tuple[Line, ...], tolerance: float) -> list[str]:
     failures = []
     for line in lines:
         if line.predicted is None or line.measured is None:
-            failures.append(f"rank {line.rank}: no peak {'measured' if line.predicted else 'known'}")
+            failures.append(
+                f"rank {line.rank}: no peak {'measured' if line.predicted else 'known'}"
+            )
         elif abs(line.difference) > tolerance * line.measured:
             failures.append(
                 f"rank {line.rank}: peak predicted {line.predicted:,} B, measured "

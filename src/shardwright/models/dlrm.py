@@ -9,6 +9,7 @@ that keeps it and comes out the same under every plan.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -118,7 +119,7 @@ def mlp(
 ) -> nn.Sequential:
     """Linear layers with ReLU between them, and after the last if asked."""
     layers: list[nn.Module] = []
-    for index, (fan_in, fan_out) in enumerate(zip(widths, widths[1:], strict=False)):
+    for index, (fan_in, fan_out) in enumerate(itertools.pairwise(widths)):
         linear = nn.Linear(fan_in, fan_out, device="meta")
         layers.append(linear.to_empty(device=device or "cpu"))
         if last_relu or index < len(widths) - 2:

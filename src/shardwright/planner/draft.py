@@ -173,9 +173,7 @@ class Draft:
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The highest total of each rank."""
-        return tuple(
-            max(sum(kinds.values()) for kinds in phases.values()) for phases in self.peaks
-        )
+        return tuple(max(sum(kinds.values()) for kinds in phases.values()) for phases in self.peaks)
 
     @property
     def fits(self) -> bool:
@@ -212,5 +210,3 @@ def _unit_events(choice: UnitChoice, rank: int) -> dict[tuple[Phase, Kind, str],
         events["step", "optimizer_state", name] = kept["optimizer_state"]
         events["step", "padding", f"{name}.optimizer_state"] = extra
     return events
-
-

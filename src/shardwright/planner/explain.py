@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.core.amount import Amount, Step, ceil_div, derivation, leaf, maximum, minimum, named
+from shardwright.core.amount import (
+    Amount,
+    Step,
+    ceil_div,
+    derivation,
+    leaf,
+    maximum,
+    minimum,
+    named,
+)
 from shardwright.core.batch import Batch, lookups
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.model import TableSpec
@@ -115,9 +124,7 @@ def _explain_table(plan: Plan, draft: Draft, chosen: TablePlan) -> Any:
         yield _finished(f"{where}: seconds per step", placed.choice.seconds[index], spent)
 
 
-def _table_seconds(
-    plan: Plan, table: TableSpec, chosen: TablePlan, rows: Any, columns: Any
-) -> Any:
+def _table_seconds(plan: Plan, table: TableSpec, chosen: TablePlan, rows: Any, columns: Any) -> Any:
     batch = Batch(plan.job.batch.size, plan.job.batch.sequence)
     ids = leaf(lookups(table, batch), "ids_of_one_rank", "ids", "batch.size x pooling")
     ranks = leaf(plan.world_size, "ranks", "", "cluster.world_size")

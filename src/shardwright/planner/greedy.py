@@ -112,9 +112,7 @@ def _kept_by_units(problem: Problem, units: tuple[UnitChoice, ...]) -> tuple[int
 def _place(problem: Problem, budget: float, key: Key) -> tuple[Placed, ...] | None:
     """Largest tables first, each where ``key`` is smallest; None if one fits nowhere."""
     loads = _Loads(problem.cluster.world_size)
-    order = sorted(
-        range(len(problem.tables)), key=lambda i: -problem.tables[i][0].table.nbytes
-    )
+    order = sorted(range(len(problem.tables)), key=lambda i: -problem.tables[i][0].table.nbytes)
     placed: list[Placed | None] = [None] * len(problem.tables)
     for index in order:
         best = _best(loads, problem.tables[index], budget, key)

@@ -30,9 +30,7 @@ def error(problem: Problem) -> NoPlanError:
 
 
 def _largest(draft: Draft, rank: int) -> str:
-    held = {
-        name: size for (_, kind, name), size in draft.exact[rank].items() if kind == "weight"
-    }
+    held = {name: size for (_, kind, name), size in draft.exact[rank].items() if kind == "weight"}
     name = max(held, key=lambda n: held[n])
     return f"its largest weight is {name} with {held[name]:,} B ({format_bytes(held[name])})"
 

@@ -189,5 +189,3 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in optimizer.state.values():
         yield from (value for value in state.values() if torch.is_tensor(value))
-
-

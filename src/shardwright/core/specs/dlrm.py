@@ -8,6 +8,8 @@ bottom output; ``cat`` concatenates everything.
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 
 from shardwright.core.batch import INDEX_BYTES
@@ -72,7 +74,7 @@ def pair_buffers(features: int) -> tuple[TensorSpec, ...]:
 def mlp_tensors(name: str, widths: tuple[int, ...]) -> tuple[TensorSpec, ...]:
     """Weights and biases of a Sequential of Linear and ReLU; a Linear sits at every even index."""
     tensors: list[TensorSpec] = []
-    for layer, (fan_in, fan_out) in enumerate(zip(widths, widths[1:], strict=False)):
+    for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(widths)):
         tensors.append(TensorSpec(f"{name}.{2 * layer}.weight", (fan_out, fan_in)))
         tensors.append(TensorSpec(f"{name}.{2 * layer}.bias", (fan_out,)))
     return tuple(tensors)
@@ -111,7 +113,7 @@ def _mlp(
     name: str, widths: tuple[int, ...], *, last_relu: bool, needs_input_gradient: bool
 ) -> Stage:
     """Linear keeps its input, ReLU its output; a linear output dies as soon as ReLU is done."""
-    pairs = list(zip(widths, widths[1:], strict=False))
+    pairs = list(itertools.pairwise(widths))
     forward: list[Work] = []
     backward: list[Work] = []
     for layer, (fan_in, fan_out) in enumerate(pairs):

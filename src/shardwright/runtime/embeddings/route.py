@@ -91,8 +91,7 @@ def make_route(tables: tuple[TablePlan, ...], blocks: Iterable[Block], world_siz
     for piece in pieces:
         members[piece[2][0].sizes[1], len(piece[2]) == 1].append(piece)
     groups = tuple(
-        _group(width, fixed, members[width, fixed], world_size)
-        for width, fixed in sorted(members)
+        _group(width, fixed, members[width, fixed], world_size) for width, fixed in sorted(members)
     )
     return Route(groups, tuple(replicated))
 

@@ -68,5 +68,3 @@ class Store:
             update.dense_sgd(self.weight, gradient, rate)
         else:
             update.dense_rowwise_adagrad(self.weight, self.state, gradient, rate)
-
-

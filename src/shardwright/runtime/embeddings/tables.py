@@ -53,9 +53,7 @@ class ShardedTables(nn.Module):
         device = torch.device(comm.mesh.device_type)
         self.device = device
         self.stores = [
-            Store(
-                group.held.get(comm.rank, ()), group.width, tables, initial, comm.probe, device
-            )
+            Store(group.held.get(comm.rank, ()), group.width, tables, initial, comm.probe, device)
             for group in route.groups
         ]
         self.replicas = Store(route.replicated, self.dim, tables, initial, comm.probe, device)
@@ -168,7 +166,9 @@ class ShardedTables(nn.Module):
         batch, dim = trip.batch, self.dim
         out = torch.empty(len(self.tables), batch, dim, device=self.device)
         if found is not None:
-            out.index_copy_(0, self.replica_features, found.view(len(self.replica_features), batch, dim))
+            out.index_copy_(
+                0, self.replica_features, found.view(len(self.replica_features), batch, dim)
+            )
         if back is None:
             return out
         for guide, order, rows in zip(
@@ -252,9 +252,7 @@ def _interleave(groups: list[torch.Tensor], counts: list[list[int]]) -> torch.Te
     """Values that lie group by group, each by rank, put by rank and then group."""
     if len(groups) == 1:
         return groups[0]
-    parts = [
-        values.split([row[index] for row in counts]) for index, values in enumerate(groups)
-    ]
+    parts = [values.split([row[index] for row in counts]) for index, values in enumerate(groups)]
     return torch.cat([part[rank] for rank in range(len(counts)) for part in parts])
 
 
