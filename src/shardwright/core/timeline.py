@@ -70,14 +70,14 @@ class EventRun(msgspec.Struct, frozen=True, array_like=True):
 
 def encode(events: Iterable[Event]) -> tuple[EventRun, ...]:
     """Merge events that differ only in rank; ranks must be consecutive."""
-    order: dict[tuple[object, ...], list[int]] = {}
-    for e in events:
-        key = (e.step, e.phase, e.kind, e.name, e.bytes, e.start, e.duration)
-        order.setdefault(key, []).append(e.rank)
+    order: dict[Event, list[int]] = {}
+    for event in events:
+        rankless = msgspec.structs.replace(event, rank=0)
+        order.setdefault(rankless, []).append(event.rank)
     runs: list[EventRun] = []
-    for key, ranks in order.items():
+    for rankless, ranks in order.items():
         for first, count in _stretches(ranks):
-            runs.append(EventRun(Event(first, *key), count))  # type: ignore[arg-type]
+            runs.append(EventRun(msgspec.structs.replace(rankless, rank=first), count))
     return tuple(runs)
 
 

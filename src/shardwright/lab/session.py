@@ -127,9 +127,8 @@ def merge(plan: Plan, folder: Path) -> Measurement:
         read_document(folder / f"rank-{rank}.record.json", Record, RECORD_SCHEMA, "train")
         for rank in range(plan.world_size)
     ]
-    losses = [
-        sum(values) / len(values) for values in zip(*(r.losses for r in records), strict=True)
-    ]
+    by_step = zip(*(record.losses for record in records), strict=True)
+    losses = [sum(values) / len(values) for values in by_step]
     stride = max(1, len(losses) // CURVE_POINTS)
     kept = range(stride - 1, len(losses), stride)
     slowest = max(record.seconds_per_step for record in records)

@@ -89,7 +89,7 @@ def _same(where: str, stored: float, found: float) -> None:
 
 
 def explain_tensor(plan: Plan, name: str) -> list[Explanation]:
-    """Every step from sizes to bytes and seconds per rank, for a table, a unit or a dense tensor."""
+    """Every step from sizes to bytes and seconds per rank; a table, a unit or a dense tensor."""
     draft = draft_of(plan)
     for table in plan.tables:
         if name in (table.name, table.fqn):

@@ -10,7 +10,7 @@ from shardwright.core.block import Block, encode
 from shardwright.core.job import Job
 from shardwright.core.layout import unit_blocks
 from shardwright.core.option import place
-from shardwright.core.plan import SCHEMA, Plan, RankTotals, Search, TablePlan, UnitPlan, sealed
+from shardwright.core.plan import Plan, RankTotals, Search, TablePlan, UnitPlan, sealed
 from shardwright.core.specs import model_spec
 from shardwright.core.timeline import EXACT_KINDS, PEAK, PHASES, Event
 from shardwright.core.timeline import encode as encode_events
@@ -84,7 +84,7 @@ def assemble(draft: Draft, found: Search) -> Plan:
     slowest = draft.max_rank_seconds
     return sealed(
         Plan(
-            schema=SCHEMA,
+            schema="shardwright.plan/1",
             version=__version__,
             job=problem.job,
             cluster=problem.cluster,
@@ -174,7 +174,7 @@ def _totals(draft: Draft, rank: int) -> RankTotals:
         rank=rank,
         peak_bytes=peak,
         peak_phase=phase,
-        at_peak=dict(phases[phase]),
+        at_peak={str(kind): size for kind, size in phases[phase].items()},
         exact=exact,
         seconds=draft.rank_seconds[rank],
         hbm_bytes=peak if on_device else 0,

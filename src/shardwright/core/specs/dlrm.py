@@ -129,8 +129,8 @@ def _mlp(
         incoming = f"gradient.{name}.{layer + 1}"
         if relu:
             before = Allocation(f"gradient.{name}.{layer}.linear", "temporary", fan_out * FLOAT)
-            gone = (incoming, f"{name}.{layer}.relu")
-            backward.append(Work(f"{name}.{layer}.relu", fan_out, (before,), gone))
+            done = (incoming, f"{name}.{layer}.relu")
+            backward.append(Work(f"{name}.{layer}.relu", fan_out, (before,), done))
             incoming = before.name
         weight = Allocation(f"gradient.{name}.{layer}.weight", "temporary", 0, fan_in * fan_out * 4)
         bias = Allocation(f"gradient.{name}.{layer}.bias", "temporary", 0, fan_out * FLOAT)
@@ -139,10 +139,10 @@ def _mlp(
         if layer > 0 or needs_input_gradient:
             takes.append(Allocation(f"gradient.{name}.{layer}", "temporary", fan_in * FLOAT))
             flops *= 2
-        gone = (incoming, weight.name, bias.name)
+        gone = [incoming, weight.name, bias.name]
         if not relu:
-            gone = (*gone, f"{name}.{layer}.linear")
-        backward.append(Work(f"{name}.{layer}", flops, tuple(takes), gone))
+            gone.append(f"{name}.{layer}.linear")
+        backward.append(Work(f"{name}.{layer}", flops, tuple(takes), tuple(gone)))
     return Stage(name, "gather", tuple(forward), tuple(backward))
 
 
@@ -153,8 +153,8 @@ def _interaction(features: int, dim: int, interaction: str) -> Stage:
     rows = stacked * dim * FLOAT
     joined = Allocation("interaction", "activation", width * FLOAT)
     if interaction == "cat":
-        forward = (Work("interaction.cat", 0, (joined,), ("rows",)),)
-        return Stage("interaction", "none", forward, ())
+        joining = Work("interaction.cat", 0, (joined,), ("rows",))
+        return Stage("interaction", "none", (joining,), ())
     stack = Allocation("interaction.stack", "activation", rows)
     products = Allocation("interaction.products", "temporary", stacked * stacked * FLOAT)
     lower = Allocation("interaction.pairs", "activation", pairs * FLOAT)
