@@ -107,6 +107,9 @@ class DStorage:
         self.flat = self.byte_storage.view(torch.float32)  # never requires grad: safe to view
         self._fill(owners, initial)
         self._full = self.flat if self.is_replicated else torch.empty_like(self._whole_buffer())
+        # Gathered into through an alias with a version counter of its own: autograd saved the views
+        # before the refill, which gives them back the very values they had.
+        self._refill = self._full.data
         self._full_parameters = self._views(self._full, self._full_slices())
         self._local_parameters = self._views(self.flat, self._local_slices())
         self.optimizer_parameter: nn.Parameter | None = None
@@ -152,7 +155,7 @@ class DStorage:
         if self.state is State.UNSHARDED:
             return
         self._full.untyped_storage().resize_(self.layout.nbytes)
-        self.comm.all_gather(f"{self.name} gather", self._full, self.flat)
+        self.comm.all_gather(f"{self.name} gather", self._refill, self.flat)
         self._show(self._full_parameters, State.UNSHARDED)
 
     def reshard(self) -> None:

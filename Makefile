@@ -1,0 +1,62 @@
+# GNU make and a Python of 3.11 or later are all it takes: every target makes its own environment in
+# .venv first, and a second call installs nothing. pip's environment variables and pip's own
+# configuration hold.
+
+PYTHON ?= python3
+ARGS ?=
+PYTHON_ENV ?=
+# Test files spread over this many processes; some of them start training processes of their own.
+JOBS ?= 2
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+ifeq ($(PYTHON_ENV),)
+BIN := $(VENV)/bin
+ENVIRONMENT := $(STAMP)
+RUN := "$(BIN)/python"
+else
+BIN := $(PYTHON_ENV)/bin
+ENVIRONMENT := existing
+# This tree's sources come first, whatever is installed there.
+RUN := PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" "$(BIN)/python"
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check existing
+
+help:
+	@printf '%s\n' \
+	  'make demo     plan, train, compare and report on this machine: two ranks, about a minute' \
+	  'make test     run the tests                  ARGS="-k name" goes to pytest' \
+	  'make check    lint, format, types, floors' \
+	  'make setup    only make the environment in $(VENV)' \
+	  '' \
+	  'PYTHON=/path/to/python3       the interpreter that $(VENV) is made with (3.11 or later)' \
+	  'PYTHON_ENV=/path/to/venv      use this environment as it is and install nothing'
+
+setup: $(ENVIRONMENT)
+
+demo: $(ENVIRONMENT)
+	@$(RUN) -m shardwright demo $(ARGS)
+
+test: $(ENVIRONMENT)
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+check: $(ENVIRONMENT)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) "$(BIN)/lint-imports"
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { echo 'make: expected Python 3.11 or later as $(PYTHON), got no such program. Install it, or name one: make PYTHON=/path/to/python3' >&2; exit 2; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: expected Python 3.11 or later as $(PYTHON), got $$("$(PYTHON)" -V 2>&1). Name another: make PYTHON=/path/to/python3" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo 'make: expected the venv module of $(PYTHON), got none. Install it (Debian and Ubuntu: the package python3-venv), or name another: make PYTHON=/path/to/python3' >&2; exit 2; }
+	@echo 'making $(VENV): about a minute and 1.2 GB, once' >&2
+	@"$(BIN)/python" -c '' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV)
+	@"$(BIN)/python" -m pip install -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+existing:
+	@"$(BIN)/python" -c '' 2>/dev/null || { echo 'make: PYTHON_ENV: expected an environment with bin/python, got $(PYTHON_ENV).' >&2; exit 2; }

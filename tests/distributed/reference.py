@@ -1,0 +1,87 @@
+"""Jobs, batches and the unsharded model that sharded ones are held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.core.job import Job, parse_job
+from shardwright.models.dlrm import DLRM
+
+ROWS = (7, 13, 5, 1, 30, 64)
+GLOBAL_BATCH = 12
+STEPS = 5
+RATE = 0.1
+EPSILON = 1e-8
+
+
+def small_job(
+    types: tuple[str, ...],
+    units: tuple[str, str],
+    world_size: int,
+    optimizer: str = "sgd",
+    batch: int = 0,
+    rows: tuple[int, ...] = ROWS,
+) -> Job:
+    """A DLRM of six uneven tables, each forced to a sharding type, and forced unit modes."""
+    tables: list[dict[str, Any]] = [
+        {"name": f"t{i}", "rows": n, "dim": 8, "sharding_types": [kind]}
+        for i, (n, kind) in enumerate(zip(rows, types, strict=True))
+    ]
+    return parse_job(
+        {
+            "model": {"dense_features": 3, "bottom": [5, 8], "top": [9, 7, 1]},
+            "tables": tables,
+            "cluster": {"world_size": world_size},
+            "batch": {"size": batch or GLOBAL_BATCH // world_size},
+            "planner": {"units": dict(zip(("bottom", "top"), units, strict=True))},
+            "train": {"optimizer": optimizer, "learning_rate": RATE, "steps": STEPS},
+        }
+    )
+
+
+def batches(job: Job, steps: int = STEPS, total: int = GLOBAL_BATCH) -> list[Any]:
+    """The same global batches on every rank: dense [B, 3], ids [B, F], labels [B]."""
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for _ in range(steps):
+        dense = torch.randn(total, job.model.dense_features, generator=generator)
+        columns = [torch.randint(t.rows, (total,), generator=generator) for t in job.tables]
+        labels = torch.randint(2, (total,), generator=generator).float()
+        made.append((dense, torch.stack(columns, 1), labels))
+    return made
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Mean binary cross-entropy."""
+    dense, ids, labels = batch
+    return nn.functional.binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), labels)
+
+
+def train_unsharded(
+    job: Job, dtype: torch.dtype = torch.float32
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final weights of one process on the whole batch."""
+    model = DLRM(job).to(dtype)
+    adagrad = job.train.optimizer == "adagrad"
+    tables = dict(model.tables.named_parameters())
+    others = [p for n, p in model.named_parameters() if not n.startswith("tables.")]
+    optimizer = (torch.optim.Adagrad if adagrad else torch.optim.SGD)(others, lr=RATE)
+    sums = {name: torch.zeros(len(p), dtype=dtype) for name, p in tables.items()}
+    losses = []
+    for dense, ids, labels in batches(job):
+        loss = loss_of(model, (dense.to(dtype), ids, labels.to(dtype)))
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        with torch.no_grad():
+            for name, table in tables.items():
+                step = table.grad
+                if adagrad:
+                    sums[name] += step.square().mean(1)
+                    step = step / (sums[name].sqrt() + EPSILON).unsqueeze(1)
+                table -= RATE * step
+    return losses, {name: p.detach() for name, p in model.named_parameters()}

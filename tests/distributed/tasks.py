@@ -1,0 +1,74 @@
+"""What the pool's workers do; each takes its mesh first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from reference import batches, loss_of
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.core.job import Job
+from shardwright.core.plan import Plan
+from shardwright.models.dlrm import DLRM
+from shardwright.planner import plan
+from shardwright.runtime.apply import apply
+from shardwright.runtime.meter import Meter, exact_events
+from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
+from shardwright.runtime.state import full_state_dict
+
+
+def share(batch: Any, rank: int, world_size: int) -> Any:
+    """One rank's equal part of a global batch."""
+    size = len(batch[0]) // world_size
+    return tuple(tensor[rank * size : (rank + 1) * size] for tensor in batch)
+
+
+def train_sharded(mesh: DeviceMesh, job: Job, meta: bool) -> Any:
+    """Losses (mean over ranks' parts) and whole final weights."""
+    made = plan(job)
+    rank, size = mesh.get_local_rank(), mesh.size()
+    model = apply(DLRM(job, device="meta" if meta else None), made, mesh)
+    rate = job.train.learning_rate
+    optimizer = make_optimizer(job.train.optimizer, optimizer_parameters(model), rate)
+    losses = []
+    for batch in batches(job):
+        loss = loss_of(model, share(batch, rank, size))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach() / size
+        torch.distributed.all_reduce(total, group=mesh.get_group())
+        losses.append(total.item())
+    return losses, full_state_dict(model)
+
+
+def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
+    """Exact events, peaks by phase, and the actions of a steady step."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    meter = Meter(rank)
+    model = apply(DLRM(job, device="meta"), made, mesh, probe=meter)
+    rate = job.train.learning_rate
+    optimizer = make_optimizer(job.train.optimizer, optimizer_parameters(model), rate)
+    total = job.batch.size * size
+    exact: Any = []
+    for step, batch in enumerate(batches(job, 5, total), start=1):
+        inputs = tuple(tensor.clone() for tensor in share(batch, rank, size))
+        around = meter.metered_step(optimizer, model) if step > 2 else meter.timed_step()
+        with around:
+            with meter.phase("load"):
+                inputs = tuple(tensor.clone() for tensor in inputs)
+                for tensor in inputs:
+                    meter.holds(tensor, "input")
+            with meter.phase("forward"):
+                loss = loss_of(model, inputs)
+            with meter.phase("backward"):
+                loss.backward()
+            exact = exact_events(rank, model, optimizer, gradients=True)
+            with meter.phase("step"):
+                optimizer.step()
+                optimizer.zero_grad()
+            del loss
+    return exact, meter.events(), list(meter.actions)
+
+

@@ -1,0 +1,61 @@
+"""Sharded training is unsharded training: same losses, same weights, whatever the plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pool import Pool
+from reference import small_job, train_unsharded
+from tasks import train_sharded
+
+TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise")
+CASES = {kind: (kind,) * 6 for kind in TYPES}
+CASES["all four"] = (*TYPES, "row_wise", "table_wise")
+CASES["routed mixture"] = ("column_wise", "row_wise", "table_wise") * 2
+CASES["replicas and rows"] = ("data_parallel", "row_wise") * 3
+UNITS = {"sharded": ("shard", "shard"), "mixed": ("replicate", "shard")}
+TOLERANCE = 1e-6
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("case", CASES)
+def test_sgd_gives_the_losses_and_weights_of_one_process(
+    pool: Pool, case: str, units: str, world_size: int
+) -> None:
+    job = small_job(CASES[case], UNITS[units], world_size)
+    results = pool.run(world_size, train_sharded, job=job, meta=False)
+    for dtype in (torch.float32, torch.float64):
+        _hold(results, *train_unsharded(job, dtype))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if "column_wise" not in CASES[c]]
+)
+def test_adagrad_is_exact_row_wise_on_tables_and_element_wise_on_units(
+    pool: Pool, case: str, world_size: int
+) -> None:
+    job = small_job(CASES[case], UNITS["mixed"], world_size, optimizer="adagrad")
+    results = pool.run(world_size, train_sharded, job=job, meta=True)
+    losses, weights = train_unsharded(job, torch.float64)
+    _hold(results, losses, weights, tolerance=5e-6)
+
+
+def test_replicated_units_train_like_sharded_ones(pool: Pool) -> None:
+    job = small_job(CASES["table_wise"], ("replicate", "replicate"), 3)
+    _hold(pool.run(3, train_sharded, job=job, meta=True), *train_unsharded(job))
+
+
+def _hold(
+    results: list[tuple[list[float], dict[str, torch.Tensor]]],
+    losses: list[float],
+    weights: dict[str, torch.Tensor],
+    tolerance: float = TOLERANCE,
+) -> None:
+    for found_losses, found_weights in results:
+        assert found_losses == pytest.approx(losses, abs=tolerance)
+        assert set(found_weights) == set(weights)
+        for name, weight in weights.items():
+            difference = (found_weights[name].double() - weight.double()).abs().max().item()
+            assert difference <= tolerance, f"{name} is {difference} off"
