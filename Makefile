@@ -36,6 +36,7 @@ help:
 	  'PYTHON_ENV=/path/to/venv      use this environment as it is and install nothing'
 
 setup: $(ENVIRONMENT)
+	@echo 'ready: $(BIN)'
 
 demo: $(ENVIRONMENT)
 	@$(RUN) -m shardwright demo $(ARGS)
@@ -53,7 +54,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { echo 'make: expected Python 3.11 or later as $(PYTHON), got no such program. Install it, or name one: make PYTHON=/path/to/python3' >&2; exit 2; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: expected Python 3.11 or later as $(PYTHON), got $$("$(PYTHON)" -V 2>&1). Name another: make PYTHON=/path/to/python3" >&2; exit 2; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo 'make: expected the venv module of $(PYTHON), got none. Install it (Debian and Ubuntu: the package python3-venv), or name another: make PYTHON=/path/to/python3' >&2; exit 2; }
-	@echo 'making $(VENV): about a minute and 1.2 GB, once' >&2
+	@echo 'making $(VENV): about a minute and 1.1 GB with the CPU build of torch, several GB with another; once' >&2
 	@"$(BIN)/python" -c '' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV)
 	@"$(BIN)/python" -m pip install -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)

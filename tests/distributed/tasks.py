@@ -70,5 +70,3 @@ def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
                 optimizer.zero_grad()
             del loss
     return exact, meter.events(), list(meter.actions)
-
-

@@ -30,9 +30,7 @@ def test_sgd_gives_the_losses_and_weights_of_one_process(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if "column_wise" not in CASES[c]]
-)
+@pytest.mark.parametrize("case", [c for c in CASES if "column_wise" not in CASES[c]])
 def test_adagrad_is_exact_row_wise_on_tables_and_element_wise_on_units(
     pool: Pool, case: str, world_size: int
 ) -> None:

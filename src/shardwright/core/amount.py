@@ -232,8 +232,9 @@ def _render(node: Amount, *, symbolic: bool) -> str:
 
     def wrap(part: Amount, *, is_right: bool) -> str:
         inner = "" if part.name else part.operation
+        groups = is_right or level == 1  # comparisons chain in Python: keep each one apart
         needs = inner in _PRECEDENCE and (
-            _PRECEDENCE[inner] < level or (is_right and _PRECEDENCE[inner] == level)
+            _PRECEDENCE[inner] < level or (groups and _PRECEDENCE[inner] == level)
         )
         return f"({text(part)})" if needs else text(part)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from shardwright.core.model import TableSpec
@@ -20,6 +22,11 @@ def lookups(table: TableSpec, batch: Batch) -> float:
     """Ids that one rank's batch holds for ``table``."""
     factors = zip(table.pooling_factors, table.poolings, strict=True)
     return sum(length * poolings for length, poolings in factors) * batch.size
+
+
+def expected_distinct(ids: int, rows: int) -> int:
+    """Different rows among ``ids`` even draws from ``rows``, rounded."""
+    return round(rows * -math.expm1(-ids / rows)) if rows else 0
 
 
 def outputs(table: TableSpec, batch: Batch) -> float:

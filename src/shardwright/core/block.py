@@ -122,8 +122,8 @@ def _check_tensor(tensor: TensorSpec, blocks: list[Block]) -> None:
     shape = (tensor.numel,) if flat else tensor.shape
     boxes = sorted({(block.offsets, block.sizes) for block in blocks})
     for offsets, sizes in boxes:
-        if len(offsets) != len(shape) or any(
-            o < 0 or s < 1 or o + s > n for o, s, n in zip(offsets, sizes, shape, strict=False)
+        if not len(offsets) == len(sizes) == len(shape) or any(
+            o < 0 or s < 1 or o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)
         ):
             raise InputError(
                 expected(where, f"blocks inside {shape}", f"offsets {offsets}, sizes {sizes}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -75,13 +76,16 @@ def write_document(document: msgspec.Struct, path: Path) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write to a temporary name beside ``path`` and rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
+        if path.is_dir():
+            raise InputError(expected(str(path), "a file that can be written", "a directory"))
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(data)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise InputError(
             expected(str(path), "a file that can be written", f"'{error.strerror}'")
         ) from None

@@ -101,7 +101,7 @@ def read_job(path: Path, overrides: Iterable[str] = ()) -> Job:
     raw = read_bytes(path, "job", "Name a job in TOML, such as examples/demo.toml.")
     try:
         document = tomllib.loads(raw.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
         raise InputError(expected(str(path), "a job in TOML", f"'{error}'")) from None
     for override in overrides:
         _override(document, override)
@@ -126,7 +126,7 @@ def _override(document: dict[str, Any], text: str) -> None:
         raise InputError(expected("--set", "section.key=value", f"'{text}'"))
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value
     target = document.setdefault(section, {})
     if not isinstance(target, dict):
@@ -145,10 +145,11 @@ def _refuse_unknown_keys(value: Any, kind: Any, where: str, path: str) -> None:
         for key, inner in value.items():
             spot = f"{path}.{key}" if path else key
             if key not in fields or (kind is TableSpec and key == "fqn"):
-                near = difflib.get_close_matches(key, fields, n=1, cutoff=0.0)
+                known = sorted(set(fields) - {"fqn"})
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
                 raise InputError(
                     f"{where}: unknown key '{spot}'. Did you mean '{near[0] if near else ''}'? "
-                    f"Known here: {', '.join(sorted(set(fields) - {'fqn'}))}."
+                    f"Known here: {', '.join(known)}."
                 )
             _refuse_unknown_keys(inner, fields[key], where, spot)
     elif typing.get_origin(kind) is tuple and isinstance(value, list):
@@ -161,7 +162,9 @@ def _explain(message: str, document: dict[str, Any], where: str) -> str:
     text, _, place = message.partition(" - at `$")
     keys = [k for k in re.split(r"[.\[\]`]+", place) if k]
     found: Any = document
+    kind: Any = Job
     for key in keys:
+        kind = _inner(kind, key)
         if isinstance(found, list) and key.isdigit() and int(key) < len(found):
             found = found[int(key)]
         elif isinstance(found, dict) and key in found:
@@ -170,10 +173,30 @@ def _explain(message: str, document: dict[str, Any], where: str) -> str:
             return f"{where}: {place.strip('`.') or 'job'}: {text.replace('`', '')}."
     spot = place.strip("`.") or "job"
     shown = repr(found) if len(repr(found)) < 60 else type(found).__name__
+    if text.startswith("Object missing required field"):
+        inside = f"{spot}." if keys else ""
+        return expected(f"{where}: {inside}{text.split('`')[1]}", "a value", "none")
     wanted = text.replace("`", "").removeprefix("Expected ")
+    if text.startswith("Invalid enum value"):
+        wanted = f"one of {', '.join(_choices(kind))}"
     if ", got" in wanted:
         wanted = wanted.partition(", got")[0]
     return expected(f"{where}: {spot}", wanted, shown)
+
+
+def _inner(kind: Any, key: str) -> Any:
+    """The type of a field of a struct, or of the elements of a tuple."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return typing.get_type_hints(kind).get(key)
+    arguments = typing.get_args(kind)
+    return arguments[0] if arguments else None
+
+
+def _choices(kind: Any) -> list[str]:
+    """The texts that a type allows, wherever they stand in it."""
+    if typing.get_origin(kind) is Literal:
+        return [str(choice) for choice in typing.get_args(kind)]
+    return [choice for inner in typing.get_args(kind) for choice in _choices(inner)]
 
 
 def _check_tables(job: Job, where: str) -> None:

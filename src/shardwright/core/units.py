@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from shardwright.core.errors import InputError, expected
 
@@ -31,7 +32,7 @@ def parse_bytes(value: int | str, where: str) -> int:
             raise InputError(
                 expected(where, "bytes as an integer or a text like '48 MiB'", f"'{value}'")
             )
-        size = int(float(match.group(1)) * _SCALES[match.group(2)])
+        size = int(Decimal(match.group(1)) * _SCALES[match.group(2)])
     if not 0 < size <= MAX_BYTES:
         raise InputError(
             expected(where, "a size between 1 B and 2^60 B", f"{value}", "Write bytes or '48 MiB'.")

@@ -1,7 +1,7 @@
 """What the exchange of ids and rows allocates on one rank, step by step.
 
-The sizes are those of ``shardwright.runtime.embeddings``; ids are assumed to spread evenly over the
-parts of a row-wise table, and to be all different where an update looks for distinct rows.
+The sizes are those of ``shardwright.runtime.embeddings``; ids are assumed to spread evenly over a
+table's rows, which bounds the distinct rows of an update from above.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Traffic(msgspec.Struct, frozen=True):
     """A rank's share of the exchange; ids are those of one step.
 
     ``requests``: (ids asked for, width, fixed) of each group of the route. ``serves``: (ids served,
-    width) of the same groups. ``replica_ids``: ids looked up in replicas, whose rows hold
+    width, distinct rows among them) of the same groups. ``replica_ids``: ids looked up in replicas, whose rows hold
     ``replica_bytes``.
     """
 
     requests: tuple[tuple[int, int, bool], ...]
-    serves: tuple[tuple[int, int], ...]
+    serves: tuple[tuple[int, int, int], ...]
     replica_ids: int
     replica_bytes: int
     replica_rows: int
@@ -47,12 +47,12 @@ class Traffic(msgspec.Struct, frozen=True):
     @property
     def served(self) -> int:
         """Ids served to all ranks."""
-        return sum(ids for ids, _ in self.serves)
+        return sum(served[0] for served in self.serves)
 
     @property
     def served_bytes(self) -> int:
         """Bytes of the rows served."""
-        return sum(ids * width for ids, width in self.serves) * FLOAT
+        return sum(ids * width for ids, width, _ in self.serves) * FLOAT
 
 
 def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
@@ -129,10 +129,11 @@ def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
 
 def update(heap: Ledger, traffic: Traffic) -> None:
     """Owners update their rows; everything of the exchange is gone afterwards."""
-    for ids, width in traffic.serves:
-        rows = ids * width * FLOAT
-        regrouped = rows + ids * INDEX_BYTES if len(traffic.serves) > 1 else 0
-        sorting = ids * (3 * INDEX_BYTES + BOOL) + 3 * rows if traffic.adagrad else 0
+    several = len(traffic.serves) > 1
+    regrouped = traffic.served_bytes + traffic.served * INDEX_BYTES if several else 0
+    for ids, width, distinct in traffic.serves:
+        sums = distinct * (2 * INDEX_BYTES + FLOAT + 3 * width * FLOAT)
+        sorting = ids * (2 * INDEX_BYTES + BOOL) + sums if traffic.adagrad else 0
         with heap.passing("temporary", regrouped + sorting):
             pass
     if traffic.replica_ids and traffic.adagrad:

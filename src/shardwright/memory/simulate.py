@@ -13,11 +13,13 @@ from shardwright.memory.route import Traffic
 
 
 class UnitBytes(msgspec.Struct, frozen=True):
-    """A dense unit on a rank: its padded buffer whole and this rank's slice of it."""
+    """A dense unit on a rank: its padded buffer whole, this rank's slice of it, and what the
+    backend takes for itself while it scatters the sum (gloo copies the whole buffer)."""
 
     full: int
     shard: int
     replicated: bool
+    scratch: int = 0
 
 
 class RankLoad(msgspec.Struct, frozen=True):
@@ -104,6 +106,8 @@ class _Walker:
         unit = self.load.units[action.target]
         if not unit.replicated:
             self.heap.take(f"{action.target}.gradient", "gradient", unit.shard)
+            with self.heap.passing("temporary", unit.scratch):
+                pass
             self.heap.free(f"{action.target}.unreduced")
 
     def _update(self, action: Action) -> None:

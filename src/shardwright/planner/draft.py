@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwright.core.batch import lookups
+from shardwright.core.batch import expected_distinct, lookups
 from shardwright.core.model import ModelSpec
 from shardwright.core.schedule import Modes
 from shardwright.core.timeline import Kind, Phase
@@ -121,8 +121,14 @@ class Draft:
             if kind != "gradient" and not (kind == "padding" and phase == "reduce"):
                 resident[kind] = resident.get(kind, 0) + size
         resident["buffer"] = sum(tensor.nbytes for tensor in self.model.buffers)
+        on_gloo = self.problem.cluster.compute_device == "cpu"
         units = {
-            u.unit.name: simulate.UnitBytes(u.layout.nbytes, u.layout.shard_bytes, u.replicated)
+            u.unit.name: simulate.UnitBytes(
+                full=u.layout.nbytes,
+                shard=u.layout.shard_bytes,
+                replicated=u.replicated,
+                scratch=u.layout.nbytes if on_gloo and not u.replicated else 0,
+            )
             for u in self.units
         }
         return simulate.RankLoad(resident, units, self.traffic(rank), self.problem.batch.size)
@@ -132,6 +138,7 @@ class Draft:
         world_size = self.problem.cluster.world_size
         requests: dict[tuple[int, bool], int] = {}
         serves: dict[tuple[int, bool], int] = {}
+        distinct: dict[tuple[int, bool], int] = {}
         replica_ids = replica_bytes = replica_rows = 0
         for placed in self.tables:
             table, option = placed.choice.table, placed.choice.option
@@ -148,10 +155,14 @@ class Draft:
             for shape, owner in zip(option.shards, placed.ranks, strict=True):
                 if owner == rank and shape.rows:
                     key = (shape.columns, fixed)
-                    serves[key] = serves.get(key, 0) + ids * world_size // parts
+                    share = ids * world_size // parts
+                    serves[key] = serves.get(key, 0) + share
+                    distinct[key] = distinct.get(key, 0) + expected_distinct(share, shape.rows)
         return Traffic(
             requests=tuple((ids, *key) for key, ids in sorted(requests.items())),
-            serves=tuple((serves.get(key, 0), key[0]) for key in sorted(requests)),
+            serves=tuple(
+                (serves.get(key, 0), key[0], distinct.get(key, 0)) for key in sorted(requests)
+            ),
             replica_ids=replica_ids,
             replica_bytes=replica_bytes,
             replica_rows=replica_rows,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from shardwright.core.amount import (
     Amount,
     Step,
@@ -18,15 +20,22 @@ from shardwright.core.amount import (
 from shardwright.core.batch import Batch, lookups
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.model import TableSpec
+from shardwright.core.placement import describe
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.specs import model_spec
 from shardwright.core.tensor import element_bytes
+from shardwright.core.timeline import decode
 from shardwright.cost import dense, embedding
 from shardwright.planner.draft import Draft, Placed
 from shardwright.planner.greedy import replaced
+from shardwright.planner.planner import assemble
 from shardwright.planner.problem import UnitChoice, make_problem
 
 TABLE_KINDS = ("weight", "gradient", "optimizer_state")
+RECOMPUTED = (
+    *("ranks", "tables", "units", "blocks", "assumptions"),
+    *("max_rank_seconds", "lower_bound_seconds", "gap"),
+)
 UNIT_KINDS = ("weight", "gradient", "optimizer_state", "padding")
 
 
@@ -43,6 +52,8 @@ class Explanation:
 def draft_of(plan: Plan) -> Draft:
     """The draft a plan was written from; raises MismatchError if its numbers come out otherwise."""
     problem = make_problem(plan.job, model_spec(plan.job))
+    _same("plan: tables", [t.name for t in plan.tables], [t.name for t in problem.model.tables])
+    _same("plan: units", [u.name for u in plan.units], [u.name for u in problem.model.units])
     placed = []
     for table, choices in zip(plan.tables, problem.tables, strict=True):
         types = {choice.option.sharding_type: choice for choice in choices}
@@ -55,33 +66,65 @@ def draft_of(plan: Plan) -> Draft:
                     "Make the plan again with this version.",
                 )
             )
-        placed.append(Placed(types[table.sharding_type], table.ranks))
-    units = tuple(
-        next(choice for choice in choices if choice.placement == unit.parameter)
-        for unit, choices in zip(plan.units, problem.units, strict=True)
-    )
-    draft = Draft(problem, tuple(placed), units)
+        choice = types[table.sharding_type]
+        ranks = range(problem.cluster.world_size)
+        if len(table.ranks) != len(choice.option.shards) or not set(table.ranks) <= set(ranks):
+            wanted = f"{len(choice.option.shards)} ranks below {len(ranks)}"
+            raise MismatchError(
+                expected(f"plan: table '{table.name}' ranks", wanted, str(list(table.ranks)))
+            )
+        placed.append(Placed(choice, table.ranks))
+    units = []
+    for unit, unit_choices in zip(plan.units, problem.units, strict=True):
+        found = next((c for c in unit_choices if c.placement == unit.parameter), None)
+        if found is None:
+            wanted = " or ".join(describe(c.placement) for c in unit_choices)
+            raise MismatchError(
+                expected(f"plan: unit '{unit.name}'", wanted, describe(unit.parameter))
+            )
+        units.append(found)
+    draft = Draft(problem, tuple(placed), tuple(units))
     _check(plan, draft)
     return draft
 
 
 def _check(plan: Plan, draft: Draft) -> None:
-    """Stored totals must come out again."""
-    for totals in plan.ranks:
-        for what, stored, found in (
-            ("peak_bytes", totals.peak_bytes, draft.peak_bytes[totals.rank]),
-            ("seconds", totals.seconds, draft.rank_seconds[totals.rank]),
-        ):
-            _same(f"plan: rank {totals.rank} {what}", stored, found)
+    """Everything that is stored must come out again."""
     if plan.cluster != draft.problem.cluster:
         raise MismatchError(
             expected("plan: cluster", "the constants of its job's preset", "other ones")
             + " The preset changed since; make the plan again."
         )
+    again = assemble(draft, plan.search)
+    for part in RECOMPUTED:
+        stored, found = getattr(plan, part), getattr(again, part)
+        _same(f"plan: {part}", msgspec.to_builtins(stored), msgspec.to_builtins(found))
+    _same("plan: timeline", _ordered(plan), _ordered(again))
 
 
-def _same(where: str, stored: float, found: float) -> None:
-    if abs(stored - found) > 1e-12 * abs(stored):
+def _ordered(plan: Plan) -> list[Any]:
+    """Events in an order that no rounding of seconds can change."""
+    if not all(0 < run.count <= plan.world_size for run in plan.timeline):
+        raise MismatchError(
+            expected("plan: timeline", f"runs of 1 to {plan.world_size} ranks", "another")
+        )
+    events: list[Any] = msgspec.to_builtins(decode(plan.timeline))
+    return sorted(events, key=lambda event: event[:6])
+
+
+def _same(where: str, stored: Any, found: Any) -> None:
+    """Compare element by element; numbers may differ by rounding."""
+    if isinstance(stored, dict) and isinstance(found, dict) and stored.keys() == found.keys():
+        for key in found:
+            _same(f"{where}.{key}", stored[key], found[key])
+        return
+    if isinstance(stored, (list, tuple)) and isinstance(found, (list, tuple)):
+        _same(f"{where}: length", len(stored), len(found))
+        for index, (a, b) in enumerate(zip(stored, found, strict=True)):
+            _same(f"{where}[{index}]", a, b)
+        return
+    numbers = isinstance(stored, (int, float)) and isinstance(found, (int, float))
+    if abs(stored - found) > 1e-12 * abs(stored) if numbers else stored != found:
         raise MismatchError(
             expected(where, f"{stored} as stored", f"{found} when recomputed")
             + " The plan is of another version; make it again."

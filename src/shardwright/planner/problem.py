@@ -64,6 +64,7 @@ def make_problem(job: Job, model: ModelSpec) -> Problem:
     """Enumerate once what each table and unit could be."""
     cluster, assumptions = constants.cluster(job.cluster)
     batch = Batch(job.batch.size, job.batch.sequence)
+    _check_forced_units(job, model)
     values = {name: constant.value for name, constant in cluster.constants.items()}
     tables = tuple(table_choices(table, batch, cluster, values) for table in model.tables)
     units = tuple(
@@ -75,6 +76,13 @@ def make_problem(job: Job, model: ModelSpec) -> Problem:
         "phases of a step follow one another: no overlap of communication and compute",
     )
     return Problem(job, cluster, model, batch, tables, units, notes, values)
+
+
+def _check_forced_units(job: Job, model: ModelSpec) -> None:
+    known = [unit.name for unit in model.units]
+    for name in job.planner.units:
+        if name not in known:
+            raise InputError(expected("planner.units", f"units {', '.join(known)}", f"'{name}'"))
 
 
 def allowed_types(table: TableSpec) -> tuple[ShardingType, ...]:

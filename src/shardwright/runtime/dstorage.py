@@ -106,7 +106,7 @@ class DStorage:
         )
         self.flat = self.byte_storage.view(torch.float32)  # never requires grad: safe to view
         self._fill(owners, initial)
-        self._full = self.flat if self.is_replicated else torch.empty_like(self._whole_buffer())
+        self._full = self.flat if self.is_replicated else self.flat.new_empty(self._whole_numel)
         # Gathered into through an alias with a version counter of its own: autograd saved the views
         # before the refill, which gives them back the very values they had.
         self._refill = self._full.data
@@ -146,7 +146,7 @@ class DStorage:
         """The unsharded byte buffer [layout.nbytes], gathered into a new tensor (collective)."""
         if self.is_replicated:
             return self.byte_storage.clone()
-        full = self._whole_buffer()
+        full = self.flat.new_empty(self._whole_numel)
         self.comm.all_gather(f"{self.name} all_gather", full, self.flat)
         return full.view(torch.uint8)
 
@@ -176,7 +176,7 @@ class DStorage:
         """Give every full parameter a zeroed view of one flat gradient to accumulate into."""
         if self._full_gradient is not None:
             return
-        self._full_gradient = torch.zeros_like(self._whole_buffer())
+        self._full_gradient = self.flat.new_zeros(self._whole_numel)
         self.comm.probe.holds(self._full_gradient, "unreduced_gradient")
         for parameter, (start, stop) in zip(
             self._full_parameters, self._full_slices(), strict=True
@@ -217,8 +217,9 @@ class DStorage:
 
     # ---- construction ------------------------------------------------------------------------
 
-    def _whole_buffer(self) -> torch.Tensor:
-        return self.flat.new_empty(self.layout.nbytes // FLOAT_BYTES)
+    @property
+    def _whole_numel(self) -> int:
+        return self.layout.nbytes // FLOAT_BYTES
 
     def _infos(self, owners: dict[str, tuple[nn.Module, str]]) -> dict[str, ParamInfo]:
         rank = 0 if self.is_replicated else self.comm.rank

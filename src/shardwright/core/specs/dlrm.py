@@ -26,6 +26,8 @@ def spec(job: Job) -> ModelSpec:
     section = job.model
     tables = tuple(_resolved(table, job) for table in job.tables)
     dim = _shared_dim(tables, section.bottom)
+    if not section.top:
+        raise InputError(expected("model.top", "at least one width", "no layer"))
     features = len(tables)
     width = interaction_width(features, dim, section.interaction)
     bottom = (section.dense_features, *section.bottom)

@@ -1,0 +1,100 @@
+"""What a plan predicts is what its run does: bytes exactly, peaks closely, actions in order."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from pool import Pool
+from reference import small_job
+from tasks import meter_steps
+
+from shardwright.core.job import Job
+from shardwright.core.schedule import Modes, training_step
+from shardwright.core.specs import model_spec
+from shardwright.core.timeline import decode, exact_bytes, phase_peaks
+from shardwright.planner import plan
+
+TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise", "row_wise", "table_wise")
+ROUTED = ("table_wise", "row_wise", "table_wise", "row_wise", "row_wise", "table_wise")
+MODES = {
+    "sharded": ("shard", "shard"),
+    "mixed": ("replicate", "shard"),
+    "replicated": ("replicate", "replicate"),
+}
+PEAK_TOLERANCE = 0.10
+
+
+def bigger(job: Job, bottom: tuple[int, ...], top: tuple[int, ...]) -> Job:
+    section = msgspec.structs.replace(job.model, bottom=bottom, top=top)
+    return msgspec.structs.replace(job, model=section)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("units", MODES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_bytes_are_exact_and_the_schedule_is_followed(
+    pool: Pool, world_size: int, units: str, optimizer: str
+) -> None:
+    types = TYPES if optimizer == "sgd" else ROUTED
+    job = small_job(types, MODES[units], world_size, optimizer)
+    made = plan(job)
+    predicted = decode(made.timeline)
+    results = pool.run(world_size, meter_steps, job=job, made=made)
+    measured = [event for exact, _, _ in results for event in exact]
+    wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
+    assert {key: size for key, size in exact_bytes(measured).items() if size} == wanted
+    sharded = frozenset(
+        u for u, mode in zip(("bottom", "top"), MODES[units], strict=True) if mode == "shard"
+    )
+    kinds = {table.sharding_type for table in made.tables}
+    modes = Modes(sharded, sharded, bool(kinds - {"data_parallel"}), "data_parallel" in kinds)
+    for _, _, actions in results:
+        assert actions == [a for a in training_step(model_spec(job), modes) if _is_told(a)]
+
+
+def _is_told(action: object) -> bool:
+    """The runtime tells what it does itself; load, loss, interaction and update are the loop's."""
+    verb, target = action.verb, action.target  # type: ignore[attr-defined]
+    if verb in ("load",) or target in ("loss", "interaction"):
+        return False
+    return not (verb == "update" and target != "tables")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("units", ["sharded", "replicated"])
+@pytest.mark.parametrize(
+    ("rows", "batch", "bottom", "top"),
+    [
+        ((3000, 2000, 500, 10, 4000, 700), 16, (32, 8), (64, 32, 1)),
+        ((300, 200, 50, 10, 400, 70), 256, (32, 8), (64, 32, 1)),
+        ((30, 20, 5, 10, 40, 7), 512, (64, 64, 8), (256, 1)),
+        ((30, 20, 5, 10, 40, 7), 4, (64, 8), (512, 512, 1)),
+    ],
+    ids=["tables", "mixed", "activations", "dense weights"],
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_peaks_are_within_ten_percent(
+    pool: Pool,
+    world_size: int,
+    rows: tuple[int, ...],
+    batch: int,
+    bottom: tuple[int, ...],
+    top: tuple[int, ...],
+    units: str,
+    optimizer: str,
+) -> None:
+    types = TYPES if optimizer == "sgd" else ROUTED
+    job = bigger(
+        small_job(types, MODES[units], world_size, optimizer, batch=batch, rows=rows), bottom, top
+    )
+    made = plan(job)
+    predicted = phase_peaks(decode(made.timeline))
+    results = pool.run(world_size, meter_steps, job=job, made=made)
+    for rank, (_, events, _) in enumerate(results):
+        measured = phase_peaks(events)
+        highest = max(sum(k.values()) for (r, _), k in measured.items() if r == rank)
+        expected = max(sum(k.values()) for (r, _), k in predicted.items() if r == rank)
+        assert expected == pytest.approx(highest, rel=PEAK_TOLERANCE), {
+            phase: (sum(predicted.get((rank, phase), {}).values()), sum(kinds.values()))
+            for (_, phase), kinds in measured.items()
+        }
