@@ -146,5 +146,5 @@ def unit_blocks(
         yield from layout.blocks(role)
         return
     for slot in layout.slots:
-        for rank in range(world_size):
+        for rank in range(world_size if slot.tensor.numel else 0):
             yield Block(slot.tensor.fqn, role, (0,), (slot.tensor.numel,), rank)

@@ -23,17 +23,35 @@ def _constant(value: float, unit: str, source: str, date: str) -> Constant:
     return Constant(value, unit, source, date)
 
 
+def _links(source: str, date: str, **measured: tuple[float, float]) -> dict[str, Constant]:
+    """Latency and rate of each collective."""
+    found = {}
+    for name, (latency, rate) in measured.items():
+        found[f"{name}_latency"] = _constant(latency, "s", source, date)
+        found[f"{name}_rate"] = _constant(rate, "B/s", source, date)
+    return found
+
+
 LOCAL = {
     "compute_rate": _constant(60e9, "FLOP/s", _BENCH + ", small fp32 GEMMs", "2026-11-21"),
     "memory_rate": _constant(10e9, "B/s", _BENCH + ", half of the host's 25 GB/s", "2026-11-21"),
-    "row_latency": _constant(30e-9, "s", _BENCH + ", one random row per access", "2026-11-21"),
-    "operation_latency": _constant(20e-6, "s", _BENCH + ", one eager operation", "2026-11-21"),
-    "index_cost": _constant(5e-9, "s", _BENCH + ", address one id", "2026-11-21"),
-    "sort_cost": _constant(120e-9, "s", _BENCH + ", sort one id by owner", "2026-11-21"),
-    "parse_cost": _constant(18e-6, "s", _BENCH + ", one click-log row of text", "2026-11-21"),
-    "link_rate": _constant(0.6e9, "B/s", _GLOO, "2026-11-21"),
-    "link_latency": _constant(400e-6, "s", _GLOO, "2026-11-21"),
-    "update_passes": _constant(3.0, "passes", "read weight, read gradient, write", "2026-11-21"),
+    "row_latency": _constant(8e-9, "s", _BENCH + ", one random row of 64 B", "2026-11-21"),
+    "operation_latency": _constant(8e-6, "s", _BENCH + ", one eager operation", "2026-11-21"),
+    "index_cost": _constant(3e-9, "s", _BENCH + ", address one id", "2026-11-21"),
+    "sort_cost": _constant(50e-9, "s", _BENCH + ", sort one id by owner and undo it", "2026-11-21"),
+    "parse_cost": _constant(11e-6, "s", _BENCH + ", one click-log row of text", "2026-11-21"),
+    **_links(
+        _GLOO,
+        "2026-11-21",
+        all_to_all=(200e-6, 2.0e9),
+        all_gather=(300e-6, 0.8e9),
+        reduce_scatter=(420e-6, 0.5e9),
+        all_reduce=(350e-6, 2.0e9),
+    ),
+    "sgd_passes": _constant(3.0, "touches", _BENCH + ", scatter of one row", "2026-11-21"),
+    "rowwise_adagrad_passes": _constant(
+        12.0, "touches", _BENCH + ", sort, sum and write one row", "2026-11-21"
+    ),
 }
 
 H100 = {
@@ -43,10 +61,19 @@ H100 = {
     "operation_latency": _constant(5e-6, "s", "assumed: one kernel launch", "2026-11-21"),
     "index_cost": _constant(0.1e-9, "s", "assumed: one elementwise kernel", "2026-11-21"),
     "sort_cost": _constant(1e-9, "s", "assumed: device radix sort", "2026-11-21"),
-    "parse_cost": _constant(18e-6, "s", _BENCH + ", one click-log row of text", "2026-11-21"),
-    "link_rate": _constant(450e9, "B/s", _H100 + ", NVLink per direction", "2023-03"),
-    "link_latency": _constant(15e-6, "s", "assumed: one NCCL collective", "2026-11-21"),
-    "update_passes": _constant(3.0, "passes", "read weight, read gradient, write", "2026-11-21"),
+    "parse_cost": _constant(11e-6, "s", _BENCH + ", one click-log row of text", "2026-11-21"),
+    **_links(
+        _H100 + ", NVLink per direction; latency assumed",
+        "2023-03",
+        all_to_all=(15e-6, 450e9),
+        all_gather=(15e-6, 450e9),
+        reduce_scatter=(15e-6, 450e9),
+        all_reduce=(15e-6, 450e9),
+    ),
+    "sgd_passes": _constant(3.0, "touches", "read weight and gradient, write", "2026-11-21"),
+    "rowwise_adagrad_passes": _constant(
+        5.0, "touches", "assumed: one fused kernel with its sort", "2026-11-21"
+    ),
 }
 
 

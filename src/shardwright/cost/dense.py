@@ -29,14 +29,14 @@ def communication_seconds(
     buffer_bytes: Any, ranks: Any, *, sharded: bool, gathers: int, c: Any
 ) -> dict[str, Any]:
     """Seconds of a unit's collectives by direction: ``gather`` (one) and ``reduce``."""
-    latency, rate = c["link_latency"], c["link_rate"]
     if not sharded:
-        reduced = network.all_reduce_seconds(buffer_bytes, ranks, latency, rate)
+        reduced = network.collective_seconds("all_reduce", buffer_bytes, ranks, c)
         return {"gather": 0.0, "reduce": named("all_reduce_seconds", reduced, "s")}
-    once = network.exchange_seconds(buffer_bytes, ranks, latency, rate)
+    gathered = network.collective_seconds("all_gather", buffer_bytes, ranks, c)
+    scattered = network.collective_seconds("reduce_scatter", buffer_bytes, ranks, c)
     return {
-        "gather": named("gather_seconds", once * gathers, "s"),
-        "reduce": named("reduce_scatter_seconds", once * 1, "s"),
+        "gather": named("gather_seconds", gathered * gathers, "s"),
+        "reduce": named("reduce_scatter_seconds", scattered, "s"),
     }
 
 

@@ -6,6 +6,7 @@ rank; ``ids`` are those of one rank's batch, so a whole table sees ``ids * ranks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from shardwright.core.amount import named
@@ -62,61 +63,66 @@ def request_seconds(ids: Any, sharding_type: str, c: Any) -> Any:
 
 
 def routed_seconds(
-    served: Any, columns: Any, element_bytes: Any, ranks: Any, c: Any
+    served: Any, columns: Any, element_bytes: Any, ranks: Any, passes: Any, c: Any
 ) -> dict[str, Any]:
     """Seconds of one routed shard by phase: it serves ``served`` ids of the global batch.
 
-    ``c`` maps constant names to numbers or Amounts. Latencies of collectives are per step, not
-    per shard, and are counted by :func:`step_latencies`.
+    ``passes`` is how many touches of a row its update costs. ``c`` maps constant names to numbers
+    or Amounts. Latencies of collectives are per step and counted by :func:`step_latencies`.
     """
     row = named("row_bytes", columns * element_bytes, "B")
-    link = network.exchange_seconds
-    passes = c["update_passes"]
     touch = named("row_seconds", row / c["memory_rate"] + c["row_latency"], "s")
+    moved = network.transfer_seconds("all_to_all", served * row, ranks, c)
     return {
         "exchange_ids": named(
             "exchange_ids_seconds",
-            link(served * INDEX_BYTES, ranks, 0, c["link_rate"]),
+            network.transfer_seconds("all_to_all", served * INDEX_BYTES, ranks, c),
             "s",
         ),
         "lookup": named("lookup_seconds", served * touch, "s"),
-        "exchange_rows": named(
-            "exchange_rows_seconds", link(served * row, ranks, 0, c["link_rate"]), "s"
-        ),
-        "reduce": named(
-            "exchange_gradients_seconds", link(served * row, ranks, 0, c["link_rate"]), "s"
-        ),
+        "exchange_rows": named("exchange_rows_seconds", moved, "s"),
+        "reduce": named("exchange_gradients_seconds", moved, "s"),
         "step": named("update_seconds", served * touch * passes, "s"),
     }
 
 
 def replicated_seconds(
-    ids: Any, rows: Any, columns: Any, element_bytes: Any, ranks: Any, c: Any
+    ids: Any, rows: Any, columns: Any, element_bytes: Any, ranks: Any, passes: Any, c: Any
 ) -> dict[str, Any]:
     """Seconds of one replica by phase: local lookups, a dense all-reduce, a dense update."""
     table = named("table_bytes", rows * columns * element_bytes, "B")
     row = named("row_bytes", columns * element_bytes, "B")
     touch = named("row_seconds", row / c["memory_rate"] + c["row_latency"], "s")
-    reduce = network.all_reduce_seconds(table, ranks, 0, c["link_rate"]) + ids * touch
+    reduce = network.transfer_seconds("all_reduce", table, ranks, c) + ids * touch
     return {
         "lookup": named("lookup_seconds", ids * touch, "s"),
         "reduce": named("all_reduce_seconds", reduce, "s"),
-        "step": named("update_seconds", table * c["update_passes"] / c["memory_rate"], "s"),
+        "step": named("update_seconds", table * passes / c["memory_rate"], "s"),
     }
 
 
 def shard_seconds(
-    ids: Any, rows: Any, columns: Any, dtype: str, ranks: Any, sharding_type: str, c: Any
+    ids: Any,
+    rows: Any,
+    columns: Any,
+    dtype: str,
+    kind: str,
+    ranks: Any,
+    sharding_type: str,
+    c: Any,
 ) -> dict[str, Any]:
-    """Seconds per step of one shard by phase."""
+    """Seconds per step of one shard by phase, updated by optimizer ``kind``."""
     size = ELEMENT_BYTES[dtype]
+    passes = c[f"{kind}_passes"]
     if sharding_type == "data_parallel":
-        return replicated_seconds(ids, rows, columns, size, ranks, c)
+        return replicated_seconds(ids, rows, columns, size, ranks, passes, c)
     served = ids_at_shard(ids, ranks, sharding_type)
-    return routed_seconds(served, columns, size, ranks, c)
+    return routed_seconds(served, columns, size, ranks, passes, c)
 
 
-ROUTED_COLLECTIVES = {"exchange_ids": 2, "exchange_rows": 1, "reduce": 1}  # counts and ids first
+# Collectives and eager operations of a step, whatever the number of tables: counts, ids and rows
+# out, gradients back; one dense gradient for all replicas.
+ROUTED_COLLECTIVES = {"exchange_ids": 2, "exchange_rows": 1, "reduce": 1}
 ROUTED_OPERATIONS = {"exchange_ids": 20, "lookup": 4, "exchange_rows": 4, "reduce": 6, "step": 20}
 REPLICATED_COLLECTIVES = {"reduce": 1}
 REPLICATED_OPERATIONS = {"lookup": 4, "reduce": 6, "step": 8}
@@ -125,15 +131,26 @@ REPLICATED_OPERATIONS = {"lookup": 4, "reduce": 6, "step": 8}
 def step_latencies(routed: bool, replicated: bool, ranks: int, c: Any) -> dict[str, float]:
     """Seconds per step and phase that do not depend on the number of tables."""
     seconds: dict[str, float] = {}
-    for present, collectives, operations in (
-        (routed, ROUTED_COLLECTIVES, ROUTED_OPERATIONS),
-        (replicated, REPLICATED_COLLECTIVES, REPLICATED_OPERATIONS),
-    ):
-        if not present:
-            continue
-        for phase, count in operations.items():
-            seconds[phase] = seconds.get(phase, 0.0) + count * c["operation_latency"]
-        for phase, count in collectives.items():
-            hop = network.exchange_seconds(0, ranks, c["link_latency"], c["link_rate"])
-            seconds[phase] = seconds.get(phase, 0.0) + count * hop
+
+    def add(phase: str, value: float) -> None:
+        seconds[phase] = seconds.get(phase, 0.0) + value
+
+    if routed:
+        _add_latencies(add, "all_to_all", ROUTED_COLLECTIVES, ROUTED_OPERATIONS, ranks, c)
+    if replicated:
+        _add_latencies(add, "all_reduce", REPLICATED_COLLECTIVES, REPLICATED_OPERATIONS, ranks, c)
     return seconds
+
+
+def _add_latencies(
+    add: Callable[[str, float], None],
+    collective: network.Collective,
+    collectives: dict[str, int],
+    operations: dict[str, int],
+    ranks: int,
+    c: Any,
+) -> None:
+    for phase, count in operations.items():
+        add(phase, count * c["operation_latency"])
+    for phase, count in collectives.items():
+        add(phase, count * network.latency_seconds(collective, ranks, c))

@@ -19,9 +19,9 @@ BOOL = 1
 class Traffic(msgspec.Struct, frozen=True):
     """A rank's share of the exchange; ids are those of one step.
 
-    ``requests``: (ids asked for, width, fixed) of each group of the route. ``serves``: (ids served,
-    width, distinct rows among them) of the same groups. ``replica_ids``: ids looked up in replicas, whose rows hold
-    ``replica_bytes``.
+    ``requests``: (ids asked for, width, fixed) of each group of the route. ``serves``: (ids
+    served, width, distinct rows among them) of the same groups. ``replica_ids``: ids looked up in
+    replicas, whose rows hold ``replica_bytes``.
     """
 
     requests: tuple[tuple[int, int, bool], ...]

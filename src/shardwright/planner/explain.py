@@ -172,7 +172,14 @@ def _table_seconds(plan: Plan, table: TableSpec, chosen: TablePlan, rows: Any, c
     ids = leaf(lookups(table, batch), "ids_of_one_rank", "ids", "batch.size x pooling")
     ranks = leaf(plan.world_size, "ranks", "", "cluster.world_size")
     spent = embedding.shard_seconds(
-        ids, rows, columns, table.dtype, ranks, chosen.sharding_type, constants_of(plan)
+        ids,
+        rows,
+        columns,
+        table.dtype,
+        chosen.optimizer,
+        ranks,
+        chosen.sharding_type,
+        constants_of(plan),
     )
     return named("seconds_per_step", sum(spent.values(), start=0), "s")
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 
+from shardwright.core.model import ShardingType
 from shardwright.planner.draft import Draft, Placed
 from shardwright.planner.problem import UNIFORM, Problem, TableChoice, UnitChoice
 
 MAX_ROUNDS = 200
 MAX_UNIT_COMBINATIONS = 16
 
+Tables = tuple[tuple[TableChoice, ...], ...]
 Key = Callable[["_Loads", TableChoice, tuple[int, ...]], tuple[float, ...]]
 
 
@@ -74,22 +76,32 @@ def _least_work(loads: _Loads, choice: TableChoice, ranks: tuple[int, ...]) -> t
 
 STRATEGIES: tuple[Key, ...] = (_fastest, _least_work, _smallest)
 
+# A first replica or a first routed table costs its collectives whatever follows, which no single
+# placement can see: so plans without either are proposed as well.
+LEFT_OUT: tuple[tuple[ShardingType, ...], ...] = (
+    (),
+    ("data_parallel",),
+    ("table_wise", "row_wise", "column_wise"),
+)
+
 
 def proposals(problem: Problem, budget: float) -> Iterator[Draft]:
     """Every combination of unit modes with every strategy, placed within ``budget`` bytes."""
     for units in _unit_combinations(problem):
         kept = max(_kept_by_units(problem, units))
-        for strategy in STRATEGIES:
-            placed = _place(problem, budget - kept, strategy)
+        for left_out, strategy in product(LEFT_OUT, STRATEGIES):
+            tables = _without(problem, left_out)
+            placed = _place(problem, tables, budget - kept, strategy)
             if placed is not None:
                 yield Draft(problem, placed, units)
-                yield Draft(problem, _improve(problem, placed, budget - kept), units)
+                better = _improve(problem, tables, placed, budget - kept)
+                yield Draft(problem, better, units)
 
 
 def smallest(problem: Problem) -> Draft:
     """The draft that asks least of the fullest rank, whatever its memory."""
     units = tuple(min(c, key=lambda u: u.layout.shard_bytes) for c in problem.units)
-    placed = _place(problem, float("inf"), _smallest)
+    placed = _place(problem, problem.tables, float("inf"), _smallest)
     assert placed is not None
     return Draft(problem, placed, units)
 
@@ -109,13 +121,21 @@ def _kept_by_units(problem: Problem, units: tuple[UnitChoice, ...]) -> tuple[int
     return Draft(problem, (), units).kept_bytes
 
 
-def _place(problem: Problem, budget: float, key: Key) -> tuple[Placed, ...] | None:
+def _without(problem: Problem, types: tuple[ShardingType, ...]) -> Tables:
+    """The choices that are not of ``types``, for tables that have any."""
+    return tuple(
+        tuple(c for c in choices if c.option.sharding_type not in types) or choices
+        for choices in problem.tables
+    )
+
+
+def _place(problem: Problem, tables: Tables, budget: float, key: Key) -> tuple[Placed, ...] | None:
     """Largest tables first, each where ``key`` is smallest; None if one fits nowhere."""
     loads = _Loads(problem.cluster.world_size)
-    order = sorted(range(len(problem.tables)), key=lambda i: -problem.tables[i][0].table.nbytes)
-    placed: list[Placed | None] = [None] * len(problem.tables)
+    order = sorted(range(len(tables)), key=lambda i: -tables[i][0].table.nbytes)
+    placed: list[Placed | None] = [None] * len(tables)
     for index in order:
-        best = _best(loads, problem.tables[index], budget, key)
+        best = _best(loads, tables[index], budget, key)
         if best is None:
             return None
         loads.add(best.choice, best.ranks)
@@ -134,7 +154,9 @@ def _best(
     return min(found, key=lambda p: key(loads, p.choice, p.ranks), default=None)
 
 
-def _improve(problem: Problem, start: tuple[Placed, ...], budget: float) -> tuple[Placed, ...]:
+def _improve(
+    problem: Problem, tables: Tables, start: tuple[Placed, ...], budget: float
+) -> tuple[Placed, ...]:
     """Take one table after the other out and back in elsewhere while the busiest rank gains."""
     placed = list(start)
     loads = _Loads(problem.cluster.world_size)
@@ -145,7 +167,7 @@ def _improve(problem: Problem, start: tuple[Placed, ...], budget: float) -> tupl
         improved = False
         for index, item in enumerate(placed):
             loads.add(item.choice, item.ranks, -1)
-            best = _best(loads, problem.tables[index], budget, _fastest) or item
+            best = _best(loads, tables[index], budget, _fastest) or item
             loads.add(best.choice, best.ranks)
             if (max(loads.seconds), sum(loads.seconds)) < (before[0] - 1e-15, before[1]):
                 placed[index] = best

@@ -148,7 +148,7 @@ def _choice(
         if key not in known:
             kept = embedding.shard_bytes(*key, table.dtype, table.optimizer, sharding_type)
             spent = embedding.shard_seconds(
-                ids, *key, table.dtype, cluster.world_size, sharding_type, values
+                ids, *key, table.dtype, table.optimizer, cluster.world_size, sharding_type, values
             )
             known[key] = kept, spent
     costs = [known[shape.rows, shape.columns] for shape in shapes]

@@ -1,0 +1,42 @@
+"""What tests of several floors share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from shardwright.core.amount import Step
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ceil_div": lambda a, b: -(-a // b),
+    "ceil": math.ceil,
+    "max": max,
+    "min": min,
+    "where": lambda condition, a, b: a if condition else b,
+}
+
+
+def _reevaluate(steps: Sequence[Step]) -> None:
+    """Compute every printed line again: the formula from earlier names, the numbers alone."""
+    known: dict[str, Any] = {}
+    for step in steps:
+        if step.formula:
+            names = {name: f"value_{index}" for index, name in enumerate(known)}
+            longest_first = sorted(map(re.escape, names), key=len, reverse=True)
+            pattern = rf"(?<![\w.])(?:{'|'.join(longest_first) or '(?!)'})(?![\w.])"
+            text = re.sub(pattern, lambda match: names[match.group()], step.formula)  # noqa: B023
+            values = {names[name]: value for name, value in known.items()}
+            bare: dict[str, Any] = {"__builtins__": {}}
+            assert eval(text, bare, {**FUNCTIONS, **values}) == step.value, step
+            assert eval(step.numbers, bare, dict(FUNCTIONS)) == step.value, step
+        known[step.name] = step.value
+
+
+@pytest.fixture(scope="session")
+def reevaluate() -> Callable[[Sequence[Step]], None]:
+    """Fails unless every printed line of a derivation evaluates to the value it states."""
+    return _reevaluate

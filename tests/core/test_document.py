@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import pytest
+
+from shardwright.core.document import (
+    encode_document,
+    read_document,
+    to_json,
+    write_atomically,
+    write_document,
+)
+from shardwright.core.errors import InputError
+
+SCHEMA = "shardwright.note/1"
+
+
+class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema: Literal["shardwright.note/1"]
+    size: float
+    names: dict[str, int] = {}
+
+
+def _read(path: Path) -> Note:
+    return read_document(path, Note, SCHEMA, made_by="shardwright note")
+
+
+def _message(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        _read(path)
+    return str(caught.value)
+
+
+def test_a_document_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    note = Note(SCHEMA, 0.1, {"b": 1, "a": 2})
+    write_document(note, tmp_path / "deep" / "note.json")
+    assert _read(tmp_path / "deep" / "note.json") == note
+
+
+def test_a_document_is_indented_sorted_and_ends_with_a_newline() -> None:
+    text = encode_document(Note(SCHEMA, 0.5, {"b": 1, "a": 2})).decode()
+    assert text == (
+        '{\n  "schema": "shardwright.note/1",\n  "size": 0.5,\n'
+        '  "names": {\n    "a": 2,\n    "b": 1\n  }\n}\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "ending"),
+    [
+        (b"{", "expected note JSON, got 'Input data was truncated'."),
+        (b"", "expected note JSON, got 'Input data was truncated'."),
+        (b"[]", "expected a note object, got list."),
+        (b"3", "expected a note object, got int."),
+        (b'{"schema": NaN}', "got 'JSON is malformed: invalid character (byte 11)'."),
+        (b'{"size": 1e400}', "got 'Number out of range - at `$[...]`'."),
+        (b"[" * 100_000, "got 'maximum recursion depth exceeded while deserializing an object'."),
+        (b'{"a": "\xff"}', "invalid start byte'."),
+        (b'{"size": 1}', "schema: expected 'shardwright.note/1', got none. "
+            "Make it again with `shardwright note`."),
+        (b'{"schema": 3}', "schema: expected 'shardwright.note/1', got none. "
+            "Make it again with `shardwright note`."),
+        (b'{"schema": "shardwright.note/2"}', "schema: expected 'shardwright.note/1', "
+            "got 'shardwright.note/2'. Make it again with `shardwright note`."),
+        (b'{"schema": "shardwright.note/1", "size": 1, "colour": 2}',
+            "not a valid note: Object contains unknown field `colour`."),
+        (b'{"schema": "shardwright.note/1"}',
+            "not a valid note: Object missing required field `size`."),
+        (b'{"schema": "shardwright.note/1", "size": "1"}',
+            "not a valid note: Expected `float`, got `str` - at `$.size`."),
+    ],
+)  # fmt: skip
+def test_a_document_that_cannot_be_used_is_refused_in_one_line(
+    tmp_path: Path, data: bytes, ending: str
+) -> None:
+    path = tmp_path / "note.json"
+    path.write_bytes(data)
+    message = _message(path)
+    assert message.startswith(f"{path}: ")
+    assert message.endswith(ending)
+    assert "\n" not in message
+
+
+def test_a_missing_document_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    assert _message(path) == (
+        f"{path}: expected a note file, got no such file. Make one with `shardwright note`."
+    )
+
+
+def test_a_directory_is_no_document(tmp_path: Path) -> None:
+    assert _message(tmp_path) == (
+        f"{tmp_path}: expected a note file, got a directory. Make one with `shardwright note`."
+    )
+
+
+def test_a_path_through_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    path = tmp_path / "file" / "note.json"
+    assert _message(path).startswith(
+        f"{path}: expected a readable note file, got 'Not a directory'"
+    )
+
+
+def test_a_document_beyond_256_mib_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    with path.open("wb") as file:
+        file.truncate(256 * 2**20 + 1)
+    assert _message(path) == f"{path}: expected a note below 256 MiB, got a larger file."
+
+
+def test_writing_replaces_the_old_file_and_leaves_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    write_atomically(path, b"old")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["note.json"]
+
+
+def test_a_reader_keeps_the_old_file_it_has_open(tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    write_atomically(path, b"old")
+    with path.open("rb") as reader:
+        write_atomically(path, b"new and longer")
+        assert reader.read() == b"old"
+
+
+def test_a_write_that_fails_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    target = tmp_path / "note.json"
+    target.mkdir()
+    with pytest.raises(InputError) as caught:
+        write_atomically(target, b"x")
+    assert str(caught.value) == f"{target}: expected a file that can be written, got a directory."
+    assert os.listdir(tmp_path) == ["note.json"]
+
+
+def test_a_write_below_a_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    path = tmp_path / "file" / "note.json"
+    with pytest.raises(InputError) as caught:
+        write_atomically(path, b"x")
+    assert str(caught.value) == (f"{path}: expected a file that can be written, got 'File exists'.")
+
+
+def test_the_working_folder_is_no_file_to_write() -> None:
+    with pytest.raises(InputError, match=r"^\.: expected a file that can be written"):
+        write_atomically(Path(), b"x")
+
+
+def test_values_become_indented_json() -> None:
+    assert to_json({"sizes": ((1, 2),)}) == (
+        '{\n  "sizes": [\n    [\n      1,\n      2\n    ]\n  ]\n}'
+    )

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.core.errors import InputError
+from shardwright.core.job import Job, parse_job, read_job
+
+TABLE = {"name": "a", "rows": 10, "dim": 16}
+TEXT = """
+[batch]
+size = 64
+
+[[tables]]
+name = "a"
+rows = 10
+dim = 16
+"""
+
+
+def _written(folder: Path, text: str) -> Path:
+    path = folder / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def _refused(document: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as caught:
+        parse_job(document)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def _refused_table(**changes: Any) -> str:
+    return _refused({"tables": [TABLE | changes]})
+
+
+def test_what_a_job_leaves_out_has_a_default(tmp_path: Path) -> None:
+    job = read_job(_written(tmp_path, TEXT))
+    assert job.batch.size == 64
+    assert (job.model.kind, job.cluster.preset, job.train.optimizer) == ("dlrm", "local", "sgd")
+    assert job.tables[0].pooling_factors == (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({}, "job: tables: expected a value, got none."),
+        ({"tables": []}, "job: tables: expected at least one [[tables]] entry, got none."),
+        ({"tables": 3}, "job: tables: expected array, got 3."),
+        ({"tables": [3]}, "job: tables[0]: expected object, got 3."),
+        ({"tables": [TABLE], "batch": 3}, "job: batch: expected object, got 3."),
+        (
+            {"tables": [TABLE], "batch": {"size": "x"}},
+            "job: batch.size: expected int, got 'x'.",
+        ),
+        ({"tables": [TABLE], "batch": {"size": 0}}, "job: batch.size: expected int >= 1, got 0."),
+        (
+            {"tables": [TABLE], "batch": {"size": 2**70}},
+            f"job: batch.size: expected int <= 2147483647, got {2**70}.",
+        ),
+        (
+            {"tables": [TABLE], "train": {"optimizer": "adm"}},
+            "job: train.optimizer: expected one of sgd, adagrad, adam, got 'adm'.",
+        ),
+        (
+            {"tables": [TABLE], "train": {"learning_rate": float("nan")}},
+            "job: train.learning_rate: expected float > 0.0, got nan.",
+        ),
+        (
+            {"tables": [TABLE], "train": {"learning_rate": float("inf")}},
+            "job: train.learning_rate: expected float <= 1000000.0, got inf.",
+        ),
+        (
+            {"tables": [TABLE], "planner": {"units": {"top": "shrd"}}},
+            "job: planner.units[...]: expected one of shard, replicate, got {'top': 'shrd'}.",
+        ),
+        (
+            {"tables": [TABLE], "cluster": {"compute_device": "gpu"}},
+            "job: cluster.compute_device: expected one of cpu, cuda, got 'gpu'.",
+        ),
+        (
+            {"tables": [TABLE], "cluster": {"ddr_cap": True}},
+            "job: cluster.ddr_cap: expected int | str | null, got True.",
+        ),
+        (
+            {"tables": [TABLE], "model": {"bottom": [64, 0]}},
+            "job: model.bottom[1]: expected int >= 1, got 0.",
+        ),
+        (
+            {"tables": [TABLE, TABLE]},
+            "job: tables[1] 'a'.name: expected a name of its own, got one used twice.",
+        ),
+    ],
+)
+def test_a_bad_value_is_named_with_what_was_expected(
+    document: dict[str, Any], message: str
+) -> None:
+    assert _refused(document) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": 0}, "tables[0] 'a'.rows: expected a value from 1 to 1099511627776, got 0."),
+        (
+            {"rows": 2**70},
+            f"tables[0] 'a'.rows: expected a value from 1 to 1099511627776, got {2**70}.",
+        ),
+        ({"rows": 1.5}, "tables[0].rows: expected int, got 1.5."),
+        ({"dim": 65537}, "tables[0] 'a'.dim: expected a value from 1 to 65536, got 65537."),
+        (
+            {"min_partition": 17},
+            "tables[0] 'a'.min_partition: expected a value from 0 to 16, got 17.",
+        ),
+        (
+            {"dtype": "fp31"},
+            "tables[0] 'a'.dtype: expected one of fp64, fp32, bf16, fp16, fp8, int64, int32, "
+            "int8, uint8, got 'fp31'.",
+        ),
+        (
+            {"pooling_factors": [1.0, 2.0], "num_poolings": [1.0]},
+            "tables[0] 'a'.num_poolings: expected 2 values, as pooling_factors, got 1.",
+        ),
+        (
+            {"pooling_factors": [float("nan")]},
+            "tables[0] 'a'.pooling_factors: expected a value from 0 to 1000000.0, got nan.",
+        ),
+        (
+            {"num_poolings": [-1.0]},
+            "tables[0] 'a'.pooling_factors: expected a value from 0 to 1000000.0, got -1.0.",
+        ),
+        (
+            {"name": "a b"},
+            "tables[0].name: expected letters, digits and underscores, at most 100, got 'a b'.",
+        ),
+        (
+            {"name": "0"},
+            "tables[0].name: expected letters, digits and underscores, at most 100, got '0'.",
+        ),
+        (
+            {"name": "a\n"},
+            "tables[0].name: expected letters, digits and underscores, at most 100, got 'a\\n'.",
+        ),
+        ({"optimizer": "adam"}, "tables[0].optimizer: expected one of sgd, rowwise_adagrad, got "
+            "'adam'."),
+        ({"sharding_types": ["rowwise"]}, "tables[0].sharding_types[0]: expected one of "
+            "data_parallel, table_wise, column_wise, row_wise, table_row_wise, "
+            "table_column_wise, grid_shard, got 'rowwise'."),
+    ],
+)  # fmt: skip
+def test_a_bad_table_is_named_with_what_was_expected(changes: dict[str, Any], message: str) -> None:
+    assert _refused_table(**changes) == f"job: {message}"
+
+
+def test_a_table_without_rows_is_told_which_key_it_lacks() -> None:
+    assert _refused({"tables": [{"name": "a", "dim": 4}]}) == (
+        "job: tables[0].rows: expected a value, got none."
+    )
+
+
+@pytest.mark.parametrize(
+    ("document", "spot", "near"),
+    [
+        ({"bach": {"size": 3}}, "bach", "batch"),
+        ({"batch": {"sise": 3}}, "batch.sise", "size"),
+        ({"cluster": {"worldsize": 3}}, "cluster.worldsize", "world_size"),
+        ({"tables": [TABLE | {"row": 3}]}, "tables[0].row", "rows"),
+        ({"tables": [TABLE | {"fqn": "x"}]}, "tables[0].fqn", "name"),
+        ({"tables": [TABLE | {"": 3}]}, "tables[0].", ""),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(
+    document: dict[str, Any], spot: str, near: str
+) -> None:
+    message = _refused({"tables": [TABLE]} | document)
+    assert message.startswith(f"job: unknown key '{spot}'. Did you mean '{near}")
+    assert "Known here: " in message
+    assert "fqn," not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "ending"),
+    [
+        ("[batch", "expected a job in TOML, got 'Expected ']' at the end of a table declaration"),
+        ("size = " + "[" * 5000, "expected a job in TOML, got 'maximum recursion depth exceeded"),
+        ("size = " + "1" * 5000, "expected a job in TOML, got 'Exceeds the limit"),
+    ],
+)
+def test_a_text_that_is_no_toml_is_refused(tmp_path: Path, text: str, ending: str) -> None:
+    path = _written(tmp_path, text)
+    with pytest.raises(InputError) as caught:
+        read_job(path)
+    assert str(caught.value).startswith(f"{path}: {ending}")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="expected a job in TOML, got ''utf-8' codec"):
+        read_job(path)
+
+
+def test_a_missing_job_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    with pytest.raises(InputError) as caught:
+        read_job(path)
+    assert str(caught.value) == (
+        f"{path}: expected a job file, got no such file. "
+        "Name a job in TOML, such as examples/demo.toml."
+    )
+
+
+def _overridden(folder: Path, *overrides: str) -> Job:
+    return read_job(_written(folder, TEXT), overrides)
+
+
+def test_an_override_wins_over_the_file(tmp_path: Path) -> None:
+    assert _overridden(tmp_path, "batch.size=8").batch.size == 8
+
+
+def test_the_last_override_wins(tmp_path: Path) -> None:
+    assert _overridden(tmp_path, "batch.size=8", "batch.size=9").batch.size == 9
+
+
+def test_an_override_makes_a_section_that_the_file_lacks(tmp_path: Path) -> None:
+    assert _overridden(tmp_path, "train.steps=7").train.steps == 7
+
+
+def test_an_override_may_leave_out_the_quotes_of_a_text(tmp_path: Path) -> None:
+    job = _overridden(tmp_path, "train.optimizer=adam", "cluster.ddr_cap=48 MiB", "train.out=a=b")
+    assert (job.train.optimizer, job.cluster.ddr_cap, job.train.out) == ("adam", "48 MiB", "a=b")
+
+
+def test_an_override_may_be_any_toml_value(tmp_path: Path) -> None:
+    job = _overridden(tmp_path, "model.bottom=[8, 16]", 'planner.units={top = "shard"}')
+    assert job.model.bottom == (8, 16)
+    assert job.planner.units == {"top": "shard"}
+
+
+@pytest.mark.parametrize("text", ["batch.size", "size=3", ".size=3", "batch.=3", "", "="])
+def test_an_override_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        _overridden(tmp_path, text)
+    assert str(caught.value) == f"--set: expected section.key=value, got '{text}'."
+
+
+def test_tables_cannot_be_overridden(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        _overridden(tmp_path, "tables.rows=3")
+    assert str(caught.value) == (
+        "--set tables: expected a section with single keys, got a list of tables."
+    )
+
+
+def test_an_override_is_checked_like_the_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"unknown key 'batch.sise'. Did you mean 'size'"):
+        _overridden(tmp_path, "batch.sise=3")
+
+
+@pytest.mark.parametrize("value", ["[" * 5000, "1" * 5000])
+def test_an_override_beyond_all_bounds_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(InputError, match=r"batch.size: expected int, got str"):
+        _overridden(tmp_path, f"batch.size={value}")
