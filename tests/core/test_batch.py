@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from shardwright.core.batch import Batch, lookups, outputs
+from shardwright.core.batch import Batch, expected_distinct, lookups, outputs
 from shardwright.core.model import TableSpec
 
 
@@ -24,3 +26,17 @@ def _table(**changes: object) -> TableSpec:
 def test_a_batch_brings_ids_and_takes_rows(table: TableSpec, ids: float, rows: float) -> None:
     assert lookups(table, Batch(8)) == ids
     assert outputs(table, Batch(8)) == rows
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**9))
+@settings(deadline=None)
+def test_different_rows_are_never_more_than_the_ids_or_the_table(ids: int, rows: int) -> None:
+    assert min(ids, 1) <= expected_distinct(ids, rows) <= min(ids, rows)
+
+
+def test_even_draws_meet_two_thirds_of_a_table_of_as_many_rows() -> None:
+    assert expected_distinct(1000, 1000) == 632  # 1 - 1/e
+
+
+def test_an_empty_table_has_no_different_rows() -> None:
+    assert expected_distinct(5, 0) == 0

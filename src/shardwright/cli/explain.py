@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import typing
 from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.core.amount import Step
 from shardwright.core.errors import InputError, expected
+from shardwright.core.model import ShardingType
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.specs import model_spec
 from shardwright.core.timeline import PHASES, decode, phase_peaks, phase_seconds
 from shardwright.core.units import format_bytes
 from shardwright.planner import explain
+
+SHARDING_TYPES = typing.get_args(ShardingType)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +137,10 @@ def _why_not(plan: Plan, options: argparse.Namespace) -> int:
     if not options.tensor:
         raise InputError(
             expected("--why-not", "a table named by --tensor", "none", "Add --tensor NAME.")
+        )
+    if options.why_not not in SHARDING_TYPES:
+        raise InputError(
+            expected("--why-not", f"one of {', '.join(SHARDING_TYPES)}", f"'{options.why_not}'")
         )
     found = explain.why_not(plan, options.tensor, options.why_not)
     if options.json:

@@ -15,7 +15,10 @@ from shardwright.core.errors import (
     EXIT_INPUT,
     EXIT_INTERRUPTED,
     ShardwrightError,
+    expected,
 )
+
+LONGEST_MESSAGE = 4000  # characters; a list of known names may be long
 
 COMMANDS = {
     "demo": "plan, run, compare and report on this machine, 2 ranks, about a minute",
@@ -43,7 +46,7 @@ exit codes: 0 ok, 1 our bug, 2 bad input, 3 no plan fits, 4 outside tolerance or
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage text, which --help shows."""
-        self.exit(EXIT_INPUT, f"{self.prog}: {message}. See '{self.prog} --help'.\n")
+        self.exit(EXIT_INPUT, f"{self.prog}: {_line(message)}. See '{self.prog} --help'.\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = module.execute(options)
         sys.stdout.flush()
     except ShardwrightError as error:
-        print(f"shardwright: {error}", file=sys.stderr)
+        print(f"shardwright: {_line(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("shardwright: interrupted", file=sys.stderr)
@@ -79,10 +82,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("SHARDWRIGHT_LOG") == "debug":
             raise
-        print(
-            f"shardwright: internal error: {type(error).__name__}: {error}. This is a bug; "
-            "SHARDWRIGHT_LOG=debug shows where.",
-            file=sys.stderr,
-        )
-        return EXIT_BUG
+        return _unforeseen(error)
     return code
+
+
+def _unforeseen(error: Exception) -> int:
+    """A path that the system refuses is the user's to mend; everything else is ours."""
+    if isinstance(error, OSError) and error.filename:
+        found = f"'{error.strerror or type(error).__name__}'"
+        text = expected(str(error.filename), "a path that can be used", found)
+        print(f"shardwright: {_line(text)}", file=sys.stderr)
+        return EXIT_INPUT
+    text = f"internal error: {type(error).__name__}: {error}. This is a bug; "
+    print(f"shardwright: {_line(text)}SHARDWRIGHT_LOG=debug shows where.", file=sys.stderr)
+    return EXIT_BUG
+
+
+def _line(text: str) -> str:
+    """One line that no name from a file or a command can break or colour."""
+    from shardwright.report.wording import printable
+
+    return printable(text, LONGEST_MESSAGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def show(renderable: Any) -> None:
     """A table on stdout, in the terminal's width; 120 columns where there is no terminal."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
     if not console.is_terminal:
-        console = Console(width=120)
-    console.print(renderable)
+        console.width = 120
+    with console.capture() as drawn:
+        console.print(renderable)
+    # not through rich, which ends the process with 1 when the reader is gone (`| head`)
+    print(drawn.get(), end="")

@@ -6,6 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
+from shardwright.core.errors import InputError, expected
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``run``."""
@@ -16,10 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Train as torchrun's environment says; the status file tells the launcher how it ended."""
+    if "RANK" not in os.environ:
+        raise InputError(
+            expected("RANK", "to be set by torchrun", "none", "Use shardwright train.")
+        )
     from shardwright.lab.training import train_rank
     from shardwright.runtime.pulse import run_worker
 
-    rank = int(os.environ.get("RANK", "0"))
+    rank = int(os.environ["RANK"])
     options.out.mkdir(parents=True, exist_ok=True)
     return run_worker(
         options.out,

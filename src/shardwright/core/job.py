@@ -74,11 +74,15 @@ class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds."""
+    """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds.
+
+    Tables learn at ``table_learning_rate``, or like the units where it is not given.
+    """
 
     steps: Count = 100
     optimizer: DenseOptimizer = "sgd"
     learning_rate: Rate = 0.1
+    table_learning_rate: Rate | None = None
     seed: Whole = 0
     out: str = "runs/latest"
     timeout: Seconds = 60.0

@@ -168,7 +168,7 @@ def _shard_tables(
         make_route(plan.tables, blocks, comm.size),
         comm,
         initial,
-        plan.job.train.learning_rate,
+        plan.job.train.table_learning_rate or plan.job.train.learning_rate,
     )
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, tables)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
@@ -30,7 +33,7 @@ def get_dstorage(module: nn.Module) -> DStorage | None:
 def fully_shard_flat(
     module: nn.Module,
     mesh: DeviceMesh,
-    placements: tuple[Placement, ...] = (Shard(0),),
+    placements: tuple[Placement | TorchPlacement, ...] = (Shard(0),),
     reshard_after_forward: bool = True,
     register_hooks: bool = True,
     shard_strategy: str = "per_param",
@@ -39,19 +42,19 @@ def fully_shard_flat(
     """Shard all parameters of ``module`` over a 1-D ``mesh`` as one flat buffer.
 
     This version carries out ``shard_strategy="flat"`` in fp32, and ``(Replicate(),)``; every other
-    request raises :class:`UnsupportedError` naming what is supported. With ``register_hooks=False``
-    the caller drives ``unshard()`` and ``reshard()``.
+    request raises :class:`UnsupportedError` naming what is supported. torch's own placements are
+    accepted. With ``register_hooks=False`` the caller drives ``unshard()`` and ``reshard()``.
     """
     if shard_placement_fn is not None:
         raise UnsupportedError(
             expected("shard_placement_fn", "None", "a function", "Use shard_strategy='flat'.")
         )
-    if len(placements) != 1 or placements[0] not in (Shard(0), Replicate()):
+    wanted = tuple(_ours(placement) for placement in placements)
+    if wanted not in ((Shard(0),), (Replicate(),)):
         raise UnsupportedError(
             expected("placements", "(Shard(0),) or (Replicate(),)", repr(placements))
         )
-    replicated = placements[0] == Replicate()
-    placement = placements[0] if replicated else placement_of(shard_strategy)
+    placement = wanted[0] if wanted == (Replicate(),) else placement_of(shard_strategy)
     return attach(
         module,
         Comm(mesh),
@@ -60,6 +63,17 @@ def fully_shard_flat(
         reshard_after_forward=reshard_after_forward,
         register_hooks=register_hooks,
     )
+
+
+def _ours(placement: Placement | TorchPlacement) -> Placement:
+    """torch's placement as the torch-free one of the same name."""
+    if isinstance(placement, TorchShard):
+        return Shard(placement.dim)
+    if isinstance(placement, TorchReplicate):
+        return Replicate()
+    if isinstance(placement, TorchPlacement):
+        raise UnsupportedError(expected("placements", "Shard or Replicate", repr(placement)))
+    return placement
 
 
 def attach(

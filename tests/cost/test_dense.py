@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.core.model import DenseOptimizer, Stage, UnitSpec, Work
+from shardwright.core.tensor import TensorSpec
+from shardwright.cost import dense
+
+CASES: dict[str, Callable[[Any], Any]] = {
+    "compute_seconds": lambda v: dense.compute_seconds(v.flops, v.operations, v.c),
+    "update_seconds": lambda v: dense.update_seconds(v.payload, v.c),
+    "communication_seconds/sharded": lambda v: dense.communication_seconds(
+        v.payload, v.ranks, sharded=True, gathers=2, c=v.c
+    ),
+    "communication_seconds/replicated": lambda v: dense.communication_seconds(
+        v.payload, v.ranks, sharded=False, gathers=1, c=v.c
+    ),
+} | {
+    f"unit_bytes/{kind}": (lambda v, k=kind: dense.unit_bytes(v.payload, v.padding, k))
+    for kind in get_args(DenseOptimizer)
+}
+OF_PLAIN_VALUES = {"stage_flops", "unit_payload"}
+SAMPLES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "payload": st.integers(0, 2**45),
+            "padding": st.integers(0, 2**20),
+            "flops": st.integers(0, 2**50),
+            "operations": st.integers(0, 1000),
+            "ranks": st.integers(1, 4096),
+        }
+    ),
+    min_size=1,
+    max_size=3,
+)
+C = {
+    "compute_rate": 100.0,
+    "memory_rate": 10.0,
+    "operation_latency": 0.5,
+    "all_gather_latency": 1.0,
+    "all_gather_rate": 10.0,
+    "reduce_scatter_latency": 2.0,
+    "reduce_scatter_rate": 5.0,
+    "all_reduce_latency": 3.0,
+    "all_reduce_rate": 10.0,
+}
+
+
+def test_every_function_is_evaluated_in_three_ways(
+    public_functions: Callable[[ModuleType], set[str]],
+) -> None:
+    assert {name.partition("/")[0] for name in CASES} == public_functions(dense) - OF_PLAIN_VALUES
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(samples=SAMPLES, preset=st.sampled_from(["local", "h100-8"]))
+@settings(deadline=None, max_examples=15)
+def test_numbers_arrays_and_amounts_agree(
+    agree: Callable[..., None], name: str, samples: list[dict[str, float]], preset: str
+) -> None:
+    agree(CASES[name], samples, preset)
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "padding"), [("sgd", 0, 24), ("adagrad", 404, 36), ("adam", 804, 48)]
+)
+def test_padding_counts_once_for_each_role(kind: str, state: int, padding: int) -> None:
+    assert dense.unit_bytes(400, 12, kind) == {
+        "weight": 400,
+        "gradient": 400,
+        "optimizer_state": state,
+        "padding": padding,
+    }
+
+
+def test_computing_takes_its_flops_and_its_calls() -> None:
+    assert dense.compute_seconds(300, 4, C) == 3.0 + 2.0
+
+
+def test_a_sharded_unit_pays_a_gather_and_a_reduce_scatter() -> None:
+    found = dense.communication_seconds(100, 2, sharded=True, gathers=1, c=C)
+    assert found == {"gather": 1 + 50 / 10, "reduce": 2 + 50 / 5}
+
+
+def test_gathers_count_as_often_as_they_happen() -> None:
+    found = dense.communication_seconds(100, 2, sharded=True, gathers=2, c=C)
+    assert found["gather"] == 2 * (1 + 50 / 10)
+
+
+def test_a_replicated_unit_pays_an_all_reduce_alone() -> None:
+    found = dense.communication_seconds(100, 2, sharded=False, gathers=1, c=C)
+    assert found == {"gather": 0.0, "reduce": 3 + 100 / 10}
+
+
+def test_an_update_reads_all_its_bytes() -> None:
+    assert dense.update_seconds(30, C) == 3.0 + 0.5
+
+
+def test_flops_grow_with_the_batch_and_calls_do_not() -> None:
+    stage = Stage("s", "gather", (Work("a", 3), Work("b", 4)), (Work("c", 10),))
+    assert dense.stage_flops(stage, 5) == (35, 2, 50, 1)
+
+
+def test_the_payload_of_a_unit_has_no_padding() -> None:
+    unit = UnitSpec("u", (TensorSpec("w", (3, 5)), TensorSpec("b", (3,), "bf16")))
+    assert dense.unit_payload(unit) == 66

@@ -1,0 +1,145 @@
+"""Real runs that go wrong: each ends in time, in one line, with the right code and no orphan."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwright.core.outcome import Outcome, decode_outcome
+from shardwright.runtime.pulse import PulseReading, read_pulse
+
+START_SECONDS = 90.0
+TIMEOUT = 4.0
+END_SECONDS = 40.0
+HEADER = ",".join(["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))])
+
+
+def job_text(data: str, out: Path, steps: int, extra: str = "") -> str:
+    tables = "".join(f'[[tables]]\nname = "C{i}"\nrows = 50\ndim = 4\n' for i in range(1, 27))
+    return (
+        "[model]\nbottom = [4]\ntop = [8, 1]\n[batch]\nsize = 4\n"
+        f'[data]\nkind = "criteo"\npath = "{data}"\n{extra}'
+        f'[train]\nsteps = {steps}\ntimeout = {TIMEOUT}\nout = "{out}"\n{tables}'
+    )
+
+
+def rows(count: int, bad: dict[int, str] | None = None) -> str:
+    good = "1,2,,3.0" + "," * 10 + "," + ",".join(f"{i:08x}" for i in range(26))
+    lines = [(bad or {}).get(line, good) for line in range(2, count + 2)]
+    return "\n".join([HEADER, *lines]) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "data.csv").write_text(rows(64))
+    yield tmp_path
+    assert not alive(tmp_path), "a worker outlived its run"
+
+
+def alive(folder: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def command(folder: Path, steps: int, data: str = "data.csv", extra: str = "") -> list[str]:
+    job = folder / "job.toml"
+    job.write_text(job_text(str(folder / data), folder / "run", steps, extra))
+    return [sys.executable, "-m", "shardwright", "train", str(job), "-n", "2"]
+
+
+def finished(folder: Path, steps: int, **kwargs: str) -> subprocess.CompletedProcess[str]:
+    line = command(folder, steps, **kwargs)
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=START_SECONDS + END_SECONDS, check=False
+    )
+
+
+def outcome(folder: Path) -> Outcome:
+    path = folder / "run" / "outcome.json"
+    return decode_outcome(path.read_bytes(), str(path))
+
+
+def hurt(folder: Path, rank: int, number: signal.Signals) -> tuple[int, str, float]:
+    """Start an endless run, send ``rank`` a signal in the middle; code, stderr, seconds to end."""
+    process = subprocess.Popen(
+        command(folder, 10_000_000), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        reading = wait_for_step(folder, rank, process)
+        struck = time.monotonic()
+        os.kill(reading.pid, number)
+        _, errors = process.communicate(timeout=END_SECONDS)
+    finally:
+        process.kill()
+        process.wait(10)
+    return process.returncode, errors, time.monotonic() - struck
+
+
+def wait_for_step(folder: Path, rank: int, process: subprocess.Popen[str]) -> PulseReading:
+    limit = time.monotonic() + START_SECONDS
+    while time.monotonic() < limit and process.poll() is None:
+        path = folder / "run" / f"rank-{rank}.pulse"
+        reading = read_pulse(path) if path.exists() else None
+        if reading is not None and (reading.step or 0) > 20:
+            return reading
+        time.sleep(0.05)
+    raise AssertionError(f"rank {rank} never came to step 20")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_run_and_is_named(folder: Path, rank: int) -> None:
+    code, errors, seconds = hurt(folder, rank, signal.SIGKILL)
+    assert code == 5
+    assert f"rank {rank} died" in errors
+    assert "Traceback" not in errors
+    assert seconds < TIMEOUT + 10
+    assert outcome(folder).code == 5
+
+
+def test_a_hung_rank_ends_the_run_within_its_timeout_and_is_named(folder: Path) -> None:
+    code, errors, seconds = hurt(folder, 1, signal.SIGSTOP)
+    assert code == 5
+    assert "rank 1 made no progress" in errors
+    assert "Traceback" not in errors
+    assert seconds < TIMEOUT + 15
+
+
+def test_a_truncated_row_ends_the_run_with_its_line_number(folder: Path) -> None:
+    (folder / "bad.csv").write_text(rows(64, {40: "1,2,3"}))
+    done = finished(folder, 20, data="bad.csv")
+    assert done.returncode == 2
+    assert "bad.csv:40" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_rows_are_counted_where_the_job_says_so(folder: Path) -> None:
+    (folder / "bad.csv").write_text(rows(64, {9: "1,2,3", 40: "not a row"}))
+    done = finished(folder, 8, data="bad.csv", extra="skip_bad_rows = true\n")
+    assert done.returncode == 0, done.stderr
+    assert "2 bad rows were left out" in done.stdout
+    assert "exact bytes equal on 2 of 2 ranks" in done.stdout
+
+
+def test_running_a_plan_imports_no_planner(folder: Path) -> None:
+    probe = (
+        "import sys, shardwright.lab.training; "
+        "print([m for m in sys.modules if m.startswith(('shardwright.planner', "
+        "'shardwright.cost', 'shardwright.memory'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

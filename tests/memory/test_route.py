@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardwright.memory import route
+from shardwright.memory.ledger import Ledger
+from shardwright.memory.route import Traffic
+
+ID, FLOAT = 8, 4
+
+
+def _traffic(**changes: Any) -> Traffic:
+    """One row-wise group: a rank asks for 10 ids of 16 columns and serves 12, 9 of them distinct."""
+    given: dict[str, Any] = {
+        "requests": ((10, 16, False),),
+        "serves": ((12, 16, 9),),
+        "replica_ids": 0,
+        "replica_bytes": 0,
+        "replica_rows": 0,
+        "features": 1,
+        "dim": 16,
+        "batch": 10,
+        "adagrad": False,
+    }
+    return Traffic(**(given | changes))
+
+
+WHOLE = _traffic(requests=((10, 16, True),))
+TWO_GROUPS = _traffic(requests=((10, 16, True), (20, 8, True)), serves=((12, 16, 9), (6, 8, 6)))
+REPLICAS = _traffic(requests=(), serves=(), replica_ids=10, replica_bytes=640, replica_rows=10)
+
+
+def _peak(act: Callable[[Ledger, Traffic], None], traffic: Traffic, *before: Any) -> int:
+    """Bytes at the highest point of ``act`` beyond what lived when it began."""
+    heap = Ledger()
+    for earlier in before:
+        earlier(heap, traffic)
+    start = heap.total
+    with heap.during("lookup"):
+        act(heap, traffic)
+    return sum(heap.peaks.get("lookup", {}).values()) - start
+
+
+def _left(traffic: Traffic, *acts: Callable[[Ledger, Traffic], None]) -> int:
+    heap = Ledger()
+    for act in acts:
+        act(heap, traffic)
+    return heap.total
+
+
+def test_traffic_adds_up_over_its_groups() -> None:
+    assert (TWO_GROUPS.asked, TWO_GROUPS.served) == (30, 18)
+    assert TWO_GROUPS.asked_bytes == (10 * 16 + 20 * 8) * FLOAT
+    assert TWO_GROUPS.served_bytes == (12 * 16 + 6 * 8) * FLOAT
+
+
+def test_ids_of_a_whole_table_are_sent_as_they_are() -> None:
+    assert _peak(route.exchange_ids, WHOLE) == (10 + 12) * ID
+    assert _left(WHOLE, route.exchange_ids) == 12 * ID
+
+
+def test_ids_of_row_shards_are_sorted_by_owner_and_keep_their_order() -> None:
+    assert _peak(route.exchange_ids, _traffic()) == 5 * 10 * ID
+    assert _left(_traffic(), route.exchange_ids) == (10 + 12) * ID
+
+
+def test_several_groups_are_joined_before_they_are_sent() -> None:
+    assert _peak(route.exchange_ids, TWO_GROUPS) == (30 + 30 + 18) * ID
+
+
+def test_the_owner_finds_the_rows_it_serves() -> None:
+    assert _left(_traffic(), route.look_up) == 12 * 16 * FLOAT
+
+
+def test_a_replica_finds_its_own_rows_and_keeps_the_ids() -> None:
+    assert _left(REPLICAS, route.look_up) == 10 * ID + 10 * 16 * FLOAT
+
+
+def test_found_rows_are_gone_when_the_rows_asked_for_are_in_order() -> None:
+    left = _left(WHOLE, route.look_up, route.exchange_rows)
+    assert left == 1 * 10 * 16 * FLOAT
+
+
+def test_rows_asked_for_stand_beside_the_result() -> None:
+    result = back = 10 * 16 * FLOAT
+    found = 12 * 16 * FLOAT
+    assert _peak(route.exchange_rows, WHOLE, route.look_up) == max(back, back + result - found)
+
+
+def test_gradients_leave_with_the_width_of_their_rows_and_arrive_at_the_owner() -> None:
+    sent, arrived = 10 * 16 * FLOAT, 12 * 16 * FLOAT
+    assert _peak(route.return_gradients, WHOLE) == sent + arrived
+    assert _left(WHOLE, route.return_gradients) == arrived
+
+
+def test_gradients_of_row_shards_are_sorted_into_a_copy() -> None:
+    wide = _traffic(serves=((0, 16, 0),))
+    assert _peak(route.return_gradients, wide) == 2 * 10 * 16 * FLOAT
+
+
+def test_replicas_sum_a_dense_gradient() -> None:
+    assert _peak(route.reduce_replicas, REPLICAS) == 640 + 10 * 16 * FLOAT
+    assert _left(REPLICAS, route.reduce_replicas) == 640
+
+
+def test_sgd_updates_one_group_in_place() -> None:
+    assert _peak(route.update, _traffic()) == 0
+
+
+def test_adagrad_sorts_ids_and_sums_rows_that_occur_more_than_once() -> None:
+    sort = 12 * (2 * ID + 1)
+    sums = 9 * (2 * ID + FLOAT + 3 * 16 * FLOAT)
+    assert _peak(route.update, _traffic(adagrad=True)) == sort + sums
+
+
+def test_several_groups_are_parted_before_they_are_updated() -> None:
+    assert _peak(route.update, TWO_GROUPS) == TWO_GROUPS.served_bytes + 18 * ID
+
+
+def test_an_adagrad_replica_squares_its_gradient() -> None:
+    traffic = _traffic(
+        requests=(), serves=(), replica_ids=10, replica_bytes=640, replica_rows=10, adagrad=True
+    )
+    assert _peak(route.update, traffic) == 640 + 10 * FLOAT
+
+
+@pytest.mark.parametrize("traffic", [_traffic(), WHOLE, TWO_GROUPS, REPLICAS])
+def test_nothing_of_the_exchange_outlives_the_update_but_the_rows(traffic: Traffic) -> None:
+    left = _left(
+        traffic,
+        route.exchange_ids,
+        route.look_up,
+        route.exchange_rows,
+        route.return_gradients,
+        route.reduce_replicas,
+        route.update,
+    )
+    assert left == traffic.features * traffic.batch * traffic.dim * FLOAT
+
+
+def test_without_tables_to_ask_nothing_moves() -> None:
+    nothing = _traffic(requests=(), serves=())
+    for act in (route.exchange_ids, route.look_up, route.return_gradients, route.reduce_replicas):
+        assert _left(nothing, act) == 0
