@@ -114,6 +114,7 @@ class DStorage:
         self._local_parameters = self._views(self.flat, self._local_slices())
         self.optimizer_parameter: nn.Parameter | None = None
         self._full_gradient: torch.Tensor | None = None
+        self._earlier: list[torch.Tensor | None] = []
         comm.probe.holds(self.flat, "weight")
         if self.is_replicated:
             self._show(self._full_parameters, State.UNSHARDED)
@@ -178,6 +179,8 @@ class DStorage:
             return
         self._full_gradient = self.flat.new_zeros(self._whole_numel)
         self.comm.probe.holds(self._full_gradient, "unreduced_gradient")
+        # of a replicated unit these may be gradients of earlier backwards, already reduced
+        self._earlier = [parameter.grad for parameter in self._full_parameters]
         for parameter, (start, stop) in zip(
             self._full_parameters, self._full_slices(), strict=True
         ):
@@ -189,8 +192,8 @@ class DStorage:
         if full is None:
             return
         self._full_gradient = None
-        for parameter in self._full_parameters:
-            parameter.grad = None
+        for parameter, earlier in zip(self._full_parameters, self._earlier, strict=True):
+            parameter.grad = earlier
         with self.comm.probe.phase("reduce"):
             if self.is_replicated:
                 self.comm.all_reduce(f"{self.name} reduce", full)

@@ -1,0 +1,51 @@
+"""``apply`` refuses before anything moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import unit_tasks as tasks
+from pool import Pool
+from reference import ROWS, small_job
+
+MIXED = ("data_parallel", "table_wise", "row_wise") * 2
+UNITS = ("shard", "shard")
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("plan", "expected the same plan on every rank, got another one on rank 1"),
+        ("model", "expected the same model on every rank, got another one on rank 1"),
+        ("all models", "top.extra.weight: expected a tensor of the plan"),
+        ("world", "mesh: expected 3 ranks, as the plan, got 2"),
+    ],
+)
+def test_a_disagreement_is_named_on_every_rank(pool: Pool, what: str, text: str) -> None:
+    job = small_job(MIXED, UNITS, 2)
+    other = small_job(MIXED, UNITS, 3 if what == "world" else 2, batch=4)
+    for found in pool.run(2, tasks.disagreement, job=job, other=other, what=what):
+        assert found.startswith("MismatchError")
+        assert text in found
+
+
+@pytest.mark.parametrize("value", [-1, ROWS[2], 2**40])
+def test_an_id_out_of_range_names_table_and_value(pool: Pool, value: int) -> None:
+    ids = torch.zeros(4, len(ROWS), dtype=torch.int64)
+    ids[3, 2] = value
+    job = small_job(MIXED, UNITS, 2)
+    for found in pool.run(2, tasks.look_up, job=job, ids=ids):
+        assert found.startswith("InputError: ids of table 't2', sample 3")
+        assert f"got {value}" in found
+
+
+def test_ids_of_another_shape_are_refused(pool: Pool) -> None:
+    job = small_job(MIXED, UNITS, 2)
+    for found in pool.run(2, tasks.look_up, job=job, ids=torch.zeros(4, 2, dtype=torch.int64)):
+        assert "ids: expected shape [batch, 6], got [4, 2]" in found
+
+
+def test_an_empty_batch_on_every_rank_works(pool: Pool) -> None:
+    job = small_job(MIXED, UNITS, 2)
+    ids = torch.zeros(0, len(ROWS), dtype=torch.int64)
+    assert pool.run(2, tasks.look_up, job=job, ids=ids) == ["accepted", "accepted"]
