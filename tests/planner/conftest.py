@@ -13,8 +13,7 @@ from shardwright.core.job import Job, parse_job
 
 def _make_job(*rows: int, dim: int = 16, table: dict[str, Any] | None = None, **more: Any) -> Job:
     tables = [
-        {"name": f"t{i}", "rows": count, "dim": dim} | (table or {})
-        for i, count in enumerate(rows)
+        {"name": f"t{i}", "rows": count, "dim": dim} | (table or {}) for i, count in enumerate(rows)
     ]
     model = {"bottom": [8, dim], "top": [16, 1]}
     return parse_job({"tables": tables, "model": model, "cluster": {"world_size": 2}} | more)

@@ -27,9 +27,10 @@ def execute(options: argparse.Namespace) -> int:
     with as_file(files("shardwright.cli") / "demo.toml") as path:
         job = read_job(path, [*options.set, f"train.out={options.out}"])
     folder = Path(job.train.out)
-    _say(f"generating {job.data.rows:,} click-log rows from a known click model")
-    made = plan(prepare_data(job, folder))
+    made = plan(job)
     shared.show(plan_summary(made))
+    _say(f"generating {job.data.rows:,} click-log rows from a known click model")
+    prepare_data(job)
     _say(f"training {job.train.steps} steps on {made.world_size} ranks")
     session = run(made, folder, sys.stderr)
     code = finish(session)

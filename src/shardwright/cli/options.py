@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,4 +70,5 @@ def show(renderable: Any) -> None:
     with console.capture() as drawn:
         console.print(renderable)
     # not through rich, which ends the process with 1 when the reader is gone (`| head`)
-    print(drawn.get(), end="")
+    encoding = sys.stdout.encoding or "utf-8"
+    print(drawn.get().encode(encoding, "replace").decode(encoding), end="")

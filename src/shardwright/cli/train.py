@@ -10,7 +10,7 @@ from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.specs import model_spec
-from shardwright.lab.session import Session, check_data, prepare_data, run
+from shardwright.lab.session import Session, prepare_data, run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Plan unless a plan is given, run, compare; the code is the run's."""
     plan = _plan_of(options)
+    prepare_data(plan.job)
     session = run(plan, Path(plan.job.train.out), sys.stderr)
     return finish(session, json=options.json)
 
@@ -73,9 +74,7 @@ def _plan_of(options: argparse.Namespace) -> Plan:
     if options.job.suffix != ".json":
         from shardwright.planner import plan
 
-        job = shared.job_of(options)
-        plan(job)  # refuse what does not fit before any data is written
-        return plan(prepare_data(job, Path(job.train.out)))
+        return plan(shared.job_of(options))
     if options.set:
         raise InputError(
             expected("--set", "a job to override", "a plan", "Plan again with --set, then train.")
@@ -91,14 +90,4 @@ def _plan_of(options: argparse.Namespace) -> Plan:
                 f"Plan for {options.ranks} ranks first.",
             )
         )
-    if given.job.data.kind == "synthetic" and not given.job.data.path:
-        raise InputError(
-            expected(
-                "data.path of the plan's job",
-                "rows that are there",
-                "none",
-                "Train from the job, which writes them: shardwright train JOB.toml.",
-            )
-        )
-    check_data(given.job)
     return given

@@ -9,8 +9,10 @@ exact Python ints; seconds may be floats or float arrays.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,6 +122,16 @@ def _namespace(*values: Any) -> Any:
 def leaf(value: Any, name: str, unit: str = "", source: str = "") -> Amount:
     """An input of a derivation: a size from the job, or a constant with its source."""
     return Amount(value, unit=unit, name=name, source=source)
+
+
+def noted(value: Any, name: str, unit: str, source: str, like: Any) -> Any:
+    """A number that a formula brings along itself: a leaf if ``like`` is an Amount, else bare."""
+    return leaf(value, name, unit, source) if isinstance(like, Amount) else value
+
+
+def total(parts: Iterable[Any]) -> Any:
+    """The sum of one or more numbers, without the zero that ``sum`` starts from."""
+    return functools.reduce(operator.add, parts)
 
 
 def named(name: str, value: Any, unit: str = "") -> Any:

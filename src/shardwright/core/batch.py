@@ -19,9 +19,10 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def lookups(table: TableSpec, batch: Batch) -> float:
-    """Ids that one rank's batch holds for ``table``."""
+    """Ids that one rank's batch holds for ``table``; an int where that is a whole number."""
     factors = zip(table.pooling_factors, table.poolings, strict=True)
-    return sum(length * poolings for length, poolings in factors) * batch.size
+    ids = sum(length * poolings for length, poolings in factors) * batch.size
+    return int(ids) if float(ids).is_integer() else ids
 
 
 def expected_distinct(ids: int, rows: int) -> int:

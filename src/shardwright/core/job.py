@@ -100,6 +100,23 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     train: TrainSection = TrainSection()
 
 
+class DataFiles(msgspec.Struct, frozen=True):
+    """Where a job's rows are; ``test`` is empty where nothing is held out."""
+
+    train: str
+    test: str
+
+
+def data_files(job: Job) -> DataFiles:
+    """The files a run reads: those the job names, or where its synthetic rows are written."""
+    data = job.data
+    if data.kind == "criteo":
+        return DataFiles(data.path, data.test_path)
+    folder = Path(job.train.out) / "data"
+    test = data.test_path or str(folder / "test.tsv")
+    return DataFiles(data.path or str(folder / "train.tsv"), test if data.test_rows else "")
+
+
 def read_job(path: Path, overrides: Iterable[str] = ()) -> Job:
     """Read a job file; ``overrides`` are ``section.key=value`` texts that win over the file."""
     raw = read_bytes(path, "job", "Name a job in TOML, such as examples/demo.toml.")

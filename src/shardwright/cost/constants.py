@@ -14,8 +14,8 @@ from shardwright.core.job import ClusterSection
 from shardwright.core.units import parse_bytes
 
 GIB = 2**30
-_BENCH = "micro-benchmarks on a shared 2-core x86-64 host (AVX-512), torch 2.13 CPU, one thread"
-_GLOO = "gloo collectives between 2 local ranks on the same host"
+_BENCH = "micro-benchmark, 2-core x86-64 host, torch 2.13, 1 thread"
+_GLOO = "micro-benchmark, gloo, 2 ranks of that host"
 _H100 = "NVIDIA H100 SXM data sheet"
 
 

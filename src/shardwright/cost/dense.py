@@ -13,8 +13,8 @@ def unit_bytes(payload: Any, padding: Any, kind: str) -> dict[str, Any]:
     """Bytes that a rank keeps of a unit by kind; ``payload`` and ``padding`` are its share."""
     padded = padding + padding + optimizer.dense_padding_state_bytes(padding, kind)
     return {
-        "weight": named("weight_bytes", payload * 1, "B"),
-        "gradient": named("gradient_bytes", payload * 1, "B"),
+        "weight": named("weight_bytes", payload, "B"),
+        "gradient": named("gradient_bytes", payload, "B"),
         "optimizer_state": optimizer.dense_state_bytes(payload, kind),
         "padding": named("padding_bytes", padded, "B"),
     }

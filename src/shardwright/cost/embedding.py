@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.core.amount import named
+from shardwright.core.amount import named, noted
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import network, optimizer
@@ -25,20 +25,22 @@ def weight_bytes(rows: Any, columns: Any, element_bytes: Any) -> Any:
 def optimizer_state_bytes(rows: Any, kind: str) -> Any:
     """Bytes of a shard's optimizer state: row-wise Adagrad keeps one fp32 per row."""
     per_row = optimizer.TABLE_STATE_BYTES_PER_ROW[kind]
-    return named("optimizer_state_bytes", rows * per_row, "B")
+    size = noted(per_row, "state_bytes_per_row", "B", f"optimizer {kind}", like=rows)
+    return named("optimizer_state_bytes", rows * size, "B")
 
 
 def gradient_bytes(rows: Any, columns: Any, element_bytes: Any, sharding_type: str) -> Any:
     """Bytes of a shard's gradient: dense for a replica, fused into the update (none) elsewhere."""
-    held = 1 if sharding_type == "data_parallel" else 0
-    return named("gradient_bytes", rows * columns * element_bytes * held, "B")
+    if sharding_type == "data_parallel":
+        return named("gradient_bytes", rows * columns * element_bytes, "B")
+    return noted(0, "gradient_bytes", "B", "fused: rows are updated in backward", like=rows)
 
 
 def shard_bytes(
     rows: Any, columns: Any, dtype: str, kind: str, sharding_type: str
 ) -> dict[str, Any]:
     """Bytes that a shard keeps, by kind: weight, gradient, optimizer_state."""
-    size = ELEMENT_BYTES[dtype]
+    size = noted(ELEMENT_BYTES[dtype], "element_bytes", "B", f"dtype {dtype}", like=rows)
     return {
         "weight": weight_bytes(rows, columns, size),
         "gradient": gradient_bytes(rows, columns, size, sharding_type),
@@ -49,7 +51,7 @@ def shard_bytes(
 def ids_at_shard(ids: Any, ranks: Any, sharding_type: str) -> Any:
     """Ids that one shard serves per step; row shards share a table's ids evenly (assumed)."""
     if sharding_type in ("data_parallel", *ROW_TYPES):
-        return named("ids_at_shard", ids * 1, "ids")
+        return named("ids_at_shard", ids, "ids")
     return named("ids_at_shard", ids * ranks, "ids")
 
 
@@ -72,11 +74,12 @@ def routed_seconds(
     """
     row = named("row_bytes", columns * element_bytes, "B")
     touch = named("row_seconds", row / c["memory_rate"] + c["row_latency"], "s")
+    index = noted(INDEX_BYTES, "index_bytes", "B", "ids travel as int64", like=served)
     moved = network.transfer_seconds("all_to_all", served * row, ranks, c)
     return {
         "exchange_ids": named(
             "exchange_ids_seconds",
-            network.transfer_seconds("all_to_all", served * INDEX_BYTES, ranks, c),
+            network.transfer_seconds("all_to_all", served * index, ranks, c),
             "s",
         ),
         "lookup": named("lookup_seconds", served * touch, "s"),
@@ -112,7 +115,7 @@ def shard_seconds(
     c: Any,
 ) -> dict[str, Any]:
     """Seconds per step of one shard by phase, updated by optimizer ``kind``."""
-    size = ELEMENT_BYTES[dtype]
+    size = noted(ELEMENT_BYTES[dtype], "element_bytes", "B", f"dtype {dtype}", like=ids)
     passes = c[f"{kind}_passes"]
     if sharding_type == "data_parallel":
         return replicated_seconds(ids, rows, columns, size, ranks, passes, c)

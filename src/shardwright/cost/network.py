@@ -24,7 +24,8 @@ CROSSINGS: dict[Collective, int] = {
 
 def transfer_seconds(collective: Collective, nbytes: Any, ranks: Any, c: Any) -> Any:
     """Seconds for the bytes alone; a part of a larger exchange pays no latency of its own."""
-    return nbytes * CROSSINGS[collective] * (ranks - 1) / ranks / c[f"{collective}_rate"]
+    crossing = nbytes if CROSSINGS[collective] == 1 else nbytes * CROSSINGS[collective]
+    return crossing * (ranks - 1) / ranks / c[f"{collective}_rate"]
 
 
 def latency_seconds(collective: Collective, ranks: Any, c: Any) -> Any:

@@ -10,9 +10,9 @@ from typing import TextIO
 import msgspec
 
 from shardwright.core.comparison import Comparison
-from shardwright.core.document import read_document, write_document
+from shardwright.core.document import read_document, write_atomically, write_document
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job
+from shardwright.core.job import Job, data_files
 from shardwright.core.measurement import SCHEMA as MEASUREMENT_SCHEMA
 from shardwright.core.measurement import Curve, Measurement, Quality, write_measurement
 from shardwright.core.outcome import Outcome
@@ -154,7 +154,8 @@ def merge(plan: Plan, folder: Path) -> Measurement:
 
 
 def _quality(plan: Plan, folder: Path) -> Quality | None:
-    if not plan.job.data.test_path:
+    test = data_files(plan.job).test
+    if not test:
         return None
     import numpy as np
 
@@ -165,7 +166,7 @@ def _quality(plan: Plan, folder: Path) -> Quality | None:
     _, labels, logits = scores[np.argsort(scores[:, 0], kind="stable")].T
     if not len(labels):
         return None
-    best = _best(Path(plan.job.data.test_path))
+    best = _best(Path(test))
     return Quality(
         rows=len(labels),
         auc=float(auc(labels, logits)) if 0 < labels.sum() < len(labels) else float("nan"),
@@ -187,26 +188,22 @@ def _best(path: Path) -> dict[str, float]:
     return {}
 
 
-def prepare_data(job: Job, folder: Path) -> Job:
-    """Write the synthetic rows a job asks for, and say in the job where they are."""
-    if job.data.kind == "criteo":
-        check_data(job)
-        return job
+def prepare_data(job: Job) -> None:
+    """See that the job's rows can be read; write them first if they are synthetic."""
     check_data(job)
+    if job.data.kind == "criteo":
+        return
     from shardwright.data.synthetic import ClickModel
 
     model = ClickModel(cardinalities=tuple(t.rows for t in job.tables), seed=job.data.seed)
-    section = job.data
-    train = Path(section.path or folder / "data" / "train.tsv")
-    test = Path(section.test_path or folder / "data" / "test.tsv")
-    wanted = [(train, section.rows, 0)]
-    if section.test_rows:
-        wanted.append((test, section.test_rows, section.rows))
-    for path, rows, start in wanted:
+    files = data_files(job)
+    for name, rows, start in (
+        (files.train, job.data.rows, 0),
+        (files.test, job.data.test_rows, job.data.rows),
+    ):
+        if not name:
+            continue
+        path = Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        facts = msgspec.json.encode(model.write(path, rows, start))
-        facts_file(path).write_bytes(facts)
-    data = msgspec.structs.replace(
-        section, path=str(train), test_path=str(test) if section.test_rows else ""
-    )
-    return msgspec.structs.replace(job, data=data)
+        facts = model.write(path, rows, start)
+        write_atomically(facts_file(path), msgspec.json.encode(facts))

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwright import __version__
 from shardwright.core.document import write_document
 from shardwright.core.errors import InputError, MismatchError, RunError, expected
+from shardwright.core.job import data_files
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.record import SCHEMA, Record
 from shardwright.core.timeline import Event, Phase
@@ -52,6 +53,7 @@ class Training:
     def __init__(self, plan: Plan, folder: Path, rank: int, pulse: Pulse) -> None:
         self.plan = plan
         self.job = plan.job
+        self.files = data_files(plan.job)
         self.folder = folder
         self.rank = rank
         self.pulse = pulse
@@ -80,7 +82,7 @@ class Training:
         rate = self.job.train.learning_rate
         optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)
         reader = CriteoReader(
-            self.job.data.path,
+            self.files.train,
             [table.rows for table in self.job.tables],
             self.job.batch.size,
             self.rank,
@@ -88,7 +90,7 @@ class Training:
             skip_bad_rows=self.job.data.skip_bad_rows,
         )
         self._train(model, optimizer, reader)
-        if self.job.data.test_path:
+        if self.files.test:
             self._evaluate(model)
         self._leave_record(reader)
 
@@ -166,7 +168,7 @@ class Training:
         self.pulse.mark("evaluate")
         rows: list[np.ndarray] = []
         batches = evaluation_batches(
-            self.job.data.test_path,
+            self.files.test,
             [table.rows for table in self.job.tables],
             self.job.batch.size,
             self.rank,

@@ -16,6 +16,7 @@ from shardwright.core.amount import (
     maximum,
     minimum,
     named,
+    total,
 )
 from shardwright.core.batch import Batch, lookups
 from shardwright.core.errors import InputError, MismatchError, expected
@@ -160,9 +161,9 @@ def _explain_table(plan: Plan, draft: Draft, chosen: TablePlan) -> Any:
         kept = embedding.shard_bytes(
             rows, columns, table.dtype, chosen.optimizer, chosen.sharding_type
         )
-        total: Any = named("bytes_on_rank", sum((kept[k] for k in TABLE_KINDS), start=0), "B")
+        kept_bytes = named("bytes_on_rank", total(kept[k] for k in TABLE_KINDS), "B")
         where = f"{chosen.fqn} on rank {rank}"
-        yield _finished(f"{where}: bytes", placed.choice.bytes[index], total)
+        yield _finished(f"{where}: bytes", placed.choice.bytes[index], kept_bytes)
         spent = _table_seconds(plan, table, chosen, rows, columns)
         yield _finished(f"{where}: seconds per step", placed.choice.seconds[index], spent)
 
@@ -181,7 +182,7 @@ def _table_seconds(plan: Plan, table: TableSpec, chosen: TablePlan, rows: Any, c
         chosen.sharding_type,
         constants_of(plan),
     )
-    return named("seconds_per_step", sum(spent.values(), start=0), "s")
+    return named("seconds_per_step", total(spent.values()), "s")
 
 
 def _shard_size(
@@ -204,10 +205,10 @@ def _shard_size(
 
 def _explain_unit(plan: Plan, draft: Draft, choice: UnitChoice) -> Any:
     unit = choice.unit
-    elements: Any = 0
-    for tensor in unit.tensors:
-        shape = "x".join(map(str, tensor.shape))
-        elements = elements + leaf(tensor.numel, tensor.fqn, "elements", f"shape {shape}")
+    elements = total(
+        leaf(t.numel, t.fqn, "elements", f"shape {'x'.join(map(str, t.shape))}")
+        for t in unit.tensors
+    )
     size = leaf(element_bytes("fp32"), "element_bytes", "B", "fp32")
     payload = named("unit_bytes", elements * size, "B")
     buffer = leaf(choice.layout.nbytes, "buffer_bytes", "B", "tensors at 16 B, cut evenly")
@@ -218,11 +219,11 @@ def _explain_unit(plan: Plan, draft: Draft, choice: UnitChoice) -> Any:
         gap = leaf(padding, "padding_of_slice", "B", f"rank {rank}'s bytes that are no tensor's")
         own = named("payload_of_slice", shard - gap, "B")
         kept = dense.unit_bytes(own, gap, unit.optimizer)
-        total = named("bytes_on_rank", sum((kept[k] for k in UNIT_KINDS), start=0), "B")
+        kept_bytes = named("bytes_on_rank", total(kept[k] for k in UNIT_KINDS), "B")
         stored = sum(
             size for (_, _, name), size in draft.exact[rank].items() if _is_of(name, unit.name)
         )
-        yield _finished(f"unit {unit.name} on rank {rank}: bytes", stored, total)
+        yield _finished(f"unit {unit.name} on rank {rank}: bytes", stored, kept_bytes)
     yield _finished(f"unit {unit.name}: bytes of its tensors", choice.layout.payload_bytes, payload)
 
 

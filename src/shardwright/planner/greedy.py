@@ -76,11 +76,13 @@ def _least_work(loads: _Loads, choice: TableChoice, ranks: tuple[int, ...]) -> t
 
 STRATEGIES: tuple[Key, ...] = (_fastest, _least_work, _smallest)
 
-# A first replica or a first routed table costs its collectives whatever follows, which no single
-# placement can see: so plans without either are proposed as well.
+# Placing one table after the other does not see that the first replica or routed table costs its
+# collectives whatever follows, nor that whole tables balance in the end: so plans that avoid a type
+# wherever they can are proposed as well.
 LEFT_OUT: tuple[tuple[ShardingType, ...], ...] = (
     (),
     ("data_parallel",),
+    ("row_wise", "column_wise"),
     ("table_wise", "row_wise", "column_wise"),
 )
 
@@ -94,8 +96,7 @@ def proposals(problem: Problem, budget: float) -> Iterator[Draft]:
             placed = _place(problem, tables, budget - kept, strategy)
             if placed is not None:
                 yield Draft(problem, placed, units)
-                better = _improve(problem, tables, placed, budget - kept)
-                yield Draft(problem, better, units)
+                yield Draft(problem, _improve(problem, placed, budget - kept), units)
 
 
 def smallest(problem: Problem) -> Draft:
@@ -136,6 +137,8 @@ def _place(problem: Problem, tables: Tables, budget: float, key: Key) -> tuple[P
     placed: list[Placed | None] = [None] * len(tables)
     for index in order:
         best = _best(loads, tables[index], budget, key)
+        if best is None:  # what is avoided is still better than nothing
+            best = _best(loads, problem.tables[index], budget, key)
         if best is None:
             return None
         loads.add(best.choice, best.ranks)
@@ -154,9 +157,7 @@ def _best(
     return min(found, key=lambda p: key(loads, p.choice, p.ranks), default=None)
 
 
-def _improve(
-    problem: Problem, tables: Tables, start: tuple[Placed, ...], budget: float
-) -> tuple[Placed, ...]:
+def _improve(problem: Problem, start: tuple[Placed, ...], budget: float) -> tuple[Placed, ...]:
     """Take one table after the other out and back in elsewhere while the busiest rank gains."""
     placed = list(start)
     loads = _Loads(problem.cluster.world_size)
@@ -167,7 +168,7 @@ def _improve(
         improved = False
         for index, item in enumerate(placed):
             loads.add(item.choice, item.ranks, -1)
-            best = _best(loads, tables[index], budget, _fastest) or item
+            best = _best(loads, problem.tables[index], budget, _fastest) or item
             loads.add(best.choice, best.ranks)
             if (max(loads.seconds), sum(loads.seconds)) < (before[0] - 1e-15, before[1]):
                 placed[index] = best

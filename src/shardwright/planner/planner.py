@@ -36,16 +36,18 @@ def search(problem: Problem) -> tuple[Draft | None, int, int]:
     """The fastest draft whose peak fits, how many were tried and how many fitted.
 
     Tables are placed by the bytes they keep. What a step adds to them is found by running the
-    step; where that breaks the budget, the next round places within less.
+    step, so the second round leaves room for what the first draft added, and further rounds for
+    what still broke the budget.
     """
     capacity = problem.cluster.memory_per_rank
     best: Draft | None = None
     tried = feasible = 0
     budget = float(capacity)
-    for _ in range(MAX_BUDGET_ROUNDS):
-        overshoot = 0.0
+    for round_number in range(MAX_BUDGET_ROUNDS):
+        overshoot = transient = 0.0
         for draft in greedy.proposals(problem, budget):
             tried += 1
+            transient = transient or max(draft.peak_bytes) - max(draft.kept_bytes)
             if best is not None and draft.max_rank_seconds >= best.max_rank_seconds:
                 continue
             if draft.fits:
@@ -54,9 +56,12 @@ def search(problem: Problem) -> tuple[Draft | None, int, int]:
             else:
                 excess = max(draft.peak_bytes) - capacity
                 overshoot = min(overshoot, excess) if overshoot else excess
-        if not overshoot:
+        if round_number == 0:
+            budget -= max(transient, overshoot)
+        elif overshoot:
+            budget -= overshoot
+        else:
             break
-        budget -= overshoot
     if best is None:
         tried += 1
         last = greedy.smallest(problem)

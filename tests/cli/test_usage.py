@@ -1,0 +1,100 @@
+"""What the command line says to words it does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwright import __version__
+from shardwright.cli.main import COMMANDS
+
+
+def test_without_a_command_it_asks_for_one(call: Any) -> None:
+    call().refuses(2, "command", "--help")
+
+
+def test_an_unknown_command_is_answered_with_the_known_ones(call: Any) -> None:
+    call("plant").refuses(2, "'plant'", *COMMANDS)
+
+
+def test_an_unknown_option_is_named(call: Any, job: Any) -> None:
+    call("plan", job, "--frobnicate").refuses(2, "--frobnicate")
+
+
+def test_an_unknown_option_before_the_command_is_refused(call: Any) -> None:
+    call("--frobnicate").refuses(2)
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        ("plan", "JOB.toml"),
+        ("explain", "plan.json"),
+        ("train", "JOB.toml"),
+        ("compare", "RUN_DIR"),
+        ("report", "RUN_DIR"),
+        ("diff", "a.json"),
+    ],
+)
+def test_a_missing_argument_is_named(call: Any, command: str, missing: str) -> None:
+    call(command).refuses(2, missing, f"shardwright {command} --help")
+
+
+def test_an_option_without_its_value_is_refused(call: Any, job: Any) -> None:
+    call("plan", job, "-o").refuses(2, "-o")
+
+
+def test_ranks_that_are_no_number_are_refused(call: Any, job: Any) -> None:
+    call("plan", job, "-n", "two").refuses(2, "-n", "'two'")
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_command_has_a_help_text(call: Any, command: str) -> None:
+    answer = call(command, "--help")
+    assert answer.code == 0
+    assert f"shardwright {command}" in answer.out
+    assert answer.err == ""
+
+
+def test_help_lists_every_command_and_the_exit_codes(call: Any) -> None:
+    answer = call("--help")
+    assert answer.code == 0
+    assert all(f"    {name} " in answer.out for name in COMMANDS)
+    assert "exit codes: 0 ok" in answer.out
+
+
+def test_the_version_is_the_packages(call: Any) -> None:
+    assert call("--version").out == f"shardwright {__version__}\n"
+
+
+def test_a_name_with_a_newline_stays_on_one_line(call: Any, job: Any) -> None:
+    call("plan", job, "a\nb").refuses(2, "unrecognized arguments")
+    call("plan", "no\nsuch\x1b[31mfile.toml").refuses(2, "no such file")
+
+
+def test_a_rank_that_torchrun_did_not_start_is_sent_to_train(call: Any, plan: Any) -> None:
+    call("run", plan).refuses(2, "RANK", "shardwright train")
+
+
+def test_an_unforeseen_error_is_called_a_bug(call: Any, job: Any, monkeypatch: Any) -> None:
+    import shardwright.cli.plan
+
+    def broken(_: Any) -> None:
+        raise ZeroDivisionError("first\nsecond")
+
+    monkeypatch.setattr(shardwright.cli.plan, "plan", broken)
+    call("plan", job).refuses(1, "internal error: ZeroDivisionError: first", "SHARDWRIGHT_LOG")
+    monkeypatch.setenv("SHARDWRIGHT_LOG", "debug")
+    with pytest.raises(ZeroDivisionError):
+        call("plan", job)
+
+
+def test_ctrl_c_is_130(call: Any, job: Any, monkeypatch: Any) -> None:
+    import shardwright.cli.plan
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shardwright.cli.plan, "plan", interrupted)
+    call("plan", job).refuses(130, "interrupted")

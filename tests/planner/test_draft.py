@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from shardwright.core.batch import expected_distinct
+from shardwright.core.job import Job
+from shardwright.core.specs import model_spec
+from shardwright.planner.draft import Draft, Placed
+from shardwright.planner.problem import make_problem
+
+MakeJob = Callable[..., Job]
+
+
+def _draft(job: Job, *placed: tuple[str, tuple[int, ...]], sharded: bool = False) -> Draft:
+    problem = make_problem(job, model_spec(job))
+    tables = []
+    for (kind, ranks), choices in zip(placed, problem.tables, strict=True):
+        choice = next(c for c in choices if c.option.sharding_type == kind)
+        tables.append(Placed(choice, ranks))
+    units = tuple(choices[0 if sharded else 1] for choices in problem.units)
+    return Draft(problem, tuple(tables), units)
+
+
+def test_exact_bytes_are_what_each_rank_keeps_of_each_table(make_job: MakeJob) -> None:
+    job = make_job(10, 5, 3, train={"optimizer": "adagrad"})
+    draft = _draft(job, ("table_wise", (1,)), ("row_wise", (0, 1)), ("data_parallel", (0, 1)))
+    tables = [{k: n for k, n in e.items() if k[2].startswith("tables.")} for e in draft.exact]
+    assert tables[0] == {
+        ("setup", "weight", "tables.t1.weight"): 3 * 64,
+        ("setup", "optimizer_state", "tables.t1.weight"): 3 * 4,
+        ("setup", "weight", "tables.t2.weight"): 3 * 64,
+        ("setup", "optimizer_state", "tables.t2.weight"): 3 * 4,
+        ("reduce", "gradient", "tables.t2.weight"): 3 * 64,
+    }
+    assert tables[1] == {
+        ("setup", "weight", "tables.t0.weight"): 10 * 64,
+        ("setup", "optimizer_state", "tables.t0.weight"): 10 * 4,
+        ("setup", "weight", "tables.t1.weight"): 2 * 64,
+        ("setup", "optimizer_state", "tables.t1.weight"): 2 * 4,
+        ("setup", "weight", "tables.t2.weight"): 3 * 64,
+        ("setup", "optimizer_state", "tables.t2.weight"): 3 * 4,
+        ("reduce", "gradient", "tables.t2.weight"): 3 * 64,
+    }
+
+
+def test_two_column_shards_on_a_rank_add_up(make_job: MakeJob) -> None:
+    draft = _draft(make_job(10), ("column_wise", (1, 1)))
+    assert draft.exact[1]["setup", "weight", "tables.t0.weight"] == 10 * 64
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_unit_is_kept_in_all_roles_with_its_padding(make_job: MakeJob, sharded: bool) -> None:
+    job = make_job(10, train={"optimizer": "adam"})
+    draft = _draft(job, ("table_wise", (0,)), sharded=sharded)
+    top = draft.units[1]
+    payload = 4 * (17 * 16 + 16 + 16 + 1)  # weight and bias of two layers: 17 -> 16 -> 1
+    assert top.layout.payload_bytes == payload
+    ranks = (0, 1) if sharded else (0,)
+    kept = [draft.exact[r] for r in ranks]
+    assert sum(k["setup", "weight", "top"] for k in kept) == payload
+    assert sum(k["reduce", "gradient", "top"] for k in kept) == payload
+    assert sum(k["step", "optimizer_state", "top"] - 4 for k in kept) == 2 * payload
+    padding = top.layout.nbytes - payload
+    assert padding == 12
+    assert sum(k["setup", "padding", "top.parameter"] for k in kept) == padding
+    assert sum(k["step", "padding", "top.optimizer_state"] for k in kept) == 2 * padding
+
+
+def test_modes_follow_the_tables_and_units(make_job: MakeJob) -> None:
+    job = make_job(10, 20)
+    mixed = _draft(job, ("data_parallel", (0, 1)), ("row_wise", (0, 1)), sharded=True).modes
+    assert (mixed.routed, mixed.replicated_tables) == (True, True)
+    assert mixed.sharded_units == mixed.resharded_units == {"bottom", "top"}
+    routed = _draft(job, ("table_wise", (0,)), ("row_wise", (0, 1))).modes
+    assert (routed.routed, routed.replicated_tables) == (True, False)
+    assert routed.sharded_units == frozenset()
+    replicas = _draft(job, ("data_parallel", (0, 1)), ("data_parallel", (0, 1))).modes
+    assert (replicas.routed, replicas.replicated_tables) == (False, True)
+
+
+def test_traffic_groups_tables_by_width_and_by_whether_ids_are_sorted(make_job: MakeJob) -> None:
+    job = make_job(10, 50, 7, 9, batch={"size": 100})
+    draft = _draft(
+        job,
+        ("table_wise", (1,)),
+        ("row_wise", (0, 1)),
+        ("column_wise", (0, 1)),
+        ("data_parallel", (0, 1)),
+    )
+    traffic = draft.traffic(1)
+    assert traffic.requests == ((200, 8, True), (100, 16, False), (100, 16, True))
+    assert traffic.serves == (
+        (200, 8, expected_distinct(200, 7)),
+        (100, 16, expected_distinct(100, 25)),
+        (200, 16, expected_distinct(200, 10)),
+    )
+    assert (traffic.replica_ids, traffic.replica_rows) == (100, 9)
+    assert traffic.replica_bytes == 9 * 64
+    assert draft.traffic(0).serves[2] == (0, 16, 0)
+
+
+def test_seconds_of_a_rank_add_up_over_phases(make_job: MakeJob) -> None:
+    draft = _draft(make_job(10, 50), ("table_wise", (1,)), ("row_wise", (0, 1)))
+    assert draft.rank_seconds == tuple(sum(phases.values()) for phases in draft.seconds)
+    assert draft.max_rank_seconds == draft.rank_seconds[1]
+    whole = draft.tables[0].choice.seconds[0]
+    assert draft.rank_seconds[1] - draft.rank_seconds[0] == pytest.approx(whole)
+
+
+def test_kept_bytes_are_all_exact_bytes(make_job: MakeJob) -> None:
+    draft = _draft(make_job(10, 50), ("table_wise", (1,)), ("row_wise", (0, 1)))
+    assert draft.kept_bytes[1] - draft.kept_bytes[0] == 10 * 64
+    assert all(peak >= kept - 10**4 for peak, kept in zip(draft.peak_bytes, draft.kept_bytes))
+
+
+def test_gradients_are_no_part_of_what_a_step_starts_with(make_job: MakeJob) -> None:
+    draft = _draft(make_job(10), ("data_parallel", (0, 1)))
+    resident = draft.load(0).resident
+    assert "gradient" not in resident
+    assert resident["weight"] == draft.exact[0]["setup", "weight", "tables.t0.weight"] + sum(
+        unit.layout.payload_bytes for unit in draft.units
+    )
+    assert resident["buffer"] == 2 * 8  # one pair of indices
