@@ -14,7 +14,7 @@ def test_the_table_names_every_table_rank_and_assumption(call: Any, job: Any) ->
     answer = call("plan", job)
     assert answer.code == 0
     assert answer.err == ""
-    for word in ("big", "middle", "small", "bottom", "top", "100,000 x 16", "Ranks", "Assumptions"):
+    for word in ("big", "middle", "small", "bottom", "top", "100,000 x 16", "per rank", "Assumptions"):
         assert word in answer.out
 
 

@@ -188,7 +188,7 @@ def test_a_tiling_with_one_block_moved_is_refused(data: st.DataObject) -> None:
     blocks = [_part((0, 0), (cut, 4)), _part((cut, 0), (rows - cut, 4), 1)]
     check_tiling(blocks, [tensor], 2)
     blocks[1] = _part((cut - by, 0), (rows - cut, 4), 1)
-    with pytest.raises(InputError, match="every one of .* elements exactly once"):
+    with pytest.raises(InputError, match=r"every one of .* elements exactly once"):
         check_tiling(blocks, [tensor], 2)
 
 

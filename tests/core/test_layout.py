@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,9 +80,9 @@ def test_pieces_of_a_rank_do_not_overlap_in_its_slice(layout: FlatLayout) -> Non
             for p in layout.pieces(rank)
             if p.numel
         )
-        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+        for (_, end), (start, _) in itertools.pairwise(spans):
             assert end <= start
-        assert all(0 <= start and end <= layout.shard_bytes for start, end in spans)
+        assert all(start >= 0 and end <= layout.shard_bytes for start, end in spans)
 
 
 @given(layouts())

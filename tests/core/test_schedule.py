@@ -38,6 +38,7 @@ def test_replicated_units_are_reduced_after_their_backward_and_never_gathered() 
         "exchange ids",
         "lookup tables",
         "exchange rows",
+        "assemble tables",
         "compute interaction",
         "compute top",
         "compute top",
@@ -61,6 +62,7 @@ def test_sharded_units_are_gathered_and_freed_in_both_directions() -> None:
         "exchange ids",
         "lookup tables",
         "exchange rows",
+        "assemble tables",
         "compute interaction",
         "gather top",
         "compute top",
@@ -96,7 +98,7 @@ def test_a_unit_that_does_not_reshard_is_gathered_once_and_freed_once() -> None:
 def test_without_routed_tables_nothing_is_exchanged() -> None:
     step = _step(routed=False, replicated=True)
     assert [a for a in step if a.startswith("exchange")] == []
-    assert "lookup tables" in step
+    assert step.index("assemble tables") == step.index("lookup tables") + 1
 
 
 @pytest.mark.parametrize("routed", [False, True])
@@ -126,6 +128,7 @@ def test_actions_belong_to_a_phase_and_a_direction() -> None:
         ("exchange", "ids", "forward"): "exchange_ids",
         ("lookup", "tables", "forward"): "lookup",
         ("exchange", "rows", "forward"): "exchange_rows",
+        ("assemble", "tables", "forward"): "exchange_rows",
         ("compute", "interaction", "forward"): "forward",
         ("gather", "top", "forward"): "forward",
         ("compute", "top", "forward"): "forward",

@@ -13,7 +13,7 @@ ID, FLOAT = 8, 4
 
 
 def _traffic(**changes: Any) -> Traffic:
-    """One row-wise group: a rank asks for 10 ids of 16 columns and serves 12, 9 of them distinct."""
+    """One row-wise group: a rank asks for 10 ids of 16 columns, serves 12, 9 of them distinct."""
     given: dict[str, Any] = {
         "requests": ((10, 16, False),),
         "serves": ((12, 16, 9),),
@@ -80,14 +80,22 @@ def test_a_replica_finds_its_own_rows_and_keeps_the_ids() -> None:
 
 
 def test_found_rows_are_gone_when_the_rows_asked_for_are_in_order() -> None:
-    left = _left(WHOLE, route.look_up, route.exchange_rows)
+    left = _left(WHOLE, route.look_up, route.exchange_rows, route.assemble)
     assert left == 1 * 10 * 16 * FLOAT
 
 
-def test_rows_asked_for_stand_beside_the_result() -> None:
-    result = back = 10 * 16 * FLOAT
-    found = 12 * 16 * FLOAT
-    assert _peak(route.exchange_rows, WHOLE, route.look_up) == max(back, back + result - found)
+def test_rows_asked_for_arrive_beside_the_rows_found_for_others() -> None:
+    assert _peak(route.exchange_rows, WHOLE, route.look_up) == 10 * 16 * FLOAT
+    assert _left(WHOLE, route.look_up, route.exchange_rows) == 10 * 16 * FLOAT
+
+
+def test_rows_in_order_stand_beside_the_rows_asked_for() -> None:
+    assert _peak(route.assemble, WHOLE, route.exchange_rows) == 10 * 16 * FLOAT
+
+
+def test_rows_of_row_shards_go_back_to_their_order_through_a_copy() -> None:
+    result = copy = 10 * 16 * FLOAT
+    assert _peak(route.assemble, _traffic(), route.exchange_rows) == result + 10 * ID + copy
 
 
 def test_gradients_leave_with_the_width_of_their_rows_and_arrive_at_the_owner() -> None:
@@ -134,6 +142,7 @@ def test_nothing_of_the_exchange_outlives_the_update_but_the_rows(traffic: Traff
         route.exchange_ids,
         route.look_up,
         route.exchange_rows,
+        route.assemble,
         route.return_gradients,
         route.reduce_replicas,
         route.update,

@@ -54,7 +54,12 @@ def test_moving_single_tables_never_makes_a_proposal_slower(random_job: MakeJob,
     for before, after in zip(drafts[::2], drafts[1::2], strict=True):
         loads = [
             max(
-                sum(s for p in d.tables for r, s in zip(p.ranks, p.choice.seconds) if r == rank)
+                sum(
+                    s
+                    for p in d.tables
+                    for r, s in zip(p.ranks, p.choice.seconds, strict=True)
+                    if r == rank
+                )
                 for rank in range(d.problem.cluster.world_size)
             )
             + sum(p.choice.request_seconds for p in d.tables)

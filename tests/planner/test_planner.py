@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.block import check_tiling
-from shardwright.core.errors import NoPlanError
 from shardwright.core.job import Job
 from shardwright.core.placement import Flat, Replicate
-from shardwright.core.plan import Plan
+from shardwright.core.plan import Plan, Search
 from shardwright.core.specs import model_spec
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks, phase_seconds
 from shardwright.planner.draft import Draft, Placed
@@ -32,10 +31,9 @@ def _problem(job: Job) -> Problem:
 
 
 def _planned(job: Job) -> Plan | None:
-    try:
-        return plan(job)
-    except NoPlanError:
-        return None
+    """The plan, or None; without the ways out that a refusal tries."""
+    draft, tried, feasible = search(_problem(job))
+    return None if draft is None else assemble(draft, Search("greedy", tried, feasible, 0.0))
 
 
 def _everything(problem: Problem) -> Iterator[Draft]:
@@ -57,7 +55,7 @@ def _everything(problem: Problem) -> Iterator[Draft]:
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_the_blocks_of_a_plan_tile_the_model(random_job: MakeJob, seed: int) -> None:
     job = random_job(seed)
     if made := _planned(job):
@@ -73,7 +71,7 @@ def test_the_blocks_of_a_plan_tile_the_model(random_job: MakeJob, seed: int) -> 
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_a_plan_fits_its_budget_on_every_rank(random_job: MakeJob, seed: int) -> None:
     if made := _planned(random_job(seed)):
         assert [r.rank for r in made.ranks] == list(range(made.world_size))
@@ -83,7 +81,7 @@ def test_a_plan_fits_its_budget_on_every_rank(random_job: MakeJob, seed: int) ->
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_no_plan_is_faster_than_its_lower_bound(random_job: MakeJob, seed: int) -> None:
     if made := _planned(random_job(seed)):
         assert 0 < made.lower_bound_seconds <= made.max_rank_seconds
@@ -92,7 +90,7 @@ def test_no_plan_is_faster_than_its_lower_bound(random_job: MakeJob, seed: int) 
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_totals_of_a_plan_are_those_of_its_timeline(random_job: MakeJob, seed: int) -> None:
     made = _planned(random_job(seed))
     if made is None:
@@ -112,7 +110,7 @@ def test_totals_of_a_plan_are_those_of_its_timeline(random_job: MakeJob, seed: i
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_exact_weights_are_the_bytes_of_the_blocks(random_job: MakeJob, seed: int) -> None:
     made = _planned(random_job(seed))
     if made is None:
@@ -168,7 +166,7 @@ def test_a_table_gets_the_only_type_it_allows(make_job: MakeJob, kind: str) -> N
     ),
     rows=st.integers(1, 10**6),
 )
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_a_table_gets_one_of_the_types_it_allows(
     make_job: MakeJob, types: list[str], rows: int
 ) -> None:
@@ -177,7 +175,7 @@ def test_a_table_gets_one_of_the_types_it_allows(
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_rowwise_adagrad_is_never_cut_by_columns(random_job: MakeJob, seed: int) -> None:
     job = random_job(seed)
     if made := _planned(job):

@@ -14,7 +14,9 @@ import msgspec
 from shardwright.core.model import ModelSpec, Stage
 from shardwright.core.timeline import Phase
 
-Verb = Literal["load", "gather", "free", "compute", "exchange", "lookup", "reduce", "update"]
+Verb = Literal[
+    "load", "gather", "free", "compute", "exchange", "lookup", "assemble", "reduce", "update"
+]
 
 
 class Action(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +60,7 @@ def _forward(stage: Stage, modes: Modes) -> Iterator[Action]:
         yield Action("lookup", stage.name, "lookup")
         if modes.routed:
             yield Action("exchange", "rows", "exchange_rows")
+        yield Action("assemble", stage.name, "exchange_rows")
         return
     if stage.name in modes.sharded_units:
         yield Action("gather", stage.name, "forward")

@@ -88,10 +88,13 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
 
 
 def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
-    """Rows come back and are put in feature order; only the result stays."""
-    if traffic.requests:
-        heap.take("route.back", "communication", traffic.asked_bytes)
-        heap.free("route.found")
+    """The rows asked for come back."""
+    heap.take("route.back", "communication", traffic.asked_bytes)
+    heap.free("route.found")
+
+
+def assemble(heap: Ledger, traffic: Traffic) -> None:
+    """Everything found is put in feature order; only the result stays."""
     size = traffic.features * traffic.batch * traffic.dim * FLOAT
     heap.take("rows", "communication", size)
     regrouped = traffic.asked_bytes if len(traffic.requests) > 1 else 0

@@ -99,6 +99,9 @@ class _Walker:
     def _lookup(self, action: Action) -> None:
         route.look_up(self.heap, self.load.traffic)
 
+    def _assemble(self, action: Action) -> None:
+        route.assemble(self.heap, self.load.traffic)
+
     def _reduce(self, action: Action) -> None:
         if action.target == "tables":
             route.reduce_replicas(self.heap, self.load.traffic)
@@ -113,6 +116,7 @@ class _Walker:
     def _update(self, action: Action) -> None:
         if action.target == "tables":
             route.update(self.heap, self.load.traffic)
+            self._work(self.stages["tables"].backward)
             return
         self.heap.free(f"{action.target}.gradient")
         self.heap.free(f"{action.target}.unreduced")

@@ -6,11 +6,12 @@ import msgspec
 
 from shardwright.core.errors import NoPlanError
 from shardwright.core.units import format_bytes
+from shardwright.memory import simulate
 from shardwright.planner import greedy
 from shardwright.planner.draft import Draft
 from shardwright.planner.problem import Problem, make_problem
 
-MAX_RANKS_TRIED = 4096
+MAX_RANKS_TRIED = 1024
 
 
 def error(problem: Problem) -> NoPlanError:
@@ -64,4 +65,8 @@ def _fits(problem: Problem, ranks: int | None = None, batch: int | None = None) 
     loads = draft.kept_bytes
     fullest = max(range(len(loads)), key=lambda r: loads[r])
     capacity = problem.cluster.memory_per_rank
-    return loads[fullest] <= capacity and draft.fits
+    if loads[fullest] > capacity:
+        return False
+    peaks = simulate.phase_peaks(draft.model, draft.modes, draft.load(fullest))
+    alone = max(sum(kinds.values()) for kinds in peaks.values())
+    return alone <= capacity and draft.fits  # one rank can say no for all of them

@@ -118,6 +118,10 @@ class Meter(Probe):
             self._seconds[current] = self._seconds.get(current, 0.0) + now - self._since
         self._since = now
 
+    def forget_peaks(self) -> None:
+        """Start the peaks anew."""
+        self._peaks.clear()
+
     def events(self) -> list[Event]:
         """Peaks by phase and kind, and median seconds by phase laid one after the other."""
         events = [

@@ -127,6 +127,20 @@ def test_a_table_keeps_an_optimizer_of_its_own() -> None:
     assert made.tables[0].optimizer == "rowwise_adagrad"
 
 
+@pytest.mark.parametrize("interaction", ["dot", "cat"])
+def test_a_step_frees_everything_that_it_takes_but_the_loss(interaction: str) -> None:
+    model = {"bottom": [8, 16], "top": [6, 5, 1], "interaction": interaction}
+    stages = spec(_job(model=model)).stages
+    works = [work for stage in stages for work in (*stage.forward, *stage.backward)]
+    taken = [item.name for work in works for item in work.takes]
+    assert len(taken) == len(set(taken))
+    freed = {name for work in works for name in work.frees}
+    assert set(taken) - freed == {"loss"}
+    # the exchange takes the rows; concatenation hands the bottom a view of a gradient
+    views = {"gradient.bottom.2"} if interaction == "cat" else set[str]()
+    assert freed - set(taken) == {"rows"} | views
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

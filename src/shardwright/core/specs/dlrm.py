@@ -33,11 +33,11 @@ def spec(job: Job) -> ModelSpec:
     bottom = (section.dense_features, *section.bottom)
     top = (width, *section.top)
     stages = (
-        _mlp("bottom", bottom, last_relu=True, needs_input_gradient=False),
-        Stage("tables", "route"),
-        _interaction(features, dim, section.interaction),
-        _mlp("top", top, last_relu=False, needs_input_gradient=True),
-        _loss(section.top[-1]),
+        _mlp("bottom", bottom, last_relu=True, saved_input=None),
+        Stage("tables", "route", backward=(Work("tables", frees=("gradient.stack",)),)),
+        _interaction(features, dim, section.interaction, _incoming("bottom", len(section.bottom))),
+        _mlp("top", top, last_relu=False, saved_input="interaction"),
+        _loss(section.top[-1], _incoming("top", len(section.top))),
     )
     optimizer = job.train.optimizer
     return ModelSpec(
@@ -111,10 +111,12 @@ def _shared_dim(tables: tuple[TableSpec, ...], bottom: tuple[int, ...]) -> int:
     return dim
 
 
-def _mlp(
-    name: str, widths: tuple[int, ...], *, last_relu: bool, needs_input_gradient: bool
-) -> Stage:
-    """Linear keeps its input, ReLU its output; a linear output dies as soon as ReLU is done."""
+def _mlp(name: str, widths: tuple[int, ...], *, last_relu: bool, saved_input: str | None) -> Stage:
+    """Linear keeps its input, ReLU its output; a linear output dies as soon as ReLU is done.
+
+    ``saved_input`` names the allocation that the first layer keeps and needs a gradient for; None
+    where the input is the batch, which needs none.
+    """
     pairs = list(itertools.pairwise(widths))
     forward: list[Work] = []
     backward: list[Work] = []
@@ -128,7 +130,7 @@ def _mlp(
             forward.append(Work(f"{name}.{layer}.relu", fan_out, (output,), (linear.name,)))
     for layer, (fan_in, fan_out) in reversed(list(enumerate(pairs))):
         relu = last_relu or layer < len(pairs) - 1
-        incoming = f"gradient.{name}.{layer + 1}"
+        incoming = _incoming(name, layer + 1)
         if relu:
             before = Allocation(f"gradient.{name}.{layer}.linear", "temporary", fan_out * FLOAT)
             done = (incoming, f"{name}.{layer}.relu")
@@ -138,25 +140,41 @@ def _mlp(
         bias = Allocation(f"gradient.{name}.{layer}.bias", "temporary", 0, fan_out * FLOAT)
         takes = [weight, bias]
         flops = 2 * fan_in * fan_out
-        if layer > 0 or needs_input_gradient:
-            takes.append(Allocation(f"gradient.{name}.{layer}", "temporary", fan_in * FLOAT))
+        if layer > 0 or saved_input:
+            takes.append(Allocation(_incoming(name, layer), "temporary", fan_in * FLOAT))
             flops *= 2
         gone = [incoming, weight.name, bias.name]
         if not relu:
             gone.append(f"{name}.{layer}.linear")
+        if layer == 0 and saved_input:
+            gone.append(saved_input)
         backward.append(Work(f"{name}.{layer}", flops, tuple(takes), tuple(gone)))
     return Stage(name, "gather", tuple(forward), tuple(backward))
 
 
-def _interaction(features: int, dim: int, interaction: str) -> Stage:
+def _incoming(name: str, layer: int) -> str:
+    """The gradient of what goes into layer ``layer``, or comes out of the one before it."""
+    return f"gradient.{name}.{layer}"
+
+
+def _interaction(features: int, dim: int, interaction: str, of_bottom: str) -> Stage:
     stacked = features + 1
     width = interaction_width(features, dim, interaction)
     pairs = features * stacked // 2
     rows = stacked * dim * FLOAT
     joined = Allocation("interaction", "activation", width * FLOAT)
     if interaction == "cat":
-        joining = Work("interaction.cat", 0, (joined,), ("rows",))
-        return Stage("interaction", "none", (joining,), ())
+        flat = Allocation("interaction.flat", "activation", features * dim * FLOAT)
+        joining = (
+            Work("interaction.flat", 0, (flat,)),
+            Work("interaction.cat", 0, (joined,), (flat.name, "rows")),
+        )
+        views = Allocation("gradient.stack", "temporary", rows)  # of the joined gradient
+        splitting = (
+            Work("interaction.cat", 0, (), (_incoming("top", 0),)),
+            Work("interaction.views", 0, (views,)),
+        )
+        return Stage("interaction", "none", joining, splitting)
     stack = Allocation("interaction.stack", "activation", rows)
     products = Allocation("interaction.products", "temporary", stacked * stacked * FLOAT)
     lower = Allocation("interaction.pairs", "activation", pairs * FLOAT)
@@ -169,7 +187,7 @@ def _interaction(features: int, dim: int, interaction: str) -> Stage:
     of_products = Allocation("gradient.products", "temporary", stacked * stacked * FLOAT)
     of_stack = Allocation("gradient.stack", "temporary", rows)
     other = Allocation("gradient.stack.other", "temporary", rows)
-    of_dense = Allocation("gradient.bottom.dense", "temporary", dim * FLOAT)
+    of_dense = Allocation(of_bottom, "temporary", dim * FLOAT)
     backward = (
         Work("interaction.pairs", 0, (of_products,)),
         Work(
@@ -178,13 +196,13 @@ def _interaction(features: int, dim: int, interaction: str) -> Stage:
             (of_stack, other),
             (of_products.name, other.name, stack.name),
         ),
-        Work("interaction.stack", 0, (of_dense,), ("gradient.top.0",)),
+        Work("interaction.stack", 0, (of_dense,), (_incoming("top", 0),)),
     )
     return Stage("interaction", "none", forward, backward)
 
 
-def _loss(outputs: int) -> Stage:
-    gradient = Allocation("gradient.top.last", "temporary", outputs * FLOAT)
+def _loss(outputs: int, of_top: str) -> Stage:
+    gradient = Allocation(of_top, "temporary", outputs * FLOAT)
     forward = (Work("loss", 10 * outputs, (Allocation("loss", "output", 0, FLOAT),)),)
     backward = (Work("loss", 10 * outputs, (gradient,)),)
     return Stage("loss", "none", forward, backward)

@@ -113,9 +113,9 @@ class ShardedTables(nn.Module):
             if rows is not None:
                 back = self._exchange("exchange rows", rows, trip.served, trip.counts)
                 del rows
+                probe.did(Action("exchange", "rows", "exchange_rows"))
             out = self._assemble(back, found, trip)
-        if self.stores:
-            probe.did(Action("exchange", "rows", "exchange_rows"))
+        probe.did(Action("assemble", "tables", "exchange_rows"))
         return out, trip
 
     def _request(self, by_feature: torch.Tensor, trip: _Trip) -> None:

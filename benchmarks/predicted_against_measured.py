@@ -1,0 +1,132 @@
+"""Runs three jobs of different shape and keeps what was predicted beside what was measured.
+
+    python benchmarks/predicted_against_measured.py --machine cpu-2-cores
+
+writes ``validation/<machine>/<case>.json`` for each case. Memory must come out exactly (weights,
+gradients, optimizer states, padding) and within ten percent (peak); seconds are kept as they are,
+for the preset's constants are not this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shardwright.core.job import Job, parse_job, read_job
+from shardwright.lab.session import Session, prepare_data, run
+from shardwright.planner.planner import plan
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "examples" / "demo.toml"
+
+
+def uniform_job(
+    out: str, *, rows: int, dim: int, batch: int, top: list[int], optimizer: str
+) -> Job:
+    """26 tables, every third ten times smaller, on two ranks."""
+    tables = [
+        {"name": f"C{i}", "rows": rows if i % 3 else max(1, rows // 10), "dim": dim}
+        for i in range(26)
+    ]
+    return parse_job(
+        {
+            "model": {"bottom": [64, dim], "top": top},
+            "tables": tables,
+            "cluster": {"world_size": 2, "ddr_cap": "1 GiB"},
+            "batch": {"size": batch},
+            "data": {"kind": "synthetic", "rows": 8 * batch, "test_rows": 0},
+            "train": {"steps": 25, "optimizer": optimizer, "learning_rate": 0.01, "out": out},
+        }
+    )
+
+
+def jobs(folder: Path) -> dict[str, Job]:
+    """The demo, a job whose activations dominate, and one whose tables dominate."""
+    return {
+        "demo": read_job(DEMO, [f"train.out={folder / 'demo'}"]),
+        "large_batch": uniform_job(
+            str(folder / "large_batch"),
+            rows=2_000,
+            dim=32,
+            batch=2048,
+            top=[256, 64, 1],
+            optimizer="adagrad",
+        ),
+        "large_tables": uniform_job(
+            str(folder / "large_tables"),
+            rows=200_000,
+            dim=16,
+            batch=64,
+            top=[64, 1],
+            optimizer="sgd",
+        ),
+    }
+
+
+def summary(session: Session) -> dict[str, Any]:
+    """Predicted beside measured, small enough to read."""
+    measured, comparison = session.measurement, session.comparison
+    if measured is None or comparison is None:
+        raise SystemExit(f"run failed: {session.outcome.reason}")
+    exact = [line for line in comparison.exact if line.predicted or line.measured]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "versions": measured.versions,
+        "machine": measured.machine,
+        "plan_fingerprint": session.plan.fingerprint,
+        "exact_bytes_compared": len(exact),
+        "exact_bytes_unequal": sum(line.predicted != line.measured for line in exact),
+        "peaks": [
+            {
+                "rank": line.rank,
+                "predicted_bytes": line.predicted,
+                "measured_bytes": line.measured,
+                "error": line.error,
+            }
+            for line in comparison.peaks
+        ],
+        "seconds": [
+            {
+                "rank": line.rank,
+                "phase": line.phase,
+                "predicted": line.predicted,
+                "measured": line.measured,
+            }
+            for line in comparison.seconds
+        ],
+        "samples_per_second": measured.samples_per_second,
+        "failures": list(comparison.failures),
+    }
+
+
+def main() -> int:
+    """Run every case; 1 if a prediction failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machine", required=True, help="a name for this machine")
+    options = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        for case, job in jobs(Path(scratch)).items():
+            made = plan(job)
+            prepare_data(job)
+            result = summary(run(made, Path(job.train.out), sys.stderr))
+            target = ROOT / "validation" / options.machine / f"{case}.json"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(json.dumps(result, indent=2) + "\n")
+            failed += bool(result["failures"])
+            for peak in result["peaks"]:
+                print(
+                    f"{case:<13} rank {peak['rank']}: peak {peak['error']:+.2%} off, "
+                    f"{result['exact_bytes_unequal']} of {result['exact_bytes_compared']} "
+                    "exact figures unequal"
+                )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""What the documents say about the tree is true, and the tree keeps the sizes they promise."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "shardwright"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_FUNCTION = 80
+
+_PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|toml|md|css|j2|typed))`")
+_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_every_path_in_the_architecture_exists() -> None:
+    named = set(_PATH.findall(ARCHITECTURE.read_text()))
+    assert named
+    missing = [p for p in named if not (ROOT / p).exists() and not (PACKAGE / p).exists()]
+    assert missing == []
+
+
+def test_every_source_file_is_in_the_architecture() -> None:
+    text = ARCHITECTURE.read_text()
+    files = [p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    assert [name for name in sorted(map(_name, files)) if f"`{name}`" not in text] == []
+
+
+def test_every_command_is_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    if not text.strip():
+        pytest.skip("README.md is still empty")
+    assert [name for name in COMMANDS if not re.search(rf"shardwright {name}\b", text)] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    targets = [a or b for a, b in _LINK.findall(document.read_text())]
+    local = [t.partition("#")[0] for t in targets if not re.match(r"[a-z]+:|#", t)]
+    assert [t for t in local if not (document.parent / t).exists()] == []
+
+
+def test_no_source_file_is_too_long() -> None:
+    lines = {_name(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {n: count for n, count in lines.items() if count > MOST_LINES_OF_A_FILE} == {}
+
+
+def test_no_function_is_too_long() -> None:
+    found = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                length = node.end_lineno - node.lineno + 1
+                if length > MOST_LINES_OF_A_FUNCTION:
+                    found[f"{_name(path)}:{node.name}"] = length
+    assert found == {}
+
+
+def test_the_architecture_names_the_exit_codes_of_the_errors() -> None:
+    from shardwright.core import errors
+
+    rows = re.findall(r"^\| (\d+) \|", ARCHITECTURE.read_text(), re.MULTILINE)
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert {int(row) for row in rows} == codes
