@@ -5,7 +5,7 @@
 PYTHON ?= python3
 ARGS ?=
 PYTHON_ENV ?=
-# Test files spread over this many processes; some of them start training processes of their own.
+# Processes that run tests; those that start training processes of their own all run in one of them.
 JOBS ?= 2
 
 VENV := .venv
@@ -42,7 +42,7 @@ demo: $(ENVIRONMENT)
 	@$(RUN) -m shardwright demo $(ARGS)
 
 test: $(ENVIRONMENT)
-	@$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: $(ENVIRONMENT)
 	$(RUN) -m ruff check .

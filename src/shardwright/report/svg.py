@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 _BAR = 17
 _LEFT, _RIGHT = 132, 74
+_FIGURE = 66  # the width of a figure such as 35.93 MiB, with its gap
 
 
 def memory_chart(plan: Plan, measurement: Measurement | None = None) -> str:
@@ -55,7 +56,7 @@ def memory_chart(plan: Plan, measurement: Measurement | None = None) -> str:
         parts.append(label(0, y + 13, f"rank {rank}", bold=True))
         for side, peaks in (("predicted", predicted), ("measured", measured)):
             if rank in peaks:
-                parts.append(_memory_bar(peaks[rank], side, y, scale))
+                parts.append(_memory_bar(peaks[rank], side, y, scale, _LEFT + budget * scale))
                 y += _BAR + 3
         y += 10
     bottom = y - 6
@@ -93,7 +94,8 @@ def _fullest(predicted: Mapping[int, Peak], measured: Mapping[int, Peak]) -> lis
     return sorted(sorted(best, key=lambda rank: (-best[rank], rank))[:MOST_RANKS])
 
 
-def _memory_bar(peak: Peak, side: str, y: float, scale: float) -> str:
+def _memory_bar(peak: Peak, side: str, y: float, scale: float, budget_line: float) -> str:
+    """One bar; its figure steps aside where the budget line would run through it."""
     parts = [label(_LEFT - 8, y + 13, side, "end", faint=True)]
     x = float(_LEFT)
     for i, (part, _) in enumerate(PARTS):
@@ -103,7 +105,8 @@ def _memory_bar(peak: Peak, side: str, y: float, scale: float) -> str:
             tip = f"{side}, rank {peak.rank}: {part} {format_bytes(nbytes)} ({nbytes:,} B)"
             parts.append(box((x, y, width, _BAR), i, "memory", tip))
             x += width
-    parts.append(label(x + 6, y + 13, format_bytes(peak.nbytes)))
+    end = budget_line if x < budget_line < x + _FIGURE else x
+    parts.append(label(end + 6, y + 13, format_bytes(peak.nbytes)))
     return "".join(parts)
 
 
