@@ -80,12 +80,14 @@ def test_a_model_that_click_logs_do_not_fit_is_refused(call: Any, job: Path) -> 
 
 
 def test_a_job_that_does_not_fit_is_3(train: Any) -> None:
-    train(f"{HEADER}\n{ROW}\n", "--set", "cluster.ddr_cap=2 MiB").refuses(3, "no plan fits")
+    train(f"{HEADER}\n{ROW}\n", "--set", "cluster.ddr_cap=2 MiB").refuses(
+        3, "no plan found that fits"
+    )
 
 
 def test_no_rows_are_written_for_a_job_that_does_not_fit(call: Any, tmp_path: Path) -> None:
     words = ("--set", "data.kind=synthetic", "--set", "cluster.ddr_cap=2 MiB")
-    call("train", CRITEO, *words).refuses(3, "no plan fits")
+    call("train", CRITEO, *words).refuses(3, "no plan found that fits")
     assert list(tmp_path.iterdir()) == []
 
 

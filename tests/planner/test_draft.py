@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -103,7 +104,7 @@ def test_traffic_groups_tables_by_width_and_by_whether_ids_are_sorted(make_job: 
 
 def test_seconds_of_a_rank_add_up_over_phases(make_job: MakeJob) -> None:
     draft = _draft(make_job(10, 50), ("table_wise", (1,)), ("row_wise", (0, 1)))
-    assert draft.rank_seconds == tuple(sum(phases.values()) for phases in draft.seconds)
+    assert draft.rank_seconds == tuple(math.fsum(phases.values()) for phases in draft.seconds)
     assert draft.max_rank_seconds == draft.rank_seconds[1]
     whole = draft.tables[0].choice.seconds[0]
     assert draft.rank_seconds[1] - draft.rank_seconds[0] == pytest.approx(whole)

@@ -97,4 +97,4 @@ def test_an_accelerator_is_told_its_own_key(make_job: MakeJob) -> None:
 def test_a_job_beyond_every_way_out_is_told_the_capacity_alone(make_job: MakeJob) -> None:
     message = _refusal(make_job(50, cluster={"world_size": 2, "ddr_cap": 1}))
     assert message.endswith(" fits.")
-    assert message.count("fit") == 2  # "no plan fits", and the capacity that does
+    assert message.count("fit") == 2  # "found that fits", and the capacity that does

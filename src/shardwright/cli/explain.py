@@ -117,7 +117,7 @@ def _line(step: Step, width: int) -> str:
 def _as_json(explanation: explain.Explanation) -> dict[str, object]:
     return {
         "title": explanation.title,
-        "value": explanation.stored,
+        "value": explanation.steps[-1].value,
         "unit": explanation.unit,
         "steps": [
             {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -19,6 +19,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.tensor import TensorSpec
 
 Role = Literal["parameter", "gradient", "optimizer_state"]
+MAX_RUN = 2**20  # ranks in one run
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -44,7 +45,7 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     rank: int
-    count: int = 1
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_RUN)] = 1
     step: tuple[int, ...] = ()
 
 
@@ -81,6 +82,14 @@ def _grow(run: BlockRun, block: Block) -> BlockRun | None:
 def decode(runs: Iterable[BlockRun]) -> Iterator[Block]:
     """The blocks of a run-length encoded list, in order."""
     for run in runs:
+        if run.count > 1 and len(run.step) != len(run.offsets):
+            raise InputError(
+                expected(
+                    f"blocks of {run.tensor}",
+                    f"a step of {len(run.offsets)} offsets",
+                    f"{len(run.step)}",
+                )
+            )
         for k in range(run.count):
             offsets = run.offsets if k == 0 else _moved(run, k)
             yield Block(run.tensor, run.role, offsets, run.sizes, run.rank + k)

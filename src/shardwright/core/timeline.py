@@ -8,7 +8,7 @@ floats from the beginning of a step. Predicted and measured timelines are compar
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -45,6 +45,7 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
 EXACT_KINDS: tuple[Kind, ...] = ("weight", "gradient", "optimizer_state", "padding")
 
+MAX_RUN = 2**20  # ranks in one run
 PEAK = "peak"  # the name of an event that tells a kind's live bytes at a phase's peak
 
 
@@ -65,7 +66,7 @@ class EventRun(msgspec.Struct, frozen=True, array_like=True):
     """The same event on ``count`` consecutive ranks from ``event.rank``."""
 
     event: Event
-    count: int = 1
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_RUN)] = 1
 
 
 def encode(events: Iterable[Event]) -> tuple[EventRun, ...]:

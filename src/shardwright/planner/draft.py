@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,7 +67,7 @@ class Draft:
         modes = self.modes
         ranks = self.problem.cluster.world_size
         totals = {"load": self.problem.batch.size * values["parse_cost"]}
-        requests = sum(placed.choice.request_seconds for placed in self.tables)
+        requests = math.fsum(placed.choice.request_seconds for placed in self.tables)
         if requests:
             totals["exchange_ids"] = requests
         parts = [embedding.step_latencies(modes.routed, modes.replicated_tables, ranks, values)]
@@ -90,7 +91,7 @@ class Draft:
     @cached_property
     def rank_seconds(self) -> tuple[float, ...]:
         """Seconds per step of each rank."""
-        return tuple(sum(phases.values()) for phases in self.seconds)
+        return tuple(math.fsum(phases.values()) for phases in self.seconds)
 
     @property
     def max_rank_seconds(self) -> float:

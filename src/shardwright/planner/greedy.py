@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import product
 
@@ -59,7 +60,7 @@ def _fastest(loads: _Loads, choice: TableChoice, ranks: tuple[int, ...]) -> tupl
 
 
 def _work(loads: _Loads, choice: TableChoice) -> float:
-    return sum(choice.seconds) + choice.request_seconds * len(loads.seconds)
+    return math.fsum(choice.seconds) + choice.request_seconds * len(loads.seconds)
 
 
 def _smallest(loads: _Loads, choice: TableChoice, ranks: tuple[int, ...]) -> tuple[float, ...]:
@@ -67,7 +68,7 @@ def _smallest(loads: _Loads, choice: TableChoice, ranks: tuple[int, ...]) -> tup
     after = list(loads.bytes)
     for rank, size in zip(ranks, choice.bytes, strict=True):
         after[rank] += size
-    return max(after), sum(choice.bytes), sum(choice.seconds)
+    return max(after), sum(choice.bytes), math.fsum(choice.seconds)
 
 
 def _least_work(loads: _Loads, choice: TableChoice, ranks: tuple[int, ...]) -> tuple[float, ...]:
@@ -164,15 +165,15 @@ def _improve(problem: Problem, start: tuple[Placed, ...], budget: float) -> tupl
     for item in placed:
         loads.add(item.choice, item.ranks)
     for _ in range(MAX_ROUNDS):
-        before = (max(loads.seconds), sum(loads.seconds))
+        before = (max(loads.seconds), math.fsum(loads.seconds))
         improved = False
         for index, item in enumerate(placed):
             loads.add(item.choice, item.ranks, -1)
             best = _best(loads, problem.tables[index], budget, _fastest) or item
             loads.add(best.choice, best.ranks)
-            if (max(loads.seconds), sum(loads.seconds)) < (before[0] - 1e-15, before[1]):
+            if (max(loads.seconds), math.fsum(loads.seconds)) < (before[0] - 1e-15, before[1]):
                 placed[index] = best
-                before = (max(loads.seconds), sum(loads.seconds))
+                before = (max(loads.seconds), math.fsum(loads.seconds))
                 improved = True
             else:
                 loads.add(best.choice, best.ranks, -1)

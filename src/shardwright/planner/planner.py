@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -73,13 +74,15 @@ def search(problem: Problem) -> tuple[Draft | None, int, int]:
 def lower_bound(problem: Problem) -> float:
     """No plan of this problem can be faster: cheapest options, spread perfectly, no latency."""
     ranks = problem.cluster.world_size
-    tables = sum(
-        min(sum(choice.seconds) + choice.request_seconds * ranks for choice in choices)
+    tables = math.fsum(
+        min(math.fsum(choice.seconds) + choice.request_seconds * ranks for choice in choices)
         for choices in problem.tables
     )
-    units = sum(min(sum(c.seconds.values()) for c in choices) for choices in problem.units)
+    units = math.fsum(
+        min(math.fsum(c.seconds.values()) for c in choices) for choices in problem.units
+    )
     rest = Draft(problem, (), ()).shared_seconds
-    return tables / ranks + units + sum(rest.values())
+    return tables / ranks + units + math.fsum(rest.values())
 
 
 def assemble(draft: Draft, found: Search) -> Plan:
@@ -134,7 +137,7 @@ def _unit_plan(choice: UnitChoice) -> UnitPlan:
         optimizer_state=choice.placement,
         optimizer=choice.unit.optimizer,
         reshard_after_forward=not choice.replicated,
-        seconds=sum(choice.seconds.values()),
+        seconds=math.fsum(choice.seconds.values()),
         bytes_per_rank=layout.shard_bytes,
         padding_bytes=layout.nbytes - layout.payload_bytes,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from shardwright.core.batch import Batch, lookups
@@ -161,7 +162,7 @@ def _choice(
         if sharding_type != "data_parallel"
         else 0.0,
         tuple(sum(kept.values()) for kept, _ in costs),
-        tuple(sum(spent.values()) for _, spent in costs),
+        tuple(math.fsum(spent.values()) for _, spent in costs),
     )
 
 

@@ -23,7 +23,7 @@ def error(problem: Problem) -> NoPlanError:
     cap = "ddr_cap" if problem.cluster.compute_device == "cpu" else "hbm_cap"
     ways = [f"cluster.{cap} of {peak:,} B ({format_bytes(peak)}) fits", *_ways(problem)]
     return NoPlanError(
-        f"no plan fits: rank {rank} is the fullest and needs {peak:,} B "
+        f"no plan found that fits: rank {rank} is the fullest and needs {peak:,} B "
         f"({format_bytes(peak)}) of {capacity:,} B ({format_bytes(capacity)}), "
         f"{peak - capacity:,} B too much; {_largest(draft, rank)}. "
         f"What would help: {'; '.join(ways)}."
