@@ -19,7 +19,6 @@ from shardwright.core.amount import (
     maximum,
     minimum,
     named,
-    value_of,
     where,
 )
 
@@ -197,10 +196,6 @@ def test_units_and_sources_reach_the_steps() -> None:
     rate = leaf(1e9, "rate", "B/s", "data sheet")
     steps = derivation(named("seconds", 8 / rate, "s"))
     assert [(s.unit, s.source) for s in steps] == [("B/s", "data sheet"), ("s", "")]
-
-
-def test_value_of_takes_an_amount_or_a_number() -> None:
-    assert value_of(leaf(3, "a")) == value_of(3) == 3
 
 
 def test_ceil_rounds_up_to_an_integer() -> None:

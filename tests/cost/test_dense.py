@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.core.model import DenseOptimizer, Stage, UnitSpec, Work
-from shardwright.core.tensor import TensorSpec
+from shardwright.core.model import DenseOptimizer, Stage, Work
 from shardwright.cost import dense
 
 CASES: dict[str, Callable[[Any], Any]] = {
@@ -25,7 +24,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     f"unit_bytes/{kind}": (lambda v, k=kind: dense.unit_bytes(v.payload, v.padding, k))
     for kind in get_args(DenseOptimizer)
 }
-OF_PLAIN_VALUES = {"stage_flops", "unit_payload"}
+OF_PLAIN_VALUES = {"stage_flops"}
 SAMPLES = st.lists(
     st.fixed_dictionaries(
         {
@@ -105,8 +104,3 @@ def test_an_update_reads_all_its_bytes() -> None:
 def test_flops_grow_with_the_batch_and_calls_do_not() -> None:
     stage = Stage("s", "gather", (Work("a", 3), Work("b", 4)), (Work("c", 10),))
     assert dense.stage_flops(stage, 5) == (35, 2, 50, 1)
-
-
-def test_the_payload_of_a_unit_has_no_padding() -> None:
-    unit = UnitSpec("u", (TensorSpec("w", (3, 5)), TensorSpec("b", (3,), "bf16")))
-    assert dense.unit_payload(unit) == 66

@@ -188,11 +188,6 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
     return _apply("where", function, condition, then, otherwise)
 
 
-def value_of(amount: Any) -> Any:
-    """The plain number of an Amount, or the number itself."""
-    return amount.value if isinstance(amount, Amount) else amount
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """One printed line of a derivation: ``name = formula = numbers = value unit``."""

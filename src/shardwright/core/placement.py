@@ -7,11 +7,7 @@ they are the table types of recommender systems.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
-
-Access = Literal["gather", "route"]
 
 
 class Replicate(msgspec.Struct, frozen=True, tag="replicate", tag_field="placement"):

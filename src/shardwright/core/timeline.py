@@ -42,7 +42,6 @@ Kind = Literal[
     "padding",
     "time",
 ]
-KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
 EXACT_KINDS: tuple[Kind, ...] = ("weight", "gradient", "optimizer_state", "padding")
 
 MAX_RUN = 2**20  # ranks in one run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.core.amount import named
-from shardwright.core.model import Stage, UnitSpec
+from shardwright.core.model import Stage
 from shardwright.cost import network, optimizer
 
 
@@ -50,8 +50,3 @@ def stage_flops(stage: Stage, batch_size: int) -> tuple[int, int, int, int]:
     forward = sum(work.flops_per_sample for work in stage.forward) * batch_size
     backward = sum(work.flops_per_sample for work in stage.backward) * batch_size
     return forward, len(stage.forward), backward, len(stage.backward)
-
-
-def unit_payload(unit: UnitSpec) -> int:
-    """Bytes of all tensors of a unit."""
-    return sum(tensor.nbytes for tensor in unit.tensors)

@@ -34,6 +34,8 @@ from typing import Any, Final
 
 import msgspec
 
+from shardwright.core import timeline
+from shardwright.core.document import write_atomically
 from shardwright.core.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -43,20 +45,7 @@ from shardwright.core.errors import (
 )
 from shardwright.core.outcome import RankOutcome, State
 
-PHASES: Final = (
-    "setup",
-    "load",
-    "exchange_ids",
-    "lookup",
-    "exchange_rows",
-    "forward",
-    "backward",
-    "reduce",
-    "step",
-    "checkpoint",
-    "evaluate",
-    "done",
-)
+PHASES: Final = (*timeline.PHASES, "evaluate", "done")
 _INDEX: Final = {phase: index for index, phase in enumerate(PHASES)}
 
 _SIZE: Final = 64
@@ -179,13 +168,6 @@ def _unpack(data: bytes) -> PulseReading | None:
     if magic != _MAGIC or not 0 <= index < len(PHASES):
         return None
     return PulseReading(pid, None if step == _NO_STEP else step, sequence, PHASES[index], at)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside ``path`` and rename: a reader sees the old file or the whole new one."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_bytes(data)
-    fresh.replace(path)
 
 
 def write_status(folder: Path, status: RankOutcome) -> None:

@@ -48,11 +48,6 @@ class MemoryTracker(TorchDispatchMode):
         """Count the storage of ``tensor`` as ``kind``, whatever it counted as before."""
         self._note(tensor.untyped_storage(), kind)
 
-    def forget_peaks(self) -> None:
-        """Start the peaks anew, from what is alive."""
-        self.peaks.clear()
-        self.highest.clear()
-
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """New storages and peaks belong to ``phase`` inside."""

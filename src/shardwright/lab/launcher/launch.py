@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, TextIO
 
+from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.outcome import Outcome, encode_outcome
 from shardwright.lab.launcher.processes import MARK, end_run
@@ -138,7 +139,7 @@ def launch(request: Launch, stream: TextIO | None = None) -> Outcome:
             raise
         seconds = time.monotonic() - started
         outcome = outcome_of(end, watch, tuple(command), seconds, versions())
-        pulse.write_atomically(request.folder / "outcome.json", encode_outcome(outcome))
+        write_atomically(request.folder / "outcome.json", encode_outcome(outcome))
     return outcome
 
 

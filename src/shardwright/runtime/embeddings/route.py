@@ -55,10 +55,6 @@ class Group:
     pieces: tuple[Piece, ...]
     held: dict[int, tuple[Held, ...]]
 
-    def rows_on(self, rank: int) -> int:
-        """Rows of this group's tensor on ``rank``."""
-        return sum(held.rows for held in self.held.get(rank, ()))
-
 
 @dataclass(frozen=True, slots=True)
 class Route:
