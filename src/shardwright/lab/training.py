@@ -58,11 +58,12 @@ class Training:
         self.rank = rank
         self.pulse = pulse
         self.step = 0
-        self.meter = Meter(rank, self._listen)
         self.device = torch.device("cpu")
         if plan.cluster.compute_device == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(self.device)
+        on_cpu = self.device.type == "cpu"
+        self.meter = Meter(rank, self._listen, None if on_cpu else torch.cuda.synchronize)
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self.exact: list[Event] = []

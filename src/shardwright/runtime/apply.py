@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import __version__
-from shardwright.core.block import Block
+from shardwright.core.block import Block, check_tiling
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
 from shardwright.core.layout import unit_blocks
 from shardwright.core.plan import Plan, UnitPlan
@@ -94,7 +94,7 @@ def _agree(comm: Comm, model: nn.Module, plan: Plan) -> None:
 
 
 def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
-    """The model's parameters must be exactly the plan's tensors."""
+    """The model's parameters must be exactly the plan's tensors, each covered by its blocks."""
     have = dict(model.named_parameters())
     planned = {block.tensor for block in blocks if block.role == "parameter"}
     for fqn in have:
@@ -109,12 +109,14 @@ def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
             raise MismatchError(
                 expected(fqn, "a parameter of the model", "none", "Plan again for this model.")
             )
+    check_tiling(blocks, [TensorSpec(n, tuple(p.shape)) for n, p in have.items()], plan.world_size)
     for table in plan.tables:
         shape = tuple(have[table.fqn].shape)
         if shape != (table.rows, table.dim):
             raise MismatchError(
                 expected(table.fqn, f"shape ({table.rows}, {table.dim}) as planned", f"{shape}")
             )
+    check_tiling(blocks, [TensorSpec(n, tuple(p.shape)) for n, p in have.items()], plan.world_size)
 
 
 def _check_supported(plan: Plan) -> None:

@@ -28,9 +28,15 @@ STEADY = 1  # the step number of events that hold for every steady step
 class Meter(Probe):
     """A probe that keeps seconds by phase and step, peaks by phase, and the actions of a step."""
 
-    def __init__(self, rank: int, listener: Callable[[Phase | None], None] | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        listener: Callable[[Phase | None], None] | None = None,
+        synchronise: Callable[[], None] | None = None,
+    ) -> None:
         self.rank = rank
         self.listener = listener  # told of every phase and (with None) of every collective
+        self.synchronise = synchronise  # waits for a device that computes on its own, before a look
         self.actions: list[Action] = []
         self.tracker: MemoryTracker | None = None
         self._kinds: list[tuple[torch.Tensor, Kind]] = []
@@ -112,6 +118,8 @@ class Meter(Probe):
         self._since = time.perf_counter()
 
     def _turn(self) -> None:
+        if self.synchronise:
+            self.synchronise()
         now = time.perf_counter()
         if self._stack:
             current = self._stack[-1]
