@@ -18,6 +18,7 @@ from shardwright.core.model import DenseOptimizer, TableSpec
 from shardwright.core.tensor import element_bytes
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
@@ -40,8 +41,8 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A preset, and what this job's machine has instead; capacities are per rank."""
 
     preset: str = "local"
-    world_size: Count | None = None
-    local_world_size: Count | None = None
+    world_size: Ranks | None = None
+    local_world_size: Ranks | None = None
     compute_device: Literal["cpu", "cuda"] | None = None
     hbm_cap: int | str | None = None
     ddr_cap: int | str | None = None
