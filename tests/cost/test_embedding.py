@@ -45,7 +45,7 @@ for _type in TYPES:
 for _routed in (False, True):
     for _replicated in (False, True):
         CASES[f"step_latencies/{_routed}/{_replicated}"] = lambda v, a=_routed, b=_replicated: (
-            embedding.step_latencies(a, b, v.ranks, v.c)
+            embedding.step_latencies(a, b, b, v.ranks, v.c)
         )
 SAMPLES = st.lists(
     st.fixed_dictionaries(
@@ -148,19 +148,26 @@ def test_a_replica_pays_for_its_whole_table_whatever_the_batch() -> None:
 
 
 def test_a_step_without_tables_has_no_latencies() -> None:
-    assert embedding.step_latencies(False, False, 2, C) == {}
+    assert embedding.step_latencies(False, False, False, 2, C) == {}
 
 
 def test_routed_and_replicated_latencies_add_up() -> None:
-    routed = embedding.step_latencies(True, False, 2, C)
-    replicated = embedding.step_latencies(False, True, 2, C)
-    both = embedding.step_latencies(True, True, 2, C)
+    routed = embedding.step_latencies(True, False, False, 2, C)
+    replicated = embedding.step_latencies(False, True, True, 2, C)
+    both = embedding.step_latencies(True, True, True, 2, C)
     assert both == {
         phase: routed.get(phase, 0) + replicated.get(phase, 0)
         for phase in routed.keys() | replicated.keys()
     }
 
 
+def test_replicas_that_ride_pay_no_collective() -> None:
+    alone = embedding.step_latencies(True, True, True, 2, C)
+    riding = embedding.step_latencies(True, True, False, 2, C)
+    assert alone["reduce"] - riding["reduce"] == C["all_reduce_latency"]
+    assert {p for p in alone if alone[p] != riding[p]} == {"reduce"}
+
+
 def test_a_single_rank_has_operations_but_no_collectives() -> None:
     for phase, count in embedding.ROUTED_OPERATIONS.items():
-        assert embedding.step_latencies(True, False, 1, C)[phase] == count * 0.25
+        assert embedding.step_latencies(True, False, False, 1, C)[phase] == count * 0.25

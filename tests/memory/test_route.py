@@ -15,11 +15,12 @@ ID, FLOAT = 8, 4
 def _traffic(**changes: Any) -> Traffic:
     """One row-wise group: a rank asks for 10 ids of 16 columns, serves 12, 9 of them distinct."""
     given: dict[str, Any] = {
-        "requests": ((10, 16, False),),
+        "requests": ((10, 16, 10),),
         "serves": ((12, 16, 9),),
         "replica_ids": 0,
         "replica_bytes": 0,
         "replica_rows": 0,
+        "ride_bytes": 0,
         "features": 1,
         "dim": 16,
         "batch": 10,
@@ -28,8 +29,8 @@ def _traffic(**changes: Any) -> Traffic:
     return Traffic(**(given | changes))
 
 
-WHOLE = _traffic(requests=((10, 16, True),))
-TWO_GROUPS = _traffic(requests=((10, 16, True), (20, 8, True)), serves=((12, 16, 9), (6, 8, 6)))
+WHOLE = _traffic(requests=((10, 16, 0),))
+TWO_GROUPS = _traffic(requests=((10, 16, 0), (20, 8, 0)), serves=((12, 16, 9), (6, 8, 6)))
 REPLICAS = _traffic(requests=(), serves=(), replica_ids=10, replica_bytes=640, replica_rows=10)
 
 
@@ -65,6 +66,12 @@ def test_ids_of_a_whole_table_are_sent_as_they_are() -> None:
 def test_ids_of_row_shards_are_sorted_by_owner_and_keep_their_order() -> None:
     assert _peak(route.exchange_ids, _traffic()) == 5 * 10 * ID
     assert _left(_traffic(), route.exchange_ids) == (10 + 12) * ID
+
+
+def test_only_the_ids_of_row_shards_are_sorted_where_both_kinds_are_asked() -> None:
+    mixed = _traffic(requests=((10, 16, 4),))
+    assert _peak(route.exchange_ids, mixed) == (10 + 2 * 4 + 10 + 10) * ID
+    assert _left(mixed, route.exchange_ids) == (10 + 12) * ID
 
 
 def test_several_groups_are_joined_before_they_are_sent() -> None:
@@ -125,7 +132,25 @@ def test_adagrad_sorts_ids_and_sums_rows_that_occur_more_than_once() -> None:
 
 
 def test_several_groups_are_parted_before_they_are_updated() -> None:
-    assert _peak(route.update, TWO_GROUPS) == TWO_GROUPS.served_bytes + 18 * ID
+    assert _peak(route.update, TWO_GROUPS) == 18 * ID
+    arrived = TWO_GROUPS.served_bytes
+    parted = _peak(route.return_gradients, TWO_GROUPS)
+    assert parted == max(2 * TWO_GROUPS.asked_bytes + arrived, 2 * arrived)
+
+
+def test_a_riding_gradient_travels_once_to_every_rank() -> None:
+    riding = _traffic(
+        requests=((10, 16, 0),),
+        replica_ids=10,
+        replica_bytes=640,
+        replica_rows=10,
+        ride_bytes=2 * 640,
+    )
+    sent = 10 * 16 * FLOAT + 2 * 640
+    received = 12 * 16 * FLOAT + 2 * 640
+    assert _peak(route.return_gradients, riding) == 640 + 2 * sent + received
+    assert _left(riding, route.return_gradients) == 640 + 12 * 16 * FLOAT
+    assert _peak(route.reduce_replicas, riding) == 0
 
 
 def test_an_adagrad_replica_squares_its_gradient() -> None:

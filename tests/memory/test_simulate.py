@@ -11,7 +11,7 @@ from shardwright.core.timeline import Kind
 from shardwright.memory.route import Traffic
 from shardwright.memory.simulate import RankLoad, UnitBytes, phase_peaks
 
-NO_TABLES = Traffic((), (), 0, 0, 0, 0, 4, 10, False)
+NO_TABLES = Traffic((), (), 0, 0, 0, 0, 0, 4, 10, False)
 MODEL = ModelSpec(
     "test",
     (),

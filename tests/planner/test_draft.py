@@ -81,7 +81,7 @@ def test_modes_follow_the_tables_and_units(make_job: MakeJob) -> None:
     assert (replicas.routed, replicas.replicated_tables) == (False, True)
 
 
-def test_traffic_groups_tables_by_width_and_by_whether_ids_are_sorted(make_job: MakeJob) -> None:
+def test_traffic_groups_tables_by_width_and_counts_the_ids_to_sort(make_job: MakeJob) -> None:
     job = make_job(10, 50, 7, 9, batch={"size": 100})
     draft = _draft(
         job,
@@ -91,15 +91,13 @@ def test_traffic_groups_tables_by_width_and_by_whether_ids_are_sorted(make_job: 
         ("data_parallel", (0, 1)),
     )
     traffic = draft.traffic(1)
-    assert traffic.requests == ((200, 8, True), (100, 16, False), (100, 16, True))
-    assert traffic.serves == (
-        (200, 8, expected_distinct(200, 7)),
-        (100, 16, expected_distinct(100, 25)),
-        (200, 16, expected_distinct(200, 10)),
-    )
+    assert traffic.requests == ((200, 8, 0), (200, 16, 100))
+    both = expected_distinct(100, 25) + expected_distinct(200, 10)
+    assert traffic.serves == ((200, 8, expected_distinct(200, 7)), (300, 16, both))
     assert (traffic.replica_ids, traffic.replica_rows) == (100, 9)
     assert traffic.replica_bytes == 9 * 64
-    assert draft.traffic(0).serves[2] == (0, 16, 0)
+    assert traffic.ride_bytes == 2 * 9 * 64
+    assert draft.traffic(0).serves[1] == (100, 16, expected_distinct(100, 25))
 
 
 def test_seconds_of_a_rank_add_up_over_phases(make_job: MakeJob) -> None:

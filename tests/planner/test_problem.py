@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_every_shard_has_its_bytes_and_seconds(make_job: MakeJob) -> None:
         shards = len(choice.option.shards)
         assert len(choice.shard_bytes) == len(choice.shard_seconds) == shards
         assert choice.bytes == tuple(sum(kept.values()) for kept in choice.shard_bytes)
-        assert choice.seconds == tuple(sum(spent.values()) for spent in choice.shard_seconds)
+        assert choice.seconds == tuple(math.fsum(s.values()) for s in choice.shard_seconds)
 
 
 def test_row_shards_hold_what_their_rows_hold(make_job: MakeJob) -> None:

@@ -28,6 +28,16 @@ class Action(msgspec.Struct, frozen=True, array_like=True):
     direction: Literal["forward", "backward"] = "forward"
 
 
+# Up to here the gradient of replicated tables rides along with the row gradients, once to every
+# rank, which saves a collective; beyond, its bytes cost more than an all-reduce's latency.
+RIDE_BYTES = 2**20
+
+
+def replicas_ride(routed: bool, world_size: int, replica_bytes: int) -> bool:
+    """Whether the gradient of replicated tables travels in the exchange of row gradients."""
+    return routed and 0 < replica_bytes * world_size <= RIDE_BYTES
+
+
 class Modes(msgspec.Struct, frozen=True):
     """What a plan decided that changes the order of a step."""
 

@@ -131,8 +131,13 @@ REPLICATED_COLLECTIVES = {"reduce": 1}
 REPLICATED_OPERATIONS = {"lookup": 4, "reduce": 6, "step": 8}
 
 
-def step_latencies(routed: bool, replicated: bool, ranks: int, c: Any) -> dict[str, float]:
-    """Seconds per step and phase that do not depend on the number of tables."""
+def step_latencies(
+    routed: bool, replicated: bool, reduced: bool, ranks: int, c: Any
+) -> dict[str, float]:
+    """Seconds per step and phase that do not depend on the number of tables.
+
+    ``reduced``: replicas have a collective of their own and do not ride with the row gradients.
+    """
     seconds: dict[str, float] = {}
 
     def add(phase: str, value: float) -> None:
@@ -141,7 +146,8 @@ def step_latencies(routed: bool, replicated: bool, ranks: int, c: Any) -> dict[s
     if routed:
         _add_latencies(add, "all_to_all", ROUTED_COLLECTIVES, ROUTED_OPERATIONS, ranks, c)
     if replicated:
-        _add_latencies(add, "all_reduce", REPLICATED_COLLECTIVES, REPLICATED_OPERATIONS, ranks, c)
+        collectives = REPLICATED_COLLECTIVES if reduced else {}
+        _add_latencies(add, "all_reduce", collectives, REPLICATED_OPERATIONS, ranks, c)
     return seconds
 
 

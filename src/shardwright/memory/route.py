@@ -19,16 +19,18 @@ BOOL = 1
 class Traffic(msgspec.Struct, frozen=True):
     """A rank's share of the exchange; ids are those of one step.
 
-    ``requests``: (ids asked for, width, fixed) of each group of the route. ``serves``: (ids
-    served, width, distinct rows among them) of the same groups. ``replica_ids``: ids looked up in
-    replicas, whose rows hold ``replica_bytes``.
+    ``requests``: (ids asked for, width, those of them that have to be sorted by owner) of each
+    group of the route. ``serves``: (ids served, width, distinct rows among them) of the same
+    groups. ``replica_ids``: ids looked up in replicas, whose rows hold ``replica_bytes``; of these
+    ``ride_bytes`` travel with the row gradients, all ranks' together.
     """
 
-    requests: tuple[tuple[int, int, bool], ...]
+    requests: tuple[tuple[int, int, int], ...]
     serves: tuple[tuple[int, int, int], ...]
     replica_ids: int
     replica_bytes: int
     replica_rows: int
+    ride_bytes: int
     features: int
     dim: int
     batch: int
@@ -60,15 +62,16 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
     if not traffic.requests:
         return
     several = len(traffic.requests) > 1
-    for index, (ids, _, fixed) in enumerate(traffic.requests):
-        size = ids * INDEX_BYTES
-        if not fixed:
-            # part, row and owner stay while the sort makes values and an order
-            with heap.passing("communication", 4 * size):
-                heap.take(f"route.order.{index}", "communication", size)
-            with heap.passing("communication", 3 * size):
-                pass
-        heap.take(f"route.sent.{index}", "communication", size)
+    for index, (ids, _, cut) in enumerate(traffic.requests):
+        rows, sorting = ids * INDEX_BYTES, cut * INDEX_BYTES
+        if not cut:
+            heap.take(f"route.sent.{index}", "communication", rows)
+            continue
+        # row numbers, and of those to be sorted part and owner, while a sort makes its order
+        with heap.passing("communication", rows + 3 * sorting):
+            heap.take(f"route.order.{index}", "communication", rows)
+        with heap.passing("communication", rows + 2 * sorting):
+            heap.take(f"route.sent.{index}", "communication", rows)
     received = traffic.served * INDEX_BYTES
     joined = traffic.asked * INDEX_BYTES if several else 0
     with heap.passing("communication", joined):
@@ -98,9 +101,9 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
     size = traffic.features * traffic.batch * traffic.dim * FLOAT
     heap.take("rows", "communication", size)
     regrouped = traffic.asked_bytes if len(traffic.requests) > 1 else 0
-    for ids, width, fixed in traffic.requests:
-        inverse = 0 if fixed else ids * INDEX_BYTES
-        pieces = 0 if fixed else ids * width * FLOAT
+    for ids, width, cut in traffic.requests:
+        inverse = ids * INDEX_BYTES if cut else 0
+        pieces = ids * width * FLOAT if cut else 0
         with heap.passing("communication", regrouped + inverse + max(inverse, pieces)):
             pass
     heap.free("route.back")
@@ -108,20 +111,34 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
 
 
 def return_gradients(heap: Ledger, traffic: Traffic) -> None:
-    """Gradients of rows go back to the rows' owners."""
+    """Gradients of rows go back to the rows' owners, those of replicas with them if they ride."""
     if not traffic.requests:
         return
+    _replica_gradient(heap, traffic)
     sent = 0
-    for ids, width, fixed in traffic.requests:
+    for ids, width, cut in traffic.requests:
         size = ids * width * FLOAT
-        with heap.passing("communication", sent + (size if fixed else 2 * size)):
+        with heap.passing("communication", sent + (2 * size if cut else size)):
             sent += size
-    joined = sent if len(traffic.requests) > 1 else 0
-    with heap.passing("communication", sent + joined):
-        heap.take("route.arrived", "communication", traffic.served_bytes)
+    ride = traffic.ride_bytes
+    joined = sent + ride if len(traffic.requests) > 1 or ride else 0
+    received = traffic.served_bytes + ride
+    with heap.passing("communication", sent + ride + joined + received):
+        pass
+    if joined:  # put group by group again
+        with heap.passing("communication", received):
+            heap.take("route.arrived", "communication", received)
+        heap.free("route.arrived")
+    heap.take("route.arrived", "communication", traffic.served_bytes)
 
 
 def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
+    """The gradients of replicas are summed in place, unless they rode along."""
+    if not traffic.requests:
+        _replica_gradient(heap, traffic)
+
+
+def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
     """A dense gradient of all replicated tables."""
     if not traffic.replica_ids:
         return
@@ -133,7 +150,7 @@ def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
 def update(heap: Ledger, traffic: Traffic) -> None:
     """Owners update their rows; everything of the exchange is gone afterwards."""
     several = len(traffic.serves) > 1
-    regrouped = traffic.served_bytes + traffic.served * INDEX_BYTES if several else 0
+    regrouped = traffic.served * INDEX_BYTES if several else 0
     for ids, width, distinct in traffic.serves:
         sums = distinct * (2 * INDEX_BYTES + FLOAT + 3 * width * FLOAT)
         sorting = ids * (2 * INDEX_BYTES + BOOL) + sums if traffic.adagrad else 0

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from shardwright.core.batch import expected_distinct, lookups
 from shardwright.core.model import ModelSpec
-from shardwright.core.schedule import Modes
+from shardwright.core.schedule import Modes, replicas_ride
 from shardwright.core.timeline import Kind, Phase
 from shardwright.cost import dense, embedding, optimizer
 from shardwright.memory import simulate
@@ -50,6 +50,16 @@ class Draft:
         )
 
     @cached_property
+    def rides(self) -> bool:
+        """Whether the gradient of replicated tables travels with the row gradients."""
+        replicas = sum(
+            placed.choice.table.nbytes
+            for placed in self.tables
+            if placed.choice.option.sharding_type == "data_parallel"
+        )
+        return replicas_ride(self.modes.routed, self.problem.cluster.world_size, replicas)
+
+    @cached_property
     def seconds(self) -> tuple[dict[str, float], ...]:
         """Seconds per step of each rank, by phase."""
         world_size = self.problem.cluster.world_size
@@ -70,7 +80,10 @@ class Draft:
         requests = math.fsum(placed.choice.request_seconds for placed in self.tables)
         if requests:
             totals["exchange_ids"] = requests
-        parts = [embedding.step_latencies(modes.routed, modes.replicated_tables, ranks, values)]
+        reduced = modes.replicated_tables and not self.rides
+        parts = [
+            embedding.step_latencies(modes.routed, modes.replicated_tables, reduced, ranks, values)
+        ]
         parts += [unit.seconds for unit in self.units]
         for stage in self.model.stages:
             if stage.access == "none":
@@ -137,9 +150,10 @@ class Draft:
     def traffic(self, rank: int) -> Traffic:
         """This rank's share of the exchange."""
         world_size = self.problem.cluster.world_size
-        requests: dict[tuple[int, bool], int] = {}
-        serves: dict[tuple[int, bool], int] = {}
-        distinct: dict[tuple[int, bool], int] = {}
+        requests: dict[int, int] = {}
+        cut: dict[int, int] = {}
+        serves: dict[int, int] = {}
+        distinct: dict[int, int] = {}
         replica_ids = replica_bytes = replica_rows = 0
         for placed in self.tables:
             table, option = placed.choice.table, placed.choice.option
@@ -150,23 +164,23 @@ class Draft:
                 replica_rows += table.rows
                 continue
             parts = len({shape.row for shape in option.shards if shape.rows})
-            fixed = parts == 1
             for width in {shape.column: shape.columns for shape in option.shards}.values():
-                requests[width, fixed] = requests.get((width, fixed), 0) + ids
+                requests[width] = requests.get(width, 0) + ids
+                cut[width] = cut.get(width, 0) + (ids if parts > 1 else 0)
             for shape, owner in zip(option.shards, placed.ranks, strict=True):
                 if owner == rank and shape.rows:
-                    key = (shape.columns, fixed)
-                    share = ids * world_size // parts
-                    serves[key] = serves.get(key, 0) + share
-                    distinct[key] = distinct.get(key, 0) + expected_distinct(share, shape.rows)
+                    width, share = shape.columns, ids * world_size // parts
+                    serves[width] = serves.get(width, 0) + share
+                    several = expected_distinct(share, shape.rows)
+                    distinct[width] = distinct.get(width, 0) + several
+        widths = sorted(requests)
         return Traffic(
-            requests=tuple((ids, *key) for key, ids in sorted(requests.items())),
-            serves=tuple(
-                (serves.get(key, 0), key[0], distinct.get(key, 0)) for key in sorted(requests)
-            ),
+            requests=tuple((requests[w], w, cut[w]) for w in widths),
+            serves=tuple((serves.get(w, 0), w, distinct.get(w, 0)) for w in widths),
             replica_ids=replica_ids,
             replica_bytes=replica_bytes,
             replica_rows=replica_rows,
+            ride_bytes=world_size * replica_bytes if self.rides else 0,
             features=len(self.tables),
             dim=self.tables[0].choice.table.dim,
             batch=self.problem.batch.size,

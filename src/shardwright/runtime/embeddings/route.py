@@ -3,9 +3,9 @@
 A *piece* is a column range of a table. Its rows are cut into equal chunks, one part per chunk, so
 the part of an id is ``id // chunk``. Pieces of equal width form a group: on every rank a group's
 rows lie in one tensor, and a requester computes an id's row in it, so ids travel as row numbers
-and need no further bookkeeping. Pieces with a single part make a *fixed* group: all their ids go
-to one rank, so with pieces in the order of owners nothing has to be sorted. Pure arithmetic; every
-rank computes the same route.
+and need no further bookkeeping. Pieces with a single part are *fixed*: all their ids go to one
+rank. They come first in a group, in the order of owners, so that only the others have to be sorted.
+Pure arithmetic; every rank computes the same route.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All pieces of one width, fixed or not, and what each rank holds of them."""
+    """All pieces of one width, the ``fixed`` ones first, and what each rank holds of them."""
 
     width: int
-    fixed: bool
+    fixed: int
     pieces: tuple[Piece, ...]
     held: dict[int, tuple[Held, ...]]
 
@@ -83,23 +83,17 @@ def make_route(tables: tuple[TablePlan, ...], blocks: Iterable[Block], world_siz
             for block in own:
                 columns[block.offsets[1], block.sizes[1]].append(block)
             pieces.extend((feature, table, columns[key]) for key in sorted(columns))
-    members: dict[tuple[int, bool], list[tuple[int, TablePlan, list[Block]]]] = defaultdict(list)
+    members: dict[int, list[tuple[int, TablePlan, list[Block]]]] = defaultdict(list)
     for piece in pieces:
-        members[piece[2][0].sizes[1], len(piece[2]) == 1].append(piece)
-    groups = tuple(
-        _group(width, fixed, members[width, fixed], world_size) for width, fixed in sorted(members)
-    )
+        members[piece[2][0].sizes[1]].append(piece)
+    groups = tuple(_group(width, members[width], world_size) for width in sorted(members))
     return Route(groups, tuple(replicated))
 
 
-def _group(
-    width: int,
-    fixed: bool,
-    members: list[tuple[int, TablePlan, list[Block]]],
-    world_size: int,
-) -> Group:
-    if fixed:
-        members = sorted(members, key=lambda member: member[2][0].rank)
+def _group(width: int, members: list[tuple[int, TablePlan, list[Block]]], world_size: int) -> Group:
+    whole = [member for member in members if len(member[2]) == 1]
+    whole.sort(key=lambda member: member[2][0].rank)
+    members = whole + [member for member in members if len(member[2]) > 1]
     filled = [0] * world_size
     held: dict[int, list[Held]] = {rank: [] for rank in range(world_size)}
     pieces = []
@@ -115,7 +109,8 @@ def _group(
         owners = tuple(block.rank for block in blocks)
         column = blocks[0].offsets[1]
         pieces.append(Piece(feature, column, width, chunk, owners, tuple(bases)))
-    return Group(width, fixed, tuple(pieces), {rank: tuple(items) for rank, items in held.items()})
+    kept = {rank: tuple(items) for rank, items in held.items()}
+    return Group(width, len(whole), tuple(pieces), kept)
 
 
 def _check_chunk(table: TablePlan, block: Block, part: int, chunk: int) -> None:

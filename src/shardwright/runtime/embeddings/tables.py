@@ -15,9 +15,10 @@ from torch import nn
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.plan import TablePlan
-from shardwright.core.schedule import Action
+from shardwright.core.schedule import Action, replicas_ride
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.embeddings.route import Group, Held, Route
+from shardwright.runtime.embeddings.guide import Guide, integers, interleave, regroup
+from shardwright.runtime.embeddings.route import Held, Route
 from shardwright.runtime.embeddings.store import InitialBlock, Store
 
 
@@ -57,11 +58,13 @@ class ShardedTables(nn.Module):
             for group in route.groups
         ]
         self.replicas = Store(route.replicated, self.dim, tables, initial, comm.probe, device)
-        self.guides = [_Guide.of(group, device) for group in route.groups]
+        self.guides = [Guide.of(group, comm.size, device) for group in route.groups]
         self.limits = torch.tensor([table.rows for table in tables], device=device)
-        self.replica_features = _long([held.feature for held in route.replicated], device)
-        self.replica_bases = _long([held.base for held in route.replicated], device).unsqueeze(1)
+        self.replica_features = integers([held.feature for held in route.replicated], device)
+        self.replica_bases = integers([held.base for held in route.replicated], device).unsqueeze(1)
         self.replica_gradient_bytes = 0  # of the last backward
+        replica_bytes = self.replicas.weight.numel() * self.replicas.weight.element_size()
+        self.rides = replicas_ride(bool(self.stores), comm.size, replica_bytes)
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -111,7 +114,8 @@ class ShardedTables(nn.Module):
         probe.did(Action("lookup", "tables", "lookup"))
         with probe.phase("exchange_rows"):
             if rows is not None:
-                back = self._exchange("exchange rows", rows, trip.served, trip.counts)
+                served, asked = self._floats(trip.served), self._floats(trip.counts)
+                back = self._exchange("exchange rows", rows, served, asked)
                 del rows
                 probe.did(Action("exchange", "rows", "exchange_rows"))
             out = self._assemble(back, found, trip)
@@ -123,12 +127,12 @@ class ShardedTables(nn.Module):
         size = self.comm.size
         ordered, counts = [], []
         for guide in self.guides:
-            rows, order, per_rank = guide.request(by_feature, size)
-            ordered.append(rows)
-            counts.append(per_rank)
-            trip.orders.append(order)
+            asked = guide.request(by_feature)
+            ordered.append(asked.rows)
+            counts.append(asked.counts)
+            trip.orders.append(asked.order)
         trip.counts = [list(row) for row in zip(*counts, strict=True)]
-        sent = _interleave(ordered, trip.counts)
+        sent = interleave(ordered, trip.counts)
         announced = torch.tensor(trip.counts, device=self.device).view(-1)
         heard = torch.empty_like(announced)
         self.comm.all_to_all("exchange counts", heard, announced)
@@ -146,10 +150,9 @@ class ShardedTables(nn.Module):
         """The rows asked for, flat, by rank then group."""
         if len(self.stores) == 1:
             return self.stores[0].weight.index_select(0, trip.rows).view(-1)
-        found = []
-        for counts, rows in zip(trip.served, _by_rank(trip.rows, trip.served), strict=True):
-            for store, part in zip(self.stores, rows.split(counts), strict=True):
-                found.append(store.weight.index_select(0, part).view(-1))
+        stores = self.stores * self.comm.size
+        parts = trip.rows.split([count for counts in trip.served for count in counts])
+        found = [s.weight.index_select(0, p).view(-1) for s, p in zip(stores, parts, strict=True)]
         return torch.cat(found)
 
     def _look_up_replicas(self, by_feature: torch.Tensor, trip: _Trip) -> torch.Tensor | None:
@@ -171,15 +174,9 @@ class ShardedTables(nn.Module):
             )
         if back is None:
             return out
-        for guide, order, rows in zip(
-            self.guides, trip.orders, _regroup(back, self._floats(trip.counts)), strict=True
-        ):
-            pieces = rows.view(-1, guide.width)
-            if order is not None:
-                inverse = torch.empty_like(order)
-                inverse[order] = torch.arange(len(order), device=self.device)
-                pieces = pieces.index_select(0, inverse)
-            guide.put(out, pieces.view(len(guide.columns), batch, guide.width))
+        groups = regroup(back, self._floats(trip.counts))
+        for guide, order, rows in zip(self.guides, trip.orders, groups, strict=True):
+            guide.put(out, rows.view(-1, guide.width), order)
         return out
 
     # ---- backward ------------------------------------------------------------------------------
@@ -189,42 +186,54 @@ class ShardedTables(nn.Module):
         probe = self.comm.probe
         rate = self.learning_rate
         scale = 1.0 / self.comm.size  # gradients are of each rank's own mean loss
-        if self.stores:
-            with probe.phase("reduce"):
-                arrived = self._return(gradient, trip)
-            probe.did(Action("exchange", "row_gradients", "reduce", "backward"))
-        if self.replicas.held:
-            with probe.phase("reduce"):
-                dense = self._reduce_replicas(gradient, trip)
-            probe.did(Action("reduce", "tables", "reduce", "backward"))
-        with probe.phase("step"):
-            if self.stores:
-                arrived.mul_(scale)
-                rows = _regroup(trip.rows, trip.served)
-                parts = _regroup(arrived, self._floats(trip.served))
-                for store, numbers, part in zip(self.stores, rows, parts, strict=True):
-                    store.update(numbers, part.view(-1, store.width), rate)
+        dense, arrived = None, []
+        with probe.phase("reduce"):
             if self.replicas.held:
+                dense = self._replica_gradient(gradient, trip)
+            if self.stores:
+                arrived = self._return(gradient, trip, dense if self.rides else None)
+                probe.did(Action("exchange", "row_gradients", "reduce", "backward"))
+            if dense is not None:
+                if not self.rides:
+                    self.comm.all_reduce("reduce replicated tables", dense)
+                probe.did(Action("reduce", "tables", "reduce", "backward"))
+        with probe.phase("step"):
+            numbers = regroup(trip.rows, trip.served) if self.stores else []
+            for store, rows, part in zip(self.stores, numbers, arrived, strict=True):
+                store.update(rows, part.view(-1, store.width).mul_(scale), rate)
+            if dense is not None:
                 self.replicas.update_all(dense.mul_(scale), rate)
         probe.did(Action("update", "tables", "step", "backward"))
 
-    def _return(self, gradient: torch.Tensor, trip: _Trip) -> torch.Tensor:
-        """Row gradients at the rows' owners, flat, by rank then group."""
+    def _return(
+        self, gradient: torch.Tensor, trip: _Trip, dense: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Row gradients at the rows' owners, group by group; ``dense`` rides and is summed."""
         ordered = [
-            _in_order(guide.take(gradient), order).view(-1)
+            guide.take(gradient, order).view(-1)
             for guide, order in zip(self.guides, trip.orders, strict=True)
         ]
-        sent = _interleave(ordered, self._floats(trip.counts))
-        return self._exchange("exchange row gradients", sent, trip.counts, trip.served)
+        out, into = self._floats(trip.counts), self._floats(trip.served)
+        if dense is None:
+            sent = interleave(ordered, out)
+            return regroup(self._exchange("exchange row gradients", sent, out, into), into)
+        ride = dense.view(-1)
+        ordered.append(ride.repeat(self.comm.size))
+        out = [[*row, len(ride)] for row in out]
+        into = [[*row, len(ride)] for row in into]
+        received = self._exchange("exchange row gradients", interleave(ordered, out), out, into)
+        *arrived, everyone = regroup(received, into)
+        torch.sum(everyone.view(self.comm.size, -1), 0, out=ride)
+        return arrived
 
-    def _reduce_replicas(self, gradient: torch.Tensor, trip: _Trip) -> torch.Tensor:
+    def _replica_gradient(self, gradient: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        """This rank's dense gradient of all replicas [rows, D]."""
         assert trip.replica_rows is not None
         dense = torch.zeros_like(self.replicas.weight)
         self.comm.probe.holds(dense, "gradient")
         self.replica_gradient_bytes = dense.untyped_storage().nbytes()
         own = gradient.index_select(0, self.replica_features).reshape(-1, self.dim)
         dense.scatter_add_(0, trip.replica_rows.unsqueeze(1).expand_as(own), own)
-        self.comm.all_reduce("reduce replicated tables", dense)
         return dense
 
     # ---- shared --------------------------------------------------------------------------------
@@ -233,111 +242,18 @@ class ShardedTables(nn.Module):
         self,
         label: str,
         sent: torch.Tensor,
-        sent_counts: list[list[int]],
-        received_counts: list[list[int]],
+        out: list[list[int]],
+        into: list[list[int]],
     ) -> torch.Tensor:
-        out = [sum(row) for row in self._floats(sent_counts)]
-        into = [sum(row) for row in self._floats(received_counts)]
-        received = sent.new_empty(sum(into))
-        self.comm.all_to_all(label, received, sent, into, out)
+        """All-to-all of floats that lie by rank, ``out`` and ``into`` [rank][group] of them."""
+        received = sent.new_empty(sum(map(sum, into)))
+        self.comm.all_to_all(label, received, sent, [*map(sum, into)], [*map(sum, out)])
         return received
 
     def _floats(self, counts: list[list[int]]) -> list[list[int]]:
         """Floats that ``counts`` [rank][group] rows of each group's width hold."""
         widths = [store.width for store in self.stores]
         return [[n * w for n, w in zip(row, widths, strict=True)] for row in counts]
-
-
-def _interleave(groups: list[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:
-    """Values that lie group by group, each by rank, put by rank and then group."""
-    if len(groups) == 1:
-        return groups[0]
-    parts = [values.split([row[index] for row in counts]) for index, values in enumerate(groups)]
-    return torch.cat([part[rank] for rank in range(len(counts)) for part in parts])
-
-
-def _regroup(values: torch.Tensor, counts: list[list[int]]) -> list[torch.Tensor]:
-    """The inverse: values that lie by rank and then group, gathered group by group."""
-    groups = len(counts[0])
-    if groups == 1:
-        return [values]
-    parts = values.split([n for row in counts for n in row])
-    return [torch.cat(parts[group::groups]) for group in range(groups)]
-
-
-def _in_order(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    return rows if order is None else rows.index_select(0, order)
-
-
-def _by_rank(rows: torch.Tensor, counts: list[list[int]]) -> tuple[torch.Tensor, ...]:
-    return rows.split([sum(row) for row in counts])
-
-
-def _long(values: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-@dataclass(slots=True)
-class _Guide:
-    """A group's route as tensors."""
-
-    width: int
-    fixed: bool
-    features: torch.Tensor  # [P]
-    columns: list[tuple[int, int]]  # per piece: feature, first column
-    chunk: torch.Tensor  # [P, 1]
-    first_part: torch.Tensor  # [P, 1]
-    part_owner: torch.Tensor  # [parts]
-    part_base: torch.Tensor  # [parts]
-
-    @staticmethod
-    def of(group: Group, device: torch.device) -> _Guide:
-        pieces = group.pieces
-        first, parts = [], 0
-        for piece in pieces:
-            first.append(parts)
-            parts += len(piece.owners)
-        return _Guide(
-            group.width,
-            group.fixed,
-            _long([piece.feature for piece in pieces], device),
-            [(piece.feature, piece.column) for piece in pieces],
-            _long([piece.chunk for piece in pieces], device).unsqueeze(1),
-            _long(first, device).unsqueeze(1),
-            _long([owner for piece in pieces for owner in piece.owners], device),
-            _long([base for piece in pieces for base in piece.bases], device),
-        )
-
-    def request(
-        self, by_feature: torch.Tensor, ranks: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
-        """Row numbers at their owners by owner [P*B], the order that made them so, and counts."""
-        ids = by_feature.index_select(0, self.features)
-        if self.fixed:
-            counts = torch.bincount(self.part_owner, minlength=ranks) * by_feature.shape[1]
-            return ids.add_(self.part_base.unsqueeze(1)).view(-1), None, counts.tolist()
-        part = ids // self.chunk
-        row = ids.sub_(part * self.chunk)
-        part = part.add_(self.first_part).view(-1)
-        row = row.view(-1).add_(self.part_base[part])
-        owner = self.part_owner[part]
-        order = torch.argsort(owner, stable=True)
-        return row[order], order, torch.bincount(owner, minlength=ranks).tolist()
-
-    def put(self, out: torch.Tensor, pieces: torch.Tensor) -> None:
-        """Write ``pieces`` [P, B, width] to their features and columns of ``out`` [F, B, D]."""
-        if pieces.shape[2] == out.shape[2]:
-            out.index_copy_(0, self.features, pieces)
-            return
-        for (feature, column), piece in zip(self.columns, pieces, strict=True):
-            out[feature, :, column : column + self.width] = piece
-
-    def take(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The pieces of ``gradient`` [F, B, D] as rows [P*B, width]."""
-        if gradient.shape[2] == self.width:
-            return gradient.index_select(0, self.features).view(-1, self.width)
-        parts = [gradient[f, :, c : c + self.width] for f, c in self.columns]
-        return torch.stack(parts).view(-1, self.width)
 
 
 class _Lookup(torch.autograd.Function):
