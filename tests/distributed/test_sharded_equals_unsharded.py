@@ -8,6 +8,8 @@ from pool import Pool
 from reference import small_job, train_unsharded
 from tasks import train_sharded
 
+from shardwright.core.schedule import RIDE_BYTES
+
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise")
 CASES = {kind: (kind,) * 6 for kind in TYPES}
 CASES["all four"] = (*TYPES, "row_wise", "table_wise")
@@ -57,3 +59,15 @@ def _hold(
         for name, weight in weights.items():
             difference = (found_weights[name].double() - weight.double()).abs().max().item()
             assert difference <= tolerance, f"{name} is {difference} off"
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_a_replica_too_large_to_ride_with_the_rows_has_a_reduction_of_its_own(
+    pool: Pool, optimizer: str
+) -> None:
+    types = ("data_parallel", "table_wise", "row_wise", "data_parallel", "row_wise", "table_wise")
+    rows = (20_000, 13, 5, 1, 30, 64)
+    job = small_job(types, UNITS["mixed"], 2, optimizer=optimizer, rows=rows)
+    assert 2 * 20_000 * 8 * 4 > RIDE_BYTES
+    losses, weights = train_unsharded(job, torch.float64)
+    _hold(pool.run(2, train_sharded, job=job, meta=True), losses, weights, tolerance=5e-6)
