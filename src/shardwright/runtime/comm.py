@@ -95,11 +95,6 @@ class Comm:
             group=self.group,
         )
 
-    def barrier(self, label: str) -> None:
-        """Wait until every rank is here."""
-        self.probe.collective(label, 0)
-        dist.barrier(group=self.group)
-
     def agree(self, what: str, facts: Mapping[str, str]) -> None:
         """Raise on every rank, naming the ranks and the first fact on which they differ."""
         digests = [hashlib.sha256(f"{k}={v}".encode()).digest() for k, v in facts.items()]

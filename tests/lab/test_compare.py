@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from shardwright.core.errors import MismatchError
+from shardwright.core.job import parse_job
+from shardwright.core.measurement import Curve, Measurement
+from shardwright.core.plan import Plan
+from shardwright.core.timeline import PEAK, Event, decode, encode
+from shardwright.lab.compare import compare
+from shardwright.planner import plan
+
+
+@pytest.fixture(scope="module")
+def made() -> Plan:
+    tables = [{"name": f"t{i}", "rows": 100 * (i + 1), "dim": 8} for i in range(4)]
+    return plan(parse_job({"model": {"bottom": [8], "top": [4, 1]}, "tables": tables}))
+
+
+def measured(made: Plan, events: list[Event]) -> Measurement:
+    return Measurement(
+        schema="shardwright.measurement/1",
+        plan_fingerprint=made.fingerprint,
+        world_size=made.world_size,
+        steps=10,
+        memory_steps=(3, 4, 5),
+        time_steps=(6, 7),
+        timeline=encode(events),
+        curve=Curve(),
+        quality=None,
+        samples_per_second=1.0,
+        bad_rows=0,
+        versions={},
+        machine={},
+    )
+
+
+def test_a_run_that_did_what_was_predicted_has_no_failures(made: Plan) -> None:
+    found = compare(made, measured(made, decode(made.timeline)))
+    assert found.failures == ()
+    assert found.exact
+    assert {line.rank for line in found.peaks} == {0, 1}
+    assert all(line.predicted == line.measured for line in found.peaks)
+
+
+def test_one_byte_more_of_a_weight_fails_and_is_named(made: Plan) -> None:
+    events = [
+        msgspec.structs.replace(e, bytes=e.bytes + 1)
+        if (e.kind, e.name, e.rank) == ("weight", "top", 1)
+        else e
+        for e in decode(made.timeline)
+    ]
+    (failure,) = compare(made, measured(made, events)).failures
+    assert failure.startswith("rank 1: weight of top predicted")
+
+
+def test_a_weight_nobody_predicted_fails(made: Plan) -> None:
+    extra = Event(0, 0, "setup", "weight", "stowaway", 4)
+    (failure,) = compare(made, measured(made, [*decode(made.timeline), extra])).failures
+    assert failure == "rank 0: weight of stowaway predicted 0 B, measured 4 B"
+
+
+def test_a_weight_that_is_missing_fails(made: Plan) -> None:
+    events = [e for e in decode(made.timeline) if (e.kind, e.name) != ("weight", "bottom")]
+    assert len(compare(made, measured(made, events)).failures) == made.world_size
+
+
+@pytest.mark.parametrize(("factor", "fails"), [(1.05, False), (0.95, False), (1.3, True)])
+def test_a_peak_fails_outside_the_tolerance_only(made: Plan, factor: float, fails: bool) -> None:
+    events = [
+        msgspec.structs.replace(e, bytes=round(e.bytes * factor)) if e.name == PEAK else e
+        for e in decode(made.timeline)
+    ]
+    failures = compare(made, measured(made, events)).failures
+    assert bool(failures) is fails
+    assert all("more than 10% apart" in text for text in failures)
+
+
+def test_a_run_without_peaks_fails(made: Plan) -> None:
+    events = [e for e in decode(made.timeline) if e.name != PEAK]
+    assert compare(made, measured(made, events)).failures == (
+        "rank 0: no peak measured",
+        "rank 1: no peak measured",
+    )
+
+
+def test_seconds_are_shown_and_never_fail(made: Plan) -> None:
+    events = [
+        msgspec.structs.replace(e, duration=100.0) if e.kind == "time" else e
+        for e in decode(made.timeline)
+    ]
+    found = compare(made, measured(made, events))
+    assert found.failures == ()
+    assert {line.measured for line in found.seconds} == {100.0}
+
+
+def test_a_measurement_of_another_plan_is_refused(made: Plan) -> None:
+    other = msgspec.structs.replace(measured(made, []), plan_fingerprint="0" * 64)
+    with pytest.raises(MismatchError, match="expected one of plan"):
+        compare(made, other)

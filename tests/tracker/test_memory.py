@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import torch
+
+from shardwright.tracker.memory import MemoryTracker
+
+FLOAT = 4
+
+
+def test_a_storage_counts_once_however_many_views_it_has() -> None:
+    with MemoryTracker() as tracker:
+        x = torch.ones(100)
+        views = [x[:50], x.view(10, 10), x.t(), x.detach()]
+        assert tracker.total == 100 * FLOAT
+        del x
+        assert tracker.total == 100 * FLOAT
+        del views
+        assert tracker.total == 0
+    tracker.close()
+
+
+def test_what_is_freed_stays_in_the_peak_of_its_phase() -> None:
+    with MemoryTracker() as tracker:
+        with tracker.during("forward"):
+            x = torch.ones(100)
+            y = torch.ones(50)
+            del y
+        with tracker.during("backward"):
+            z = torch.ones(10)
+        assert sum(tracker.peaks["forward"].values()) == 150 * FLOAT
+        assert sum(tracker.peaks["backward"].values()) == 110 * FLOAT
+        assert tracker.peaks["backward"] == {"activation": 100 * FLOAT, "temporary": 10 * FLOAT}
+        del x, z
+    tracker.close()
+
+
+def test_an_adopted_tensor_keeps_its_kind() -> None:
+    weight = torch.ones(7)
+    with MemoryTracker() as tracker:
+        tracker.adopt(weight, "weight")
+        tracker.adopt(weight, "weight")
+        doubled = weight * 2
+        assert tracker.live == {"weight": 7 * FLOAT, "temporary": 7 * FLOAT}
+        tracker.adopt(doubled, "gradient")
+        assert tracker.live["gradient"] == 7 * FLOAT
+        assert tracker.live["temporary"] == 0
+    tracker.close()
+
+
+def test_a_resized_storage_is_followed() -> None:
+    buffer = torch.ones(100)
+    with MemoryTracker() as tracker:
+        tracker.adopt(buffer, "gathered_weight")
+        buffer.untyped_storage().resize_(0)
+        assert tracker.total == 0
+        buffer.untyped_storage().resize_(400)
+        assert tracker.total == 400
+    tracker.close()
+
+
+def test_resize_is_torchs_own_again_outside() -> None:
+    before = torch.UntypedStorage.resize_
+    tracker = MemoryTracker()
+    with tracker:
+        assert torch.UntypedStorage.resize_ is not before
+    tracker.close()
+    assert torch.UntypedStorage.resize_ is before
+
+
+def test_the_memory_of_a_training_step_comes_and_goes() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    weights = sum(p.numel() for p in model.parameters()) * FLOAT
+    batch = torch.ones(32, 8)
+    with MemoryTracker() as tracker:
+        for parameter in model.parameters():
+            tracker.adopt(parameter, "weight")
+        tracker.adopt(batch, "input")
+        start = tracker.total
+        assert start == weights + 32 * 8 * FLOAT
+        with tracker.during("forward"):
+            loss = model(batch).sum()
+        kept = 32 * 16 * FLOAT  # of the two linear layers and the ReLU, only its output is saved
+        assert tracker.total == start + kept + FLOAT
+        loss.backward()
+        assert tracker.total == start + weights + FLOAT
+    tracker.close()
