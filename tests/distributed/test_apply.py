@@ -49,3 +49,32 @@ def test_an_empty_batch_on_every_rank_works(pool: Pool) -> None:
     job = small_job(MIXED, UNITS, 2)
     ids = torch.zeros(0, len(ROWS), dtype=torch.int64)
     assert pool.run(2, tasks.look_up, job=job, ids=ids) == ["accepted", "accepted"]
+
+
+def test_replicas_that_start_apart_are_refused_by_name(pool: Pool) -> None:
+    job = small_job(MIXED, ("replicate", "shard"), 2)
+    for found in pool.run(2, tasks.disagreeing_replicas, job=job):
+        assert found.startswith("MismatchError: apply: expected the same start of ")
+
+
+def test_a_bad_id_on_one_rank_raises_on_all_at_once(pool: Pool) -> None:
+    job = small_job(MIXED, UNITS, 2)
+    first, second = pool.run(2, tasks.odd_lookups, job=job, what="bad id on rank 1")
+    assert first == "PeerError: ids were refused on rank 1, which says why; no rows were moved."
+    assert second.startswith("InputError: ids of table 't1', sample 1")
+
+
+@pytest.mark.parametrize(
+    ("what", "optimizer", "text"),
+    [
+        ("two lookups", "sgd", "accepted"),
+        ("two lookups", "adagrad", "lookups before a backward of rowwise_adagrad tables"),
+        ("backward twice", "sgd", "backward of tables: expected one per lookup"),
+    ],
+)
+def test_lookups_that_cannot_be_exact_are_refused(
+    pool: Pool, what: str, optimizer: str, text: str
+) -> None:
+    job = small_job(MIXED, UNITS, 2, optimizer=optimizer)
+    for found in pool.run(2, tasks.odd_lookups, job=job, what=what):
+        assert text in found

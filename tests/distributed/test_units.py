@@ -55,6 +55,8 @@ REFUSALS = {
     "frozen": ("UnsupportedError", "0.weight: expected a parameter that requires grad"),
     "tied": ("UnsupportedError", "1.weight: expected parameters of its own, got one tied to 0."),
     "empty": ("InputError", "expected at least one parameter"),
+    "tied to another unit": ("UnsupportedError", "one tied to unit 'Linear'"),
+    "inside a unit": ("UnsupportedError", "some of unit 'Sequential'"),
     "nested": ("UnsupportedError", "Nested units"),
     "meta": ("InputError", "weight: expected a real tensor"),
 }
@@ -66,6 +68,32 @@ def test_what_this_version_does_not_do_is_refused_by_name(pool: Pool, what: str)
     for found in pool.run(2, tasks.refusal, what=what):
         assert found.startswith(kind)
         assert text in found
+
+
+def test_a_unit_driven_by_hand_reduces_when_it_reshards(pool: Pool) -> None:
+    for found in pool.run(3, tasks.by_hand):
+        assert max(found.values()) < 2e-6
+
+
+@pytest.mark.parametrize("what", ["create graph", "failed backward", "forward only", "kept"])
+def test_gradients_are_right_after_unusual_steps(pool: Pool, what: str) -> None:
+    for found in pool.run(2, tasks.odd_backward, what=what):
+        assert max(found.values()) < 5e-6, found
+
+
+def test_in_place_operations_around_a_unit_work(pool: Pool) -> None:
+    for error in pool.run(2, tasks.in_place_around):
+        assert error < 2e-6
+
+
+def test_whole_weights_have_the_names_of_the_model(pool: Pool) -> None:
+    names = [f"{unit}.{kind}" for unit in "abc" for kind in ("bias", "weight")]
+    assert pool.run(2, tasks.whole_names) == [names, names]
+
+
+def test_optimizer_parameters_come_before_the_first_backward(pool: Pool) -> None:
+    for found in pool.run(2, tasks.late_optimizer):
+        assert found.startswith("InputError: optimizer_parameters: expected to be called before")
 
 
 def test_an_exception_in_the_forward_leaves_a_module_that_works(pool: Pool) -> None:

@@ -105,6 +105,13 @@ def refusal(mesh: DeviceMesh, what: str) -> str:
         layer = nn.Linear(5, 5)
         module = nn.Sequential(layer, nn.Linear(5, 5))
         module[1].weight = layer.weight
+    elif what == "tied to another unit":
+        first, module = nn.Linear(5, 5), nn.Linear(5, 5)
+        module.weight = first.weight
+        flat(first, mesh)
+    elif what == "inside a unit":
+        flat(module, mesh)
+        module = module[0]  # type: ignore[index, assignment]
     elif what == "empty":
         module = nn.ReLU()
     elif what == "nested":
@@ -159,15 +166,143 @@ def returns_a_view(mesh: DeviceMesh) -> str:
     return "accepted"
 
 
+def by_hand(mesh: DeviceMesh) -> Any:
+    """Gradients of a unit that the caller unshards and reshards, beside the reference's."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    module, reference = network(), network()
+    storage = flat(module, mesh, register_hooks=False)
+    storage.unshard()
+    module(inputs(rank)).square().sum().backward()
+    storage.reshard()
+    for other in range(size):
+        (reference(inputs(other)).square().sum() / size).backward()
+    return _differences(storage, module, reference, rank)
+
+
+def _differences(
+    storage: DStorage, module: nn.Module, reference: nn.Module, rank: int
+) -> dict[str, float]:
+    """The largest difference of each local gradient from the reference's part."""
+    true = dict(reference.named_parameters())
+    found = {}
+    for piece, (name, parameter) in zip(
+        storage.layout.pieces(rank), module.named_parameters(), strict=True
+    ):
+        assert parameter.grad is not None
+        part = true[name].grad.reshape(-1)[piece.start : piece.stop]  # type: ignore[union-attr]
+        found[name] = (parameter.grad - part).abs().max().item() if piece.numel else 0.0
+    return found
+
+
+def odd_backward(mesh: DeviceMesh, what: str) -> dict[str, float]:
+    """Gradients after a step that follows, or is, something unusual."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    module, reference = network(), network()
+    storage = flat(module, mesh, reshard_after_forward=what != "kept")
+    if what == "failed backward":
+        with contextlib.suppress(RuntimeError):
+            _breaking(module, inputs(rank)).backward()
+        module.zero_grad()
+    if what in ("forward only", "kept"):
+        module(inputs(rank))
+        with torch.no_grad():
+            storage.flat.mul_(2.0)
+            for parameter in reference.parameters():
+                parameter.mul_(2.0)
+    module(inputs(rank)).square().sum().backward(create_graph=what == "create graph")
+    for other in range(size):
+        (reference(inputs(other)).square().sum() / size).backward()
+    return _differences(storage, module, reference, rank)
+
+
+def _breaking(module: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """A loss whose backward fails inside the unit, after its gradients have begun."""
+    module[1].register_full_backward_hook(_break)
+    return module(x).sum()
+
+
+def _break(module: nn.Module, *_: Any) -> None:
+    module._backward_hooks.clear()
+    raise RuntimeError("asked to break")
+
+
+def whole_names(mesh: DeviceMesh) -> list[str]:
+    """Names of a model of two units and a plain layer."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": nn.Linear(2, 2)})
+    flat(model["a"], mesh)
+    flat(model["b"], mesh)
+    return sorted(full_state_dict(model))
+
+
+def late_optimizer(mesh: DeviceMesh) -> str:
+    module = network()
+    flat(module, mesh)
+    module(inputs(0)).sum().backward()
+    try:
+        optimizer_parameters(module)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def in_place_around(mesh: DeviceMesh) -> float:
+    """The largest gradient error where a unit's input and output are changed in place."""
+    module, reference = network(), network()
+    storage = flat(module, mesh)
+    for each in (module, reference):
+        hidden = (inputs(0).requires_grad_() * 1.0).relu_()
+        out = each(hidden)
+        out += 1
+        out.square().sum().backward()
+    return max(_differences(storage, module, reference, mesh.get_local_rank()).values())
+
+
+def disagreeing_replicas(mesh: DeviceMesh, job: Job) -> str:
+    """The text of apply on models whose replicas start apart."""
+    torch.manual_seed(mesh.get_local_rank())
+    model = DLRM(job)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.rand(1).item())
+    try:
+        apply(model, plan(job), mesh)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def odd_lookups(mesh: DeviceMesh, job: Job, what: str) -> str:
+    """Lookups and backwards of tables that cannot be exact, or go wrong on one rank only."""
+    model = apply(DLRM(job, device="meta"), plan(job), mesh)
+    ids = torch.zeros(4, len(job.tables), dtype=torch.int64)
+    dense = torch.zeros(4, job.model.dense_features)
+    try:
+        if what == "bad id on rank 1":
+            ids[1, 1] = -7 if mesh.get_local_rank() == 1 else 0
+            model(dense, ids)
+        elif what == "two lookups":
+            (model(dense, ids).sum() + model(dense, ids).sum()).backward()
+        elif what == "backward twice":
+            loss = model.tables(ids).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
 def freed(mesh: DeviceMesh) -> Any:
     """Whether deleting the module frees its buffer without the garbage collector."""
     gc.disable()
     try:
-        module = network()
-        storage = weakref.ref(flat(module, mesh))
-        module(inputs(0)).sum().backward()
-        del module
-        return storage() is None
+        gone = []
+        for make in (network, lambda: nn.Linear(5, 5)):
+            module = make()
+            storage = weakref.ref(flat(module, mesh))
+            module(inputs(0)).sum().backward()
+            del module
+            gone.append(storage() is None)
+        return all(gone)
     finally:
         gc.enable()
 

@@ -85,6 +85,22 @@ def test_a_run_without_peaks_fails(made: Plan) -> None:
     )
 
 
+def test_a_phase_that_was_not_measured_fails(made: Plan) -> None:
+    events = [e for e in decode(made.timeline) if (e.name, e.phase) != (PEAK, "reduce")]
+    assert compare(made, measured(made, events)).failures == (
+        "rank 0: phase reduce was predicted and not measured",
+        "rank 1: phase reduce was predicted and not measured",
+    )
+
+
+def test_a_run_too_short_to_be_measured_says_only_that(made: Plan) -> None:
+    short = msgspec.structs.replace(measured(made, []), memory_steps=(), steps=2)
+    found = compare(made, short)
+    (failure,) = found.failures
+    assert failure.startswith("Memory was not measured: it is followed on steps 3 to 5")
+    assert (found.exact, found.peaks) == ((), ())
+
+
 def test_seconds_are_shown_and_never_fail(made: Plan) -> None:
     events = [
         msgspec.structs.replace(e, duration=100.0) if e.kind == "time" else e

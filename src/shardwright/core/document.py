@@ -17,8 +17,9 @@ MAX_DOCUMENT_BYTES = 256 * 2**20
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def read_bytes(path: Path, what: str, remedy: str = "") -> bytes:
+def read_bytes(path: Path | str, what: str, remedy: str = "") -> bytes:
     """A file's bytes, or one line that says why not."""
+    path = Path(path)
     try:
         if path.is_dir():
             raise InputError(expected(str(path), f"a {what} file", "a directory", remedy))
@@ -33,7 +34,7 @@ def read_bytes(path: Path, what: str, remedy: str = "") -> bytes:
         ) from None
 
 
-def read_document(path: Path, kind: type[T], schema: str, made_by: str) -> T:
+def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) -> T:
     """Decode ``path`` as ``kind``; another schema, an unknown field, bad JSON: InputError."""
     name = schema.split("/")[0].split(".")[-1]
     raw = read_bytes(path, name, f"Make one with `{made_by}`.")
@@ -53,7 +54,7 @@ def read_document(path: Path, kind: type[T], schema: str, made_by: str) -> T:
         raise InputError(f"{path}: not a valid {name}: {error}.") from None
 
 
-def _schema_of(raw: bytes, path: Path, name: str) -> str:
+def _schema_of(raw: bytes, path: Path | str, name: str) -> str:
     try:
         document: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -69,13 +70,14 @@ def encode_document(document: msgspec.Struct) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document, order="deterministic")) + b"\n"
 
 
-def write_document(document: msgspec.Struct, path: Path) -> None:
+def write_document(document: msgspec.Struct, path: Path | str) -> None:
     """Write atomically: a reader sees the old file or the whole new one."""
     write_atomically(path, encode_document(document))
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path | str, data: bytes) -> None:
     """Write to a temporary name beside ``path`` and rename."""
+    path = Path(path)
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         if path.is_dir():

@@ -50,6 +50,10 @@ class RunError(ShardwrightError):
     exit_code = EXIT_RUN_FAILED
 
 
+class PeerError(RunError):
+    """This rank could go on; another one could not, and says why itself."""
+
+
 def expected(where: str, wanted: str, found: str, remedy: str = "") -> str:
     """One line in the form every message of this package has."""
     text = f"{where}: expected {wanted}, got {found}."

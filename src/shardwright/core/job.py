@@ -118,7 +118,7 @@ def data_files(job: Job) -> DataFiles:
     return DataFiles(data.path or str(folder / "train.tsv"), test if data.test_rows else "")
 
 
-def read_job(path: Path, overrides: Iterable[str] = ()) -> Job:
+def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
     """Read a job file; ``overrides`` are ``section.key=value`` texts that win over the file."""
     raw = read_bytes(path, "job", "Name a job in TOML, such as examples/demo.toml.")
     try:

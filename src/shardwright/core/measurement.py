@@ -52,11 +52,11 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: dict[str, str]
 
 
-def write_measurement(measurement: Measurement, path: Path) -> None:
+def write_measurement(measurement: Measurement, path: Path | str) -> None:
     """Write ``measurement`` as JSON."""
     write_document(measurement, path)
 
 
-def read_measurement(path: Path) -> Measurement:
+def read_measurement(path: Path | str) -> Measurement:
     """Read a measurement."""
     return read_document(path, Measurement, SCHEMA, made_by="shardwright train JOB.toml")

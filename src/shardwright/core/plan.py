@@ -119,12 +119,12 @@ def sealed(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, fingerprint=fingerprint(plan))
 
 
-def write_plan(plan: Plan, path: Path) -> None:
+def write_plan(plan: Plan, path: Path | str) -> None:
     """Write ``plan`` as JSON."""
     write_document(plan, path)
 
 
-def read_plan(path: Path, model: ModelSpec | None = None) -> Plan:
+def read_plan(path: Path | str, model: ModelSpec | None = None) -> Plan:
     """Read a plan and check its fingerprint; with ``model`` also that its blocks tile it."""
     plan = read_document(path, Plan, SCHEMA, made_by="shardwright plan JOB.toml -o plan.json")
     if plan.fingerprint != fingerprint(plan):

@@ -15,6 +15,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rank's events, its own losses (mean over its batch, every step) and its throughput."""
 
     schema: Literal["shardwright.record/1"]
+    plan_fingerprint: str
     rank: int
     events: tuple[Event, ...]
     losses: tuple[float, ...]

@@ -25,6 +25,8 @@ def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Com
                 "Compare the plan.json and measured.json of one run.",
             )
         )
+    if not measurement.memory_steps:
+        return _not_measured(plan, measurement, tolerance)
     predicted, measured = decode(plan.timeline), decode(measurement.timeline)
     exact = tuple(
         Line(rank, phase, kind, name, a, b)
@@ -51,7 +53,29 @@ def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Com
         peaks=peaks,
         phase_peaks=phase_lines,
         seconds=seconds,
-        failures=(*_exact_failures(exact), *_peak_failures(peaks, tolerance)),
+        failures=(
+            *_exact_failures(exact),
+            *_peak_failures(peaks, tolerance),
+            *_phase_failures(phase_lines),
+        ),
+    )
+
+
+def _not_measured(plan: Plan, measurement: Measurement, tolerance: float) -> Comparison:
+    """A run too short for its memory to be followed says so, and nothing else."""
+    reason = (
+        f"Memory was not measured: it is followed on steps 3 to 5, and the run had "
+        f"{measurement.steps}; set train.steps to 3 or more"
+    )
+    return Comparison(
+        SCHEMA,
+        plan.fingerprint,
+        tolerance,
+        exact=(),
+        peaks=(),
+        phase_peaks=(),
+        seconds=(),
+        failures=(reason,),
     )
 
 
@@ -80,6 +104,17 @@ def _exact_failures(lines: tuple[Line, ...]) -> list[str]:
         f"measured {line.measured or 0:,} B"
         for line in lines
         if (line.predicted or 0) != (line.measured or 0)
+    ]
+
+
+def _phase_failures(lines: tuple[Line, ...]) -> list[str]:
+    """A phase that only one side knows was not carried out as planned."""
+    measured = {line.rank for line in lines if line.measured is not None}
+    return [
+        f"rank {line.rank}: phase {line.phase} was "
+        + ("predicted and not measured" if line.measured is None else "measured and not predicted")
+        for line in lines
+        if line.rank in measured and (line.predicted is None) != (line.measured is None)
     ]
 
 

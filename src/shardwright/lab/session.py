@@ -11,7 +11,7 @@ import msgspec
 
 from shardwright.core.comparison import Comparison
 from shardwright.core.document import read_document, write_atomically, write_document
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import Job, data_files
 from shardwright.core.measurement import SCHEMA as MEASUREMENT_SCHEMA
 from shardwright.core.measurement import Curve, Measurement, Quality, write_measurement
@@ -28,6 +28,7 @@ TABLES_OF_CRITEO = 26
 DENSE_OF_CRITEO = 13
 CURVE_POINTS = 500
 SETUP_TIMEOUT = 300.0
+_LEFT_BY_A_RUN = ("rank-*.record.json", "rank-*.scores.npy", "measured.json", "comparison.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,13 @@ def check_data(job: Job) -> None:
 
 def run(plan: Plan, folder: Path, stream: TextIO, tolerance: float = 0.1) -> Session:
     """Execute ``plan`` under torchrun; messages and progress go to ``stream``."""
-    write_plan(plan, plan_file(folder))
-    for pattern in ("rank-*.record.json", "rank-*.scores.npy", "measured.json", "comparison.json"):
-        for stale in folder.glob(pattern):
-            stale.unlink()
+
+    def prepare() -> None:
+        write_plan(plan, plan_file(folder))
+        for pattern in _LEFT_BY_A_RUN:
+            for stale in folder.glob(pattern):
+                stale.unlink()
+
     arguments = ("run", str(plan_file(folder)), "--out", str(folder))
     request = Launch(
         module="shardwright",
@@ -111,7 +115,7 @@ def run(plan: Plan, folder: Path, stream: TextIO, tolerance: float = 0.1) -> Ses
         timeout=plan.job.train.timeout,
         setup_timeout=SETUP_TIMEOUT,
     )
-    outcome = launch(request, stream)
+    outcome = launch(request, stream, prepare)
     if outcome.code != 0:
         return Session(folder, plan, outcome, None, None)
     measurement = merge(plan, folder)
@@ -127,6 +131,15 @@ def merge(plan: Plan, folder: Path) -> Measurement:
         read_document(folder / f"rank-{rank}.record.json", Record, RECORD_SCHEMA, "train")
         for rank in range(plan.world_size)
     ]
+    for rank, record in enumerate(records):
+        if (record.rank, record.plan_fingerprint) != (rank, plan.fingerprint):
+            raise MismatchError(
+                expected(
+                    str(folder / f"rank-{rank}.record.json"),
+                    f"the record of rank {rank} under this plan",
+                    f"rank {record.rank}'s under plan {record.plan_fingerprint[:12]}",
+                )
+            )
     by_step = zip(*(record.losses for record in records), strict=True)
     losses = [sum(values) / len(values) for values in by_step]
     stride = max(1, len(losses) // CURVE_POINTS)

@@ -35,6 +35,7 @@ from shardwright.runtime.pulse import ProgressLog, Pulse
 
 MEMORY_STEPS = (3, 4, 5)
 PROGRESS_SECONDS = 0.2
+EVALUATION_BATCH = 1024  # rows at least; nothing is saved for a backward
 
 
 def record_file(folder: Path, rank: int) -> Path:
@@ -108,19 +109,11 @@ class Training:
             self.losses.append(loss)
             if self._is_timed(self.step):
                 self.step_seconds.append(time.perf_counter() - began)
-            if not np.isfinite(loss):
-                raise RunError(
-                    expected(
-                        f"loss of step {self.step} on rank {self.rank}",
-                        "a finite number",
-                        f"{loss}",
-                        "Lower train.learning_rate or look at the data.",
-                    )
-                )
             now = time.monotonic()
             if progress and (now - shown > PROGRESS_SECONDS or self.step == steps):
                 shown = now
-                progress.append({"step": self.step, "steps": steps, "loss": loss})
+                text = f"loss on rank 0 {loss:.4f}"
+                progress.append({"step": self.step, "steps": steps, "loss": loss, "text": text})
 
     def _measured(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -146,6 +139,7 @@ class Training:
             loss = nn.functional.binary_cross_entropy_with_logits(
                 model(dense, ids).squeeze(1), labels
             )
+        self._check_finite(loss.item())
         with meter.phase("backward"):
             loss.backward()
         if self.step in MEMORY_STEPS and not self.exact:
@@ -154,6 +148,18 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
         return loss.item()
+
+    def _check_finite(self, loss: float) -> None:
+        """Stop before a backward changes any weight."""
+        if not np.isfinite(loss):
+            raise RunError(
+                expected(
+                    f"loss of step {self.step} on rank {self.rank}",
+                    "a finite number",
+                    f"{loss}",
+                    "Lower train.learning_rate or look at the data.",
+                )
+            )
 
     def _tensors(self, batch: ClickBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tensors = []
@@ -171,7 +177,7 @@ class Training:
         batches = evaluation_batches(
             self.files.test,
             [table.rows for table in self.job.tables],
-            self.job.batch.size,
+            max(self.job.batch.size, EVALUATION_BATCH),
             self.rank,
             self.plan.world_size,
             skip_bad_rows=self.job.data.skip_bad_rows,
@@ -187,6 +193,7 @@ class Training:
         steps = range(1, self.job.train.steps + 1)
         record = Record(
             schema=SCHEMA,
+            plan_fingerprint=self.plan.fingerprint,
             rank=self.rank,
             events=(*self.exact, *self.meter.events()),
             losses=tuple(self.losses),

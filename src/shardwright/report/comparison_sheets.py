@@ -52,6 +52,8 @@ def verdict(comparison: Comparison) -> Verdict:
     elif errors:
         off = "missing" if worst == float("inf") else f"off by {percent(worst)}"
         parts.append(f"peak {off} (tolerance {percent(comparison.tolerance)})")
+    if not parts and comparison.failures:
+        return Verdict(False, f"{comparison.failures[0]}.")
     if not parts:
         return Verdict(False, "Nothing was compared: the two timelines share no rank.")
     facts = ", ".join(parts)

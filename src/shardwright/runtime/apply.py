@@ -10,16 +10,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import __version__
-from shardwright.core.block import Block, check_tiling
+from shardwright.core.block import Block, Role, check_tiling
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
 from shardwright.core.layout import unit_blocks
+from shardwright.core.placement import Placement
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.tensor import TensorSpec
-from shardwright.runtime.comm import Comm
+from shardwright.runtime.comm import Comm, fingerprint_of
 from shardwright.runtime.embeddings.route import make_route
 from shardwright.runtime.embeddings.store import InitialBlock
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.fully_shard import attach
+from shardwright.runtime.fully_shard import attach, get_dstorage
 from shardwright.runtime.probe import Probe
 
 
@@ -45,6 +46,7 @@ def apply(
     but does not run.
     """
     comm = Comm(mesh, probe)
+    _agree(comm, model, plan)
     if comm.size != plan.world_size:
         raise MismatchError(
             expected(
@@ -54,7 +56,6 @@ def apply(
                 f"Start {plan.world_size} ranks or plan for {comm.size}.",
             )
         )
-    _agree(comm, model, plan)
     blocks = plan.expanded()
     _check_model(model, plan, blocks)
     _check_supported(plan)
@@ -77,7 +78,21 @@ def apply(
             reshard_after_forward=unit.reshard_after_forward,
             initial=initial,
         )
+    _agree_on_replicas(comm, model)
     return model
+
+
+def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:
+    """Ranks exchange only mean gradients, so replicas that start apart would stay apart."""
+    facts: dict[str, str] = {}
+    for name, module in model.named_modules():
+        storage = get_dstorage(module)
+        if storage is not None and storage.is_replicated:
+            facts[f"start of unit '{name}'"] = fingerprint_of(storage.flat)
+        if isinstance(module, ShardedTables) and module.replicas.held:
+            facts["start of replicated tables"] = fingerprint_of(module.replicas.weight)
+    if facts:
+        comm.agree("apply", facts)
 
 
 def _agree(comm: Comm, model: nn.Module, plan: Plan) -> None:
@@ -138,18 +153,16 @@ def _check_supported(plan: Plan) -> None:
 
 def _check_unit_blocks(unit: UnitPlan, blocks: list[Block], comm: Comm, model: nn.Module) -> None:
     """What the unit's layout will do must be what the block list says."""
-    expected_ranges = {
-        (b.tensor, b.rank): b.sizes
-        for b in blocks
-        if b.role == "parameter" and b.tensor in unit.tensors
-    }
+    planned = {b for b in blocks if b.tensor in unit.tensors}
     own = dict(model.named_parameters())
     specs = [TensorSpec(fqn, tuple(own[fqn].shape)) for fqn in unit.tensors]
-    from_layout = {
-        (b.tensor, b.rank): b.sizes
-        for b in unit_blocks(specs, unit.parameter, "parameter", comm.size)
-    }
-    if expected_ranges != from_layout:
+    roles: tuple[tuple[Role, Placement], ...] = (
+        ("parameter", unit.parameter),
+        ("gradient", unit.gradient),
+        ("optimizer_state", unit.optimizer_state),
+    )
+    cut = {b for role, kind in roles for b in unit_blocks(specs, kind, role, comm.size)}
+    if planned != cut or {unit.parameter, unit.gradient, unit.optimizer_state} != {unit.parameter}:
         raise MismatchError(
             expected(
                 f"unit '{unit.name}'",

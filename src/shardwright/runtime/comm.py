@@ -46,6 +46,11 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
+def fingerprint_of(tensor: torch.Tensor) -> str:
+    """sha256 of a tensor's values."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
 class Comm:
     """The collectives of one 1-D mesh, counted and labelled."""
 

@@ -14,6 +14,7 @@ sums its gradient instead of scattering it.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -43,12 +44,12 @@ class ParamInfo:
     """A parameter's place: shapes, dtype, placement, and byte offsets in both buffers."""
 
     __slots__ = (
+        "_module",
         "byte_offset",
         "dtype",
         "fqn",
         "global_shape",
         "local_shape",
-        "module",
         "name",
         "owner_rank",
         "placements",
@@ -68,7 +69,7 @@ class ParamInfo:
         unsharded_byte_offset: int,
     ) -> None:
         self.fqn = fqn
-        self.module = module
+        self._module = weakref.ref(module)  # the module's hooks own the storage, not the reverse
         self.name = name
         self.global_shape = global_shape
         self.local_shape = torch.Size((local_numel,))
@@ -77,6 +78,10 @@ class ParamInfo:
         self.byte_offset = byte_offset
         self.unsharded_byte_offset = unsharded_byte_offset
         self.owner_rank: int | None = None
+
+    def module(self) -> nn.Module | None:
+        """The module that shows this parameter, while it lives."""
+        return self._module()
 
 
 class DStorage:
@@ -90,9 +95,11 @@ class DStorage:
         *,
         name: str = "",
         reshard_after_forward: bool = True,
+        driven_by_hand: bool = False,
         initial: Initial | None = None,
     ) -> None:
         self.name = name
+        self.driven_by_hand = driven_by_hand
         self.comm = comm
         self.mesh = comm.mesh
         self.placement = placement
@@ -135,7 +142,7 @@ class DStorage:
         return self._local_parameters[self._index(fqn)].detach()
 
     def get_unsharded_view(self, fqn: str) -> torch.Tensor:
-        """The full parameter; only in UNSHARDED state, for its bytes are freed otherwise."""
+        """The full parameter, a view that dies with the UNSHARDED state: clone it to keep it."""
         if self.state is not State.UNSHARDED:
             raise InputError(
                 expected(f"{fqn} of unit '{self.name}'", "state UNSHARDED", "SHARDED")
@@ -152,7 +159,13 @@ class DStorage:
         return full.view(torch.uint8)
 
     def unshard(self) -> None:
-        """Gather the unit and show full parameters (collective); nothing if already so."""
+        """Gather the unit and show full parameters (collective); nothing if already so.
+
+        Driven by hand and with gradients on, it also makes room for the gradient that the next
+        ``reshard()`` reduces, on every rank alike.
+        """
+        if self.driven_by_hand and torch.is_grad_enabled():
+            self.prepare_gradient()
         if self.state is State.UNSHARDED:
             return
         self._full.untyped_storage().resize_(self.layout.nbytes)
@@ -164,7 +177,20 @@ class DStorage:
         self.reduce()
         self.free()
 
+    def has_gradient(self, info: ParamInfo) -> bool:
+        """Whether the parameter that the module shows holds a gradient."""
+        shown = self._full_parameters if self.is_replicated else self._local_parameters
+        return shown[self._index(info.fqn)].grad is not None
+
     # ---- what the hooks call ---------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Drop what a forward without backward or a failed backward left, so that the next forward
+        gathers the weights of now; a refill gives tensors saved for backward their values again."""
+        if self._full_gradient is not None:
+            self._full_gradient = None
+            self._restore_earlier()
+        self.free()
 
     def free(self) -> None:
         """Free the full buffer and show local parameters; nothing for a replicated unit."""
@@ -186,14 +212,19 @@ class DStorage:
         ):
             parameter.grad = self._full_gradient[start:stop].view(parameter.shape)
 
+    @torch.no_grad()
     def reduce(self) -> None:
         """Mean of the gradient over ranks, added to this rank's shard gradient."""
         full = self._full_gradient
         if full is None:
             return
         self._full_gradient = None
-        for parameter, earlier in zip(self._full_parameters, self._earlier, strict=True):
-            parameter.grad = earlier
+        slices = self._full_slices()
+        for parameter, (start, stop) in zip(self._full_parameters, slices, strict=True):
+            part = full[start:stop]
+            if parameter.grad is not None and parameter.grad.data_ptr() != part.data_ptr():
+                part.copy_(parameter.grad.reshape(-1))  # autograd did not accumulate in place
+        self._restore_earlier()
         with self.comm.probe.phase("reduce"):
             if self.is_replicated:
                 self.comm.all_reduce(f"{self.name} reduce", full)
@@ -205,6 +236,10 @@ class DStorage:
             self.comm.probe.holds(shard, "gradient")
             self._accept(shard)
         self.comm.probe.did(Action("reduce", self.name, "reduce", "backward"))
+
+    def _restore_earlier(self) -> None:
+        for parameter, earlier in zip(self._full_parameters, self._earlier, strict=True):
+            parameter.grad = earlier
 
     def _accept(self, shard: torch.Tensor) -> None:
         """Hand the reduced gradient to whatever the user's optimizer looks at."""
@@ -279,7 +314,9 @@ class DStorage:
 
     def _show(self, parameters: list[nn.Parameter], state: State) -> None:
         for info, parameter in zip(self.param_infos.values(), parameters, strict=True):
-            set_parameter(info.module, info.name, parameter)
+            module = info.module()
+            if module is not None:
+                set_parameter(module, info.name, parameter)
         self.state = state
 
     def _index(self, fqn: str) -> int:

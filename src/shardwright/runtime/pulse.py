@@ -41,6 +41,7 @@ from shardwright.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     EXIT_RUN_FAILED,
+    PeerError,
     ShardwrightError,
 )
 from shardwright.core.outcome import RankOutcome, State
@@ -310,7 +311,7 @@ def _status(
 
 def _failure(pulse: Pulse, rank: int, error: Exception) -> RankOutcome:
     line = first_line(str(error)) or "no message"
-    peer = from_a_peer(error)
+    peer = from_a_peer(error) or isinstance(error, PeerError)
     if isinstance(error, ShardwrightError):
         state: State = "stopped" if error.exit_code == EXIT_PREEMPTED else "failed"
         return _status(pulse, rank, state, error.exit_code, line, peer)

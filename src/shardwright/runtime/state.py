@@ -10,22 +10,28 @@ from shardwright.runtime.fully_shard import get_dstorage
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter whole, on every rank (collective): for export, evaluation and tests.
+    """Every parameter whole, by its unsharded name, on every rank (collective).
+
+    For export, evaluation and tests; ``model.state_dict()`` shows what this rank keeps.
 
     Each rank needs room for the whole model at once.
     """
     found: dict[str, torch.Tensor] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         if isinstance(module, ShardedTables):
             found.update(_whole_tables(module))
         storage = get_dstorage(module)
         if storage is not None:
             flat = storage.all_gather()
             for info in storage.param_infos.values():
+                name = info.fqn if storage.name else ".".join(filter(None, (path, info.fqn)))
                 start = info.unsharded_byte_offset
                 size = info.global_shape.numel() * info.dtype.itemsize
                 part = flat[start : start + size].view(info.dtype)
-                found[info.fqn] = part.view(info.global_shape).clone()
+                found[name] = part.view(info.global_shape).clone()
+    for name, parameter in model.named_parameters():
+        if name not in found:
+            found[name] = parameter.detach().clone()
     return found
 
 

@@ -1,4 +1,4 @@
-"""The private torch interfaces the project uses, all of them, in one place."""
+"""The private interfaces of torch that change what happens; docs/architecture.md lists the rest."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from torch import nn
 def after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward pass has computed every gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward pass, as a recomputed forward does."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -67,8 +67,9 @@ class MemoryTracker(TorchDispatchMode):
         for leaf in tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._note(storage, _DEFAULT.get(self.phase, "temporary"))
+                kind, size = self._known.get(storage._cdata, (None, -1))
+                if size != storage.nbytes():  # new, or grown by an out= argument
+                    self._note(storage, kind or _DEFAULT.get(self.phase, "temporary"))
         return result
 
     def __enter__(self) -> MemoryTracker:

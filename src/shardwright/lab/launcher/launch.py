@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -106,12 +106,15 @@ def loopback_environment(world_size: int) -> dict[str, str]:
     }
 
 
-def launch(request: Launch, stream: TextIO | None = None) -> Outcome:
+def launch(
+    request: Launch, stream: TextIO | None = None, prepare: Callable[[], None] | None = None
+) -> Outcome:
     """Run to the end, whatever that is; ``outcome.json`` is written and no process is left.
 
     Ends within ``timeout`` (or ``setup_timeout``, ``stop_grace``) and about 10 s more. Ctrl-C
     and SIGTERM end the run (130; 75 when every rank stopped in order), a second one at once.
-    Messages go to ``stream`` (stderr). InputError: the folder is in use or cannot be written.
+    ``prepare`` runs once the folder is this run's own. Messages go to ``stream`` (stderr).
+    InputError: the folder is in use or cannot be written.
     """
     stream = stream or sys.stderr
     mark = secrets.token_hex(6)
@@ -119,6 +122,8 @@ def launch(request: Launch, stream: TextIO | None = None) -> Outcome:
     extra = loopback_environment(request.world_size)
     with _locked(request.folder), _signals() as caught:
         _clear(request)
+        if prepare:
+            prepare()
         shown = " ".join(f"{key}={value}" for key, value in extra.items())
         print(f"{shown} {shlex.join(command)}", file=stream, flush=True)
         started = time.monotonic()

@@ -7,13 +7,14 @@ updates its rows at once: a table never has a dense gradient unless it is replic
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, PeerError, UnsupportedError, expected
 from shardwright.core.plan import TablePlan
 from shardwright.core.schedule import Action, replicas_ride
 from shardwright.runtime.comm import Comm
@@ -22,7 +23,7 @@ from shardwright.runtime.embeddings.route import Held, Route
 from shardwright.runtime.embeddings.store import InitialBlock, Store
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Trip:
     """What one forward leaves for its backward: how ids were sent and which rows were served."""
 
@@ -62,6 +63,7 @@ class ShardedTables(nn.Module):
         self.limits = torch.tensor([table.rows for table in tables], device=device)
         self.replica_features = integers([held.feature for held in route.replicated], device)
         self.replica_bases = integers([held.base for held in route.replicated], device).unsqueeze(1)
+        self._open: weakref.WeakSet[_Trip] = weakref.WeakSet()  # lookups that wait for backward
         self.replica_gradient_bytes = 0  # of the last backward
         replica_bytes = self.replicas.weight.numel() * self.replicas.weight.element_size()
         self.rides = replicas_ride(bool(self.stores), comm.size, replica_bytes)
@@ -69,38 +71,45 @@ class ShardedTables(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look ``ids`` up; rows of feature f come from table f."""
-        self._check(ids)
-        found: torch.Tensor = _Lookup.apply(self.anchor, ids, self)
-        return found
+        fault = self._fault(ids)
+        if fault and not self.stores:
+            raise InputError(fault)
+        found: torch.Tensor = _Lookup.apply(self.anchor, ids, self, fault)
+        return found.transpose(0, 1)
 
     def holdings(self) -> list[tuple[Store, Held]]:
         """Every block this rank keeps, with the store it lies in."""
         pairs = [(store, held) for store in self.stores for held in store.held]
         return pairs + [(self.replicas, held) for held in self.replicas.held]
 
-    def _check(self, ids: torch.Tensor) -> None:
+    def _fault(self, ids: torch.Tensor) -> str:
+        """What is wrong with ``ids``, or nothing; told to every rank before any rows move."""
         if ids.dim() != 2 or ids.shape[1] != len(self.tables):
-            raise InputError(
-                expected("ids", f"shape [batch, {len(self.tables)}]", str(list(ids.shape)))
-            )
+            return expected("ids", f"shape [batch, {len(self.tables)}]", str(list(ids.shape)))
         wrong = (ids < 0) | (ids >= self.limits)
-        if bool(wrong.any()):
-            sample, feature = (int(x) for x in wrong.nonzero()[0])
-            table = self.tables[feature]
-            raise InputError(
-                expected(
-                    f"ids of table '{table.name}', sample {sample}",
-                    f"ids from 0 to {table.rows - 1}",
-                    str(int(ids[sample, feature])),
-                    "Reduce ids modulo the table's rows.",
-                )
-            )
+        if not bool(wrong.any()):
+            return ""
+        sample, feature = (int(x) for x in wrong.nonzero()[0])
+        table = self.tables[feature]
+        return expected(
+            f"ids of table '{table.name}', sample {sample}",
+            f"ids from 0 to {table.rows - 1}",
+            str(int(ids[sample, feature])),
+            "Reduce ids modulo the table's rows.",
+        )
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, _Trip]:
-        """Embeddings [F, B, D] and the trip that its backward retraces."""
+    def look_up(self, ids: torch.Tensor, fault: str) -> tuple[torch.Tensor, _Trip]:
+        """Embeddings [F, B, D] and the trip that its backward retraces.
+
+        A ``fault`` in this rank's ids is announced in place of counts and raises on every rank.
+        """
         probe = self.comm.probe
+        if fault:
+            with probe.phase("exchange_ids"):
+                self._announce([[-1] * len(self.stores)] * self.comm.size)
+            raise InputError(fault)
         by_feature = ids.t()
         trip = _Trip(ids.shape[0], [], [], [], ids.new_empty(0), None)
         back = None
@@ -124,7 +133,6 @@ class ShardedTables(nn.Module):
 
     def _request(self, by_feature: torch.Tensor, trip: _Trip) -> None:
         """Sort ids by owner and send every owner its row numbers."""
-        size = self.comm.size
         ordered, counts = [], []
         for guide in self.guides:
             asked = guide.request(by_feature)
@@ -133,10 +141,13 @@ class ShardedTables(nn.Module):
             trip.orders.append(asked.order)
         trip.counts = [list(row) for row in zip(*counts, strict=True)]
         sent = interleave(ordered, trip.counts)
-        announced = torch.tensor(trip.counts, device=self.device).view(-1)
-        heard = torch.empty_like(announced)
-        self.comm.all_to_all("exchange counts", heard, announced)
-        trip.served = heard.view(size, -1).tolist()
+        trip.served = self._announce(trip.counts)
+        refused = [rank for rank, counts in enumerate(trip.served) if min(counts) < 0]
+        if refused:
+            ranks = ", ".join(map(str, refused))
+            raise PeerError(
+                f"ids were refused on rank {ranks}, which says why; no rows were moved."
+            )
         trip.rows = sent.new_empty(sum(map(sum, trip.served)))
         self.comm.all_to_all(
             "exchange ids",
@@ -145,6 +156,14 @@ class ShardedTables(nn.Module):
             [sum(counts) for counts in trip.served],
             [sum(counts) for counts in trip.counts],
         )
+
+    def _announce(self, counts: list[list[int]]) -> list[list[int]]:
+        """Tell every rank how many ids of each group will come; hear what the others will send."""
+        announced = torch.tensor(counts, device=self.device).view(-1)
+        heard = torch.empty_like(announced)
+        self.comm.all_to_all("exchange counts", heard, announced)
+        served: list[list[int]] = heard.view(self.comm.size, -1).tolist()
+        return served
 
     def _serve(self, trip: _Trip) -> torch.Tensor:
         """The rows asked for, flat, by rank then group."""
@@ -183,6 +202,7 @@ class ShardedTables(nn.Module):
 
     def retrace(self, gradient: torch.Tensor, trip: _Trip) -> None:
         """Send gradients [F, B, D] back along ``trip`` and update the rows they belong to."""
+        self._refuse_mixed_trips(trip)
         probe = self.comm.probe
         rate = self.learning_rate
         scale = 1.0 / self.comm.size  # gradients are of each rank's own mean loss
@@ -204,6 +224,19 @@ class ShardedTables(nn.Module):
             if dense is not None:
                 self.replicas.update_all(dense.mul_(scale), rate)
         probe.did(Action("update", "tables", "step", "backward"))
+
+    def _refuse_mixed_trips(self, trip: _Trip) -> None:
+        """Row-wise Adagrad is exact on a step's whole gradient, so one lookup to a backward."""
+        others = [other for other in self._open if other is not trip]
+        if others and any(table.optimizer != "sgd" for table in self.tables):
+            raise UnsupportedError(
+                expected(
+                    "lookups before a backward of rowwise_adagrad tables",
+                    "one",
+                    f"{len(others) + 1}",
+                    "Look up once per backward, under no_grad otherwise, or train with sgd.",
+                )
+            )
 
     def _return(
         self, gradient: torch.Tensor, trip: _Trip, dense: torch.Tensor | None
@@ -261,14 +294,25 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, tables: ShardedTables
+        ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, tables: ShardedTables, fault: str
     ) -> torch.Tensor:
-        out, ctx.trip = tables.look_up(ids)
-        ctx.tables = tables
-        return out.transpose(0, 1)
+        out, trip = tables.look_up(ids, fault)
+        if anchor.requires_grad:
+            tables._open.add(trip)
+        ctx.trip, ctx.tables = trip, tables
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.tables.retrace(gradients[0].transpose(0, 1), ctx.trip)
-        ctx.trip = None
-        return None, None, None
+        trip, ctx.trip = ctx.trip, None
+        if trip is None:
+            raise UnsupportedError(
+                expected(
+                    "backward of tables",
+                    "one per lookup, for rows are updated in it",
+                    "a second one",
+                    "Look up again.",
+                )
+            )
+        ctx.tables.retrace(gradients[0], trip)
+        return None, None, None, None
