@@ -36,7 +36,7 @@ def execute(options: argparse.Namespace) -> int:
         raise InputError(expected("--rank", f"0 to {plan.world_size - 1}", str(options.rank)))
     if options.why_not:
         return _why_not(plan, options)
-    if options.tensor:
+    if options.tensor is not None:
         found = explain.explain_tensor(plan, options.tensor)
         if options.rank is not None:
             found = [e for e in found if f"on rank {options.rank}:" in e.title]
@@ -134,7 +134,7 @@ def _as_json(explanation: explain.Explanation) -> dict[str, object]:
 
 
 def _why_not(plan: Plan, options: argparse.Namespace) -> int:
-    if not options.tensor:
+    if options.tensor is None:
         raise InputError(
             expected("--why-not", "a table named by --tensor", "none", "Add --tensor NAME.")
         )

@@ -15,6 +15,7 @@ from shardwright.lab.session import Session, prepare_data, run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``train``."""
+    parser.epilog = "The exit code is the run's; 'shardwright compare RUN_DIR' gates on memory."
     shared.job_argument(parser, also_plan=True)
     shared.json_option(parser)
 

@@ -85,7 +85,7 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     learning_rate: Rate = 0.1
     table_learning_rate: Rate | None = None
     seed: Whole = 0
-    out: str = "runs/latest"
+    out: Annotated[str, msgspec.Meta(min_length=1)] = "runs/latest"
     timeout: Seconds = 60.0
 
 

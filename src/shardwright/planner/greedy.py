@@ -115,7 +115,7 @@ def _unit_combinations(problem: Problem) -> Iterator[tuple[UnitChoice, ...]]:
     if count <= MAX_UNIT_COMBINATIONS:
         yield from product(*problem.units)
         return
-    for wanted in (0, -1):  # all as sharded as possible, all as replicated as possible
+    for wanted in (0, -1):  # all as replicated as possible, all as sharded as possible
         yield tuple(choices[wanted] for choices in problem.units)
 
 

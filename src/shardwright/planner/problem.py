@@ -173,13 +173,13 @@ def _stage(model: ModelSpec, unit: UnitSpec) -> Stage:
 def unit_choices(
     unit: UnitSpec, stage: Stage, job: Job, cluster: Cluster, values: dict[str, float]
 ) -> tuple[UnitChoice, ...]:
-    """Flat sharding and replication, or the one that the job forces."""
+    """Replication and flat sharding, or the one that the job forces."""
     forced = job.planner.units.get(unit.name)
     placements: list[Placement] = []
+    if forced in (None, "replicate"):  # first: where both cost the same, the simpler one wins
+        placements.append(Replicate())
     if forced in (None, "shard"):
         placements.append(Flat())
-    if forced in (None, "replicate"):
-        placements.append(Replicate())
     choices = []
     for placement in placements:
         layout = unit_layout(unit.tensors, placement, cluster.world_size)

@@ -24,6 +24,10 @@ FLOAT = 4  # the dense part computes in fp32
 def spec(job: Job) -> ModelSpec:
     """The DLRM of ``job`` as a :class:`ModelSpec`."""
     section = job.model
+    if job.batch.sequence != 1:
+        raise InputError(
+            expected("batch.sequence", "1, for dlrm has no sequences", str(job.batch.sequence))
+        )
     tables = tuple(_resolved(table, job) for table in job.tables)
     dim = _shared_dim(tables, section.bottom)
     if not section.top:
