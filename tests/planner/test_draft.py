@@ -20,7 +20,7 @@ def _draft(job: Job, *placed: tuple[str, tuple[int, ...]], sharded: bool = False
     for (kind, ranks), choices in zip(placed, problem.tables, strict=True):
         choice = next(c for c in choices if c.option.sharding_type == kind)
         tables.append(Placed(choice, ranks))
-    units = tuple(choices[0 if sharded else 1] for choices in problem.units)
+    units = tuple(choices[1 if sharded else 0] for choices in problem.units)
     return Draft(problem, tuple(tables), units)
 
 

@@ -107,12 +107,12 @@ def test_a_replica_asks_nobody(make_job: MakeJob) -> None:
 
 def test_a_unit_may_be_sharded_or_replicated(make_job: MakeJob) -> None:
     for choices in _problem(make_job(50)).units:
-        assert [choice.placement for choice in choices] == [Flat(), Replicate()]
-        assert [choice.replicated for choice in choices] == [False, True]
+        assert [choice.placement for choice in choices] == [Replicate(), Flat()]
+        assert [choice.replicated for choice in choices] == [True, False]
 
 
 def test_a_sharded_unit_gathers_in_both_directions(make_job: MakeJob) -> None:
-    sharded, replicated = _problem(make_job(50)).units[1]
+    replicated, sharded = _problem(make_job(50)).units[1]
     for phase in ("forward", "backward"):
         assert sharded.seconds[phase] > replicated.seconds[phase]
     assert sharded.seconds["step"] < replicated.seconds["step"]
