@@ -75,8 +75,19 @@ def test_a_unit_driven_by_hand_reduces_when_it_reshards(pool: Pool) -> None:
         assert max(found.values()) < 2e-6
 
 
-@pytest.mark.parametrize("what", ["create graph", "failed backward", "forward only", "kept"])
-def test_gradients_are_right_after_unusual_steps(pool: Pool, what: str) -> None:
+UNUSUAL = (
+    "backward twice",
+    "create graph",
+    "eval between",
+    "failed backward",
+    "forward only",
+    "kept",
+    "two forwards",
+)
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_gradients_are_right_in_and_after_unusual_steps(pool: Pool, what: str) -> None:
     for found in pool.run(2, tasks.odd_backward, what=what):
         assert max(found.values()) < 5e-6, found
 

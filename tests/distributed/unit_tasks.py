@@ -209,9 +209,18 @@ def odd_backward(mesh: DeviceMesh, what: str) -> dict[str, float]:
             storage.flat.mul_(2.0)
             for parameter in reference.parameters():
                 parameter.mul_(2.0)
-    module(inputs(rank)).square().sum().backward(create_graph=what == "create graph")
-    for other in range(size):
-        (reference(inputs(other)).square().sum() / size).backward()
+    loss = module(inputs(rank)).square().sum()
+    if what == "two forwards":
+        loss = loss + module(inputs(rank)).square().sum()
+    if what == "backward twice":
+        loss.backward(retain_graph=True)
+    if what == "eval between":
+        with torch.no_grad():
+            module(inputs(rank + 1))
+    loss.backward(create_graph=what == "create graph")
+    for _ in range(2 if what in ("two forwards", "backward twice") else 1):
+        for other in range(size):
+            (reference(inputs(other)).square().sum() / size).backward()
     return _differences(storage, module, reference, rank)
 
 
