@@ -42,7 +42,7 @@ def test_everything_else_is_part_of_the_fingerprint(
 
 def test_a_plan_comes_back_from_its_file(made: Plan, tmp_path: Path) -> None:
     write_plan(made, tmp_path / "plan.json")
-    assert read_plan(tmp_path / "plan.json", model_spec(made.job)) == made
+    assert read_plan(tmp_path / "plan.json", model_spec) == made
 
 
 def test_an_edited_plan_is_told_both_fingerprints(made: Plan, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_blocks_that_do_not_tile_the_model_are_refused(made: Plan, tmp_path: Pat
     write_plan(sealed(msgspec.structs.replace(made, blocks=made.blocks[1:])), path)
     assert read_plan(path).blocks == made.blocks[1:]
     with pytest.raises(InputError, match=r"^blocks of tables.a.weight: expected every one of 480"):
-        read_plan(path, model_spec(made.job))
+        read_plan(path, model_spec)
 
 
 def test_blocks_are_kept_run_length_encoded(made: Plan) -> None:

@@ -69,7 +69,7 @@ def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
                 loss = loss_of(model, inputs)
             with meter.phase("backward"):
                 loss.backward()
-            exact = exact_events(rank, model, optimizer, gradients=True)
+            exact = exact_events(rank, model, optimizer)
             with meter.phase("step"):
                 optimizer.step()
                 optimizer.zero_grad()

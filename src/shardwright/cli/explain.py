@@ -30,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Recompute and print; a number that comes out otherwise than stored is exit 4."""
-    plan = read_plan(options.plan)
-    plan = read_plan(options.plan, model_spec(plan.job))
+    plan = read_plan(options.plan, model_spec)
     if options.rank is not None and not 0 <= options.rank < plan.world_size:
         raise InputError(expected("--rank", f"0 to {plan.world_size - 1}", str(options.rank)))
     if options.why_not:

@@ -11,7 +11,7 @@ from shardwright.core.measurement import read_measurement
 from shardwright.core.outcome import decode_outcome
 from shardwright.core.plan import read_plan
 from shardwright.lab.compare import compare
-from shardwright.lab.session import measurement_file, outcome_file, plan_file
+from shardwright.lab.folder import measurement_file, outcome_file, plan_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.specs import model_spec
+from shardwright.lab.folder import outcome_file
 from shardwright.lab.session import Session, prepare_data, run
 
 
@@ -32,7 +33,7 @@ def finish(session: Session, *, json: bool = False) -> int:
     """Tell how a run ended."""
     if session.outcome.code != 0:
         print(f"shardwright: {session.outcome.reason}", file=sys.stderr)
-        print(f"details in {session.folder / 'outcome.json'}", file=sys.stderr)
+        print(f"details in {outcome_file(session.folder)}", file=sys.stderr)
         if json:
             shared.print_json({"outcome": session.outcome})
         return session.outcome.code
@@ -80,8 +81,7 @@ def _plan_of(options: argparse.Namespace) -> Plan:
         raise InputError(
             expected("--set", "a job to override", "a plan", "Plan again with --set, then train.")
         )
-    given = read_plan(options.job)
-    given = read_plan(options.job, model_spec(given.job))
+    given = read_plan(options.job, model_spec)
     if options.ranks not in (None, given.world_size):
         raise MismatchError(
             expected(

@@ -7,6 +7,7 @@ numbers rest on (job, cluster, constants), so it can be explained and run anywhe
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -124,8 +125,9 @@ def write_plan(plan: Plan, path: Path | str) -> None:
     write_document(plan, path)
 
 
-def read_plan(path: Path | str, model: ModelSpec | None = None) -> Plan:
-    """Read a plan and check its fingerprint; with ``model`` also that its blocks tile it."""
+def read_plan(path: Path | str, model_of: Callable[[Job], ModelSpec] | None = None) -> Plan:
+    """Read a plan and check its fingerprint; with ``model_of`` also that its blocks tile the model
+    of its job."""
     plan = read_document(path, Plan, SCHEMA, made_by="shardwright plan JOB.toml -o plan.json")
     if plan.fingerprint != fingerprint(plan):
         raise MismatchError(
@@ -136,6 +138,6 @@ def read_plan(path: Path | str, model: ModelSpec | None = None) -> Plan:
                 "The file was edited after planning; make the plan again from the job.",
             )
         )
-    if model is not None:
-        check_tiling(plan.expanded(), model.tensors, plan.world_size)
+    if model_of is not None:
+        check_tiling(plan.expanded(), model_of(plan.job).tensors, plan.world_size)
     return plan

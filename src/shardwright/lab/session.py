@@ -21,6 +21,15 @@ from shardwright.core.record import SCHEMA as RECORD_SCHEMA
 from shardwright.core.record import Record
 from shardwright.core.timeline import encode
 from shardwright.lab.compare import compare
+from shardwright.lab.folder import (
+    comparison_file,
+    facts_file,
+    measurement_file,
+    plan_file,
+    record_file,
+    results_of_a_run,
+    scores_file,
+)
 from shardwright.lab.launcher.launch import Launch, launch
 from shardwright.runtime.pulse import store_file
 
@@ -28,7 +37,6 @@ TABLES_OF_CRITEO = 26
 DENSE_OF_CRITEO = 13
 CURVE_POINTS = 500
 SETUP_TIMEOUT = 300.0
-_LEFT_BY_A_RUN = ("rank-*.record.json", "rank-*.scores.npy", "measured.json", "comparison.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +48,6 @@ class Session:
     outcome: Outcome
     measurement: Measurement | None
     comparison: Comparison | None
-
-
-def plan_file(folder: Path) -> Path:
-    """The plan a run executed."""
-    return folder / "plan.json"
-
-
-def measurement_file(folder: Path) -> Path:
-    """What the run measured."""
-    return folder / "measured.json"
-
-
-def outcome_file(folder: Path) -> Path:
-    """How the run ended."""
-    return folder / "outcome.json"
 
 
 def check_data(job: Job) -> None:
@@ -102,9 +95,8 @@ def run(plan: Plan, folder: Path, stream: TextIO, tolerance: float = 0.1) -> Ses
 
     def prepare() -> None:
         write_plan(plan, plan_file(folder))
-        for pattern in _LEFT_BY_A_RUN:
-            for stale in folder.glob(pattern):
-                stale.unlink()
+        for stale in results_of_a_run(folder):
+            stale.unlink(missing_ok=True)
 
     arguments = ("run", str(plan_file(folder)), "--out", str(folder))
     request = Launch(
@@ -121,21 +113,21 @@ def run(plan: Plan, folder: Path, stream: TextIO, tolerance: float = 0.1) -> Ses
     measurement = merge(plan, folder)
     write_measurement(measurement, measurement_file(folder))
     comparison = compare(plan, measurement, tolerance)
-    write_document(comparison, folder / "comparison.json")
+    write_document(comparison, comparison_file(folder))
     return Session(folder, plan, outcome, measurement, comparison)
 
 
 def merge(plan: Plan, folder: Path) -> Measurement:
     """One measurement from every rank's record and scores."""
     records = [
-        read_document(folder / f"rank-{rank}.record.json", Record, RECORD_SCHEMA, "train")
+        read_document(record_file(folder, rank), Record, RECORD_SCHEMA, "train")
         for rank in range(plan.world_size)
     ]
     for rank, record in enumerate(records):
         if (record.rank, record.plan_fingerprint) != (rank, plan.fingerprint):
             raise MismatchError(
                 expected(
-                    str(folder / f"rank-{rank}.record.json"),
+                    str(record_file(folder, rank)),
                     f"the record of rank {rank} under this plan",
                     f"rank {record.rank}'s under plan {record.plan_fingerprint[:12]}",
                 )
@@ -174,7 +166,7 @@ def _quality(plan: Plan, folder: Path) -> Quality | None:
 
     from shardwright.data.quality import auc, log_loss
 
-    files = [folder / f"rank-{rank}.scores.npy" for rank in range(plan.world_size)]
+    files = [scores_file(folder, rank) for rank in range(plan.world_size)]
     scores = np.concatenate([np.load(file, allow_pickle=False) for file in files])
     _, labels, logits = scores[np.argsort(scores[:, 0], kind="stable")].T
     if not len(labels):
@@ -187,11 +179,6 @@ def _quality(plan: Plan, folder: Path) -> Quality | None:
         best_auc=best.get("bayes_auc"),
         best_log_loss=best.get("bayes_log_loss"),
     )
-
-
-def facts_file(path: Path) -> Path:
-    """Beside generated rows: what is known about them."""
-    return path.with_suffix(".facts.json")
 
 
 def _best(path: Path) -> dict[str, float]:

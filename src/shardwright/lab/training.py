@@ -26,6 +26,7 @@ from shardwright.core.plan import Plan, read_plan
 from shardwright.core.record import SCHEMA, Record
 from shardwright.core.timeline import Event, Phase
 from shardwright.data.criteo import ClickBatch, CriteoReader, evaluation_batches
+from shardwright.lab.folder import record_file, scores_file
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
@@ -36,16 +37,6 @@ from shardwright.runtime.pulse import ProgressLog, Pulse
 MEMORY_STEPS = (3, 4, 5)
 PROGRESS_SECONDS = 0.2
 EVALUATION_BATCH = 1024  # rows at least; nothing is saved for a backward
-
-
-def record_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its record."""
-    return folder / f"rank-{rank}.record.json"
-
-
-def scores_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its held-out scores: rows of (row number, label, logit)."""
-    return folder / f"rank-{rank}.scores.npy"
 
 
 class Training:
@@ -139,15 +130,16 @@ class Training:
             loss = nn.functional.binary_cross_entropy_with_logits(
                 model(dense, ids).squeeze(1), labels
             )
-        self._check_finite(loss.item())
+        value = loss.item()
+        self._check_finite(value)
         with meter.phase("backward"):
             loss.backward()
         if self.step in MEMORY_STEPS and not self.exact:
-            self.exact = exact_events(self.rank, model, optimizer, gradients=True)
+            self.exact = exact_events(self.rank, model, optimizer)
         with meter.phase("step"):
             optimizer.step()
             optimizer.zero_grad()
-        return loss.item()
+        return value
 
     def _check_finite(self, loss: float) -> None:
         """Stop before a backward changes any weight."""

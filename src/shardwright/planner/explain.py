@@ -30,12 +30,18 @@ from shardwright.cost import dense, embedding
 from shardwright.planner.draft import Draft, Placed
 from shardwright.planner.greedy import replaced
 from shardwright.planner.planner import assemble
-from shardwright.planner.problem import UnitChoice, make_problem
+from shardwright.planner.problem import TableChoice, UnitChoice, make_problem
 
 TABLE_KINDS = ("weight", "gradient", "optimizer_state")
 RECOMPUTED = (
-    *("ranks", "tables", "units", "blocks", "assumptions"),
-    *("max_rank_seconds", "lower_bound_seconds", "gap"),
+    "ranks",
+    "tables",
+    "units",
+    "blocks",
+    "assumptions",
+    "max_rank_seconds",
+    "lower_bound_seconds",
+    "gap",
 )
 UNIT_KINDS = ("weight", "gradient", "optimizer_state", "padding")
 
@@ -135,9 +141,9 @@ def _same(where: str, stored: Any, found: Any) -> None:
 def explain_tensor(plan: Plan, name: str) -> list[Explanation]:
     """Every step from sizes to bytes and seconds per rank; a table, a unit or a dense tensor."""
     draft = draft_of(plan)
-    for table in plan.tables:
+    for table, placed in zip(plan.tables, draft.tables, strict=True):
         if name in (table.name, table.fqn):
-            return list(_explain_table(plan, draft, table))
+            return list(_explain_table(plan, table, placed))
     for unit, choice in zip(plan.units, draft.units, strict=True):
         if name == unit.name or name in unit.tensors:
             return list(_explain_unit(plan, draft, choice))
@@ -153,9 +159,8 @@ def constants_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _explain_table(plan: Plan, draft: Draft, chosen: TablePlan) -> Any:
-    table = draft.model.table(chosen.name)
-    placed = draft.tables[[t.name for t in plan.tables].index(chosen.name)]
+def _explain_table(plan: Plan, chosen: TablePlan, placed: Placed) -> Any:
+    table = placed.choice.table
     for index, rank in enumerate(chosen.ranks):
         rows, columns = _shard_size(table, chosen, plan.world_size, index)
         kept = embedding.shard_bytes(
@@ -258,10 +263,12 @@ def why_not(plan: Plan, name: str, wanted: str) -> WhyNot:
 
 
 def _reason(draft: Draft, index: int, chosen: str, wanted: str) -> str:
-    choices = {c.option.sharding_type: c for c in draft.problem.tables[index]}
+    choices: dict[str, TableChoice] = {
+        c.option.sharding_type: c for c in draft.problem.tables[index]
+    }
     if wanted == chosen:
         return f"{wanted} is what was chosen."
-    choice = next((c for kind, c in choices.items() if kind == wanted), None)
+    choice = choices.get(wanted)
     if choice is None:
         return f"{wanted} is not possible for this table here: only {', '.join(choices)}."
     other = replaced(draft, index, choice)

@@ -119,7 +119,8 @@ def table_choices(
         shapes = shard_shapes(table, sharding_type, cluster.world_size)
         if sharding_type == "column_wise" and len(shapes) == 1:
             continue  # one column shard is table_wise
-        choices.append(_choice(table, batch, cluster, values, sharding_type, kernel))
+        option = Option(table.name, sharding_type, kernel, shapes)
+        choices.append(_choice(table, batch, cluster, values, option))
     if not choices:
         raise InputError(
             expected(
@@ -137,14 +138,13 @@ def _choice(
     batch: Batch,
     cluster: Cluster,
     values: dict[str, float],
-    sharding_type: ShardingType,
-    kernel: str,
+    option: Option,
 ) -> TableChoice:
-    shapes = shard_shapes(table, sharding_type, cluster.world_size)
+    sharding_type = option.sharding_type
     ids = lookups(table, batch)
     assert table.optimizer is not None
     known: dict[tuple[int, int], tuple[dict[str, int], dict[str, float]]] = {}
-    for shape in shapes:
+    for shape in option.shards:
         key = (shape.rows, shape.columns)
         if key not in known:
             kept = embedding.shard_bytes(*key, table.dtype, table.optimizer, sharding_type)
@@ -152,10 +152,10 @@ def _choice(
                 ids, *key, table.dtype, table.optimizer, cluster.world_size, sharding_type, values
             )
             known[key] = kept, spent
-    costs = [known[shape.rows, shape.columns] for shape in shapes]
+    costs = [known[shape.rows, shape.columns] for shape in option.shards]
     return TableChoice(
         table,
-        Option(table.name, sharding_type, kernel, shapes),
+        option,
         tuple(kept for kept, _ in costs),
         tuple(spent for _, spent in costs),
         embedding.request_seconds(ids, sharding_type, values)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.layout import unit_layout
+from shardwright.core.layout import Piece, Slot, unit_layout
 from shardwright.core.placement import Flat, Placement, Replicate
 from shardwright.core.schedule import Action
 from shardwright.core.tensor import TensorSpec
@@ -117,8 +117,15 @@ class DStorage:
         # Gathered into through an alias with a version counter of its own: autograd saved the views
         # before the refill, which gives them back the very values they had.
         self._refill = self._full.data
-        self._full_parameters = self._views(self._full, self._full_slices())
-        self._local_parameters = self._views(self.flat, self._local_slices())
+        infos = list(self.param_infos.values())
+        self._full_parameters = _views(
+            self._full, self._full_slices(), [info.global_shape for info in infos]
+        )
+        self._local_parameters = self._full_parameters
+        if not self.is_replicated:
+            self._local_parameters = _views(
+                self.flat, self._local_slices(), [info.local_shape for info in infos]
+            )
         self.optimizer_parameter: nn.Parameter | None = None
         self._full_gradient: torch.Tensor | None = None
         self._earlier: list[torch.Tensor | None] = []
@@ -179,8 +186,7 @@ class DStorage:
 
     def has_gradient(self, info: ParamInfo) -> bool:
         """Whether the parameter that the module shows holds a gradient."""
-        shown = self._full_parameters if self.is_replicated else self._local_parameters
-        return shown[self._index(info.fqn)].grad is not None
+        return self._local_parameters[self._index(info.fqn)].grad is not None
 
     # ---- what the hooks call ---------------------------------------------------------------
 
@@ -247,9 +253,8 @@ class DStorage:
             held = self.optimizer_parameter.grad
             self.optimizer_parameter.grad = shard if held is None else held.add_(shard)
             return
-        shown = self._full_parameters if self.is_replicated else self._local_parameters
-        slices = self._full_slices() if self.is_replicated else self._local_slices()
-        for parameter, (start, stop) in zip(shown, slices, strict=True):
+        slices = self._local_slices()
+        for parameter, (start, stop) in zip(self._local_parameters, slices, strict=True):
             part = shard[start:stop].view(parameter.shape)
             parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
 
@@ -259,10 +264,14 @@ class DStorage:
     def _whole_numel(self) -> int:
         return self.layout.nbytes // FLOAT_BYTES
 
-    def _infos(self, owners: dict[str, tuple[nn.Module, str]]) -> dict[str, ParamInfo]:
+    def _places(self) -> Iterator[tuple[Slot, Piece]]:
+        """Every parameter's slot, and what this rank holds of it; a replica holds slice 0 of 1."""
         rank = 0 if self.is_replicated else self.comm.rank
+        yield from zip(self.layout.slots, self.layout.pieces(rank), strict=True)
+
+    def _infos(self, owners: dict[str, tuple[nn.Module, str]]) -> dict[str, ParamInfo]:
         infos = {}
-        for slot, piece in zip(self.layout.slots, self.layout.pieces(rank), strict=True):
+        for slot, piece in self._places():
             module, name = owners[slot.tensor.fqn]
             infos[slot.tensor.fqn] = ParamInfo(
                 slot.tensor.fqn,
@@ -278,8 +287,7 @@ class DStorage:
         return infos
 
     def _fill(self, owners: dict[str, tuple[nn.Module, str]], initial: Initial | None) -> None:
-        rank = 0 if self.is_replicated else self.comm.rank
-        for slot, piece in zip(self.layout.slots, self.layout.pieces(rank), strict=True):
+        for slot, piece in self._places():
             module, name = owners[slot.tensor.fqn]
             source = module._parameters[name]
             assert source is not None
@@ -287,7 +295,7 @@ class DStorage:
                 if initial is None:
                     raise InputError(
                         expected(slot.tensor.fqn, "a real tensor", "one on the meta device")
-                        + " Give the model initial_tensor(fqn) or build it on a real device."
+                        + " Build the module on a real device first."
                     )
                 source = initial(slot.tensor.fqn)
             start = piece.shard_offset // FLOAT_BYTES
@@ -302,15 +310,6 @@ class DStorage:
         starts = [info.byte_offset // FLOAT_BYTES for info in self.param_infos.values()]
         sizes = [info.local_shape.numel() for info in self.param_infos.values()]
         return [(s, s + n) for s, n in zip(starts, sizes, strict=True)]
-
-    def _views(self, buffer: torch.Tensor, slices: list[tuple[int, int]]) -> list[nn.Parameter]:
-        full = buffer.numel() * FLOAT_BYTES == self.layout.nbytes and buffer is not self.flat
-        full = full or self.is_replicated
-        views = []
-        for (start, stop), info in zip(slices, self.param_infos.values(), strict=True):
-            shape = info.global_shape if full else info.local_shape
-            views.append(nn.Parameter(buffer[start:stop].view(shape)))
-        return views
 
     def _show(self, parameters: list[nn.Parameter], state: State) -> None:
         for info, parameter in zip(self.param_infos.values(), parameters, strict=True):
@@ -330,6 +329,15 @@ class DStorage:
         if self.is_replicated:
             return False
         return tensor.untyped_storage()._cdata == self._full.untyped_storage()._cdata
+
+
+def _views(
+    buffer: torch.Tensor, slices: list[tuple[int, int]], shapes: list[torch.Size]
+) -> list[nn.Parameter]:
+    return [
+        nn.Parameter(buffer[start:stop].view(shape))
+        for (start, stop), shape in zip(slices, shapes, strict=True)
+    ]
 
 
 def _parameters_of(module: nn.Module, name: str) -> dict[str, tuple[nn.Module, str]]:

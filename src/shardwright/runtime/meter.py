@@ -145,12 +145,10 @@ class Meter(Probe):
         return events
 
 
-def exact_events(
-    rank: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, gradients: bool
-) -> list[Event]:
+def exact_events(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Event]:
     """Bytes of weights, gradients, states and padding, read off the tensors themselves.
 
-    Call between a backward and the optimizer's step if ``gradients`` are to be counted.
+    Call between a backward and the optimizer's step, when there are gradients to be counted.
     """
     events: list[Event] = []
     for module in model.modules():
@@ -158,7 +156,7 @@ def exact_events(
             events.extend(_table_events(rank, module))
         storage = get_dstorage(module)
         if storage is not None:
-            events.extend(_unit_events(rank, storage, optimizer, gradients))
+            events.extend(_unit_events(rank, storage, optimizer))
     return events
 
 
@@ -174,22 +172,20 @@ def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
             yield Event(rank, STEADY, "reduce", "gradient", name, size)
 
 
-def _unit_events(
-    rank: int, storage: DStorage, optimizer: torch.optim.Optimizer | None, gradients: bool
-) -> Iterator[Event]:
+def _unit_events(rank: int, storage: DStorage, optimizer: torch.optim.Optimizer) -> Iterator[Event]:
     payload = sum(_bytes(storage.get_local_view(fqn)) for fqn in storage.param_infos)
     buffer = storage.byte_storage.untyped_storage().nbytes()
     yield Event(rank, 0, "setup", "weight", storage.name, payload)
-    yield Event(rank, 0, "setup", "padding", f"{storage.name}.parameter", buffer - payload)
+    padding = buffer - payload
+    yield Event(rank, 0, "setup", "padding", f"{storage.name}.parameter", padding)
     parameter = storage.optimizer_parameter
-    if gradients and parameter is not None and parameter.grad is not None:
+    if parameter is not None and parameter.grad is not None:
         size = parameter.grad.untyped_storage().nbytes()
-        padding = buffer - payload
         yield Event(rank, STEADY, "reduce", "gradient", storage.name, size - padding)
         yield Event(rank, STEADY, "reduce", "padding", f"{storage.name}.gradient", padding)
-    if optimizer is not None and parameter is not None and parameter in optimizer.state:
+    if parameter is not None and parameter in optimizer.state:
         state = sum(_bytes(t) for t in optimizer.state[parameter].values() if torch.is_tensor(t))
-        extra = (buffer - payload) * (state // buffer) if buffer else 0
+        extra = padding * (state // buffer) if buffer else 0
         yield Event(rank, STEADY, "step", "optimizer_state", storage.name, state - extra)
         yield Event(rank, STEADY, "step", "padding", f"{storage.name}.optimizer_state", extra)
 

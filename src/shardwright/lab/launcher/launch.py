@@ -33,6 +33,7 @@ from typing import Final, TextIO
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.outcome import Outcome, encode_outcome
+from shardwright.lab.folder import outcome_file
 from shardwright.lab.launcher.processes import MARK, end_run
 from shardwright.lab.launcher.progress import Display, display_for
 from shardwright.lab.launcher.settle import End, outcome_of
@@ -144,7 +145,7 @@ def launch(
             raise
         seconds = time.monotonic() - started
         outcome = outcome_of(end, watch, tuple(command), seconds, versions())
-        write_atomically(request.folder / "outcome.json", encode_outcome(outcome))
+        write_atomically(outcome_file(request.folder), encode_outcome(outcome))
     return outcome
 
 
@@ -228,8 +229,8 @@ def _signals() -> Iterator[list[int]]:
 
 def _clear(request: Launch) -> None:
     """Take away what an earlier run in this folder left and this one would mistake for its own."""
-    names = ["outcome.json", pulse.progress_file(request.folder).name, *_STORES]
-    paths = [request.folder / name for name in names]
+    paths = [outcome_file(request.folder), pulse.progress_file(request.folder)]
+    paths.extend(request.folder / name for name in _STORES)
     for pattern in ("rank-*.pulse", "rank-*.status.json", "rank-*.log"):
         paths.extend(request.folder.glob(pattern))
     for path in paths:

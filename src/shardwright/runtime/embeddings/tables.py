@@ -148,14 +148,7 @@ class ShardedTables(nn.Module):
             raise PeerError(
                 f"ids were refused on rank {ranks}, which says why; no rows were moved."
             )
-        trip.rows = sent.new_empty(sum(map(sum, trip.served)))
-        self.comm.all_to_all(
-            "exchange ids",
-            trip.rows,
-            sent,
-            [sum(counts) for counts in trip.served],
-            [sum(counts) for counts in trip.counts],
-        )
+        trip.rows = self._exchange("exchange ids", sent, trip.counts, trip.served)
 
     def _announce(self, counts: list[list[int]]) -> list[list[int]]:
         """Tell every rank how many ids of each group will come; hear what the others will send."""
@@ -278,7 +271,7 @@ class ShardedTables(nn.Module):
         out: list[list[int]],
         into: list[list[int]],
     ) -> torch.Tensor:
-        """All-to-all of floats that lie by rank, ``out`` and ``into`` [rank][group] of them."""
+        """All-to-all of values that lie by rank, ``out`` and ``into`` [rank][group] of them."""
         received = sent.new_empty(sum(map(sum, into)))
         self.comm.all_to_all(label, received, sent, [*map(sum, into)], [*map(sum, out)])
         return received
@@ -297,8 +290,7 @@ class _Lookup(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, tables: ShardedTables, fault: str
     ) -> torch.Tensor:
         out, trip = tables.look_up(ids, fault)
-        if anchor.requires_grad:
-            tables._open.add(trip)
+        tables._open.add(trip)  # until its graph is gone
         ctx.trip, ctx.tables = trip, tables
         return out
 
