@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.core.batch import expected_distinct, lookups
-from shardwright.core.model import ModelSpec
+from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.schedule import Modes, replicas_ride
 from shardwright.core.timeline import Kind, Phase
 from shardwright.cost import dense, embedding, optimizer
@@ -52,12 +52,8 @@ class Draft:
     @cached_property
     def rides(self) -> bool:
         """Whether the gradient of replicated tables travels with the row gradients."""
-        replicas = sum(
-            placed.choice.table.nbytes
-            for placed in self.tables
-            if placed.choice.option.sharding_type == "data_parallel"
-        )
-        return replicas_ride(self.modes.routed, self.problem.cluster.world_size, replicas)
+        replica_bytes = sum(table.nbytes for table in self.replicas)
+        return replicas_ride(self.modes.routed, self.problem.cluster.world_size, replica_bytes)
 
     @cached_property
     def seconds(self) -> tuple[dict[str, float], ...]:
@@ -147,45 +143,53 @@ class Draft:
         }
         return simulate.RankLoad(resident, units, self.traffic(rank), self.problem.batch.size)
 
+    @cached_property
+    def replicas(self) -> tuple[TableSpec, ...]:
+        """The tables that every rank keeps whole."""
+        placed = (p.choice for p in self.tables if p.choice.option.sharding_type == "data_parallel")
+        return tuple(choice.table for choice in placed)
+
     def traffic(self, rank: int) -> Traffic:
         """This rank's share of the exchange."""
-        world_size = self.problem.cluster.world_size
-        requests: dict[int, int] = {}
-        cut: dict[int, int] = {}
-        serves: dict[int, int] = {}
-        distinct: dict[int, int] = {}
-        replica_ids = replica_bytes = replica_rows = 0
-        for placed in self.tables:
-            table, option = placed.choice.table, placed.choice.option
-            ids = round(lookups(table, self.problem.batch))
-            if option.sharding_type == "data_parallel":
-                replica_ids += ids
-                replica_bytes += table.nbytes
-                replica_rows += table.rows
-                continue
-            parts = len({shape.row for shape in option.shards if shape.rows})
-            for width in {shape.column: shape.columns for shape in option.shards}.values():
-                requests[width] = requests.get(width, 0) + ids
-                cut[width] = cut.get(width, 0) + (ids if parts > 1 else 0)
-            for shape, owner in zip(option.shards, placed.ranks, strict=True):
-                if owner == rank and shape.rows:
-                    width, share = shape.columns, ids * world_size // parts
-                    serves[width] = serves.get(width, 0) + share
-                    several = expected_distinct(share, shape.rows)
-                    distinct[width] = distinct.get(width, 0) + several
-        widths = sorted(requests)
+        requests, cut, serves = self._exchange
+        batch = self.problem.batch
+        replica_bytes = sum(table.nbytes for table in self.replicas)
         return Traffic(
-            requests=tuple((requests[w], w, cut[w]) for w in widths),
-            serves=tuple((serves.get(w, 0), w, distinct.get(w, 0)) for w in widths),
-            replica_ids=replica_ids,
+            requests=tuple((requests[w], w, cut[w]) for w in requests),
+            serves=tuple((serves[rank][w][0], w, serves[rank][w][1]) for w in requests),
+            replica_ids=sum(round(lookups(table, batch)) for table in self.replicas),
             replica_bytes=replica_bytes,
-            replica_rows=replica_rows,
-            ride_bytes=world_size * replica_bytes if self.rides else 0,
+            replica_rows=sum(table.rows for table in self.replicas),
+            ride_bytes=self.problem.cluster.world_size * replica_bytes if self.rides else 0,
             features=len(self.tables),
             dim=self.tables[0].choice.table.dim,
-            batch=self.problem.batch.size,
+            batch=batch.size,
             adagrad=self.tables[0].choice.table.optimizer == "rowwise_adagrad",
         )
+
+    @cached_property
+    def _exchange(self) -> tuple[dict[int, int], dict[int, int], list[dict[int, list[int]]]]:
+        """By width, narrowest first: ids every rank asks for, those of them to be sorted, and of
+        each rank the ids it serves with the distinct rows among them."""
+        world_size = self.problem.cluster.world_size
+        routed = [p for p in self.tables if p.choice.option.sharding_type != "data_parallel"]
+        widths = sorted({s.columns for placed in routed for s in placed.choice.option.shards})
+        requests, cut = dict.fromkeys(widths, 0), dict.fromkeys(widths, 0)
+        serves = [{width: [0, 0] for width in widths} for _ in range(world_size)]
+        for placed in routed:
+            shards = placed.choice.option.shards
+            ids = round(lookups(placed.choice.table, self.problem.batch))
+            parts = len({shard.row for shard in shards if shard.rows})
+            for width in {shard.column: shard.columns for shard in shards}.values():
+                requests[width] += ids
+                cut[width] += ids if parts > 1 else 0
+            share = ids * world_size // parts
+            for shard, owner in zip(shards, placed.ranks, strict=True):
+                if shard.rows:
+                    served = serves[owner][shard.columns]
+                    served[0] += share
+                    served[1] += expected_distinct(share, shard.rows)
+        return requests, cut, serves
 
     @cached_property
     def peaks(self) -> tuple[dict[Phase, dict[Kind, int]], ...]:
