@@ -7,8 +7,38 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from shardwright.core.plan import read_plan, sealed, write_plan
+from shardwright.planner.explain import STATISTICS
+
+TABLES_ALONE = """
+[planner]
+constants = "torchrec-1.9"
+
+[cluster]
+world_size = 4
+local_world_size = 2
+compute_device = "cuda"
+hbm_cap = "64 MiB"
+
+[batch]
+size = 32
+
+[[tables]]
+name = "a"
+rows = 120_000
+dim = 64
+optimizer = "rowwise_adagrad"
+
+[[tables]]
+name = "b"
+rows = 2_000
+dim = 32
+optimizer = "sgd"
+pooled = false
+pooling_factors = [3.0]
+"""
 
 
 def test_a_plan_alone_says_what_it_rests_on_and_where_each_rank_peaks(call: Any, plan: Any) -> None:
@@ -19,19 +49,32 @@ def test_a_plan_alone_says_what_it_rests_on_and_where_each_rank_peaks(call: Any,
         assert word in answer.out
 
 
+def test_what_was_not_said_is_told_as_a_default(call: Any, plan: Any) -> None:
+    lines = call("explain", plan).out.splitlines()
+    facts = {line.split("  ")[0]: line for line in lines if line.endswith("]")}
+    assert "[tables.dtype not given: the default]" in facts["dtype"]
+    assert "[batch.size]" in facts["batch"]
+    assert "[cluster.ddr_cap]" in facts["DDR of a rank"]
+    assert "[tables.optimizer not given: train.optimizer]" in facts["optimizer of tables"]
+    assert "[planner.constants not given: the default]" in facts["costs"]
+    for what in ("input pipeline", "outputs at the peak", "mode", "rows on the wire"):
+        assert "[planner.estimator." in facts[what]
+
+
 def test_one_rank_leaves_the_other_out(call: Any, plan: Any) -> None:
     answer = call("explain", plan, "--rank", 1)
     assert "rank 1: peak" in answer.out
-    assert "rank 0: peak" not in answer.out
+    assert "0-1" not in answer.out
 
 
 def test_a_table_is_derived_from_its_rows(call: Any, plan: Any) -> None:
     answer = call("explain", plan, "--tensor", "big")
     assert answer.code == 0
-    assert "rows" in answer.out
+    assert "table_rows" in answer.out
     assert "100000" in answer.out
-    assert "tables.big.weight on rank 0: bytes" in answer.out
-    assert "tables.big.weight on rank 1: seconds per step" in answer.out
+    assert "tables.big.weight on ranks 0-1: DDR bytes" in answer.out
+    assert "tables.big.weight on ranks 0-1: seconds per step" in answer.out
+    assert "(2 shards of 50,000 x 16, row_wise, fused)" in answer.out
 
 
 def test_a_table_goes_by_its_full_name_too(call: Any, plan: Any) -> None:
@@ -40,9 +83,14 @@ def test_a_table_goes_by_its_full_name_too(call: Any, plan: Any) -> None:
 
 
 def test_a_table_on_one_rank(call: Any, plan: Any) -> None:
-    answer = call("explain", plan, "--tensor", "big", "--rank", 1)
-    assert "on rank 1:" in answer.out
-    assert "on rank 0:" not in answer.out
+    bottom = call("explain", plan, "--tensor", "bottom", "--rank", 1)
+    assert "on rank 1:" in bottom.out
+    assert "on rank 0:" not in bottom.out
+    middle = json.loads(call("explain", plan, "--tensor", "middle", "--json").out)
+    (rank,) = {rank for found in middle[:-1] for rank in found["ranks"]}
+    other = call("explain", plan, "--tensor", "middle", "--rank", 1 - rank)
+    assert "seconds to address its own ids" in other.out
+    assert "DDR bytes" not in other.out
 
 
 def test_a_unit_and_one_of_its_tensors_have_the_same_derivation(call: Any, plan: Any) -> None:
@@ -67,14 +115,22 @@ def test_the_json_of_a_plan_has_its_ranks(call: Any, plan: Any) -> None:
 def test_why_not_gives_a_reason(call: Any, plan: Any) -> None:
     answer = call("explain", plan, "--tensor", "big", "--why-not", "data_parallel")
     assert answer.code == 0
-    assert answer.out.startswith("big is row_wise.")
-    assert "does not fit" in answer.out
+    assert answer.out.startswith("big is row_wise. data_parallel (dense, 2 x 100,000 x 16) ")
+    assert "does not fit: rank " in answer.out
+    assert "B too much." in answer.out
 
 
 def test_why_not_of_what_was_chosen(call: Any, plan: Any) -> None:
     found = call("explain", plan, "--tensor", "big", "--why-not", "row_wise", "--json").json
     assert found["chosen"] == found["wanted"] == "row_wise"
-    assert found["reason"]
+    assert (found["verdict"], found["missing_bytes"]) == ("chosen", 0)
+    assert found["reason"] == "row_wise is what was chosen."
+
+
+def test_why_not_takes_kernels_too(call: Any, plan: Any) -> None:
+    answer = call("explain", plan, "--tensor", "big", "--why-not", "fused_uvm")
+    assert answer.code == 0
+    assert answer.out.startswith("big is fused. fused_uvm is not possible: this version's runtime ")
 
 
 def test_why_not_needs_a_table(call: Any, plan: Any) -> None:
@@ -84,7 +140,57 @@ def test_why_not_needs_a_table(call: Any, plan: Any) -> None:
 
 def test_why_not_of_no_sharding_type_is_refused(call: Any, plan: Any) -> None:
     answer = call("explain", plan, "--tensor", "big", "--why-not", "rowwise")
-    answer.refuses(2, "--why-not", "row_wise", "'rowwise'")
+    answer.refuses(2, "--why-not", "row_wise", "fused_uvm_caching", "'rowwise'")
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_every_statistic_is_told_in_words_and_as_json(call: Any, plan: Any, name: str) -> None:
+    text = call("explain", plan, "--statistic", name)
+    assert (text.code, text.err) == (0, "")
+    found = call("explain", plan, "--statistic", name, "--json").json
+    assert len(found) == len(text.out.rstrip().split("\n\n"))
+    for entry in found:
+        assert entry["title"] in text.out
+        assert entry["steps"][-1]["value"] == entry["value"]
+
+
+def test_an_unknown_statistic_is_answered_with_the_known_ones(call: Any, plan: Any) -> None:
+    call("explain", plan, "--statistic", "luck").refuses(2, *STATISTICS, "'luck'")
+
+
+def test_a_statistic_and_why_not_exclude_each_other(call: Any, plan: Any) -> None:
+    words = ("explain", plan, "--statistic", "ranks", "--tensor", "big", "--why-not", "row_wise")
+    call(*words).refuses(2, "--why-not", "--statistic")
+
+
+def test_the_statistic_of_one_rank_and_of_one_table(call: Any, plan: Any) -> None:
+    ranks = call("explain", plan, "--statistic", "ranks", "--rank", 1).out
+    assert "rank 1: seconds per step" in ranks
+    assert "rank 0:" not in ranks
+    tables = call("explain", plan, "--statistic", "tables", "--tensor", "big").out
+    assert "tables.big.weight, all shards: seconds" in tables
+    assert "middle" not in tables
+    missing = call("explain", plan, "--statistic", "tables", "--tensor", "huge")
+    missing.refuses(2, "--tensor", "big, middle, small", "'huge'")
+
+
+def test_a_plan_of_tables_alone_is_explained(call: Any, tmp_path: Path) -> None:
+    job, path = tmp_path / "tables.toml", tmp_path / "tables.json"
+    job.write_text(TABLES_ALONE)
+    assert call("plan", job, "-o", path).code == 0
+    text = call("explain", path).out
+    for told in (
+        "tables: 2 tables alone",
+        "reservation",
+        "heuristic: 15 %",
+        "pooled (1), sequence",
+    ):
+        assert told in text
+    assert "HBM bytes" in call("explain", path, "--tensor", "a").out
+    assert "input_dist takes" in call("explain", path, "--tensor", "a").out
+    reason = call("explain", path, "--tensor", "a", "--why-not", "fused_uvm").out
+    assert reason.startswith("a is fused. fused_uvm (")
+    assert " fits (rank " in reason
 
 
 def test_an_unknown_tensor_is_answered_with_the_known_ones(call: Any, plan: Any) -> None:
@@ -115,8 +221,8 @@ def test_blocks_that_leave_a_hole_are_refused(call: Any, plan: Path) -> None:
 
 
 def test_another_version_of_the_format_is_refused(call: Any, edit: Any) -> None:
-    path = edit(schema="shardwright.plan/2")
-    call("explain", path).refuses(2, "'shardwright.plan/1'", "'shardwright.plan/2'")
+    path = edit(schema="shardwright.plan/1")
+    call("explain", path).refuses(2, "'shardwright.plan/2'", "'shardwright.plan/1'")
 
 
 def test_an_unknown_field_is_refused(call: Any, edit: Any) -> None:

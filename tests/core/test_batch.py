@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.core.batch import Batch, expected_distinct, lookups, outputs
+from shardwright.core.batch import Batch, expected_distinct, feature_batches, lookups, outputs
 from shardwright.core.model import TableSpec
 
 
@@ -21,11 +21,26 @@ def _table(**changes: object) -> TableSpec:
         (_table(pooling_factors=(3.0,), pooled=False), 24, 24),
         (_table(pooling_factors=(3.0, 2.0), num_poolings=(1.0, 4.0)), 88, 40),
         (_table(pooling_factors=()), 0, 0),
+        (_table(pooling_factors=(0.0, 2.0)), 16, 8),
+        (_table(pooling_factors=(3.0, 0.5), batch_sizes=(4, 100)), 62, 54),
+        (_table(pooling_factors=(2.0,), num_poolings=(3.0,), batch_sizes=(5,)), 30, 15),
     ],
 )
 def test_a_batch_brings_ids_and_takes_rows(table: TableSpec, ids: float, rows: float) -> None:
     assert lookups(table, Batch(8)) == ids
     assert outputs(table, Batch(8)) == rows
+
+
+def test_ids_are_a_whole_number_where_they_are_one() -> None:
+    assert isinstance(lookups(_table(pooling_factors=(0.5,)), Batch(8)), int)
+    assert lookups(_table(pooling_factors=(0.3,)), Batch(1)) == 0.3
+
+
+def test_a_feature_has_the_batch_of_the_job_where_it_has_none_of_its_own() -> None:
+    factors = (1.0, 1.0)
+    assert feature_batches(_table(pooling_factors=factors), Batch(8)) == (8, 8)
+    given_sizes = _table(pooling_factors=factors, batch_sizes=(3, 4))
+    assert feature_batches(given_sizes, Batch(8)) == (3, 4)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**9))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -10,12 +11,12 @@ from shardwright.core.block import Block, BlockRun, Role, check_tiling, decode, 
 from shardwright.core.errors import InputError
 from shardwright.core.layout import unit_blocks
 from shardwright.core.model import ShardingType, TableSpec
-from shardwright.core.option import Option, place, shard_shapes
+from shardwright.core.option import PARTITION, Option, column_widths, place, shard_runs
 from shardwright.core.placement import Flat, Replicate
 from shardwright.core.tensor import TensorSpec
 
 ROLES: tuple[Role, ...] = ("parameter", "gradient", "optimizer_state")
-TYPES: tuple[ShardingType, ...] = ("data_parallel", "table_wise", "row_wise", "column_wise")
+TYPES: tuple[ShardingType, ...] = get_args(ShardingType)
 
 
 @st.composite
@@ -62,19 +63,35 @@ def test_a_run_ends_where_the_ranks_do_not_continue() -> None:
     st.sampled_from(TYPES),
     st.integers(1, 40),
     st.sampled_from([4, 8, 16, 24]),
-    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 4),
     st.randoms(use_true_random=False),
 )
 @settings(deadline=None)
 def test_the_shards_of_every_type_tile_their_table_wherever_they_lie(
-    kind: ShardingType, rows: int, dim: int, ranks: int, random_: random.Random
+    kind: ShardingType, rows: int, dim: int, hosts: int, group: int, random_: random.Random
 ) -> None:
-    table = TableSpec("t", rows, dim, min_partition=4)
-    option = Option("t", kind, "fused", shard_shapes(table, kind, ranks))
-    order = list(range(ranks))
-    if kind not in ("data_parallel", "row_wise"):
-        order = [random_.randrange(ranks) for _ in option.shards]
-    check_tiling(place(option, tuple(order), table), [table.tensor], ranks)
+    table = TableSpec("t", rows, dim)
+    width = random_.choice([dim, *column_widths(table)])
+    ranks = hosts * group
+    option = Option("t", kind, "fused", shard_runs(table, kind, ranks, group, width))
+    placed = place(option, _somewhere(option, ranks, group, random_), table)
+    check_tiling(placed, [table.tensor], ranks)
+
+
+def _somewhere(option: Option, ranks: int, group: int, random_: random.Random) -> list[int]:
+    """Ranks that the shards of an option may have."""
+    match PARTITION[option.sharding_type]:
+        case "uniform":
+            return list(range(ranks))
+        case "device":
+            return [random_.randrange(ranks) for _ in option.shards]
+        case "host":
+            first = random_.randrange(ranks // group) * group
+            return [first + k % group for k in range(option.count)]
+        case "multi_host":
+            hosts = [random_.randrange(ranks // group) for _ in range(option.count // group)]
+            return [host * group + k for host in hosts for k in range(group)]
 
 
 @pytest.mark.parametrize("placement", [Flat(), Replicate()])

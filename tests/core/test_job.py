@@ -41,8 +41,30 @@ def _refused_table(**changes: Any) -> str:
 def test_what_a_job_leaves_out_has_a_default(tmp_path: Path) -> None:
     job = read_job(_written(tmp_path, TEXT))
     assert job.batch.size == 64
-    assert (job.model.kind, job.cluster.preset, job.train.optimizer) == ("dlrm", "local", "sgd")
+    assert (job.model.kind, job.cluster.preset, job.train.optimizer) == ("tables", "", "sgd")
+    planner = job.planner
+    assert (planner.constants, planner.search, planner.options) == ("cluster", "bounded", "wide")
     assert job.tables[0].pooling_factors == (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("sections", "kind"),
+    [
+        ({}, "tables"),
+        ({"batch": {"size": 3}, "planner": {}, "cluster": {}}, "tables"),
+        ({"model": {}}, "tables"),
+        ({"model": {"kind": "tables"}, "train": {}}, "tables"),
+        ({"model": {"kind": "dlrm"}}, "dlrm"),
+        ({"model": {"bottom": [16]}}, "dlrm"),
+        ({"model": {"interaction": "cat"}}, "dlrm"),
+        ({"train": {}}, "dlrm"),
+        ({"data": {}}, "dlrm"),
+    ],
+)
+def test_a_job_without_layers_data_and_training_is_of_tables_alone(
+    sections: dict[str, Any], kind: str
+) -> None:
+    assert parse_job({"tables": [TABLE]} | sections).model.kind == kind
 
 
 @pytest.mark.parametrize(
@@ -94,6 +116,44 @@ def test_what_a_job_leaves_out_has_a_default(tmp_path: Path) -> None:
             {"tables": [TABLE, TABLE]},
             "job: tables[1] 'a'.name: expected a name of its own, got one used twice.",
         ),
+        (
+            {"tables": [TABLE], "model": {"kind": "gpt"}},
+            "job: model.kind: expected one of dlrm, tables, got 'gpt'.",
+        ),
+        (
+            {"tables": [TABLE], "planner": {"constants": "torchrec"}},
+            "job: planner.constants: expected one of cluster, torchrec-1.9, additive, got "
+            "'torchrec'.",
+        ),
+        (
+            {"tables": [TABLE], "planner": {"search": "greedy"}},
+            "job: planner.search: expected one of bounded, proposers, exact, got 'greedy'.",
+        ),
+        (
+            {"tables": [TABLE], "planner": {"options": "all"}},
+            "job: planner.options: expected one of wide, torchrec, got 'all'.",
+        ),
+        (
+            {"tables": [TABLE], "planner": {"time_limit": 0}},
+            "job: planner.time_limit: expected float > 0.0, got 0.",
+        ),
+        (
+            {"tables": [TABLE], "planner": {"reservation": {"percentage": 1}}},
+            "job: planner.reservation.percentage: expected float < 1.0, got 1.",
+        ),
+        (
+            {"tables": [TABLE], "planner": {"estimator": {"communication": ["fp32", "fp64"]}}},
+            "job: planner.estimator.communication[1]: expected one of fp32, fp16, bf16, fp8, "
+            "int8, got 'fp64'.",
+        ),
+        (
+            {"tables": [TABLE], "cluster": {"world_size": 4097}},
+            "job: cluster.world_size: expected int <= 4096, got 4097.",
+        ),
+        (
+            {"tables": [TABLE], "cluster": {"pod_size": 0}},
+            "job: cluster.pod_size: expected int >= 1, got 0.",
+        ),
     ],
 )
 def test_a_bad_value_is_named_with_what_was_expected(
@@ -113,8 +173,13 @@ def test_a_bad_value_is_named_with_what_was_expected(
         ({"rows": 1.5}, "tables[0].rows: expected int, got 1.5."),
         ({"dim": 65537}, "tables[0] 'a'.dim: expected a value from 1 to 65536, got 65537."),
         (
-            {"min_partition": 17},
-            "tables[0] 'a'.min_partition: expected a value from 0 to 16, got 17.",
+            {"min_partition": 65537},
+            "tables[0] 'a'.min_partition: expected a value from 0 to 65536, got 65537.",
+        ),
+        (
+            {"min_partition": 4, "dim": 65536},
+            "tables[0] 'a'.min_partition: expected at most 4096 column shards, got 4 of 65536 "
+            "columns.",
         ),
         (
             {"dtype": "fp31"},
@@ -126,6 +191,18 @@ def test_a_bad_value_is_named_with_what_was_expected(
             "tables[0] 'a'.num_poolings: expected 2 values, as pooling_factors, got 1.",
         ),
         (
+            {"batch_sizes": [1, 2]},
+            "tables[0] 'a'.batch_sizes: expected 1 values, as pooling_factors, got 2.",
+        ),
+        (
+            {"batch_sizes": [0]},
+            "tables[0] 'a'.batch_sizes: expected a value from 1 to 2147483647, got 0.",
+        ),
+        (
+            {"pooling_factors": []},
+            "tables[0] 'a'.pooling_factors: expected one value per feature, got none.",
+        ),
+        (
             {"pooling_factors": [float("nan")]},
             "tables[0] 'a'.pooling_factors: expected a value from 0 to 1000000.0, got nan.",
         ),
@@ -135,18 +212,42 @@ def test_a_bad_value_is_named_with_what_was_expected(
         ),
         (
             {"name": "a b"},
-            "tables[0].name: expected letters, digits and underscores, at most 100, got 'a b'.",
-        ),
-        (
-            {"name": "0"},
-            "tables[0].name: expected letters, digits and underscores, at most 100, got '0'.",
+            "tables[0].name: expected up to 200 characters without white space, got 'a b'.",
         ),
         (
             {"name": "a\n"},
-            "tables[0].name: expected letters, digits and underscores, at most 100, got 'a\\n'.",
+            "tables[0].name: expected up to 200 characters without white space, got 'a\\n'.",
         ),
-        ({"optimizer": "adam"}, "tables[0].optimizer: expected one of sgd, rowwise_adagrad, got "
-            "'adam'."),
+        (
+            {"name": ""},
+            "tables[0].name: expected up to 200 characters without white space, got ''.",
+        ),
+        (
+            {"output_dtype": "half"},
+            "tables[0] 'a'.output_dtype: expected one of fp64, fp32, bf16, fp16, fp8, int64, "
+            "int32, int8, uint8, got 'half'.",
+        ),
+        (
+            {"kv_l1_mb": -1},
+            "tables[0] 'a'.kv_l1_mb: expected a value from 0 to 1073741824, got -1.",
+        ),
+        (
+            {"cache": {"load_factor": 1.5}},
+            "tables[0] 'a'.cache.load_factor: expected a value from 0 to 1, got 1.5.",
+        ),
+        (
+            {"cache": {"passes": 0}},
+            "tables[0] 'a'.cache.passes: expected a value from 1 to 1000, got 0.",
+        ),
+        (
+            {"cache": {"stats": [-1.0, 0.0, 0.0]}},
+            "tables[0] 'a'.cache.stats: expected a value from 0 to 1000000000000000.0, got -1.0.",
+        ),
+        ({"optimizer": "adm"}, "tables[0].optimizer: expected one of none, sgd, adam, adagrad, "
+            "rowwise_adagrad, got 'adm'."),
+        ({"compute_kernels": ["uvm"]}, "tables[0].compute_kernels[0]: expected one of dense, "
+            "fused, fused_uvm, fused_uvm_caching, key_value, quant, quant_uvm, quant_uvm_caching, "
+            "got 'uvm'."),
         ({"sharding_types": ["rowwise"]}, "tables[0].sharding_types[0]: expected one of "
             "data_parallel, table_wise, column_wise, row_wise, table_row_wise, "
             "table_column_wise, grid_shard, got 'rowwise'."),
@@ -154,6 +255,20 @@ def test_a_bad_value_is_named_with_what_was_expected(
 )  # fmt: skip
 def test_a_bad_table_is_named_with_what_was_expected(changes: dict[str, Any], message: str) -> None:
     assert _refused_table(**changes) == f"job: {message}"
+
+
+@pytest.mark.parametrize("name", ["a b", "0", "a\n", "a.b", "ä", "", "a" * 101])
+def test_tables_of_a_model_have_plain_names(name: str) -> None:
+    document = {"model": {"bottom": [16]}, "tables": [TABLE | {"name": name}]}
+    assert _refused(document) == (
+        "job: tables[0].name: expected letters, digits and underscores, at most 100, got "
+        f"{name[:100]!r}."
+    )
+
+
+@pytest.mark.parametrize("name", ["0", "a.b", "ä", "module/table:0", "a" * 200])
+def test_tables_alone_may_have_any_name_without_white_space(name: str) -> None:
+    assert parse_job({"tables": [TABLE | {"name": name}]}).tables[0].name == name
 
 
 def test_a_table_without_rows_is_told_which_key_it_lacks() -> None:
@@ -171,6 +286,10 @@ def test_a_table_without_rows_is_told_which_key_it_lacks() -> None:
         ({"tables": [TABLE | {"row": 3}]}, "tables[0].row", "rows"),
         ({"tables": [TABLE | {"fqn": "x"}]}, "tables[0].fqn", "name"),
         ({"tables": [TABLE | {"": 3}]}, "tables[0].", ""),
+        ({"planner": {"constant": "additive"}}, "planner.constant", "constants"),
+        ({"planner": {"reservation": {"bytes": 3}}}, "planner.reservation.bytes", "nbytes"),
+        ({"planner": {"constraints": {"pin": {}}}}, "planner.constraints.pin", "ranks"),
+        ({"planner": {"proposers": [{"kin": "grid"}]}}, "planner.proposers[0].kin", "kind"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,24 +9,38 @@ from hypothesis import strategies as st
 from shardwright.core.block import Block
 from shardwright.core.model import ShardingType, TableSpec
 from shardwright.core.option import (
+    PARTITION,
     Option,
+    ShardRun,
     ShardShape,
     column_width,
+    column_widths,
     place,
-    row_shards,
-    shard_shapes,
+    row_runs,
+    shard_runs,
 )
+
+TYPES: tuple[ShardingType, ...] = get_args(ShardingType)
+
+
+def _shapes(runs: tuple[ShardRun, ...]) -> list[ShardShape]:
+    return [shape for run in runs for shape in run.shapes()]
+
+
+def test_a_run_is_its_rectangles_one_step_apart() -> None:
+    run = ShardRun(2, 4, 3, row=1, column=8, row_step=2, column_step=0)
+    assert list(run.shapes()) == [ShardShape(row, 8, 2, 4) for row in (1, 3, 5)]
 
 
 def test_five_rows_on_four_ranks_are_cut_into_two_two_one_and_none() -> None:
-    shards = row_shards(5, 8, 4)
+    shards = _shapes(row_runs(5, 8, 4))
     assert [(s.row, s.rows) for s in shards] == [(0, 2), (2, 2), (4, 1), (5, 0)]
 
 
 @given(st.integers(1, 10_000), st.integers(1, 600))
 @settings(deadline=None)
 def test_row_shards_follow_one_another_in_ceiling_chunks(rows: int, parts: int) -> None:
-    shards = row_shards(rows, 4, parts)
+    shards = _shapes(row_runs(rows, 4, parts))
     assert len(shards) == parts
     end = 0
     for shard in shards:
@@ -36,59 +52,107 @@ def test_row_shards_follow_one_another_in_ceiling_chunks(rows: int, parts: int) 
     assert (max(sizes) - 1) * parts < rows
 
 
+@given(st.integers(1, 2**40), st.integers(1, 10**6))
+@settings(deadline=None)
+def test_a_cut_by_rows_is_told_in_three_runs_at_most(rows: int, parts: int) -> None:
+    runs = row_runs(rows, 4, parts)
+    assert len(runs) <= 3
+    assert sum(run.count for run in runs) == parts
+    assert sum(run.count * run.rows for run in runs) == rows
+
+
 @pytest.mark.parametrize(
-    ("dim", "min_partition", "width"),
+    ("dim", "least", "width"),
     [
-        (16, 0, 8),  # half, where nothing is said
+        (16, 8, 8),
         (16, 4, 4),
         (16, 5, 8),
         (16, 16, 16),
-        (24, 0, 12),
-        (4, 0, 4),  # too narrow to cut
-        (6, 0, 6),  # no divisor is a multiple of 4
+        (16, 99, 16),  # wider than the table: not cut
+        (24, 12, 12),
+        (4, 4, 4),  # too narrow to cut
+        (6, 4, 6),  # no divisor is a multiple of 4
         (20, 4, 4),
-        (20, 0, 20),
+        (20, 10, 20),
         (128, 32, 32),
+        (192, 128, 192),  # none from 128 to 191
+        (256, 128, 128),
+        (8, 0, 4),
     ],
 )
-def test_column_shards_have_the_narrowest_allowed_width(
-    dim: int, min_partition: int, width: int
-) -> None:
-    assert column_width(TableSpec("t", 3, dim, min_partition=min_partition)) == width
+def test_column_shards_have_the_narrowest_allowed_width(dim: int, least: int, width: int) -> None:
+    assert column_width(TableSpec("t", 3, dim), least) == width
 
 
 @given(st.integers(1, 200), st.integers(0, 200))
 @settings(deadline=None)
-def test_a_column_width_divides_the_table_and_is_wide_enough(dim: int, floor: int) -> None:
-    width = column_width(TableSpec("t", 3, dim, min_partition=min(floor, dim)))
+def test_a_column_width_divides_the_table_and_is_wide_enough(dim: int, least: int) -> None:
+    width = column_width(TableSpec("t", 3, dim), least)
     assert dim % width == 0
-    assert width >= min(floor, dim)
+    assert width >= min(least, dim)
     assert width % 4 == 0 or width == dim
+
+
+@pytest.mark.parametrize(
+    ("dim", "least", "widths"),
+    [
+        (64, None, (32, 16, 8, 4)),
+        (64, 0, (32, 16, 8, 4)),
+        (64, 16, (32, 16)),
+        (64, 64, ()),
+        (4, None, ()),
+        (6, None, ()),
+        (24, None, (12,)),  # 6 is no multiple of 4
+        (100, None, ()),
+        (200, None, (100,)),
+    ],
+)
+def test_a_table_is_halved_down_to_its_narrowest_width(
+    dim: int, least: int | None, widths: tuple[int, ...]
+) -> None:
+    assert column_widths(TableSpec("t", 3, dim, min_partition=least)) == widths
 
 
 @pytest.mark.parametrize(
     ("kind", "shards"),
     [
-        ("data_parallel", [(0, 0, 5, 8)] * 3),
+        ("data_parallel", [(0, 0, 5, 8)] * 4),
         ("table_wise", [(0, 0, 5, 8)]),
-        ("row_wise", [(0, 0, 2, 8), (2, 0, 2, 8), (4, 0, 1, 8)]),
+        ("row_wise", [(0, 0, 2, 8), (2, 0, 2, 8), (4, 0, 1, 8), (5, 0, 0, 8)]),
         ("column_wise", [(0, 0, 5, 4), (0, 4, 5, 4)]),
+        ("table_row_wise", [(0, 0, 3, 8), (3, 0, 2, 8)]),
+        ("table_column_wise", [(0, 0, 5, 4), (0, 4, 5, 4)]),
+        ("grid_shard", [(0, 0, 3, 4), (3, 0, 2, 4), (0, 4, 3, 4), (3, 4, 2, 4)]),
     ],
 )
 def test_a_sharding_type_has_its_shards(
     kind: ShardingType, shards: list[tuple[int, int, int, int]]
 ) -> None:
-    assert shard_shapes(TableSpec("t", 5, 8), kind, 3) == tuple(ShardShape(*s) for s in shards)
+    option = Option("t", kind, "fused", shard_runs(TableSpec("t", 5, 8), kind, 4, 2, 4))
+    assert option.shards == tuple(ShardShape(*s) for s in shards)
+    assert option.count == len(shards)
 
 
-def test_a_type_without_shards_is_our_mistake() -> None:
-    with pytest.raises(AssertionError, match="grid_shard"):
-        shard_shapes(TableSpec("t", 5, 8), "grid_shard", 3)
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_type_says_which_ranks_its_shards_may_go_to(kind: ShardingType) -> None:
+    option = Option("t", kind, "fused", shard_runs(TableSpec("t", 5, 8), kind, 4, 2, 4))
+    assert option.partition == PARTITION[kind]
+    assert {"uniform": 4, "host": 2}.get(option.partition, option.count) == option.count
+
+
+@pytest.mark.parametrize("kind", ["data_parallel", "row_wise"])
+def test_an_option_is_as_short_on_a_million_ranks_as_on_two(kind: ShardingType) -> None:
+    assert len(shard_runs(TableSpec("t", 10**9, 8), kind, 10**6, 8, 8)) <= 3
+
+
+def test_a_width_that_does_not_divide_is_our_mistake() -> None:
+    with pytest.raises(AssertionError):
+        shard_runs(TableSpec("t", 5, 8), "column_wise", 3, 3, 3)
 
 
 def test_empty_shards_have_no_block() -> None:
     table = TableSpec("t", 1, 8, fqn="tables.t.weight")
-    option = Option("t", "row_wise", "fused", shard_shapes(table, "row_wise", 3))
+    option = Option("t", "row_wise", "fused", shard_runs(table, "row_wise", 3, 3, 8))
     assert place(option, (0, 1, 2), table) == (
         Block("tables.t.weight", "parameter", (0, 0), (1, 8), 0),
     )
@@ -96,12 +160,12 @@ def test_empty_shards_have_no_block() -> None:
 
 def test_two_column_shards_may_lie_on_one_rank() -> None:
     table = TableSpec("t", 3, 8)
-    option = Option("t", "column_wise", "fused", shard_shapes(table, "column_wise", 2))
+    option = Option("t", "column_wise", "fused", shard_runs(table, "column_wise", 2, 2, 4))
     assert [(b.offsets, b.rank) for b in place(option, (1, 1), table)] == [((0, 0), 1), ((0, 4), 1)]
 
 
 def test_every_shard_needs_a_rank() -> None:
     table = TableSpec("t", 3, 8)
-    option = Option("t", "table_wise", "fused", shard_shapes(table, "table_wise", 2))
+    option = Option("t", "table_wise", "fused", shard_runs(table, "table_wise", 2, 2, 8))
     with pytest.raises(ValueError, match="zip"):
         place(option, (0, 1), table)

@@ -8,14 +8,24 @@ import pytest
 
 from shardwright.core.errors import InputError, MismatchError
 from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan, Search, fingerprint, read_plan, sealed, write_plan
+from shardwright.core.option import ShardRun
+from shardwright.core.plan import (
+    Plan,
+    Search,
+    ShardPlan,
+    fingerprint,
+    read_plan,
+    sealed,
+    write_plan,
+)
 from shardwright.core.specs import model_spec
 from shardwright.planner import plan
 
 
 @pytest.fixture(scope="module")
 def made() -> Plan:
-    return plan(parse_job({"tables": [{"name": "a", "rows": 30, "dim": 16}]}))
+    model = {"bottom": [64, 16], "top": [64, 1]}
+    return plan(parse_job({"model": model, "tables": [{"name": "a", "rows": 30, "dim": 16}]}))
 
 
 def test_how_long_planning_took_is_no_part_of_the_fingerprint(made: Plan) -> None:
@@ -29,7 +39,7 @@ def test_how_long_planning_took_is_no_part_of_the_fingerprint(made: Plan) -> Non
         lambda p: {"version": "0.0.0"},
         lambda p: {"blocks": p.blocks[:-1]},
         lambda p: {"gap": p.gap + 1},
-        lambda p: {"search": Search("greedy", 0, 0, 0.0)},
+        lambda p: {"search": Search("bounded", 0, 0, 0.0)},
     ],
 )
 def test_everything_else_is_part_of_the_fingerprint(
@@ -69,3 +79,64 @@ def test_blocks_that_do_not_tile_the_model_are_refused(made: Plan, tmp_path: Pat
 def test_blocks_are_kept_run_length_encoded(made: Plan) -> None:
     assert len(made.blocks) < len(made.expanded())
     assert made.world_size == 2
+
+
+@pytest.fixture(scope="module")
+def of_tables() -> Plan:
+    cluster = {"preset": "h100-8", "world_size": 16}
+    tables = [
+        {"name": "rows", "rows": 1001, "dim": 16, "sharding_types": ["row_wise"]},
+        {"name": "columns", "rows": 7, "dim": 16, "sharding_types": ["column_wise"]},
+        {"name": "copies", "rows": 7, "dim": 16, "sharding_types": ["data_parallel"]},
+    ]
+    return plan(parse_job({"cluster": cluster, "tables": tables}))
+
+
+def test_a_plan_of_tables_alone_comes_back_from_its_file(of_tables: Plan, tmp_path: Path) -> None:
+    write_plan(of_tables, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json", model_spec) == of_tables
+
+
+def test_a_plan_of_the_schema_before_is_refused(made: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(made, path)
+    path.write_text(path.read_text().replace("shardwright.plan/2", "shardwright.plan/1"))
+    with pytest.raises(InputError) as caught:
+        read_plan(path)
+    assert str(caught.value) == (
+        f"{path}: schema: expected 'shardwright.plan/2', got 'shardwright.plan/1'. "
+        "Make it again with `shardwright plan JOB.toml -o plan.json`."
+    )
+
+
+def test_shards_alike_on_ranks_that_follow_are_told_together(of_tables: Plan) -> None:
+    rows, columns, copies = of_tables.tables
+    assert [(s.rank, s.run.rows, s.run.count) for s in rows.shards] == [(0, 63, 15), (15, 56, 1)]
+    assert len(copies.shards) == 1
+    assert len(columns.shards) <= len(columns.ranks)
+
+
+def test_a_table_tells_rank_size_seconds_and_bytes_of_every_shard(of_tables: Plan) -> None:
+    rows, columns, copies = of_tables.tables
+    assert rows.ranks == copies.ranks == tuple(range(16))
+    assert rows.shard_sizes == ((63, 16),) * 15 + ((56, 16),)
+    assert copies.shard_sizes == ((7, 16),) * 16
+    for table in (rows, columns, copies):
+        assert len(table.ranks) == len(table.shard_sizes) == len(table.seconds)
+        assert len(table.ranks) == len(table.nbytes)
+        assert sum(table.nbytes) == sum(s.run.count * sum(s.storage) for s in table.shards)
+    assert rows.nbytes[0] > rows.nbytes[15]
+    assert rows.seconds[0] == rows.shards[0].total_seconds
+
+
+def test_the_ranks_of_a_shard_follow_one_another() -> None:
+    shard = ShardPlan(3, ShardRun(2, 4, 2, row_step=2), {"lookup": 1.0, "step": 2.0}, {}, {}, {})
+    assert shard.ranks == range(3, 5)
+    assert (shard.total_seconds, shard.storage) == (3.0, (0, 0, 0))
+
+
+def test_the_blocks_of_a_table_are_those_of_its_shards(of_tables: Plan) -> None:
+    for table in of_tables.tables:
+        blocks = [block for block in of_tables.expanded() if block.tensor == table.fqn]
+        assert [block.rank for block in blocks] == list(table.ranks)
+        assert [block.sizes for block in blocks] == list(table.shard_sizes)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardwright.core.amount import Amount, Step, derivation, leaf, named
-from shardwright.cost.constants import PRESETS
+from shardwright.cost.presets import PRESETS
 
 Case = Callable[[Any], Any]
 Sample = dict[str, float]

@@ -1,48 +1,84 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from shardwright.core.errors import InputError
 from shardwright.core.job import ClusterSection
-from shardwright.cost.constants import PRESETS, cluster
+from shardwright.core.planning import Profile
+from shardwright.cost.constants import TORCHREC_KEYS, cluster
+from shardwright.cost.presets import HARDWARE, MODELS, PRESETS
+from shardwright.cost.torchrec_constants import TORCHREC
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("name", [*HARDWARE, "additive"])
+def test_every_constant_has_a_unit(name: str) -> None:
+    assert all(constant.unit for constant in PRESETS[name].constants.values())
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_constant_has_a_unit_a_source_and_a_date(name: str) -> None:
+def test_every_constant_has_a_source_and_a_date(name: str) -> None:
     for constant in PRESETS[name].constants.values():
-        assert constant.unit
         assert constant.source
         assert constant.date[:2] == "20"
         assert constant.value >= 0
 
 
 @pytest.mark.parametrize("name", PRESETS)
+def test_capacities_have_a_source(name: str) -> None:
+    assert PRESETS[name].capacities
+
+
+@pytest.mark.parametrize("name", HARDWARE)
 def test_rates_divide_and_so_are_never_zero(name: str) -> None:
     rates = [c for key, c in PRESETS[name].constants.items() if key.endswith("_rate")]
     assert rates
     assert all(rate.value > 0 for rate in rates)
 
 
-def test_presets_have_the_same_constants_in_the_same_units() -> None:
-    units = [{k: c.unit for k, c in p.constants.items()} for p in PRESETS.values()]
+def test_machines_have_the_same_constants_in_the_same_units() -> None:
+    units = [{k: c.unit for k, c in sorted(p.constants.items())} for p in HARDWARE.values()]
     assert all(u == units[0] for u in units)
+
+
+def test_a_profile_that_is_no_machine_has_a_preset_of_its_name() -> None:
+    assert {*MODELS, "cluster"} == set(get_args(Profile))
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_a_near_memory_is_no_slower_than_a_far_one(name: str) -> None:
+    values = {key: constant.value for key, constant in PRESETS[name].constants.items()}
+    assert values["memory_rate"] >= values["host_link_rate"] >= values["ssd_rate"]
+    assert values["all_to_all_rate"] >= values["inter_host_rate"]
+
+
+def test_the_local_preset_keeps_what_was_measured() -> None:
+    values = {name: c.value for name, c in PRESETS["local"].constants.items()}
+    assert (values["compute_rate"], values["memory_rate"]) == (60e9, 10e9)
+    assert (values["all_to_all_latency"], values["reduce_scatter_rate"]) == (280e-6, 0.45e9)
+    assert (values["sgd_passes"], values["rowwise_adagrad_passes"]) == (3.0, 12.0)
 
 
 def test_a_preset_is_taken_as_it_is() -> None:
     found, assumptions = cluster(ClusterSection())
-    assert (found.world_size, found.local_world_size, found.memory_per_rank) == (2, 2, 2 * 2**30)
+    assert (found.world_size, found.local_world_size, found.group) == (2, 2, 2)
+    assert found.capacity == (0, 2 * GIB, 0)
     assert assumptions == (
+        "cluster.preset not given: 'local', for no compute_device is named",
         "hardware constants are the preset 'local's, not measured on this machine",
-        "cluster.ddr_cap is the preset 'local's: 2,147,483,648 B per rank",
+        "cluster.world_size not given: 2 ranks, as the preset has",
+        "cluster.local_world_size not given: 2 ranks per host, 1 host",
+        "cluster.ddr_cap is the preset 'local's: 2,147,483,648 B per rank (assumed)",
     )
 
 
 def test_a_job_replaces_what_it_names() -> None:
-    section = ClusterSection(world_size=8, local_world_size=4, ddr_cap="36 MiB")
+    section = ClusterSection(preset="local", world_size=8, local_world_size=4, ddr_cap="36 MiB")
     found, assumptions = cluster(section)
-    assert (found.world_size, found.local_world_size) == (8, 4)
+    assert (found.world_size, found.local_world_size, found.group) == (8, 4, 4)
     assert found.memory_per_rank == 36 * 2**20
     assert len(assumptions) == 1
 
@@ -53,24 +89,147 @@ def test_an_accelerator_fills_its_own_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "message"),
+    ("section", "profile", "name"),
     [
-        ({"preset": "moon"}, "cluster.preset: expected one of local, h100-8, got 'moon'."),
+        ({}, "cluster", "local"),
+        ({"compute_device": "cpu"}, "cluster", "local"),
+        ({"compute_device": "cuda"}, "cluster", "h100-8"),
+        ({}, "additive", "additive"),
+        ({"compute_device": "cpu"}, "torchrec-1.9", "torchrec-1.9"),
+    ],
+)
+def test_a_job_without_a_preset_gets_its_devices_or_its_profiles(
+    section: dict[str, Any], profile: Profile, name: str
+) -> None:
+    found, assumptions = cluster(ClusterSection(**section), profile)
+    assert found.name == name
+    assert assumptions[0].startswith(f"cluster.preset not given: '{name}', for ")
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size", "local"),
+    [
+        ("h100-8", 64, 8),
+        ("h100-8", 8, 8),
+        ("h100-8", 12, 12),
+        ("h100-8", 2, 2),
+        ("local", 6, 6),
+        ("torchrec-1.9", 16, 16),
+    ],
+)
+def test_hosts_are_the_presets_where_ranks_fill_them(
+    preset: str, world_size: int, local: int
+) -> None:
+    profile: Profile = "torchrec-1.9" if preset == "torchrec-1.9" else "cluster"
+    found, assumptions = cluster(ClusterSection(preset=preset, world_size=world_size), profile)
+    assert (found.local_world_size, found.group) == (local, local)
+    assert any(f"{local} ranks per host" in note for note in assumptions)
+
+
+def test_a_pod_is_several_hosts() -> None:
+    found, _ = cluster(ClusterSection(preset="h100-8", world_size=64, pod_size=2))
+    assert (found.local_world_size, found.group) == (8, 16)
+
+
+def test_a_host_may_have_more_ranks_than_there_are() -> None:
+    found, _ = cluster(ClusterSection(preset="h100-8", world_size=4, local_world_size=8))
+    assert (found.world_size, found.local_world_size, found.group) == (4, 8, 4)
+
+
+def test_a_cpu_has_no_hbm_whatever_is_said() -> None:
+    section = ClusterSection(compute_device="cpu", hbm_cap="1 GiB")
+    found, _ = cluster(section, "torchrec-1.9")
+    assert found.capacity == (0, 128 * GIB, 2048 * GIB)
+
+
+def test_torchrecs_topology_has_its_own_capacities_and_constants() -> None:
+    found, _ = cluster(ClusterSection(world_size=16), "torchrec-1.9")
+    assert (found.compute_device, found.capacity) == ("cuda", (32 * GIB, 128 * GIB, 2048 * GIB))
+    assert found.constants == TORCHREC
+
+
+@pytest.mark.parametrize("key", TORCHREC_KEYS)
+def test_a_job_may_replace_a_rate_of_torchrecs(key: str) -> None:
+    found, _ = cluster(ClusterSection(**{key: 12.5}), "torchrec-1.9")
+    changed = {name for name, c in found.constants.items() if c != TORCHREC[name]}
+    assert changed == {key}
+    constant = found.constants[key]
+    assert (constant.value, constant.unit) == (12.5, TORCHREC[key].unit)
+    assert constant.source == f"cluster.{key} of the job"
+
+
+def test_the_additive_profile_has_four_ranks_of_four_gib() -> None:
+    found, _ = cluster(ClusterSection(), "additive")
+    assert (found.world_size, found.compute_device, found.hbm_cap) == (4, "cuda", 4 * GIB)
+
+
+NAMES = ", ".join(PRESETS)
+MACHINES = ", ".join(HARDWARE)
+
+
+@pytest.mark.parametrize(
+    ("section", "profile", "message"),
+    [
         (
-            {"world_size": 4, "local_world_size": 3},
+            {"preset": "moon"},
+            "cluster",
+            f"cluster.preset: expected one of {NAMES}, got 'moon'.",
+        ),
+        (
+            {"preset": "h100-8"},
+            "torchrec-1.9",
+            "cluster.preset: expected 'torchrec-1.9', as planner.constants, got 'h100-8'. "
+            "Leave one of the two out.",
+        ),
+        (
+            {"preset": "torchrec-1.9"},
+            "cluster",
+            f"cluster.preset: expected one of {MACHINES} for planner.constants 'cluster', "
+            "got 'torchrec-1.9'. Set planner.constants to 'torchrec-1.9' as well.",
+        ),
+        (
+            {"preset": "torchrec-1.9"},
+            "additive",
+            "cluster.preset: expected 'additive', as planner.constants, got 'torchrec-1.9'. "
+            "Leave one of the two out.",
+        ),
+        (
+            {"hbm_mem_bw": 9.0, "preset": "h100-8"},
+            "cluster",
+            "cluster.hbm_mem_bw: expected no rate of TorchRec's with preset 'h100-8', which has "
+            "its own constants, got 9.0. Leave it out, or set planner.constants to "
+            "'torchrec-1.9'.",
+        ),
+        (
+            {"preset": "local", "world_size": 4, "local_world_size": 3},
+            "cluster",
             "cluster.local_world_size: expected a divisor of 4, got 3.",
         ),
         (
-            {"compute_device": "cuda"},
+            {"preset": "h100-8", "world_size": 8, "pod_size": 9},
+            "cluster",
+            "cluster.pod_size: expected at most 8, got 9.",
+        ),
+        (
+            {"preset": "h100-8", "world_size": 32, "pod_size": 3},
+            "cluster",
+            "cluster.pod_size: expected a divisor of 4 hosts, got 3.",
+        ),
+        (
+            {"preset": "local", "compute_device": "cuda"},
+            "cluster",
             "cluster.hbm_cap: expected the bytes a rank may fill, got 0. Set it in the job.",
         ),
         (
             {"ddr_cap": "much"},
+            "cluster",
             "cluster.ddr_cap: expected bytes as an integer or a text like '48 MiB', got 'much'.",
         ),
     ],
 )
-def test_a_cluster_that_cannot_be_is_refused(section: dict[str, Any], message: str) -> None:
+def test_a_cluster_that_cannot_be_is_refused(
+    section: dict[str, Any], profile: Profile, message: str
+) -> None:
     with pytest.raises(InputError) as caught:
-        cluster(ClusterSection(**section))
+        cluster(ClusterSection(**section), profile)
     assert str(caught.value) == message

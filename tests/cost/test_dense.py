@@ -20,6 +20,12 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "communication_seconds/replicated": lambda v: dense.communication_seconds(
         v.payload, v.ranks, sharded=False, gathers=1, c=v.c
     ),
+    "communication_seconds/sharded over hosts": lambda v: dense.communication_seconds(
+        v.payload, v.ranks * 8, sharded=True, gathers=2, c=v.c, local=8
+    ),
+    "communication_seconds/replicated over hosts": lambda v: dense.communication_seconds(
+        v.payload, v.ranks * 8, sharded=False, gathers=1, c=v.c, local=8
+    ),
 } | {
     f"unit_bytes/{kind}": (lambda v, k=kind: dense.unit_bytes(v.payload, v.padding, k))
     for kind in get_args(DenseOptimizer)
@@ -90,6 +96,12 @@ def test_a_sharded_unit_pays_a_gather_and_a_reduce_scatter() -> None:
 def test_gathers_count_as_often_as_they_happen() -> None:
     found = dense.communication_seconds(100, 2, sharded=True, gathers=2, c=C)
     assert found["gather"] == 2 * (1 + 50 / 10)
+
+
+def test_a_unit_that_spans_hosts_pays_for_the_network() -> None:
+    c = C | {"inter_host_rate": 1.0, "inter_host_latency": 7.0}
+    found = dense.communication_seconds(100, 4, sharded=True, gathers=1, c=c, local=2)
+    assert found == {"gather": 8 + 50 / 10 + 25, "reduce": 9 + 50 / 5 + 25}
 
 
 def test_a_replicated_unit_pays_an_all_reduce_alone() -> None:

@@ -12,25 +12,38 @@ from shardwright.cost import network
 
 COLLECTIVES = get_args(network.Collective)
 CASES: dict[str, Callable[[Any], Any]] = {
-    f"{function.__name__}/{collective}": case
+    f"{function.__name__}/{collective}/{where}": case
     for collective in COLLECTIVES
+    for where, host in (("one host", lambda v: None), ("hosts", lambda v: v.local))
     for function, case in (
         (
             network.transfer_seconds,
-            lambda v, name=collective: network.transfer_seconds(name, v.nbytes, v.ranks, v.c),
+            lambda v, name=collective, host=host: network.transfer_seconds(
+                name, v.nbytes, v.hosts * v.local, v.c, host(v)
+            ),
         ),
         (
             network.latency_seconds,
-            lambda v, name=collective: network.latency_seconds(name, v.ranks, v.c),
+            lambda v, name=collective, host=host: network.latency_seconds(
+                name, v.hosts * v.local, v.c, host(v)
+            ),
         ),
         (
             network.collective_seconds,
-            lambda v, name=collective: network.collective_seconds(name, v.nbytes, v.ranks, v.c),
+            lambda v, name=collective, host=host: network.collective_seconds(
+                name, v.nbytes, v.hosts * v.local, v.c, host(v)
+            ),
         ),
     )
 }
 SAMPLES = st.lists(
-    st.fixed_dictionaries({"nbytes": st.integers(0, 2**40), "ranks": st.integers(1, 4096)}),
+    st.fixed_dictionaries(
+        {
+            "nbytes": st.integers(0, 2**40),
+            "hosts": st.integers(1, 512),
+            "local": st.integers(1, 8),
+        }
+    ),
     min_size=1,
     max_size=3,
 )
@@ -38,7 +51,7 @@ TEN = {
     f"{name}_{what}": value
     for name in COLLECTIVES
     for what, value in (("latency", 0.5), ("rate", 10.0))
-}
+} | {"inter_host_latency": 3.0, "inter_host_rate": 2.0}
 
 
 def test_every_function_is_evaluated_in_three_ways(
@@ -72,3 +85,45 @@ def test_every_rank_keeps_its_own_share_of_an_exchange() -> None:
 
 def test_an_all_reduce_moves_its_bytes_twice() -> None:
     assert network.collective_seconds("all_reduce", 100, 4, TEN) == 0.5 + 150 / 10
+
+
+def test_an_exchange_sends_each_byte_for_another_host_through_the_network() -> None:
+    # of 80 B for 8 ranks, 10 stay, 10 go to the one rank beside and 60 to three other hosts
+    assert network.transfer_seconds("all_to_all", 80, 8, TEN, 2) == 10 / 10 + 60 / 2
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_two_stages_share_what_a_host_has_in_common(collective: network.Collective) -> None:
+    # of 80 B, half crosses within the host and 3/4 of each rank's half between the four hosts
+    assert network.transfer_seconds(collective, 80, 8, TEN, 2) == 40 / 10 + 30 / 2
+
+
+def test_an_all_reduce_of_hosts_moves_its_bytes_twice() -> None:
+    assert network.transfer_seconds("all_reduce", 80, 8, TEN, 2) == 2 * (40 / 10 + 30 / 2)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@given(nbytes=st.integers(0, 2**40), local=st.integers(1, 8))
+def test_one_host_told_as_such_costs_what_it_did(
+    collective: network.Collective, nbytes: int, local: int
+) -> None:
+    told = network.collective_seconds(collective, nbytes, local, TEN, local)
+    assert told == network.collective_seconds(collective, nbytes, local, TEN)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@given(nbytes=st.integers(0, 2**40), hosts=st.integers(1, 64), local=st.integers(1, 8))
+def test_every_byte_that_is_not_a_ranks_own_crosses_one_link(
+    collective: network.Collective, nbytes: int, hosts: int, local: int
+) -> None:
+    same = TEN | {"inter_host_rate": 10.0}
+    ranks = hosts * local
+    expected = network.transfer_seconds(collective, nbytes, ranks, same)
+    found = network.transfer_seconds(collective, nbytes, ranks, same, local)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_second_host_adds_its_latency(collective: network.Collective) -> None:
+    assert network.latency_seconds(collective, 8, TEN, 8) == 0.5
+    assert network.latency_seconds(collective, 8, TEN, 4) == 0.5 + 3.0

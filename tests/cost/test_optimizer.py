@@ -16,7 +16,24 @@ CASES: dict[str, Callable[[Any], Any]] = {
     for function in (optimizer.dense_state_bytes, optimizer.dense_padding_state_bytes)
     for kind in get_args(DenseOptimizer)
 }
-SAMPLES = st.lists(st.fixed_dictionaries({"nbytes": st.integers(0, 2**50)}), min_size=1, max_size=3)
+for _kind in get_args(TableOptimizer):
+    CASES |= {
+        f"table_state_bytes/{_kind}": lambda v, k=_kind: optimizer.table_state_bytes(
+            v.rows, v.columns, k
+        ),
+        f"table_passes/{_kind}": lambda v, k=_kind: optimizer.table_passes(k, v.c, like=v.rows),
+    }
+SAMPLES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "nbytes": st.integers(0, 2**50),
+            "rows": st.integers(0, 2**40),
+            "columns": st.integers(1, 1024),
+        }
+    ),
+    min_size=1,
+    max_size=3,
+)
 
 
 def test_every_function_is_evaluated_in_three_ways(
@@ -45,6 +62,21 @@ def test_padding_has_state_like_any_element(kind: str, state: int) -> None:
 
 
 def test_every_optimizer_has_its_state() -> None:
-    assert set(optimizer.TABLE_STATE_BYTES_PER_ROW) == set(get_args(TableOptimizer))
+    by_row = set(optimizer.TABLE_STATE_BYTES_PER_ROW)
+    by_element = set(optimizer.TABLE_STATE_BYTES_PER_ELEMENT)
+    assert by_row | by_element == set(get_args(TableOptimizer))
+    assert not by_row & by_element
     assert set(optimizer.DENSE_STATES_PER_ELEMENT) == set(get_args(DenseOptimizer))
     assert set(optimizer.DENSE_STEP_BYTES) == set(get_args(DenseOptimizer))
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [("none", 0), ("sgd", 0), ("rowwise_adagrad", 40), ("adagrad", 640), ("adam", 1280)],
+)
+def test_a_table_keeps_its_state_by_row_or_by_element(kind: str, state: int) -> None:
+    assert optimizer.table_state_bytes(10, 16, kind) == state
+
+
+def test_without_an_optimizer_no_row_is_written() -> None:
+    assert optimizer.table_passes("none", {}, like=1) == 0

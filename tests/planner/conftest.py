@@ -37,10 +37,25 @@ def _random_job(seed: int, tables: int = 0, ranks: int = 0) -> Job:
     )
 
 
+def _make_tables(
+    *rows: int, dim: int = 16, table: dict[str, Any] | None = None, **more: Any
+) -> Job:
+    tables = [
+        {"name": f"t{i}", "rows": count, "dim": dim} | (table or {}) for i, count in enumerate(rows)
+    ]
+    return parse_job({"tables": tables, "cluster": {"preset": "h100-8", "world_size": 2}} | more)
+
+
 @pytest.fixture(scope="session")
 def make_job() -> Callable[..., Job]:
     """A job of tables ``t0``, ``t1``, ... with the given rows; keywords replace sections."""
     return _make_job
+
+
+@pytest.fixture(scope="session")
+def make_tables() -> Callable[..., Job]:
+    """A job of tables alone on two accelerators, made like the others."""
+    return _make_tables
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -8,20 +9,22 @@ import pytest
 from shardwright.core.batch import expected_distinct
 from shardwright.core.job import Job
 from shardwright.core.specs import model_spec
-from shardwright.planner.draft import Draft, Placed
+from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import make_problem
+from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.tally import Placed
 
 MakeJob = Callable[..., Job]
 
 
-def _draft(job: Job, *placed: tuple[str, tuple[int, ...]], sharded: bool = False) -> Draft:
+def _draft(job: Job, *placed: tuple[str, tuple[int, ...]], sharded: bool = False) -> StepDraft:
     problem = make_problem(job, model_spec(job))
     tables = []
     for (kind, ranks), choices in zip(placed, problem.tables, strict=True):
         choice = next(c for c in choices if c.option.sharding_type == kind)
         tables.append(Placed(choice, ranks))
     units = tuple(choices[1 if sharded else 0] for choices in problem.units)
-    return Draft(problem, tuple(tables), units)
+    return StepDraft(problem, tuple(tables), units)
 
 
 def test_exact_bytes_are_what_each_rank_keeps_of_each_table(make_job: MakeJob) -> None:
@@ -104,7 +107,7 @@ def test_seconds_of_a_rank_add_up_over_phases(make_job: MakeJob) -> None:
     draft = _draft(make_job(10, 50), ("table_wise", (1,)), ("row_wise", (0, 1)))
     assert draft.rank_seconds == tuple(math.fsum(phases.values()) for phases in draft.seconds)
     assert draft.max_rank_seconds == draft.rank_seconds[1]
-    whole = draft.tables[0].choice.seconds[0]
+    whole = draft.tables[0].choice.shard_costs[0].total_seconds
     assert draft.rank_seconds[1] - draft.rank_seconds[0] == pytest.approx(whole)
 
 
@@ -124,3 +127,69 @@ def test_gradients_are_no_part_of_what_a_step_starts_with(make_job: MakeJob) -> 
         unit.layout.payload_bytes for unit in draft.units
     )
     assert resident["buffer"] == 2 * 8  # one pair of indices
+
+
+def _tables(job: Job, *placed: tuple[str, tuple[int, ...]]) -> TablesDraft:
+    problem = make_problem(job, model_spec(job))
+    tables = []
+    for (kind, ranks), choices in zip(placed, problem.tables, strict=True):
+        choice = next(c for c in choices if c.option.sharding_type == kind)
+        tables.append(Placed(choice, ranks))
+    return TablesDraft(problem, tuple(tables), ())
+
+
+PLACED = (("table_wise", (1,)), ("row_wise", (0, 1)), ("data_parallel", (0, 1)))
+
+
+def test_tables_alone_take_what_their_shards_take(make_tables: MakeJob) -> None:
+    draft = _tables(make_tables(10, 5, 3), *PLACED)
+    for rank in (0, 1):
+        costs = [
+            cost
+            for placed in draft.tables
+            for holder, cost in zip(placed.ranks, placed.choice.shard_costs, strict=True)
+            if holder == rank
+        ]
+        totals = draft.totals(rank)
+        assert totals.peak_bytes == totals.hbm_bytes == sum(c.hbm_bytes for c in costs)
+        assert sum(totals.at_peak.values()) == totals.hbm_bytes
+        assert (totals.ddr_bytes, totals.ssd_bytes, totals.exact) == (0, 0, {})
+        requests = math.fsum(placed.choice.everywhere for placed in draft.tables)
+        assert totals.seconds == pytest.approx(requests + sum(c.total_seconds for c in costs))
+        assert totals.seconds == math.fsum(totals.parts.values())
+
+
+def test_tables_alone_fit_up_to_the_last_byte_of_their_capacity(make_tables: MakeJob) -> None:
+    fullest = max(_tables(make_tables(10, 5, 3), *PLACED).peak_bytes)
+    for spare in (-1, 0, 1):
+        cluster = {"preset": "h100-8", "world_size": 2, "hbm_cap": fullest + spare}
+        assert _tables(make_tables(10, 5, 3, cluster=cluster), *PLACED).fits == (spare >= 0)
+
+
+def test_the_order_of_tables_changes_no_total(make_tables: MakeJob) -> None:
+    rows = (10, 500, 31, 5, 77)
+    kinds = ("table_wise", "row_wise", "data_parallel", "row_wise", "table_wise")
+    ranks = ((1,), (0, 1), (0, 1), (0, 1), (0,))
+    there = _tables(make_tables(*rows), *zip(kinds, ranks, strict=True))
+    back = _tables(
+        make_tables(*reversed(rows)), *zip(reversed(kinds), reversed(ranks), strict=True)
+    )
+    assert there.rank_seconds == back.rank_seconds
+    assert there.tier_bytes == back.tier_bytes
+
+
+def test_a_rank_without_shards_only_addresses_its_ids(make_tables: MakeJob) -> None:
+    draft = _tables(make_tables(10), ("table_wise", (1,)))
+    assert draft.seconds[0].keys() >= {"exchange_ids"}
+    assert draft.rank_seconds[0] == draft.tables[0].choice.everywhere > 0
+    assert draft.peak_bytes[0] == 0
+
+
+def test_the_timeline_of_tables_alone_has_the_seconds_of_every_rank(make_tables: MakeJob) -> None:
+    draft = _tables(make_tables(10, 5, 3), *PLACED)
+    for rank in (0, 1):
+        events = [event for event in draft.time_events() if event.rank == rank]
+        assert sum(e.duration for e in events) == pytest.approx(draft.rank_seconds[rank])
+        for before, after in itertools.pairwise(events):
+            assert after.start == pytest.approx(before.start + before.duration)
+    assert list(draft.byte_events()) == []

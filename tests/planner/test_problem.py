@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from shardwright.core.errors import InputError
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.job import Job
+from shardwright.core.model import TableSpec
 from shardwright.core.placement import Flat, Replicate
 from shardwright.core.specs import model_spec
-from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.problem import Problem, canonical_order, make_problem, reservation_kind
 
 MakeJob = Callable[..., Job]
 
@@ -87,22 +88,32 @@ def test_what_cannot_be_planned_is_refused(
 
 def test_every_shard_has_its_bytes_and_seconds(make_job: MakeJob) -> None:
     for choice in _problem(make_job(5, cluster={"world_size": 4})).tables[0]:
-        shards = len(choice.option.shards)
-        assert len(choice.shard_bytes) == len(choice.shard_seconds) == shards
-        assert choice.bytes == tuple(sum(kept.values()) for kept in choice.shard_bytes)
-        assert choice.seconds == tuple(math.fsum(s.values()) for s in choice.shard_seconds)
+        assert len(choice.shard_costs) == choice.option.count == len(choice.option.shards)
+        for cost in choice.shard_costs:
+            assert cost.total_seconds == pytest.approx(math.fsum(cost.seconds.values()))
+            assert cost.storage == (0, sum(cost.ddr.values()), 0)
 
 
 def test_row_shards_hold_what_their_rows_hold(make_job: MakeJob) -> None:
     job = make_job(5, cluster={"world_size": 4}, train={"optimizer": "adagrad"})
     row_wise = _problem(job).tables[0][2]
-    assert row_wise.bytes == tuple(rows * (16 * 4 + 4) for rows in (2, 2, 1, 0))
+    held = tuple(cost.ddr_bytes for cost in row_wise.shard_costs)
+    assert held == tuple(rows * (16 * 4 + 4) for rows in (2, 2, 1, 0))
 
 
 def test_a_replica_asks_nobody(make_job: MakeJob) -> None:
     choices = {c.option.sharding_type: c for c in _problem(make_job(50)).tables[0]}
-    assert choices["data_parallel"].request_seconds == 0
-    assert choices["row_wise"].request_seconds > choices["table_wise"].request_seconds > 0
+    assert choices["data_parallel"].everywhere == 0
+    assert choices["row_wise"].everywhere > choices["table_wise"].everywhere > 0
+
+
+def test_a_choice_sums_over_its_shards(make_job: MakeJob) -> None:
+    for choice in _problem(make_job(5, cluster={"world_size": 4})).tables[0]:
+        seconds = [cost.total_seconds for cost in choice.shard_costs]
+        assert choice.total_seconds == pytest.approx(math.fsum(seconds), rel=1e-15)
+        assert choice.max_seconds == max(seconds)
+        sums = zip(*(cost.storage for cost in choice.shard_costs), strict=True)
+        assert choice.total_storage == tuple(map(sum, sums))
 
 
 def test_a_unit_may_be_sharded_or_replicated(make_job: MakeJob) -> None:
@@ -116,3 +127,119 @@ def test_a_sharded_unit_gathers_in_both_directions(make_job: MakeJob) -> None:
     for phase in ("forward", "backward"):
         assert sharded.seconds[phase] > replicated.seconds[phase]
     assert sharded.seconds["step"] < replicated.seconds["step"]
+
+
+def test_a_model_is_planned_with_the_constants_of_a_machine_only(make_job: MakeJob) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        _problem(make_job(50, planner={"constants": "additive"}))
+    assert str(caught.value) == (
+        "planner.constants: expected 'cluster' for a dlrm, whose dense part is planned too, got "
+        "'additive'. Leave [model] out to plan the tables alone."
+    )
+
+
+@pytest.mark.parametrize("kind", ["heuristic", "inference"])
+def test_the_dense_part_of_a_model_is_simulated_instead_of_guessed(
+    make_job: MakeJob, kind: str
+) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        _problem(make_job(50, planner={"reservation": {"kind": kind}}))
+    assert str(caught.value) == (
+        "planner.reservation.kind: expected traced, percentage, absolute or none for a dlrm, got "
+        f"'{kind}'. Its dense part is simulated to the byte; no multiplier is needed."
+    )
+
+
+def test_tables_alone_have_no_dense_part_to_trace(make_tables: MakeJob) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        _problem(make_tables(50, planner={"reservation": {"kind": "traced"}}))
+    assert str(caught.value) == (
+        "planner.reservation.kind: expected another kind for tables alone, got 'traced'. There is "
+        "no dense part to trace: name a [model], or say its bytes in dense_bytes with kind "
+        "'absolute'."
+    )
+
+
+def test_tables_alone_have_no_units_to_force(make_tables: MakeJob) -> None:
+    with pytest.raises(InputError) as caught:
+        _problem(make_tables(50, planner={"units": {"top": "shard"}}))
+    assert str(caught.value) == "planner.units: expected no unit: tables alone, got 'top'."
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        (
+            {"ranks": {"t0": [0, 2]}},
+            "planner.constraints.ranks.t0: expected ranks below 2, got 2.",
+        ),
+        (
+            {"apart": [["t0", "t1", "t2"]]},
+            "planner.constraints.apart[0]: expected at most 2 tables, one per rank, got 3.",
+        ),
+    ],
+)
+def test_constraints_beyond_the_ranks_there_are_are_refused(
+    make_tables: MakeJob, constraints: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        _problem(make_tables(50, 60, 70, planner={"constraints": constraints}))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("profile", "kind"), [("cluster", "none"), ("torchrec-1.9", "heuristic"), ("additive", "none")]
+)
+def test_a_profile_has_its_own_reservation_for_tables_alone(
+    make_tables: MakeJob, profile: str, kind: str
+) -> None:
+    job = make_tables(50, cluster={}, planner={"constants": profile})
+    assert reservation_kind(job) == kind
+
+
+def test_a_model_is_traced_where_nothing_is_reserved(make_job: MakeJob) -> None:
+    problem = _problem(make_job(50))
+    assert reservation_kind(problem.job) == "traced"
+    assert problem.capacity == problem.cluster.capacity
+
+
+@pytest.mark.parametrize(
+    ("section", "left"),
+    [
+        ({"kind": "none"}, 1000),
+        ({"kind": "percentage", "percentage": 0.25}, 750),
+        ({"kind": "absolute", "nbytes": 300}, 700),
+        ({"kind": "absolute", "nbytes": 3000}, 0),
+        ({"kind": "heuristic", "percentage": 0.0, "dense_bytes": 10, "multiplier": 2.5}, 815),
+        ({"kind": "inference", "percentage": 0.0, "dense_bytes": 10}, 982),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_reserved_comes_off_the_memory_that_decides(
+    make_tables: MakeJob, device: str, section: dict[str, Any], left: int
+) -> None:
+    cap = {"cpu": "ddr_cap", "cuda": "hbm_cap"}[device]
+    problem = _problem(
+        make_tables(
+            50,
+            cluster={"compute_device": device, "world_size": 2, cap: 1000},
+            planner={"reservation": section},
+            batch={"size": 1},
+        )
+    )
+    assert problem.decisive_capacity == left
+    other = 0 if device == "cpu" else 1
+    assert problem.capacity[other] == problem.cluster.capacity[other]
+
+
+def test_the_order_of_a_problem_depends_on_no_name_but_between_equals() -> None:
+    tables = [TableSpec("c", 9, 4), TableSpec("a", 9, 4), TableSpec("b", 7, 4)]
+    assert [tables[i].name for i in canonical_order(tables)] == ["b", "a", "c"]
+
+
+def test_a_plan_says_that_nothing_is_reserved_and_no_optimizer_known(make_tables: MakeJob) -> None:
+    notes = _problem(make_tables(50, 60)).assumptions
+    assert "nothing is reserved for a dense part: planner.reservation is not given" in notes
+    assert "2 tables name no optimizer, t0 first: their state is counted as 0 bytes" in notes
+    named = _problem(make_tables(50, table={"optimizer": "none"})).assumptions
+    assert not any("name no optimizer" in note for note in named)

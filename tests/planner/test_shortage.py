@@ -10,8 +10,9 @@ import pytest
 from shardwright.core.errors import EXIT_NO_PLAN, NoPlanError
 from shardwright.core.job import Job
 from shardwright.core.specs import model_spec
-from shardwright.planner import greedy, plan
+from shardwright.planner import plan
 from shardwright.planner.problem import make_problem
+from shardwright.planner.strategy.steps import smallest
 
 MakeJob = Callable[..., Job]
 CAP = 8 * 2**20
@@ -47,7 +48,7 @@ def _changed(job: Job, section: str, **values: Any) -> Job:
 
 def test_a_plan_that_does_not_fit_names_the_fullest_rank(too_large: Job) -> None:
     message = _refusal(too_large)
-    peaks = greedy.smallest(make_problem(too_large, model_spec(too_large))).peak_bytes
+    peaks = smallest(make_problem(too_large, model_spec(too_large))).peak_bytes
     rank = _number("rank # is the fullest", message)
     assert peaks[rank] == max(peaks) == _number("needs # B", message)
 
@@ -59,9 +60,9 @@ def test_the_shortfall_is_the_need_less_the_capacity(too_large: Job) -> None:
     assert _number("# B too much", message) == need - CAP > 0
 
 
-def test_the_largest_weight_of_the_fullest_rank_is_named(too_large: Job) -> None:
+def test_the_largest_part_of_the_fullest_rank_is_named(too_large: Job) -> None:
     message = _refusal(too_large)
-    assert "its largest weight is tables.t0.weight" in message
+    assert "its largest part is tables.t0.weight" in message
     assert _number("tables.t0.weight with # B", message) == 100_000 * 64
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ assert "torch" not in sys.modules, "after the import"
 from shardwright.cli.main import main
 assert main(["plan", sys.argv[1]]) == 0
 assert "torch" not in sys.modules, "after planning"
-assert "numpy" not in sys.modules, "numpy after planning"
 """
 FINGERPRINT = """
 import sys
@@ -41,25 +39,55 @@ def _python(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_planning_never_imports_torch() -> None:
-    _python("-c", WITHOUT_TORCH, str(DEMO))
+TABLES = """
+[cluster]
+preset = "h100-8"
+hbm_cap = "2 MiB"
+
+[planner.constraints]
+together = [["a", "b"], ["c", "d"]]
+apart = [["a", "c", "e"]]
+ranks = {e = [1, 2]}
+
+[[tables]]
+name = "a"
+rows = 1000
+dim = 64
+
+""" + "".join(
+    f'[[tables]]\nname = "{name}"\nrows = {rows}\ndim = 64\n\n'
+    for name, rows in zip("bcdef", (900, 2000, 1000, 300, 10_000), strict=True)
+)
 
 
-def test_hashing_does_not_change_a_plan() -> None:
-    first, second = (
-        _python("-c", FINGERPRINT, str(DEMO), PYTHONHASHSEED=seed) for seed in ("1", "2")
-    )
+@pytest.fixture(params=["a model", "tables alone"])
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "a model":
+        return str(DEMO)
+    path = tmp_path / "tables.toml"
+    path.write_text(TABLES)
+    return str(path)
+
+
+def test_planning_never_imports_torch(job: str) -> None:
+    _python("-c", WITHOUT_TORCH, job)
+
+
+def test_hashing_does_not_change_a_plan(job: str) -> None:
+    first, second = (_python("-c", FINGERPRINT, job, PYTHONHASHSEED=seed) for seed in ("1", "2"))
     assert first == second
 
 
 def test_the_demo_is_planned_in_well_under_a_second() -> None:
-    """Half a second on a quiet machine; the best of five within twice that on a noisy one."""
+    """The processor's time of the best of five: a busy machine has less to do with it."""
     fastest = float("inf")
     for _ in range(5):
-        started = time.perf_counter()
+        before = os.times()
         _python("-m", "shardwright", "plan", str(DEMO))
-        fastest = min(fastest, time.perf_counter() - started)
+        after = os.times()
+        spent = after.children_user + after.children_system
+        fastest = min(fastest, spent - before.children_user - before.children_system)
         if fastest < 0.5:
             return
     if fastest >= 1.0:
-        pytest.fail(f"planning the demo took {fastest:.2f} s at best")
+        pytest.fail(f"planning the demo took {fastest:.2f} s of processor time at best")

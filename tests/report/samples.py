@@ -12,9 +12,18 @@ from shardwright.core.cluster import Cluster, Constant
 from shardwright.core.comparison import Comparison, Line
 from shardwright.core.job import Job, parse_job
 from shardwright.core.measurement import Curve, Measurement, Quality
-from shardwright.core.option import Option, ShardShape, place, row_shards
+from shardwright.core.option import Option, ShardRun, place, row_runs
 from shardwright.core.placement import Flat, Replicate
-from shardwright.core.plan import Plan, RankTotals, Search, TablePlan, UnitPlan, sealed
+from shardwright.core.plan import (
+    Plan,
+    RankTotals,
+    Reserved,
+    Search,
+    ShardPlan,
+    TablePlan,
+    UnitPlan,
+    sealed,
+)
 from shardwright.core.timeline import PEAK, Event, EventRun
 from shardwright.core.timeline import encode as encode_events
 
@@ -63,19 +72,31 @@ def job(**changes: Any) -> Job:
     )
 
 
-def shards(rows: int, kind: str) -> tuple[ShardShape, ...]:
-    """Two-rank shards of a table of 16 columns."""
+def runs(rows: int, kind: str) -> tuple[ShardRun, ...]:
+    """Two-rank shards of a table of 16 columns, each a run of its own."""
+    whole = ShardRun(rows, 16)
+    if kind == "row_wise":
+        rest = rows - (rows + 1) // 2
+        return (*row_runs(rows - rest, 16, 1), ShardRun(rest, 16, row=rows - rest))
     return {
-        "row_wise": row_shards(rows, 16, 2),
-        "column_wise": (ShardShape(0, 0, rows, 8), ShardShape(0, 8, rows, 8)),
-        "table_wise": (ShardShape(0, 0, rows, 16),),
-        "data_parallel": (ShardShape(0, 0, rows, 16),) * 2,
+        "column_wise": (ShardRun(rows, 8), ShardRun(rows, 8, column=8)),
+        "table_wise": (whole,),
+        "data_parallel": (whole, whole),
     }[kind]
 
 
-def table(name: str, rows: int, kind: Any, ranks: tuple[int, ...]) -> TablePlan:
-    """A chosen table."""
-    cut = shards(rows, kind)
+def shard(rank: int, run: ShardRun, nbytes: int | None = None) -> ShardPlan:
+    """One shard in host memory; its seconds grow with its rows."""
+    size = run.rows * run.columns * 4 if nbytes is None else nbytes
+    seconds = {"lookup": 2e-5, "step": run.rows * 1e-10}
+    return ShardPlan(rank, run, seconds, {}, {"weight": size}, {})
+
+
+def table(
+    name: str, rows: int, kind: Any, ranks: tuple[int, ...], nbytes: int | None = None
+) -> TablePlan:
+    """A chosen table, each shard of as many bytes as its weights have, or of ``nbytes``."""
+    cut = runs(rows, kind)
     return TablePlan(
         name=name,
         fqn=f"tables.{name}",
@@ -84,10 +105,7 @@ def table(name: str, rows: int, kind: Any, ranks: tuple[int, ...]) -> TablePlan:
         sharding_type=kind,
         compute_kernel="dense" if kind == "data_parallel" else "fused",
         optimizer="rowwise_adagrad",
-        ranks=ranks,
-        shard_sizes=tuple((s.rows, s.columns) for s in cut),
-        seconds=tuple(2e-5 + s.rows * 1e-10 for s in cut),
-        nbytes=tuple(s.rows * s.columns * 4 for s in cut),
+        shards=tuple(shard(rank, run, nbytes) for rank, run in zip(ranks, cut, strict=True)),
     )
 
 
@@ -96,7 +114,7 @@ def blocks(tables: tuple[TablePlan, ...], specs: Job) -> list[Block]:
     found: list[Block] = []
     for spec, chosen in zip(specs.tables, tables, strict=True):
         option = Option(
-            chosen.name, chosen.sharding_type, "", shards(spec.rows, chosen.sharding_type)
+            chosen.name, chosen.sharding_type, "", runs(spec.rows, chosen.sharding_type)
         )
         named = msgspec.structs.replace(spec, fqn=chosen.fqn)
         found.extend(place(option, chosen.ranks, named))
@@ -135,29 +153,50 @@ def timeline(scale: float, extra: int = 0) -> tuple[EventRun, ...]:
     return encode_events(events)
 
 
+def rank_totals(rank: int) -> RankTotals:
+    """A rank that peaks in backward; the second is a little slower."""
+    seconds = 8.1e-3 + rank / 1e4
+    return RankTotals(
+        rank=rank,
+        peak_bytes=sum(AT_PEAK.values()),
+        peak_phase="backward",
+        at_peak=AT_PEAK,
+        exact={"weight": 5 * MIB},
+        seconds=seconds,
+        parts={"forward": 4e-3, "backward": seconds - 4e-3},
+        hbm_bytes=0,
+        ddr_bytes=sum(AT_PEAK.values()),
+    )
+
+
 def plan(**changes: Any) -> Plan:
     """Six tables of four sharding types and two dense units on two CPU ranks."""
     asked = changes.pop("job", job())
     tables = tuple(table(*size) for size in SIZES)
-    peak = sum(AT_PEAK.values())
     made = Plan(
-        schema="shardwright.plan/1",
+        schema="shardwright.plan/2",
         version="0.1.0",
         job=asked,
         cluster=Cluster(
-            "local", 2, 2, "cpu", 0, 14 * MIB, {"copy": Constant(1e10, "B/s", "assumed", "2026")}
+            name="local",
+            world_size=2,
+            local_world_size=2,
+            compute_device="cpu",
+            hbm_cap=0,
+            ddr_cap=14 * MIB,
+            ssd_cap=0,
+            group=2,
+            constants={"copy": Constant(1e10, "B/s", "assumed", "2026")},
         ),
         tables=tables,
         units=(unit("bottom", False), unit("top", True)),
         blocks=encode(blocks(tables, asked)),
         timeline=timeline(1.0),
-        ranks=tuple(
-            RankTotals(r, peak, "backward", AT_PEAK, {"weight": 5 * MIB}, 8.1e-3 + r / 1e4, 0, peak)
-            for r in (0, 1)
-        ),
+        ranks=(rank_totals(0), rank_totals(1)),
         max_rank_seconds=8.2e-3,
         lower_bound_seconds=7.9e-3,
         gap=0.038,
+        reserved=Reserved("traced", 0, 14 * MIB, 0),
         assumptions=(
             "Copy bandwidth of this machine is assumed to be 10 GB/s; it has not been calibrated.",
             "Every table is read once per sample (pooling factor 1).",

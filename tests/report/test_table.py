@@ -10,7 +10,9 @@ import samples
 from rich.console import Console, RenderableType
 
 from shardwright.core.comparison import Line
+from shardwright.core.option import ShardRun
 from shardwright.core.units import format_bytes
+from shardwright.report.plan_sheets import table_seconds
 from shardwright.report.table import (
     comparison_summary,
     differences,
@@ -42,6 +44,7 @@ def test_a_plan_fits_the_width_and_no_number_is_cut_short(width: int) -> None:
 
 def test_huge_tables_with_the_longest_words_still_fit_80_columns() -> None:
     plan = samples.plan()
+    halves = (ShardRun(40_000_000, 64), ShardRun(40_000_000, 64, column=64))
     big = msgspec.structs.replace(
         plan.tables[0],
         name="item_identifier_embedding",
@@ -49,8 +52,7 @@ def test_huge_tables_with_the_longest_words_still_fit_80_columns() -> None:
         dim=128,
         sharding_type="table_column_wise",
         compute_kernel="fused_uvm_caching",
-        shard_sizes=((40_000_000, 64), (40_000_000, 64)),
-        nbytes=(2**43, 2**43),
+        shards=tuple(samples.shard(rank, run, 2**43) for rank, run in enumerate(halves)),
     )
     text = printed(plan_summary(msgspec.structs.replace(plan, tables=(big,))))
     assert max(len(line) for line in text.splitlines()) <= 80
@@ -103,8 +105,7 @@ def test_a_hundred_equal_tables_share_one_row() -> None:
 def test_hundreds_of_different_tables_show_the_largest_and_sum_the_rest() -> None:
     plan = samples.plan()
     many = tuple(
-        msgspec.structs.replace(plan.tables[2], name=f"t{k}", rows=k + 1, nbytes=(k * 64,))
-        for k in range(300)
+        samples.table(f"t{k}", k + 1, "table_wise", (0,), nbytes=k * 64) for k in range(300)
     )
     text = printed(plan_summary(msgspec.structs.replace(plan, tables=many)), 120)
     assert "260 smaller tables" in text
@@ -204,7 +205,8 @@ def test_equal_plans_have_no_differences() -> None:
 def test_differences_name_table_unit_rank_and_job_key() -> None:
     a = samples.plan()
     b = samples.plan(job=samples.job(batch={"size": 512}))
-    moved = msgspec.structs.replace(b.tables[0], sharding_type="table_wise", ranks=(1,))
+    shards = tuple(msgspec.structs.replace(shard, rank=1) for shard in b.tables[0].shards)
+    moved = msgspec.structs.replace(b.tables[0], sharding_type="table_wise", shards=shards)
     fuller = msgspec.structs.replace(b.ranks[0], peak_bytes=2 * b.ranks[0].peak_bytes)
     b = msgspec.structs.replace(
         b,
@@ -217,6 +219,7 @@ def test_differences_name_table_unit_rank_and_job_key() -> None:
     assert found == {
         ("table", "C3", "sharding"): ("row_wise", "table_wise"),
         ("table", "C3", "ranks"): ("all", "1"),
+        ("table", "C3", "seconds"): (table_seconds(a.tables[0]), table_seconds(moved)),
         ("table", "C9", "presence"): ("there", None),
         ("unit", "top", "presence"): ("there", None),
         ("unit", "head", "presence"): (None, "there"),
@@ -225,7 +228,7 @@ def test_differences_name_table_unit_rank_and_job_key() -> None:
     }
     text = flowed(plan_difference(a, b))
     assert "rank 0 peak 7.89 MiB 15.78 MiB +100.0 %" in text
-    assert "7 differences" in text
+    assert "8 differences" in text
 
 
 def test_printing_a_plan_imports_neither_templates_nor_torch() -> None:

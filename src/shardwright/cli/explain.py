@@ -1,22 +1,25 @@
-"""``shardwright explain plan.json [--tensor T] [--rank R] [--why-not TYPE]``."""
+"""``shardwright explain plan.json [--tensor T] [--statistic NAME] [--rank R] [--why-not TYPE]``."""
 
 from __future__ import annotations
 
 import argparse
-import typing
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.core.amount import Step
+from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import ShardingType
-from shardwright.core.plan import Plan, read_plan
+from shardwright.core.plan import Plan, RankTotals, read_plan
 from shardwright.core.specs import model_spec
-from shardwright.core.timeline import PHASES, decode, phase_peaks, phase_seconds
+from shardwright.core.timeline import PHASES, decode, phase_peaks
 from shardwright.core.units import format_bytes
 from shardwright.planner import explain
+from shardwright.planner.statistics.times import ORDER
+from shardwright.report.wording import TEXT_LIMIT, printable, ranks_text
 
-SHARDING_TYPES = typing.get_args(ShardingType)
+MOST_GROUPS = 8  # of ranks that are alike
+NOISE = 1e-12  # shares below this are rounding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="plan.json")
     parser.add_argument("--tensor", metavar="T", help="a table, a unit, or a dense tensor")
     parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
-    parser.add_argument("--why-not", metavar="TYPE", help="what TYPE would do to --tensor")
+    parser.add_argument(
+        "--why-not",
+        metavar="TYPE",
+        help="what TYPE, a sharding type or a compute kernel, would do to --tensor",
+    )
+    parser.add_argument(
+        "--statistic", metavar="NAME", help=f"one of {', '.join(explain.STATISTICS)}"
+    )
     shared.json_option(parser)
 
 
@@ -33,74 +43,141 @@ def execute(options: argparse.Namespace) -> int:
     plan = read_plan(options.plan, model_spec)
     if options.rank is not None and not 0 <= options.rank < plan.world_size:
         raise InputError(expected("--rank", f"0 to {plan.world_size - 1}", str(options.rank)))
+    if options.why_not and options.statistic:
+        raise InputError(expected("--why-not", "no --statistic beside it", options.statistic))
     if options.why_not:
-        return _why_not(plan, options)
-    if options.tensor is not None:
+        _why_not(plan, options)
+    elif options.statistic is not None:
+        found = explain.explain_statistic(
+            plan, options.statistic, rank=options.rank, table=options.tensor
+        )
+        _show(found, options)
+    elif options.tensor is not None:
         found = explain.explain_tensor(plan, options.tensor)
         if options.rank is not None:
-            found = [e for e in found if f"on rank {options.rank}:" in e.title]
-        if options.json:
-            shared.print_json([_as_json(e) for e in found])
-        else:
-            print("\n\n".join(_text(e) for e in found))
-        return 0
-    explain.draft_of(plan)
-    if options.json:
-        shared.print_json({"basis": basis(plan), "ranks": plan.ranks})
+            lies = sorted({rank for e in found for rank in e.ranks})
+            found = [e for e in found if options.rank in e.ranks]
+            if not found and not options.json:
+                where = ranks_text(lies, plan.world_size)
+                print(f"{printable(options.tensor)} has nothing on rank {options.rank}: {where}.")
+                return 0
+        _show(found, options)
     else:
-        print("\n".join([*basis(plan), "", *_ranks(plan, options.rank)]))
+        _overview(plan, options)
     return 0
 
 
-def basis(plan: Plan) -> list[str]:
+def _show(found: Sequence[explain.Explanation], options: argparse.Namespace) -> None:
+    if options.json:
+        shared.print_json([_as_json(e) for e in found])
+    else:
+        print("\n\n".join(_text(e) for e in found))
+
+
+def _overview(plan: Plan, options: argparse.Namespace) -> None:
+    explain.draft_of(plan)
+    facts = explain.basis(plan)
+    if options.json:
+        shared.print_json(
+            {"basis": facts, "constants": plan.cluster.constants, "ranks": plan.ranks}
+        )
+        return
+    lines = [*_basis(facts), *_constants(plan), "", *_ranks(plan, options.rank), ""]
+    lines.append("Every step of one number: shardwright explain plan.json --tensor NAME")
+    lines.append("Of a statistic: --statistic NAME. Another way to shard: --tensor NAME --why-not")
+    print("\n".join(lines))
+
+
+def _basis(facts: Iterable[explain.Fact]) -> list[str]:
     """What a reader must know first, and where it came from."""
-    job, cluster = plan.job, plan.cluster
-    lines = [
-        f"model       {job.model.kind}, {len(plan.tables)} tables (fp32, one id per sample), "
-        f"units {', '.join(u.name for u in plan.units)} (fp32)",
-        f"optimizer   {job.train.optimizer} for units; "
-        f"{', '.join(sorted({t.optimizer for t in plan.tables}))} for tables, fused in backward",
-        f"batch       {job.batch.size} samples per rank, {plan.world_size} ranks",
-        f"memory      {cluster.memory_per_rank:,} B per rank "
-        f"({format_bytes(cluster.memory_per_rank)}), {cluster.compute_device}",
-        "peak        highest live bytes of weights, gradients, states, buffers, activations, "
-        "exchanges and batch in a steady step",
-        f"constants   preset '{cluster.name}':",
+    facts = tuple(facts)
+    width = max(len(fact.what) for fact in facts)
+    return [
+        f"{fact.what:<{width}}  {printable(fact.value, TEXT_LIMIT)}   "
+        f"[{printable(fact.origin, TEXT_LIMIT)}]"
+        for fact in facts
     ]
-    for name, c in cluster.constants.items():
-        lines.append(f"  {name:<18} {c.value:>10.4g} {c.unit:<7} {c.source}, {c.date}")
-    return lines
+
+
+def _constants(plan: Plan) -> list[str]:
+    names = plan.cluster.constants
+    width = max(map(len, names), default=0)
+    unit = max((len(c.unit) for c in names.values()), default=0)
+    return [
+        f"  {printable(name):<{width}} {c.value:>12.6g} {printable(c.unit):<{unit}} "
+        f"{printable(c.source)}, {printable(c.date)}"
+        for name, c in names.items()
+    ]
 
 
 def _ranks(plan: Plan, wanted: int | None) -> list[str]:
-    events = decode(plan.timeline)
-    peaks, seconds = phase_peaks(events), phase_seconds(events)
-    lines = []
-    for totals in plan.ranks:
-        rank = totals.rank
-        if wanted not in (None, rank):
-            continue
-        lines.append(f"rank {rank}: peak {totals.peak_bytes:,} B in {totals.peak_phase}")
-        parts = " + ".join(f"{kind} {size:,}" for kind, size in totals.at_peak.items() if size)
-        lines.append(f"  = {parts}")
-        terms = [f"{p} {seconds[rank, p]:.6f}" for p in PHASES if (rank, p) in seconds]
-        lines.append(f"rank {rank}: {totals.seconds:.6f} s per step = {' + '.join(terms)}")
-        for phase in PHASES:
-            if (rank, phase) in peaks:
-                total = sum(peaks[rank, phase].values())
-                lines.append(f"  {phase:<14} peak {total:>15,} B  ({format_bytes(total)})")
-    lines.append("")
-    lines.append("Every step of one number: shardwright explain plan.json --tensor NAME")
+    """Each rank's seconds and bytes as sums; what is alike on several ranks is told once."""
+    peaks = phase_peaks(decode(plan.timeline))
+    ranks = [totals for totals in plan.ranks if wanted in (None, totals.rank)]
+    slowest = sorted(ranks, key=lambda totals: (-totals.seconds, totals.rank))
+    fullest = sorted(ranks, key=lambda totals: (-totals.peak_bytes, totals.rank))
+    return [
+        *_grouped([(totals.rank, _seconds(totals)) for totals in slowest], "faster"),
+        *_grouped([(totals.rank, _bytes(plan, totals, peaks)) for totals in fullest], "emptier"),
+    ]
+
+
+def _grouped(told: Sequence[tuple[int, list[str]]], rest: str) -> list[str]:
+    """What is told of each rank; only the first groups where there are many."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, lines in told:
+        groups.setdefault(tuple(lines), []).append(rank)
+    shown = list(groups.items())[:MOST_GROUPS]
+    found: list[str] = []
+    for (first, *more), ranks in shown:
+        many = f"ranks {ranks_text(ranks, world_size=0)}"
+        found.append(f"{many if len(ranks) > 1 else f'rank {ranks[0]}'}: {first}")
+        found += [f"  {line}" for line in more]
+    left = len(told) - sum(len(ranks) for _, ranks in shown)
+    if left:
+        found.append(f"{left} more ranks are {rest}; one of them: --rank R")
+    return found
+
+
+def _seconds(totals: RankTotals) -> list[str]:
+    ordered = sorted(totals.parts, key=ORDER.index)
+    parts = [f"{part} {totals.parts[part]:.9f}" for part in ordered if totals.parts[part]]
+    return [f"{totals.seconds:.9f} s per step = {' + '.join(parts)}"]
+
+
+def _bytes(
+    plan: Plan, totals: RankTotals, peaks: Mapping[tuple[int, str], dict[str, int]]
+) -> list[str]:
+    """Bytes at the peak by kind, what is filled of each memory, and the peak of each phase."""
+    phases = {p: sum(peaks[totals.rank, p].values()) for p in PHASES if (totals.rank, p) in peaks}
+    where = f" in {printable(totals.peak_phase)}" if phases else ""
+    kinds = " + ".join(f"{kind} {size:,}" for kind, size in totals.at_peak.items() if size)
+    size = f"{totals.peak_bytes:,} B ({format_bytes(totals.peak_bytes)})"
+    lines = [f"peak {size}{where} = {kinds or 0}"]
+    for tier in TIERS:
+        filled = getattr(totals, f"{tier}_bytes")
+        if filled:
+            left = getattr(plan.reserved, f"{tier}_left")
+            lines.append(f"{tier.upper()} {filled:,} B of {left:,} B that may be filled")
+    lines += [f"{p:<14} peak {n:>15,} B  ({format_bytes(n)})" for p, n in phases.items()]
     return lines
 
 
 def _text(explanation: explain.Explanation) -> str:
-    value = explanation.stored
-    shown = f"{value:,} B ({format_bytes(value)})" if explanation.unit == "B" else f"{value:.9g} s"
-    lines = [f"{explanation.title} = {shown}"]
+    lines = [f"{printable(explanation.title, TEXT_LIMIT)} = {_value(explanation)}"]
+    lines += [f"  ({printable(note, TEXT_LIMIT)})" for note in explanation.notes]
     width = max(len(step.name) for step in explanation.steps)
-    lines += [f"  {_line(step, width)}" for step in explanation.steps]
+    lines += [f"  {printable(_line(step, width), 20 * TEXT_LIMIT)}" for step in explanation.steps]
     return "\n".join(lines)
+
+
+def _value(explanation: explain.Explanation) -> str:
+    value = explanation.stored
+    if explanation.unit == "B" and value == int(value):
+        return f"{int(value):,} B ({format_bytes(value)})"
+    unit = f" {explanation.unit}" if explanation.unit else ""
+    noise = not unit and abs(value) < NOISE
+    return f"{0 if noise else value:.9g}{unit}"
 
 
 def _line(step: Step, width: int) -> str:
@@ -118,6 +195,8 @@ def _as_json(explanation: explain.Explanation) -> dict[str, object]:
         "title": explanation.title,
         "value": explanation.steps[-1].value,
         "unit": explanation.unit,
+        "ranks": explanation.ranks,
+        "notes": explanation.notes,
         "steps": [
             {
                 "name": s.name,
@@ -132,14 +211,10 @@ def _as_json(explanation: explain.Explanation) -> dict[str, object]:
     }
 
 
-def _why_not(plan: Plan, options: argparse.Namespace) -> int:
+def _why_not(plan: Plan, options: argparse.Namespace) -> None:
     if options.tensor is None:
         raise InputError(
             expected("--why-not", "a table named by --tensor", "none", "Add --tensor NAME.")
-        )
-    if options.why_not not in SHARDING_TYPES:
-        raise InputError(
-            expected("--why-not", f"one of {', '.join(SHARDING_TYPES)}", f"'{options.why_not}'")
         )
     found = explain.why_not(plan, options.tensor, options.why_not)
     if options.json:
@@ -148,9 +223,12 @@ def _why_not(plan: Plan, options: argparse.Namespace) -> int:
                 "table": found.table,
                 "chosen": found.chosen,
                 "wanted": found.wanted,
+                "verdict": found.verdict,
                 "reason": found.reason,
+                "option": found.option,
+                "max_rank_seconds": found.seconds,
+                "missing_bytes": found.missing,
             }
         )
     else:
-        print(f"{found.table} is {found.chosen}. {found.reason}")
-    return 0
+        print(printable(f"{found.table} is {found.chosen}. {found.reason}", TEXT_LIMIT))

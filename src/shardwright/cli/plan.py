@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardwright.cli import options as shared
+from shardwright.core.cluster import TIERS
 from shardwright.core.plan import Plan, write_plan
+from shardwright.core.statistics import MemoryPrice, Statistics
 from shardwright.planner import plan
+from shardwright.planner.statistics import memory_prices, statistics
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``plan``."""
     shared.job_argument(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="plan.json", help="write the plan")
+    parser.add_argument("--full", action="store_true", help="every sheet, table and rank")
     shared.json_option(parser)
 
 
@@ -23,18 +28,19 @@ def execute(options: argparse.Namespace) -> int:
     made = plan(shared.job_of(options))
     if options.output:
         write_plan(made, options.output)
+    found, prices = statistics(made), memory_prices(made)
     if options.json:
-        shared.print_json(as_report(made))
+        shared.print_json(as_report(made, found, prices))
     else:
-        from shardwright.report.table import plan_summary
+        from shardwright.report.plan_report import plan_report
 
-        shared.show(plan_summary(made))
+        shared.show(plan_report(made, found, prices, full=options.full))
     if options.output:
         print(f"plan written to {options.output}", file=sys.stderr)
     return 0
 
 
-def as_report(made: Plan) -> dict[str, object]:
+def as_report(made: Plan, found: Statistics, prices: Sequence[MemoryPrice]) -> dict[str, object]:
     """The plan's figures by the names users script against."""
     return {
         "schema": made.schema,
@@ -42,14 +48,19 @@ def as_report(made: Plan) -> dict[str, object]:
         "max_rank_seconds": made.max_rank_seconds,
         "lower_bound_seconds": made.lower_bound_seconds,
         "gap": made.gap,
+        "capacity": dict(zip(TIERS, made.cluster.capacity, strict=True)),
+        "reserved": made.reserved,
         "ranks": [
             {
                 "rank": r.rank,
                 "seconds": r.seconds,
+                "parts": r.parts,
                 "hbm_bytes": r.hbm_bytes,
                 "ddr_bytes": r.ddr_bytes,
+                "ssd_bytes": r.ssd_bytes,
                 "peak_bytes": r.peak_bytes,
                 "peak_phase": r.peak_phase,
+                "at_peak": r.at_peak,
                 **r.exact,
             }
             for r in made.ranks
@@ -59,6 +70,7 @@ def as_report(made: Plan) -> dict[str, object]:
                 "name": t.name,
                 "sharding_type": t.sharding_type,
                 "compute_kernel": t.compute_kernel,
+                "cache_load_factor": t.cache_load_factor,
                 "ranks": t.ranks,
                 "shard_sizes": t.shard_sizes,
                 "seconds": t.seconds,
@@ -67,7 +79,13 @@ def as_report(made: Plan) -> dict[str, object]:
             for t in made.tables
         ],
         "units": made.units,
+        "search": made.search.name,
         "proposals": made.search.proposals,
+        "feasible": made.search.feasible,
+        "options": made.search.options,
+        "skipped": made.search.skipped,
         "wall_seconds": made.search.wall_seconds,
         "assumptions": made.assumptions,
+        "statistics": found,
+        "memory_prices": prices,
     }

@@ -20,19 +20,32 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def lookups(table: TableSpec, batch: Batch) -> float:
     """Ids that one rank's batch holds for ``table``; an int where that is a whole number."""
-    factors = zip(table.pooling_factors, table.poolings, strict=True)
-    ids = sum(length * poolings for length, poolings in factors) * batch.size
+    ids = sum(
+        length * poolings * size
+        for length, poolings, size in zip(
+            table.pooling_factors, table.poolings, feature_batches(table, batch), strict=True
+        )
+    )
     return int(ids) if float(ids).is_integer() else ids
-
-
-def expected_distinct(ids: int, rows: int) -> int:
-    """Different rows among ``ids`` even draws from ``rows``, rounded."""
-    return round(rows * -math.expm1(-ids / rows)) if rows else 0
 
 
 def outputs(table: TableSpec, batch: Batch) -> float:
     """Rows that one rank's batch gets back from ``table`` after pooling."""
     if not table.pooled:
         return lookups(table, batch)
-    factors = zip(table.pooling_factors, table.poolings, strict=True)
-    return sum(min(1.0, length) * poolings for length, poolings in factors) * batch.size
+    return sum(
+        min(1.0, length) * poolings * size
+        for length, poolings, size in zip(
+            table.pooling_factors, table.poolings, feature_batches(table, batch), strict=True
+        )
+    )
+
+
+def feature_batches(table: TableSpec, batch: Batch) -> tuple[int, ...]:
+    """Samples of one rank for each feature of ``table``."""
+    return table.batch_sizes or (batch.size,) * len(table.pooling_factors)
+
+
+def expected_distinct(ids: int, rows: int) -> int:
+    """Different rows among ``ids`` even draws from ``rows``, rounded."""
+    return round(rows * -math.expm1(-ids / rows)) if rows else 0

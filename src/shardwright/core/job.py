@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import tomllib
+import types
 import typing
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,22 +17,27 @@ import msgspec
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import DenseOptimizer, TableSpec
-from shardwright.core.tensor import element_bytes
+from shardwright.core.planning import PlannerSection
+from shardwright.core.tables import check_constraints, check_tables, read_tables
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
-
-MAX_ROWS = 2**40
 
 
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The built-in model and the widths of its layers."""
+    """The built-in model and the widths of its layers, or tables alone, perhaps from a file.
 
-    kind: Literal["dlrm"] = "dlrm"
+    A job that names neither layers nor ``[data]`` nor ``[train]`` is of tables alone.
+    """
+
+    kind: Literal["dlrm", "tables"] = "dlrm"
+    tables: str = ""
     dense_features: Width = 13
     bottom: tuple[Width, ...] = (64, 16)
     top: tuple[Width, ...] = (64, 1)
@@ -38,14 +45,27 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A preset, and what this job's machine has instead; capacities are per rank."""
+    """A preset, and what this job's machine has instead; capacities are per rank.
 
-    preset: str = "local"
+    The bandwidths and multipliers are those of TorchRec's topology, in bytes per millisecond.
+    """
+
+    preset: str = ""
     world_size: Ranks | None = None
     local_world_size: Ranks | None = None
+    pod_size: Ranks | None = None
     compute_device: Literal["cpu", "cuda"] | None = None
     hbm_cap: int | str | None = None
     ddr_cap: int | str | None = None
+    ssd_cap: int | str | None = None
+    hbm_mem_bw: Bandwidth | None = None
+    ddr_mem_bw: Bandwidth | None = None
+    ssd_mem_bw: Bandwidth | None = None
+    hbm_to_ddr_mem_bw: Bandwidth | None = None
+    intra_host_bw: Bandwidth | None = None
+    inter_host_bw: Bandwidth | None = None
+    bwd_compute_multiplier: Multiplier | None = None
+    weighted_feature_bwd_compute_multiplier: Multiplier | None = None
 
 
 class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,13 +85,6 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: Count = 100_000
     test_rows: Whole = 20_000
     seed: Whole = 0
-
-
-class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How plans are searched, and what is forced: unit name -> ``shard`` or ``replicate``."""
-
-    search: Literal["greedy"] = "greedy"
-    units: dict[str, Literal["shard", "replicate"]] = {}
 
 
 class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,18 +140,40 @@ def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
         raise InputError(expected(str(path), "a job in TOML", f"'{error}'")) from None
     for override in overrides:
         _override(document, override)
-    return parse_job(document, str(path))
+    return parse_job(document, str(path), Path(path))
 
 
-def parse_job(document: dict[str, Any], where: str = "job") -> Job:
-    """Check a decoded job; every error names the key, what was expected and what was found."""
+def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = None) -> Job:
+    """Check a decoded job; every error names the key, what was expected and what was found.
+
+    ``path`` is the job's own, for files that it names.
+    """
+    document = _with_tables(document, where, path)
     _refuse_unknown_keys(document, Job, where, "")
     try:
         job = msgspec.convert(document, Job)
     except msgspec.ValidationError as error:
         raise InputError(_explain(str(error), document, where)) from None
-    _check_tables(job, where)
+    check_tables(job.tables, where, identifiers=job.model.kind == "dlrm")
+    check_constraints(job.planner.constraints, job.tables, where)
     return job
+
+
+def _with_tables(document: dict[str, Any], where: str, path: Path | None) -> dict[str, Any]:
+    """The document with the tables of ``model.tables`` in it, and with the kind of its model."""
+    model = document.get("model", {})
+    if not isinstance(model, dict):
+        return document
+    named = model.get("tables")
+    if isinstance(named, str) and named:
+        if "tables" in document:
+            raise InputError(
+                expected(f"{where}: model.tables", "a file or [[tables]] in the job", "both")
+            )
+        document = {**document, "tables": read_tables(named, path)}
+    if set(model) <= {"tables"} and not {"data", "train"} & set(document):
+        document = {**document, "model": {**model, "kind": "tables"}}
+    return document
 
 
 def _override(document: dict[str, Any], text: str) -> None:
@@ -163,20 +198,30 @@ def _refuse_unknown_keys(value: Any, kind: Any, where: str, path: str) -> None:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         if not isinstance(value, dict):
             return
-        fields = typing.get_type_hints(kind)
+        fields = _fields(kind)
         for key, inner in value.items():
             spot = f"{path}.{key}" if path else key
             if key not in fields or (kind is TableSpec and key == "fqn"):
                 known = sorted(set(fields) - {"fqn"})
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+                near = [name for name in known if name.startswith(key)]
+                near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
                 raise InputError(
                     f"{where}: unknown key '{spot}'. Did you mean '{near[0] if near else ''}'? "
                     f"Known here: {', '.join(known)}."
                 )
             _refuse_unknown_keys(inner, fields[key], where, spot)
+    elif typing.get_origin(kind) is types.UnionType:  # a section that may be left out
+        for inner in typing.get_args(kind):
+            _refuse_unknown_keys(value, inner, where, path)
     elif typing.get_origin(kind) is tuple and isinstance(value, list):
         for index, inner in enumerate(value):
             _refuse_unknown_keys(inner, typing.get_args(kind)[0], where, f"{path}[{index}]")
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, Any]:
+    """The fields of a struct by name, with their types."""
+    return typing.get_type_hints(kind)
 
 
 def _explain(message: str, document: dict[str, Any], where: str) -> str:
@@ -200,7 +245,7 @@ def _explain(message: str, document: dict[str, Any], where: str) -> str:
         return expected(f"{where}: {inside}{text.split('`')[1]}", "a value", "none")
     wanted = text.replace("`", "").removeprefix("Expected ")
     if text.startswith("Invalid enum value"):
-        wanted = f"one of {', '.join(_choices(kind))}"
+        wanted = f"one of {', '.join(dict.fromkeys(_choices(kind)))}"
     if ", got" in wanted:
         wanted = wanted.partition(", got")[0]
     return expected(f"{where}: {spot}", wanted, shown)
@@ -209,7 +254,7 @@ def _explain(message: str, document: dict[str, Any], where: str) -> str:
 def _inner(kind: Any, key: str) -> Any:
     """The type of a field of a struct, or of the elements of a tuple."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return typing.get_type_hints(kind).get(key)
+        return _fields(kind).get(key)
     arguments = typing.get_args(kind)
     return arguments[0] if arguments else None
 
@@ -219,41 +264,3 @@ def _choices(kind: Any) -> list[str]:
     if typing.get_origin(kind) is Literal:
         return [str(choice) for choice in typing.get_args(kind)]
     return [choice for inner in typing.get_args(kind) for choice in _choices(inner)]
-
-
-def _check_tables(job: Job, where: str) -> None:
-    if not job.tables:
-        raise InputError(expected(f"{where}: tables", "at least one [[tables]] entry", "none"))
-    names: set[str] = set()
-    for index, table in enumerate(job.tables):
-        spot = f"{where}: tables[{index}] '{table.name}'"
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,99}", table.name):
-            raise InputError(
-                expected(
-                    f"{where}: tables[{index}].name",
-                    "letters, digits and underscores, at most 100",
-                    repr(table.name[:100]),
-                )
-            )
-        if table.name in names:
-            raise InputError(expected(f"{spot}.name", "a name of its own", "one used twice"))
-        names.add(table.name)
-        _check_range(f"{spot}.rows", table.rows, 1, MAX_ROWS)
-        _check_range(f"{spot}.dim", table.dim, 1, 2**16)
-        _check_range(f"{spot}.min_partition", table.min_partition, 0, table.dim)
-        element_bytes(table.dtype, f"{spot}.dtype")
-        if len(table.poolings) != len(table.pooling_factors):
-            raise InputError(
-                expected(
-                    f"{spot}.num_poolings",
-                    f"{len(table.pooling_factors)} values, as pooling_factors",
-                    str(len(table.num_poolings)),
-                )
-            )
-        for factor in (*table.pooling_factors, *table.poolings):
-            _check_range(f"{spot}.pooling_factors", factor, 0, 1e6)
-
-
-def _check_range(where: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise InputError(expected(where, f"a value from {low} to {high}", f"{value}"))

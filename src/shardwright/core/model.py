@@ -23,12 +23,41 @@ ShardingType = Literal[
     "table_column_wise",
     "grid_shard",
 ]
-TableOptimizer = Literal["sgd", "rowwise_adagrad"]
+ComputeKernel = Literal[
+    "dense",
+    "fused",
+    "fused_uvm",
+    "fused_uvm_caching",
+    "key_value",
+    "quant",
+    "quant_uvm",
+    "quant_uvm_caching",
+]
+TableOptimizer = Literal["none", "sgd", "adam", "adagrad", "rowwise_adagrad"]
 DenseOptimizer = Literal["sgd", "adagrad", "adam"]
 
 
+class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a table that lives in slower memory is cached.
+
+    ``load_factor`` is the cached share of its rows; ``stats`` are the expected lookups of a step,
+    the cacheability from 0 to 1 and the miss rate of a cache of size 0, which falls linearly to
+    none at a load factor of 1. ``passes`` is how many passes a prefetch takes.
+    """
+
+    load_factor: float | None = None
+    prefetch_pipeline: bool | None = None
+    passes: int | None = None
+    stats: tuple[float, float, float] | None = None
+
+
 class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An embedding table of ``rows`` x ``dim`` and the traffic that one sample sends to it."""
+    """An embedding table of ``rows`` x ``dim`` and the traffic that one sample sends to it.
+
+    There is a pooling factor (ids per bag), a number of bags per sample and, where ``batch_sizes``
+    says so, a batch size for each feature that reads the table. ``sharding_types``,
+    ``compute_kernels`` and ``min_partition`` (the narrowest column shard) limit the choice.
+    """
 
     name: str
     rows: int
@@ -38,10 +67,16 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: TableOptimizer | None = None
     pooled: bool = True
     pooling_factors: tuple[float, ...] = (1.0,)
-    num_poolings: tuple[float, ...] = ()
-    sharding_types: tuple[ShardingType, ...] = ()
-    compute_kernels: tuple[str, ...] = ()
-    min_partition: int = 0
+    num_poolings: tuple[float, ...] | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    output_dtype: str | None = None
+    module_weighted: bool = False
+    constraint_weighted: bool = False
+    sharding_types: tuple[ShardingType, ...] | None = None
+    compute_kernels: tuple[ComputeKernel, ...] | None = None
+    min_partition: int | None = None
+    cache: CacheSpec | None = None
+    kv_l1_mb: int | None = None
 
     @property
     def poolings(self) -> tuple[float, ...]:

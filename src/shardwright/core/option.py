@@ -1,8 +1,13 @@
-"""A way to shard one table, before it is decided which ranks get the shards."""
+"""A way to shard one table, before it is decided which ranks get the shards.
+
+Shards that are alike are told together as a :class:`ShardRun`, so an option costs the same to
+describe on 8 ranks and on 8,000.
+"""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import msgspec
 
@@ -11,6 +16,20 @@ from shardwright.core.block import Block
 from shardwright.core.model import ShardingType, TableSpec
 
 DEFAULT_MIN_PARTITION = 4  # columns; the narrowest column shard tried when a job names none
+
+Partition = Literal["uniform", "device", "host", "multi_host"]
+
+# Which ranks the shards of a type may go to: shard k to rank k; each to any rank; all to the ranks
+# of one host; each column block to the ranks of one of several hosts.
+PARTITION: dict[ShardingType, Partition] = {
+    "data_parallel": "uniform",
+    "table_wise": "device",
+    "column_wise": "device",
+    "row_wise": "uniform",
+    "table_row_wise": "host",
+    "table_column_wise": "host",
+    "grid_shard": "multi_host",
+}
 
 
 class ShardShape(msgspec.Struct, frozen=True, array_like=True):
@@ -22,50 +41,103 @@ class ShardShape(msgspec.Struct, frozen=True, array_like=True):
     columns: int
 
 
+class ShardRun(msgspec.Struct, frozen=True, array_like=True):
+    """``count`` rectangles of ``rows`` x ``columns``, the first at (``row``, ``column``), each
+    next one ``row_step`` rows and ``column_step`` columns further on."""
+
+    rows: int
+    columns: int
+    count: int = 1
+    row: int = 0
+    column: int = 0
+    row_step: int = 0
+    column_step: int = 0
+
+    def shapes(self) -> Iterator[ShardShape]:
+        """The rectangles in order."""
+        for k in range(self.count):
+            row, column = self.row + k * self.row_step, self.column + k * self.column_step
+            yield ShardShape(row, column, self.rows, self.columns)
+
+
 class Option(msgspec.Struct, frozen=True):
     """A table, a sharding type, a compute kernel, and the shards in order."""
 
     table: str
     sharding_type: ShardingType
     compute_kernel: str
-    shards: tuple[ShardShape, ...]
+    runs: tuple[ShardRun, ...]
+
+    @property
+    def partition(self) -> Partition:
+        """Which ranks the shards may go to."""
+        return PARTITION[self.sharding_type]
+
+    @property
+    def count(self) -> int:
+        """Number of shards."""
+        return sum(run.count for run in self.runs)
+
+    @property
+    def shards(self) -> tuple[ShardShape, ...]:
+        """Every shard, one by one."""
+        return tuple(shape for run in self.runs for shape in run.shapes())
 
 
-def shard_shapes(
-    table: TableSpec, sharding_type: ShardingType, world_size: int
-) -> tuple[ShardShape, ...]:
-    """The shards of ``table`` under ``sharding_type``; row cuts are ceiling chunks."""
+def shard_runs(
+    table: TableSpec, sharding_type: ShardingType, world_size: int, group: int, width: int
+) -> tuple[ShardRun, ...]:
+    """The shards of ``table``: row cuts are ceiling chunks over all ranks, or over the ``group``
+    ranks of a host; column cuts are ``width`` wide, which must divide ``dim``."""
+    rows, dim = table.rows, table.dim
+    assert dim % width == 0
     match sharding_type:
         case "data_parallel":
-            return (ShardShape(0, 0, table.rows, table.dim),) * world_size
+            return (ShardRun(rows, dim, world_size),)
         case "table_wise":
-            return (ShardShape(0, 0, table.rows, table.dim),)
+            return (ShardRun(rows, dim),)
         case "row_wise":
-            return row_shards(table.rows, table.dim, world_size)
-        case "column_wise":
-            width = column_width(table)
-            return tuple(ShardShape(0, c, table.rows, width) for c in range(0, table.dim, width))
-        case _:
-            raise AssertionError(f"no shard shapes for {sharding_type}")
+            return row_runs(rows, dim, world_size)
+        case "column_wise" | "table_column_wise":
+            return (ShardRun(rows, width, dim // width, column_step=width),)
+        case "table_row_wise":
+            return row_runs(rows, dim, group)
+        case "grid_shard":
+            starts = range(0, dim, width)
+            return tuple(run for start in starts for run in row_runs(rows, width, group, start))
 
 
-def row_shards(rows: int, columns: int, parts: int) -> tuple[ShardShape, ...]:
+def row_runs(rows: int, columns: int, parts: int, column: int = 0) -> tuple[ShardRun, ...]:
     """``parts`` row shards of ``ceil(rows / parts)`` rows; the last ones hold less or nothing."""
     chunk = ceil_div(rows, parts)
-    starts = [min(k * chunk, rows) for k in range(parts + 1)]
-    return tuple(
-        ShardShape(start, 0, stop - start, columns) for start, stop in itertools.pairwise(starts)
-    )
+    full = rows // chunk
+    runs = [ShardRun(chunk, columns, full, 0, column, chunk if full > 1 else 0)]
+    if rest := rows - full * chunk:
+        runs.append(ShardRun(rest, columns, 1, full * chunk, column))
+    empty = parts - full - bool(rest)
+    if empty:
+        runs.append(ShardRun(0, columns, empty, rows, column))
+    return tuple(runs)
 
 
-def column_width(table: TableSpec) -> int:
-    """The narrowest width of at least ``min_partition`` columns that divides ``dim`` and 4."""
-    floor = table.min_partition or max(DEFAULT_MIN_PARTITION, table.dim // 2)
-    widths = (w for w in range(floor, table.dim) if table.dim % w == 0 and w % 4 == 0)
+def column_width(table: TableSpec, least: int) -> int:
+    """The narrowest width of at least ``least`` columns that divides ``dim`` and 4, or ``dim``."""
+    widths = (w for w in range(max(least, 1), table.dim) if table.dim % w == 0 and w % 4 == 0)
     return next(widths, table.dim)
 
 
-def place(option: Option, ranks: tuple[int, ...], table: TableSpec) -> tuple[Block, ...]:
+def column_widths(table: TableSpec) -> tuple[int, ...]:
+    """Every width by halving ``dim`` that a column cut may have, widest first."""
+    least = table.min_partition or DEFAULT_MIN_PARTITION
+    widths = []
+    width = table.dim
+    while width % 2 == 0 and width // 2 >= least and width // 2 % 4 == 0:
+        width //= 2
+        widths.append(width)
+    return tuple(widths)
+
+
+def place(option: Option, ranks: Iterable[int], table: TableSpec) -> tuple[Block, ...]:
     """The parameter blocks of an option whose shard *k* goes to ``ranks[k]``."""
     return tuple(
         Block(table.tensor.fqn, "parameter", (s.row, s.column), (s.rows, s.columns), rank)

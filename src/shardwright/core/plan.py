@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -19,14 +19,49 @@ from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import MismatchError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, ShardingType
+from shardwright.core.option import ShardRun
 from shardwright.core.placement import Placement
 from shardwright.core.timeline import EventRun
 
-SCHEMA = "shardwright.plan/1"
+T = TypeVar("T")
+
+SCHEMA = "shardwright.plan/2"
+
+
+class ShardPlan(msgspec.Struct, frozen=True, array_like=True):
+    """The shards of ``run``: the first on ``rank``, each next one on the rank after it.
+
+    Each takes ``seconds`` per step, by part, and the bytes of each tier, by kind.
+    """
+
+    rank: int
+    run: ShardRun
+    seconds: dict[str, float]
+    hbm: dict[str, int]
+    ddr: dict[str, int]
+    ssd: dict[str, int]
+
+    @property
+    def ranks(self) -> range:
+        """The rank of each shard."""
+        return range(self.rank, self.rank + self.run.count)
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds per step of one of the shards."""
+        return sum(self.seconds.values())
+
+    @property
+    def storage(self) -> tuple[int, int, int]:
+        """Bytes of one of the shards in HBM, DDR and SSD."""
+        return sum(self.hbm.values()), sum(self.ddr.values()), sum(self.ssd.values())
 
 
 class TablePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was chosen for a table; shard *k* lies on ``ranks[k]``, ``seconds`` are per step."""
+    """What was chosen for a table; shards that are alike on ranks that follow are told together.
+
+    ``cache_load_factor`` is the share of its rows that is cached, where the table has a cache.
+    """
 
     name: str
     fqn: str
@@ -35,10 +70,32 @@ class TablePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sharding_type: ShardingType
     compute_kernel: str
     optimizer: str
-    ranks: tuple[int, ...]
-    shard_sizes: tuple[tuple[int, int], ...]
-    seconds: tuple[float, ...]
-    nbytes: tuple[int, ...]
+    shards: tuple[ShardPlan, ...]
+    cache_load_factor: float | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of every shard, in order."""
+        return tuple(rank for shard in self.shards for rank in shard.ranks)
+
+    @property
+    def shard_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of every shard."""
+        return self._each([(shard.run.rows, shard.run.columns) for shard in self.shards])
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds per step of every shard."""
+        return self._each([shard.total_seconds for shard in self.shards])
+
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        """Bytes of every shard in all tiers together."""
+        return self._each([sum(shard.storage) for shard in self.shards])
+
+    def _each(self, values: list[T]) -> tuple[T, ...]:
+        pairs = zip(self.shards, values, strict=True)
+        return tuple(value for shard, value in pairs for _ in range(shard.run.count))
 
 
 class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +114,10 @@ class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rank's predicted bytes by kind at the peak, where the peak is, and seconds per step."""
+    """A rank's predicted bytes by kind at the peak, where the peak is, and seconds per step.
+
+    ``parts`` are the seconds by part; ``hbm_bytes`` and so on are what it fills of each tier.
+    """
 
     rank: int
     peak_bytes: int
@@ -65,23 +125,49 @@ class RankTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_peak: dict[str, int]
     exact: dict[str, int]
     seconds: float
+    parts: dict[str, float]
     hbm_bytes: int
     ddr_bytes: int
+    ssd_bytes: int = 0
+
+
+class Reserved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What tables may fill of each rank's tiers, and what was set aside: ``kind`` names the rule.
+
+    ``dense`` and ``inputs`` are bytes of HBM and DDR that the rule counts for the dense part and
+    the inputs of a step.
+    """
+
+    kind: str
+    hbm_left: int
+    ddr_left: int
+    ssd_left: int
+    dense: tuple[int, int] = (0, 0)
+    inputs: tuple[int, int] = (0, 0)
 
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the plan was found."""
+    """How the plan was found.
+
+    ``options`` were looked at, ``slow_kernels`` says whether kernels with weights in host memory
+    were among them. ``proved_seconds`` is a bound that the search itself has proved. ``skipped``
+    says what was not tried, and why.
+    """
 
     name: str
     proposals: int
     feasible: int
     wall_seconds: float
+    options: int = 0
+    slow_kernels: bool = False
+    proved_seconds: float = 0.0
+    skipped: tuple[str, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything ``apply`` needs, and everything ``explain`` recomputes."""
 
-    schema: Literal["shardwright.plan/1"]
+    schema: Literal["shardwright.plan/2"]
     version: str
     job: Job
     cluster: Cluster
@@ -93,6 +179,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_rank_seconds: float
     lower_bound_seconds: float
     gap: float
+    reserved: Reserved
     assumptions: tuple[str, ...]
     search: Search
     fingerprint: str = ""

@@ -1,132 +1,165 @@
-"""Named constants by hardware, each with its value, unit, source and date.
-
-A rate named ``*_rate`` is per rank. A job may start from a preset and replace capacities; a
-calibrated cluster replaces the constants themselves.
-"""
+"""The cluster a job names: a preset, and what the job has instead."""
 
 from __future__ import annotations
-
-import msgspec
 
 from shardwright.core.cluster import Cluster, Constant, Device
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import ClusterSection
+from shardwright.core.planning import Profile
 from shardwright.core.units import parse_bytes
+from shardwright.cost.presets import HARDWARE, MODELS, PRESETS, Preset
 
-GIB = 2**30
-_BENCH = "micro-benchmark, 2-core x86-64 host, torch 2.13, 1 thread"
-_GLOO = "micro-benchmark, gloo, 2 ranks of that host"
-_H100 = "NVIDIA H100 SXM data sheet"
-
-
-def _constant(value: float, unit: str, source: str, date: str) -> Constant:
-    return Constant(value, unit, source, date)
-
-
-def _links(source: str, date: str, **measured: tuple[float, float]) -> dict[str, Constant]:
-    """Latency and rate of each collective."""
-    found = {}
-    for name, (latency, rate) in measured.items():
-        found[f"{name}_latency"] = _constant(latency, "s", source, date)
-        found[f"{name}_rate"] = _constant(rate, "B/s", source, date)
-    return found
+TORCHREC_PROFILE = "torchrec-1.9"
+ACCELERATED, PLAIN = "h100-8", "local"  # presets of a job that names none
+CAPACITIES = ("hbm_cap", "ddr_cap", "ssd_cap")
+TORCHREC_KEYS = (
+    "hbm_mem_bw",
+    "ddr_mem_bw",
+    "ssd_mem_bw",
+    "hbm_to_ddr_mem_bw",
+    "intra_host_bw",
+    "inter_host_bw",
+    "bwd_compute_multiplier",
+    "weighted_feature_bwd_compute_multiplier",
+)
 
 
-LOCAL = {
-    "compute_rate": _constant(60e9, "FLOP/s", _BENCH + ", small fp32 GEMMs", "2026-11-21"),
-    "memory_rate": _constant(10e9, "B/s", _BENCH + ", half of the host's 25 GB/s", "2026-11-21"),
-    "row_latency": _constant(8e-9, "s", _BENCH + ", one random row of 64 B", "2026-11-21"),
-    "operation_latency": _constant(8e-6, "s", _BENCH + ", one eager operation", "2026-11-21"),
-    "index_cost": _constant(10e-9, "s", _BENCH + ", address one id", "2026-11-21"),
-    "sort_cost": _constant(50e-9, "s", _BENCH + ", sort one id by owner and undo it", "2026-11-21"),
-    "parse_cost": _constant(11e-6, "s", _BENCH + ", one click-log row of text", "2026-11-21"),
-    **_links(
-        _GLOO,
-        "2026-11-21",
-        all_to_all=(280e-6, 2.5e9),
-        all_gather=(350e-6, 1.2e9),
-        reduce_scatter=(530e-6, 0.45e9),
-        all_reduce=(550e-6, 2.5e9),
-    ),
-    "sgd_passes": _constant(3.0, "touches", _BENCH + ", scatter of one row", "2026-11-21"),
-    "rowwise_adagrad_passes": _constant(
-        12.0, "touches", _BENCH + ", sort, sum and write one row", "2026-11-21"
-    ),
-}
-
-H100 = {
-    "compute_rate": _constant(67e12, "FLOP/s", _H100 + ", fp32", "2023-03"),
-    "memory_rate": _constant(3.35e12, "B/s", _H100, "2023-03"),
-    "row_latency": _constant(0.0, "s", "hidden by parallel access", "2023-03"),
-    "operation_latency": _constant(5e-6, "s", "assumed: one kernel launch", "2026-11-21"),
-    "index_cost": _constant(0.1e-9, "s", "assumed: one elementwise kernel", "2026-11-21"),
-    "sort_cost": _constant(1e-9, "s", "assumed: device radix sort", "2026-11-21"),
-    "parse_cost": _constant(11e-6, "s", _BENCH + ", one click-log row of text", "2026-11-21"),
-    **_links(
-        _H100 + ", NVLink per direction; latency assumed",
-        "2023-03",
-        all_to_all=(15e-6, 450e9),
-        all_gather=(15e-6, 450e9),
-        reduce_scatter=(15e-6, 450e9),
-        all_reduce=(15e-6, 450e9),
-    ),
-    "sgd_passes": _constant(3.0, "touches", "read weight and gradient, write", "2026-11-21"),
-    "rowwise_adagrad_passes": _constant(
-        5.0, "touches", "assumed: one fused kernel with its sort", "2026-11-21"
-    ),
-}
-
-
-class Preset(msgspec.Struct, frozen=True):
-    """A machine by name, with the capacities of one rank."""
-
-    world_size: int
-    compute_device: Device
-    hbm_cap: int
-    ddr_cap: int
-    constants: dict[str, Constant]
-
-
-PRESETS = {
-    "local": Preset(2, "cpu", 0, 2 * GIB, LOCAL),
-    "h100-8": Preset(8, "cuda", 80 * 10**9, 128 * GIB, H100),
-}
-
-
-def cluster(section: ClusterSection) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster a job names, and what had to be assumed about it."""
-    if section.preset not in PRESETS:
-        raise InputError(
-            expected("cluster.preset", f"one of {', '.join(PRESETS)}", f"'{section.preset}'")
-        )
-    preset = PRESETS[section.preset]
-    device = section.compute_device or preset.compute_device
+def cluster(
+    section: ClusterSection, profile: Profile = "cluster"
+) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster a job names for a cost profile, and what had to be assumed about it."""
+    name = _preset_name(section, profile)
+    preset = PRESETS[name]
+    constants = _constants(section, name, preset)
+    device: Device = section.compute_device or preset.compute_device
     world_size = section.world_size or preset.world_size
-    local = section.local_world_size or world_size
-    if world_size % local:
+    local = _local_world_size(section, preset, world_size)
+    group = _group(section, world_size, local)
+    capacities = {key: _capacity(section, key, preset, device) for key in CAPACITIES}
+    found = Cluster(name, world_size, local, device, **capacities, group=group, constants=constants)
+    if found.memory_per_rank == 0:
+        key = _decisive(device)
+        raise InputError(
+            expected(f"cluster.{key}", "the bytes a rank may fill", "0", "Set it in the job.")
+        )
+    return found, _assumptions(section, profile, preset, found)
+
+
+def _preset_name(section: ClusterSection, profile: Profile) -> str:
+    """The preset a job names, or the one that its profile and device stand for."""
+    name = section.preset
+    if not name:
+        if profile in MODELS:
+            return profile
+        return ACCELERATED if section.compute_device == "cuda" else PLAIN
+    if name not in PRESETS:
+        raise InputError(expected("cluster.preset", f"one of {', '.join(PRESETS)}", f"'{name}'"))
+    if profile in MODELS and name != profile:
+        raise InputError(
+            expected(
+                "cluster.preset",
+                f"'{profile}', as planner.constants",
+                f"'{name}'",
+                "Leave one of the two out.",
+            )
+        )
+    if profile not in MODELS and name in MODELS:
+        raise InputError(
+            expected(
+                "cluster.preset",
+                f"one of {', '.join(HARDWARE)} for planner.constants '{profile}'",
+                f"'{name}'",
+                f"Set planner.constants to '{name}' as well.",
+            )
+        )
+    return name
+
+
+def _constants(section: ClusterSection, name: str, preset: Preset) -> dict[str, Constant]:
+    """The preset's constants; TorchRec's may be replaced one by one."""
+    given = {key: getattr(section, key) for key in TORCHREC_KEYS}
+    given = {key: value for key, value in given.items() if value is not None}
+    if given and name != TORCHREC_PROFILE:
+        key, value = next(iter(given.items()))
+        raise InputError(
+            expected(
+                f"cluster.{key}",
+                f"no rate of TorchRec's with preset '{name}', which has its own constants",
+                f"{value}",
+                f"Leave it out, or set planner.constants to '{TORCHREC_PROFILE}'.",
+            )
+        )
+    return preset.constants | {
+        key: Constant(value, preset.constants[key].unit, f"cluster.{key} of the job", "as given")
+        for key, value in given.items()
+    }
+
+
+def _local_world_size(section: ClusterSection, preset: Preset, world_size: int) -> int:
+    """Ranks per host: as the job says, as the preset's hosts have if those fill up, or all."""
+    local = section.local_world_size
+    if local is None:
+        return preset.host if preset.host and world_size % preset.host == 0 else world_size
+    if world_size > local and world_size % local:
         raise InputError(
             expected("cluster.local_world_size", f"a divisor of {world_size}", f"{local}")
         )
-    capacities = {
-        name: getattr(preset, name)
-        if getattr(section, name) is None
-        else parse_bytes(getattr(section, name), f"cluster.{name}")
-        for name in ("hbm_cap", "ddr_cap")
-    }
-    decisive = "ddr_cap" if device == "cpu" else "hbm_cap"
-    assumptions = [
-        f"hardware constants are the preset '{section.preset}'s, not measured on this machine"
-    ]
-    if getattr(section, decisive) is None:
-        assumptions.append(
-            f"cluster.{decisive} is the preset '{section.preset}'s: "
-            f"{capacities[decisive]:,} B per rank"
-        )
-    found = Cluster(
-        section.preset, world_size, local, device, **capacities, constants=preset.constants
-    )
-    if found.memory_per_rank == 0:
+    return local
+
+
+def _group(section: ClusterSection, world_size: int, local: int) -> int:
+    """Ranks linked as closely as those of one host; at most all."""
+    pod_size = section.pod_size or 1
+    if pod_size > world_size:
+        raise InputError(expected("cluster.pod_size", f"at most {world_size}", f"{pod_size}"))
+    group = pod_size * local
+    if world_size > local and world_size % group:
         raise InputError(
-            expected(f"cluster.{decisive}", "the bytes a rank may fill", "0", "Set it in the job.")
+            expected(
+                "cluster.pod_size",
+                f"a divisor of {world_size // local} hosts",
+                f"{pod_size}",
+            )
         )
-    return found, tuple(assumptions)
+    return min(group, world_size)
+
+
+def _capacity(section: ClusterSection, key: str, preset: Preset, device: Device) -> int:
+    """Bytes per rank of one tier; a CPU has no HBM whatever is said."""
+    given = getattr(section, key)
+    size: int = getattr(preset, key) if given is None else parse_bytes(given, f"cluster.{key}")
+    return 0 if (device, key) == ("cpu", "hbm_cap") else size
+
+
+def _decisive(device: Device) -> str:
+    """The capacity that a plan cannot do without."""
+    return "ddr_cap" if device == "cpu" else "hbm_cap"
+
+
+def _assumptions(
+    section: ClusterSection, profile: Profile, preset: Preset, found: Cluster
+) -> tuple[str, ...]:
+    notes = []
+    if not section.preset:
+        reason = "no compute_device is named"
+        if section.compute_device:
+            reason = f"compute_device is {section.compute_device}"
+        if profile in MODELS:
+            reason = "planner.constants say so"
+        notes.append(f"cluster.preset not given: '{found.name}', for {reason}")
+    notes.append(f"hardware constants are the preset '{found.name}'s, not measured on this machine")
+    if section.world_size is None:
+        notes.append(f"cluster.world_size not given: {found.world_size} ranks, as the preset has")
+    if section.local_world_size is None:
+        hosts = found.world_size // found.local_world_size
+        notes.append(
+            f"cluster.local_world_size not given: {found.local_world_size} ranks per host, "
+            f"{hosts} host{'s' if hosts > 1 else ''}"
+        )
+    key = _decisive(found.compute_device)
+    if getattr(section, key) is None:
+        notes.append(
+            f"cluster.{key} is the preset '{found.name}'s: "
+            f"{found.memory_per_rank:,} B per rank ({preset.capacities})"
+        )
+    return tuple(notes)

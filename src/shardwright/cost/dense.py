@@ -26,14 +26,17 @@ def compute_seconds(flops: Any, operations: Any, c: Any) -> Any:
 
 
 def communication_seconds(
-    buffer_bytes: Any, ranks: Any, *, sharded: bool, gathers: int, c: Any
+    buffer_bytes: Any, ranks: Any, *, sharded: bool, gathers: int, c: Any, local: Any = None
 ) -> dict[str, Any]:
-    """Seconds of a unit's collectives by direction: ``gather`` (one) and ``reduce``."""
+    """Seconds of a unit's collectives by direction: ``gather`` (one) and ``reduce``.
+
+    ``local`` of the ranks are on each host; None where all are on one.
+    """
     if not sharded:
-        reduced = network.collective_seconds("all_reduce", buffer_bytes, ranks, c)
+        reduced = network.collective_seconds("all_reduce", buffer_bytes, ranks, c, local)
         return {"gather": 0.0, "reduce": named("all_reduce_seconds", reduced, "s")}
-    gathered = network.collective_seconds("all_gather", buffer_bytes, ranks, c)
-    scattered = network.collective_seconds("reduce_scatter", buffer_bytes, ranks, c)
+    gathered = network.collective_seconds("all_gather", buffer_bytes, ranks, c, local)
+    scattered = network.collective_seconds("reduce_scatter", buffer_bytes, ranks, c, local)
     return {
         "gather": named("gather_seconds", gathered * gathers, "s"),
         "reduce": named("reduce_scatter_seconds", scattered, "s"),

@@ -1,126 +1,274 @@
 """Bytes and seconds of a table shard, for numbers, arrays or Amounts alike.
 
 Bytes are exact: they equal what the runtime allocates. Seconds are for one training step of one
-rank; ``ids`` are those of one rank's batch, so a whole table sees ``ids * ranks`` of them.
+rank; ``ids`` are those of one rank's batch, so a whole table sees ``ids * ranks`` of them. Of the
+``ranks``, ``local`` are on each host, and all on one where it is None.
+
+Ids go to the shards and rows come back in one exchange between all ranks: shards that are cut by
+rows share a table's ids evenly (assumed) and send back at most one partial sum for each bag.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from shardwright.core.amount import named, noted
+from shardwright.core.amount import ceil, minimum, named, noted, where
 from shardwright.core.batch import INDEX_BYTES
+from shardwright.core.cluster import Device, Tier
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import network, optimizer
+from shardwright.cost.cache import Cache, fetched_rows
 
-ROW_TYPES = ("row_wise",)
+REPLICATED = "data_parallel"
+ROW_TYPES = ("row_wise", "table_row_wise", "grid_shard")
+QUANTIZED = ("quant", "quant_uvm", "quant_uvm_caching")
+HOST_KERNELS = ("fused_uvm", "quant_uvm")
+CACHED_KERNELS = ("fused_uvm_caching", "quant_uvm_caching", "key_value")
+SCALE_BYTES = 8  # of a quantised row: fp32 scale and offset
+QUANTIZED_DTYPE = "int8"
+
+# Batches whose ids are on a rank at once, by input pipeline; rows are those of one batch.
+INPUTS_IN_FLIGHT = {
+    "none": 1,
+    "train_base": 1,
+    "train_sparse_dist": 2,
+    "train_prefetch_sparse_dist": 3,
+}
 
 
-def weight_bytes(rows: Any, columns: Any, element_bytes: Any) -> Any:
-    """Bytes of a shard's weights."""
-    return named("weight_bytes", rows * columns * element_bytes, "B")
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a step asks of a shard of ``rows`` x ``columns``, a row of which takes ``row_bytes``.
+
+    ``ids`` are those of one rank's batch and ``bags`` the rows that it gets back for them; an
+    element takes ``forward_bytes`` on its way back and its gradient ``backward_bytes``.
+    ``passes`` is how many touches of a row its update costs.
+    """
+
+    ids: Any
+    bags: Any
+    rows: Any
+    columns: Any
+    row_bytes: Any
+    forward_bytes: Any
+    backward_bytes: Any
+    passes: Any
+    cache: Cache | None = None
 
 
-def optimizer_state_bytes(rows: Any, kind: str) -> Any:
-    """Bytes of a shard's optimizer state: row-wise Adagrad keeps one fp32 per row."""
-    per_row = optimizer.TABLE_STATE_BYTES_PER_ROW[kind]
-    size = noted(per_row, "state_bytes_per_row", "B", f"optimizer {kind}", like=rows)
-    return named("optimizer_state_bytes", rows * size, "B")
+def home(kernel: str, device: Device) -> Tier:
+    """The memory that keeps a shard's weights and optimizer states."""
+    if kernel == "key_value":
+        return "ssd"
+    return "ddr" if device == "cpu" or kernel in (*HOST_KERNELS, *CACHED_KERNELS) else "hbm"
 
 
-def gradient_bytes(rows: Any, columns: Any, element_bytes: Any, sharding_type: str) -> Any:
-    """Bytes of a shard's gradient: dense for a replica, fused into the update (none) elsewhere."""
-    if sharding_type == "data_parallel":
-        return named("gradient_bytes", rows * columns * element_bytes, "B")
-    return noted(0, "gradient_bytes", "B", "fused: rows are updated in backward", like=rows)
+def row_bytes(columns: Any, dtype: str, kernel: str) -> Any:
+    """Bytes of one row of a shard as it is kept; a quantised row has a scale and an offset."""
+    kept = QUANTIZED_DTYPE if kernel in QUANTIZED else dtype
+    size = noted(ELEMENT_BYTES[kept], "element_bytes", "B", f"dtype {kept}", like=columns)
+    if kernel in QUANTIZED:
+        scale = noted(SCALE_BYTES, "scale_bytes", "B", "fp32 scale and offset", like=columns)
+        return named("row_bytes", columns * size + scale, "B")
+    return named("row_bytes", columns * size, "B")
 
 
 def shard_bytes(
-    rows: Any, columns: Any, dtype: str, kind: str, sharding_type: str
+    rows: Any, columns: Any, dtype: str, kind: str, kernel: str, *, training: bool = True
 ) -> dict[str, Any]:
-    """Bytes that a shard keeps, by kind: weight, gradient, optimizer_state."""
-    size = noted(ELEMENT_BYTES[dtype], "element_bytes", "B", f"dtype {dtype}", like=rows)
+    """Bytes that a shard keeps, by kind; optimizer ``kind`` has its states only in training.
+
+    The gradient of a dense kernel is as large as the shard; others update rows in backward.
+    """
+    weight = named("weight_bytes", rows * row_bytes(columns, dtype, kernel), "B")
+    if not training or kernel in QUANTIZED:
+        return {"weight": weight}
+    gradient = noted(0, "gradient_bytes", "B", "fused: rows are updated in backward", like=rows)
+    if kernel == "dense":
+        gradient = named("gradient_bytes", weight, "B")
     return {
-        "weight": weight_bytes(rows, columns, size),
-        "gradient": gradient_bytes(rows, columns, size, sharding_type),
-        "optimizer_state": optimizer_state_bytes(rows, kind),
+        "weight": weight,
+        "gradient": gradient,
+        "optimizer_state": optimizer.table_state_bytes(rows, columns, kind),
     }
 
 
-def ids_at_shard(ids: Any, ranks: Any, sharding_type: str) -> Any:
-    """Ids that one shard serves per step; row shards share a table's ids evenly (assumed)."""
-    if sharding_type in ("data_parallel", *ROW_TYPES):
-        return named("ids_at_shard", ids, "ids")
-    return named("ids_at_shard", ids * ranks, "ids")
+def row_parts(sharding_type: str, ranks: Any, local: Any = None) -> Any:
+    """How many shards share a table's ids: all ranks, the ranks of a host, or one."""
+    if sharding_type == "row_wise":
+        return ranks
+    if sharding_type in ROW_TYPES:
+        return ranks if local is None else local
+    return noted(1, "row_parts", "", f"{sharding_type}: rows are not cut", like=ranks)
+
+
+def ids_at_shard(ids: Any, rows: Any, ranks: Any, sharding_type: str, local: Any = None) -> Any:
+    """Ids that one shard serves per step; a shard of no rows serves none.
+
+    A replica serves its own rank, a shard that is cut by rows its share of all ranks' ids.
+    """
+    if sharding_type in (REPLICATED, "row_wise") or (sharding_type in ROW_TYPES and local is None):
+        served = ids
+    elif sharding_type in ROW_TYPES:
+        served = ids * ranks / local
+    else:
+        served = ids * ranks
+    return named("ids_at_shard", where(rows > 0, served, 0), "ids")
+
+
+def rows_sent_back(served: Any, bags: Any, ranks: Any) -> Any:
+    """Rows that a shard sends: one for each bag of every rank, and none without an id for it."""
+    return named("rows_sent_back", minimum(served, bags * ranks), "rows")
+
+
+def exchange_bytes(
+    demand: Demand,
+    sharding_type: str,
+    element_bytes: Any,
+    batches: Any,
+    ranks: Any,
+    local: Any = None,
+) -> dict[str, Any]:
+    """Bytes of the ids that a shard is sent, for ``batches`` at once, and of the rows it returns.
+
+    An element of those rows takes ``element_bytes``. They live for a part of a step.
+    """
+    served = ids_at_shard(demand.ids, demand.rows, ranks, sharding_type, local)
+    returned = minimum(served, demand.bags)
+    if sharding_type != REPLICATED:
+        returned = rows_sent_back(served, demand.bags, ranks)
+    index = noted(INDEX_BYTES, "index_bytes", "B", "ids travel as int64", like=demand.ids)
+    row = named("output_row_bytes", demand.columns * element_bytes, "B")
+    return {
+        "input": named("input_bytes", ceil(served) * index * batches, "B"),
+        "output": named("output_bytes", ceil(returned) * row, "B"),
+    }
 
 
 def request_seconds(ids: Any, sharding_type: str, c: Any) -> Any:
     """Seconds that every rank spends to address its own ids of a table, whoever holds it.
 
-    Row-wise ids are sorted by owner; the ids of a whole table all go to one rank as they are.
+    Ids of a table that is cut by rows are sorted by owner; others go to one rank as they are.
     """
     cost = c["sort_cost"] if sharding_type in ROW_TYPES else c["index_cost"]
     return named("request_seconds", ids * cost, "s")
 
 
-def routed_seconds(
-    served: Any, columns: Any, element_bytes: Any, ranks: Any, passes: Any, c: Any
-) -> dict[str, Any]:
-    """Seconds of one routed shard by phase: it serves ``served`` ids of the global batch.
+def slow_rate(kernel: str, c: Any) -> Any:
+    """Bytes per second of the memory that keeps the rows of a kernel that is not all in HBM."""
+    if kernel == "key_value":
+        return c["ssd_rate"]
+    return named("host_memory_rate", minimum(c["host_link_rate"], c["ddr_rate"]), "B/s")
 
-    ``passes`` is how many touches of a row its update costs. ``c`` maps constant names to numbers
-    or Amounts. Latencies of collectives are per step and counted by :func:`step_latencies`.
+
+def touch_seconds(demand: Demand, kernel: str, c: Any) -> Any:
+    """Seconds to reach one row of a shard, cached if there is a cache."""
+    rate = slow_rate(kernel, c) if kernel in HOST_KERNELS else c["memory_rate"]
+    return named("row_seconds", demand.row_bytes / rate + c["row_latency"], "s")
+
+
+def routed_seconds(
+    demand: Demand,
+    sharding_type: str,
+    kernel: str,
+    ranks: Any,
+    c: Any,
+    *,
+    local: Any = None,
+    training: bool = True,
+    prefetch: bool = False,
+) -> dict[str, Any]:
+    """Seconds of one routed shard by phase.
+
+    ``c`` maps constant names to numbers or Amounts. Latencies of collectives are per step and
+    counted by :func:`step_latencies`.
     """
-    row = named("row_bytes", columns * element_bytes, "B")
-    touch = named("row_seconds", row / c["memory_rate"] + c["row_latency"], "s")
+    served = ids_at_shard(demand.ids, demand.rows, ranks, sharding_type, local)
+    returned = rows_sent_back(served, demand.bags, ranks)
     index = noted(INDEX_BYTES, "index_bytes", "B", "ids travel as int64", like=served)
-    moved = network.transfer_seconds("all_to_all", served * row, ranks, c)
-    return {
-        "exchange_ids": named(
-            "exchange_ids_seconds",
-            network.transfer_seconds("all_to_all", served * index, ranks, c),
-            "s",
-        ),
-        "lookup": named("lookup_seconds", served * touch, "s"),
-        "exchange_rows": named("exchange_rows_seconds", moved, "s"),
-        "reduce": named("exchange_gradients_seconds", moved, "s"),
-        "step": named("update_seconds", served * touch * passes, "s"),
+
+    def moved(name: str, nbytes: Any) -> Any:
+        return named(name, network.transfer_seconds("all_to_all", nbytes, ranks, c, local), "s")
+
+    out = named("bytes_sent_back", returned * demand.columns * demand.forward_bytes, "B")
+    reads, update = _memory_seconds(
+        demand, kernel, served, row_parts(sharding_type, ranks, local), c, prefetch
+    )
+    seconds = {
+        "exchange_ids": moved("exchange_ids_seconds", served * index),
+        **reads,
+        "exchange_rows": moved("exchange_rows_seconds", out),
     }
+    if training and kernel not in QUANTIZED:
+        back = named("bytes_of_gradients", returned * demand.columns * demand.backward_bytes, "B")
+        seconds["reduce"] = moved("exchange_gradients_seconds", back)
+        seconds["step"] = update
+    return seconds
+
+
+def _memory_seconds(
+    demand: Demand, kernel: str, served: Any, parts: Any, c: Any, prefetch: bool
+) -> tuple[dict[str, Any], Any]:
+    """Seconds to read the rows that are asked for, by phase, and to update them.
+
+    What misses a cache is fetched, ahead of the lookup if there is a prefetch, and what it drives
+    out is written back with the update. A dense kernel updates every row of its shard.
+    """
+    touch = touch_seconds(demand, kernel, c)
+    update = served * touch * demand.passes
+    if kernel == "dense":
+        update = demand.rows * demand.row_bytes * demand.passes / c["memory_rate"]
+    if kernel not in CACHED_KERNELS:
+        lookup = named("lookup_seconds", served * touch, "s")
+        return {"lookup": lookup}, named("update_seconds", update, "s")
+    assert demand.cache is not None
+    fetched = fetched_rows(served, demand.rows, parts, demand.cache)
+    crossing = named("fetch_seconds", fetched * demand.row_bytes / slow_rate(kernel, c), "s")
+    step = named("update_seconds", update + crossing, "s")
+    if prefetch:
+        lookup = named("lookup_seconds", served * touch, "s")
+        return {"load": named("prefetch_seconds", crossing, "s"), "lookup": lookup}, step
+    hits = named("hits", served - fetched, "rows")
+    return {"lookup": named("lookup_seconds", hits * touch + crossing, "s")}, step
 
 
 def replicated_seconds(
-    ids: Any, rows: Any, columns: Any, element_bytes: Any, ranks: Any, passes: Any, c: Any
+    demand: Demand, ranks: Any, c: Any, *, local: Any = None, training: bool = True
 ) -> dict[str, Any]:
     """Seconds of one replica by phase: local lookups, a dense all-reduce, a dense update."""
-    table = named("table_bytes", rows * columns * element_bytes, "B")
-    row = named("row_bytes", columns * element_bytes, "B")
-    touch = named("row_seconds", row / c["memory_rate"] + c["row_latency"], "s")
-    reduce = network.transfer_seconds("all_reduce", table, ranks, c) + ids * touch
+    touch = touch_seconds(demand, "dense", c)
+    served = ids_at_shard(demand.ids, demand.rows, ranks, REPLICATED, local)
+    lookup = named("lookup_seconds", served * touch, "s")
+    if not training:
+        return {"lookup": lookup}
+    table = named("table_bytes", demand.rows * demand.row_bytes, "B")
+    reduced = network.transfer_seconds("all_reduce", table, ranks, c, local)
     return {
-        "lookup": named("lookup_seconds", ids * touch, "s"),
-        "reduce": named("all_reduce_seconds", reduce, "s"),
-        "step": named("update_seconds", table * passes / c["memory_rate"], "s"),
+        "lookup": lookup,
+        "reduce": named("all_reduce_seconds", reduced + served * touch, "s"),
+        "step": named("update_seconds", table * demand.passes / c["memory_rate"], "s"),
     }
 
 
 def shard_seconds(
-    ids: Any,
-    rows: Any,
-    columns: Any,
-    dtype: str,
-    kind: str,
-    ranks: Any,
+    demand: Demand,
     sharding_type: str,
+    kernel: str,
+    ranks: Any,
     c: Any,
+    *,
+    local: Any = None,
+    training: bool = True,
+    prefetch: bool = False,
 ) -> dict[str, Any]:
-    """Seconds per step of one shard by phase, updated by optimizer ``kind``."""
-    size = noted(ELEMENT_BYTES[dtype], "element_bytes", "B", f"dtype {dtype}", like=ids)
-    passes = c[f"{kind}_passes"]
-    if sharding_type == "data_parallel":
-        return replicated_seconds(ids, rows, columns, size, ranks, passes, c)
-    served = ids_at_shard(ids, ranks, sharding_type)
-    return routed_seconds(served, columns, size, ranks, passes, c)
+    """Seconds per step of one shard by phase; ``prefetch`` fills a cache ahead of the lookup."""
+    if sharding_type == REPLICATED:
+        return replicated_seconds(demand, ranks, c, local=local, training=training)
+    return routed_seconds(
+        demand, sharding_type, kernel, ranks, c, local=local, training=training, prefetch=prefetch
+    )
 
 
 # Collectives and eager operations of a step, whatever the number of tables: counts, ids and rows
@@ -132,7 +280,7 @@ REPLICATED_OPERATIONS = {"lookup": 4, "reduce": 6, "step": 8}
 
 
 def step_latencies(
-    routed: bool, replicated: bool, reduced: bool, ranks: int, c: Any
+    routed: bool, replicated: bool, reduced: bool, ranks: Any, c: Any, local: Any = None
 ) -> dict[str, float]:
     """Seconds per step and phase that do not depend on the number of tables.
 
@@ -144,10 +292,10 @@ def step_latencies(
         seconds[phase] = seconds.get(phase, 0.0) + value
 
     if routed:
-        _add_latencies(add, "all_to_all", ROUTED_COLLECTIVES, ROUTED_OPERATIONS, ranks, c)
+        _add_latencies(add, "all_to_all", ROUTED_COLLECTIVES, ROUTED_OPERATIONS, ranks, c, local)
     if replicated:
         collectives = REPLICATED_COLLECTIVES if reduced else {}
-        _add_latencies(add, "all_reduce", collectives, REPLICATED_OPERATIONS, ranks, c)
+        _add_latencies(add, "all_reduce", collectives, REPLICATED_OPERATIONS, ranks, c, local)
     return seconds
 
 
@@ -156,10 +304,11 @@ def _add_latencies(
     collective: network.Collective,
     collectives: dict[str, int],
     operations: dict[str, int],
-    ranks: int,
+    ranks: Any,
     c: Any,
+    local: Any,
 ) -> None:
     for phase, count in operations.items():
         add(phase, count * c["operation_latency"])
     for phase, count in collectives.items():
-        add(phase, count * network.latency_seconds(collective, ranks, c))
+        add(phase, count * network.latency_seconds(collective, ranks, c, local))

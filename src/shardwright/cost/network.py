@@ -4,6 +4,12 @@ Every rank keeps its own share, so (n - 1)/n of the bytes cross a link and one r
 ``nbytes`` is what one rank's full buffer holds. An all-reduce is a reduce-scatter followed by an
 all-gather and moves its bytes twice. Each collective has constants of its own, for backends differ
 more between collectives than between sizes. All functions take numbers, arrays or Amounts.
+
+Of n ranks, ``local`` are on each host, and all on one where it is None. Bytes to ranks of the same
+host go at the collective's rate, bytes to other hosts at the rank's share of the network, one
+after the other: the seconds add up. In an exchange everything that is for another host leaves this
+one. The other collectives take two stages, within hosts and between them, so of what one host's
+ranks have in common only a part of 1/local leaves through each.
 """
 
 from __future__ import annotations
@@ -22,17 +28,34 @@ CROSSINGS: dict[Collective, int] = {
 }
 
 
-def transfer_seconds(collective: Collective, nbytes: Any, ranks: Any, c: Any) -> Any:
+def transfer_seconds(
+    collective: Collective, nbytes: Any, ranks: Any, c: Any, local: Any = None
+) -> Any:
     """Seconds for the bytes alone; a part of a larger exchange pays no latency of its own."""
     crossing = nbytes if CROSSINGS[collective] == 1 else nbytes * CROSSINGS[collective]
-    return crossing * (ranks - 1) / ranks / c[f"{collective}_rate"]
+    rate = c[f"{collective}_rate"]
+    if local is None:
+        return crossing * (ranks - 1) / ranks / rate
+    if collective == "all_to_all":
+        near = crossing * (local - 1) / ranks
+        far = crossing * (ranks - local) / ranks
+    else:
+        near = crossing * (local - 1) / local
+        far = crossing * (ranks - local) / ranks / local
+    return near / rate + far / c["inter_host_rate"]
 
 
-def latency_seconds(collective: Collective, ranks: Any, c: Any) -> Any:
+def latency_seconds(collective: Collective, ranks: Any, c: Any, local: Any = None) -> Any:
     """Seconds of a collective of no bytes; nothing for a single rank."""
-    return minimum(ranks - 1, 1) * c[f"{collective}_latency"]
+    latency = minimum(ranks - 1, 1) * c[f"{collective}_latency"]
+    if local is None:
+        return latency
+    return latency + minimum(ranks - local, 1) * c["inter_host_latency"]
 
 
-def collective_seconds(collective: Collective, nbytes: Any, ranks: Any, c: Any) -> Any:
+def collective_seconds(
+    collective: Collective, nbytes: Any, ranks: Any, c: Any, local: Any = None
+) -> Any:
     """Seconds of one whole collective."""
-    return latency_seconds(collective, ranks, c) + transfer_seconds(collective, nbytes, ranks, c)
+    alpha = latency_seconds(collective, ranks, c, local)
+    return alpha + transfer_seconds(collective, nbytes, ranks, c, local)

@@ -52,6 +52,15 @@ class Session:
 
 def check_data(job: Job) -> None:
     """Raise before anything starts if the job's data cannot be what its model needs."""
+    if job.model.kind == "tables":
+        raise InputError(
+            expected(
+                "model.kind",
+                "a model to train",
+                "tables alone",
+                "They can be planned and explained; add a [model] with layers to train.",
+            )
+        )
     if len(job.tables) != TABLES_OF_CRITEO or job.model.dense_features != DENSE_OF_CRITEO:
         raise InputError(
             expected(

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from shardwright.core.batch import Batch, lookups
+import msgspec
+
+from shardwright.core.batch import Batch
 from shardwright.core.cluster import Cluster
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import Job
 from shardwright.core.layout import FlatLayout, unit_layout
-from shardwright.core.model import ModelSpec, ShardingType, Stage, TableSpec, UnitSpec
-from shardwright.core.option import Option, shard_shapes
+from shardwright.core.model import ModelSpec, Stage, TableSpec, UnitSpec
+from shardwright.core.option import Option
 from shardwright.core.placement import Flat, Placement, Replicate
-from shardwright.cost import constants, dense, embedding
+from shardwright.core.planning import EstimatorSection
+from shardwright.cost import constants, dense, reservation
+from shardwright.planner.choice import Choice
+from shardwright.planner.options.own import runnable_options, wide_options
+from shardwright.planner.options.torchrec import torchrec_options
+from shardwright.planner.pricing import additive, native, torchrec
+from shardwright.planner.pricing.setting import Setting
 
-RUNNABLE: tuple[ShardingType, ...] = ("data_parallel", "table_wise", "row_wise", "column_wise")
-UNIFORM: tuple[ShardingType, ...] = ("data_parallel", "row_wise")  # shard k lies on rank k
-
-
-@dataclass(frozen=True, slots=True)
-class TableChoice:
-    """One way to shard a table, with bytes and seconds of each shard."""
-
-    table: TableSpec
-    option: Option
-    shard_bytes: tuple[dict[str, int], ...]
-    shard_seconds: tuple[dict[str, float], ...]
-    request_seconds: float = 0.0  # on every rank
-    bytes: tuple[int, ...] = ()
-    seconds: tuple[float, ...] = ()
+Tables = tuple[tuple[Choice, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,127 +42,245 @@ class UnitChoice:
         return isinstance(self.placement, Replicate)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
-    """A job on its cluster, and every choice there is."""
+    """A job on its cluster, and every choice there is; ``slow`` says whether kernels with weights
+    in host memory are among them."""
 
     job: Job
-    cluster: Cluster
+    setting: Setting
     model: ModelSpec
-    batch: Batch
-    tables: tuple[tuple[TableChoice, ...], ...]
+    tables: Tables
     units: tuple[tuple[UnitChoice, ...], ...]
+    reserved: reservation.Reservation
     assumptions: tuple[str, ...]
-    values: dict[str, float] = field(default_factory=dict)
+    slow: bool = True
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machine."""
+        return self.setting.cluster
+
+    @property
+    def batch(self) -> Batch:
+        """The batch of one rank."""
+        return self.setting.batch
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The machine's constants by name."""
+        return self.setting.values
+
+    @property
+    def capacity(self) -> tuple[int, int, int]:
+        """Bytes per rank of HBM, DDR and SSD that may be filled."""
+        return self.reserved.capacities[0]
+
+    @property
+    def decisive_capacity(self) -> int:
+        """Bytes per rank of the memory that weights live in: HBM, on a CPU its host's."""
+        return self.capacity[1 if self.cluster.compute_device == "cpu" else 0]
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The tables in an order that does not depend on how a job lists them."""
+        return canonical_order(self.model.tables)
 
 
-def make_problem(job: Job, model: ModelSpec) -> Problem:
+def canonical_order(tables: Sequence[TableSpec]) -> tuple[int, ...]:
+    """Positions of ``tables`` by everything but their names, then by name."""
+
+    def key(index: int) -> tuple[bytes, str]:
+        table = tables[index]
+        bare = msgspec.structs.replace(table, name="", fqn="")
+        return msgspec.json.encode(bare), table.name
+
+    return tuple(sorted(range(len(tables)), key=key))
+
+
+def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
     """Enumerate once what each table and unit could be."""
-    cluster, assumptions = constants.cluster(job.cluster)
-    batch = Batch(job.batch.size, job.batch.sequence)
+    profile = job.planner.constants
+    if model.stages and profile != "cluster":
+        raise UnsupportedError(
+            expected(
+                "planner.constants",
+                f"'cluster' for a {model.kind}, whose dense part is planned too",
+                f"'{profile}'",
+                "Leave [model] out to plan the tables alone.",
+            )
+        )
+    if model.stages and job.planner.estimator != EstimatorSection():
+        raise UnsupportedError(
+            expected(
+                "planner.estimator",
+                f"nothing for a {model.kind}, whose steps are simulated",
+                "a section",
+                "Leave it out, or leave [model] out to plan the tables alone.",
+            )
+        )
+    cluster, assumptions = constants.cluster(job.cluster, profile)
+    setting = Setting(cluster, Batch(job.batch.size, job.batch.sequence), job.planner.estimator)
     _check_forced_units(job, model)
-    values = {name: constant.value for name, constant in cluster.constants.items()}
-    tables = tuple(table_choices(table, batch, cluster, values) for table in model.tables)
+    _check_pinned_ranks(job, cluster)
+    reserved = reserve(job, model, cluster)
     units = tuple(
-        unit_choices(unit, _stage(model, unit), job, cluster, values) for unit in model.units
+        unit_choices(unit, _stage(model, unit), job, cluster, setting.values)
+        for unit in model.units
     )
-    notes = (
-        *assumptions,
-        "ids spread evenly over the rows of a row_wise table",
-        "phases of a step follow one another: no overlap of communication and compute",
+    tables = table_choices(model, job, setting, slow=slow)
+    notes = (*assumptions, *_assumptions(job, model))
+    return Problem(job, setting, model, tables, units, reserved, notes, slow)
+
+
+def _assumptions(job: Job, model: ModelSpec) -> tuple[str, ...]:
+    notes = []
+    if job.planner.constants == "cluster":
+        notes.append("ids spread evenly over the rows of a table cut by rows")
+        notes.append("phases of a step follow one another: no overlap of communication and compute")
+    if not model.stages:
+        if job.planner.constants == "cluster" and reservation_kind(job) == "none":
+            notes.append("nothing is reserved for a dense part: planner.reservation is not given")
+        bare = [
+            t.name
+            for t, given in zip(model.tables, job.tables, strict=True)
+            if given.optimizer is None
+        ]
+        if bare and job.planner.constants != "additive":
+            notes.append(
+                f"{len(bare)} tables name no optimizer, {bare[0]} first: their state is counted as "
+                "0 bytes"
+            )
+    return tuple(notes)
+
+
+def reservation_kind(job: Job) -> str:
+    """What the job asks for, or what its profile reserves where it says nothing."""
+    given = job.planner.reservation.kind
+    if given is not None:
+        return given
+    if job.model.kind == "dlrm":
+        return "traced"
+    return "heuristic" if job.planner.constants == "torchrec-1.9" else "none"
+
+
+def reserve(job: Job, model: ModelSpec, cluster: Cluster) -> reservation.Reservation:
+    """What tables may not use; a model with stages has its dense part simulated instead."""
+    kind = reservation_kind(job)
+    if model.stages and kind in ("heuristic", "inference"):
+        raise UnsupportedError(
+            expected(
+                "planner.reservation.kind",
+                f"traced, percentage, absolute or none for a {model.kind}",
+                f"'{kind}'",
+                "Its dense part is simulated to the byte; no multiplier is needed.",
+            )
+        )
+    if not model.stages and kind == "traced":
+        raise UnsupportedError(
+            expected(
+                "planner.reservation.kind",
+                "another kind for tables alone",
+                "'traced'",
+                "There is no dense part to trace: name a [model], or say its bytes in "
+                "dense_bytes with kind 'absolute'.",
+            )
+        )
+    if kind == "traced":
+        return reservation.Reservation((cluster.capacity,))
+    section = msgspec.structs.replace(job.planner.reservation, kind=kind)
+    batch = Batch(job.batch.size)
+    if cluster.compute_device != "cpu" or job.planner.constants == "torchrec-1.9":
+        return reservation.reserve(
+            section, (cluster.capacity,), cluster.compute_device, model.tables, batch
+        )
+    # TorchRec's rules take shares of HBM only: on a CPU its host's memory stands in that place.
+    hbm, ddr, ssd = cluster.capacity
+    found = reservation.reserve(section, ((ddr, hbm, ssd),), "cuda", model.tables, batch)
+    ddr, hbm, ssd = found.capacities[0]
+    return reservation.Reservation(
+        ((hbm, ddr, ssd),),
+        found.dense and (found.dense[1], found.dense[0]),
+        found.kjt and (found.kjt[1], found.kjt[0]),
     )
-    return Problem(job, cluster, model, batch, tables, units, notes, values)
+
+
+def table_choices(model: ModelSpec, job: Job, setting: Setting, *, slow: bool) -> Tables:
+    """Every allowed option of every table, priced by the job's profile."""
+    options = [_options(table, model, job, setting.cluster, slow=slow) for table in model.tables]
+    cases = [
+        (table, option)
+        for table, found in zip(model.tables, options, strict=True)
+        for option in found
+    ]
+    priced = price(job, setting, cases)
+    remaining = iter(priced)
+    return tuple(tuple(next(remaining) for _ in found) for found in options)
+
+
+def price(job: Job, setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[Choice]:
+    """What options cost by the job's profile; tables alone carry their exchange buffers."""
+    match job.planner.constants:
+        case "torchrec-1.9":
+            return torchrec.price(setting, cases)
+        case "additive":
+            return additive.price(setting, cases)
+        case "cluster":
+            return native.price(setting, cases, exchange=job.model.kind == "tables")
+
+
+def _options(
+    table: TableSpec, model: ModelSpec, job: Job, cluster: Cluster, *, slow: bool
+) -> tuple[Option, ...]:
+    if model.stages:
+        return runnable_options(table, cluster.world_size)
+    if job.planner.constants == "additive":
+        allowed = table.sharding_types or ("table_wise", "column_wise")
+        types = tuple(t for t in allowed if t in ("table_wise", "column_wise"))
+        table = msgspec.structs.replace(table, sharding_types=types, compute_kernels=("fused",))
+        return wide_options(table, cluster, slow=False)
+    if job.planner.options == "torchrec" or job.planner.search == "proposers":
+        return torchrec_options(table, cluster)
+    return wide_options(table, cluster, slow=slow)
 
 
 def _check_forced_units(job: Job, model: ModelSpec) -> None:
     known = [unit.name for unit in model.units]
     for name in job.planner.units:
         if name not in known:
-            raise InputError(expected("planner.units", f"units {', '.join(known)}", f"'{name}'"))
+            wanted = f"units {', '.join(known)}" if known else "no unit: tables alone"
+            raise InputError(expected("planner.units", wanted, f"'{name}'"))
 
 
-def allowed_types(table: TableSpec) -> tuple[ShardingType, ...]:
-    """What the runtime can execute for this table and the job allows."""
-    types = [t for t in RUNNABLE if not table.sharding_types or t in table.sharding_types]
-    if table.optimizer == "rowwise_adagrad":
-        types = [t for t in types if t != "column_wise"]
-    if not types:
-        reason = (
-            " (column_wise needs sgd: its row-wise Adagrad sums would span ranks)"
-            if table.optimizer == "rowwise_adagrad" and "column_wise" in table.sharding_types
-            else ""
-        )
-        raise InputError(
-            expected(
-                f"tables '{table.name}'.sharding_types",
-                f"one of {', '.join(RUNNABLE)}{reason}",
-                ", ".join(table.sharding_types),
+def _check_pinned_ranks(job: Job, cluster: Cluster) -> None:
+    rules = job.planner.constraints
+    for name, ranks in rules.ranks.items():
+        if max(ranks) >= cluster.world_size:
+            raise InputError(
+                expected(
+                    f"planner.constraints.ranks.{name}",
+                    f"ranks below {cluster.world_size}",
+                    str(max(ranks)),
+                )
             )
-        )
-    return tuple(types)
-
-
-def table_choices(
-    table: TableSpec, batch: Batch, cluster: Cluster, values: dict[str, float]
-) -> tuple[TableChoice, ...]:
-    """Every allowed option of a table, its costs evaluated once per distinct shard."""
-    choices = []
-    for sharding_type in allowed_types(table):
-        kernel = "dense" if sharding_type == "data_parallel" else "fused"
-        if table.compute_kernels and kernel not in table.compute_kernels:
-            continue
-        shapes = shard_shapes(table, sharding_type, cluster.world_size)
-        if sharding_type == "column_wise" and len(shapes) == 1:
-            continue  # one column shard is table_wise
-        option = Option(table.name, sharding_type, kernel, shapes)
-        choices.append(_choice(table, batch, cluster, values, option))
-    if not choices:
-        raise InputError(
-            expected(
-                f"tables '{table.name}'",
-                "a sharding type and kernel that this version runs",
-                f"types {list(table.sharding_types)}, kernels {list(table.compute_kernels)}",
-                "Allow table_wise or row_wise with kernel fused, or data_parallel with dense.",
+    for index, group in enumerate(rules.apart):
+        if len(group) > cluster.world_size:
+            raise InputError(
+                expected(
+                    f"planner.constraints.apart[{index}]",
+                    f"at most {cluster.world_size} tables, one per rank",
+                    str(len(group)),
+                )
             )
-        )
-    return tuple(choices)
-
-
-def _choice(
-    table: TableSpec,
-    batch: Batch,
-    cluster: Cluster,
-    values: dict[str, float],
-    option: Option,
-) -> TableChoice:
-    sharding_type = option.sharding_type
-    ids = lookups(table, batch)
-    assert table.optimizer is not None
-    known: dict[tuple[int, int], tuple[dict[str, int], dict[str, float]]] = {}
-    for shape in option.shards:
-        key = (shape.rows, shape.columns)
-        if key not in known:
-            kept = embedding.shard_bytes(*key, table.dtype, table.optimizer, sharding_type)
-            spent = embedding.shard_seconds(
-                ids, *key, table.dtype, table.optimizer, cluster.world_size, sharding_type, values
-            )
-            known[key] = kept, spent
-    costs = [known[shape.rows, shape.columns] for shape in option.shards]
-    return TableChoice(
-        table,
-        option,
-        tuple(kept for kept, _ in costs),
-        tuple(spent for _, spent in costs),
-        embedding.request_seconds(ids, sharding_type, values)
-        if sharding_type != "data_parallel"
-        else 0.0,
-        tuple(sum(kept.values()) for kept, _ in costs),
-        tuple(math.fsum(spent.values()) for _, spent in costs),
-    )
 
 
 def _stage(model: ModelSpec, unit: UnitSpec) -> Stage:
     return next(stage for stage in model.stages if stage.name == unit.name)
+
+
+def ranks_per_host(cluster: Cluster) -> int | None:
+    """Ranks that are linked closely; None where all are."""
+    return None if cluster.group >= cluster.world_size else cluster.group
 
 
 def unit_choices(
@@ -186,7 +299,12 @@ def unit_choices(
         sharded = not isinstance(placement, Replicate)
         forward, calls, backward, back_calls = dense.stage_flops(stage, job.batch.size)
         traffic = dense.communication_seconds(
-            layout.nbytes, cluster.world_size, sharded=sharded, gathers=1, c=values
+            layout.nbytes,
+            cluster.world_size,
+            sharded=sharded,
+            gathers=1,
+            c=values,
+            local=ranks_per_host(cluster),
         )
         seconds = {
             "forward": dense.compute_seconds(forward, calls, values) + traffic["gather"],

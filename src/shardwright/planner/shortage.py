@@ -1,72 +1,243 @@
-"""Why nothing fits: the fullest rank, the shortfall in bytes, and ways out that were tried."""
+"""Why nothing fits: the fullest rank, the table, the shortfall, and ways out that were tried."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import msgspec
 
-from shardwright.core.errors import NoPlanError
+from shardwright.core.cluster import TIERS
+from shardwright.core.errors import NoPlanError, ShardwrightError
+from shardwright.core.job import Job
+from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.specs import model_spec
 from shardwright.core.units import format_bytes
 from shardwright.memory import simulate
-from shardwright.planner import greedy
-from shardwright.planner.draft import Draft
+from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.search.least import fits_somehow, least_memory
+from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.strategy.spacing import placed_tables, space_of
+from shardwright.planner.strategy.steps import smallest
 
-MAX_RANKS_TRIED = 1024
+MAX_RANKS = 4096
+MAX_OFFLOADED = 8  # tables that are named when they are told to move to host memory
+SECONDS_FOR_A_WAY = 3.0  # of search, for each kind of way out; none is named untried
 
 
 def error(problem: Problem) -> NoPlanError:
     """The refusal, from the draft that asks least of its fullest rank."""
-    draft = greedy.smallest(problem)
-    capacity = problem.cluster.memory_per_rank
-    rank = max(range(len(draft.peak_bytes)), key=lambda r: draft.peak_bytes[r])
-    peak = draft.peak_bytes[rank]
-    cap = "ddr_cap" if problem.cluster.compute_device == "cpu" else "hbm_cap"
-    ways = [f"cluster.{cap} of {peak:,} B ({format_bytes(peak)}) fits", *_ways(problem)]
+    if problem.model.stages:
+        return _refusal(problem, smallest(problem), proven=False)
+    draft, proven = _least(problem)
+    return _refusal(problem, draft, proven=proven)
+
+
+def _least(problem: Problem) -> tuple[TablesDraft, bool]:
+    """The draft that asks least, and whether it is proven that none fits."""
+    space = space_of(problem, problem.tables, problem.capacity)
+    found = least_memory(space)
+    assert found.best is not None  # without a limit of bytes every assignment fits
+    proven = found.bound.usable and found.bound.seconds > 1
+    return TablesDraft(problem, placed_tables(space, found.best), ()), proven
+
+
+def _refusal(problem: Problem, draft: Draft, *, proven: bool) -> NoPlanError:
+    tier, rank, need, capacity = _fullest(problem, draft)
+    what = "no plan can fit" if proven else "no plan found that fits"
+    ways = [f"cluster.{tier}_cap {way}" for way in _larger_memory(problem, draft)]
+    ways += _ways(problem)
+    told = f"What would help: {'; '.join(ways)}." if ways else "No way out was found."
     return NoPlanError(
-        f"no plan found that fits: rank {rank} is the fullest and needs {peak:,} B "
-        f"({format_bytes(peak)}) of {capacity:,} B ({format_bytes(capacity)}), "
-        f"{peak - capacity:,} B too much; {_largest(draft, rank)}. "
-        f"What would help: {'; '.join(ways)}."
+        f"{what}: rank {rank} is the fullest and needs {_size(need)} of {_size(capacity)}"
+        f"{_reserved(problem)}, {need - capacity:,} B too much; {_largest(draft, rank)}. {told}"
     )
 
 
+def _size(nbytes: int) -> str:
+    return f"{nbytes:,} B ({format_bytes(nbytes)})"
+
+
+def _reserved(problem: Problem) -> str:
+    aside = problem.cluster.memory_per_rank - problem.decisive_capacity
+    return f" left of {_size(problem.cluster.memory_per_rank)} by the reservation" if aside else ""
+
+
+def _fullest(problem: Problem, draft: Draft) -> tuple[str, int, int, int]:
+    """The tier and rank that exceed their capacity most, the bytes needed and those there are."""
+    if isinstance(draft, TablesDraft):
+        found = [
+            (size - capacity, tier, rank, size, capacity)
+            for tier, capacity in zip(TIERS, problem.capacity, strict=True)
+            for rank, size in enumerate(draft.tier_bytes[tier])
+        ]
+        _, tier, rank, size, capacity = max(found, key=lambda f: (f[0], -f[2]))
+        return tier, rank, size, capacity
+    peak = max(draft.peak_bytes)
+    tier = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
+    return tier, draft.peak_bytes.index(peak), peak, problem.decisive_capacity
+
+
 def _largest(draft: Draft, rank: int) -> str:
-    held = {name: size for (_, kind, name), size in draft.exact[rank].items() if kind == "weight"}
+    if isinstance(draft, StepDraft):
+        held = {n: size for (_, kind, n), size in draft.exact[rank].items() if kind == "weight"}
+    else:
+        held = {}
+        for placed in draft.tables:
+            for first, run, cost in placed.stretches():
+                if first <= rank < first + run.count:
+                    name = placed.choice.table.name
+                    held[name] = held.get(name, 0) + sum(cost.storage)
     name = max(held, key=lambda n: held[n])
-    return f"its largest weight is {name} with {held[name]:,} B ({format_bytes(held[name])})"
+    return f"its largest part is {name} with {_size(held[name])}"
 
 
-def _ways(problem: Problem) -> list[str]:
-    """More ranks or a smaller batch, each tried before it is named."""
-    ways = []
-    ranks = problem.cluster.world_size * 2
-    while ranks <= MAX_RANKS_TRIED:
-        if _fits(problem, ranks=ranks):
-            ways.append(f"{ranks} ranks fit")
-            break
-        ranks *= 2
-    batch = problem.batch.size // 2
-    while batch >= 1:
-        if _fits(problem, batch=batch):
-            ways.append(f"a batch of {batch} per rank fits")
-            break
-        batch //= 2
-    return ways
+def _larger_memory(problem: Problem, draft: Draft) -> Iterator[str]:
+    """The capacity with which the draft fits, with what the reservation takes of it."""
+    tier, _, need, capacity = _fullest(problem, draft)
+    total = getattr(problem.cluster, f"{tier}_cap")
+    for wanted in (need + total - capacity, -(-need * total // max(capacity, 1))):
+        job = _with(problem.job, "cluster", **{f"{tier}_cap": wanted})
+        if _fits(job, time.perf_counter() + SECONDS_FOR_A_WAY):
+            yield f"of {_size(wanted)} fits"
+            return
 
 
-def _fits(problem: Problem, ranks: int | None = None, batch: int | None = None) -> bool:
-    job = problem.job
-    if ranks is not None:
-        section = msgspec.structs.replace(job.cluster, world_size=ranks, local_world_size=ranks)
-        job = msgspec.structs.replace(job, cluster=section)
-    if batch is not None:
-        job = msgspec.structs.replace(job, batch=msgspec.structs.replace(job.batch, size=batch))
-    draft = greedy.smallest(make_problem(job, problem.model))
+def _ways(problem: Problem) -> Iterator[str]:
+    """More ranks, a smaller batch, host memory, fewer limits: each tried before it is named."""
+    for way in (_more_ranks, _smaller_batch, _host_memory, _fewer_limits):
+        found = way(problem.job, problem, time.perf_counter() + SECONDS_FOR_A_WAY)
+        if found:
+            yield found
+
+
+def _more_ranks(job: Job, problem: Problem, deadline: float) -> str:
+    """The fewest further hosts that fit, or, on one CPU, processes."""
+    cluster = problem.cluster
+    one_cpu = cluster.compute_device == "cpu" and cluster.group >= cluster.world_size
+    unit = 1 if one_cpu else cluster.group
+
+    def job_of(ranks: int) -> Job:
+        local = ranks if one_cpu else cluster.local_world_size
+        return _with(job, "cluster", world_size=ranks, local_world_size=local)
+
+    most = MAX_RANKS // unit
+    count = _first(
+        lambda n: _fits(job_of(n * unit), deadline), cluster.world_size // unit + 1, most, deadline
+    )
+    if count is None:
+        return ""
+    ranks = count * unit
+    return f"{ranks} ranks fit ({ranks - cluster.world_size} more)"
+
+
+def _smaller_batch(job: Job, problem: Problem, deadline: float) -> str:
+    """The largest smaller batch that fits."""
+    size = job.batch.size
+    steps = _first(
+        lambda n: _fits(_with(job, "batch", size=max(size // 2**n, 1)), deadline), 1, 31, deadline
+    )
+    if steps is None or size == 1:
+        return ""
+    low, high = max(size // 2**steps, 1), size // 2 ** (steps - 1)
+    while high - low > max(1, low // 16) and time.perf_counter() < deadline:  # to about 6 %
+        middle = (low + high) // 2
+        if _fits(_with(job, "batch", size=middle), deadline):
+            low = middle
+        else:
+            high = middle
+    return f"a batch of {low} per rank fits"
+
+
+def _host_memory(job: Job, problem: Problem, deadline: float) -> str:
+    """The fewest of the largest tables that have to live in host memory."""
+    if problem.model.stages or problem.cluster.compute_device == "cpu":
+        return ""
+    if job.planner.constants == "additive":
+        return ""
+    order = sorted(job.tables, key=lambda t: -t.nbytes)
+
+    def job_of(count: int) -> Job:
+        moved = {t.name for t in order[:count]}
+        return msgspec.structs.replace(
+            job, tables=tuple(_offloaded(t) if t.name in moved else t for t in job.tables)
+        )
+
+    count = _first(lambda n: _fits(job_of(n), deadline), 1, len(order), deadline)
+    if count is None:
+        return ""
+    names = ", ".join(t.name for t in order[:count][:MAX_OFFLOADED])
+    more = f" and {count - MAX_OFFLOADED} more" if count > MAX_OFFLOADED else ""
+    return f"{names}{more} with compute_kernels fused_uvm fits"
+
+
+def _offloaded(table: TableSpec) -> TableSpec:
+    types = table.sharding_types
+    if types is not None and set(types) == {"data_parallel"}:
+        types = ("table_wise",)
+    return msgspec.structs.replace(table, compute_kernels=("fused_uvm",), sharding_types=types)
+
+
+def _fewer_limits(job: Job, problem: Problem, deadline: float) -> str:
+    """Whether the limits on types and widths are what is in the way."""
+    limited = [t.name for t in job.tables if t.sharding_types is not None or t.min_partition]
+    if not limited:
+        return ""
+    free = tuple(
+        msgspec.structs.replace(t, sharding_types=None, min_partition=None) for t in job.tables
+    )
+    if not _fits(msgspec.structs.replace(job, tables=free), deadline):
+        return ""
+    names = ", ".join(limited[:MAX_OFFLOADED])
+    more = f" and {len(limited) - MAX_OFFLOADED} more" if len(limited) > MAX_OFFLOADED else ""
+    return f"without the sharding_types and min_partition of {names}{more} a plan fits"
+
+
+def _first(fits: Callable[[int], bool], low: int, high: int, deadline: float) -> int | None:
+    """The smallest number from ``low`` to ``high`` that fits, by doubling steps and bisection; when
+    time runs out the smallest that was tried."""
+    step, at, failed = 1, low, low - 1
+    while not fits(at):
+        failed = at
+        if at >= high or time.perf_counter() > deadline:
+            return None
+        at = min(at + step, high)
+        step *= 2
+    while at - failed > 1 and time.perf_counter() < deadline:
+        middle = (at + failed) // 2
+        if fits(middle):
+            at = middle
+        else:
+            failed = middle
+    return at
+
+
+def _with(job: Job, section: str, **changes: Any) -> Job:
+    changed = msgspec.structs.replace(getattr(job, section), **changes)
+    return msgspec.structs.replace(job, **{section: changed})
+
+
+def _fits(job: Job, deadline: float) -> bool:
+    """Whether a plan of ``job`` is found that fits."""
+    try:
+        model = model_spec(job)
+        problem = make_problem(job, model)
+    except ShardwrightError:  # a way out that is none: too small for its own reservation, say
+        return False
+    if not model.stages:
+        return fits_somehow(space_of(problem, problem.tables, problem.capacity), deadline)
+    return _step_fits(problem, model)
+
+
+def _step_fits(problem: Problem, model: ModelSpec) -> bool:
+    draft = smallest(problem)
     loads = draft.kept_bytes
     fullest = max(range(len(loads)), key=lambda r: loads[r])
-    capacity = problem.cluster.memory_per_rank
+    capacity = problem.decisive_capacity
     if loads[fullest] > capacity:
         return False
-    peaks = simulate.phase_peaks(draft.model, draft.modes, draft.load(fullest))
+    peaks = simulate.phase_peaks(model, draft.modes, draft.load(fullest))
     alone = max(sum(kinds.values()) for kinds in peaks.values())
     return alone <= capacity and draft.fits  # one rank can say no for all of them

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shardwright.core.cluster import TIERS
 from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.core.units import format_bytes, format_seconds
@@ -22,24 +23,35 @@ from shardwright.report.wording import (
 
 MOST_TABLES = 40
 MOST_RANKS = 16
+NO_GAP = 1e-9  # a smaller one is rounding
 
 
 def headline(plan: Plan) -> str:
     """What is planned, in one line."""
+    cluster, tables = plan.cluster, counted(len(plan.tables), "table")
+    what = f"{tables} alone"
+    if plan.job.model.kind != "tables":
+        units = counted(len(plan.units), "dense unit")
+        what = f"{plan.job.model.kind}: {tables} and {units}"
+    hosts = -(-cluster.world_size // cluster.local_world_size)
+    where = f" of {hosts} hosts" if hosts > 1 else ""
     return (
-        f"{plan.job.model.kind}: {counted(len(plan.tables), 'table')} and "
-        f"{counted(len(plan.units), 'dense unit')} on "
-        f"{counted(plan.world_size, f'{plan.cluster.compute_device} rank')}, "
+        f"{what} on {counted(plan.world_size, f'{cluster.compute_device} rank')}{where}, "
         f"{counted(plan.job.batch.size, 'sample')} per rank and step"
     )
 
 
 def search_line(plan: Plan) -> str:
     """How good the plan is and what finding it took, in one line."""
+    slowest = f"The slowest rank takes {format_seconds(plan.max_rank_seconds)} per step"
+    proven = (
+        f"; no plan can take less than {format_seconds(plan.lower_bound_seconds)} "
+        f"(gap {percent(plan.gap)})."
+    )
+    if plan.gap < NO_GAP:
+        proven = ", and no plan can take less (gap 0 %)."
     return (
-        f"The slowest rank takes {format_seconds(plan.max_rank_seconds)} per step; no plan can "
-        f"take less than {format_seconds(plan.lower_bound_seconds)} (gap {percent(plan.gap)}). "
-        f"The search ({printable(plan.search.name)}) tried "
+        f"{slowest}{proven} The search ({printable(plan.search.name)}) tried "
         f"{counted(plan.search.proposals, 'proposal')}, {plan.search.feasible:,} of which fit, "
         f"in {format_seconds(plan.search.wall_seconds)}."
     )
@@ -52,14 +64,21 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
 
 def table_bytes(table: TablePlan) -> int:
     """Bytes on all ranks together."""
-    return sum(table.nbytes)
+    return sum(shard.run.count * sum(shard.storage) for shard in table.shards)
 
 
 def table_seconds(table: TablePlan) -> float:
     """Seconds per step on the rank where the table takes longest."""
+    return longest_seconds((table,))
+
+
+def longest_seconds(tables: Iterable[TablePlan]) -> float:
+    """Seconds per step on the rank where the tables together take longest."""
     by_rank: dict[int, float] = {}
-    for rank, seconds in zip(table.ranks, table.seconds, strict=False):
-        by_rank[rank] = by_rank.get(rank, 0.0) + seconds
+    for shard in (shard for table in tables for shard in table.shards):
+        seconds = shard.total_seconds
+        for rank in shard.ranks:
+            by_rank[rank] = by_rank.get(rank, 0.0) + seconds
     return max(by_rank.values(), default=0.0)
 
 
@@ -87,17 +106,17 @@ class _Bundle:
             ranks_text((rank for t in self.tables for rank in t.ranks), world_size),
             shards_text(first.shard_sizes, replicated) if same_cut else "various",
             format_bytes(self.nbytes),
-            format_seconds(sum(table_seconds(t) for t in self.tables)),
+            format_seconds(longest_seconds(self.tables)),
         )
 
 
-def tables_sheet(plan: Plan) -> Sheet:
-    """One row per table, by sharding type and size; beyond 40 tables equal ones share a row."""
+def tables_sheet(plan: Plan, most: int = MOST_TABLES) -> Sheet:
+    """One row per table, by sharding type and size; beyond ``most`` equal ones share a row."""
     weight: dict[str, int] = {}
     for table in plan.tables:
         weight[table.sharding_type] = weight.get(table.sharding_type, 0) + table_bytes(table)
     bundles = sorted(
-        _bundles(plan.tables),
+        _bundles(plan.tables, most),
         key=lambda b: (
             -weight[b.tables[0].sharding_type],
             b.tables[0].sharding_type,
@@ -119,13 +138,13 @@ def tables_sheet(plan: Plan) -> Sheet:
         ),
         tuple(bundle.row(plan.world_size) for bundle in bundles),
         f"{counted(len(plan.tables), 'table')}, {format_bytes(total)} on all ranks together. "
-        "Seconds are those of the rank where a table takes longest.",
+        "Seconds are those of the rank where the tables of a row take longest.",
     )
 
 
-def _bundles(tables: Sequence[TablePlan]) -> list[_Bundle]:
+def _bundles(tables: Sequence[TablePlan], most: int) -> list[_Bundle]:
     """Tables alone, or, if there are many, equal ones together and the smallest by type."""
-    if len(tables) <= MOST_TABLES:
+    if len(tables) <= most:
         return [_Bundle((table,), printable(table.name)) for table in tables]
     equal: dict[tuple[object, ...], list[TablePlan]] = {}
     for t in tables:
@@ -136,11 +155,11 @@ def _bundles(tables: Sequence[TablePlan]) -> list[_Bundle]:
         (_Bundle(tuple(same), _label(same)) for same in equal.values()), key=lambda b: -b.nbytes
     )
     rest: dict[tuple[str, str], list[TablePlan]] = {}
-    for bundle in bundles[MOST_TABLES:]:
+    for bundle in bundles[most:]:
         for t in bundle.tables:
             rest.setdefault((t.sharding_type, t.compute_kernel), []).append(t)
     smaller = [_Bundle(tuple(r), f"{counted(len(r), 'smaller table')}") for r in rest.values()]
-    return bundles[:MOST_TABLES] + smaller
+    return bundles[:most] + smaller
 
 
 def _label(tables: Sequence[TablePlan]) -> str:
@@ -189,52 +208,109 @@ def _unit_row(unit: UnitPlan) -> tuple[str, ...]:
     )
 
 
-def ranks_sheet(plan: Plan) -> Sheet:
-    """Bytes by kind at each rank's peak, against the budget, and seconds; alike of many as one."""
-    budget = plan.cluster.memory_per_rank
-    alike: dict[tuple[str, ...], list[RankTotals]] = {}
-    for totals in plan.ranks:
-        row = _rank_row(totals, budget)
-        key = row if len(plan.ranks) > MOST_RANKS else (str(totals.rank), *row)
-        alike.setdefault(key, []).append(totals)
-    groups, more = list(alike.items()), ""
-    if len(groups) > MOST_RANKS:
-        groups.sort(key=lambda group: (-group[1][0].peak_bytes, -group[1][0].seconds))
-        groups = groups[:MOST_RANKS]
+def ranks_sheet(plan: Plan, most: int = MOST_RANKS) -> Sheet:
+    """Bytes by kind on each rank, against what it may fill, and seconds; alike ranks share a row.
+
+    Of a step the bytes are those at its simulated peak, of tables alone those that are counted.
+    """
+    groups = alike([(totals.rank, _rank_row(plan, totals)) for totals in plan.ranks])
+    shown, more = groups, ""
+    if len(groups) > most:
+        shown = worst(plan, groups, most)
         more = f" Of {len(plan.ranks)} ranks the fullest and slowest are shown."
-    rows = tuple(
-        (ranks_text((totals.rank for totals in same), plan.world_size), *key[-9:])
-        for key, same in groups
-    )
+    rows = [(ranks_text(ranks, plan.world_size), *row) for row, ranks in shown]
+    columns, rows = _without_empty(_rank_columns(plan), rows)
+    budget = budget_of(plan)
+    what = "Live bytes at the predicted peak" if plan.units else "Bytes that are counted"
     return Sheet(
         "Memory and time per rank",
-        (
-            Column("rank"),
-            Column("weights", numeric=True),
-            Column("gradients", numeric=True),
-            Column("states", numeric=True),
-            Column("padding", numeric=True),
-            Column("rest", numeric=True),
-            Column("peak", numeric=True),
-            Column("used", numeric=True, under="peak"),
-            Column("peak in"),
-            Column("s/step", numeric=True),
-        ),
-        rows,
-        f"Live bytes at the predicted peak; the budget is {format_bytes(budget)} "
-        f"({budget:,} B) per rank.{more}",
+        columns,
+        tuple(rows),
+        f"{what}; the budget is {format_bytes(budget)} ({budget:,} B) per rank.{more}",
     )
 
 
-def _rank_row(totals: RankTotals, budget: int) -> tuple[str, ...]:
-    kinds = ("weight", "gradient", "optimizer_state", "padding")
-    named = [totals.at_peak.get(kind, 0) for kind in kinds]
-    used = totals.peak_bytes / budget if budget else 0.0
+def budget_of(plan: Plan) -> int:
+    """Bytes that a rank may fill of the memory that weights live in."""
+    on_cpu = plan.cluster.compute_device == "cpu"
+    return plan.reserved.ddr_left if on_cpu else plan.reserved.hbm_left
+
+
+Groups = list[tuple[tuple[str, ...], list[int]]]
+
+
+def alike(rows: Iterable[tuple[int, tuple[str, ...]]]) -> Groups:
+    """Equal rows once, each with its ranks, in the order of their first rank."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, row in rows:
+        groups.setdefault(row, []).append(rank)
+    return list(groups.items())
+
+
+def worst(plan: Plan, groups: Groups, most: int) -> Groups:
+    """The groups of the fullest and of the slowest ranks, half of each, in the order of ranks."""
+    by_rank = {totals.rank: totals for totals in plan.ranks}
+    first = [(by_rank[ranks[0]], index) for index, (_, ranks) in enumerate(groups)]
+    fullest = sorted(first, key=lambda g: (-g[0].peak_bytes, -g[0].seconds, g[1]))
+    slowest = sorted(first, key=lambda g: (-g[0].seconds, -g[0].peak_bytes, g[1]))
+    chosen: list[int] = []
+    for pair in zip(fullest, slowest, strict=True):
+        chosen += [index for _, index in pair if index not in chosen]
+    return [groups[index] for index in sorted(chosen[:most])]
+
+
+def _rank_columns(plan: Plan) -> tuple[Column, ...]:
+    tail: tuple[Column, ...] = (Column("s/step", numeric=True),)
+    kinds: tuple[str, ...] = ("weights", "gradients", "states", "caches", "inputs", "outputs")
+    below = {"states": "weights", "outputs": "inputs"}
+    if plan.units:
+        below = {}
+        kinds = ("weights", "gradients", "states", "padding", "rest")
+        tail = (Column("peak in"), *tail)
+    peak = "peak" if plan.units else _decisive(plan).upper()
     return (
-        *(format_bytes(nbytes) for nbytes in named),
-        format_bytes(totals.peak_bytes - sum(named)),
+        Column("rank"),
+        *(Column(kind, numeric=True, under=below.get(kind, "")) for kind in kinds),
+        Column(peak, numeric=True),
+        Column("used", numeric=True, under=peak),
+        *(Column(tier.upper(), numeric=True) for tier in _other_tiers(plan)),
+        *tail,
+    )
+
+
+def _decisive(plan: Plan) -> str:
+    return "ddr" if plan.cluster.compute_device == "cpu" else "hbm"
+
+
+def _other_tiers(plan: Plan) -> tuple[str, ...]:
+    return tuple(tier for tier in TIERS if tier != _decisive(plan))
+
+
+def _rank_row(plan: Plan, totals: RankTotals) -> tuple[str, ...]:
+    """Every cell but the rank's; an empty cell is nothing at all."""
+    if plan.units:
+        kinds: tuple[str, ...] = ("weight", "gradient", "optimizer_state", "padding")
+    else:
+        kinds = ("weight", "gradient", "optimizer_state", "cache", "input", "output")
+    named = [totals.at_peak.get(kind, 0) for kind in kinds]
+    if plan.units:
+        named.append(totals.peak_bytes - sum(named))
+    budget = budget_of(plan)
+    used = totals.peak_bytes / budget if budget > 0 else 0.0
+    others = [getattr(totals, f"{tier}_bytes") for tier in _other_tiers(plan)]
+    return (
+        *(format_bytes(nbytes) if nbytes or plan.units else "" for nbytes in named),
         format_bytes(totals.peak_bytes),
         percent(used) if used <= 1 else f"{percent(used)}, too much",
-        printable(totals.peak_phase),
+        *(format_bytes(nbytes) if nbytes else "" for nbytes in others),
+        *((printable(totals.peak_phase),) if plan.units else ()),
         format_seconds(totals.seconds),
     )
+
+
+def _without_empty(
+    columns: Sequence[Column], rows: list[tuple[str, ...]]
+) -> tuple[tuple[Column, ...], list[tuple[str, ...]]]:
+    """Columns in which some row has something, and the rows of those; an empty cell is 0."""
+    kept = [i for i in range(len(columns)) if not rows or any(row[i] for row in rows)]
+    return tuple(columns[i] for i in kept), [tuple(row[i] or "0 B" for i in kept) for row in rows]

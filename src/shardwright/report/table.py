@@ -28,13 +28,13 @@ _UNBOUNDED = 10_000
 
 def plan_summary(plan: Plan) -> RenderableType:
     """The plan's tables, dense units, ranks, search and assumptions."""
-    return _spaced(
+    return spaced(
         Text(plan_sheets.headline(plan), style="bold"),
-        _drawn(plan_sheets.tables_sheet(plan)),
-        _drawn(plan_sheets.units_sheet(plan)) if plan.units else None,
-        _drawn(plan_sheets.ranks_sheet(plan)),
+        drawn(plan_sheets.tables_sheet(plan)),
+        drawn(plan_sheets.units_sheet(plan)) if plan.units else None,
+        drawn(plan_sheets.ranks_sheet(plan)),
         Text(plan_sheets.search_line(plan)),
-        _listed("Assumptions", plan_sheets.assumptions(plan)),
+        listed("Assumptions", plan_sheets.assumptions(plan)),
     )
 
 
@@ -42,13 +42,13 @@ def comparison_summary(comparison: Comparison) -> RenderableType:
     """The verdict, exact bytes, peaks and phases, predicted beside measured."""
     verdict = comparison_sheets.verdict(comparison)
     unequal = comparison_sheets.unequal_sheet(comparison)
-    phases = [_drawn(sheet) for sheet in comparison_sheets.phase_sheets(comparison)]
-    return _spaced(
+    phases = [drawn(sheet) for sheet in comparison_sheets.phase_sheets(comparison)]
+    return spaced(
         Text(verdict.sentence, style="bold green" if verdict.held else "bold red"),
-        _listed("What failed", comparison_sheets.failures(comparison)),
-        _drawn(comparison_sheets.exact_sheet(comparison)) if comparison.exact else None,
-        _drawn(unequal) if unequal else None,
-        _drawn(comparison_sheets.peaks_sheet(comparison)) if comparison.peaks else None,
+        listed("What failed", comparison_sheets.failures(comparison)),
+        drawn(comparison_sheets.exact_sheet(comparison)) if comparison.exact else None,
+        drawn(unequal) if unequal else None,
+        drawn(comparison_sheets.peaks_sheet(comparison)) if comparison.peaks else None,
         *phases,
     )
 
@@ -58,7 +58,7 @@ def plan_difference(a: Plan, b: Plan) -> RenderableType:
     found = differences(a, b)
     if not found:
         return Text("The two plans are equal in tables, units, ranks, job and cluster.")
-    return _drawn(
+    return drawn(
         Sheet(
             counted(len(found), "difference"),
             (
@@ -118,7 +118,8 @@ class _Fitted:
         yield table if fits else _table(stacked, 0, fold=True)
 
 
-def _drawn(sheet: Sheet) -> RenderableType:
+def drawn(sheet: Sheet) -> RenderableType:
+    """A sheet with its title and note."""
     parts: list[RenderableType] = [Text(sheet.title, style="bold"), _Fitted(sheet)]
     if sheet.note:
         parts.append(Text(sheet.note, style="dim"))
@@ -145,7 +146,8 @@ def _table(sheet: Sheet, gap: int, fold: bool = False) -> Table:
     return table
 
 
-def _listed(title: str, lines: tuple[str, ...]) -> RenderableType | None:
+def listed(title: str, lines: tuple[str, ...]) -> RenderableType | None:
+    """Lines under a title; None if there are none."""
     if not lines:
         return None
     grid = Table.grid(padding=(0, 1, 0, 0))
@@ -156,7 +158,7 @@ def _listed(title: str, lines: tuple[str, ...]) -> RenderableType | None:
     return Group(Text(title, style="bold"), grid)
 
 
-def _spaced(*parts: RenderableType | None) -> RenderableType:
+def spaced(*parts: RenderableType | None) -> RenderableType:
     """The parts that are there, a blank line between each."""
     shown: list[RenderableType] = []
     for part in parts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.specs import dlrm
@@ -9,4 +11,15 @@ from shardwright.core.specs import dlrm
 
 def model_spec(job: Job) -> ModelSpec:
     """The model a job describes, with every table's optimizer filled in."""
+    if job.model.kind == "tables":
+        return _tables_alone(job)
     return dlrm.spec(job)
+
+
+def _tables_alone(job: Job) -> ModelSpec:
+    """No dense part and no steps to run: only tables that are to be placed."""
+    tables = tuple(
+        msgspec.structs.replace(table, fqn=table.name, optimizer=table.optimizer or "none")
+        for table in job.tables
+    )
+    return ModelSpec(kind="tables", tables=tables, units=(), stages=())

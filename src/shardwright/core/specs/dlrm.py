@@ -18,6 +18,16 @@ from shardwright.core.job import Job
 from shardwright.core.model import Allocation, ModelSpec, Stage, TableSpec, UnitSpec, Work
 from shardwright.core.tensor import TensorSpec
 
+RUNNABLE_OPTIMIZERS = ("sgd", "rowwise_adagrad")
+# What a DLRM's tables do not have: they are read as they are, unweighted, straight from memory.
+PLAIN: dict[str, object] = {
+    "batch_sizes": None,
+    "output_dtype": None,
+    "module_weighted": False,
+    "constraint_weighted": False,
+    "cache": None,
+    "kv_l1_mb": None,
+}
 FLOAT = 4  # the dense part computes in fp32
 
 
@@ -87,6 +97,24 @@ def mlp_tensors(name: str, widths: tuple[int, ...]) -> tuple[TensorSpec, ...]:
 
 
 def _resolved(table: TableSpec, job: Job) -> TableSpec:
+    if table.optimizer not in (None, *RUNNABLE_OPTIMIZERS):
+        raise InputError(
+            expected(
+                f"tables '{table.name}'.optimizer",
+                f"one of {', '.join(RUNNABLE_OPTIMIZERS)} for dlrm",
+                str(table.optimizer),
+            )
+        )
+    for key, plain in PLAIN.items():
+        if getattr(table, key) != plain:
+            raise InputError(
+                expected(
+                    f"tables '{table.name}'.{key}",
+                    "none for dlrm",
+                    str(getattr(table, key)),
+                    "Leave [model] out to plan the tables alone.",
+                )
+            )
     optimizer = table.optimizer or ("sgd" if job.train.optimizer == "sgd" else "rowwise_adagrad")
     return msgspec.structs.replace(table, fqn=f"tables.{table.name}.weight", optimizer=optimizer)
 

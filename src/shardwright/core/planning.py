@@ -1,0 +1,91 @@
+"""How a plan is to be searched: the ``[planner]`` section of a job."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
+
+Profile = Literal["cluster", "torchrec-1.9", "additive"]
+ReservationKind = Literal["none", "percentage", "absolute", "heuristic", "inference", "traced"]
+PipelineType = Literal["none", "train_base", "train_sparse_dist", "train_prefetch_sparse_dist"]
+CommunicationDtype = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
+
+
+class EstimatorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a step keeps alive: the input pipeline, and whether outputs count at the peak.
+
+    ``communication`` are the dtypes of embedding rows on the wire, forward and backward.
+    """
+
+    pipeline_type: PipelineType = "none"
+    count_ephemeral: bool = False
+    is_inference: bool = False
+    communication: tuple[CommunicationDtype, CommunicationDtype] | None = None
+    cache_load_factor: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
+    prefetch_pipeline: bool | None = None
+
+
+class ReservationSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory that tables may not use, per rank.
+
+    ``percentage`` is a share from 0 to 1, ``nbytes`` an absolute amount; ``dense_bytes`` are the
+    bytes of the dense parameters and ``multiplier`` how often a heuristic counts them.
+    """
+
+    kind: ReservationKind | None = None
+    percentage: Share = 0.15
+    nbytes: Bytes = 0
+    dense_bytes: Bytes = 0
+    multiplier: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 6.0
+
+
+class ProposerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A proposer by name. ``use_depth`` scores by the largest shard instead of by the sum."""
+
+    kind: Literal["greedy", "uniform", "grid", "dynamic_programming", "scaleup"]
+    use_depth: bool = True
+    threshold: Annotated[int, msgspec.Meta(ge=0, le=10**6)] | None = None
+    max_proposals: Count = 10_000
+    bins_per_device: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 100
+
+
+class PartitionerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a proposal's shards are given to ranks."""
+
+    kind: Literal["greedy", "memory_balanced"] = "greedy"
+    sort_by: Literal["storage", "perf"] = "storage"
+    balance_modules: bool = False
+    max_search_count: Count = 10
+    tolerance: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.02
+
+
+class ConstraintsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tables that share one rank, tables that share none, and the ranks a table may use."""
+
+    together: tuple[tuple[str, ...], ...] = ()
+    apart: tuple[tuple[str, ...], ...] = ()
+    ranks: dict[str, tuple[int, ...]] = {}
+
+
+class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How plans are priced and searched, and what is forced.
+
+    ``units`` maps a unit's name to ``shard`` or ``replicate``. ``options`` "torchrec" looks at
+    what TorchRec's planner looks at, one column split per table; "wide" at more.
+    """
+
+    constants: Profile = "cluster"
+    search: Literal["bounded", "proposers", "exact"] = "bounded"
+    options: Literal["wide", "torchrec"] = "wide"
+    time_limit: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
+    estimator: EstimatorSection = EstimatorSection()
+    reservation: ReservationSection = ReservationSection()
+    proposers: tuple[ProposerSection, ...] = ()
+    partitioner: PartitionerSection = PartitionerSection()
+    constraints: ConstraintsSection = ConstraintsSection()
+    units: dict[str, Literal["shard", "replicate"]] = {}

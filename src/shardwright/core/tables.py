@@ -1,0 +1,195 @@
+"""A job's tables: the checks that types cannot make, and reading them from a file of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from shardwright.core.document import read_bytes
+from shardwright.core.errors import InputError, expected
+from shardwright.core.model import TableSpec
+from shardwright.core.planning import ConstraintsSection
+from shardwright.core.tensor import element_bytes
+
+MAX_ROWS = 2**40
+MAX_DIM = 2**16
+MAX_COLUMN_SHARDS = 4096
+NOTES = ("source", "kind", "dim")  # of a table file: told, not used
+
+
+def read_tables(name: str, job_path: Path | None) -> list[Any]:
+    """The tables of a JSON file: a list, or an object with ``tables``; ``pooling`` is short for one
+    pooling factor. A relative path starts at the working directory, else beside the job."""
+    path = Path(name)
+    if not path.exists() and job_path is not None and (job_path.parent / path).exists():
+        path = job_path.parent / path
+    raw = read_bytes(path, "table", "Name a JSON file in model.tables.")
+    try:
+        document: Any = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InputError(expected(str(path), "a JSON file of tables", f"'{error}'")) from None
+    if isinstance(document, dict):
+        unknown = sorted(set(document) - {"tables", *NOTES})
+        if unknown:
+            raise InputError(
+                expected(
+                    f"{path}",
+                    "an object with tables",
+                    f"'{unknown[0]}'",
+                    "Clusters and batches belong into the job.",
+                )
+            )
+        document = document.get("tables")
+    if not isinstance(document, list):
+        raise InputError(
+            expected(str(path), "a list of tables, or an object with one", type(document).__name__)
+        )
+    return [_with_pooling_factors(entry) for entry in document]
+
+
+def _with_pooling_factors(entry: Any) -> Any:
+    if isinstance(entry, dict) and "pooling" in entry and "pooling_factors" not in entry:
+        entry = {**entry, "pooling_factors": [entry["pooling"]]}
+        del entry["pooling"]
+    return entry
+
+
+def check_tables(tables: tuple[TableSpec, ...], where: str, identifiers: bool) -> None:
+    """Raise InputError at the first table that cannot be; ``identifiers`` asks for plain names."""
+    if not tables:
+        raise InputError(expected(f"{where}: tables", "at least one [[tables]] entry", "none"))
+    names: set[str] = set()
+    for index, table in enumerate(tables):
+        _check_name(f"{where}: tables[{index}]", table.name, names, identifiers)
+        names.add(table.name)
+        _check_table(f"{where}: tables[{index}] '{table.name}'", table)
+
+
+def _check_name(spot: str, name: str, taken: set[str], identifier: bool) -> None:
+    pattern, words = r"[^\s\x00-\x1f\x7f]{1,200}", "up to 200 characters without white space"
+    if identifier:
+        pattern = r"[A-Za-z_][A-Za-z0-9_]{0,99}"
+        words = "letters, digits and underscores, at most 100"
+    if not re.fullmatch(pattern, name):
+        raise InputError(expected(f"{spot}.name", words, repr(name[:100])))
+    if name in taken:
+        raise InputError(expected(f"{spot} '{name}'.name", "a name of its own", "one used twice"))
+
+
+def _check_table(spot: str, table: TableSpec) -> None:
+    _check_range(f"{spot}.rows", table.rows, 1, MAX_ROWS)
+    _check_range(f"{spot}.dim", table.dim, 1, MAX_DIM)
+    element_bytes(table.dtype, f"{spot}.dtype")
+    if table.output_dtype is not None:
+        element_bytes(table.output_dtype, f"{spot}.output_dtype")
+    least = table.min_partition or 0
+    _check_range(f"{spot}.min_partition", least, 0, MAX_DIM)
+    if least and table.dim / least > MAX_COLUMN_SHARDS:
+        raise InputError(
+            expected(
+                f"{spot}.min_partition",
+                f"at most {MAX_COLUMN_SHARDS} column shards",
+                f"{least} of {table.dim} columns",
+            )
+        )
+    features = len(table.pooling_factors)
+    for name, values in (("num_poolings", table.num_poolings), ("batch_sizes", table.batch_sizes)):
+        if values is not None and len(values) != features:
+            raise InputError(
+                expected(
+                    f"{spot}.{name}", f"{features} values, as pooling_factors", str(len(values))
+                )
+            )
+    if not features:
+        raise InputError(expected(f"{spot}.pooling_factors", "one value per feature", "none"))
+    for factor in (*table.pooling_factors, *table.poolings):
+        _check_range(f"{spot}.pooling_factors", factor, 0, 1e6)
+    for size in table.batch_sizes or ():
+        _check_range(f"{spot}.batch_sizes", size, 1, 2**31 - 1)
+    _check_cache(spot, table)
+
+
+def _check_cache(spot: str, table: TableSpec) -> None:
+    _check_range(f"{spot}.kv_l1_mb", table.kv_l1_mb or 0, 0, 2**30)
+    if table.cache is None:
+        return
+    if table.cache.load_factor is not None:
+        _check_range(f"{spot}.cache.load_factor", table.cache.load_factor, 0, 1)
+    if table.cache.passes is not None:
+        _check_range(f"{spot}.cache.passes", table.cache.passes, 1, 1000)
+    most = (1e15, 1.0, 1.0)  # lookups, cacheability, miss rate
+    for value, high in zip(table.cache.stats or (), most, strict=False):
+        _check_range(f"{spot}.cache.stats", value, 0, high)
+
+
+def _check_range(where: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InputError(expected(where, f"a value from {low} to {high}", f"{value}"))
+
+
+def check_constraints(
+    constraints: ConstraintsSection, tables: tuple[TableSpec, ...], where: str
+) -> None:
+    """Raise InputError where constraints name what is not there or contradict one another."""
+    by_name = {table.name: table for table in tables}
+    spot = f"{where}: planner.constraints"
+    for key in ("together", "apart"):
+        for index, group in enumerate(getattr(constraints, key)):
+            _check_group(f"{spot}.{key}[{index}]", group, by_name)
+    for name, ranks in constraints.ranks.items():
+        _check_group(f"{spot}.ranks", (name,), by_name, least=1)
+        if not ranks or min(ranks) < 0 or len(set(ranks)) != len(ranks):
+            raise InputError(
+                expected(f"{spot}.ranks.{name}", "distinct ranks from 0", str(list(ranks)))
+            )
+    joined: dict[str, int] = {}
+    for index, group in enumerate(constraints.together):
+        for name in group:
+            if joined.setdefault(name, index) != index:
+                raise InputError(
+                    expected(f"{spot}.together", "each table in one group", f"'{name}' in two")
+                )
+            _check_whole(f"{spot}.together[{index}]", by_name[name])
+        _check_common_ranks(f"{spot}.together[{index}]", group, constraints)
+    for index, group in enumerate(constraints.apart):
+        homes = [joined.get(name) for name in group]
+        for name, home in zip(group, homes, strict=True):
+            if home is not None and homes.count(home) > 1:
+                raise InputError(
+                    expected(
+                        f"{spot}.apart[{index}]",
+                        "tables that are not kept together",
+                        f"'{name}', which is in together[{home}] with another of them",
+                    )
+                )
+
+
+def _check_group(
+    spot: str, group: tuple[str, ...], tables: dict[str, TableSpec], least: int = 2
+) -> None:
+    for name in group:
+        if name not in tables:
+            raise InputError(expected(spot, "names of tables", f"'{name}'"))
+    if len(set(group)) != len(group) or len(group) < least:
+        raise InputError(expected(spot, f"{least} or more different tables", str(list(group))))
+
+
+def _check_whole(spot: str, table: TableSpec) -> None:
+    if table.sharding_types is not None and "table_wise" not in table.sharding_types:
+        raise InputError(
+            expected(
+                spot,
+                "tables that may be table_wise, for each lies whole on the common rank",
+                f"'{table.name}' with {', '.join(table.sharding_types) or 'no type'}",
+            )
+        )
+
+
+def _check_common_ranks(spot: str, group: tuple[str, ...], constraints: ConstraintsSection) -> None:
+    pinned = [set(constraints.ranks[name]) for name in group if name in constraints.ranks]
+    if pinned and not set.intersection(*pinned):
+        raise InputError(
+            expected(spot, "tables with a rank in common", "constraints.ranks without one")
+        )

@@ -1,0 +1,268 @@
+"""Machines by name: capacities of a rank, and every constant with value, unit, source and date.
+
+A rate named ``*_rate`` is per rank and per direction. Where a data sheet says nothing the source
+begins with ``assumed``. Ranks of one host talk at the rate of each collective, ranks of different
+hosts at ``inter_host_rate``; ``host_link_rate`` joins an accelerator to its host's memory.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardwright.core.cluster import Constant, Device
+from shardwright.cost.torchrec_constants import DDR_CAP, HBM_CAP, SSD_CAP, TORCHREC
+
+GIB = 2**30
+GB = 10**9
+TODAY = "2026-11-21"
+COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+_BENCH = "micro-benchmark, 2-core x86-64 host, torch 2.13, 1 thread"
+_GLOO = "micro-benchmark, gloo, 2 ranks of that host"
+
+
+class Preset(msgspec.Struct, frozen=True):
+    """A machine by name, with the capacities of one rank and where they are from.
+
+    ``host`` is how many ranks a host has; 0 where all ranks share one, however many they are.
+    """
+
+    world_size: int
+    compute_device: Device
+    hbm_cap: int
+    ddr_cap: int
+    ssd_cap: int
+    capacities: str
+    constants: dict[str, Constant]
+    host: int = 0
+
+
+class Sheet(msgspec.Struct, frozen=True):
+    """A data sheet by name and date."""
+
+    name: str
+    date: str
+
+    def says(self, value: float, unit: str, what: str = "") -> Constant:
+        """A constant read from it, or worked out from it as ``what`` tells."""
+        return Constant(value, unit, f"{self.name}, {what}" if what else self.name, self.date)
+
+
+def assumed(value: float, unit: str, what: str) -> Constant:
+    """A constant that no source backs."""
+    return Constant(value, unit, f"assumed: {what}", TODAY)
+
+
+def _links(source: str, date: str, **measured: tuple[float, float]) -> dict[str, Constant]:
+    """Latency and rate of each collective."""
+    found = {}
+    for name, (latency, rate) in measured.items():
+        found[f"{name}_latency"] = Constant(latency, "s", source, date)
+        found[f"{name}_rate"] = Constant(rate, "B/s", source, date)
+    return found
+
+
+# What no data sheet tells of any machine.
+_ANYWHERE = {
+    "parse_cost": Constant(11e-6, "s", _BENCH + ", one click-log row of text", TODAY),
+    "sgd_passes": assumed(3.0, "touches", "read weight and gradient, write"),
+    "rowwise_adagrad_passes": assumed(5.0, "touches", "one fused kernel with its sort"),
+    "adagrad_passes": assumed(7.0, "touches", "row-wise Adagrad, and read and write one state"),
+    "adam_passes": assumed(9.0, "touches", "row-wise Adagrad, and read and write two states"),
+    "cache_load_factor": assumed(0.2, "share", "a fifth of a table's rows are cached"),
+    "cache_miss_rate": assumed(1.0, "share", "ids spread evenly over the rows, none cached"),
+}
+
+# What no data sheet tells of an accelerator.
+_ACCELERATOR = _ANYWHERE | {
+    "row_latency": assumed(0.0, "s", "hidden by parallel access"),
+    "operation_latency": assumed(5e-6, "s", "one kernel launch"),
+    "index_cost": assumed(0.1e-9, "s", "one elementwise kernel"),
+    "sort_cost": assumed(1e-9, "s", "device radix sort"),
+    "inter_host_latency": assumed(15e-6, "s", "one round through the network"),
+    "ssd_rate": assumed(3e9, "B/s", "scattered reads from one NVMe drive per rank"),
+}
+
+
+def _accelerator(
+    compute: Constant,
+    memory: Constant,
+    link: Constant,
+    network: Constant,
+    bus: Constant,
+    ddr: Constant,
+) -> dict[str, Constant]:
+    """The constants of one accelerator of a server."""
+    constants = _ACCELERATOR | {
+        "compute_rate": compute,
+        "memory_rate": memory,
+        "inter_host_rate": network,
+        "host_link_rate": bus,
+        "ddr_rate": ddr,
+    }
+    for name in COLLECTIVES:
+        constants[f"{name}_latency"] = assumed(15e-6, "s", "one collective on one host")
+        constants[f"{name}_rate"] = link
+    return constants
+
+
+_V100 = Sheet("NVIDIA V100 SXM2 32GB data sheet", "2020-01")
+_DGX1 = Sheet("NVIDIA DGX-1 with V100 data sheet", "2019-03")
+_A100 = Sheet("NVIDIA A100 80GB SXM data sheet", "2021-06")
+_DGX_A100 = Sheet("NVIDIA DGX A100 640GB data sheet", "2021-06")
+_H100 = Sheet("NVIDIA H100 SXM data sheet", "2023-03")
+_DGX_H100 = Sheet("NVIDIA DGX H100 data sheet", "2023-03")
+_H200 = Sheet("NVIDIA H200 SXM data sheet", "2023-11")
+_DGX_H200 = Sheet("NVIDIA DGX H200 data sheet", "2024-03")
+_B200 = Sheet("NVIDIA HGX B200 data sheet", "2024-11")
+_DGX_B200 = Sheet("NVIDIA DGX B200 data sheet", "2024-11")
+_MI300X = Sheet("AMD Instinct MI300X data sheet", "2023-12")
+_EPYC = Sheet("AMD EPYC 9654 data sheet", "2022-11")
+
+_NVLINK = "NVLink per direction, half of {}"
+
+V100 = _accelerator(
+    compute=_V100.says(15.7e12, "FLOP/s", "fp32"),
+    memory=_V100.says(900e9, "B/s"),
+    link=_V100.says(150e9, "B/s", _NVLINK.format("300 GB/s")),
+    network=_DGX1.says(6.25e9, "B/s", "four 100 Gb/s ports of eight GPUs"),
+    bus=_V100.says(16e9, "B/s", "PCIe 3 x16 per direction"),
+    ddr=assumed(17e9, "B/s", "an eighth of two sockets of four channels of DDR4-2133"),
+)
+A100 = _accelerator(
+    compute=_A100.says(19.5e12, "FLOP/s", "fp32"),
+    memory=_A100.says(2.039e12, "B/s"),
+    link=_A100.says(300e9, "B/s", _NVLINK.format("600 GB/s")),
+    network=_DGX_A100.says(25e9, "B/s", "one 200 Gb/s port per GPU"),
+    bus=_A100.says(32e9, "B/s", "PCIe 4 x16 per direction"),
+    ddr=assumed(51.2e9, "B/s", "an eighth of two sockets of eight channels of DDR4-3200"),
+)
+H100 = _accelerator(
+    compute=_H100.says(67e12, "FLOP/s", "fp32"),
+    memory=_H100.says(3.35e12, "B/s"),
+    link=_H100.says(450e9, "B/s", _NVLINK.format("900 GB/s")),
+    network=_DGX_H100.says(50e9, "B/s", "one 400 Gb/s port per GPU"),
+    bus=_H100.says(64e9, "B/s", "PCIe 5 x16 per direction"),
+    ddr=assumed(76.8e9, "B/s", "an eighth of two sockets of eight channels of DDR5-4800"),
+)
+H200 = _accelerator(
+    compute=_H200.says(67e12, "FLOP/s", "fp32"),
+    memory=_H200.says(4.8e12, "B/s"),
+    link=_H200.says(450e9, "B/s", _NVLINK.format("900 GB/s")),
+    network=_DGX_H200.says(50e9, "B/s", "one 400 Gb/s port per GPU"),
+    bus=_H200.says(64e9, "B/s", "PCIe 5 x16 per direction"),
+    ddr=assumed(76.8e9, "B/s", "an eighth of two sockets of eight channels of DDR5-4800"),
+)
+B200 = _accelerator(
+    compute=_B200.says(75e12, "FLOP/s", "an eighth of 600 TFLOP/s, fp32"),
+    memory=_B200.says(8e12, "B/s", "the figure for one GPU"),
+    link=_B200.says(900e9, "B/s", _NVLINK.format("1.8 TB/s")),
+    network=_DGX_B200.says(50e9, "B/s", "one 400 Gb/s port per GPU"),
+    bus=assumed(64e9, "B/s", "PCIe 5 x16 per direction, as the server's processors have it"),
+    ddr=assumed(89.6e9, "B/s", "an eighth of two sockets of eight channels of DDR5-5600"),
+)
+MI300X = _accelerator(
+    compute=_MI300X.says(163.4e12, "FLOP/s", "fp32"),
+    memory=_MI300X.says(5.3e12, "B/s"),
+    link=_MI300X.says(448e9, "B/s", "seven Infinity Fabric links, half of 128 GB/s each"),
+    network=assumed(50e9, "B/s", "one 400 Gb/s port per accelerator"),
+    bus=_MI300X.says(64e9, "B/s", "PCIe 5 x16 per direction"),
+    ddr=assumed(76.8e9, "B/s", "an eighth of two sockets of eight channels of DDR5-4800"),
+)
+
+LOCAL = _ANYWHERE | {
+    "compute_rate": Constant(60e9, "FLOP/s", _BENCH + ", small fp32 GEMMs", TODAY),
+    "memory_rate": Constant(10e9, "B/s", _BENCH + ", half of the host's 25 GB/s", TODAY),
+    "row_latency": Constant(8e-9, "s", _BENCH + ", one random row of 64 B", TODAY),
+    "operation_latency": Constant(8e-6, "s", _BENCH + ", one eager operation", TODAY),
+    "index_cost": Constant(10e-9, "s", _BENCH + ", address one id", TODAY),
+    "sort_cost": Constant(50e-9, "s", _BENCH + ", sort one id by owner and undo it", TODAY),
+    **_links(
+        _GLOO,
+        TODAY,
+        all_to_all=(280e-6, 2.5e9),
+        all_gather=(350e-6, 1.2e9),
+        reduce_scatter=(530e-6, 0.45e9),
+        all_reduce=(550e-6, 2.5e9),
+    ),
+    "inter_host_rate": assumed(125e6, "B/s", "1 Gb/s Ethernet"),
+    "inter_host_latency": assumed(200e-6, "s", "one round through Ethernet"),
+    "host_link_rate": assumed(10e9, "B/s", "one memory, as memory_rate"),
+    "ddr_rate": assumed(10e9, "B/s", "one memory, as memory_rate"),
+    "ssd_rate": assumed(0.5e9, "B/s", "scattered reads from half of one drive"),
+    "sgd_passes": Constant(3.0, "touches", _BENCH + ", scatter of one row", TODAY),
+    "rowwise_adagrad_passes": Constant(
+        12.0, "touches", _BENCH + ", sort, sum and write one row", TODAY
+    ),
+    "adagrad_passes": assumed(14.0, "touches", "row-wise Adagrad, and read and write one state"),
+    "adam_passes": assumed(16.0, "touches", "row-wise Adagrad, and read and write two states"),
+}
+
+CPU_HOST = _ANYWHERE | {
+    "compute_rate": _EPYC.says(7.37e12, "FLOP/s", "96 cores at 2.4 GHz, 32 fp32 each (assumed)"),
+    "memory_rate": _EPYC.says(460.8e9, "B/s", "twelve channels of DDR5-4800"),
+    "row_latency": assumed(0.2e-9, "s", "100 ns of DRAM, 500 reads at a time"),
+    "operation_latency": assumed(8e-6, "s", "one eager operation"),
+    "index_cost": assumed(0.5e-9, "s", "one elementwise operation on all cores"),
+    "sort_cost": assumed(5e-9, "s", "sort one id by owner on all cores and undo it"),
+    **_links(
+        "assumed: shared memory of two sockets",
+        TODAY,
+        all_to_all=(50e-6, 20e9),
+        all_gather=(50e-6, 20e9),
+        reduce_scatter=(50e-6, 10e9),
+        all_reduce=(50e-6, 20e9),
+    ),
+    "inter_host_rate": assumed(6.25e9, "B/s", "one 100 Gb/s port of two sockets"),
+    "inter_host_latency": assumed(30e-6, "s", "one round through the network"),
+    "host_link_rate": _EPYC.says(460.8e9, "B/s", "one memory, as memory_rate"),
+    "ddr_rate": _EPYC.says(460.8e9, "B/s", "twelve channels of DDR5-4800"),
+    "ssd_rate": assumed(3e9, "B/s", "scattered reads from one NVMe drive per socket"),
+    "rowwise_adagrad_passes": assumed(12.0, "touches", "as measured on one core"),
+    "adagrad_passes": assumed(14.0, "touches", "row-wise Adagrad, and read and write one state"),
+    "adam_passes": assumed(16.0, "touches", "row-wise Adagrad, and read and write two states"),
+}
+
+_MODEL = Sheet("additive cost of sharding studies: fp32 rows through memory and a network", TODAY)
+
+ADDITIVE = {
+    "lookup_rate": _MODEL.says(900e9, "B/s", "memory of one V100"),
+    "exchange_rate": _MODEL.says(10e9, "B/s", "network of one rank"),
+    "passes": _MODEL.says(3.0, "touches", "forward, and backward as two"),
+    "directions": _MODEL.says(2.0, "exchanges", "forward and backward"),
+}
+
+# Machines, described by the constants that the cost profile "cluster" reads.
+HARDWARE = {
+    "local": Preset(2, "cpu", 0, 2 * GIB, 0, "assumed", LOCAL),
+    "v100-8": Preset(
+        8, "cuda", 32 * GB, 64 * GIB, 960 * GB, f"{_V100.name}, {_DGX1.name}", V100, 8
+    ),
+    "a100-8": Preset(
+        8, "cuda", 80 * GB, 256 * GIB, 3840 * GB, f"{_A100.name}, {_DGX_A100.name}", A100, 8
+    ),
+    "h100-8": Preset(
+        8, "cuda", 80 * GB, 256 * GIB, 3840 * GB, f"{_H100.name}, {_DGX_H100.name}", H100, 8
+    ),
+    "h200-8": Preset(
+        8, "cuda", 141 * GB, 256 * GIB, 3840 * GB, f"{_H200.name}, {_DGX_H200.name}", H200, 8
+    ),
+    "b200-8": Preset(
+        8, "cuda", 180 * GB, 256 * GIB, 3840 * GB, f"{_B200.name}, {_DGX_B200.name}", B200, 8
+    ),
+    "mi300x-8": Preset(
+        8, "cuda", 192 * GB, 256 * GIB, 3840 * GB, f"{_MI300X.name}; host assumed", MI300X, 8
+    ),
+    "cpu-host": Preset(
+        2, "cpu", 0, 768 * GIB, 3840 * GB, "assumed: twelve modules of 64 GiB", CPU_HOST, 2
+    ),
+}
+
+# A preset for each cost profile that has constants of its own, and by the profile's name.
+MODELS = {
+    "torchrec-1.9": Preset(
+        2, "cuda", HBM_CAP, DDR_CAP, SSD_CAP, "TorchRec 1.9.2 topology defaults", TORCHREC
+    ),
+    "additive": Preset(4, "cuda", 4 * GIB, 0, 0, "the 4-GPU tasks of sharding studies", ADDITIVE),
+}
+
+PRESETS = HARDWARE | MODELS

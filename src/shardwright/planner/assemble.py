@@ -1,0 +1,115 @@
+"""Write a draft down as a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from shardwright import __version__
+from shardwright.core.block import Block, BlockRun, encode
+from shardwright.core.layout import unit_blocks
+from shardwright.core.plan import (
+    Plan,
+    Reserved,
+    Search,
+    ShardPlan,
+    TablePlan,
+    UnitPlan,
+    sealed,
+)
+from shardwright.core.timeline import Event
+from shardwright.core.timeline import encode as encode_events
+from shardwright.planner.draft import Draft
+from shardwright.planner.problem import Problem, UnitChoice, reservation_kind
+from shardwright.planner.tally import Placed
+
+
+def assemble(draft: Draft, bound: float, found: Search) -> Plan:
+    """The plan of a draft; ``bound`` is what no plan can be faster than."""
+    problem = draft.problem
+    slowest = draft.max_rank_seconds
+    bound = min(max(bound, found.proved_seconds), slowest)  # rounding apart, never above
+    tables = tuple(_table_plan(placed) for placed in draft.tables)
+    return sealed(
+        Plan(
+            schema="shardwright.plan/2",
+            version=__version__,
+            job=problem.job,
+            cluster=problem.cluster,
+            tables=tables,
+            units=tuple(_unit_plan(choice) for choice in draft.units),
+            blocks=(*_table_blocks(tables), *encode(_unit_blocks(draft))),
+            timeline=encode_events(_events(draft)),
+            ranks=tuple(draft.totals(r) for r in range(draft.ranks)),
+            max_rank_seconds=slowest,
+            lower_bound_seconds=bound,
+            gap=(slowest - bound) / bound if bound else 0.0,
+            reserved=_reserved(problem),
+            assumptions=problem.assumptions,
+            search=found,
+        )
+    )
+
+
+def _reserved(problem: Problem) -> Reserved:
+    hbm, ddr, ssd = problem.capacity
+    dense, inputs = problem.reserved.dense, problem.reserved.kjt
+    return Reserved(reservation_kind(problem.job), hbm, ddr, ssd, dense or (0, 0), inputs or (0, 0))
+
+
+def _table_plan(placed: Placed) -> TablePlan:
+    table, option = placed.choice.table, placed.choice.option
+    return TablePlan(
+        name=table.name,
+        fqn=table.tensor.fqn,
+        rows=table.rows,
+        dim=table.dim,
+        sharding_type=option.sharding_type,
+        compute_kernel=option.compute_kernel,
+        optimizer=str(table.optimizer),
+        shards=tuple(
+            ShardPlan(first, run, cost.seconds, cost.hbm, cost.ddr, cost.ssd)
+            for first, run, cost in placed.stretches()
+        ),
+        cache_load_factor=table.cache.load_factor if table.cache else None,
+    )
+
+
+def _unit_plan(choice: UnitChoice) -> UnitPlan:
+    layout = choice.layout
+    return UnitPlan(
+        name=choice.unit.name,
+        tensors=tuple(tensor.fqn for tensor in choice.unit.tensors),
+        parameter=choice.placement,
+        gradient=choice.placement,
+        optimizer_state=choice.placement,
+        optimizer=choice.unit.optimizer,
+        reshard_after_forward=not choice.replicated,
+        seconds=math.fsum(choice.seconds.values()),
+        bytes_per_rank=layout.shard_bytes,
+        padding_bytes=layout.nbytes - layout.payload_bytes,
+    )
+
+
+def _table_blocks(tables: Iterable[TablePlan]) -> Iterator[BlockRun]:
+    """The parameters of every table: a run of shards is a run of blocks."""
+    for table in tables:
+        for shard in table.shards:
+            run = shard.run
+            if run.rows:
+                step = (run.row_step, run.column_step) if run.count > 1 else ()
+                offsets, sizes = (run.row, run.column), (run.rows, run.columns)
+                yield BlockRun(table.fqn, "parameter", offsets, sizes, shard.rank, run.count, step)
+
+
+def _unit_blocks(draft: Draft) -> Iterator[Block]:
+    """Every role of every dense unit."""
+    for choice in draft.units:
+        for role in ("parameter", "gradient", "optimizer_state"):
+            yield from unit_blocks(choice.unit.tensors, choice.placement, role, draft.ranks)
+
+
+def _events(draft: Draft) -> Iterator[Event]:
+    """The predicted timeline: exact bytes, peaks by phase, seconds by phase."""
+    yield from draft.byte_events()
+    yield from draft.time_events()

@@ -1,0 +1,239 @@
+"""What a reader of a plan must know first: on what its numbers rest, and who said so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from shardwright.core.job import Job
+from shardwright.core.model import TableSpec
+from shardwright.core.plan import Plan
+from shardwright.core.planning import EstimatorSection, ReservationSection
+from shardwright.core.specs import model_spec
+from shardwright.core.units import format_bytes
+from shardwright.planner.problem import reservation_kind
+from shardwright.planner.statistics.tables import load_factor
+
+MOST_NAMES = 3
+
+PROFILES = {
+    "cluster": "our own costs, from the constants of a machine",
+    "torchrec-1.9": "the costs of TorchRec's planner, release 1.9.2",
+    "additive": "the additive costs of sharding studies",
+}
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """``what`` is ``value``, as ``origin`` has it: a key of the job, a preset, or a default."""
+
+    what: str
+    value: str
+    origin: str
+
+
+def basis(plan: Plan) -> tuple[Fact, ...]:
+    """All facts, the model first."""
+    tables = model_spec(plan.job).tables
+    return (
+        *_model(plan, tables),
+        *_machine(plan),
+        *_memory(plan),
+        *_step(plan),
+        *_kernels(plan, tables),
+        *_search(plan),
+    )
+
+
+def _model(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
+    job = plan.job
+    units = ", ".join(unit.name for unit in plan.units)
+    count = f"{len(tables)} tables"
+    parts = f"{count}, units {units}" if units else f"{count} alone, no dense part"
+    yield Fact("model", f"{job.model.kind}: {parts}", "model.kind")
+    yield Fact(
+        "dtype",
+        _counted(tables, lambda table: table.dtype) + ("; units fp32" if units else ""),
+        _key(job, "dtype", "fp32"),
+    )
+    outputs = _counted(tables, lambda t: t.output_dtype or f"{t.dtype}, as the table")
+    yield Fact("output dtype", outputs, _key(job, "output_dtype", None))
+    pooled = _counted(tables, lambda table: "pooled" if table.pooled else "sequence")
+    yield Fact("lookups", pooled, _key(job, "pooled", True))
+    if len(tables) and any(t.module_weighted or t.constraint_weighted for t in tables):
+        told = _counted(
+            tables,
+            lambda t: "weighted" if t.module_weighted or t.constraint_weighted else "unweighted",
+        )
+        yield Fact("weights of ids", told, "tables.module_weighted, tables.constraint_weighted")
+    default = "train.optimizer" if plan.units else "none given: state is counted as 0 bytes"
+    yield Fact(
+        "optimizer of tables",
+        _counted(tables, lambda table: str(table.optimizer)) + ", fused in backward",
+        _key(job, "optimizer", None, default),
+    )
+    if plan.units:
+        origin = _said(job.train.optimizer != "sgd", "train.optimizer")
+        yield Fact("optimizer of units", job.train.optimizer, origin)
+    origin = _said(job.batch.size != 128, "batch.size")
+    yield Fact("batch", f"{job.batch.size:,} samples per rank and step", origin)
+
+
+def _machine(plan: Plan) -> Iterator[Fact]:
+    section, cluster = plan.job.cluster, plan.cluster
+    preset = f"preset '{cluster.name}'"
+    yield Fact(
+        "ranks",
+        f"{cluster.world_size} on {cluster.compute_device}, {cluster.local_world_size} to a host, "
+        f"{cluster.group} linked as closely as those of a host",
+        "cluster.world_size" if section.world_size is not None else preset,
+    )
+    for tier, nbytes in zip(("hbm", "ddr", "ssd"), cluster.capacity, strict=True):
+        if nbytes:
+            given = getattr(section, f"{tier}_cap") is not None
+            yield Fact(
+                f"{tier.upper()} of a rank",
+                f"{nbytes:,} B ({format_bytes(nbytes)})",
+                f"cluster.{tier}_cap" if given else preset,
+            )
+
+
+def _memory(plan: Plan) -> Iterator[Fact]:
+    """What tables may not use, and by which rule."""
+    section, kept = plan.job.planner.reservation, plan.reserved
+    default = ReservationSection()
+    kind = reservation_kind(plan.job)
+    numbers = []
+    if kind in ("percentage", "heuristic", "inference"):
+        numbers.append(
+            f"{section.percentage * 100:g} %{_mark(section.percentage, default.percentage)}"
+        )
+    if kind == "absolute":
+        numbers.append(f"{section.nbytes:,} B{_mark(section.nbytes, default.nbytes)}")
+    if kind in ("heuristic", "inference"):
+        numbers.append(f"dense parameters {section.dense_bytes:,} B")
+    if kind == "heuristic":
+        numbers.append(f"counted {section.multiplier:g} times")
+    if any(kept.dense) or any(kept.inputs):
+        numbers.append(f"that is {sum(kept.dense):,} B dense, {sum(kept.inputs):,} B inputs")
+    told = {
+        "traced": "nothing by rule: the dense part is simulated to the byte",
+        "none": "nothing",
+    }
+    yield Fact(
+        "reservation",
+        f"{kind}: {told.get(kind) or ', '.join(numbers)}",
+        _said(section.kind is not None, "planner.reservation.kind", f"the rule {_rule(plan)}"),
+    )
+    left = [f"{n:,} B {tier}" for tier, n in _left(plan) if n]
+    yield Fact("left for the plan", f"{', '.join(left)} per rank", "capacity less reservation")
+    if plan.units:
+        yield Fact(
+            "peak",
+            "highest live bytes of weights, gradients, states, buffers, activations, exchanges "
+            "and batch in a steady step",
+            "simulated",
+        )
+
+
+def _left(plan: Plan) -> list[tuple[str, int]]:
+    kept = plan.reserved
+    return [("HBM", kept.hbm_left), ("DDR", kept.ddr_left), ("SSD", kept.ssd_left)]
+
+
+def _step(plan: Plan) -> Iterator[Fact]:
+    """What a step keeps alive, and what travels."""
+    section, default = plan.job.planner.estimator, EstimatorSection()
+    where = "planner.estimator"
+
+    def fact(what: str, value: str, field: str) -> Fact:
+        changed = getattr(section, field) != getattr(default, field)
+        return Fact(what, value, _said(changed, f"{where}.{field}"))
+
+    yield fact("input pipeline", section.pipeline_type, "pipeline_type")
+    counted = "flag off: counted where the pipeline keeps none in flight"
+    if section.count_ephemeral:
+        counted = "flag on: always counted"
+    yield fact("outputs at the peak", counted, "count_ephemeral")
+    mode = "inference: no backward" if section.is_inference else "training"
+    yield fact("mode", mode, "is_inference")
+    own = "table" if plan.job.planner.constants == "torchrec-1.9" else "output"
+    rows = f"the {own}'s own dtype both ways"
+    if section.communication is not None:
+        rows = "{} forward, {} backward".format(*section.communication)
+    yield fact("rows on the wire", rows, "communication")
+
+
+def _kernels(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
+    counts = Counter(table.compute_kernel for table in plan.tables)
+    told = ", ".join(f"{kernel} ({count})" for kernel, count in counts.items())
+    slow = "" if plan.search.slow_kernels else "; kernels in host memory were not needed"
+    yield Fact(
+        "kernels chosen",
+        told + (slow if plan.cluster.compute_device == "cuda" else ""),
+        _key(plan.job, "compute_kernels", None, "free"),
+    )
+    shares: dict[tuple[float, str], int] = {}
+    for chosen, table in zip(plan.tables, tables, strict=True):
+        found = load_factor(plan, chosen, table)
+        if found is not None:
+            shares[found] = shares.get(found, 0) + 1
+    for (share, origin), count in shares.items():
+        yield Fact("cached share of rows", f"{share:g} ({count} tables)", origin)
+
+
+def _search(plan: Plan) -> Iterator[Fact]:
+    section, search = plan.job.planner, plan.search
+    yield Fact(
+        "search",
+        f"{search.name} over {search.options:,} options of the tables",
+        _said(section.search != "bounded", "planner.search"),
+    )
+    for why in search.skipped:
+        yield Fact("not searched to its end", why, "the search")
+    rules = section.constraints
+    if rules.together or rules.apart or rules.ranks:
+        told = (
+            f"{len(rules.together)} groups together, {len(rules.apart)} apart, "
+            f"{len(rules.ranks)} tables pinned to ranks"
+        )
+        yield Fact("constraints", told, "planner.constraints")
+    profile = section.constants
+    origin = _said(profile != "cluster", "planner.constants")
+    yield Fact("costs", f"{profile}: {PROFILES[profile]}", origin)
+    otherwise = "the default" if profile == "cluster" else "planner.constants say so"
+    origin = _said(bool(plan.job.cluster.preset), "cluster.preset", otherwise)
+    yield Fact("constants", f"preset '{plan.cluster.name}'", origin)
+
+
+def _counted(tables: Iterable[TableSpec], of: Callable[[TableSpec], str]) -> str:
+    """What tables have: one word where all have the same, else each with how many have it."""
+    counts = Counter(of(table) for table in tables)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{word} ({count})" for word, count in counts.most_common())
+
+
+def _key(job: Job, field: str, default: object, otherwise: str = "the default") -> str:
+    """Which tables' own keys say so."""
+    named = [t.name for t in job.tables if getattr(t, field) != default]
+    if not named:
+        return f"tables.{field} not given: {otherwise}"
+    if len(named) == len(job.tables):
+        return f"tables.{field}"
+    more = f" and {len(named) - MOST_NAMES} more" if len(named) > MOST_NAMES else ""
+    rest = f"others {otherwise}"
+    return f"tables.{field} of {', '.join(named[:MOST_NAMES])}{more}, {rest}"
+
+
+def _said(given: bool, key: str, otherwise: str = "the default") -> str:
+    return key if given else f"{key} not given: {otherwise}"
+
+
+def _mark(value: object, default: object) -> str:
+    return " (the default)" if value == default else ""
+
+
+def _rule(plan: Plan) -> str:
+    return "for a dlrm" if plan.units else f"of profile '{plan.job.planner.constants}'"

@@ -1,0 +1,147 @@
+"""Every step from the sizes of a table or unit to its bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwright.core.amount import leaf, named, total
+from shardwright.core.cluster import TIERS
+from shardwright.core.errors import InputError, expected
+from shardwright.core.plan import Plan, TablePlan
+from shardwright.core.tensor import element_bytes
+from shardwright.cost import dense, embedding
+from shardwright.planner.draft import Draft
+from shardwright.planner.explain.explanation import Explanation, finished, ranks_label
+from shardwright.planner.explain.recompute import draft_of
+from shardwright.planner.pricing import additive, native, torchrec
+from shardwright.planner.pricing.evaluate import constants_of, traffic
+from shardwright.planner.pricing.setting import Derived
+from shardwright.planner.problem import Problem, UnitChoice
+from shardwright.planner.statistics.traffic import shard_traffic
+from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.tally import Placed
+
+UNIT_KINDS = ("weight", "gradient", "optimizer_state", "padding")
+
+
+def explain_tensor(plan: Plan, name: str) -> list[Explanation]:
+    """Every step from sizes to bytes and seconds; ``name`` is a table, a unit or a dense tensor."""
+    draft = draft_of(plan)
+    for table, placed in zip(plan.tables, draft.tables, strict=True):
+        if name in (table.name, table.fqn):
+            return list(_explain_table(plan, draft.problem, table, placed))
+    for unit, choice in zip(plan.units, draft.units, strict=True):
+        if name == unit.name or name in unit.tensors:
+            return list(_explain_unit(plan, draft, choice))
+    known = [t.name for t in plan.tables] + [u.name for u in plan.units]
+    raise InputError(expected("--tensor", f"one of {', '.join(known)}", f"'{name}'"))
+
+
+def derived(problem: Problem, placed: Placed, run_index: int) -> Derived:
+    """The price of one shard of a run as derivations, by the job's profile."""
+    setting, choice = problem.setting, placed.choice
+    table, option = choice.table, choice.option
+    match problem.job.planner.constants:
+        case "torchrec-1.9":
+            return torchrec.derive(setting, table, option, run_index)
+        case "additive":
+            return additive.derive(setting, table, option, run_index)
+        case "cluster":
+            exchange = not problem.model.stages
+            return native.derive(setting, table, option, run_index, exchange=exchange)
+
+
+def _explain_table(
+    plan: Plan, problem: Problem, chosen: TablePlan, placed: Placed
+) -> Iterator[Explanation]:
+    """Each shape of shard once, with the ranks of all shards of that shape."""
+    option = placed.choice.option
+    ranks: dict[tuple[int, int], list[int]] = {}
+    for shard, rank in zip(option.shards, placed.ranks, strict=True):
+        ranks.setdefault((shard.rows, shard.columns), []).append(rank)
+    for index, run in enumerate(option.runs):
+        found = ranks.pop((run.rows, run.columns), None)
+        if found is not None:
+            yield from _explain_shard(plan, problem, chosen, placed, index, found)
+    if placed.choice.everywhere:
+        yield _everywhere(plan, problem, chosen, placed)
+
+
+def _explain_shard(
+    plan: Plan,
+    problem: Problem,
+    chosen: TablePlan,
+    placed: Placed,
+    index: int,
+    ranks: list[int],
+) -> Iterator[Explanation]:
+    choice = placed.choice
+    run, cost = choice.option.runs[index], choice.costs[index]
+    found = derived(problem, placed, index)
+    where = f"{chosen.fqn} on {ranks_label(ranks)}"
+    many = f"{len(ranks)} shards" if len(ranks) > 1 else "one shard"
+    notes = [
+        f"{many} of {run.rows:,} x {run.columns}, {chosen.sharding_type}, {chosen.compute_kernel}"
+    ]
+    near = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
+    for tier, stored in zip(TIERS, cost.storage, strict=True):
+        if stored or (tier == near and not any(cost.storage)):
+            title = f"{where}: {tier.upper()} bytes"
+            yield finished(title, stored, found.storage[tier], ranks=ranks, notes=notes)
+    hidden = [
+        f"{part} takes {value:.9g} s more, which these costs count in no total"
+        for part, value in cost.hidden.items()
+        if value
+    ]
+    title = f"{where}: seconds per step"
+    yield finished(title, cost.total_seconds, found.seconds, ranks=ranks, notes=[*notes, *hidden])
+    kind = chosen.sharding_type
+    through = shard_traffic(plan, choice.table, kind, run.rows, run.columns, leaf)
+    for what, amount in zip(("ids in", "rows out"), through, strict=True):
+        title = f"{where}: bytes of {what} per step"
+        yield finished(title, amount.value, amount, ranks=ranks, notes=notes)
+
+
+def _everywhere(plan: Plan, problem: Problem, chosen: TablePlan, placed: Placed) -> Explanation:
+    ids, _ = traffic(problem.setting, placed.choice.table, leaf)
+    constants = constants_of(problem.cluster)
+    spent = embedding.request_seconds(ids, chosen.sharding_type, constants)
+    return finished(
+        f"{chosen.fqn} on every rank: seconds to address its own ids",
+        placed.choice.everywhere,
+        spent,
+        ranks=range(plan.world_size),
+        notes=["spent by every rank, whoever holds the shards"],
+    )
+
+
+def _explain_unit(plan: Plan, draft: Draft, choice: UnitChoice) -> Iterator[Explanation]:
+    assert isinstance(draft, StepDraft)
+    unit = choice.unit
+    elements = total(
+        leaf(t.numel, t.fqn, "elements", f"shape {'x'.join(map(str, t.shape))}")
+        for t in unit.tensors
+    )
+    size = leaf(element_bytes("fp32"), "element_bytes", "B", "fp32")
+    payload = named("unit_bytes", elements * size, "B")
+    buffer = leaf(choice.layout.nbytes, "buffer_bytes", "B", "tensors at 16 B, cut evenly")
+    slices = leaf(1 if choice.replicated else plan.world_size, "slices", "", "ranks that share it")
+    for rank in range(plan.world_size):
+        padding = choice.layout.padding_bytes(0 if choice.replicated else rank)
+        shard = named("slice_bytes", buffer // slices, "B")
+        gap = leaf(padding, "padding_of_slice", "B", f"rank {rank}'s bytes that are no tensor's")
+        own = named("payload_of_slice", shard - gap, "B")
+        kept = dense.unit_bytes(own, gap, unit.optimizer)
+        kept_bytes = named("bytes_on_rank", total(kept[k] for k in UNIT_KINDS), "B")
+        stored = sum(
+            size for (_, _, name), size in draft.exact[rank].items() if _is_of(name, unit.name)
+        )
+        title = f"unit {unit.name} on rank {rank}: bytes"
+        yield finished(title, stored, kept_bytes, ranks=[rank])
+    title = f"unit {unit.name}: bytes of its tensors"
+    ranks = range(plan.world_size)
+    yield finished(title, choice.layout.payload_bytes, payload, ranks=ranks)
+
+
+def _is_of(name: str, unit: str) -> bool:
+    return name == unit or name.rpartition(".")[0] == unit

@@ -1,0 +1,140 @@
+"""Where a rank's memory goes: what is set aside and by which rule, what is filled, what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardwright.core.amount import leaf, named
+from shardwright.core.cluster import Tier
+from shardwright.core.statistics import Ledger
+from shardwright.cost import reservation
+from shardwright.planner.explain.explanation import (
+    Explanation,
+    alike,
+    finished,
+    largest,
+    ranks_label,
+    smallest,
+    summed,
+)
+from shardwright.planner.explain.subject import Subject
+from shardwright.planner.problem import reservation_kind
+from shardwright.planner.statistics.memory import (
+    DENSE,
+    FREE,
+    INPUTS,
+    SET_ASIDE,
+    TIER_WIDTH,
+    filled,
+    set_aside,
+)
+
+WHERE = "planner.reservation"
+
+
+def explain(subject: Subject) -> Iterator[Explanation]:
+    """What is left for the plan of every memory, and the ledger of its fullest rank."""
+    for told in subject.statistics.ledgers:
+        yield _left(subject, told.tier)
+        yield _ledger(subject, told)
+
+
+def _left(subject: Subject, tier: Tier) -> Explanation:
+    """The capacity less what the rule of the reservation takes, by that rule's formulas."""
+    plan, section = subject.plan, subject.plan.job.planner.reservation
+    kind = reservation_kind(plan.job)
+    aside = set_aside(plan, tier)
+    amount = leaf(getattr(plan.cluster, f"{tier}_cap"), "capacity", "B", f"cluster.{tier}_cap")
+    if aside[SET_ASIDE] and kind == "absolute":
+        fixed = leaf(section.nbytes, "set_aside", "B", f"{WHERE}.nbytes")
+        amount = reservation.amount_left(amount, fixed)
+    elif aside[SET_ASIDE]:
+        share = leaf(section.percentage, "percentage", "", f"{WHERE}.percentage")
+        amount = reservation.share_left(amount, share)
+    if aside[DENSE] or aside[INPUTS]:
+        amount = reservation.left_for_tables(amount, _dense(subject, kind), _inputs(subject, kind))
+    return finished(
+        f"{tier.upper()} of a rank that the plan may fill",
+        getattr(plan.reserved, f"{tier}_left"),
+        named("left", amount, "B"),
+        notes=[f"{WHERE}.kind {kind}"],
+    )
+
+
+def _dense(subject: Subject, kind: str) -> Any:
+    section = subject.plan.job.planner.reservation
+    nbytes = leaf(section.dense_bytes, "dense_parameter_bytes", "B", f"{WHERE}.dense_bytes")
+    times = leaf(section.multiplier, "multiplier", "", f"{WHERE}.multiplier")
+    if kind == "inference":
+        copies = reservation.DENSE_COPIES_IN_INFERENCE
+        times = leaf(copies, "multiplier", "", "inference keeps no gradients")
+    return reservation.dense_bytes(nbytes, times)
+
+
+def _inputs(subject: Subject, kind: str) -> Any:
+    """Bytes of the inputs alive at once; features with equal numbers of ids are told together."""
+    groups: dict[tuple[float, int], int] = {}
+    problem = subject.draft.problem
+    for table in problem.model.tables:
+        sizes = table.batch_sizes or (problem.batch.size,) * len(table.pooling_factors)
+        for pair in zip(table.pooling_factors, sizes, strict=True):
+            groups[pair] = groups.get(pair, 0) + 1
+    terms = []
+    for number, ((length, size), count) in enumerate(groups.items()):
+        factor = leaf(length, f"pooling_factor_{number}", "ids", "tables.pooling_factors")
+        samples = leaf(size, f"batch_size_{number}", "samples", "batch.size or batch_sizes")
+        features = leaf(count, f"features_{number}", "", "tables' features of that kind")
+        terms.append(factor * samples * features)
+    ids = summed("batch_ids", terms, "ids")
+    batches, copies = 1, 1
+    if kind != "inference":
+        batches, copies = reservation.PIPELINED_BATCHES, reservation.BATCH_COPIES
+    return reservation.input_bytes(
+        ids,
+        leaf(batches, "batches", "", "alive at once"),
+        leaf(copies, "copies_of_a_batch", "", "made on its way"),
+    )
+
+
+def _ledger(subject: Subject, told: Ledger) -> Explanation:
+    capacity = leaf(told.capacity, "capacity", "B", f"cluster.{told.tier}_cap")
+    sources = {
+        SET_ASIDE: WHERE,
+        DENSE: f"{WHERE}: dense part",
+        INPUTS: f"{WHERE}: inputs of a step",
+    }
+    here = f"on rank {told.rank}; --statistic ranks --rank {told.rank}"
+    lines = [
+        leaf(line.nbytes, line.what, "B", sources.get(line.what, here))
+        for line in told.lines
+        if line.what != FREE
+    ]
+    free = named("free", capacity - summed("taken", lines, "B"), "B")
+    return finished(
+        f"{told.tier.upper()} that is free on rank {told.rank}, its fullest",
+        told.lines[-1].nbytes,
+        free,
+        ranks=[told.rank],
+        notes=["what is taken and what is free are the whole capacity"],
+    )
+
+
+def explain_tiers(subject: Subject) -> Iterator[Explanation]:
+    """The bytes of the fullest rank of each tier, and how near its emptiest one is to the edge."""
+    nbytes = filled(subject.plan, subject.statistics.decisive)
+    for number, told in enumerate(subject.statistics.peak_tiers, start=1):
+        title = f"tier {number}, {ranks_label(told.ranks)}"
+        values = {f"rank {rank}": nbytes[rank] for rank in told.ranks}
+        source = "--statistic ranks --rank R"
+        most = largest("most", alike("bytes", values, "B", source, counted=False), "B")
+        yield finished(f"{title}: most bytes", told.nbytes, most, ranks=told.ranks)
+        if len(told.ranks) > 1:
+            width = leaf(TIER_WIDTH, "width_of_a_tier", "B", "1 MiB")
+            least = smallest("least", alike("bytes", values, "B", source, counted=False), "B")
+            yield finished(
+                f"{title}: bytes by which its emptiest rank is inside the tier",
+                min(values.values()) - (told.nbytes - TIER_WIDTH),
+                named("inside", least - (most - width), "B"),
+                ranks=told.ranks,
+            )

@@ -1,0 +1,151 @@
+"""The draft a plan was written from, made again from the job and constants stored in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from shardwright.core.errors import MismatchError, ShardwrightError, expected
+from shardwright.core.placement import describe
+from shardwright.core.plan import Plan, TablePlan, UnitPlan
+from shardwright.core.specs import model_spec
+from shardwright.core.tables import check_constraints, check_tables
+from shardwright.core.timeline import decode
+from shardwright.planner.assemble import assemble
+from shardwright.planner.choice import Choice
+from shardwright.planner.draft import Draft, TablesDraft
+from shardwright.planner.explain.explanation import same
+from shardwright.planner.problem import Problem, UnitChoice, make_problem, price
+from shardwright.planner.statistics.holdings import as_planned, ranks_of
+from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.strategy import bound_of
+from shardwright.planner.tally import Placed
+
+RECOMPUTED = (
+    "ranks",
+    "tables",
+    "units",
+    "blocks",
+    "reserved",
+    "assumptions",
+    "max_rank_seconds",
+    "lower_bound_seconds",
+    "gap",
+)
+AGAIN = "Make the plan again with this version."
+
+
+def draft_of(plan: Plan) -> Draft:
+    """The draft a plan was written from; raises MismatchError if its numbers come out otherwise."""
+    problem = problem_of(plan)
+    same("plan: tables", [t.name for t in plan.tables], [t.name for t in problem.model.tables])
+    same("plan: units", [u.name for u in plan.units], [u.name for u in problem.model.units])
+    tables = tuple(_placed(problem, i, chosen) for i, chosen in enumerate(plan.tables))
+    pairs = zip(plan.units, problem.units, strict=True)
+    units = tuple(_unit(unit, choices) for unit, choices in pairs)
+    draft = StepDraft(problem, tables, units)
+    found: Draft = draft if problem.model.stages else TablesDraft(problem, tables, units)
+    _check(plan, found)
+    return found
+
+
+def problem_of(plan: Plan) -> Problem:
+    """The plan's job with every choice that its search had."""
+    try:
+        check_tables(plan.job.tables, "job", identifiers=plan.job.model.kind == "dlrm")
+        check_constraints(plan.job.planner.constraints, plan.job.tables, "job")
+        return make_problem(plan.job, model_spec(plan.job), slow=plan.search.slow_kernels)
+    except ShardwrightError as error:
+        wanted = "the job that the plan was made from"
+        raise MismatchError(expected("plan: job", wanted, f"'{error}'", AGAIN)) from None
+
+
+def _placed(problem: Problem, index: int, chosen: TablePlan) -> Placed:
+    """A table's choice, found by type, kernel, width and number of shards, on its ranks."""
+    where = f"plan: table '{chosen.name}'"
+    choices = _choices(problem, index, chosen)
+    counts = [shard.run.count for shard in chosen.shards]
+    if not counts or min(counts) < 1:
+        raise MismatchError(expected(f"{where} shards", "runs of one shard or more", str(counts)))
+    wanted = _identity(chosen.sharding_type, chosen.compute_kernel, chosen.shards[0].run.columns)
+    choice = next((c for c in choices if _identity_of(c) == wanted), None)
+    if choice is None:
+        known = ", ".join(dict.fromkeys(_identity_of(c) for c in choices))
+        raise MismatchError(expected(where, f"one of {known}", wanted, AGAIN))
+    world_size = problem.cluster.world_size
+    inside = all(s.rank >= 0 and s.rank + s.run.count <= world_size for s in chosen.shards)
+    if sum(counts) != choice.option.count or not inside:
+        told = f"{choice.option.count} ranks below {world_size}"
+        first = [(shard.rank, shard.run.count) for shard in chosen.shards[:3]]
+        raise MismatchError(expected(f"{where} ranks", told, f"runs {first}"))
+    return Placed(choice, ranks_of(chosen))
+
+
+def _choices(problem: Problem, index: int, chosen: TablePlan) -> Sequence[Choice]:
+    table = problem.model.tables[index]
+    planned = as_planned(table, chosen)
+    if planned == table:
+        return problem.tables[index]
+    cases = [(planned, choice.option) for choice in problem.tables[index]]
+    return price(problem.job, problem.setting, cases)
+
+
+def _identity(sharding_type: str, kernel: str, columns: int) -> str:
+    return f"{sharding_type} {kernel} of {columns} columns"
+
+
+def _identity_of(choice: Choice) -> str:
+    option = choice.option
+    return _identity(option.sharding_type, option.compute_kernel, option.runs[0].columns)
+
+
+def _unit(unit: UnitPlan, choices: Sequence[UnitChoice]) -> UnitChoice:
+    found = next((c for c in choices if c.placement == unit.parameter), None)
+    if found is None:
+        wanted = " or ".join(describe(c.placement) for c in choices)
+        raise MismatchError(expected(f"plan: unit '{unit.name}'", wanted, describe(unit.parameter)))
+    return found
+
+
+def _check(plan: Plan, draft: Draft) -> None:
+    """Everything that is stored must come out again."""
+    if plan.cluster != draft.problem.cluster:
+        raise MismatchError(
+            expected("plan: cluster", "the constants of its job's preset", "other ones")
+            + " The preset changed since; make the plan again."
+        )
+    _check_search(plan, draft.problem)
+    again = assemble(draft, bound_of(draft.problem), plan.search)
+    for part in RECOMPUTED:
+        stored, found = getattr(plan, part), getattr(again, part)
+        same(f"plan: {part}", msgspec.to_builtins(stored), msgspec.to_builtins(found))
+    same("plan: timeline", _ordered(plan), _ordered(again))
+
+
+def _check_search(plan: Plan, problem: Problem) -> None:
+    """What can be told of a search without running it again."""
+    search = plan.search
+    asked = plan.job.planner.search
+    same("plan: search.name", search.name, asked)
+    same("plan: search.options", search.options, sum(map(len, problem.tables)))
+    if not 1 <= search.feasible <= search.proposals:
+        told = f"from 1 to {search.proposals}, the proposals"
+        raise MismatchError(expected("plan: search.feasible", told, str(search.feasible)))
+    highest = plan.max_rank_seconds if asked == "exact" else 0.0
+    if not 0 <= search.proved_seconds <= highest * (1 + 1e-6):
+        told = f"at most {highest}"
+        raise MismatchError(
+            expected("plan: search.proved_seconds", told, f"{search.proved_seconds}")
+        )
+
+
+def _ordered(plan: Plan) -> list[Any]:
+    """Events in an order that no rounding of seconds can change."""
+    if not all(0 < run.count <= plan.world_size for run in plan.timeline):
+        raise MismatchError(
+            expected("plan: timeline", f"runs of 1 to {plan.world_size} ranks", "another")
+        )
+    events: list[Any] = msgspec.to_builtins(decode(plan.timeline))
+    return sorted(events, key=lambda event: event[:6])

@@ -1,0 +1,258 @@
+"""What another sharding type or kernel would do to a table, everything else as planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from shardwright.core.cluster import TIERS
+from shardwright.core.errors import InputError, expected
+from shardwright.core.model import ComputeKernel, ShardingType
+from shardwright.core.plan import Plan
+from shardwright.core.specs import model_spec
+from shardwright.core.units import format_bytes, format_seconds
+from shardwright.planner.choice import Choice
+from shardwright.planner.draft import Draft, TablesDraft
+from shardwright.planner.explain import exclusion
+from shardwright.planner.explain.recompute import draft_of
+from shardwright.planner.problem import Problem, Tables, make_problem, table_choices
+from shardwright.planner.search.space import Item, Space, shard_ranks
+from shardwright.planner.search.state import State
+from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.strategy.spacing import space_of
+from shardwright.planner.tally import Placed
+
+TYPES: tuple[str, ...] = typing.get_args(ShardingType)
+KERNELS: tuple[str, ...] = typing.get_args(ComputeKernel)
+WANTED = (*TYPES, *KERNELS)
+AS_GOOD = 1e-9  # relative; smaller changes of a step are rounding
+POWER = 6.0  # by which the search weighs its worst ranks first
+
+Verdict = Literal["chosen", "impossible", "does not fit", "slower", "as good", "faster"]
+
+
+@dataclass(frozen=True, slots=True)
+class WhyNot:
+    """What ``wanted``, a sharding type or a kernel, would do to a table.
+
+    ``option`` is the way to do it that was tried, ``seconds`` are those of the slowest rank then,
+    ``missing`` the bytes by which it does not fit.
+    """
+
+    table: str
+    chosen: str
+    wanted: str
+    verdict: Verdict
+    reason: str
+    option: str = ""
+    seconds: float | None = None
+    missing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The plan with one table's option changed."""
+
+    choice: Choice
+    draft: Draft
+    tier: str
+    rank: int
+    needed: int
+    capacity: int
+
+    @property
+    def missing(self) -> int:
+        return max(self.needed - self.capacity, 0)
+
+    @property
+    def key(self) -> tuple[int, float]:
+        return self.missing, self.draft.max_rank_seconds
+
+
+def why_not(plan: Plan, name: str, wanted: str) -> WhyNot:
+    """Try ``wanted`` for one table, on the least busy ranks that it fits, and tell what it does.
+
+    :raises InputError: there is no such table, type or kernel.
+    """
+    if wanted not in WANTED:
+        raise InputError(expected("--why-not", f"one of {', '.join(WANTED)}", f"'{wanted}'"))
+    draft = draft_of(plan)
+    index = next((i for i, t in enumerate(plan.tables) if name in (t.name, t.fqn)), None)
+    if index is None:
+        known = ", ".join(t.name for t in plan.tables)
+        raise InputError(expected("--tensor", f"a table: {known}", f"'{name}'"))
+    table = plan.tables[index]
+    chosen = table.sharding_type if wanted in TYPES else table.compute_kernel
+
+    def told(verdict: Verdict, reason: str, **more: typing.Any) -> WhyNot:
+        return WhyNot(table.name, chosen, wanted, verdict, reason, **more)
+
+    if wanted == chosen:
+        return told("chosen", f"{wanted} is what was chosen.")
+    problem = _with_slow_kernels(draft.problem)
+    trials: list[_Trial] = []
+    choices, reason = _choices(problem, index, wanted)
+    if choices:
+        trials, reason = _trials(draft, problem, index, choices)
+    if not trials:
+        return told("impossible", f"{wanted} is not possible: {reason}.")
+    best = min(trials, key=lambda trial: trial.key)
+    verdict, reason = _verdict(draft, best, wanted)
+    return told(
+        verdict,
+        reason,
+        option=_words(best.choice),
+        seconds=best.draft.max_rank_seconds,
+        missing=best.missing,
+    )
+
+
+def _with_slow_kernels(problem: Problem) -> Problem:
+    """The problem with kernels in host memory too, where the search could do without them."""
+    if problem.slow or problem.model.stages:
+        return problem
+    return make_problem(problem.job, model_spec(problem.job), slow=True)
+
+
+def _choices(problem: Problem, index: int, wanted: str) -> tuple[tuple[Choice, ...], str]:
+    """The choices that are ``wanted``, and why there are none.
+
+    What a search looks at on request only is requested here.
+    """
+    reason = exclusion.reason(problem, index, wanted)
+    found = tuple(c for c in problem.tables[index] if _is(c, wanted))
+    if reason or found:
+        return (() if reason else found), reason
+    field = "sharding_types" if wanted in TYPES else "compute_kernels"
+    table = msgspec.structs.replace(problem.model.tables[index], **{field: (wanted,)})
+    model = msgspec.structs.replace(problem.model, tables=(table,))
+    try:
+        asked = table_choices(model, problem.job, problem.setting, slow=True)[0]
+    except InputError as error:
+        return (), str(error)
+    original = problem.model.tables[index]
+    found = tuple(dataclasses.replace(c, table=original) for c in asked if _is(c, wanted))
+    return found, "" if found else f"no option of this table is {wanted}"
+
+
+def _is(choice: Choice, wanted: str) -> bool:
+    return wanted in (choice.option.sharding_type, choice.option.compute_kernel)
+
+
+def _trials(
+    draft: Draft, problem: Problem, index: int, choices: Sequence[Choice]
+) -> tuple[list[_Trial], str]:
+    """Each choice on the ranks that are least busy without the table and what goes with it."""
+    tables: Tables = tuple(
+        tuple(choices) if i == index else own for i, own in enumerate(problem.tables)
+    )
+    try:
+        space = space_of(problem, tables, problem.capacity)
+    except InputError as error:
+        return [], f"the rules of the job leave no place for it ({error})"
+    item = next(item for item in space.items if index in item.tables)
+    if not item.options:
+        return [], "tables that are kept together with it cannot follow"
+    state = _without(draft, space, item)
+    trials = []
+    for number, option in enumerate(item.options):
+        spread = state.spread(0, number)
+        if spread is not None:
+            placed = list(draft.tables)
+            for member, table in enumerate(item.tables):
+                ranks = shard_ranks(option, member, spread[0])
+                placed[table] = Placed(option.choices[member], ranks)
+            member = item.tables.index(index)
+            trials.append(_trial(draft, tuple(placed), option.choices[member]))
+    return trials, "" if trials else "planner.constraints leave no rank for it"
+
+
+def _without(draft: Draft, space: Space, item: Item) -> State:
+    """The ranks as the rest of the plan leaves them, ready for ``item`` alone."""
+    moved = set(item.tables)
+    rest = [placed for i, placed in enumerate(draft.tables) if i not in moved]
+    load, memory = np.zeros(space.ranks), np.zeros((space.ranks, 3))
+    for placed in rest:
+        load += placed.choice.everywhere
+        for first, run, cost in placed.stretches():
+            load[first : first + run.count] += cost.total_seconds
+            memory[first : first + run.count] += cost.storage
+    neighbours = {t for other in item.apart_from for t in space.items[other].tables}
+    allowed = np.ones(space.ranks, bool) if item.allowed is None else item.allowed.copy()
+    for table in neighbours:
+        allowed[list(draft.tables[table].ranks)] = False
+    alone = Item(item.tables, item.options, allowed)
+    one = Space((alone,), space.ranks, space.group, _room(draft), constrained=True)
+    state = State(one, max(draft.max_rank_seconds, 1e-12), POWER)
+    state.load, state.memory = load, memory
+    return state
+
+
+def _room(draft: Draft) -> tuple[int, int, int]:
+    """Bytes that shards may keep; a step needs as much again as it now has above what is kept."""
+    hbm, ddr, ssd = draft.problem.capacity
+    if isinstance(draft, StepDraft):
+        kept = max(StepDraft(draft.problem, (), draft.units).kept_bytes)
+        passing = max(draft.peak_bytes) - max(draft.kept_bytes)
+        room = max(draft.problem.decisive_capacity - kept - passing, 0)
+        on_cpu = draft.problem.cluster.compute_device == "cpu"
+        return (hbm, room, ssd) if on_cpu else (room, ddr, ssd)
+    return hbm, ddr, ssd
+
+
+def _trial(draft: Draft, tables: tuple[Placed, ...], choice: Choice) -> _Trial:
+    problem = draft.problem
+    changed = dataclasses.replace(draft, tables=tables)
+    if isinstance(changed, TablesDraft):
+        found = [
+            (size - most, tier, rank, size, most)
+            for tier, most in zip(TIERS, problem.capacity, strict=True)
+            for rank, size in enumerate(changed.tier_bytes[tier])
+        ]
+        _, tier, rank, size, most = max(found, key=lambda f: (f[0] > 0, f[3] / max(f[4], 1)))
+        return _Trial(choice, changed, tier, rank, size, most)
+    peak = max(changed.peak_bytes)
+    tier = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
+    rank = changed.peak_bytes.index(peak)
+    return _Trial(choice, changed, tier, rank, peak, problem.decisive_capacity)
+
+
+def _verdict(draft: Draft, best: _Trial, wanted: str) -> tuple[Verdict, str]:
+    how = _words(best.choice).replace(f"{wanted}, ", "")
+    what = f"{wanted} ({how})"
+    where = f"rank {best.rank}"
+    filled = (
+        f"{best.needed:,} B ({format_bytes(best.needed)}) of {best.capacity:,} B "
+        f"{best.tier.upper()}"
+    )
+    if best.missing:
+        return "does not fit", (
+            f"{what} does not fit: {where} would need {filled}, {best.missing:,} B too much."
+        )
+    before, after = draft.max_rank_seconds, best.draft.max_rank_seconds
+    fits = f"{what} fits ({where} is the fullest with {filled})"
+    if abs(after - before) <= AS_GOOD * before:
+        return "as good", (
+            f"{fits} and is as good: the slowest rank takes {format_seconds(before)} per step "
+            "either way."
+        )
+    verdict: Verdict = "slower" if after > before else "faster"
+    return verdict, (
+        f"{fits} and makes the slowest rank take {after:.9f} s instead of {before:.9f} s per step "
+        f"({(after - before) / before * 100:+.1f} %)."
+    )
+
+
+def _words(choice: Choice) -> str:
+    """The option in words: type, kernel, and how it is cut."""
+    option = choice.option
+    run = option.runs[0]
+    shards = f"{option.count} x " if option.count > 1 else ""
+    cut = f"{shards}{run.rows:,} x {run.columns}"
+    return f"{option.sharding_type}, {option.compute_kernel}, {cut}"

@@ -1,0 +1,1 @@
+"""The ways to shard a table that a search may choose from."""

@@ -1,0 +1,147 @@
+"""The ways to shard a table that our own search looks at: all that exist, or all that run here."""
+
+from __future__ import annotations
+
+from shardwright.core.cluster import Cluster
+from shardwright.core.errors import InputError, expected
+from shardwright.core.model import ComputeKernel, ShardingType, TableSpec
+from shardwright.core.option import (
+    DEFAULT_MIN_PARTITION,
+    Option,
+    column_width,
+    column_widths,
+    shard_runs,
+)
+from shardwright.planner.options.torchrec import (
+    QUANTIZED_KERNELS,
+    QUANTIZED_TYPES,
+    SEQUENCE_TYPES,
+    TORCHREC_MIN_PARTITION,
+    is_quantized,
+)
+
+RUNNABLE: tuple[ShardingType, ...] = ("data_parallel", "table_wise", "row_wise", "column_wise")
+WIDE: tuple[ShardingType, ...] = (*RUNNABLE, "table_row_wise", "grid_shard")
+ON_A_HOST: tuple[ShardingType, ...] = ("table_row_wise", "grid_shard", "table_column_wise")
+SLOW_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching")
+
+
+def runnable_options(table: TableSpec, world_size: int) -> tuple[Option, ...]:
+    """What the runtime can execute for this table and the job allows."""
+    types = [t for t in RUNNABLE if table.sharding_types is None or t in table.sharding_types]
+    if table.optimizer == "rowwise_adagrad":
+        types = [t for t in types if t != "column_wise"]
+    if not types:
+        raise InputError(
+            expected(
+                f"tables '{table.name}'.sharding_types",
+                f"one of {', '.join(RUNNABLE)}{_why_no_columns(table)}",
+                ", ".join(table.sharding_types or ()),
+            )
+        )
+    least = table.min_partition or max(DEFAULT_MIN_PARTITION, table.dim // 2)
+    width = column_width(table, least)
+    options = []
+    for sharding_type in types:
+        kernel: ComputeKernel = "dense" if sharding_type == "data_parallel" else "fused"
+        if table.compute_kernels is not None and kernel not in table.compute_kernels:
+            continue
+        if sharding_type == "column_wise" and width == table.dim:
+            continue  # one column shard is table_wise
+        runs = shard_runs(table, sharding_type, world_size, world_size, width)
+        options.append(Option(table.name, sharding_type, kernel, runs))
+    if not options:
+        types_text = list(table.sharding_types or RUNNABLE)
+        raise InputError(
+            expected(
+                f"tables '{table.name}'",
+                "a sharding type and kernel that this version runs",
+                f"types {types_text}, kernels {list(table.compute_kernels or ('any',))}",
+                f"{_no_cut(table, types, width)}Allow table_wise or row_wise with kernel fused, or "
+                "data_parallel with dense.",
+            )
+        )
+    return tuple(options)
+
+
+def _why_no_columns(table: TableSpec) -> str:
+    if table.optimizer == "rowwise_adagrad" and "column_wise" in (table.sharding_types or ()):
+        return " (column_wise needs sgd: its row-wise Adagrad sums would span ranks)"
+    return ""
+
+
+def _no_cut(table: TableSpec, types: list[ShardingType], width: int) -> str:
+    if "column_wise" in types and width == table.dim:
+        return f"No cut of {table.dim} columns is a multiple of 4 and at least min_partition. "
+    return ""
+
+
+def wide_options(table: TableSpec, cluster: Cluster, *, slow: bool) -> tuple[Option, ...]:
+    """Every sharding type, column splits by halving, and every kernel of the device.
+
+    ``slow``: also the kernels whose weights lie in host memory; they can only help where the
+    accelerators' memory is short. A key-value store and kernels of quantised tables have to be
+    named. The types that keep a table's shards on a host are for pooled tables.
+    """
+    types = WIDE if table.sharding_types is None else table.sharding_types
+    options = []
+    for sharding_type in types:
+        if not table.pooled and sharding_type not in SEQUENCE_TYPES:
+            continue
+        one_host = cluster.group >= cluster.world_size
+        if one_host and sharding_type in ON_A_HOST and table.sharding_types is None:
+            continue  # the same as the type without its host
+        for width in _widths(table, sharding_type, cluster):
+            runs = shard_runs(table, sharding_type, cluster.world_size, cluster.group, width)
+            options += [
+                Option(table.name, sharding_type, kernel, runs)
+                for kernel in _kernels(table, sharding_type, cluster, slow=slow)
+            ]
+    if not options:
+        raise InputError(
+            expected(
+                f"tables '{table.name}'",
+                f"a sharding type and a compute kernel that go together on "
+                f"{cluster.compute_device}",
+                f"types {list(types)}, kernels {list(table.compute_kernels or ('any',))}",
+                "Widen sharding_types or compute_kernels, or lower min_partition.",
+            )
+        )
+    return tuple(options)
+
+
+def _widths(table: TableSpec, sharding_type: ShardingType, cluster: Cluster) -> tuple[int, ...]:
+    """Column widths to try; more shards than a rank can use four times over are none."""
+    if sharding_type not in ("column_wise", "table_column_wise", "grid_shard"):
+        return (table.dim,)
+    most = 4 * cluster.world_size
+    if sharding_type == "grid_shard":
+        most = cluster.world_size // cluster.group
+    widths = [w for w in column_widths(table) if table.dim // w <= max(most, 2)]
+    narrow = column_width(table, table.min_partition or TORCHREC_MIN_PARTITION)
+    if narrow < table.dim:
+        widths = sorted({*widths, narrow}, reverse=True)
+    named = table.sharding_types
+    if named is not None and not ("table_wise" in named and sharding_type != "grid_shard"):
+        widths = [table.dim, *widths]  # asked for; uncut it is no other type that may be chosen
+    return tuple(widths)
+
+
+def _kernels(
+    table: TableSpec, sharding_type: ShardingType, cluster: Cluster, *, slow: bool
+) -> tuple[ComputeKernel, ...]:
+    named = table.compute_kernels
+    if named is not None and is_quantized(table):
+        offered = QUANTIZED_KERNELS[cluster.compute_device]
+        known = offered if sharding_type in QUANTIZED_TYPES else ()
+        return tuple(kernel for kernel in known if kernel in named)
+    if sharding_type == "data_parallel":
+        return ("dense",) if named is None or "dense" in named else ()
+    if cluster.compute_device == "cpu":
+        return ("fused",) if named is None or "fused" in named else ()
+    known = ("fused", *SLOW_KERNELS)
+    if named is not None:
+        if cluster.ssd_cap:
+            known = (*known, "key_value")
+        return tuple(kernel for kernel in known if kernel in named)
+    return known if slow else known[:1]

@@ -1,0 +1,76 @@
+"""Prices by the additive cost: what a shard costs depends on no other shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwright.core.amount import leaf, named, total
+from shardwright.core.cluster import Tier
+from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.model import TableSpec
+from shardwright.core.option import Option
+from shardwright.core.tensor import ELEMENT_BYTES
+from shardwright.cost import additive
+from shardwright.planner.choice import Choice, Cost, cost
+from shardwright.planner.pricing.evaluate import (
+    Lift,
+    bare,
+    constants_of,
+    shard_shape,
+    tier_totals,
+    traffic,
+)
+from shardwright.planner.pricing.setting import Derived, Setting
+
+
+def price(setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[Choice]:
+    """What each option costs, in the order of ``cases``."""
+    choices = []
+    for table, option in cases:
+        _check(table, option)
+        known: dict[tuple[int, int], Cost] = {}
+        for run in option.runs:
+            shape = run.rows, run.columns
+            if shape not in known:
+                seconds, storage = _evaluate(setting, table, *shape, setting.values, bare)
+                known[shape] = cost(seconds, **storage)
+        costs = tuple([known[run.rows, run.columns] for run in option.runs])
+        choices.append(Choice(table, option, costs))
+    return choices
+
+
+def derive(setting: Setting, table: TableSpec, option: Option, run_index: int) -> Derived:
+    """The price of one shard of a run as derivations, by the formulas that priced it."""
+    _check(table, option)
+    c = constants_of(setting.cluster)
+    rows, columns = shard_shape(table, option, run_index, None)
+    seconds, storage = _evaluate(setting, table, rows, columns, c, leaf)
+    spent = named("seconds_per_step", total(seconds.values()), "s")
+    return Derived(spent, tier_totals(storage))
+
+
+def _check(table: TableSpec, option: Option) -> None:
+    if option.sharding_type not in additive.SHARDING_TYPES:
+        raise UnsupportedError(
+            expected(
+                f"tables '{table.name}'.sharding_types",
+                f"one of {', '.join(additive.SHARDING_TYPES)} for the additive cost",
+                option.sharding_type,
+            )
+        )
+
+
+def _evaluate(
+    setting: Setting, table: TableSpec, rows: Any, columns: Any, c: Any, lift: Lift
+) -> tuple[dict[str, Any], dict[Tier, dict[str, Any]]]:
+    """Seconds of a shard by part, and its bytes by tier and kind."""
+    cluster = setting.cluster
+    tier: Tier = "ddr" if cluster.compute_device == "cpu" else "hbm"
+    where = f"tables.{table.name}"
+    size = lift(ELEMENT_BYTES[table.dtype], "element_bytes", "B", f"{where}.dtype {table.dtype}")
+    ranks = lift(cluster.world_size, "ranks", "", "cluster.world_size")
+    samples = lift(setting.batch.size, "samples", "samples", "batch.size")
+    ids, _ = traffic(setting, table, lift)
+    seconds = additive.shard_seconds(ids, samples, columns, size, ranks, c)
+    return seconds, {tier: {"weight": additive.weight_bytes(rows, columns, size)}}

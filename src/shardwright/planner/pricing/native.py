@@ -1,0 +1,303 @@
+"""Prices by our own cost model: what the runtime keeps, and seconds from a machine's constants.
+
+Shards that one set of formulas serves are priced together: their seconds as arrays of doubles,
+their bytes as arrays of Python ints. A derivation calls the same formulas on Amounts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwright.core.amount import leaf, named, total
+from shardwright.core.cluster import Tier
+from shardwright.core.model import TableSpec
+from shardwright.core.option import Option
+from shardwright.core.tensor import ELEMENT_BYTES
+from shardwright.cost import embedding, optimizer
+from shardwright.cost.cache import Cache, cache_bytes, cached_rows
+from shardwright.cost.embedding import CACHED_KERNELS, REPLICATED, Demand
+from shardwright.planner.choice import Choice, Cost
+from shardwright.planner.pricing.evaluate import (
+    Lift,
+    bare,
+    constants_of,
+    costs,
+    shard_shape,
+    tier_totals,
+    traffic,
+)
+from shardwright.planner.pricing.setting import Derived, Setting
+
+MIB = 2**20
+PREFETCHING = "train_prefetch_sparse_dist"
+
+
+class Scheme(NamedTuple):
+    """The names and flags that formulas branch on.
+
+    ``prefetch``: rows are in the cache before a step asks for them. ``limited``: the cache has a
+    largest size.
+    """
+
+    sharding_type: str
+    kernel: str
+    dtype: str
+    optimizer: str
+    prefetch: bool
+    limited: bool
+
+
+class Facts(NamedTuple):
+    """The quantities of a table, or of each shard's table as arrays.
+
+    Elements take ``forward`` and ``backward`` bytes in the exchange and ``output`` bytes after it.
+    """
+
+    ids: Any
+    bags: Any
+    forward: Any
+    backward: Any
+    output: Any
+    load_factor: Any
+    limit: Any
+    miss_rate: Any
+    distinct: Any
+
+
+class Mesh(NamedTuple):
+    """All ranks, and those of a host or pod; None where that is all of them."""
+
+    ranks: Any
+    local: Any
+
+
+def price(
+    setting: Setting, cases: Sequence[tuple[TableSpec, Option]], *, exchange: bool
+) -> list[Choice]:
+    """What each option costs, in the order of ``cases``; ``exchange`` adds transient buffers."""
+    ranks = setting.cluster.world_size
+    numbers: dict[int, int] = {}
+    facts: list[Facts] = []
+    groups: dict[Scheme, _Group] = {}
+    placed: list[tuple[_Group, list[int], float]] = []
+    for table, option in cases:
+        number = numbers.setdefault(id(table), len(facts))
+        if number == len(facts):
+            facts.append(_facts(setting, table, ranks, setting.values, bare))
+        scheme = _scheme(setting, table, option)
+        group = groups.get(scheme)
+        if group is None:
+            group = groups[scheme] = _Group(scheme)
+        everywhere = _everywhere(setting, option, facts[number])
+        placed.append((group, group.add(number, option), everywhere))
+    if not facts:
+        return []
+    quantities = np.array(facts, dtype=object).T
+    for group in groups.values():
+        group.evaluate(setting, quantities, exchange)
+    return [
+        Choice(table, option, tuple([group.costs[slot] for slot in slots]), everywhere)
+        for (table, option), (group, slots, everywhere) in zip(cases, placed, strict=True)
+    ]
+
+
+def derive(
+    setting: Setting, table: TableSpec, option: Option, run_index: int, *, exchange: bool
+) -> Derived:
+    """The price of one shard of a run as derivations, by the formulas that priced it."""
+    c = constants_of(setting.cluster)
+    scheme = _scheme(setting, table, option)
+    mesh = _mesh(setting, leaf)
+    facts = _facts(setting, table, mesh.ranks, c, leaf)
+    parts = embedding.row_parts(scheme.sharding_type, *mesh)
+    demand = _demand(scheme, *shard_shape(table, option, run_index, parts), facts, c)
+    seconds = _seconds(setting, scheme, demand, mesh, c)
+    storage = _storage(setting, scheme, demand, facts.output, mesh, exchange, leaf)
+    spent = named("seconds_per_step", total(seconds.values()), "s")
+    return Derived(spent, tier_totals(storage))
+
+
+@dataclass
+class _Group:
+    """Shards of one scheme: for each a table's number, rows and columns; then its cost."""
+
+    scheme: Scheme
+    tables: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+
+    def add(self, table: int, option: Option) -> list[int]:
+        """Note an option's shards; returns the place of each run, one for equal shapes."""
+        seen: dict[tuple[int, int], int] = {}
+        slots = []
+        for run in option.runs:
+            shape = run.rows, run.columns
+            if shape not in seen:
+                seen[shape] = len(self.tables)
+                self.tables.append(table)
+                self.rows.append(run.rows)
+                self.columns.append(run.columns)
+            slots.append(seen[shape])
+        return slots
+
+    def evaluate(self, setting: Setting, facts: Any, exchange: bool) -> None:
+        """Fill in the costs; ``facts`` are the quantities of all tables, one row for each."""
+        scheme, c, mesh = self.scheme, setting.values, _mesh(setting, bare)
+        sizes = [np.array(sizes, dtype=object) for sizes in (self.rows, self.columns)]
+        exact = [*sizes, *facts[:, self.tables]]
+        fast = [values.astype(np.float64) for values in exact]
+        output = exact[2:][Facts._fields.index("output")]
+        seconds = _seconds(setting, scheme, _arrays(scheme, fast, c), mesh, c)
+        kept = _arrays(scheme, exact, c)
+        storage = _storage(setting, scheme, kept, output, mesh, exchange, bare)
+        self.costs = costs(seconds, storage, len(self.rows))
+
+
+def _arrays(scheme: Scheme, columns: Sequence[Any], c: Any) -> Demand:
+    rows, width, *facts = columns
+    return _demand(scheme, rows, width, Facts(*facts), c)
+
+
+def _demand(scheme: Scheme, rows: Any, columns: Any, facts: Facts, c: Any) -> Demand:
+    """What a step asks of a shard."""
+    row = embedding.row_bytes(columns, scheme.dtype, scheme.kernel)
+    cache = None
+    if scheme.kernel in CACHED_KERNELS:
+        limit = named("cache_limit", facts.limit // row, "rows") if scheme.limited else rows
+        cached = cached_rows(rows, facts.load_factor, limit)
+        cache = Cache(cached, facts.miss_rate, facts.distinct)
+    passes = optimizer.table_passes(scheme.optimizer, c, like=rows)
+    ids, bags, forward, backward = facts[:4]
+    return Demand(ids, bags, rows, columns, row, forward, backward, passes, cache)
+
+
+def _seconds(setting: Setting, scheme: Scheme, demand: Demand, mesh: Mesh, c: Any) -> Any:
+    return embedding.shard_seconds(
+        demand,
+        scheme.sharding_type,
+        scheme.kernel,
+        mesh.ranks,
+        c,
+        local=mesh.local,
+        training=not setting.estimator.is_inference,
+        prefetch=scheme.prefetch,
+    )
+
+
+def _storage(
+    setting: Setting,
+    scheme: Scheme,
+    demand: Demand,
+    output: Any,
+    mesh: Mesh,
+    exchange: bool,
+    lift: Lift,
+) -> dict[Tier, dict[str, Any]]:
+    """Bytes of a shard by tier and kind."""
+    device = setting.cluster.compute_device
+    near: Tier = "ddr" if device == "cpu" else "hbm"
+    kept = embedding.shard_bytes(
+        demand.rows,
+        demand.columns,
+        scheme.dtype,
+        scheme.optimizer,
+        scheme.kernel,
+        training=not setting.estimator.is_inference,
+    )
+    found: dict[Tier, dict[str, Any]] = {near: {}}
+    found[embedding.home(scheme.kernel, device)] = kept
+    if demand.cache is not None:
+        found[near]["cache"] = cache_bytes(demand.rows, demand.cache.rows, demand.row_bytes)
+    if exchange:
+        pipeline = setting.estimator.pipeline_type
+        batches = lift(
+            embedding.INPUTS_IN_FLIGHT[pipeline],
+            "batches_in_flight",
+            "batches",
+            f"planner.estimator.pipeline_type {pipeline}",
+        )
+        found[near] |= embedding.exchange_bytes(
+            demand, scheme.sharding_type, output, batches, *mesh
+        )
+    return found
+
+
+def _everywhere(setting: Setting, option: Option, facts: Facts) -> float:
+    """Seconds that every rank spends to address its own ids."""
+    if option.sharding_type == REPLICATED:
+        return 0.0
+    seconds: float = embedding.request_seconds(facts.ids, option.sharding_type, setting.values)
+    return seconds
+
+
+def _mesh(setting: Setting, lift: Lift) -> Mesh:
+    cluster = setting.cluster
+    ranks = lift(cluster.world_size, "ranks", "", "cluster.world_size")
+    if cluster.group >= cluster.world_size:
+        return Mesh(ranks, None)
+    source = "cluster.pod_size x cluster.local_world_size"
+    if cluster.group == cluster.local_world_size:
+        source = "cluster.local_world_size"
+    return Mesh(ranks, lift(cluster.group, "ranks_of_host", "", source))
+
+
+def _scheme(setting: Setting, table: TableSpec, option: Option) -> Scheme:
+    kernel = option.compute_kernel
+    estimator = setting.estimator
+    prefetch, limited = False, False
+    if kernel in CACHED_KERNELS:
+        asked = table.cache.prefetch_pipeline if table.cache else None
+        asked = estimator.prefetch_pipeline if asked is None else asked
+        prefetch = estimator.pipeline_type == PREFETCHING if asked is None else asked
+        limited = kernel == "key_value" and table.kv_l1_mb is not None
+    kind = table.optimizer or "none"
+    return Scheme(option.sharding_type, kernel, table.dtype, kind, prefetch, limited)
+
+
+def _facts(setting: Setting, table: TableSpec, ranks: Any, c: Any, lift: Lift) -> Facts:
+    where = f"tables.{table.name}"
+    ids, bags = traffic(setting, table, lift)
+    dtype, source = table.dtype, f"{where}.dtype"
+    if table.output_dtype is not None:
+        dtype, source = table.output_dtype, f"{where}.output_dtype"
+    output = lift(ELEMENT_BYTES[dtype], "output_element_bytes", "B", f"{source} {dtype}")
+    forward = backward = output
+    if setting.estimator.communication is not None:
+        forward, backward = (
+            lift(ELEMENT_BYTES[kind], name, "B", f"planner.estimator.communication {kind}")
+            for name, kind in zip(
+                ("forward_element_bytes", "backward_element_bytes"),
+                setting.estimator.communication,
+                strict=True,
+            )
+        )
+    distinct = named("ids_of_all_ranks", ids * ranks, "ids")
+    cache = _cache_facts(setting, table, distinct, c, lift)
+    return Facts(ids, bags, forward, backward, output, *cache)
+
+
+def _cache_facts(
+    setting: Setting, table: TableSpec, distinct: Any, c: Any, lift: Lift
+) -> tuple[Any, Any, Any, Any]:
+    """Load factor, largest size, miss rate without a cache, and different rows per step:
+    ``distinct`` where no statistics are given."""
+    where = f"tables.{table.name}"
+    cache = table.cache
+    load_factor = c["cache_load_factor"]
+    if cache is not None and cache.load_factor is not None:
+        load_factor = lift(cache.load_factor, "load_factor", "", f"{where}.cache.load_factor")
+    elif setting.estimator.cache_load_factor is not None:
+        source = "planner.estimator.cache_load_factor"
+        load_factor = lift(setting.estimator.cache_load_factor, "load_factor", "", source)
+    limit = lift((table.kv_l1_mb or 0) * MIB, "largest_cache_bytes", "B", f"{where}.kv_l1_mb")
+    if cache is not None and cache.stats is not None:
+        lookups, _, misses = cache.stats
+        source = f"{where}.cache.stats"
+        distinct = lift(lookups, "expected_lookups", "rows", source)
+        return load_factor, limit, lift(misses, "misses_without_cache", "", source), distinct
+    return load_factor, limit, c["cache_miss_rate"], distinct

@@ -1,0 +1,282 @@
+"""Prices as TorchRec 1.9.2 has them.
+
+Shards that one set of formulas serves are priced together: their seconds as arrays of doubles,
+their bytes as arrays of Python ints. An explanation calls the same formulas on Amounts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shardwright.core.amount import ceil_div, leaf, minimum, named, total
+from shardwright.core.batch import feature_batches
+from shardwright.core.cluster import TIERS, Tier
+from shardwright.core.model import CacheSpec, TableSpec
+from shardwright.core.option import Option
+from shardwright.core.tensor import ELEMENT_BYTES, element_bytes
+from shardwright.cost import torchrec, torchrec_storage, torchrec_time
+from shardwright.cost.torchrec import ROW_TYPES, Ranks, Scheme, Shards
+from shardwright.planner.choice import Choice, Cost, cost
+from shardwright.planner.pricing.setting import Derived, Setting
+
+MIB = 2**20
+REDUCED = {"fp8": "fp16"}  # what TorchRec reduces in instead of a dtype that cannot be summed
+
+# A number and what explain says about it: value, name, unit, source.
+Lift = Callable[[Any, str, str, str], Any]
+Shape = tuple[int, int]
+
+
+def _bare(value: Any, name: str, unit: str, source: str) -> Any:
+    return value
+
+
+def price(setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[Choice]:
+    """What each option costs, in the order of ``cases``."""
+    groups: dict[tuple[object, ...], _Group] = {}
+    tables: dict[int, int] = {}
+    facts: list[tuple[Any, ...]] = []
+    placed: list[tuple[_Group, list[int]]] = []
+    for table, option in cases:
+        number = tables.setdefault(id(table), len(facts))
+        if number == len(facts):
+            facts.append(_facts(setting, table, setting.values, _bare))
+        key = (option.sharding_type, option.compute_kernel, *_flags(setting, table))
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = _Group(_scheme(setting, table, option))
+        placed.append((group, group.add(number, option)))
+    if not facts:
+        return []
+    quantities = np.array(facts, dtype=object).T
+    for group in groups.values():
+        group.evaluate(setting, quantities)
+    return [
+        Choice(table, option, tuple([group.costs[slot] for slot in slots]))
+        for (table, option), (group, slots) in zip(cases, placed, strict=True)
+    ]
+
+
+@dataclass
+class _Group:
+    """Shards of one scheme: for each a table's number, rows and columns; then its cost."""
+
+    scheme: Scheme
+    tables: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+
+    def add(self, table: int, option: Option) -> list[int]:
+        """Note an option's shards; returns the place of each run, one for equal shapes."""
+        seen: dict[Shape, int] = {}
+        slots = []
+        for run in option.runs:
+            shape = run.rows, run.columns
+            if shape not in seen:
+                seen[shape] = len(self.tables)
+                self.tables.append(table)
+                self.rows.append(run.rows)
+                self.columns.append(run.columns)
+            slots.append(seen[shape])
+        return slots
+
+    def evaluate(self, setting: Setting, facts: Any) -> None:
+        """Fill in the costs; ``facts`` are the quantities of all tables, one row for each."""
+        own = [np.array(sizes, dtype=object) for sizes in (self.rows, self.columns)]
+        exact = Shards(*own, *facts[:, self.tables])
+        fast = Shards(*(np.asarray(values, dtype=np.float64) for values in exact))
+        ranks, c = _ranks(setting, _bare), setting.values
+        seconds = _rows(torchrec_time.shard_seconds(self.scheme, fast, ranks, c), len(self.rows))
+        storage = torchrec_storage.shard_bytes(self.scheme, exact, ranks, c)
+        tiers = [_rows(storage.get(tier, {}), len(self.rows)) for tier in TIERS]
+        for spent, hbm, ddr, ssd in zip(seconds, *tiers, strict=True):
+            hidden = {"input_dist": spent.pop("input_dist")}
+            self.costs.append(
+                cost(spent, hbm=_held(hbm), ddr=_held(ddr), ssd=_held(ssd), hidden=hidden)
+            )
+
+
+def _rows(columns: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """One dict for each of ``count`` shards out of a dict of arrays and numbers."""
+    if not columns:
+        return [{}] * count
+    names = tuple(columns)
+    lists = [np.broadcast_to(np.asarray(v), count).tolist() for v in columns.values()]
+    return [dict(zip(names, row, strict=True)) for row in zip(*lists, strict=True)]
+
+
+def _held(kinds: dict[str, int]) -> dict[str, int]:
+    return {kind: nbytes for kind, nbytes in kinds.items() if nbytes} if kinds else kinds
+
+
+def derive(setting: Setting, table: TableSpec, option: Option, run_index: int) -> Derived:
+    """The price of one shard of a run as derivations, by the formulas that priced it."""
+    constants = setting.cluster.constants.items()
+    c = {n: leaf(k.value, n, k.unit, f"{k.source}, {k.date}") for n, k in constants}
+    ranks = _ranks(setting, leaf)
+    facts = _facts(setting, table, c, leaf)
+    q = Shards(None, None, *facts)
+    rows, columns = _sizes(option, run_index, q, ranks)
+    q = q._replace(rows=rows, columns=columns)
+    scheme = _scheme(setting, table, option)
+    seconds = torchrec_time.total_seconds(torchrec_time.shard_seconds(scheme, q, ranks, c))
+    storage = torchrec_storage.shard_bytes(scheme, q, ranks, c)
+    return Derived(seconds, {tier: _tier_total(tier, storage.get(tier, {})) for tier in TIERS})
+
+
+def _tier_total(tier: Tier, kinds: dict[str, Any]) -> Any:
+    name = f"{tier}_bytes"
+    if not kinds:
+        return leaf(0, name, "B", "nothing is kept there")
+    return named(name, total(kinds.values()), "B")
+
+
+def _sizes(option: Option, run_index: int, q: Shards, ranks: Ranks) -> tuple[Any, Any]:
+    """Rows and columns of a run's first shard, from the table's own."""
+    run = option.runs[run_index]
+    rows, columns = q.table_rows, q.dim
+    if option.sharding_type in ROW_TYPES:
+        parts = ranks.world if option.sharding_type == "row_wise" else ranks.group
+        chunk = named("rows_per_part", ceil_div(rows, parts), "rows")
+        first = leaf(run.row, "first_row", "", f"{option.sharding_type}: the shard's first row")
+        rows = named("rows_of_shard", minimum(chunk, rows - first), "rows")
+    if run.columns != columns.value:
+        source = f"{option.sharding_type}: a width that divides dim"
+        columns = leaf(run.columns, "columns_of_shard", "columns", source)
+    assert (rows.value, columns.value) == (run.rows, run.columns)
+    return rows, columns
+
+
+def _ranks(setting: Setting, lift: Lift) -> Ranks:
+    cluster = setting.cluster
+    return Ranks(
+        lift(cluster.world_size, "ranks", "", "cluster.world_size"),
+        lift(cluster.local_world_size, "ranks_of_host", "", "cluster.local_world_size"),
+        lift(cluster.group, "ranks_of_group", "", "cluster.group"),
+    )
+
+
+def _flags(setting: Setting, table: TableSpec) -> tuple[bool, bool, bool, bool]:
+    """What a table adds to a scheme: pooled, weighted, prefetched, counted."""
+    cache = table.cache
+    weighted = table.module_weighted if table.pooled else table.constraint_weighted
+    if cache is None:
+        return table.pooled, weighted, bool(setting.estimator.prefetch_pipeline), False
+    prefetched = bool(cache.prefetch_pipeline or setting.estimator.prefetch_pipeline)
+    counted = cache.stats is not None and _load_factor(setting, table)[0] is not None
+    return table.pooled, weighted, prefetched, counted
+
+
+def _scheme(setting: Setting, table: TableSpec, option: Option) -> Scheme:
+    estimator = setting.estimator
+    return Scheme(
+        option.sharding_type,
+        option.compute_kernel,
+        setting.cluster.compute_device,
+        *_flags(setting, table),
+        pipeline=estimator.pipeline_type,
+        ephemeral=estimator.count_ephemeral,
+        inference=estimator.is_inference,
+    )
+
+
+def _load_factor(setting: Setting, table: TableSpec) -> tuple[float | None, str]:
+    """The cached share of a table's rows that somebody asked for, and where."""
+    if table.cache is not None and table.cache.load_factor is not None:
+        return table.cache.load_factor, f"tables.{table.name}.cache.load_factor"
+    return setting.estimator.cache_load_factor, "planner.estimator.cache_load_factor"
+
+
+def _facts(setting: Setting, table: TableSpec, c: Any, lift: Lift) -> tuple[Any, ...]:
+    """The quantities of a table, as in Shards after rows and columns."""
+    where = f"tables.{table.name}"
+    dim = lift(table.dim, "dim", "columns", f"{where}.dim")
+    size = element_bytes(table.dtype)
+    element = lift(size, "element_bytes", "B", f"{where}.dtype {table.dtype}")
+    output = element
+    if table.output_dtype:
+        source = f"{where}.output_dtype {table.output_dtype}"
+        output = lift(element_bytes(table.output_dtype), "output_element_bytes", "B", source)
+    return (
+        lift(table.rows, "rows", "rows", f"{where}.rows"),
+        dim,
+        *_traffic(setting, table, lift),
+        element,
+        output,
+        *_wire(setting, table, element, lift),
+        torchrec.state_share(table.optimizer or "none", dim, c),
+        *_cache(setting, table, c, lift),
+    )
+
+
+def _traffic(setting: Setting, table: TableSpec, lift: Lift) -> tuple[Any, Any]:
+    """Lookups and outputs of one rank's batch."""
+    where = f"tables.{table.name}"
+    samples = feature_batches(table, setting.batch)
+    origin = f"{where}.batch_sizes" if table.batch_sizes else "batch.size"
+    bagged = f"{where}.num_poolings" if table.num_poolings else "one bag where nothing is said"
+    lengths, poolings, sizes = [], [], []
+    features = zip(table.pooling_factors, table.poolings, samples, strict=True)
+    for number, (length, bags, size) in enumerate(features):
+        source = f"{where}.pooling_factors"
+        lengths.append(lift(length, f"pooling_factor_{number}", "ids", source))
+        poolings.append(lift(bags, f"num_poolings_{number}", "bags", bagged))
+        sizes.append(lift(size, f"batch_size_{number}", "samples", origin))
+    lookups = torchrec.batch_lookups(lengths, poolings, sizes)
+    if not table.pooled:
+        return lookups, lookups
+    return lookups, torchrec.batch_outputs(lengths, poolings, sizes)
+
+
+def _wire(setting: Setting, table: TableSpec, element: Any, lift: Lift) -> tuple[Any, ...]:
+    """Bytes of an element in the exchange, forward and backward, and in the reduce-scatter.
+
+    TorchRec has no codecs for fp32 both ways: rows travel in the table's own dtype. Only pooled
+    tables are reduced.
+    """
+    dtypes = setting.estimator.communication
+    if dtypes is None or set(dtypes) == {"fp32"}:
+        return (element,) * 4
+    there, back = dtypes
+    exchange = (
+        _wire_bytes("forward_wire_bytes", there, there, lift),
+        _wire_bytes("backward_wire_bytes", back, back, lift),
+    )
+    if not table.pooled:
+        return (*exchange, element, element)
+    return (
+        *exchange,
+        _wire_bytes("forward_reduce_wire_bytes", there, REDUCED.get(there, there), lift),
+        _wire_bytes("backward_reduce_wire_bytes", back, REDUCED.get(back, back), lift),
+    )
+
+
+def _wire_bytes(name: str, asked: str, used: str, lift: Lift) -> Any:
+    note = asked if used == asked else f"{asked}, reduced in {used}"
+    return lift(ELEMENT_BYTES[used], name, "B", f"planner.estimator.communication {note}")
+
+
+def _cache(setting: Setting, table: TableSpec, c: Any, lift: Lift) -> tuple[Any, ...]:
+    """Load factors by times, by bytes and of a key-value cache, its size, passes, statistics."""
+    where = f"tables.{table.name}"
+    cache = table.cache or CacheSpec()
+    share, source = _load_factor(setting, table)
+    default = c["cache_load_factor"]
+    asked = default if share is None else lift(share, "load_factor", "", source)
+    shared = setting.estimator.cache_load_factor
+    origin = "planner.estimator.cache_load_factor"
+    lookups, _, misses = cache.stats or (0.0, 0.0, 0.0)
+    return (
+        asked,
+        asked if share else default,
+        lift(shared, "key_value_share", "", origin) if shared else c["kv_cache_load_factor"],
+        lift((table.kv_l1_mb or 0) * MIB, "l1_cache_bytes", "B", f"{where}.kv_l1_mb"),
+        lift(cache.passes or 1, "prefetch_passes", "", f"{where}.cache.passes"),
+        lift(lookups, "expected_lookups", "ids", f"{where}.cache.stats"),
+        lift(misses, "misses_without_cache", "", f"{where}.cache.stats"),
+    )

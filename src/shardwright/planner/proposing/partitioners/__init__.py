@@ -1,0 +1,1 @@
+"""Ways to give the shards of a proposal to ranks."""

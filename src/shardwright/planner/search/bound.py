@@ -1,0 +1,153 @@
+"""A lower bound that no plan can beat, and the relaxed choice that attains it.
+
+Relaxed: shards may be spread over the ranks at will, so only sums matter. Then a plan of T seconds
+has, over all ranks, at most ``ranks * T`` seconds of work and ``ranks * capacity`` bytes, and no
+shard of more than T. For a fixed T the cheapest choice under the byte limits is bounded by
+Lagrange multipliers (a price per byte of each tier); every price gives a valid bound, the best one
+is found by bisection. The bound is the smallest T that its own bound does not exceed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.planner.search.space import Bools, Floats, Space
+
+BISECTIONS = 40
+ROUNDS = 3  # over the tiers, where more than one is scarce
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """No plan takes fewer ``seconds``; ``prices`` are seconds per byte of each tier."""
+
+    seconds: float
+    prices: Floats
+    usable: bool  # False: no choice at all meets the summed capacities
+
+
+@dataclass(frozen=True)
+class Table:
+    """All options of all items in one row each, item after item."""
+
+    starts: NDArray[np.int64]
+    seconds: Floats
+    storage: Floats
+    largest: Floats
+    largest_storage: Floats
+    fits: Bools
+
+
+def table(space: Space) -> Table:
+    """The options as arrays; an option with a shard that fits no rank does not ``fit``."""
+    counts = [len(item.options) for item in space.items]
+    options = [option for item in space.items for option in item.options]
+    largest_bytes = np.array([o.largest_storage for o in options], dtype=np.float64)
+    capacity = np.array(space.capacity, dtype=np.float64)
+    fits: Bools = np.logical_and.reduce(largest_bytes <= capacity, axis=1)
+    return Table(
+        np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64),
+        np.array([o.total_seconds for o in options]),
+        np.array([o.total_storage for o in options], dtype=np.float64),
+        np.array([o.largest for o in options]),
+        largest_bytes,
+        fits,
+    )
+
+
+def lower_bound(space: Space, options: Table) -> Bound:
+    """The bound over all plans whose shards fit a rank each."""
+    if not np.logical_or.reduceat(options.fits, options.starts).all():
+        return Bound(0.0, np.zeros(3), usable=False)
+    limit = np.array(space.capacity, dtype=np.float64) * space.ranks
+    sizes = np.where(options.fits, options.largest, np.inf)
+    floor = float(np.minimum.reduceat(sizes, options.starts).max())
+    levels = np.unique(sizes[np.isfinite(sizes) & (sizes >= floor)])
+    low, high = 0, len(levels) - 1
+    found: dict[int, Bound] = {}
+
+    def at(level: int) -> Bound:
+        if level not in found:
+            masked = np.where(sizes <= levels[level], options.seconds, np.inf)
+            found[level] = _cheapest(masked, options, limit)
+        return found[level]
+
+    while low < high:  # the first level whose bound does not reach the next one
+        middle = (low + high) // 2
+        if at(middle).usable and at(middle).seconds / space.ranks <= levels[middle + 1]:
+            high = middle
+        else:
+            low = middle + 1
+    best = at(low)
+    if not best.usable:
+        return Bound(0.0, np.zeros(3), usable=False)
+    return Bound(max(float(levels[low]), best.seconds / space.ranks), best.prices, usable=True)
+
+
+def _cheapest(seconds: Floats, options: Table, limit: Floats) -> Bound:
+    """The least work under the byte limits: the maximum over prices of the relaxed minimum."""
+    scarce = [t for t in range(3) if options.storage[:, t].any()]
+    prices = np.zeros(3)
+    if _excess(seconds, options, limit, prices).max(initial=-np.inf) <= 0:
+        return Bound(_value(seconds, options, limit, prices), prices, usable=True)
+    if any(_least_bytes(seconds, options, t) > limit[t] for t in scarce):
+        return Bound(np.inf, prices, usable=False)
+    best, best_prices = _value(seconds, options, limit, prices), prices.copy()
+    for _ in range(ROUNDS if len(scarce) > 1 else 1):
+        for tier in scarce:
+            _settle(seconds, options, limit, prices, tier)
+            value = _value(seconds, options, limit, prices)
+            if value > best:
+                best, best_prices = value, prices.copy()
+    return Bound(best, best_prices, usable=True)
+
+
+def _settle(seconds: Floats, options: Table, limit: Floats, prices: Floats, tier: int) -> None:
+    """Bisect the price of one tier, the others fixed, to where the choice just meets its limit."""
+    prices[tier] = 0.0
+    if _excess(seconds, options, limit, prices)[tier] <= 0:
+        return
+    finite = seconds[np.isfinite(seconds)]
+    low, high = 0.0, float(finite.max() / max(limit[tier], 1.0))
+    prices[tier] = high
+    while _excess(seconds, options, limit, prices)[tier] > 0 and high < 1e30:
+        high *= 8
+        prices[tier] = high
+    for _ in range(BISECTIONS):
+        prices[tier] = (low + high) / 2
+        if _excess(seconds, options, limit, prices)[tier] > 0:
+            low = prices[tier]
+        else:
+            high = prices[tier]
+    prices[tier] = high
+
+
+def _value(seconds: Floats, options: Table, limit: Floats, prices: Floats) -> float:
+    priced = seconds + options.storage @ prices
+    return float(np.minimum.reduceat(priced, options.starts).sum() - limit @ prices)
+
+
+def _excess(seconds: Floats, options: Table, limit: Floats, prices: Floats) -> Floats:
+    """Bytes above the limit of each tier when every item takes its cheapest option."""
+    chosen = cheapest(seconds + options.storage @ prices, options)
+    over: Floats = options.storage[chosen].sum(axis=0) - limit
+    return over
+
+
+def _least_bytes(seconds: Floats, options: Table, tier: int) -> float:
+    usable = np.where(np.isfinite(seconds), options.storage[:, tier], np.inf)
+    return float(np.minimum.reduceat(usable, options.starts).sum())
+
+
+def cheapest(priced: Floats, options: Table) -> NDArray[np.int64]:
+    """The row of the first cheapest option of every item."""
+    least = np.minimum.reduceat(priced, options.starts)
+    counts = np.diff(np.append(options.starts, len(priced)))
+    hits = np.flatnonzero(priced == np.repeat(least, counts))
+    item = np.searchsorted(options.starts, hits, side="right") - 1
+    first = np.searchsorted(item, np.arange(len(options.starts)))
+    rows: NDArray[np.int64] = hits[first]
+    return rows

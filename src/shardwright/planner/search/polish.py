@@ -1,0 +1,135 @@
+"""Another option for an item on the worst rank, with everything placed anew around it.
+
+Moves keep the rest where it is, so they miss changes that only pay off when other blocks make room.
+Here a change of option is judged by a quick placement of all blocks, longest first; what looks
+promising is placed properly and improved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from shardwright.planner.search.space import Assignment, Bools, Floats, Space
+from shardwright.planner.search.state import State, restored
+
+MAX_ITEMS = 300
+MAX_STEPS = 40
+WORST_RANKS = 2
+PROMISING = 1.02  # of the best so far, for a quick placement to be improved
+IMPROVED_PER_STEP = 3
+MAX_WORK = 1.25  # times the work of an item's cheapest option, plus this share of the target:
+WORK_SLACK = 0.15
+
+Improve = Callable[[State], State]
+
+
+def polish(space: Space, best: Assignment, target: float, good: float, improve: Improve) -> State:
+    """The best state found from ``best``; ends at ``good`` seconds or when no change helps."""
+    state = restored(space, target, 64.0, best)
+    if len(space.items) > MAX_ITEMS or space.ranks == 1:
+        return state
+    for _ in range(MAX_STEPS):
+        if state.worst <= good:
+            break
+        better = _step(space, state, target, improve)
+        if better is None:
+            break
+        state = better
+    return state
+
+
+def _step(space: Space, state: State, target: float, improve: Improve) -> State | None:
+    """The first promising change that improves on ``state``."""
+    found = []
+    for item, option in _changes(space, state, target):
+        options = [*state.options]
+        options[item] = option
+        slots = longest_first(space, options)
+        if slots is not None:
+            seconds, placed = slots
+            if seconds < state.worst * PROMISING:
+                found.append((seconds, item, option, placed))
+    found.sort(key=lambda entry: entry[:3])
+    for _, item, option, placed in found[:IMPROVED_PER_STEP]:
+        options = [*state.options]
+        options[item] = option
+        tried = improve(restored(space, target, 16.0, Assignment(tuple(options), placed)))
+        if tried.fits and tried.worst < state.worst * (1 - 1e-9):
+            return tried
+    return None
+
+
+def _changes(space: Space, state: State, target: float) -> Iterator[tuple[int, int]]:
+    """Other options, of affordable work, for the items of the worst ranks."""
+    order = np.argsort(-state.load, kind="stable")[:WORST_RANKS]
+    for item in sorted({item for rank in order for item in state.on_rank[int(rank)]}):
+        options = space.items[item].options
+        least = min(option.total_seconds for option in options)
+        most = least * MAX_WORK + WORK_SLACK * target
+        for number, option in enumerate(options):
+            if number != state.options[item] and option.total_seconds <= most:
+                yield item, number
+
+
+def longest_first(
+    space: Space, options: Sequence[int]
+) -> tuple[float, tuple[tuple[int, ...], ...]] | None:
+    """Seconds of the worst rank and the slots when blocks go, widest and longest first, to the
+    least busy ranks with room; None if a block finds none."""
+    load: Floats = np.zeros(space.ranks)
+    memory: Floats = np.zeros((space.ranks, 3))
+    capacity = np.array(space.capacity, dtype=np.float64)
+    blocks = []
+    for item, number in enumerate(options):
+        option = space.items[item].options[number]
+        load += option.everywhere
+        for index, block in enumerate(option.blocks(space)):
+            blocks.append((-block.width, -float(block.seconds.max()), item, index, block))
+    blocks.sort(key=lambda entry: entry[:4])
+    slots: dict[tuple[int, int], int] = {}
+    for _, _, item, index, block in blocks:
+        width = block.width
+        if width == space.ranks:
+            slot = 0
+        else:
+            filled = memory.reshape(-1, width, 3) + block.storage
+            room: Bools = np.logical_and.reduce(filled <= capacity, axis=(1, 2))
+            allowed = space.items[item].allowed
+            if allowed is not None:
+                room &= allowed.reshape(-1, width).all(axis=1)
+            busy = load if width == 1 else load.reshape(-1, width).max(axis=1)
+            place = int(np.where(room, busy, np.inf).argmin())
+            if not room[place]:
+                return None
+            slot = place * width
+        load[slot : slot + width] += block.seconds
+        memory[slot : slot + width] += block.storage
+        slots[item, index] = slot
+    return float(load.max()), tuple(
+        tuple(slots[item, k] for k in range(len(space.items[item].options[number].widths)))
+        for item, number in enumerate(options)
+    )
+
+
+def coarsened(state: State, worst: float) -> Assignment:
+    """The same assignment with fewer blocks wherever an item can have them and nothing is slower:
+    a table in fewer pieces is easier to live with."""
+    cut = [item for item in range(len(state.options)) if len(state.slots[item]) > 1]
+    for item in sorted(cut, key=lambda item: (-len(state.slots[item]), item)):
+        old_option, old_slots = state.options[item], state.slots[item]
+        options = state.space.items[item].options
+        fewer = [n for n in range(len(options)) if len(options[n].widths) < len(old_slots)]
+        state.take(item)
+        for number in sorted(fewer, key=lambda n: (len(options[n].widths), n)):
+            spread = state.spread(item, number)
+            if spread is None:
+                continue
+            state.put(item, number, spread[0])
+            if state.fits and state.worst <= worst:
+                break
+            state.take(item)
+        else:
+            state.put(item, old_option, old_slots)
+    return state.assignment()

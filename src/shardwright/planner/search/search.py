@@ -1,0 +1,206 @@
+"""Start from the relaxation, then improve the ranks that are worst off until nothing helps."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.planner.search import bound as bounds
+from shardwright.planner.search import moves
+from shardwright.planner.search.polish import coarsened, polish
+from shardwright.planner.search.space import Assignment, Floats, Ints, Space
+from shardwright.planner.search.state import State, restored
+
+POWERS = (8.0, 16.0, 64.0)  # powers of two
+RANKS_TRIED = 6  # the worst ranks that are helped before a round is over
+ITEMS_TRIED = 24  # items of a rank whose other options are looked at
+# By how much prices of bytes are raised, how much more work a finer cut may cost, and the largest
+# shard as a share of the target.
+STARTS = (
+    (1.0, 0.0, 1.0001),
+    (1.0, 1e-3, 1.0001),
+    (1.0, 0.05, 0.6),
+    (4.0, 0.0, 1.0001),
+    (4.0, 0.02, 1.0001),
+    (32.0, 0.0, 1.0001),
+    (1.0, 0.3, 1.0001),
+    (1.0, 0.5, 1.0001),
+)
+POLISHING = (16.0, 64.0)
+STEPS, STEPS_PER_ITEM = 500, 20  # of one start and power; far more than they take
+TINY = 1e-12  # a target where the bound is 0
+BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
+CLOSE_ENOUGH = 1e-4  # to the bound for a start to end
+GOOD_ENOUGH = 2e-3  # to the bound, for each start that fitted, for no further start
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The best assignment that fits, if any, and what can be said about all others."""
+
+    best: Assignment | None
+    seconds: float
+    bound: bounds.Bound
+    tried: int
+    feasible: int
+
+
+def search(
+    space: Space,
+    deadline: float = float("inf"),
+    first: Assignment | None = None,
+    enough: float = 0.0,
+    hopeless: float = float("inf"),
+) -> Outcome:
+    """The fastest assignment found; the same space gives the same one unless time runs out.
+
+    ``first`` is improved before any other start, so the outcome is never worse than it. At
+    ``enough`` seconds nothing better is looked for; nothing at all above a bound of ``hopeless``.
+    """
+    options = bounds.table(space)
+    found = bounds.lower_bound(space, options)
+    if not found.usable or found.seconds > hopeless:
+        return Outcome(None, float("inf"), found, 0, 0)
+    target = max(found.seconds, TINY)
+    begun = [] if first is None else [restored(space, target, POWERS[0], first)]
+    best: Assignment | None = None
+    seconds = float("inf")
+    tried = feasible = 0
+    for start in itertools.chain(begun, starts(space, options, found)):
+        tried += 1
+        state = improve(start, found.seconds, deadline)
+        if state.fits:
+            feasible += 1
+            if state.worst < seconds:
+                best, seconds = state.assignment(), state.worst
+        if seconds <= max(found.seconds * (1 + GOOD_ENOUGH * max(feasible, 1)), enough):
+            break
+        if time.perf_counter() > deadline:
+            break
+    good = found.seconds * (1 + GOOD_ENOUGH)
+    if best is not None and seconds > max(good, enough) and not space.constrained:
+        polished = polish(
+            space, best, target, good, lambda s: improve(s, found.seconds, deadline, reoption=False)
+        )
+        if polished.worst < seconds:
+            best, seconds = polished.assignment(), polished.worst
+    if best is not None and time.perf_counter() < deadline:
+        best = coarsened(restored(space, target, POWERS[0], best), seconds)
+    return Outcome(best, seconds, found, tried, feasible)
+
+
+def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator[State]:
+    """Assignments of relaxed choices: as they are, cut finer where that costs next to nothing, and
+    with bytes counting for more from one to the next."""
+    target = max(found.seconds, TINY)
+    scale = target / space.capacity_array
+    seen = set()
+    for factor, slack, reach in STARTS:
+        usable = options.fits & (options.largest <= target * reach)
+        if not np.logical_or.reduceat(usable, options.starts).all():
+            usable = options.fits if options.fits.any() else np.ones(len(options.fits), bool)
+        prices = found.prices * factor + scale * BYTE_PRICE * (factor - 1)
+        priced = np.where(usable, options.seconds + options.storage @ prices, np.inf)
+        if slack:
+            priced = _by_size(space, options, priced, slack, target)
+        chosen = bounds.cheapest(priced, options) - options.starts
+        if chosen.tobytes() not in seen:
+            seen.add(chosen.tobytes())
+            yield _placed(space, chosen, target)
+
+
+def _by_size(
+    space: Space, options: bounds.Table, priced: Floats, slack: float, target: float
+) -> Floats:
+    """The size of an option's largest shard, among those nearly as cheap as the cheapest."""
+    counts = np.diff(np.append(options.starts, len(priced)))
+    least = np.repeat(np.minimum.reduceat(priced, options.starts), counts)
+    shares = (options.largest_storage / space.capacity_array).max(axis=1)
+    size = np.maximum(options.largest / target, shares)
+    return np.where(priced <= least * (1 + slack), size, np.inf)
+
+
+def _placed(space: Space, chosen: Ints, target: float) -> State:
+    """The chosen options, widest blocks first, then by what they fill of a rank."""
+    state = State(space, target, POWERS[0])
+
+    def weight(item: int) -> tuple[float, ...]:
+        option = space.items[item].options[int(chosen[item])]
+        filled = (np.array(option.largest_storage) / space.capacity_array).max()
+        return (-max(option.widths), -max(option.largest / target, float(filled)))
+
+    for item in sorted(range(len(space.items)), key=weight):
+        spread = state.spread(item, int(chosen[item]))
+        if spread is None:
+            _put_anywhere(state, item)
+        else:
+            state.put(item, int(chosen[item]), spread[0])
+    return state
+
+
+def _put_anywhere(state: State, item: int) -> None:
+    """The option that costs least where the chosen one is ruled out."""
+    found = []
+    for option in range(len(state.space.items[item].options)):
+        spread = state.spread(item, option)
+        if spread is not None:
+            found.append((spread[1], option, spread[0]))
+    if found:
+        _, option, slots = min(found)
+        state.put(item, option, slots)
+
+
+def improve(state: State, bound: float, deadline: float, *, reoption: bool = True) -> State:
+    """Rounds of rising power; the best state that fits, else the last one. Without ``reoption``
+    every item keeps its option."""
+    best: Assignment | None = state.assignment() if state.fits else None
+    worst = state.worst if state.fits else float("inf")
+    most = STEPS + STEPS_PER_ITEM * len(state.space.items)
+    for power in POWERS if reoption else POLISHING:
+        state.sharpen(power)
+        for _ in range(most):
+            if not _step(state, reoption) or time.perf_counter() > deadline:
+                break
+            if state.fits and state.worst < worst:
+                best, worst = state.assignment(), state.worst
+                if worst <= bound * (1 + CLOSE_ENOUGH):
+                    break
+    if best is not None and not (state.fits and state.worst <= worst):
+        return restored(state.space, state.target, state.power, best)
+    return state
+
+
+def _step(state: State, reoption: bool) -> bool:
+    """One move that helps one of the worst ranks."""
+    costs = state.rank_costs()
+    order = np.argsort(-costs, kind="stable")[:RANKS_TRIED]
+    for rank in order:
+        found = [
+            move
+            for kind in (moves.relocation, moves.exchange, moves.host_relocation)
+            if (move := kind(state, int(rank), costs)) is not None
+        ]
+        best = min(found, key=lambda move: move.change, default=None)
+        if best is not None and best.change < -moves.EPSILON * costs.sum():
+            best.apply(state)
+            return True
+    if not reoption:
+        return False
+    for rank in order[:2]:
+        items = sorted(state.on_rank[int(rank)]) + uniform_items(state)
+        if moves.reoption(state, items[:ITEMS_TRIED]):
+            return True
+    return moves.reoption_and_relocate(state)
+
+
+def uniform_items(state: State) -> list[int]:
+    """Items that lie on every rank."""
+    return [
+        item
+        for item in range(len(state.space.items))
+        if state.options[item] >= 0 and state.blocks(item)[0].width == state.space.ranks > 1
+    ]

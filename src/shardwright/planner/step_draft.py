@@ -1,0 +1,254 @@
+"""A draft of a whole training step: its seconds with all latencies, and its peak, simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+from shardwright.core.batch import expected_distinct, lookups
+from shardwright.core.cluster import Tier
+from shardwright.core.model import TableSpec
+from shardwright.core.plan import RankTotals
+from shardwright.core.schedule import Modes, replicas_ride
+from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase
+from shardwright.cost import dense, embedding, optimizer
+from shardwright.memory import simulate
+from shardwright.memory.route import Traffic
+from shardwright.planner.draft import Draft
+from shardwright.planner.problem import UnitChoice, ranks_per_host
+
+
+@dataclass(frozen=True)
+class StepDraft(Draft):
+    """Tables and dense units together; everything about it is derived on demand."""
+
+    @cached_property
+    def modes(self) -> Modes:
+        """What this draft decides about the order of a step."""
+        sharded = frozenset(u.unit.name for u in self.units if not u.replicated)
+        types = {placed.choice.option.sharding_type for placed in self.tables}
+        return Modes(
+            sharded_units=sharded,
+            resharded_units=sharded,
+            routed=bool(types - {"data_parallel"}),
+            replicated_tables="data_parallel" in types,
+        )
+
+    @cached_property
+    def rides(self) -> bool:
+        """Whether the gradient of replicated tables travels with the row gradients."""
+        replica_bytes = sum(table.nbytes for table in self.replicas)
+        return replicas_ride(self.modes.routed, self.problem.cluster.world_size, replica_bytes)
+
+    @cached_property
+    def shared_seconds(self) -> dict[str, float]:
+        """Seconds that every rank spends whatever tables it holds."""
+        values = self.problem.values
+        modes = self.modes
+        ranks = self.problem.cluster.world_size
+        totals = {"load": self.problem.batch.size * values["parse_cost"]}
+        requests = math.fsum(placed.choice.everywhere for placed in self.tables)
+        if requests:
+            totals["exchange_ids"] = requests
+        reduced = modes.replicated_tables and not self.rides
+        parts = [
+            embedding.step_latencies(
+                modes.routed,
+                modes.replicated_tables,
+                reduced,
+                ranks,
+                values,
+                ranks_per_host(self.problem.cluster),
+            )
+        ]
+        parts += [unit.seconds for unit in self.units]
+        for stage in self.model.stages:
+            if stage.access == "none":
+                forward, calls, backward, back_calls = dense.stage_flops(
+                    stage, self.problem.batch.size
+                )
+                parts.append(
+                    {
+                        "forward": dense.compute_seconds(forward, calls, values),
+                        "backward": dense.compute_seconds(backward, back_calls, values),
+                    }
+                )
+        for part in parts:
+            for phase, value in part.items():
+                totals[phase] = totals.get(phase, 0.0) + value
+        return totals
+
+    @cached_property
+    def exact(self) -> tuple[dict[tuple[Phase, Kind, str], int], ...]:
+        """Bytes that must be met exactly, by (phase, kind, name), of each rank."""
+        world_size = self.problem.cluster.world_size
+        found: list[dict[tuple[Phase, Kind, str], int]] = [{} for _ in range(world_size)]
+        for placed in self.tables:
+            fqn = placed.choice.table.tensor.fqn
+            for rank, cost in zip(placed.ranks, placed.choice.shard_costs, strict=True):
+                kept = cost.kinds(self._tier)
+                for phase, kind in _TABLE_EVENTS:
+                    if kept.get(kind):
+                        key = (phase, kind, fqn)
+                        found[rank][key] = found[rank].get(key, 0) + kept[kind]
+        for choice in self.units:
+            for rank in range(world_size):
+                found[rank].update(_unit_events(choice, rank))
+        return tuple(found)
+
+    def load(self, rank: int) -> simulate.RankLoad:
+        """What the symbolic step of ``rank`` starts from."""
+        resident: dict[Kind, int] = {}
+        for (phase, kind, _), size in self.exact[rank].items():
+            if kind != "gradient" and not (kind == "padding" and phase == "reduce"):
+                resident[kind] = resident.get(kind, 0) + size
+        resident["buffer"] = sum(tensor.nbytes for tensor in self.model.buffers)
+        on_gloo = self.problem.cluster.compute_device == "cpu"
+        units = {
+            u.unit.name: simulate.UnitBytes(
+                full=u.layout.nbytes,
+                shard=u.layout.shard_bytes,
+                replicated=u.replicated,
+                scratch=u.layout.nbytes if on_gloo and not u.replicated else 0,
+            )
+            for u in self.units
+        }
+        return simulate.RankLoad(resident, units, self.traffic(rank), self.problem.batch.size)
+
+    @cached_property
+    def replicas(self) -> tuple[TableSpec, ...]:
+        """The tables that every rank keeps whole."""
+        placed = (p.choice for p in self.tables if p.choice.option.sharding_type == "data_parallel")
+        return tuple(choice.table for choice in placed)
+
+    def traffic(self, rank: int) -> Traffic:
+        """This rank's share of the exchange."""
+        requests, cut, serves = self._exchange
+        batch = self.problem.batch
+        replica_bytes = sum(table.nbytes for table in self.replicas)
+        return Traffic(
+            requests=tuple((requests[w], w, cut[w]) for w in requests),
+            serves=tuple((serves[rank][w][0], w, serves[rank][w][1]) for w in requests),
+            replica_ids=sum(round(lookups(table, batch)) for table in self.replicas),
+            replica_bytes=replica_bytes,
+            replica_rows=sum(table.rows for table in self.replicas),
+            ride_bytes=self.problem.cluster.world_size * replica_bytes if self.rides else 0,
+            features=len(self.tables),
+            dim=self.tables[0].choice.table.dim,
+            batch=batch.size,
+            adagrad=self.tables[0].choice.table.optimizer == "rowwise_adagrad",
+        )
+
+    @cached_property
+    def _exchange(self) -> tuple[dict[int, int], dict[int, int], list[dict[int, list[int]]]]:
+        """By width, narrowest first: ids every rank asks for, those of them to be sorted, and of
+        each rank the ids it serves with the distinct rows among them."""
+        world_size = self.problem.cluster.world_size
+        routed = [p for p in self.tables if p.choice.option.sharding_type != "data_parallel"]
+        widths = sorted({s.columns for placed in routed for s in placed.choice.option.shards})
+        requests, cut = dict.fromkeys(widths, 0), dict.fromkeys(widths, 0)
+        serves = [{width: [0, 0] for width in widths} for _ in range(world_size)]
+        for placed in routed:
+            shards = placed.choice.option.shards
+            ids = round(lookups(placed.choice.table, self.problem.batch))
+            parts = len({shard.row for shard in shards if shard.rows})
+            for width in {shard.column: shard.columns for shard in shards}.values():
+                requests[width] += ids
+                cut[width] += ids if parts > 1 else 0
+            share = ids * world_size // parts
+            for shard, owner in zip(shards, placed.ranks, strict=True):
+                if shard.rows:
+                    served = serves[owner][shard.columns]
+                    served[0] += share
+                    served[1] += expected_distinct(share, shard.rows)
+        return requests, cut, serves
+
+    @property
+    def _tier(self) -> Tier:
+        return "ddr" if self.problem.cluster.compute_device == "cpu" else "hbm"
+
+    @cached_property
+    def peaks(self) -> tuple[dict[Phase, dict[Kind, int]], ...]:
+        """Live bytes by kind at each phase's peak, of each rank; ranks loaded alike share them."""
+        known: dict[bytes, dict[Phase, dict[Kind, int]]] = {}
+        found = []
+        for rank in range(self.ranks):
+            load = self.load(rank)
+            key = msgspec.msgpack.encode(load)
+            if key not in known:
+                known[key] = simulate.phase_peaks(self.model, self.modes, load)
+            found.append(known[key])
+        return tuple(found)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The highest total of each rank."""
+        return tuple(max(sum(kinds.values()) for kinds in phases.values()) for phases in self.peaks)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak is within its memory."""
+        return max(self.peak_bytes) <= self.problem.decisive_capacity
+
+    @property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Bytes a rank keeps, gradients included, whatever the batch."""
+        return tuple(sum(events.values()) for events in self.exact)
+
+    def totals(self, rank: int) -> RankTotals:
+        phases = self.peaks[rank]
+        phase = max(phases, key=lambda p: sum(phases[p].values()))
+        exact: dict[str, int] = dict.fromkeys(EXACT_KINDS, 0)
+        for (_, kind, _), size in self.exact[rank].items():
+            exact[kind] += size
+        peak = self.peak_bytes[rank]
+        return RankTotals(
+            rank=rank,
+            peak_bytes=peak,
+            peak_phase=phase,
+            at_peak={str(kind): size for kind, size in phases[phase].items()},
+            exact=exact,
+            seconds=self.rank_seconds[rank],
+            parts=self.seconds[rank],
+            hbm_bytes=peak if self._tier == "hbm" else 0,
+            ddr_bytes=peak if self._tier == "ddr" else 0,
+        )
+
+    def byte_events(self) -> Iterable[Event]:
+        for rank, exact in enumerate(self.exact):
+            for (phase, kind, name), size in exact.items():
+                yield Event(rank, 0 if phase == "setup" else 1, phase, kind, name, size)
+        for rank, phases in enumerate(self.peaks):
+            for phase, kinds in phases.items():
+                for kind, size in sorted(kinds.items()):
+                    yield Event(rank, 1, phase, kind, PEAK, size)
+
+
+_TABLE_EVENTS: tuple[tuple[Phase, Kind], ...] = (
+    ("setup", "weight"),
+    ("setup", "optimizer_state"),
+    ("reduce", "gradient"),
+)
+
+
+def _unit_events(choice: UnitChoice, rank: int) -> dict[tuple[Phase, Kind, str], int]:
+    """The exact bytes of a dense unit on a rank; padding is told by role."""
+    name, kind = choice.unit.name, choice.unit.optimizer
+    padding = choice.layout.padding_bytes(0 if choice.replicated else rank)
+    payload = choice.layout.shard_bytes - padding
+    kept = dense.unit_bytes(payload, padding, kind)
+    events: dict[tuple[Phase, Kind, str], int] = {
+        ("setup", "weight", name): kept["weight"],
+        ("setup", "padding", f"{name}.parameter"): padding,
+        ("reduce", "gradient", name): kept["gradient"],
+        ("reduce", "padding", f"{name}.gradient"): padding,
+    }
+    if kept["optimizer_state"]:
+        extra = optimizer.dense_padding_state_bytes(padding, kind)
+        events["step", "optimizer_state", name] = kept["optimizer_state"]
+        events["step", "padding", f"{name}.optimizer_state"] = extra
+    return events

@@ -1,0 +1,41 @@
+"""How a job is searched: bounded, by TorchRec's proposers, or exactly."""
+
+from __future__ import annotations
+
+from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.job import Job
+from shardwright.core.model import ModelSpec
+from shardwright.planner.problem import Problem
+from shardwright.planner.strategy.found import Found
+from shardwright.planner.strategy.steps import search_steps, step_bound
+from shardwright.planner.strategy.tables import search_tables, tables_bound
+
+
+def search(job: Job, model: ModelSpec, deadline: float) -> Found:
+    """Search as the job asks; ``deadline`` is a time of ``time.perf_counter``."""
+    wanted = job.planner.search
+    if model.stages:
+        if wanted != "bounded":
+            raise UnsupportedError(
+                expected(
+                    "planner.search",
+                    f"'bounded' for a {model.kind}",
+                    f"'{wanted}'",
+                    "Leave [model] out to plan the tables alone.",
+                )
+            )
+        return search_steps(job, model, deadline)
+    if wanted == "proposers":
+        from shardwright.planner.strategy.proposals import search_proposals
+
+        return search_proposals(job, model, deadline)
+    if wanted == "exact":
+        from shardwright.planner.strategy.exact import search_exactly
+
+        return search_exactly(job, model, deadline)
+    return search_tables(job, model, deadline)
+
+
+def bound_of(problem: Problem) -> float:
+    """Seconds that no plan of ``problem`` can beat."""
+    return step_bound(problem) if problem.model.stages else tables_bound(problem)

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.core.amount import Step, derivation
+from shardwright.core.batch import Batch, lookups, outputs
+from shardwright.core.cluster import TIERS
+from shardwright.core.job import ClusterSection
+from shardwright.core.model import (
+    CacheSpec,
+    ComputeKernel,
+    ShardingType,
+    TableOptimizer,
+    TableSpec,
+)
+from shardwright.core.option import Option, shard_runs
+from shardwright.core.planning import EstimatorSection, PipelineType
+from shardwright.cost.constants import cluster
+from shardwright.planner.pricing import native
+from shardwright.planner.pricing.evaluate import bare, traffic
+from shardwright.planner.pricing.setting import Setting
+
+TYPES: tuple[ShardingType, ...] = get_args(ShardingType)
+KERNELS: tuple[ComputeKernel, ...] = get_args(ComputeKernel)
+TABLE = TableSpec("t", 1000, 64, optimizer="rowwise_adagrad")
+
+
+def _setting(
+    preset: str = "h100-8", world_size: int = 16, batch: int = 32, **estimator: Any
+) -> Setting:
+    found, _ = cluster(ClusterSection(preset=preset, world_size=world_size))
+    return Setting(found, Batch(batch), EstimatorSection(**estimator))
+
+
+def _option(
+    setting: Setting,
+    table: TableSpec,
+    sharding_type: ShardingType,
+    kernel: ComputeKernel = "fused",
+    parts: int = 2,
+) -> Option:
+    kernel = "dense" if sharding_type == "data_parallel" else kernel
+    width = table.dim // parts if sharding_type in COLUMN_TYPES else table.dim
+    machine = setting.cluster
+    runs = shard_runs(table, sharding_type, machine.world_size, machine.group, width)
+    return Option(table.name, sharding_type, kernel, runs)
+
+
+COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+
+TABLES = st.integers(1, 4).flatmap(
+    lambda features: st.builds(
+        TableSpec,
+        name=st.just("t"),
+        rows=st.one_of(st.integers(1, 40), st.integers(1, 2**31)),
+        dim=st.sampled_from([4, 16, 128]),
+        dtype=st.sampled_from(["fp32", "fp16", "int8"]),
+        optimizer=st.sampled_from((None, *get_args(TableOptimizer))),
+        pooled=st.booleans(),
+        pooling_factors=st.tuples(*[st.floats(0, 40, width=16)] * features),
+        num_poolings=st.one_of(st.none(), st.tuples(*[st.floats(0, 3, width=16)] * features)),
+        batch_sizes=st.one_of(st.none(), st.tuples(*[st.integers(1, 4096)] * features)),
+        output_dtype=st.sampled_from([None, "fp16"]),
+        cache=st.one_of(
+            st.none(),
+            st.builds(
+                CacheSpec,
+                load_factor=st.one_of(st.none(), st.floats(0, 1)),
+                prefetch_pipeline=st.sampled_from([None, False, True]),
+                stats=st.one_of(
+                    st.none(), st.tuples(st.floats(0, 1e6), st.floats(0, 1), st.floats(0, 1))
+                ),
+            ),
+        ),
+        kv_l1_mb=st.one_of(st.none(), st.integers(0, 512)),
+    )
+)
+SETTINGS = st.builds(
+    _setting,
+    preset=st.sampled_from(["h100-8", "local", "cpu-host"]),
+    world_size=st.sampled_from([1, 2, 5, 8, 16, 64]),
+    batch=st.integers(1, 4096),
+    pipeline_type=st.sampled_from(get_args(PipelineType)),
+    is_inference=st.booleans(),
+    communication=st.sampled_from([None, ("fp16", "bf16"), ("int8", "fp16")]),
+    cache_load_factor=st.sampled_from([None, 0.1]),
+    prefetch_pipeline=st.sampled_from([None, False, True]),
+)
+
+
+@given(
+    setting=SETTINGS,
+    table=TABLES,
+    sharding_type=st.sampled_from(TYPES),
+    kernel=st.sampled_from(KERNELS),
+    exchange=st.booleans(),
+)
+@settings(deadline=None, max_examples=150)
+def test_a_derivation_leads_to_the_price(
+    reevaluate: Callable[[Sequence[Step]], None],
+    setting: Setting,
+    table: TableSpec,
+    sharding_type: ShardingType,
+    kernel: ComputeKernel,
+    exchange: bool,
+) -> None:
+    option = _option(setting, table, sharding_type, kernel)
+    (choice,) = native.price(setting, [(table, option)], exchange=exchange)
+    for index, found in enumerate(choice.costs):
+        derived = native.derive(setting, table, option, index, exchange=exchange)
+        assert derived.seconds.value == pytest.approx(found.total_seconds, rel=1e-12, abs=0)
+        assert tuple(derived.storage[tier].value for tier in TIERS) == found.storage
+        for amount in (derived.seconds, *derived.storage.values()):
+            reevaluate(derivation(amount))
+
+
+@given(setting=SETTINGS, table=TABLES)
+@settings(deadline=None)
+def test_traffic_is_that_of_the_batch(setting: Setting, table: TableSpec) -> None:
+    asked = lookups(table, setting.batch), outputs(table, setting.batch)
+    assert traffic(setting, table, bare) == asked
+
+
+@given(tables=st.lists(TABLES, min_size=1, max_size=6), setting=SETTINGS)
+@settings(deadline=None)
+def test_prices_do_not_depend_on_what_is_priced_beside(
+    tables: list[TableSpec], setting: Setting
+) -> None:
+    cases = [
+        (table, _option(setting, table, sharding_type))
+        for table in tables
+        for sharding_type in TYPES
+    ]
+    together = native.price(setting, cases, exchange=True)
+    alone = [native.price(setting, [case], exchange=True)[0] for case in cases]
+    assert together == alone
+    assert [(choice.table, choice.option) for choice in together] == cases
+
+
+def test_nothing_is_priced_at_nothing() -> None:
+    assert native.price(_setting(), [], exchange=False) == []
+
+
+def test_runs_of_one_shape_share_a_cost() -> None:
+    setting = _setting()
+    option = _option(setting, TABLE, "grid_shard")
+    (choice,) = native.price(setting, [(TABLE, option)], exchange=False)
+    shapes = [(run.rows, run.columns) for run in option.runs]
+    assert len({id(found) for found in choice.costs}) == len(set(shapes)) < len(shapes)
+
+
+def test_bytes_are_exact_integers() -> None:
+    table = TableSpec("t", 2**40 + 1, 128, optimizer="adam")
+    setting = _setting()
+    option = _option(setting, table, "table_wise")
+    (choice,) = native.price(setting, [(table, option)], exchange=True)
+    held = choice.costs[0].hbm
+    assert held["weight"] == (2**40 + 1) * 512
+    assert held["optimizer_state"] == (2**40 + 1) * 1024
+    assert all(type(nbytes) is int for nbytes in held.values())
+
+
+def _cost(
+    setting: Setting, option: Option, table: TableSpec = TABLE, exchange: bool = False
+) -> Any:
+    return native.price(setting, [(table, option)], exchange=exchange)[0].costs[0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "hbm", "ddr", "ssd"),
+    [
+        ("fused", {"weight", "optimizer_state"}, set(), set()),
+        ("fused_uvm", set(), {"weight", "optimizer_state"}, set()),
+        ("fused_uvm_caching", {"cache"}, {"weight", "optimizer_state"}, set()),
+        ("key_value", {"cache"}, set(), {"weight", "optimizer_state"}),
+        ("quant", {"weight"}, set(), set()),
+        ("quant_uvm", set(), {"weight"}, set()),
+        ("quant_uvm_caching", {"cache"}, {"weight"}, set()),
+    ],
+)
+def test_every_kernel_fills_its_own_memories(
+    kernel: ComputeKernel, hbm: set[str], ddr: set[str], ssd: set[str]
+) -> None:
+    setting = _setting()
+    found = _cost(setting, _option(setting, TABLE, "table_wise", kernel))
+    assert (set(found.hbm), set(found.ddr), set(found.ssd)) == (hbm, ddr, ssd)
+
+
+def test_a_cpu_keeps_everything_in_host_memory() -> None:
+    setting = _setting("local", 2)
+    found = _cost(setting, _option(setting, TABLE, "data_parallel"), exchange=True)
+    assert set(found.ddr) == {"weight", "gradient", "optimizer_state", "input", "output"}
+    assert not found.hbm
+    assert not found.ssd
+
+
+def test_a_cache_holds_the_share_that_is_asked_for() -> None:
+    table = msgspec.structs.replace(TABLE, cache=CacheSpec(load_factor=0.5))
+    setting = _setting(cache_load_factor=0.1)
+    option = _option(setting, table, "table_wise", "fused_uvm_caching")
+    per_row = 64 * 4 + 16
+    assert _cost(setting, option, table).hbm == {"cache": 500 * per_row + 4000}
+    assert _cost(setting, option, TABLE).hbm == {"cache": 100 * per_row + 4000}
+    assert _cost(_setting(), option, TABLE).hbm == {"cache": 200 * per_row + 4000}
+
+
+def test_a_key_value_cache_has_a_largest_size() -> None:
+    table = msgspec.structs.replace(TABLE, rows=10**6, kv_l1_mb=1)
+    setting = _setting()
+    found = _cost(setting, _option(setting, table, "table_wise", "key_value"), table)
+    assert found.hbm == {"cache": 4096 * (256 + 16) + 4 * 10**6}
+
+
+def test_buffers_of_the_exchange_are_priced_when_asked_for() -> None:
+    setting = _setting(pipeline_type="train_sparse_dist")
+    option = _option(setting, TABLE, "table_wise")
+    kept, with_buffers = (_cost(setting, option, exchange=asked).hbm for asked in (False, True))
+    served = 32 * 16
+    assert with_buffers == kept | {"input": 2 * served * 8, "output": served * 256}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "batches"),
+    [
+        ("none", 1),
+        ("train_base", 1),
+        ("train_sparse_dist", 2),
+        ("train_prefetch_sparse_dist", 3),
+    ],
+)
+def test_a_pipeline_holds_several_inputs(pipeline: PipelineType, batches: int) -> None:
+    setting = _setting(pipeline_type=pipeline)
+    found = _cost(setting, _option(setting, TABLE, "row_wise"), exchange=True)
+    assert (found.hbm["input"], found.hbm["output"]) == (32 * 8 * batches, 32 * 256)
+
+
+def test_a_prefetching_pipeline_loads_ahead() -> None:
+    option = _option(_setting(), TABLE, "table_wise", "fused_uvm_caching")
+    ahead = _setting(pipeline_type="train_prefetch_sparse_dist")
+    assert "load" in _cost(ahead, option).seconds
+    assert "load" not in _cost(_setting(), option).seconds
+    never = msgspec.structs.replace(TABLE, cache=CacheSpec(prefetch_pipeline=False))
+    assert "load" not in _cost(ahead, option, never).seconds
+
+
+def test_rows_travel_in_the_dtype_of_the_communication() -> None:
+    option = _option(_setting(), TABLE, "table_wise")
+    plain = _cost(_setting(), option).seconds
+    small = _cost(_setting(communication=("fp16", "fp8")), option).seconds
+    assert small["exchange_rows"] == pytest.approx(plain["exchange_rows"] / 2)
+    assert small["reduce"] == pytest.approx(plain["reduce"] / 4)
+    assert small["exchange_ids"] == plain["exchange_ids"]
+
+
+def test_inference_reads_and_keeps_weights_alone() -> None:
+    setting = _setting(is_inference=True)
+    found = _cost(setting, _option(setting, TABLE, "table_wise"))
+    assert set(found.hbm) == {"weight"}
+    assert set(found.seconds) == {"exchange_ids", "lookup", "exchange_rows"}
+
+
+def test_bags_are_summed_before_they_travel() -> None:
+    setting = _setting()
+    pooled = msgspec.structs.replace(TABLE, pooling_factors=(20.0,))
+    sequence = msgspec.structs.replace(pooled, pooled=False)
+    option = _option(setting, TABLE, "table_wise")
+    one, few, many = (
+        _cost(setting, option, table).seconds["exchange_rows"]
+        for table in (TABLE, pooled, sequence)
+    )
+    assert one == few
+    assert many == pytest.approx(20 * few)
+
+
+def test_every_rank_addresses_the_ids_of_a_routed_table() -> None:
+    setting = _setting("local", 2)
+    cases = [
+        (TABLE, _option(setting, TABLE, sharding_type))
+        for sharding_type in ("data_parallel", "table_wise", "row_wise")
+    ]
+    found = [choice.everywhere for choice in native.price(setting, cases, exchange=False)]
+    assert found == [0.0, pytest.approx(32 * 10e-9), pytest.approx(32 * 50e-9)]
+
+
+def test_a_wider_mesh_costs_the_network() -> None:
+    near, far = _setting(world_size=8), _setting(world_size=16)
+    option = _option(near, TABLE, "table_wise")
+    assert (
+        _cost(far, option).seconds["exchange_rows"]
+        > 2 * _cost(near, option).seconds["exchange_rows"]
+    )

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from shardwright.core.job import Job
+from shardwright.core.specs import model_spec
+from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.strategy.found import Found
+from shardwright.planner.strategy.steps import (
+    LEFT_OUT,
+    MAX_UNIT_COMBINATIONS,
+    search_steps,
+    smallest,
+    smallest_tables,
+    step_bound,
+    unit_combinations,
+    without,
+)
+from shardwright.planner.tally import Placed
+
+MakeJob = Callable[..., Job]
+
+
+def _problem(job: Job) -> Problem:
+    return make_problem(job, model_spec(job))
+
+
+def _found(job: Job) -> Found:
+    return search_steps(job, model_spec(job), float("inf"))
+
+
+def _with_memory(job: Job, nbytes: int) -> Job:
+    cluster = msgspec.structs.replace(job.cluster, ddr_cap=nbytes)
+    return msgspec.structs.replace(job, cluster=cluster)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_draft_that_is_found_keeps_within_the_memory(random_job: MakeJob, seed: int) -> None:
+    draft = _found(random_job(seed)).draft
+    if draft is not None:
+        assert draft.fits
+        assert max(draft.peak_bytes) <= draft.problem.decisive_capacity
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_draft_that_is_found_places_every_shard_on_a_rank(
+    random_job: MakeJob, seed: int
+) -> None:
+    found = _found(_with_memory(random_job(seed), 2**33))
+    draft, problem = found.draft, found.problem
+    assert draft is not None
+    ranks = range(problem.cluster.world_size)
+    assert len(draft.tables) == len(problem.tables)
+    for placed, choices in zip(draft.tables, problem.tables, strict=True):
+        assert any(placed.choice is choice for choice in choices)
+        assert len(placed.ranks) == placed.choice.option.count
+        assert set(placed.ranks) <= set(ranks)
+        if placed.choice.option.partition == "uniform":
+            assert tuple(placed.ranks) == tuple(ranks)
+
+
+def test_memory_below_every_unit_has_no_draft(make_job: MakeJob) -> None:
+    found = _found(make_job(50, cluster={"world_size": 2, "ddr_cap": 100}))
+    assert (found.draft, found.feasible) == (None, 0)
+
+
+def test_every_combination_of_unit_modes_is_proposed(make_job: MakeJob) -> None:
+    problem = _problem(make_job(50))
+    modes = [tuple(unit.replicated for unit in units) for units in unit_combinations(problem)]
+    assert sorted(modes) == sorted(itertools.product((False, True), repeat=2))
+
+
+def test_of_many_units_the_two_extremes_are_proposed(make_job: MakeJob) -> None:
+    problem = _problem(make_job(50))
+    many = math.ceil(math.log2(MAX_UNIT_COMBINATIONS)) // len(problem.units) + 1
+    wide = Problem(**vars(problem) | {"units": problem.units * many})
+    modes = [{unit.replicated for unit in units} for units in unit_combinations(wide)]
+    assert modes == [{True}, {False}]
+
+
+def test_a_forced_unit_has_one_mode(make_job: MakeJob) -> None:
+    problem = _problem(make_job(50, planner={"units": {"top": "shard", "bottom": "replicate"}}))
+    (units,) = unit_combinations(problem)
+    assert [unit.replicated for unit in units] == [True, False]
+
+
+@pytest.mark.parametrize("types", LEFT_OUT)
+def test_types_are_left_out_where_a_table_has_others(
+    make_job: MakeJob, types: tuple[str, ...]
+) -> None:
+    problem = _problem(make_job(50, 60))
+    for choices, left in zip(problem.tables, without(problem.tables, types), strict=True):
+        assert left == tuple(c for c in choices if c.option.sharding_type not in types)
+        assert left
+
+
+def test_a_table_keeps_the_only_types_it_has(make_job: MakeJob) -> None:
+    problem = _problem(make_job(50, table={"sharding_types": ["data_parallel"]}))
+    assert without(problem.tables, ("data_parallel",)) == problem.tables
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_smallest_draft_shards_every_unit_that_it_may(random_job: MakeJob, seed: int) -> None:
+    draft = smallest(_problem(random_job(seed)))
+    world_size = draft.problem.cluster.world_size
+    assert all(not unit.replicated for unit in draft.units) or world_size == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_smallest_tables_keep_as_little_as_any_on_the_fullest_rank(
+    random_job: MakeJob, seed: int
+) -> None:
+    problem = _problem(random_job(seed, tables=3, ranks=2))
+    least = max(StepDraft(problem, smallest_tables(problem), ()).kept_bytes)
+    everywhere = [
+        [
+            Placed(choice, ranks)
+            for choice in choices
+            for ranks in (
+                [range(2)]
+                if choice.option.partition == "uniform"
+                else itertools.product(range(2), repeat=choice.option.count)
+            )
+        ]
+        for choices in problem.tables
+    ]
+    for tables in itertools.product(*everywhere):
+        assert least <= max(StepDraft(problem, tables, ()).kept_bytes)
+
+
+def test_the_smallest_draft_is_tried_where_nothing_else_fits(random_job: MakeJob) -> None:
+    job = random_job(18, tables=3, ranks=2)
+    least = smallest(_problem(job))
+    found = _found(_with_memory(job, max(least.peak_bytes)))
+    assert found.draft is not None
+    assert found.draft.max_rank_seconds <= least.max_rank_seconds
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_bound_is_below_the_draft_that_is_found(random_job: MakeJob, seed: int) -> None:
+    found = _found(_with_memory(random_job(seed), 2**33))
+    assert found.draft is not None
+    assert 0 < step_bound(found.problem) == found.bound
+    assert found.bound <= found.draft.max_rank_seconds * (1 + 1e-12)
+
+
+def test_a_search_that_is_out_of_time_still_ends_with_a_draft(make_job: MakeJob) -> None:
+    job = make_job(50, 3000, 70_000)
+    found = search_steps(job, model_spec(job), 0.0)
+    assert found.draft is not None

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import functools
+import io
+from typing import Any
+
+import msgspec
+import pytest
+import samples
+from rich.console import Console
+
+from shardwright.core.job import parse_job
+from shardwright.core.plan import Plan
+from shardwright.core.statistics import MemoryPrice
+from shardwright.core.units import format_bytes, format_seconds
+from shardwright.planner import plan
+from shardwright.planner.statistics import statistics
+from shardwright.report.plan_report import plan_report
+
+KERNELS = ("fused", "fused_uvm", "fused_uvm_caching", "key_value")
+
+
+@functools.cache
+def tables_plan(ranks: int = 16, count: int = 26, kernels: bool = False) -> Plan:
+    """Tables alone, of sizes over six decades."""
+    tables: list[dict[str, Any]] = [
+        {"name": f"C{i}", "rows": 3 + 7**i % 40_000_003, "dim": 128, "optimizer": "rowwise_adagrad"}
+        for i in range(count)
+    ]
+    if kernels:
+        for table, kernel in zip(tables, KERNELS, strict=False):
+            table |= {"compute_kernels": [kernel], "sharding_types": ["table_wise", "row_wise"]}
+            table |= {"cache": {"load_factor": 0.25}, "name": f"a_table_with_{kernel}_kernel"}
+        tables[-1] |= {"pooling_factors": [20.0, 0.5], "module_weighted": True}
+    return plan(
+        parse_job(
+            {
+                "tables": tables,
+                "cluster": {"world_size": ranks, "local_world_size": 8, "compute_device": "cuda"},
+                "batch": {"size": 512},
+                "planner": {"constants": "torchrec-1.9"},
+            }
+        )
+    )
+
+
+def printed(made: Plan, width: int = 120, full: bool = False, falls: float = 0.0) -> str:
+    out = io.StringIO()
+    prices = (MemoryPrice("hbm", falls, falls), MemoryPrice("ddr", 0.0, 0.0))
+    report = plan_report(made, statistics(made), prices, full=full)
+    Console(width=width, no_color=True, file=out).print(report)
+    return out.getvalue()
+
+
+def flowed(made: Plan, **options: Any) -> str:
+    """The same on one line, however it was wrapped."""
+    return " ".join(printed(made, **options).split())
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("case", ["dlrm", "tables", "kernels", "many"])
+def test_a_report_fits_the_width_and_no_number_is_cut_short(
+    case: str, width: int, full: bool
+) -> None:
+    made = {
+        "dlrm": samples.plan,
+        "tables": tables_plan,
+        "kernels": lambda: tables_plan(8, 12, True),
+        "many": lambda: tables_plan(64, 90),
+    }[case]()
+    text = printed(made, width, full)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text
+    assert f"{max(t.rows for t in made.tables):,} x {made.tables[0].dim}" in text
+    assert format_seconds(made.max_rank_seconds) in text
+
+
+def test_what_a_reader_looks_for_is_there_without_asking() -> None:
+    text = printed(tables_plan())
+    for title in (
+        "Embedding tables",
+        "Memory and time per rank",
+        "Time and traffic per rank",
+        "How evenly it lies on the ranks",
+        "Fullest ranks, HBM",
+        "Where the HBM of rank",
+        "What the worst ranks hold",
+        "Assumptions",
+        "--statistic NAME",
+    ):
+        assert title in text
+    for title in ("Storage per table", "Seconds per table", "Parts of a step", "Critical path"):
+        assert title not in text
+        assert title in printed(tables_plan(), full=True)
+
+
+def test_lookups_are_shown_where_they_differ_from_one_id_per_sample() -> None:
+    assert "Lookups per table" not in printed(tables_plan())
+    text = printed(tables_plan(8, 12, True))
+    assert "Lookups per table" in text
+    assert "pooled, weighted" in text
+    assert "25.0 %" in text
+
+
+def test_a_report_of_kernels_is_shown_for_more_than_one() -> None:
+    text = flowed(tables_plan(8, 12, True))
+    assert "Compute kernels kernel tables named weights states rest HBM DDR SSD" in text
+    for kernel in KERNELS:
+        assert kernel in text
+
+
+def test_alike_ranks_share_a_row_and_are_named() -> None:
+    plan = samples.plan()
+    cluster = msgspec.structs.replace(plan.cluster, world_size=64)
+    ranks = tuple(
+        msgspec.structs.replace(plan.ranks[0], rank=r, peak_bytes=samples.MIB * (1 + r // 32))
+        for r in range(64)
+    )
+    text = printed(msgspec.structs.replace(plan, cluster=cluster, ranks=ranks))
+    rows = [line for line in text.splitlines() if line.startswith(("0-31 ", "32-63 "))]
+    assert len(rows) == 2
+
+
+def test_bytes_are_told_exactly_where_they_matter() -> None:
+    made = tables_plan()
+    text = flowed(made)
+    fullest = max(totals.hbm_bytes for totals in made.ranks)
+    assert f"{format_bytes(fullest)} {fullest:,}" in text
+    assert f"({made.reserved.hbm_left:,} B) per rank" in text
+    assert f"capacity {format_bytes(made.cluster.hbm_cap)} {made.cluster.hbm_cap:,} 100.0 %" in text
+
+
+def test_our_names_stand_beside_torchrecs_with_their_ranges() -> None:
+    text = flowed(tables_plan())
+    for told in (
+        "The largest deviation (TorchRec: total variation) is at most 0.9375",
+        "the sum of all (total distance) at most 1.875",
+        "chi-square (chi divergence) and relative entropy (KL divergence) are 1",
+        "Each rank's share against 1/16; 0 is even.",
+    ):
+        assert told in text
+
+
+def test_letters_of_sharding_types_are_explained() -> None:
+    made = tables_plan()
+    text = flowed(made)
+    for kind, letters in (("table_wise", "TW"), ("data_parallel", "DP"), ("row_wise", "RW")):
+        used = any(table.sharding_type == kind for table in made.tables)
+        assert (f"{letters} {kind}" in text) == used
+
+
+def test_waiting_is_told_in_words() -> None:
+    assert "Ranks wait for rank 1: 50 µs on average (0.6 % of a step), rank 0 longest" in flowed(
+        samples.plan(max_rank_seconds=8.2e-3)
+    )
+    even = tuple(msgspec.structs.replace(t, seconds=8.2e-3) for t in samples.plan().ranks)
+    assert "No rank waits for another." in flowed(samples.plan(ranks=even))
+
+
+def test_what_more_memory_would_buy_is_told() -> None:
+    text = flowed(tables_plan(), falls=2e-4)
+    assert "One more GiB of HBM per rank would lower the bound by 200 µs." in text
+    text = flowed(tables_plan())
+    assert "More memory per rank would not lower the bound: memory is not what limits it." in text
+
+
+def test_no_gap_is_said_as_such() -> None:
+    assert "and no plan can take less (gap 0 %)" in flowed(samples.plan(gap=1e-16))
+    assert "(gap 3.8 %)" in flowed(samples.plan())
+
+
+def test_what_was_not_searched_is_listed() -> None:
+    search = msgspec.structs.replace(samples.plan().search, skipped=("grid: 10^9 proposals",))
+    text = flowed(samples.plan(search=search))
+    assert "Not searched to the end - grid: 10^9 proposals" in text
+    assert "Not searched" not in flowed(samples.plan())
+
+
+def test_a_full_report_leaves_no_table_and_no_rank_out() -> None:
+    made = tables_plan(64, 90)
+    text = printed(made, 160, full=True)
+    assert "smaller tables" in printed(made, 160)
+    assert "smaller tables" not in text
+    for table in made.tables:
+        assert any(line.startswith(f"{table.name} ") for line in text.splitlines())
+    assert "fullest and slowest are shown" not in text
+
+
+def test_tables_that_share_a_row_take_what_their_slowest_rank_takes() -> None:
+    """Two tables on two ranks at once take no longer than one of them."""
+    plan = samples.plan()
+    tables = tuple(samples.table(f"t{i}", 2000, "table_wise", (i % 2,)) for i in range(100))
+    text = flowed(msgspec.structs.replace(plan, tables=tables, job=_job_of(100)))
+    assert "t0 to t99 (100 tables) 2,000 x 16 table_wise fused all" in text
+    assert format_seconds(50 * tables[0].seconds[0]) in text
+
+
+def _job_of(count: int) -> Any:
+    tables = [{"name": f"t{i}", "rows": 2000, "dim": 16} for i in range(count)]
+    return samples.job(tables=tables)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_names_are_never_terminal_codes(full: bool) -> None:
+    text = printed(samples.hostile_plan(), full=full)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
