@@ -1,0 +1,1 @@
+"""Bridges to other libraries: their models in as jobs, our plans out as theirs."""

@@ -1,0 +1,232 @@
+"""The tables of a TorchRec model, read without touching their data: a model on "meta" will do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torchrec import optim
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import CacheParams, ModuleSharder
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.model import CacheSpec, TableOptimizer, TableSpec
+
+DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+}
+OPTIMIZER_CLASSES: dict[type, TableOptimizer] = {
+    torch.optim.SGD: "sgd",
+    optim.SGD: "sgd",
+    torch.optim.Adam: "adam",
+    optim.Adam: "adam",
+    optim.RowWiseAdagrad: "rowwise_adagrad",
+}
+FUSED_OPTIMIZERS: dict[str, TableOptimizer] = {
+    "none": "none",
+    "sgd": "sgd",
+    "exact_sgd": "sgd",
+    "adam": "adam",
+    "row_wise_adagrad": "rowwise_adagrad",
+    "exact_row_wise_adagrad": "rowwise_adagrad",
+}
+ONE_STATE: TableOptimizer = "adagrad"  # of any other: a state as large as the table
+
+Constraints = Mapping[str, ParameterConstraints]
+Sharders = Sequence[ModuleSharder[nn.Module]]
+
+
+@dataclass(frozen=True)
+class TorchRecTable:
+    """A table of a model: ``name`` in the module at ``module_path``, and who shards that module.
+
+    ``spec`` is what a plan needs to know: its name is unique among all tables, its fqn that of the
+    parameter, and its limits those of ``constraint``.
+    """
+
+    spec: TableSpec
+    name: str
+    module_path: str
+    sharder: ModuleSharder[nn.Module]
+    constraint: ParameterConstraints | None
+
+
+def read_tables(
+    module: nn.Module,
+    sharders: Sharders | None = None,
+    constraints: Constraints | None = None,
+    device: str = "cuda",
+) -> tuple[TorchRecTable, ...]:
+    """Every table that TorchRec would shard on ``device``, in the order the model declares them.
+
+    A table without a constraint gets one id per sample for each of its features; TorchRec counts
+    only one feature there.
+
+    :raises UnsupportedError: a module that can be sharded holds other tables than those of
+        EmbeddingBagCollection and EmbeddingCollection.
+    """
+    found = []
+    for path, child, sharder in sharded_modules(module, sharders):
+        parameters = sharder.shardable_parameters(child)
+        if parameters:
+            configs = _configs(path, child)
+            for name, parameter in parameters.items():
+                constraint = (constraints or {}).get(name)
+                if constraint and constraint.device_group not in (None, device):
+                    continue
+                spec = _spec(path, child, sharder, configs[name], parameter, constraint)
+                found.append(TorchRecTable(spec, name, path, sharder, constraint))
+    return _named_apart(found)
+
+
+def sharded_modules(
+    module: nn.Module, sharders: Sharders | None = None
+) -> Iterator[tuple[str, nn.Module, ModuleSharder[nn.Module]]]:
+    """Path, module and sharder of each outermost module that has a sharder."""
+    known = {sharder.module_type: sharder for sharder in sharders or get_default_sharders()}
+    waiting = [("", module)]
+    while waiting:
+        path, child = waiting.pop()
+        sharder = known.get(type(child))
+        if sharder is not None:
+            yield path, child, sharder
+            continue
+        inner = [(f"{path}.{name}" if path else name, m) for name, m in child.named_children()]
+        waiting.extend(reversed(inner))
+
+
+def _configs(path: str, module: nn.Module) -> dict[str, Any]:
+    """The configuration of each table of a module by name."""
+    where = f"module '{path}'"
+    if isinstance(module, EmbeddingBagCollection):
+        configs = module.embedding_bag_configs()
+    elif isinstance(module, EmbeddingCollection):
+        configs = module.embedding_configs()
+    else:
+        wanted = "an EmbeddingBagCollection or an EmbeddingCollection"
+        remedy = "Leave its sharder out, or plan it by TorchRec's own planner."
+        raise UnsupportedError(expected(where, wanted, type(module).__name__, remedy))
+    for config in configs:
+        if config.use_virtual_table:
+            wanted = "tables with rows of their own"
+            raise UnsupportedError(expected(where, wanted, f"virtual table '{config.name}'"))
+    return {config.name: config for config in configs}
+
+
+def _spec(
+    path: str,
+    module: nn.Module,
+    sharder: ModuleSharder[nn.Module],
+    config: Any,
+    parameter: nn.Parameter,
+    constraint: ParameterConstraints | None,
+) -> TableSpec:
+    rows, dim = parameter.shape
+    pooled = isinstance(module, EmbeddingBagCollection)
+    part = "embedding_bags" if pooled else "embeddings"
+    fused = getattr(sharder, "fused_params", None) or {}
+    limits: dict[str, Any] = {}
+    if constraint is not None:
+        limits = {
+            "num_poolings": _tuple(constraint.num_poolings),
+            "batch_sizes": _tuple(constraint.batch_sizes),
+            "output_dtype": constraint.output_dtype and constraint.output_dtype.value.lower(),
+            "constraint_weighted": bool(constraint.is_weighted),
+            "sharding_types": _tuple(constraint.sharding_types),
+            "compute_kernels": _tuple(constraint.compute_kernels),
+            "min_partition": constraint.min_partition,
+            "kv_l1_mb": _l1_megabytes(constraint),
+        }
+    return TableSpec(
+        name=config.name,
+        rows=rows,
+        dim=dim,
+        fqn=".".join(filter(None, (path, part, config.name, "weight"))),
+        dtype=DTYPES.get(parameter.dtype, str(parameter.dtype)),
+        optimizer=_optimizer(f"table '{config.name}'", parameter, fused),
+        pooled=pooled,
+        pooling_factors=_pooling_factors(constraint, len(config.feature_names) or 1),
+        module_weighted=isinstance(module, EmbeddingBagCollection) and module.is_weighted(),
+        cache=_cache(constraint.cache_params if constraint else None, fused),
+        **limits,
+    )
+
+
+def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    return tuple(values) if values else None
+
+
+def _pooling_factors(constraint: ParameterConstraints | None, features: int) -> tuple[float, ...]:
+    """Ids per sample of each feature; TorchRec's default, a single 1, says nothing."""
+    if constraint is None:
+        return (1.0,) * features
+    given = tuple(float(factor) for factor in constraint.pooling_factors)
+    silent = given == (1.0,) and not constraint.num_poolings and not constraint.batch_sizes
+    return (1.0,) * features if silent else given
+
+
+def _optimizer(
+    where: str, parameter: nn.Parameter, fused: Mapping[str, Any]
+) -> TableOptimizer | None:
+    """What updates the table: the parameter's own optimizer, else that of the fused kernel."""
+    classes = [c for c in getattr(parameter, "_optimizer_classes", ()) if c is not None]
+    if len(classes) > 1:
+        names = ", ".join(c.__name__ for c in classes)
+        raise InputError(expected(where, "one optimizer", names))
+    if classes:
+        return OPTIMIZER_CLASSES.get(classes[0], ONE_STATE)
+    if "optimizer" in fused:
+        return FUSED_OPTIMIZERS.get(str(fused["optimizer"]), ONE_STATE)
+    return None
+
+
+def _cache(given: CacheParams | None, fused: Mapping[str, Any]) -> CacheSpec | None:
+    """The table's own cache parameters, else those of its sharder."""
+    cache = given or CacheParams()
+    load_factor = cache.load_factor or fused.get("cache_load_factor")
+    passes = cache.multipass_prefetch_config or fused.get("multipass_prefetch_config")
+    stats = None
+    if cache.stats is not None:
+        share = load_factor or 0.0
+        misses = cache.stats.expected_miss_rate(share) / (1 - share) if share < 1 else 0.0
+        stats = (cache.stats.expected_lookups, cache.stats.cacheability, misses)
+    found = CacheSpec(
+        load_factor=load_factor,
+        prefetch_pipeline=cache.prefetch_pipeline or fused.get("prefetch_pipeline"),
+        passes=passes.num_passes if passes else None,
+        stats=stats,
+    )
+    return None if found == CacheSpec() else found
+
+
+def _l1_megabytes(constraint: ParameterConstraints) -> int | None:
+    parameters = constraint.key_value_params
+    return getattr(parameters, "max_l1_cache_size", None)
+
+
+def _named_apart(tables: Sequence[TorchRecTable]) -> tuple[TorchRecTable, ...]:
+    """Tables of one name in several modules get their module's path in front."""
+    names = [table.spec.name for table in tables]
+    return tuple(
+        table
+        if names.count(table.spec.name) == 1
+        else TorchRecTable(
+            msgspec.structs.replace(table.spec, name=f"{table.module_path}.{table.spec.name}"),
+            table.name,
+            table.module_path,
+            table.sharder,
+            table.constraint,
+        )
+        for table in tables
+    )

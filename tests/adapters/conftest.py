@@ -1,0 +1,8 @@
+"""Modules that the tests of this folder share are imported by their bare names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
