@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from shardwright.core.errors import EXIT_NO_PLAN, NoPlanError
-from shardwright.core.job import Job
+from shardwright.core.errors import EXIT_NO_PLAN, InputError, NoPlanError
+from shardwright.core.job import Job, parse_job
+from shardwright.core.model import TableSpec
+from shardwright.core.plan import Plan
 from shardwright.core.specs import model_spec
 from shardwright.planner import plan
 from shardwright.planner.problem import make_problem
@@ -99,3 +102,284 @@ def test_a_job_beyond_every_way_out_is_told_the_capacity_alone(make_job: MakeJob
     message = _refusal(make_job(50, cluster={"world_size": 2, "ddr_cap": 1}))
     assert message.endswith(" fits.")
     assert message.count("fit") == 2  # "found that fits", and the capacity that does
+
+
+# Tables alone, and every way out that a refusal names.
+
+GIB = 2**30
+MIB = 2**20
+
+
+def _tables(
+    *entries: dict[str, Any], profile: str = "cluster", batch: int = 128, **sections: Any
+) -> Job:
+    tables = [{"name": f"t{i}"} | entry for i, entry in enumerate(entries)]
+    planner = {"constants": profile} | sections.pop("planner", {})
+    return parse_job({"tables": tables, "planner": planner, "batch": {"size": batch}} | sections)
+
+
+def _h100(world_size: int, **more: Any) -> dict[str, Any]:
+    return {"preset": "h100-8", "world_size": world_size} | more
+
+
+def _ways(message: str) -> list[str]:
+    found = re.search(r"What would help: (.*)\.$", message)
+    return found.group(1).split("; ") if found else []
+
+
+def _with_way(job: Job, way: str) -> Job:
+    """The job after following one of the ways out, read from the message alone."""
+    if found := re.fullmatch(r"cluster\.(\w+_cap) of ([0-9,]+) B \([^)]*\) fits", way):
+        return _changed(job, "cluster", **{found.group(1): int(found.group(2).replace(",", ""))})
+    if found := re.fullmatch(r"([0-9,]+) ranks fit \(\d+ more\)", way):
+        return _changed(job, "cluster", world_size=int(found.group(1).replace(",", "")))
+    if found := re.fullmatch(r"a batch of ([0-9,]+) per rank fits", way):
+        return _changed(job, "batch", size=int(found.group(1).replace(",", "")))
+    if found := re.fullmatch(r"(.*?) with compute_kernels fused_uvm fits", way):
+        names = _names(found.group(1), job, lambda table: -table.nbytes)
+        return _tables_changed(job, names, compute_kernels=("fused_uvm",))
+    if found := re.fullmatch(
+        r"without the sharding_types and min_partition of (.*) a plan fits", way
+    ):
+        limited = [t for t in job.tables if t.sharding_types is not None or t.min_partition]
+        names = _names(found.group(1), msgspec.structs.replace(job, tables=tuple(limited)))
+        return _tables_changed(job, names, sharding_types=None, min_partition=None)
+    raise AssertionError(f"a way out that this test does not know: {way}")
+
+
+def _names(told: str, job: Job, key: Callable[[TableSpec], int] | None = None) -> set[str]:
+    """Table names as they are told: ``t0, t1 and 3 more``."""
+    found = re.fullmatch(r"(.*?)(?: and (\d+) more)?", told)
+    assert found is not None
+    named = found.group(1).split(", ")
+    order = [table.name for table in (sorted(job.tables, key=key) if key else job.tables)]
+    assert named == order[: len(named)]
+    return set(order[: len(named) + int(found.group(2) or 0)])
+
+
+def _tables_changed(job: Job, names: set[str], **changes: Any) -> Job:
+    return msgspec.structs.replace(
+        job,
+        tables=tuple(
+            msgspec.structs.replace(t, **changes) if t.name in names else t for t in job.tables
+        ),
+    )
+
+
+BIG = {"rows": 40_000, "dim": 64}  # 10,240,000 B of weights
+REFUSED: dict[str, Job] = {
+    "weights": _tables(*[BIG] * 3, cluster=_h100(2, hbm_cap=10 * MIB)),
+    "whole tables": _tables(
+        *[BIG | {"sharding_types": ["table_wise"]}] * 3, cluster=_h100(2, hbm_cap=15 * MIB)
+    ),
+    "wide columns": _tables(
+        *[BIG | {"sharding_types": ["column_wise"], "min_partition": 32}] * 4,
+        cluster=_h100(3, hbm_cap=14 * MIB),
+    ),
+    "replicas": _tables(
+        *[BIG | {"sharding_types": ["data_parallel"]}] * 2, cluster=_h100(2, hbm_cap=30 * MIB)
+    ),
+    "batch": _tables(
+        {"rows": 10, "dim": 64, "pooling_factors": [50.0]},
+        cluster=_h100(2, hbm_cap=4 * MIB),
+        batch=65536,
+    ),
+    "hosts": _tables(*[BIG] * 8, cluster=_h100(4, local_world_size=2, hbm_cap=10 * MIB)),
+    "pods": _tables(*[BIG] * 8, cluster=_h100(4, local_world_size=2, pod_size=2, hbm_cap=10 * MIB)),
+    "host memory": _tables(
+        *[BIG | {"compute_kernels": ["fused_uvm"]}] * 3,
+        cluster=_h100(2, ddr_cap=10 * MIB),
+    ),
+    "kernels": _tables(
+        *[BIG | {"compute_kernels": ["fused"]}] * 12, cluster=_h100(2, hbm_cap=15 * MIB)
+    ),
+    "processor": _tables(
+        *[BIG] * 3, cluster={"preset": "cpu-host", "world_size": 2, "ddr_cap": 10 * MIB}
+    ),
+    "percentage": _tables(
+        *[BIG] * 3,
+        cluster=_h100(2, hbm_cap=20 * MIB),
+        planner={"reservation": {"kind": "percentage", "percentage": 0.5}},
+    ),
+    "absolute": _tables(
+        *[BIG] * 3,
+        cluster=_h100(2, hbm_cap=20 * MIB),
+        planner={"reservation": {"kind": "absolute", "nbytes": 10 * MIB}},
+    ),
+    "torchrec": _tables(
+        *[BIG] * 3,
+        profile="torchrec-1.9",
+        cluster={"world_size": 2, "hbm_cap": 20 * MIB},
+        planner={"options": "torchrec", "reservation": {"percentage": 0.25}},
+    ),
+    "additive": _tables(*[BIG] * 3, profile="additive", cluster={"hbm_cap": 7 * MIB}),
+}
+
+
+@pytest.fixture(scope="module", params=list(REFUSED))
+def refused(request: pytest.FixtureRequest) -> tuple[Job, str]:
+    """A job of tables alone that does not fit, and why."""
+    job = REFUSED[request.param]
+    return job, _refusal(job)
+
+
+def _fitting(job: Job) -> Plan:
+    made = plan(job)
+    left = made.reserved
+    for totals in made.ranks:
+        assert totals.hbm_bytes <= left.hbm_left
+        assert totals.ddr_bytes <= left.ddr_left
+        assert totals.ssd_bytes <= left.ssd_left
+    return made
+
+
+def test_a_refusal_of_tables_names_rank_need_capacity_and_shortfall(
+    refused: tuple[Job, str],
+) -> None:
+    _, message = refused
+    assert re.match(r"no plan (can fit|found that fits): rank \d+ is the fullest and ", message)
+    need, capacity = _number("needs # B", message), _number(r"needs [^)]*\) of # B", message)
+    assert _number(", # B too much", message) == need - capacity > 0
+    assert 0 < _number(r"its largest part is t\d+ with # B", message) <= need
+
+
+def test_every_way_out_of_tables_is_one(refused: tuple[Job, str]) -> None:
+    job, message = refused
+    ways = _ways(message)
+    assert ways, message
+    for way in ways:
+        _fitting(_with_way(job, way))
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("weights", ["cluster.hbm_cap", "ranks fit", "fused_uvm"]),
+        ("whole tables", ["cluster.hbm_cap", "ranks fit", "fused_uvm", "without the sharding"]),
+        ("wide columns", ["cluster.hbm_cap", "ranks fit", "without the sharding_types"]),
+        ("replicas", ["cluster.hbm_cap", "fused_uvm", "without the sharding_types"]),
+        ("batch", ["cluster.hbm_cap", "a batch of"]),
+        ("hosts", ["cluster.hbm_cap", "ranks fit", "fused_uvm"]),
+        ("host memory", ["cluster.ddr_cap", "ranks fit"]),
+        ("processor", ["cluster.ddr_cap", "ranks fit"]),
+        ("percentage", ["cluster.hbm_cap", "ranks fit"]),
+        ("additive", ["cluster.hbm_cap", "ranks fit"]),
+    ],
+)
+def test_a_way_out_is_named_where_there_is_one(name: str, ways: list[str]) -> None:
+    message = _refusal(REFUSED[name])
+    for way in ways:
+        assert way in message
+
+
+def test_every_way_out_of_a_model_is_one(too_large: Job) -> None:
+    ways = _ways(_refusal(too_large))
+    assert ways
+    for way in ways:
+        plan(_with_way(too_large, way))
+
+
+def test_a_few_ranks_less_than_named_do_not_fit() -> None:
+    job = REFUSED["hosts"]
+    ranks = _number("# ranks fit", _refusal(job))
+    assert ranks % 2 == 0  # whole hosts
+    _refusal(_changed(job, "cluster", world_size=ranks - 2))
+
+
+def test_a_capacity_of_a_byte_less_than_named_may_not_do() -> None:
+    job = REFUSED["additive"]
+    capacity = _number("cluster.hbm_cap of # B", _refusal(job))
+    assert capacity == -(-3 * 40_000 * 64 * 4 // 4)
+    _refusal(_changed(job, "cluster", hbm_cap=capacity - 1))
+
+
+def test_the_reservation_is_told_where_it_takes_memory() -> None:
+    message = _refusal(REFUSED["percentage"])
+    left, whole = 10 * MIB, 20 * MIB
+    assert f" of {left:,} B (10.00 MiB) left of {whole:,} B (20.00 MiB) by the " in message
+    assert "by the reservation" not in _refusal(REFUSED["weights"])
+
+
+def test_a_reservation_of_accelerator_memory_is_not_told_of_host_memory() -> None:
+    job = _tables(
+        *[BIG | {"compute_kernels": ["fused_uvm"]}] * 3,
+        cluster=_h100(2, ddr_cap=10 * MIB),
+        planner={"reservation": {"kind": "percentage", "percentage": 0.5}},
+    )
+    message = _refusal(job)
+    assert f"of {10 * MIB:,} B (10.00 MiB), " in message
+    assert "by the reservation" not in message
+
+
+@pytest.mark.parametrize("profile", ["cluster", "torchrec-1.9"])
+def test_a_reservation_that_leaves_nothing_is_named(profile: str) -> None:
+    cluster = _h100(2) if profile == "cluster" else {"world_size": 2}
+    reservation = {"kind": "heuristic", "dense_bytes": 100 * GIB}
+    message = _refusal(
+        _tables(BIG, profile=profile, cluster=cluster, planner={"reservation": reservation})
+    )
+    assert message.startswith("planner.reservation: nothing is left for tables on rank 0: of ")
+    assert f"{600 * GIB:,} B (600.00 GiB) for dense parameters" in message
+    assert "dense_bytes or multiplier" in message
+
+
+def test_an_absolute_reservation_of_everything_leaves_nothing() -> None:
+    reservation = {"kind": "absolute", "nbytes": 200 * GIB}
+    job = _tables(BIG, cluster=_h100(2), planner={"reservation": reservation})
+    message = _refusal(job)
+    assert "of 0 B (0 B) left of 80,000,000,000 B (74.51 GiB) by the reservation" in message
+    for way in _ways(message):
+        _fitting(_with_way(job, way))
+
+
+def test_three_whole_tables_larger_than_a_rank_are_told_as_they_are() -> None:
+    """TorchRec's planner shows a requirement below what there is, and one shard's bytes."""
+    table = {"rows": 30_000_000, "dim": 128, "sharding_types": ["table_wise"]}
+    job = _tables(
+        *[table] * 3,
+        profile="torchrec-1.9",
+        cluster={"world_size": 8, "hbm_cap": 10 * GIB, "ddr_cap": 16 * GIB},
+        planner={"reservation": {"kind": "none"}},
+    )
+    limited = _tables_changed(job, {"t0", "t1", "t2"}, compute_kernels=("fused",))
+    message = _refusal(limited)
+    assert message.startswith("no plan can fit: ")
+    assert _number("needs # B", message) > 30_000_000 * 512 > _number(r"\) of # B", message)
+    assert "its largest part is t" in message
+    assert "without the sharding_types and min_partition of t0, t1, t2 a plan fits" in message
+    assert "ranks fit" not in message  # no number of ranks makes a shard smaller
+    for way in _ways(message):
+        _fitting(_with_way(limited, way))
+
+
+def test_four_huge_tables_on_eight_ranks_are_told_the_bytes_they_lack() -> None:
+    table = {"rows": 2_000_000_000, "dim": 128, "compute_kernels": ["fused"]}
+    job = _tables(*[table] * 4, profile="torchrec-1.9", cluster={"world_size": 8})
+    message = _refusal(job)
+    assert message.startswith("no plan can fit: ")
+    assert _number("needs # B", message) >= 4 * 2_000_000_000 * 512 // 8
+    assert "object at 0x" not in message
+    for way in _ways(message):
+        _fitting(_with_way(job, way))
+
+
+def test_a_shortage_is_told_in_a_few_seconds_for_many_tables_on_many_ranks() -> None:
+    tables = [
+        {"rows": 10_000_000 + 1000 * i, "dim": 128, "pooling_factors": [1.0 + i % 9]}
+        for i in range(300)
+    ]
+    job = _tables(*tables, cluster=_h100(64, hbm_cap=8 * GIB, ddr_cap=8 * GIB))
+    started = time.perf_counter()
+    message = _refusal(job)
+    assert time.perf_counter() - started < 30
+    assert "rank " in message
+
+
+def test_a_table_that_no_rule_leaves_a_rank_has_no_plan() -> None:
+    constraints = {"apart": [["t0", "t1"]], "ranks": {"t0": [1], "t1": [1]}}
+    job = _tables(BIG, BIG, cluster=_h100(2), planner={"constraints": constraints})
+    with pytest.raises((NoPlanError, InputError)) as caught:
+        plan(job)
+    assert "\n" not in str(caught.value)
+    assert "t0" in str(caught.value)
+    assert "t1" in str(caught.value)

@@ -46,7 +46,10 @@ class _Program:
         return len(self.columns) - 1
 
     def row(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
-        self.rows.append(([t[0] for t in terms], [t[1] for t in terms], low, high))
+        merged: dict[int, float] = {}  # the solver wants a column once in a row
+        for column, factor in terms:
+            merged[column] = merged.get(column, 0.0) + factor
+        self.rows.append((list(merged), list(merged.values()), low, high))
 
 
 def solve(space: Space, start: Outcome, seconds: float) -> tuple[Assignment | None, float]:
@@ -67,6 +70,7 @@ def solve(space: Space, start: Outcome, seconds: float) -> tuple[Assignment | No
         )
     scale = start.bound.seconds or 1.0
     program, choices = _build(space, useful, scale)
+    program.upper[0] = _ceiling(space, start) / scale
     solver = _solver(program, seconds)
     if start.best is not None:
         _begin_with(solver, program, space, start, scale)
@@ -77,6 +81,13 @@ def solve(space: Space, start: Outcome, seconds: float) -> tuple[Assignment | No
     if not len(values) or not solver.getInfo().primal_solution_status:
         return None, proved
     return _assignment(space, program, choices, useful, values), proved
+
+
+def _ceiling(space: Space, start: Outcome) -> float:
+    """Seconds that the best plan need not exceed; without a finite T the solver may never end."""
+    if start.best is not None:
+        return start.seconds * (1 + SAFETY)
+    return sum(max(option.total_seconds for option in item.options) for item in space.items)
 
 
 def _useful(space: Space, start: Outcome) -> list[list[int]]:
@@ -109,8 +120,9 @@ def _build(space: Space, useful: list[list[int]], scale: float) -> tuple[_Progra
             option = rule.options[number]
             if option.everywhere:
                 everywhere.append((choice, option.everywhere / scale))
+            times = len(option.widths) if option.widths[0] == space.ranks else 1
             for column, slot in _counts(program, space, item, number, option, choice):
-                _add_block(space, option, column, slot, scale, load, memory)
+                _add_block(space, option, column, slot, scale / times, load, memory, times)
     for rank, terms in enumerate(load):
         program.row([*terms, *everywhere], -np.inf, 0.0)
         for tier in range(3):
@@ -145,15 +157,17 @@ def _add_block(
     scale: float,
     load: list[list[tuple[int, float]]],
     memory: dict[tuple[int, int], list[tuple[int, float]]],
+    times: int,
 ) -> None:
-    block = option.blocks(space)[0]
+    """``times``: blocks that a column stands for at once."""
+    block = option.blocks[0]
     for offset in range(block.width):
         rank = slot + offset
         if block.seconds[offset]:
             load[rank].append((column, float(block.seconds[offset]) / scale))
         for tier in range(3):
             if size := float(block.storage[offset, tier]):
-                share = size / max(space.capacity[tier], 1)
+                share = times * size / max(space.capacity[tier], 1)
                 memory.setdefault((rank, tier), []).append((column, share))
 
 
@@ -245,6 +259,7 @@ def _assignment(
         if column.slot >= 0 and column.option == options[max(column.item, 0)]:
             slots[column.item] += [column.slot] * round(value)
     for item, option in enumerate(options):
-        if space.items[item].options[option].widths[0] == space.ranks:
-            slots[item] = [0]
+        widths = space.items[item].options[option].widths
+        if widths[0] == space.ranks:
+            slots[item] = [0] * len(widths)
     return Assignment(tuple(options), tuple(tuple(s) for s in slots))

@@ -15,6 +15,7 @@ from shardwright.planner.search.state import State
 
 FOLLOWED = 40  # cheapest changes of option that are tried with a relocation after them
 MAX_FOLLOWED_ITEMS = 400
+MAX_WORK, WORK_SLACK = 1.5, 0.5  # times an option's cheapest work, and of the target
 SWAP_PARTNERS = 64  # ranks of lowest cost whose blocks are looked at
 EPSILON = 1e-12
 
@@ -143,11 +144,12 @@ def reoption(state: State, items: list[int]) -> bool:
     """Give the item that gains most from it another option, placed anew; False if none gains."""
     before = float(state.rank_costs().sum())
     best = before * (1 - EPSILON)
+    fits = state.fits
     found: tuple[int, int, tuple[int, ...]] | None = None
     for item in items:
         old_option, old_slots = state.options[item], state.slots[item]
         state.take(item)
-        for option in range(len(state.space.items[item].options)):
+        for option in _affordable(state, item, fits):
             spread = state.spread(item, option)
             if spread is not None and spread[1] < best:
                 best, found = spread[1], (item, option, spread[0])
@@ -158,6 +160,15 @@ def reoption(state: State, items: list[int]) -> bool:
     state.take(item)
     state.put(item, option, slots)
     return True
+
+
+def _affordable(state: State, item: int, fits: bool) -> list[int]:
+    """Options whose work is not far above the cheapest one's; all while something does not fit."""
+    options = state.space.items[item].options
+    if not fits:
+        return list(range(len(options)))
+    most = min(option.total_seconds for option in options) * MAX_WORK + WORK_SLACK * state.target
+    return [number for number, option in enumerate(options) if option.total_seconds <= most]
 
 
 def reoption_and_relocate(state: State) -> bool:

@@ -85,7 +85,7 @@ def longest_first(
     for item, number in enumerate(options):
         option = space.items[item].options[number]
         load += option.everywhere
-        for index, block in enumerate(option.blocks(space)):
+        for index, block in enumerate(option.blocks):
             blocks.append((-block.width, -float(block.seconds.max()), item, index, block))
     blocks.sort(key=lambda entry: entry[:4])
     slots: dict[tuple[int, int], int] = {}
@@ -113,7 +113,7 @@ def longest_first(
     )
 
 
-def coarsened(state: State, worst: float) -> Assignment:
+def coarsened(state: State, worst: float) -> State:
     """The same assignment with fewer blocks wherever an item can have them and nothing is slower:
     a table in fewer pieces is easier to live with."""
     cut = [item for item in range(len(state.options)) if len(state.slots[item]) > 1]
@@ -132,4 +132,4 @@ def coarsened(state: State, worst: float) -> Assignment:
             state.take(item)
         else:
             state.put(item, old_option, old_slots)
-    return state.assignment()
+    return state

@@ -32,6 +32,7 @@ STARTS = (
 )
 POLISHING = (16.0, 64.0)
 STEPS, STEPS_PER_ITEM = 500, 20  # of one start and power; far more than they take
+SAME_BOUND = 1e-6
 TINY = 1e-12  # a target where the bound is 0
 BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
 CLOSE_ENOUGH = 1e-4  # to the bound for a start to end
@@ -55,11 +56,14 @@ def search(
     first: Assignment | None = None,
     enough: float = 0.0,
     hopeless: float = float("inf"),
+    known_bound: float = float("inf"),
 ) -> Outcome:
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
     ``first`` is improved before any other start, so the outcome is never worse than it. At
     ``enough`` seconds nothing better is looked for; nothing at all above a bound of ``hopeless``.
+    Where the bound is not below ``known_bound``, that of the space which ``first`` is from, one
+    more start is all that is tried.
     """
     options = bounds.table(space)
     found = bounds.lower_bound(space, options)
@@ -70,7 +74,10 @@ def search(
     best: Assignment | None = None
     seconds = float("inf")
     tried = feasible = 0
-    for start in itertools.chain(begun, starts(space, options, found)):
+    fresh: Iterator[State] = starts(space, options, found)
+    if found.seconds >= known_bound * (1 - SAME_BOUND):
+        fresh = itertools.islice(fresh, 1)
+    for start in itertools.chain(begun, fresh):
         tried += 1
         state = improve(start, found.seconds, deadline)
         if state.fits:
@@ -89,7 +96,8 @@ def search(
         if polished.worst < seconds:
             best, seconds = polished.assignment(), polished.worst
     if best is not None and time.perf_counter() < deadline:
-        best = coarsened(restored(space, target, POWERS[0], best), seconds)
+        coarse = coarsened(restored(space, target, POWERS[0], best), seconds)
+        best, seconds = coarse.assignment(), coarse.worst
     return Outcome(best, seconds, found, tried, feasible)
 
 
@@ -133,17 +141,24 @@ def _placed(space: Space, chosen: Ints, target: float) -> State:
         filled = (np.array(option.largest_storage) / space.capacity_array).max()
         return (-max(option.widths), -max(option.largest / target, float(filled)))
 
-    for item in sorted(range(len(space.items)), key=weight):
+    for item in sorted(range(len(space.items)), key=lambda i: (_freedom(space, i), weight(i))):
         spread = state.spread(item, int(chosen[item]))
-        if spread is None:
-            _put_anywhere(state, item)
-        else:
+        if spread is not None:
             state.put(item, int(chosen[item]), spread[0])
+        elif not _put_anywhere(state, item):
+            _make_room(state, item)
     return state
 
 
-def _put_anywhere(state: State, item: int) -> None:
-    """The option that costs least where the chosen one is ruled out."""
+def _freedom(space: Space, item: int) -> tuple[int, int]:
+    """Items that rules leave few ranks go first: ranks left, and items it must avoid."""
+    rule = space.items[item]
+    ranks = space.ranks + 1 if rule.allowed is None else int(rule.allowed.sum())
+    return (ranks, -len(rule.apart_from)) if space.constrained else (0, 0)
+
+
+def _put_anywhere(state: State, item: int) -> bool:
+    """Take the option that costs least where the chosen one is ruled out; False if none is left."""
     found = []
     for option in range(len(state.space.items[item].options)):
         spread = state.spread(item, option)
@@ -152,6 +167,17 @@ def _put_anywhere(state: State, item: int) -> None:
     if found:
         _, option, slots = min(found)
         state.put(item, option, slots)
+    return bool(found)
+
+
+def _make_room(state: State, item: int) -> None:
+    """Take the items off that this one must avoid, place it, and place them again."""
+    others = [o for o in state.space.items[item].apart_from if state.options[o] >= 0]
+    for other in others:
+        state.take(other)
+        state.options[other], state.slots[other] = -1, ()
+    for one in (item, *others):
+        _put_anywhere(state, one)
 
 
 def improve(state: State, bound: float, deadline: float, *, reoption: bool = True) -> State:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ class Block:
     storage: Floats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ItemOption:
     """One way to shard an item: ``choices`` of its tables, and their blocks in order.
 
@@ -45,9 +45,10 @@ class ItemOption:
     everywhere: float
     widths: tuple[int, ...]
 
-    def blocks(self, space: Space) -> tuple[Block, ...]:
+    @functools.cached_property
+    def blocks(self) -> tuple[Block, ...]:
         """The blocks, made on first use."""
-        return _blocks(self, space)
+        return tuple(_make_blocks(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,6 @@ class Space:
     group: int
     capacity: tuple[int, int, int]
     constrained: bool = False
-    made: dict[int, tuple[Block, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def used_tiers(self) -> tuple[tuple[int, float], ...]:
@@ -133,13 +133,6 @@ def _widths(choice: Choice, ranks: int, group: int) -> list[int]:
             return [group]
         case "multi_host":
             return [group] * (count // group)
-
-
-def _blocks(option: ItemOption, space: Space) -> tuple[Block, ...]:
-    key = id(option)
-    if key not in space.made:
-        space.made[key] = tuple(_make_blocks(option))
-    return space.made[key]
 
 
 def _make_blocks(option: ItemOption) -> list[Block]:

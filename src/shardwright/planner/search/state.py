@@ -94,7 +94,7 @@ class State:
     def blocks(self, item: int, option: int | None = None) -> tuple[Block, ...]:
         """Blocks of an item's option, by default the chosen one."""
         number = self.options[item] if option is None else option
-        return self.space.items[item].options[number].blocks(self.space)
+        return self.space.items[item].options[number].blocks
 
     def put(self, item: int, option: int, slots: tuple[int, ...]) -> None:
         """Place an item that lies nowhere."""
@@ -109,7 +109,7 @@ class State:
         option = self.space.items[item].options[self.options[item]]
         if option.everywhere:
             self.load += sign * option.everywhere
-        for block, slot in zip(option.blocks(self.space), self.slots[item], strict=True):
+        for block, slot in zip(option.blocks, self.slots[item], strict=True):
             ranks = slice(slot, slot + block.width)
             self.load[ranks] += sign * block.seconds
             self.memory[ranks] += sign * block.storage

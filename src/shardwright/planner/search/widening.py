@@ -41,10 +41,11 @@ def _widened(space: Space, narrow: Callable[[ItemOption], bool], deadline: float
         replace(item, options=tuple(item.options[number] for number in numbers))
         for item, numbers in zip(space.items, kept, strict=True)
     )
-    inner = search(replace(space, items=items, made=space.made), deadline)
+    inner = search(replace(space, items=items), deadline)
     first = inner.best
     if first is not None:
         options = tuple(kept[item][option] for item, option in enumerate(first.options))
         first = Assignment(options, first.slots)
-    outer = search(space, deadline, first)
+    known = inner.bound.seconds if first is not None else float("inf")
+    outer = search(space, deadline, first, known_bound=known)
     return replace(outer, tried=outer.tried + inner.tried, feasible=outer.feasible + inner.feasible)

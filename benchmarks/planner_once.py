@@ -1,0 +1,45 @@
+"""Plans one job file in this process and tells how long that took, as JSON.
+
+    python benchmarks/planner_once.py JOB.toml PLAN.json
+
+Seconds run from reading the job to the plan on disk; ``ready`` is the time of day of the machine's
+monotonic clock when all imports were done, so whoever started the process knows what that cost.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+
+from shardwright.core.job import read_job
+from shardwright.core.plan import write_plan
+from shardwright.planner.planner import plan
+
+
+def main() -> None:
+    """Plan and tell."""
+    ready = time.perf_counter()
+    job = read_job(sys.argv[1])
+    read = time.perf_counter()
+    made = plan(job)
+    planned = time.perf_counter()
+    write_plan(made, sys.argv[2])
+    done = time.perf_counter()
+    print(
+        json.dumps(
+            {
+                "ready": ready,
+                "seconds": done - ready,
+                "read_seconds": read - ready,
+                "plan_seconds": planned - read,
+                "write_seconds": done - planned,
+                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""The public table-sharding tasks at the additive cost: how near to a perfect balance plans come.
+
+A task file is a JSON object with ``tables`` of name, rows, dim and pooling; one of the NeuroShard
+protocol has ``tasks`` of ids into the tables of a ``pool`` file beside it, and dims. Batch is 4096
+per rank. A table of rows r, dim d and L ids per sample costs on W ranks, in ms,
+
+    c = 1000 x (3 x B x W x L x d x 4 / 900e9 + 2 x B x (W - 1) x d x 4 / 10e9),
+
+a shard of columns its share of that, so no plan can be faster than sum(c) / W.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from planner_check import shards_of
+
+from shardwright.core.errors import NoPlanError
+from shardwright.core.job import parse_job
+from shardwright.core.plan import Plan
+from shardwright.planner.planner import plan
+
+VARIABLE = "SHARDWRIGHT_TASKS"
+GIB = 2**30
+BATCH = 4096  # samples per rank
+ELEMENT_BYTES = 4
+MACHINES = {  # ranks and GiB of each, by the name of a task file
+    "mlperf_dlrm_v2": ((8, 16), (8, 24)),
+    "mlperf_dlrm_v1": ((8, 24),),
+    "criteo_kaggle": ((4, 4),),
+    "dlrm_study": ((4, 4), (2, 4)),
+}
+WAYS: dict[str, tuple[str, ...]] = {
+    "table_wise": ("table_wise",),
+    "column_wise": ("table_wise", "column_wise"),
+}
+
+
+def run(where: str) -> tuple[dict[str, Any], list[str]]:
+    """Every task file of a folder, or one; figures and what is wrong."""
+    name = where or os.environ.get(VARIABLE, "")
+    if not name:
+        raise SystemExit(f"--tasks: name a file or a folder, or set {VARIABLE}")
+    path = Path(name)
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    figures: dict[str, Any] = {"single": [], "series": []}
+    wrong: list[str] = []
+    print(
+        "task                                    way          feasible  ratio (worst)      seconds"
+    )
+    for file in files:
+        document = json.loads(file.read_text())
+        if "tasks" in document:
+            figures["series"].append(_series(file, document, wrong))
+        elif file.stem in MACHINES:
+            for ranks, gib in MACHINES[file.stem]:
+                figures["single"].append(_single(file, document, ranks, gib, wrong))
+    return figures, wrong
+
+
+def _single(
+    file: Path, document: dict[str, Any], ranks: int, gib: int, wrong: list[str]
+) -> dict[str, Any]:
+    """One problem, with and without column splits."""
+    found: dict[str, Any] = {"task": file.stem, "ranks": ranks, "gib_per_rank": gib}
+    for way, types in WAYS.items():
+        found[way] = _solve(
+            document["tables"], ranks, gib * GIB, types, f"{file.stem} {way}", wrong
+        )
+        _tell(f"{file.stem}, {ranks} ranks, {gib} GiB", way, [found[way]])
+    found["bound_ms"] = _bound(document["tables"], ranks)
+    return found
+
+
+def _series(file: Path, document: dict[str, Any], wrong: list[str]) -> dict[str, Any]:
+    """All tasks over one pool of tables: how many have a plan, and how good it is."""
+    pool = json.loads((file.parent / document["pool"]).read_text())["tables"]
+    ranks, capacity = document["devices"], int(document["max_mem_gb"] * GIB)
+    found: dict[str, Any] = {"task": file.stem, "ranks": ranks, "tasks": len(document["tasks"])}
+    for way, types in WAYS.items():
+        solved = []
+        for number, task in enumerate(document["tasks"]):
+            tables = [
+                {
+                    "name": f"t{i}",
+                    "rows": pool[k]["rows"],
+                    "dim": dim,
+                    "pooling": pool[k]["pooling"],
+                }
+                for i, (k, dim) in enumerate(zip(task["ids"], task["dims"], strict=True))
+            ]
+            spot = f"{file.stem}[{number}] {way}"
+            solved.append(_solve(tables, ranks, capacity, types, spot, wrong))
+        found[way] = {"all": _summary(solved), "first_30": _summary(solved[:30])}
+        _tell(f"{file.stem}, {ranks} ranks", way, solved)
+    return found
+
+
+def _solve(
+    tables: list[dict[str, Any]],
+    ranks: int,
+    capacity: int,
+    types: tuple[str, ...],
+    spot: str,
+    wrong: list[str],
+) -> dict[str, Any]:
+    """Our plan of one task, added up again; ``ms`` is None where nothing fits."""
+    job = parse_job(
+        {
+            "tables": [
+                {
+                    "name": table["name"],
+                    "rows": table["rows"],
+                    "dim": table["dim"],
+                    "pooling_factors": [table["pooling"]],
+                    "sharding_types": list(types),
+                }
+                for table in tables
+            ],
+            "cluster": {"world_size": ranks, "hbm_cap": capacity},
+            "batch": {"size": BATCH},
+            "planner": {"constants": "additive"},
+        }
+    )
+    bound = _bound(tables, ranks)
+    started = time.perf_counter()
+    try:
+        made = plan(job)
+    except NoPlanError as error:
+        seconds = time.perf_counter() - started
+        return {"ms": None, "seconds": seconds, "bound_ms": bound, "refusal": str(error)}
+    seconds = time.perf_counter() - started
+    milliseconds, nbytes = _added_up(made, tables, ranks)
+    if max(nbytes) > capacity:
+        wrong.append(f"{spot}: a rank holds {max(nbytes)} of {capacity} bytes")
+    if abs(max(milliseconds) - made.max_rank_seconds * 1e3) > 1e-9 * max(milliseconds):
+        wrong.append(f"{spot}: told {made.max_rank_seconds * 1e3} ms, is {max(milliseconds)}")
+    return {
+        "ms": max(milliseconds),
+        "seconds": seconds,
+        "bound_ms": bound,
+        "ratio": max(milliseconds) / bound,
+        "told_gap": made.gap,
+        "shards": sum(len(table.ranks) for table in made.tables),
+        "tables": len(tables),
+    }
+
+
+def _added_up(
+    made: Plan, tables: list[dict[str, Any]], ranks: int
+) -> tuple[list[float], list[int]]:
+    """ms and bytes of every rank; a table has to be there with all its columns."""
+    milliseconds, nbytes = [0.0] * ranks, [0] * ranks
+    for table, found in zip(tables, made.tables, strict=True):
+        shards = sorted(shards_of(found), key=lambda shard: shard[1])
+        ends = [column + columns for _, column, _, columns, _ in shards]
+        starts = [column for _, column, *_ in shards]
+        assert [0, *ends] == [*starts, table["dim"]], f"{table['name']}: columns {starts}"
+        for _, _, rows, columns, rank in shards:
+            assert rows == table["rows"], f"{table['name']}: {rows} rows"
+            milliseconds[rank] += _cost(table, ranks) * columns / table["dim"]
+            nbytes[rank] += rows * columns * ELEMENT_BYTES
+    return milliseconds, nbytes
+
+
+def _cost(table: dict[str, Any], ranks: int) -> float:
+    """ms of a whole table."""
+    row = table["dim"] * ELEMENT_BYTES
+    lookups = 3 * BATCH * ranks * table["pooling"] * row / 900e9
+    return 1000 * (lookups + 2 * BATCH * (ranks - 1) * row / 10e9)
+
+
+def _bound(tables: list[dict[str, Any]], ranks: int) -> float:
+    """ms of a rank if all were equally busy."""
+    return sum(_cost(table, ranks) for table in tables) / ranks
+
+
+def _summary(solved: list[dict[str, Any]]) -> dict[str, Any]:
+    fitting = [task for task in solved if task["ms"] is not None]
+    times = [task["seconds"] for task in fitting]
+    refusals = [task["seconds"] for task in solved if task["ms"] is None]
+    return {
+        "tasks": len(solved),
+        "feasible": len(fitting),
+        "mean_ms": statistics.fmean(task["ms"] for task in fitting) if fitting else None,
+        "mean_bound_ms": statistics.fmean(t["bound_ms"] for t in fitting) if fitting else None,
+        "mean_ratio": statistics.fmean(t["ratio"] for t in fitting) if fitting else None,
+        "worst_ratio": max((task["ratio"] for task in fitting), default=None),
+        "median_seconds": statistics.median(times) if times else None,
+        "worst_seconds": max(times, default=None),
+        "worst_refusal_seconds": max(refusals, default=None),
+    }
+
+
+def _tell(task: str, way: str, solved: list[dict[str, Any]]) -> None:
+    found = _summary(solved)
+    ratio = "-"
+    if found["feasible"]:
+        ratio = f"{found['mean_ratio']:.5f} ({found['worst_ratio']:.5f})"
+    seconds = sum(each["seconds"] for each in solved)
+    print(
+        f"{task:<38}  {way:<11}  {found['feasible']:>3} of {found['tasks']:<3}  {ratio:<17}"
+        f"  {seconds:.2f}",
+        flush=True,
+    )

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.planner.search.space import Space
+from shardwright.planner.search.state import State, restored
+
+SpaceOf = Callable[..., Space]
+Totals = Callable[..., Any]
+
+
+def _somewhere(draw: random.Random, space: Space, item: int, option: int) -> tuple[int, ...]:
+    return tuple(
+        draw.randrange(space.ranks // width) * width
+        for width in space.items[item].options[option].widths
+    )
+
+
+def _wandered(space: Space, seed: int, steps: int) -> State:
+    """A state after random moves: items put, taken off, put elsewhere, blocks moved."""
+    draw = random.Random(seed)
+    state = State(space, 1.0)
+    for item, entry in enumerate(space.items):
+        option = draw.randrange(len(entry.options))
+        state.put(item, option, _somewhere(draw, space, item, option))
+    for _ in range(steps):
+        item = draw.randrange(len(space.items))
+        if draw.random() < 0.4:
+            state.take(item)
+            option = draw.randrange(len(space.items[item].options))
+            state.put(item, option, _somewhere(draw, space, item, option))
+        else:
+            blocks = state.blocks(item)
+            number = draw.randrange(len(blocks))
+            width = blocks[number].width
+            if width == space.ranks:
+                continue  # there is nowhere else
+            state.move(item, number, draw.randrange(space.ranks // width) * width)
+        if draw.random() < 0.5:
+            state.singles()  # kept from here on
+    return state
+
+
+@given(seed=st.integers(0, 10**9), steps=st.integers(0, 60))
+@settings(deadline=None, max_examples=60)
+def test_loads_and_bytes_are_those_of_the_shards_whatever_was_moved(
+    space_of_seed: SpaceOf, totals_of: Totals, seed: int, steps: int
+) -> None:
+    space = space_of_seed(seed)
+    state = _wandered(space, seed, steps)
+    seconds, storage = totals_of(space, state.assignment())
+    assert state.load == pytest.approx(seconds, rel=1e-9)
+    assert state.memory.tolist() == storage.tolist()
+
+
+@given(seed=st.integers(0, 10**9), steps=st.integers(0, 60))
+@settings(deadline=None, max_examples=60)
+def test_a_state_knows_what_lies_on_every_rank(
+    space_of_seed: SpaceOf, seed: int, steps: int
+) -> None:
+    space = space_of_seed(seed)
+    state = _wandered(space, seed, steps)
+    again = restored(space, 1.0, 8.0, state.assignment())
+    assert state.on_rank == again.on_rank
+    for kept, made in zip(_rows(state), _rows(again), strict=True):
+        assert kept == made
+
+
+def _rows(state: State) -> list[tuple[Any, ...]]:
+    singles = state.singles()
+    columns = (singles.item, singles.number, singles.rank, singles.seconds, singles.storage)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(deadline=None, max_examples=40)
+def test_a_state_fits_exactly_up_to_its_capacity(space_of_seed: SpaceOf, seed: int) -> None:
+    space = space_of_seed(seed)
+    found = _wandered(space, seed, 5).assignment()
+    fullest = [int(size) for size in restored(space, 1.0, 8.0, found).memory.max(axis=0)]
+    for tier in range(3):
+        for spare in (-1, 0):
+            capacity = list(fullest)
+            capacity[tier] += spare
+            if capacity[tier] >= 0:
+                tight = Space(space.items, space.ranks, space.group, (*capacity,))  # type: ignore[arg-type]
+                assert restored(tight, 1.0, 8.0, found).fits == (spare == 0)
+
+
+def test_a_state_does_not_fit_while_an_item_lies_nowhere(space_of_seed: SpaceOf) -> None:
+    state = State(space_of_seed(0), 1.0)
+    assert not state.fits
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(deadline=None, max_examples=40)
+def test_what_spread_foretells_is_what_put_brings(space_of_seed: SpaceOf, seed: int) -> None:
+    space = space_of_seed(seed, memory="tight")
+    state = _wandered(space, seed, 5)
+    for item, entry in enumerate(space.items):
+        for option in range(len(entry.options)):
+            state.take(item)
+            told = state.spread(item, option)
+            assert told is not None
+            slots, cost = told
+            state.put(item, option, slots)
+            assert float(state.rank_costs().sum()) == pytest.approx(cost, rel=1e-9)
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(deadline=None, max_examples=40)
+def test_spread_keeps_to_the_rules(space_of_seed: SpaceOf, seed: int) -> None:
+    space = space_of_seed(seed, constrained=True)
+    state = State(space, 1.0)
+    for item, entry in enumerate(space.items):
+        for option in range(len(entry.options)):
+            told = state.spread(item, option)
+            mask = state.allowed(item)
+            open_ranks = np.ones(space.ranks, bool) if mask is None else mask
+            if told is not None:
+                widths = entry.options[option].widths
+                for slot, width in zip(told[0], widths, strict=True):
+                    assert slot % width == 0
+                    assert open_ranks[slot : slot + width].all()
+        if told is not None:
+            state.put(item, option, told[0])
+
+
+def test_a_byte_too_many_costs_more_than_the_slowest_rank(space_of_seed: SpaceOf) -> None:
+    space = space_of_seed(3)
+    state = State(Space(space.items, space.ranks, space.group, (2**20,) * 3), 1.0)
+    state.load[:] = 3.0
+    for power in (6.0, 16.0, 64.0):
+        state.sharpen(power)
+        full, over = np.full((1, 3), 2.0**20), np.array([[2.0**20 + 1, 0.0, 0.0]])
+        assert state.cost(np.zeros(1), over)[0] > state.cost(np.full(1, 3.0), full)[0]
