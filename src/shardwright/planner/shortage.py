@@ -24,6 +24,7 @@ from shardwright.planner.strategy.steps import smallest
 
 MAX_RANKS = 4096
 MAX_OFFLOADED = 8  # tables that are named when they are told to move to host memory
+SECONDS_FOR_LEAST = 5.0  # of search for what asks least
 SECONDS_FOR_A_WAY = 3.0  # of search, for each kind of way out; none is named untried
 
 
@@ -38,7 +39,7 @@ def error(problem: Problem) -> NoPlanError:
 def _least(problem: Problem) -> tuple[TablesDraft, bool]:
     """The draft that asks least, and whether it is proven that none fits."""
     space = space_of(problem, problem.tables, problem.capacity)
-    found = least_memory(space)
+    found = least_memory(space, time.perf_counter() + SECONDS_FOR_LEAST)
     assert found.best is not None  # without a limit of bytes every assignment fits
     proven = found.bound.usable and found.bound.seconds > 1
     return TablesDraft(problem, placed_tables(space, found.best), ()), proven

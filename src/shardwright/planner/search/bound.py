@@ -93,7 +93,10 @@ def _cheapest(seconds: Floats, options: Table, limit: Floats) -> Bound:
     prices = np.zeros(3)
     if _excess(seconds, options, limit, prices).max(initial=-np.inf) <= 0:
         return Bound(_value(seconds, options, limit, prices), prices, usable=True)
-    if any(_least_bytes(seconds, options, t) > limit[t] for t in scarce):
+    if any(_least(seconds, options, options.storage[:, t]) > limit[t] for t in scarce):
+        return Bound(np.inf, prices, usable=False)
+    shares = (options.storage[:, scarce] / np.maximum(limit[scarce], 1.0)).sum(axis=1)
+    if _least(seconds, options, shares) > len(scarce):  # more than all tiers together hold
         return Bound(np.inf, prices, usable=False)
     best, best_prices = _value(seconds, options, limit, prices), prices.copy()
     for _ in range(ROUNDS if len(scarce) > 1 else 1):
@@ -137,8 +140,9 @@ def _excess(seconds: Floats, options: Table, limit: Floats, prices: Floats) -> F
     return over
 
 
-def _least_bytes(seconds: Floats, options: Table, tier: int) -> float:
-    usable = np.where(np.isfinite(seconds), options.storage[:, tier], np.inf)
+def _least(seconds: Floats, options: Table, amounts: Floats) -> float:
+    """The least sum of ``amounts`` over the items' options of finite seconds."""
+    usable = np.where(np.isfinite(seconds), amounts, np.inf)
     return float(np.minimum.reduceat(usable, options.starts).sum())
 
 
