@@ -55,10 +55,12 @@ def _job(
     profile: str = "cluster",
     *,
     cluster: dict[str, Any] | None = None,
+    batch: int = 128,
     **planner: Any,
 ) -> Job:
     return parse_job(
         {
+            "batch": {"size": batch},
             "tables": [{"name": f"t{i}"} | entry for i, entry in enumerate(entries)],
             "cluster": CLUSTERS[profile] | (cluster or {}),
             "planner": {"constants": profile} | planner,
@@ -298,6 +300,18 @@ def test_the_exact_search_is_never_slower_than_the_bounded_one() -> None:
     assert exact.lower_bound_seconds >= bounded.lower_bound_seconds * (1 - 1e-9)
 
 
+def test_an_exact_search_that_ends_has_proved_its_plan() -> None:
+    tables = [
+        {"rows": 37_704, "dim": 4, "pooling_factors": [50.0, 1.0]},
+        {"rows": 3, "dim": 1024},
+        {"rows": 90_995_211, "dim": 1024},  # two halves of 186,358,192,128 B
+    ]
+    cluster = {"world_size": 2, "hbm_cap": 186_359_185_748}
+    made = _exact(_job(tables, cluster=cluster, batch=100, search="exact", time_limit=5))
+    assert made.gap < 1e-3
+    assert made.search.proved_seconds > 0
+
+
 @pytest.mark.parametrize("sharding_type", ["row_wise", "grid_shard", "column_wise"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_exact_search_plans_types_of_all_ranks(sharding_type: str, ranks: int) -> None:
@@ -378,6 +392,14 @@ def test_a_table_is_pinned_although_another_wants_its_rank() -> None:
     constraints = {"apart": [["t0", "t1"]], "ranks": {"t1": [0]}}
     made = plan(_job(tables, cluster={"world_size": 2}, constraints=constraints))
     assert [table.ranks for table in made.tables] == [(1,), (0,)]
+
+
+def test_tables_that_are_apart_from_one_may_share_a_rank() -> None:
+    tables = [{"rows": 1000, "dim": 64}] * 3
+    apart = {"apart": [["t0", "t1"], ["t0", "t2"]]}
+    made = plan(_job(tables, cluster={"world_size": 2}, constraints=apart))
+    alone, first, second = (set(table.ranks) for table in made.tables)
+    assert not alone & (first | second)
 
 
 def test_as_many_tables_as_ranks_may_be_apart() -> None:

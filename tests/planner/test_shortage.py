@@ -258,7 +258,7 @@ def test_every_way_out_of_tables_is_one(refused: tuple[Job, str]) -> None:
         ("weights", ["cluster.hbm_cap", "ranks fit", "fused_uvm"]),
         ("whole tables", ["cluster.hbm_cap", "ranks fit", "fused_uvm", "without the sharding"]),
         ("wide columns", ["cluster.hbm_cap", "ranks fit", "without the sharding_types"]),
-        ("replicas", ["cluster.hbm_cap", "fused_uvm", "without the sharding_types"]),
+        ("replicas", ["cluster.hbm_cap", "without the sharding_types"]),
         ("batch", ["cluster.hbm_cap", "a batch of"]),
         ("hosts", ["cluster.hbm_cap", "ranks fit", "fused_uvm"]),
         ("host memory", ["cluster.ddr_cap", "ranks fit"]),

@@ -22,6 +22,8 @@ NOTES = ("source", "kind", "dim")  # of a table file: told, not used
 def read_tables(name: str, job_path: Path | None) -> list[Any]:
     """The tables of a JSON file: a list, or an object with ``tables``; ``pooling`` is short for one
     pooling factor. A relative path starts at the working directory, else beside the job."""
+    if "\0" in name:
+        raise InputError(expected("model.tables", "the name of a file", repr(name)))
     path = Path(name)
     if not path.exists() and job_path is not None and (job_path.parent / path).exists():
         path = job_path.parent / path

@@ -24,6 +24,8 @@ from shardwright.planner.options.torchrec import torchrec_options
 from shardwright.planner.pricing import additive, native, torchrec
 from shardwright.planner.pricing.setting import Setting
 
+MAX_SHARDS = 500_000  # replicas and cuts over all ranks apart
+
 Tables = tuple[tuple[Choice, ...], ...]
 
 
@@ -208,6 +210,7 @@ def reserve(job: Job, model: ModelSpec, cluster: Cluster) -> reservation.Reserva
 def table_choices(model: ModelSpec, job: Job, setting: Setting, *, slow: bool) -> Tables:
     """Every allowed option of every table, priced by the job's profile."""
     options = [_options(table, model, job, setting.cluster, slow=slow) for table in model.tables]
+    _check_shards(options)
     cases = [
         (table, option)
         for table, found in zip(model.tables, options, strict=True)
@@ -216,6 +219,22 @@ def table_choices(model: ModelSpec, job: Job, setting: Setting, *, slow: bool) -
     priced = price(job, setting, cases)
     remaining = iter(priced)
     return tuple(tuple(next(remaining) for _ in found) for found in options)
+
+
+def _check_shards(options: Sequence[Sequence[Option]]) -> None:
+    """Raise InputError where tables could be cut into more pieces than anyone can place."""
+    pieces = sum(
+        max((o.count for o in found if o.partition != "uniform"), default=0) for found in options
+    )
+    if pieces > MAX_SHARDS:
+        raise InputError(
+            expected(
+                "tables",
+                f"at most {MAX_SHARDS:,} shards in all",
+                f"up to {pieces:,}",
+                "Raise min_partition.",
+            )
+        )
 
 
 def price(job: Job, setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[Choice]:

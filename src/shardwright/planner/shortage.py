@@ -23,7 +23,7 @@ from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import smallest
 
 MAX_RANKS = 4096
-MAX_OFFLOADED = 8  # tables that are named when they are told to move to host memory
+MAX_NAMED = 8  # tables of a longer list
 SECONDS_FOR_LEAST = 5.0  # of search for what asks least
 SECONDS_FOR_A_WAY = 3.0  # of search, for each kind of way out; none is named untried
 
@@ -33,15 +33,31 @@ def error(problem: Problem) -> NoPlanError:
     if problem.model.stages:
         return _refusal(problem, smallest(problem), proven=False)
     draft, proven = _least(problem)
+    if draft is None:
+        return _no_ranks(problem)
     return _refusal(problem, draft, proven=proven)
 
 
-def _least(problem: Problem) -> tuple[TablesDraft, bool]:
-    """The draft that asks least, and whether it is proven that none fits."""
+def _no_ranks(problem: Problem) -> NoPlanError:
+    """The refusal where rules, not memory, leave a table without a rank."""
+    rules = problem.job.planner.constraints
+    names = list(dict.fromkeys([*(n for g in rules.apart for n in g), *rules.ranks]))
+    told = ", ".join(names[:MAX_NAMED])
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return NoPlanError(
+        f"no plan found that keeps planner.constraints: apart and ranks leave a table of {told}"
+        f"{more} no rank of its own. Pin fewer tables, or allow them more ranks."
+    )
+
+
+def _least(problem: Problem) -> tuple[TablesDraft | None, bool]:
+    """The draft that asks least, if the rules allow any, and whether it is proven that none
+    fits."""
     space = space_of(problem, problem.tables, problem.capacity)
     found = least_memory(space, time.perf_counter() + SECONDS_FOR_LEAST)
-    assert found.best is not None  # without a limit of bytes every assignment fits
     proven = found.bound.usable and found.bound.seconds > 1
+    if found.best is None:
+        return None, proven
     return TablesDraft(problem, placed_tables(space, found.best), ()), proven
 
 
@@ -53,7 +69,8 @@ def _refusal(problem: Problem, draft: Draft, *, proven: bool) -> NoPlanError:
     told = f"What would help: {'; '.join(ways)}." if ways else "No way out was found."
     return NoPlanError(
         f"{what}: rank {rank} is the fullest and needs {_size(need)} of {_size(capacity)}"
-        f"{_reserved(problem)}, {need - capacity:,} B too much; {_largest(draft, rank)}. {told}"
+        f"{_reserved(problem, tier, capacity)}, {need - capacity:,} B too much; "
+        f"{_largest(draft, rank)}. {told}"
     )
 
 
@@ -61,9 +78,9 @@ def _size(nbytes: int) -> str:
     return f"{nbytes:,} B ({format_bytes(nbytes)})"
 
 
-def _reserved(problem: Problem) -> str:
-    aside = problem.cluster.memory_per_rank - problem.decisive_capacity
-    return f" left of {_size(problem.cluster.memory_per_rank)} by the reservation" if aside else ""
+def _reserved(problem: Problem, tier: str, capacity: int) -> str:
+    total: int = getattr(problem.cluster, f"{tier}_cap")
+    return f" left of {_size(total)} by the reservation" if total > capacity else ""
 
 
 def _fullest(problem: Problem, draft: Draft) -> tuple[str, int, int, int]:
@@ -169,16 +186,13 @@ def _host_memory(job: Job, problem: Problem, deadline: float) -> str:
     count = _first(lambda n: _fits(job_of(n), deadline), 1, len(order), deadline)
     if count is None:
         return ""
-    names = ", ".join(t.name for t in order[:count][:MAX_OFFLOADED])
-    more = f" and {count - MAX_OFFLOADED} more" if count > MAX_OFFLOADED else ""
+    names = ", ".join(t.name for t in order[:count][:MAX_NAMED])
+    more = f" and {count - MAX_NAMED} more" if count > MAX_NAMED else ""
     return f"{names}{more} with compute_kernels fused_uvm fits"
 
 
 def _offloaded(table: TableSpec) -> TableSpec:
-    types = table.sharding_types
-    if types is not None and set(types) == {"data_parallel"}:
-        types = ("table_wise",)
-    return msgspec.structs.replace(table, compute_kernels=("fused_uvm",), sharding_types=types)
+    return msgspec.structs.replace(table, compute_kernels=("fused_uvm",))
 
 
 def _fewer_limits(job: Job, problem: Problem, deadline: float) -> str:
@@ -191,8 +205,8 @@ def _fewer_limits(job: Job, problem: Problem, deadline: float) -> str:
     )
     if not _fits(msgspec.structs.replace(job, tables=free), deadline):
         return ""
-    names = ", ".join(limited[:MAX_OFFLOADED])
-    more = f" and {len(limited) - MAX_OFFLOADED} more" if len(limited) > MAX_OFFLOADED else ""
+    names = ", ".join(limited[:MAX_NAMED])
+    more = f" and {len(limited) - MAX_NAMED} more" if len(limited) > MAX_NAMED else ""
     return f"without the sharding_types and min_partition of {names}{more} a plan fits"
 
 

@@ -26,6 +26,9 @@ ON_A_HOST: tuple[ShardingType, ...] = ("table_row_wise", "grid_shard", "table_co
 SLOW_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching")
 
 
+MOST_PIECES = 256  # of a table's columns, on few ranks
+
+
 def runnable_options(table: TableSpec, world_size: int) -> tuple[Option, ...]:
     """What the runtime can execute for this table and the job allows."""
     types = [t for t in RUNNABLE if table.sharding_types is None or t in table.sharding_types]
@@ -119,7 +122,7 @@ def _widths(table: TableSpec, sharding_type: ShardingType, cluster: Cluster) -> 
         most = cluster.world_size // cluster.group
     widths = [w for w in column_widths(table) if table.dim // w <= max(most, 2)]
     narrow = column_width(table, table.min_partition or TORCHREC_MIN_PARTITION)
-    if narrow < table.dim:
+    if narrow < table.dim and table.dim // narrow <= max(most, MOST_PIECES):
         widths = sorted({*widths, narrow}, reverse=True)
     named = table.sharding_types
     if named is not None and not ("table_wise" in named and sharding_type != "grid_shard"):

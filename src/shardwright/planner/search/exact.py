@@ -20,6 +20,7 @@ from shardwright.planner.search.space import Assignment, ItemOption, Space
 
 RELATIVE_GAP = 1e-4
 MAX_VARIABLES = 500_000
+SLACK = 1e-6  # the solver's tolerance, above what is known to be reached
 SAFETY = 1e-9  # the solver's tolerance, taken off its bound
 
 
@@ -75,8 +76,13 @@ def solve(space: Space, start: Outcome, seconds: float) -> tuple[Assignment | No
     if start.best is not None:
         _begin_with(solver, program, space, start, scale)
     solver.run()
+    if solver.getModelStatus().name == "kInfeasible":  # nothing at or below the ceiling
+        return None, _ceiling(space, start) * (1 - 2 * SLACK) if start.best else 0.0
     bound = float(solver.getInfo().mip_dual_bound)
+    if not np.isfinite(bound) and solver.getModelStatus().name == "kOptimal":
+        bound = float(solver.getInfo().objective_function_value) * (1 - SLACK)  # solved by presolve
     proved = max(start.bound.seconds, bound * scale * (1 - SAFETY)) if np.isfinite(bound) else 0.0
+    proved = min(proved, start.seconds)  # above it there is nothing to be said
     values = np.array(solver.getSolution().col_value)
     if not len(values) or not solver.getInfo().primal_solution_status:
         return None, proved
@@ -86,7 +92,7 @@ def solve(space: Space, start: Outcome, seconds: float) -> tuple[Assignment | No
 def _ceiling(space: Space, start: Outcome) -> float:
     """Seconds that the best plan need not exceed; without a finite T the solver may never end."""
     if start.best is not None:
-        return start.seconds * (1 + SAFETY)
+        return start.seconds * (1 + SLACK)
     return sum(max(option.total_seconds for option in item.options) for item in space.items)
 
 

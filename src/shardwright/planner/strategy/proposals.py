@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.option import Option
+from shardwright.core.planning import ConstraintsSection
 from shardwright.planner.choice import Choice
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import Problem, make_problem, price
@@ -20,6 +22,15 @@ from shardwright.planner.strategy.tables import tables_bound
 
 def search_proposals(job: Job, model: ModelSpec, deadline: float) -> Found:
     """The best plan of the job's proposers; its bound is that of the same options."""
+    if job.planner.constraints != ConstraintsSection():
+        raise UnsupportedError(
+            expected(
+                "planner.constraints",
+                "none with search 'proposers', as in TorchRec",
+                "a section",
+                "Use search 'bounded'.",
+            )
+        )
     problem = make_problem(job, model)
     section = job.planner
 

@@ -36,10 +36,12 @@ def space_of(problem: Problem, tables: Tables, capacity: tuple[int, int, int]) -
             members.append(groups.get(first, (table,)))
         item_of[table] = item_of[first]
     apart: dict[int, set[int]] = {}
+    crowd: dict[int, int] = {}  # items in the largest group that an item is in
     for names in rules.apart:
         homes = {item_of[number[name]] for name in names}
         for home in homes:
             apart.setdefault(home, set()).update(homes - {home})
+            crowd[home] = max(crowd.get(home, 1), len(homes))
     items = []
     for index, group in enumerate(members):
         allowed = _allowed(problem, group)
@@ -47,7 +49,7 @@ def space_of(problem: Problem, tables: Tables, capacity: tuple[int, int, int]) -
             [tables[table] for table in group],
             cluster.world_size,
             cluster.group,
-            most=cluster.world_size // (len(apart.get(index, ())) + 1),
+            most=max(cluster.world_size // crowd.get(index, 1), 1),
             whole=allowed is None and index not in apart,
         )
         if not options:
