@@ -29,42 +29,60 @@ if TYPE_CHECKING:
     from shardwright.planner.explain import explain_tensor as explain
     from shardwright.planner.planner import plan
     from shardwright.runtime.apply import apply
-    from shardwright.runtime.dstorage import DStorage, ParamInfo
-    from shardwright.runtime.fully_shard import fully_shard_flat, get_dstorage
+    from shardwright.runtime.clip import clip_grad_norm_
+    from shardwright.runtime.fully_shard import fully_shard_flat
     from shardwright.runtime.optimizer import optimizer_parameters
+    from shardwright.runtime.optimizer_dict import (
+        load_optimizer_state_dict,
+        optimizer_state_dict,
+    )
+    from shardwright.runtime.saving import Resumed, load_checkpoint, save_checkpoint
     from shardwright.runtime.state import full_state_dict
+    from shardwright.runtime.units.dstorage import DStorage
+    from shardwright.runtime.units.parameter import ParamInfo
+    from shardwright.runtime.units.precision import MixedPrecision
+    from shardwright.runtime.units.registry import get_dstorage
+    from shardwright.runtime.units.unit import State
     from shardwright.tracker.memory import MemoryTracker
 
 _HOMES = {
     "Batch": "core.batch",
     "BlockShard": "core.placement",
     "Cluster": "core.cluster",
-    "DStorage": "runtime.dstorage",
+    "DStorage": "runtime.units.dstorage",
     "InputError": "core.errors",
     "Job": "core.job",
     "Measurement": "core.measurement",
     "MemoryTracker": "tracker.memory",
     "MismatchError": "core.errors",
+    "MixedPrecision": "runtime.units.precision",
     "NoPlanError": "core.errors",
     "Owned": "core.placement",
-    "ParamInfo": "runtime.dstorage",
+    "ParamInfo": "runtime.units.parameter",
     "Plan": "core.plan",
     "Replicate": "core.placement",
+    "Resumed": "runtime.saving",
     "RunError": "core.errors",
     "Shard": "core.placement",
     "ShardwrightError": "core.errors",
+    "State": "runtime.units.unit",
     "UnsupportedError": "core.errors",
     "apply": "runtime.apply",
+    "clip_grad_norm_": "runtime.clip",
     "compare": "lab.compare",
     "full_state_dict": "runtime.state",
     "fully_shard_flat": "runtime.fully_shard",
-    "get_dstorage": "runtime.fully_shard",
+    "get_dstorage": "runtime.units.registry",
+    "load_checkpoint": "runtime.saving",
+    "load_optimizer_state_dict": "runtime.optimizer_dict",
     "optimizer_parameters": "runtime.optimizer",
+    "optimizer_state_dict": "runtime.optimizer_dict",
     "parse_job": "core.job",
     "plan": "planner.planner",
     "read_job": "core.job",
     "read_measurement": "core.measurement",
     "read_plan": "core.plan",
+    "save_checkpoint": "runtime.saving",
     "write_plan": "core.plan",
 }
 _RENAMED = {"explain": ("planner.explain", "explain_tensor")}
@@ -79,27 +97,35 @@ __all__ = [
     "Measurement",
     "MemoryTracker",
     "MismatchError",
+    "MixedPrecision",
     "NoPlanError",
     "Owned",
     "ParamInfo",
     "Plan",
     "Replicate",
+    "Resumed",
     "RunError",
     "Shard",
     "ShardwrightError",
+    "State",
     "UnsupportedError",
     "apply",
+    "clip_grad_norm_",
     "compare",
     "explain",
     "full_state_dict",
     "fully_shard_flat",
     "get_dstorage",
+    "load_checkpoint",
+    "load_optimizer_state_dict",
     "optimizer_parameters",
+    "optimizer_state_dict",
     "parse_job",
     "plan",
     "read_job",
     "read_measurement",
     "read_plan",
+    "save_checkpoint",
     "write_plan",
 ]
 

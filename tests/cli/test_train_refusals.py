@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 CRITEO = Path(__file__).parents[2] / "examples" / "criteo_csv.toml"
+TRANSFORMER = CRITEO.with_name("transformer.toml")
 HEADER = ",".join(["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))])
 ROW = ",".join(["1", *["3"] * 13, *["0a1b2c3d"] * 26])
 
@@ -113,3 +114,31 @@ def test_a_plan_without_a_data_file_is_refused(call: Any, tmp_path: Path) -> Non
     path = tmp_path / "p.json"
     call("plan", CRITEO, "-o", path)
     call("train", path).refuses(2, "data.path")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.path=none.txt", ("none.txt", "no such file", "data.path")),
+        ("data.path=.", ("a text file", "a directory")),
+        ("data.kind=criteo", ("data.kind", "'text' for a transformer")),
+        ("model.heads=3", ("model.heads", "a divisor of model.dim = 64", "got 3")),
+        ("model.vocab=100", ("model.vocab", "at least 256", "100")),
+        ("batch.sequence=0", ("batch.sequence", "int >= 1", "0")),
+        ("batch.sequence=200_000", ("text.txt", "at least 400001 bytes", "300000")),
+        ("model.bottom=[3]", ("model.bottom", "kind 'transformer'")),
+        ("model.kind=gpt", ("model.kind", "dlrm, transformer, tables", "'gpt'")),
+    ],
+)
+def test_a_transformer_that_cannot_be_trained_is_refused_by_its_key(
+    call: Any, override: str, words: tuple[str, ...]
+) -> None:
+    call("train", TRANSFORMER, "--set", "cluster.ddr_cap=64 GiB", "--set", override).refuses(
+        2, *words
+    )
+
+
+def test_a_text_that_is_too_short_for_its_sequence_is_refused(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    answer = call("train", TRANSFORMER, "--set", "data.path=short.txt")
+    answer.refuses(2, "short.txt", "at least 129 bytes", "got 5")

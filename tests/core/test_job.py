@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardwright.core.errors import InputError
-from shardwright.core.job import Job, parse_job, read_job
+from shardwright.core.job import DataFiles, Job, data_files, parse_job, read_job
 
 TABLE = {"name": "a", "rows": 10, "dim": 16}
 TEXT = """
@@ -118,7 +118,7 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
         ),
         (
             {"tables": [TABLE], "model": {"kind": "gpt"}},
-            "job: model.kind: expected one of dlrm, tables, got 'gpt'.",
+            "job: model.kind: expected one of dlrm, transformer, tables, got 'gpt'.",
         ),
         (
             {"tables": [TABLE], "planner": {"constants": "torchrec"}},
@@ -183,8 +183,8 @@ def test_a_bad_value_is_named_with_what_was_expected(
         ),
         (
             {"dtype": "fp31"},
-            "tables[0] 'a'.dtype: expected one of fp64, fp32, bf16, fp16, fp8, int64, int32, "
-            "int8, uint8, got 'fp31'.",
+            "tables[0] 'a'.dtype: expected one of fp64, fp32, bf16, fp16, fp8, fp8_e5m2, "
+            "int64, int32, int16, int8, uint8, bool, got 'fp31'.",
         ),
         (
             {"pooling_factors": [1.0, 2.0], "num_poolings": [1.0]},
@@ -224,8 +224,8 @@ def test_a_bad_value_is_named_with_what_was_expected(
         ),
         (
             {"output_dtype": "half"},
-            "tables[0] 'a'.output_dtype: expected one of fp64, fp32, bf16, fp16, fp8, int64, "
-            "int32, int8, uint8, got 'half'.",
+            "tables[0] 'a'.output_dtype: expected one of fp64, fp32, bf16, fp16, fp8, fp8_e5m2, "
+            "int64, int32, int16, int8, uint8, bool, got 'half'.",
         ),
         (
             {"kv_l1_mb": -1},
@@ -384,3 +384,70 @@ def test_an_override_is_checked_like_the_file(tmp_path: Path) -> None:
 def test_an_override_beyond_all_bounds_is_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(InputError, match=r"batch.size: expected int, got str"):
         _overridden(tmp_path, f"batch.size={value}")
+
+
+def test_a_transformer_needs_nothing_but_its_kind() -> None:
+    job = parse_job({"model": {"kind": "transformer"}})
+    assert (job.tables, job.data.kind, job.model.ffn_dim) == ((), "text", None)
+
+
+@pytest.mark.parametrize("data", [{}, {"path": "book.txt"}])
+def test_a_transformer_reads_text_unless_the_job_says_otherwise(data: dict[str, str]) -> None:
+    model = {"kind": "transformer"}
+    assert parse_job({"model": model, "data": data}).data.kind == "text"
+    other = parse_job({"model": model, "data": data | {"kind": "criteo"}})
+    assert other.data.kind == "criteo"
+
+
+def test_text_is_its_own_test_file() -> None:
+    model = {"kind": "transformer"}
+    named = data_files(parse_job({"model": model, "data": {"path": "book.txt"}}))
+    assert named == DataFiles("book.txt", "book.txt")
+    made_up = data_files(parse_job({"model": model, "train": {"out": "runs/a"}}))
+    assert made_up == DataFiles("runs/a/data/text.txt", "runs/a/data/text.txt")
+
+
+def test_a_transformer_has_no_tables() -> None:
+    document = {"model": {"kind": "transformer"}, "tables": [TABLE]}
+    assert _refused(document) == "job: tables: expected none for a transformer, got 1."
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"kind": "transformer", "bottom": [8]},
+            "model.bottom: expected no such key for kind 'transformer', got [8]. "
+            "It belongs to kind 'dlrm'.",
+        ),
+        (
+            {"kind": "dlrm", "layers": 3},
+            "model.layers: expected no such key for kind 'dlrm', got 3. "
+            "It belongs to kind 'transformer'.",
+        ),
+        (
+            {"kind": "tables", "ffn_dim": 3},
+            "model.ffn_dim: expected no such key for kind 'tables', got 3. "
+            "It belongs to kind 'transformer'.",
+        ),
+    ],
+)
+def test_a_width_of_another_kind_of_model_is_refused(model: dict[str, Any], message: str) -> None:
+    document = {"model": model} | ({} if model["kind"] == "transformer" else {"tables": [TABLE]})
+    assert _refused(document) == f"job: {message}"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"layers": 0}}, "model.layers: expected int >= 1, got 0."),
+        ({"model": {"layers": 5000}}, "model.layers: expected int <= 4096, got 5000."),
+        ({"model": {"dim": 0}}, "model.dim: expected int >= 1, got 0."),
+        ({"model": {"heads": -1}}, "model.heads: expected int >= 1, got -1."),
+        ({"model": {"vocab": 2.5}}, "model.vocab: expected int, got 2.5."),
+        ({"batch": {"sequence": 0}}, "batch.sequence: expected int >= 1, got 0."),
+    ],
+)
+def test_a_size_that_no_transformer_has_is_refused(sections: dict[str, Any], message: str) -> None:
+    model = {"kind": "transformer"} | sections.get("model", {})
+    assert _refused({**sections, "model": model}) == f"job: {message}"

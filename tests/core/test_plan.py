@@ -18,6 +18,7 @@ from shardwright.core.plan import (
     sealed,
     write_plan,
 )
+from shardwright.core.schedule import Modes
 from shardwright.core.specs import model_spec
 from shardwright.planner import plan
 
@@ -100,11 +101,11 @@ def test_a_plan_of_tables_alone_comes_back_from_its_file(of_tables: Plan, tmp_pa
 def test_a_plan_of_the_schema_before_is_refused(made: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_plan(made, path)
-    path.write_text(path.read_text().replace("shardwright.plan/2", "shardwright.plan/1"))
+    path.write_text(path.read_text().replace("shardwright.plan/3", "shardwright.plan/2"))
     with pytest.raises(InputError) as caught:
         read_plan(path)
     assert str(caught.value) == (
-        f"{path}: schema: expected 'shardwright.plan/2', got 'shardwright.plan/1'. "
+        f"{path}: schema: expected 'shardwright.plan/3', got 'shardwright.plan/2'. "
         "Make it again with `shardwright plan JOB.toml -o plan.json`."
     )
 
@@ -140,3 +141,28 @@ def test_the_blocks_of_a_table_are_those_of_its_shards(of_tables: Plan) -> None:
         blocks = [block for block in of_tables.expanded() if block.tensor == table.fqn]
         assert [block.rank for block in blocks] == list(table.ranks)
         assert [block.sizes for block in blocks] == list(table.shard_sizes)
+
+
+def test_a_plan_tells_the_order_of_its_step() -> None:
+    model = {"kind": "transformer", "layers": 4, "dim": 8, "heads": 2, "vocab": 16}
+    units = {"embed": "replicate", "layers": "shard", "head": "shard"}
+    dense = {"layers_per_unit": 2, "prefetch": 1, "reshard": True}
+    made = plan(
+        parse_job(
+            {
+                "model": model,
+                "batch": {"size": 2, "sequence": 4},
+                "planner": {"units": units, "dense": dense},
+            }
+        )
+    )
+    pairs = {"layers.0-1": ("layers.0", "layers.1"), "layers.2-3": ("layers.2", "layers.3")}
+    sharded = frozenset({*pairs, "head"})
+    assert made.modes == Modes(sharded, sharded, False, False, 1, tuple(pairs.items()))
+    assert [unit.modules for unit in made.units] == [("embed",), *pairs.values(), ("head",)]
+
+
+def test_a_unit_tells_the_calls_of_a_step_and_the_buffers_they_fill(made: Plan) -> None:
+    for unit in made.units:
+        whole = unit.bytes_per_rank
+        assert (unit.collectives, unit.bytes_per_step) == (1, whole)  # one all-reduce of a replica

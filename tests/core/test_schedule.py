@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwright.core.model import ModelSpec, Stage, UnitSpec
-from shardwright.core.schedule import Action, Modes, training_step
+from shardwright.core.schedule import Action, Modes, Prefetch, stages_of_units, training_step
 from shardwright.core.tensor import TensorSpec
+
+Stages = tuple[str, ...]
 
 MODEL = ModelSpec(
     "test",
@@ -69,15 +77,15 @@ def test_sharded_units_are_gathered_and_freed_in_both_directions() -> None:
         "free top",
         "gather top",
         "compute top",
-        "reduce top",
         "free top",
+        "reduce top",
         "compute interaction",
         "exchange row_gradients",
         "update tables",
         "gather bottom",
         "compute bottom",
-        "reduce bottom",
         "free bottom",
+        "reduce bottom",
         "update bottom",
         "update top",
     ]
@@ -89,8 +97,8 @@ def test_a_unit_that_does_not_reshard_is_gathered_once_and_freed_once() -> None:
         "gather top",
         "compute top",
         "compute top",
-        "reduce top",
         "free top",
+        "reduce top",
         "update top",
     ]
 
@@ -150,3 +158,191 @@ def test_actions_belong_to_a_phase_and_a_direction() -> None:
 
 def test_actions_are_forward_where_nothing_is_said() -> None:
     assert Action("load", "batch", "load").direction == "forward"
+
+
+LAYERS = 6
+DEEP = ModelSpec(
+    "deep",
+    (),
+    tuple(
+        UnitSpec(name, (TensorSpec(f"{name}.w", (1,)),))
+        for name in ("embed", *(f"layers.{i}" for i in range(LAYERS)), "head")
+    ),
+    (
+        Stage("embed", "gather"),
+        *(Stage(f"layers.{i}", "gather") for i in range(LAYERS)),
+        Stage("head", "gather"),
+        Stage("loss", "none"),
+    ),
+)
+PAIRS = (("layers.0-1", ("layers.0", "layers.1")), ("layers.2-3", ("layers.2", "layers.3")))
+
+
+def _deep(
+    sharded: str, resharded: str, prefetch: Prefetch, merged: tuple[tuple[str, Stages], ...] = ()
+) -> list[str]:
+    modes = Modes(
+        frozenset(sharded.split()), frozenset(resharded.split()), False, False, prefetch, merged
+    )
+    return [f"{a.verb} {a.target}" for a in training_step(DEEP, modes)]
+
+
+def test_a_unit_of_several_stages_is_gathered_and_reduced_once() -> None:
+    step = _deep("layers.0-1", "layers.0-1", 0, PAIRS[:1])
+    inside = [a for a in step if "layers.0" in a or "layers.1" in a]
+    assert inside == [
+        "gather layers.0-1",
+        "compute layers.0",
+        "compute layers.1",
+        "free layers.0-1",
+        "gather layers.0-1",
+        "compute layers.1",
+        "compute layers.0",
+        "free layers.0-1",
+        "reduce layers.0-1",
+        "update layers.0-1",
+    ]
+
+
+def test_with_prefetch_the_next_unit_is_gathered_before_one_computes() -> None:
+    units = "embed layers.0-1 layers.2-3"
+    step = _deep(units, units, 1, PAIRS)
+    assert step[: step.index("compute layers.4")] == [
+        "load batch",
+        "gather embed",
+        "gather layers.0-1",
+        "compute embed",
+        "free embed",
+        "gather layers.2-3",
+        "compute layers.0",
+        "compute layers.1",
+        "free layers.0-1",
+        "compute layers.2",
+        "compute layers.3",
+        "free layers.2-3",
+    ]
+
+
+def test_with_prefetch_a_reduce_is_collected_before_the_next_one_and_at_the_end() -> None:
+    units = "embed layers.0-1 layers.2-3"
+    step = _deep(units, units, 1, PAIRS)
+    backward = step[len(step) - step[::-1].index("gather layers.2-3") - 1 :]
+    assert backward == [
+        "gather layers.2-3",
+        "gather layers.0-1",
+        "compute layers.3",
+        "compute layers.2",
+        "collect layers.4",
+        "free layers.2-3",
+        "reduce layers.2-3",
+        "gather embed",
+        "compute layers.1",
+        "compute layers.0",
+        "collect layers.2-3",
+        "free layers.0-1",
+        "reduce layers.0-1",
+        "compute embed",
+        "collect layers.0-1",
+        "free embed",
+        "reduce embed",
+        "collect embed",
+        "update embed",
+        "update layers.0-1",
+        "update layers.2-3",
+        "update layers.4",
+        "update layers.5",
+        "update head",
+    ]
+
+
+def test_a_unit_that_is_kept_calls_the_one_before_it_when_its_backward_begins() -> None:
+    step = _deep("layers.5 head", "layers.5", 1)
+    assert step.count("gather head") == 1
+    after_loss = step[step.index("compute loss") + 2 :]
+    assert after_loss[:2] == ["gather layers.5", "compute head"]
+
+
+@st.composite
+def _modes(draw: st.DrawFn) -> Modes:
+    """Any cut of the layers into neighbours, any units sharded, any of these resharded."""
+    cuts = sorted({0, LAYERS, *draw(st.sets(st.integers(1, LAYERS - 1)))})
+    names, merged = ["embed"], []
+    for first, last in itertools.pairwise(cuts):
+        inside = tuple(f"layers.{i}" for i in range(first, last))
+        names.append(inside[0] if len(inside) == 1 else f"layers.{first}-{last - 1}")
+        if len(inside) > 1:
+            merged.append((names[-1], inside))
+    names.append("head")
+    sharded = draw(st.sets(st.sampled_from(names)))
+    resharded = draw(st.sets(st.sampled_from(sorted(sharded)))) if sharded else set()
+    prefetch = draw(st.sampled_from([0, 1]))
+    return Modes(
+        frozenset(sharded), frozenset(resharded), False, False, prefetch, merged=tuple(merged)
+    )
+
+
+@given(modes=_modes())
+def test_a_stage_computes_only_while_its_unit_is_gathered(modes: Modes) -> None:
+    units = stages_of_units(DEEP, modes)
+    unit_of = {stage: unit for unit, stages in units.items() for stage in stages}
+    gathered: set[str] = set()
+    for action in training_step(DEEP, modes):
+        if action.verb == "gather":
+            assert action.target in modes.sharded_units - gathered
+            gathered.add(action.target)
+        elif action.verb == "free":
+            gathered.remove(action.target)
+        elif action.verb == "compute" and unit_of.get(action.target) in modes.sharded_units:
+            assert unit_of[action.target] in gathered
+    assert not gathered
+
+
+@given(modes=_modes())
+def test_where_all_units_reshard_no_more_are_gathered_than_prefetch_asks_for(modes: Modes) -> None:
+    modes = msgspec.structs.replace(modes, resharded_units=modes.sharded_units)
+    gathered = most = 0
+    for action in training_step(DEEP, modes):
+        gathered += (action.verb == "gather") - (action.verb == "free")
+        most = max(most, gathered)
+    assert most <= 1 + modes.prefetch
+
+
+@given(modes=_modes())
+def test_every_reduce_is_collected_before_the_next_and_before_the_updates(modes: Modes) -> None:
+    pending: list[str] = []
+    reduced: list[str] = []
+    for action in training_step(DEEP, modes):
+        if action.verb == "reduce":
+            assert not pending
+            reduced.append(action.target)
+            pending = [action.target] if modes.prefetch else []
+        elif action.verb == "collect":
+            assert pending == [action.target]
+            pending = []
+        elif action.verb == "update":
+            assert not pending
+    assert reduced == list(reversed(stages_of_units(DEEP, modes)))
+
+
+@given(modes=_modes())
+def test_every_stage_computes_once_in_each_direction_and_every_unit_is_updated_once(
+    modes: Modes,
+) -> None:
+    actions = training_step(DEEP, modes)
+    forward = [a.target for a in actions if (a.verb, a.direction) == ("compute", "forward")]
+    backward = [a.target for a in actions if (a.verb, a.direction) == ("compute", "backward")]
+    assert forward == [stage.name for stage in DEEP.stages]
+    assert backward == forward[::-1]
+    updated = [a.target for a in actions if a.verb == "update"]
+    assert updated == list(stages_of_units(DEEP, modes))
+
+
+@given(modes=_modes())
+def test_prefetch_changes_when_units_are_gathered_but_not_how_often(modes: Modes) -> None:
+    ahead = msgspec.structs.replace(modes, prefetch=1)
+    on_demand = msgspec.structs.replace(modes, prefetch=0)
+    counts = [
+        Counter((a.verb, a.target) for a in training_step(DEEP, m) if a.verb != "collect")
+        for m in (ahead, on_demand)
+    ]
+    assert counts[0] == counts[1]

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
+from shardwright.core.calibration import SCHEMA, Calibration, Figure, write_calibration
 from shardwright.core.errors import InputError
 from shardwright.core.job import ClusterSection
 from shardwright.core.planning import Profile
 from shardwright.cost.constants import TORCHREC_KEYS, cluster
-from shardwright.cost.presets import HARDWARE, MODELS, PRESETS
+from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, PRESETS
 from shardwright.cost.torchrec_constants import TORCHREC
 
 GIB = 2**30
@@ -232,4 +235,161 @@ def test_a_cluster_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(InputError) as caught:
         cluster(ClusterSection(**section), profile)
+    assert str(caught.value) == message
+
+
+def _figure(name: str, **changes: Any) -> Figure:
+    constant = LOCAL[name]
+    figure = Figure(constant.value, constant.unit, "measured: here", "2026-11-21", 9, 0.04)
+    return msgspec.structs.replace(figure, **changes)
+
+
+MEASURED = Calibration(
+    schema=SCHEMA,
+    date="2026-11-21",
+    world_size=2,
+    compute_device="cpu",
+    backend="gloo",
+    machine={"cores": "2", "threads_per_rank": "1"},
+    capacities={"ddr_cap": Figure(3e9, "B", "half of the host's", "2026-11-21", 1)},
+    constants={name: _figure(name) for name in LOCAL}
+    | {"ssd_rate": _figure("ssd_rate", source="carried over", median_of=0)},
+)
+
+
+def _section(**changes: Any) -> ClusterSection:
+    return ClusterSection(file="here/c.toml", measured=MEASURED, **changes)
+
+
+def _with(**constants: Figure) -> ClusterSection:
+    changed = msgspec.structs.replace(MEASURED, constants=MEASURED.constants | constants)
+    return ClusterSection(file="c.toml", measured=changed)
+
+
+def test_a_measured_machine_stands_for_a_preset_and_says_so() -> None:
+    found, assumptions = cluster(_section())
+    assert (found.name, found.world_size, found.compute_device) == ("c.toml", 2, "cpu")
+    assert found.capacity == (0, 3 * 10**9, 0)
+    constant = found.constants["memory_rate"]
+    assert constant.source == "measured: here; median of 9, spread 4 %"
+    assert found.constants["ssd_rate"].source == "carried over"
+    assert assumptions == (
+        "hardware constants were measured on 2026-11-21 with 2 ranks over gloo "
+        "(c.toml: cores 2, threads per rank 1)",
+        "not measured but carried over: ssd_rate",
+        "cluster.world_size not given: 2 ranks, as they were measured with",
+        "cluster.local_world_size not given: 2 ranks per host, 1 host",
+        "cluster.ddr_cap is the file 'c.toml's: 3,000,000,000 B per rank (half of the host's)",
+    )
+
+
+def test_other_ranks_than_were_measured_with_are_an_assumption() -> None:
+    found, assumptions = cluster(_section(world_size=4, local_world_size=4, ddr_cap="1 GiB"))
+    assert (found.world_size, found.memory_per_rank) == (4, GIB)
+    assert assumptions[-1] == (
+        "collectives were measured with 2 ranks and are assumed to have the same latency and "
+        "rate with 4"
+    )
+
+
+def test_a_section_that_only_names_its_file_is_read_when_it_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    write_calibration(MEASURED, path)
+    found, _ = cluster(ClusterSection(file=str(path)))
+    assert found.constants == cluster(_section())[0].constants
+
+
+@pytest.mark.parametrize(
+    ("section", "profile", "message"),
+    [
+        (
+            _section(),
+            "additive",
+            "cluster.file: expected none with planner.constants 'additive', which has its own "
+            "constants, got 'here/c.toml'. Leave one of the two out.",
+        ),
+        (
+            _section(compute_device="cuda"),
+            "cluster",
+            "cluster.compute_device: expected 'cpu', which 'here/c.toml' is of, got 'cuda'. "
+            "Leave it out, or calibrate on that device.",
+        ),
+        (
+            _section(hbm_mem_bw=9.0),
+            "cluster",
+            "cluster.hbm_mem_bw: expected no rate of TorchRec's with file 'c.toml', which has "
+            "its own constants, got 9.0. Leave it out, or set planner.constants to "
+            "'torchrec-1.9'.",
+        ),
+        (
+            ClusterSection(file="c.toml", preset="local"),
+            "cluster",
+            "job: cluster: expected a file or a preset, got both. Leave one of the two out.",
+        ),
+        (
+            _with(memory_rat=_figure("memory_rate")),
+            "cluster",
+            "c.toml: unknown key 'constants.memory_rat'. Did you mean 'memory_rate'? Known here: ",
+        ),
+        (
+            _with(memory_rate=_figure("memory_rate", unit="GB/s")),
+            "cluster",
+            "c.toml: constants.memory_rate.unit: expected 'B/s', got 'GB/s'.",
+        ),
+        (
+            _with(memory_rate=_figure("memory_rate", value=0.0)),
+            "cluster",
+            "c.toml: constants.memory_rate.value: expected at least 1 B/s, got 0.",
+        ),
+        (
+            _with(overlap=_figure("overlap", value=1.5)),
+            "cluster",
+            "c.toml: constants.overlap.value: expected at most 1 share, got 1.5.",
+        ),
+        (
+            _with(row_latency=_figure("row_latency", value=61.0)),
+            "cluster",
+            "c.toml: constants.row_latency.value: expected at most 60 s, got 61.",
+        ),
+    ],
+)
+def test_a_measured_machine_that_cannot_be_is_refused(
+    section: ClusterSection, profile: Profile, message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        cluster(section, profile)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_measured_machine_without_a_constant_is_refused(name: str) -> None:
+    constants = {key: figure for key, figure in MEASURED.constants.items() if key != name}
+    measured = msgspec.structs.replace(MEASURED, constants=constants)
+    with pytest.raises(InputError) as caught:
+        cluster(ClusterSection(file="c.toml", measured=measured))
+    assert str(caught.value) == (
+        f"c.toml: constants.{name}: expected a value, got none. Run `shardwright calibrate` again."
+    )
+
+
+@pytest.mark.parametrize(
+    ("capacities", "message"),
+    [
+        ({}, "c.toml: capacities.ddr_cap: expected bytes per rank, got none."),
+        (
+            {"ddr_cap": Figure(3.0, "GiB", "x", "2026-11")},
+            "c.toml: capacities.ddr_cap.unit: expected 'B', got 'GiB'.",
+        ),
+        (
+            {"ddr_cap": Figure(0.5, "B", "x", "2026-11")},
+            "c.toml: capacities.ddr_cap.value: expected whole bytes, at most 2^60, got 0.5.",
+        ),
+    ],
+)
+def test_a_measured_machine_without_memory_is_refused(
+    capacities: dict[str, Figure], message: str
+) -> None:
+    measured = msgspec.structs.replace(MEASURED, capacities=capacities)
+    with pytest.raises(InputError) as caught:
+        cluster(ClusterSection(file="c.toml", measured=measured))
     assert str(caught.value) == message

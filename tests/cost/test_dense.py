@@ -14,17 +14,19 @@ from shardwright.cost import dense
 CASES: dict[str, Callable[[Any], Any]] = {
     "compute_seconds": lambda v: dense.compute_seconds(v.flops, v.operations, v.c),
     "update_seconds": lambda v: dense.update_seconds(v.payload, v.c),
+    "fresh_seconds": lambda v: dense.fresh_seconds(v.payload, v.c),
+    "gradient_seconds": lambda v: dense.gradient_seconds(v.payload, v.c),
     "communication_seconds/sharded": lambda v: dense.communication_seconds(
-        v.payload, v.ranks, sharded=True, gathers=2, c=v.c
+        v.payload, v.shard, v.ranks, sharded=True, c=v.c
     ),
     "communication_seconds/replicated": lambda v: dense.communication_seconds(
-        v.payload, v.ranks, sharded=False, gathers=1, c=v.c
+        v.payload, v.shard, v.ranks, sharded=False, c=v.c
     ),
     "communication_seconds/sharded over hosts": lambda v: dense.communication_seconds(
-        v.payload, v.ranks * 8, sharded=True, gathers=2, c=v.c, local=8
+        v.payload, v.shard, v.ranks * 8, sharded=True, c=v.c, local=8
     ),
     "communication_seconds/replicated over hosts": lambda v: dense.communication_seconds(
-        v.payload, v.ranks * 8, sharded=False, gathers=1, c=v.c, local=8
+        v.payload, v.shard, v.ranks * 8, sharded=False, c=v.c, local=8
     ),
 } | {
     f"unit_bytes/{kind}": (lambda v, k=kind: dense.unit_bytes(v.payload, v.padding, k))
@@ -35,6 +37,7 @@ SAMPLES = st.lists(
     st.fixed_dictionaries(
         {
             "payload": st.integers(0, 2**45),
+            "shard": st.integers(0, 2**30),
             "padding": st.integers(0, 2**20),
             "flops": st.integers(0, 2**50),
             "operations": st.integers(0, 1000),
@@ -54,6 +57,8 @@ C = {
     "reduce_scatter_rate": 5.0,
     "all_reduce_latency": 3.0,
     "all_reduce_rate": 10.0,
+    "fresh_memory_bytes": 1000.0,
+    "fresh_memory_rate": 100.0,
 }
 
 
@@ -89,23 +94,37 @@ def test_computing_takes_its_flops_and_its_calls() -> None:
 
 
 def test_a_sharded_unit_pays_a_gather_and_a_reduce_scatter() -> None:
-    found = dense.communication_seconds(100, 2, sharded=True, gathers=1, c=C)
+    found = dense.communication_seconds(100, 50, 2, sharded=True, c=C)
     assert found == {"gather": 1 + 50 / 10, "reduce": 2 + 50 / 5}
 
 
-def test_gathers_count_as_often_as_they_happen() -> None:
-    found = dense.communication_seconds(100, 2, sharded=True, gathers=2, c=C)
-    assert found["gather"] == 2 * (1 + 50 / 10)
+def test_up_to_the_threshold_memory_is_used_again() -> None:
+    assert [dense.fresh_seconds(n, C) for n in (0, 999, 1000, 1001)] == [0, 0, 0, 10.01]
+
+
+def test_a_gather_of_new_memory_touches_it_and_a_reduce_touches_its_copy_and_its_shard() -> None:
+    found = dense.communication_seconds(4000, 2000, 2, sharded=True, c=C)
+    assert found == {"gather": 1 + 200 + 40, "reduce": 2 + 400 + 40 + 20}
+
+
+def test_an_all_reduce_works_in_place() -> None:
+    found = dense.communication_seconds(4000, 4000, 2, sharded=False, c=C)
+    assert found["reduce"] == 3 + 400
+
+
+def test_a_gradient_is_cleared_and_summed_in_memory_that_may_be_new() -> None:
+    assert dense.gradient_seconds(1000, C) == 100
+    assert dense.gradient_seconds(2000, C) == 200 + 20
 
 
 def test_a_unit_that_spans_hosts_pays_for_the_network() -> None:
     c = C | {"inter_host_rate": 1.0, "inter_host_latency": 7.0}
-    found = dense.communication_seconds(100, 4, sharded=True, gathers=1, c=c, local=2)
+    found = dense.communication_seconds(100, 25, 4, sharded=True, c=c, local=2)
     assert found == {"gather": 8 + 50 / 10 + 25, "reduce": 9 + 50 / 5 + 25}
 
 
 def test_a_replicated_unit_pays_an_all_reduce_alone() -> None:
-    found = dense.communication_seconds(100, 2, sharded=False, gathers=1, c=C)
+    found = dense.communication_seconds(100, 100, 2, sharded=False, c=C)
     assert found == {"gather": 0.0, "reduce": 3 + 100 / 10}
 
 

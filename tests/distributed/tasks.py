@@ -30,7 +30,9 @@ def train_sharded(mesh: DeviceMesh, job: Job, meta: bool) -> Any:
     rank, size = mesh.get_local_rank(), mesh.size()
     model = apply(DLRM(job, device="meta" if meta else None), made, mesh)
     rate = job.train.learning_rate
-    optimizer = make_optimizer(job.train.optimizer, optimizer_parameters(model), rate)
+    optimizer = make_optimizer(
+        job.train.optimizer, optimizer_parameters(model, per_unit=True), rate
+    )
     losses = []
     for batch in batches(job):
         loss = loss_of(model, share(batch, rank, size))
@@ -53,7 +55,9 @@ def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
     meter = Meter(rank)
     model = apply(DLRM(job, device="meta"), made, mesh, probe=meter)
     rate = job.train.learning_rate
-    optimizer = make_optimizer(job.train.optimizer, optimizer_parameters(model), rate)
+    optimizer = make_optimizer(
+        job.train.optimizer, optimizer_parameters(model, per_unit=True), rate
+    )
     total = job.batch.size * size
     exact: Any = []
     by_step = []

@@ -9,7 +9,7 @@ from reference import small_job
 from tasks import meter_steps
 
 from shardwright.core.job import Job
-from shardwright.core.schedule import Modes, training_step
+from shardwright.core.schedule import training_step
 from shardwright.core.specs import model_spec
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
 from shardwright.planner import plan
@@ -45,13 +45,8 @@ def test_bytes_are_exact_and_the_schedule_is_followed(
     measured = [event for exact, _, _ in results for event in exact]
     wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
     assert {key: size for key, size in exact_bytes(measured).items() if size} == wanted
-    sharded = frozenset(
-        u for u, mode in zip(("bottom", "top"), MODES[units], strict=True) if mode == "shard"
-    )
-    kinds = {table.sharding_type for table in made.tables}
-    modes = Modes(sharded, sharded, bool(kinds - {"data_parallel"}), "data_parallel" in kinds)
     for _, _, actions in results:
-        assert actions == [a for a in training_step(model_spec(job), modes) if _is_told(a)]
+        assert actions == [a for a in training_step(model_spec(job), made.modes) if _is_told(a)]
 
 
 def _is_told(action: object) -> bool:

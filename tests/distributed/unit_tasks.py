@@ -2,268 +2,453 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import gc
+import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from gradient_tasks import errors, inputs, loss_of, mixture, net, shard
+from probe_tasks import said
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from shardwright.core.job import Job
+from shardwright.core.placement import BlockShard, Owned, Shard
 from shardwright.models.dlrm import DLRM
 from shardwright.planner import plan
 from shardwright.runtime.apply import apply
-from shardwright.runtime.dstorage import DStorage, State
-from shardwright.runtime.fully_shard import fully_shard_flat, get_dstorage
-from shardwright.runtime.optimizer import optimizer_parameters
+from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.state import full_state_dict
+from shardwright.runtime.units.buffers import shard_buffer
+from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.runtime.units.registry import get_dstorage, storages_in
+from shardwright.runtime.units.unit import State
 
-WIDTHS = (5, 7, 3)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-
-
-def flat(module: nn.Module, mesh: DeviceMesh, **options: Any) -> DStorage:
-    return fully_shard_flat(module, mesh, shard_strategy="flat", **options)
+STRATEGIES = ("flat", "per_param", "param_boundary", "mixture")
 
 
-def inputs(rank: int, grad: bool = False) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(11 + rank)
-    return torch.randn(4, 5, generator=generator).requires_grad_(grad)
+def options(strategy: str) -> dict[str, Any]:
+    if strategy == "mixture":
+        return {"shard_placement_fn": mixture}
+    return {"shard_strategy": strategy}
 
 
-def raw_gradients(mesh: DeviceMesh, reshard: bool, replicate: bool, grad: bool, steps: int) -> Any:
-    """Reduced gradients by name beside the unsharded mean, after ``steps`` backwards."""
-    rank, size = mesh.get_local_rank(), mesh.size()
-    module, reference = network(), network()
-    placements = (TorchReplicate(),) if replicate else (TorchShard(0),)
-    storage = flat(module, mesh, reshard_after_forward=reshard, placements=placements)
-    for _ in range(steps):
-        module(inputs(rank, grad)).square().sum().backward()
-        for other in range(size):
-            (reference(inputs(other)).square().sum() / size).backward()
-    found = {}
-    for name, parameter in module.named_parameters():
-        piece = storage.layout.pieces(0 if replicate else rank)
-        held = next(p for p in piece if p.tensor.fqn == name)
-        true = dict(reference.named_parameters())[name].grad
-        assert true is not None
-        got = torch.zeros(0) if parameter.grad is None else parameter.grad.reshape(-1)
-        found[name] = (got.clone(), true.reshape(-1)[held.start : held.stop].clone())
-    return found, storage.state is State.SHARDED
+def true_of(
+    reference: nn.Module, size: int, loss: Callable[[nn.Module, int], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The mean over ranks of the unsharded gradients, zero where there is none."""
+    for rank in range(size):
+        (loss(reference, rank) / size).backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in reference.named_parameters()
+    }
 
 
-def states(mesh: DeviceMesh) -> Any:
-    """What the module shows and what memory the full buffer holds, step by step."""
-    module = network()
-    whole = {name: p.detach().clone() for name, p in module.named_parameters()}
-    storage = flat(module, mesh)
+def worst(found: dict[str, tuple[float, bool]]) -> float:
+    return max(error for error, _ in found.values())
+
+
+# ---- states -------------------------------------------------------------------------------------
+
+
+def states(mesh: DeviceMesh, strategy: str) -> Any:
+    """What the module shows and what memory the whole unit holds, step by step."""
+    module = net()
+    original = {name: p.detach().clone() for name, p in module.named_parameters()}
+    storage = fully_shard_flat(module, mesh, **options(strategy))
     seen = [_look(module, storage)]
     storage.unshard()
     seen.append(_look(module, storage))
-    equal = all(torch.equal(storage.get_unsharded_view(n), t) for n, t in whole.items())
-    bytes_equal = storage.all_gather().numel() == storage.layout.nbytes
+    views = {n: storage.get_unsharded_view(n) for n in original}
+    equal = all(torch.equal(views[n], t) for n, t in original.items())
     storage.reshard()
     seen.append(_look(module, storage))
-    local = storage.get_local_view("0.weight")
-    shares = local.untyped_storage().data_ptr() == storage.byte_storage.untyped_storage().data_ptr()
-    gathered = full_state_dict(module)
-    whole_again = all(torch.equal(gathered[n], t) for n, t in whole.items())
-    return seen, equal, bytes_equal, shares, whole_again
+    late = said(lambda: storage.get_unsharded_view("first.weight"))
+    again = full_state_dict(module)
+    equal_again = all(torch.equal(again[n], t) for n, t in original.items())
+    return seen, equal, late, equal_again
 
 
 def _look(module: nn.Module, storage: DStorage) -> Any:
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    return storage.state.value, shapes, storage._full.untyped_storage().nbytes()
+    kinds = {type(p.data).__name__ for p in module.parameters()}
+    dims = {p.dim() for p in module.parameters()}
+    return storage.state.value, kinds, dims, storage.buffers.whole.storage.nbytes()
+
+
+def views(mesh: DeviceMesh, strategy: str) -> Any:
+    """Whether every view lies in the shard, and what ``all_gather`` holds where."""
+    module = net(mixed=True)
+    original = {name: p.detach().clone() for name, p in module.named_parameters()}
+    storage = fully_shard_flat(module, mesh, **options(strategy))
+    first = storage.byte_storage.data_ptr()
+    inside = True
+    for fqn, info in storage.param_infos.items():
+        view = storage.get_local_view(fqn)
+        assert view.shape == info.local_shape
+        assert view.dtype == info.dtype
+        if view.numel():
+            inside &= view.data_ptr() == first + info.byte_offset
+    gathered = storage.all_gather()
+    equal = gathered.numel() == storage.layout.nbytes
+    for fqn, info in storage.param_infos.items():
+        begin = info.unsharded_byte_offset
+        end = begin + info.global_shape.numel() * info.dtype.itemsize
+        part = gathered[begin:end].view(info.dtype).view(info.global_shape)
+        equal &= torch.equal(part, original[fqn])
+    with torch.no_grad():
+        storage.get_local_view("first.weight").fill_(3.0)
+    shown = module.first.weight
+    local = shown.to_local() if isinstance(shown, DTensor) else shown
+    return inside, equal, bool((local == 3.0).all())
+
+
+def nothing_new_in_a_step(mesh: DeviceMesh, strategy: str) -> Any:
+    """Addresses of everything that is cached, before and after steps, and what moved."""
+    model = net()
+    units = shard(model, mesh, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for _ in range(4):
+        loss_of(model, inputs(mesh.get_local_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([_cached(unit) for unit in units])
+    shared = all(
+        _share_storage(unit.buffers.shard, unit.buffers.locals)
+        and _share_storage(unit.buffers.whole.tensor, _whole_views(unit))
+        and _share_storage(unit.gradients.buffer.tensor, unit.gradients.views)
+        for unit in units
+    )
+    return seen[0] == seen[1] == seen[2] == seen[3], shared
+
+
+def _whole_views(unit: DStorage) -> list[torch.Tensor]:
+    rows = zip(unit.buffers.segments, unit.layout.segments, strict=True)
+    cut = [views.refill for views, segment in rows if segment.cut != "replicated"]
+    return [view for view in cut if view.numel()]
+
+
+def _share_storage(buffer: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+    address = buffer.untyped_storage()._cdata
+    return all(part.untyped_storage()._cdata == address for part in parts)
+
+
+def _cached(unit: DStorage) -> Any:
+    shown = [(id(m.parameter), m.parameter.data_ptr()) for m in unit.members if unit.members]
+    kept = [*unit.buffers.locals, *unit.buffers.parameters, *unit.gradients.views]
+    kept += [t for regroup in unit.buffers.regroups for t in (regroup.shares, *regroup.rows)]
+    storages = (unit.buffers.shard, unit.buffers.whole.tensor, unit.gradients.buffer.tensor)
+    return shown, [id(t) for t in kept], [t.untyped_storage()._cdata for t in storages]
+
+
+def shards_of_a_buffer(mesh: DeviceMesh) -> Any:
+    buffer = torch.arange(12.0)
+    parts = shard_buffer(buffer, 4)
+    parts[2].fill_(-1)
+    return [p.numel() for p in parts], buffer.tolist(), said(lambda: shard_buffer(buffer, 5))
+
+
+# ---- what is refused ----------------------------------------------------------------------------
 
 
 def refusal(mesh: DeviceMesh, what: str) -> str:
     """The text of what cannot be done."""
-    module: nn.Module = network()
-    options: dict[str, Any] = {"shard_strategy": "flat"}
-    if what == "strategy":
-        options = {}
-    elif what == "owned":
-        options["shard_strategy"] = "param_boundary"
-    elif what == "placement function":
-        options["shard_placement_fn"] = lambda fqn, parameter: None
-    elif what == "shard 1":
-        options["placements"] = (TorchShard(1),)
-    elif what == "dtype":
-        module = module.to(torch.bfloat16)
-    elif what == "frozen":
-        module[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
-    elif what == "tied":
-        layer = nn.Linear(5, 5)
-        module = nn.Sequential(layer, nn.Linear(5, 5))
-        module[1].weight = layer.weight
-    elif what == "tied to another unit":
-        first, module = nn.Linear(5, 5), nn.Linear(5, 5)
-        module.weight = first.weight
-        flat(first, mesh)
-    elif what == "inside a unit":
-        flat(module, mesh)
-        module = module[0]  # type: ignore[index, assignment]
-    elif what == "empty":
-        module = nn.ReLU()
-    elif what == "nested":
-        flat(module[0], mesh)  # type: ignore[index]
-    elif what == "meta":
-        module = nn.Linear(3, 3, device="meta")
-    try:
-        fully_shard_flat(module, mesh, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
+    module: Any = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    given: dict[str, Any] = {}
+    match what:
+        case "strategy":
+            given["shard_strategy"] = "rows"
+        case "two placements":
+            given["placements"] = (Shard(0), Shard(1))
+        case "no such dim":
+            given["placements"] = (TorchShard(2),)
+        case "no such owner":
+            given["shard_placement_fn"] = lambda fqn, parameter: Owned(mesh.size())
+        case "blocks of nothing":
+            given["placements"] = (BlockShard(0),)
+        case "tied to another unit":
+            first, module = nn.Linear(5, 5), nn.Linear(5, 5)
+            module.weight = first.weight
+            fully_shard_flat(first, mesh)
+        case "inside a unit":
+            fully_shard_flat(module, mesh, shard_strategy="flat")
+            module = module[0]
+        case "twice":
+            fully_shard_flat(module, mesh)
+        case "nothing to shard":
+            module = nn.ReLU()
+        case "a list of no modules":
+            module = []
+        case "a container":
+            module = nn.ModuleList(module)
+        case "a DTensor":
+            module[0].weight = nn.Parameter(
+                distribute_tensor(module[0].weight.detach(), mesh, [TorchReplicate()])
+            )
+        case "sparse":
+            module[0].weight = nn.Parameter(torch.eye(5).to_sparse())
+        case "complex":
+            module = module.to(torch.complex64)
+        case "inference":
+            with torch.inference_mode():
+                module = nn.Linear(5, 5)
+        case "half meta":
+            module[2] = nn.Linear(7, 3, device="meta")
+        case "meta forward":
+            module = nn.Linear(3, 3, device="meta")
+            fully_shard_flat(module, mesh)
+            return said(lambda: module(torch.ones(1, 3)))
+        case "sub-mesh":
+            given["reshard_after_forward"] = 3
+        case "prefetch":
+            given["prefetch"] = -1
+        case "precision":
+            given["precision"] = "bf16"
+        case "precision of integers":
+            return said(lambda: MixedPrecision(param_dtype=torch.int32))
+        case "hidden output":
+            module = _Hides()
+            fully_shard_flat(module, mesh)
+            return said(lambda: module(torch.ones(1, 3)))
+        case "no such name":
+            return said(lambda: fully_shard_flat(module, mesh).get_local_view("9.weight"))
+        case "pickled":
+            fully_shard_flat(module, mesh)
+            return said(lambda: pickle.dumps(module))
+        case "divide by nothing":
+            return said(lambda: fully_shard_flat(module, mesh).set_gradient_divide_factor(0.0))
+        case "another strategy on rank 1":
+            given["shard_strategy"] = ("flat", "per_param")[mesh.get_local_rank()]
+    return said(lambda: fully_shard_flat(module, mesh, **given))
 
 
-def survives(mesh: DeviceMesh) -> Any:
-    """An exception in the middle of a forward leaves a module that works."""
-    module = nn.Sequential(nn.Linear(5, 5), _Fragile())
-    storage = flat(module, mesh)
-    module[1].broken = True
-    with contextlib.suppress(RuntimeError):
-        module(inputs(0))
-    after = storage.state.value
-    module[1].broken = False
-    module(inputs(0)).sum().backward()
-    return after, storage.state.value, all(p.grad is not None for p in module.parameters())
+class _Box:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
 
 
-class _Fragile(nn.Module):
-    broken = False
+class _Hides(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.broken:
-            raise RuntimeError("asked to break")
-        return x
+    def forward(self, x: torch.Tensor) -> Any:
+        return _Box(super().forward(x))
 
 
-class _ReturnsItsWeight(nn.Module):
+# ---- modules of all kinds -----------------------------------------------------------------------
+
+
+class Keywords(nn.Module):
+    """Tensors by keyword, in a dict and in a list; returns a dict, a number and a text."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
+        torch.manual_seed(2)
+        self.layer = nn.Linear(3, 3)
+        self.other = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, *, more: dict[str, list[torch.Tensor]]) -> Any:
+        total = self.layer(x) + self.other(more["parts"][0])
+        return {"out": total, "count": 3, "name": "keywords"}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.lstm = nn.LSTM(3, 5, num_layers=2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight[:2]
+        out, (hidden, _) = self.lstm(x.unsqueeze(0))
+        return out.sum() + hidden.square().sum()
 
 
-def returns_a_view(mesh: DeviceMesh) -> str:
-    module = _ReturnsItsWeight()
-    flat(module, mesh)
-    try:
-        module(torch.ones(1))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
+class Odd(nn.Module):
+    """No rows, no dims, one element, a column, and a parameter that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.one = nn.Parameter(torch.randn(1))
+        self.column = nn.Parameter(torch.randn(3, 1))
+        self.still = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.transposed = nn.Parameter(torch.randn(4, 3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = (x + self.still) @ self.column * self.scalar + self.one
+        return torch.cat([out.t() @ (x @ self.transposed)[:, :3], self.none])
 
 
-def by_hand(mesh: DeviceMesh) -> Any:
-    """Gradients of a unit that the caller unshards and reshards, beside the reference's."""
+class Nothing(nn.Module):
+    """A unit that returns no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return None
+
+
+def _keywords(model: nn.Module, rank: int) -> torch.Tensor:
+    x = inputs(rank).requires_grad_()
+    out = model(x, more={"parts": [inputs(rank + 1).requires_grad_()]})
+    assert (out["count"], out["name"]) == (3, "keywords")
+    return out["out"].square().sum()  # type: ignore[no-any-return]
+
+
+def _plainly(model: nn.Module, rank: int) -> torch.Tensor:
+    return model(inputs(rank)).square().sum()  # type: ignore[no-any-return]
+
+
+def _in_place(model: nn.Module, rank: int) -> torch.Tensor:
+    hidden = (inputs(rank).requires_grad_() * 1.0).relu_()
+    out = model(hidden)
+    out += 1
+    return out.mul_(0.5).square().sum()  # type: ignore[no-any-return]
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch.Tensor]]] = {
+    "keywords": (Keywords, _keywords),
+    "recurrent": (Recurrent, _plainly),
+    "odd shapes": (Odd, _plainly),
+    "in place": (lambda: nn.Sequential(net(), nn.Softplus()), _in_place),
+}
+
+
+def gradients_of(mesh: DeviceMesh, kind: str) -> list[float]:
+    """The largest error of three steps of a module that is one unit, per strategy."""
+    make, loss = MODULES[kind]
     rank, size = mesh.get_local_rank(), mesh.size()
-    module, reference = network(), network()
-    storage = flat(module, mesh, register_hooks=False)
-    storage.unshard()
-    module(inputs(rank)).square().sum().backward()
-    storage.reshard()
-    for other in range(size):
-        (reference(inputs(other)).square().sum() / size).backward()
-    return _differences(storage, module, reference, rank)
-
-
-def _differences(
-    storage: DStorage, module: nn.Module, reference: nn.Module, rank: int
-) -> dict[str, float]:
-    """The largest difference of each local gradient from the reference's part."""
-    true = dict(reference.named_parameters())
-    found = {}
-    for piece, (name, parameter) in zip(
-        storage.layout.pieces(rank), module.named_parameters(), strict=True
-    ):
-        assert parameter.grad is not None
-        part = true[name].grad.reshape(-1)[piece.start : piece.stop]  # type: ignore[union-attr]
-        found[name] = (parameter.grad - part).abs().max().item() if piece.numel else 0.0
+    true = true_of(make(), size, loss)
+    found = []
+    for strategy in STRATEGIES:
+        module = make()
+        unit = fully_shard_flat(module, mesh, **options(strategy))
+        for _ in range(3):
+            module.zero_grad()
+            loss(module, rank).backward()
+        trained = {m.fqn for m in unit.members if m.parameter.requires_grad}
+        for member in unit.members:
+            if member.fqn not in trained:
+                assert member.parameter.grad is None
+                member.parameter.grad = torch.zeros_like(member.parameter)
+        found.append(worst(errors([unit], module, true)))
     return found
 
 
-def odd_backward(mesh: DeviceMesh, what: str) -> dict[str, float]:
-    """Gradients after a step that follows, or is, something unusual."""
+def by_hand(mesh: DeviceMesh, strategy: str) -> Any:
+    """Errors of a unit that the caller unshards and reshards, two steps without and with sync."""
     rank, size = mesh.get_local_rank(), mesh.size()
-    module, reference = network(), network()
-    storage = flat(module, mesh, reshard_after_forward=what != "kept")
-    if what == "failed backward":
-        with contextlib.suppress(RuntimeError):
-            _breaking(module, inputs(rank)).backward()
+    module = net()
+    true = true_of(net(), size, _plainly)
+    storage = fully_shard_flat(module, mesh, register_hooks=False, **options(strategy))
+    found = []
+    for _ in range(2):
         module.zero_grad()
-    if what in ("forward only", "kept"):
-        module(inputs(rank))
-        with torch.no_grad():
-            storage.flat.mul_(2.0)
-            for parameter in reference.parameters():
-                parameter.mul_(2.0)
-    loss = module(inputs(rank)).square().sum()
-    if what == "two forwards":
-        loss = loss + module(inputs(rank)).square().sum()
-    if what == "backward twice":
-        loss.backward(retain_graph=True)
-    if what == "eval between":
-        with torch.no_grad():
-            module(inputs(rank + 1))
-    loss.backward(create_graph=what == "create graph")
-    for _ in range(2 if what in ("two forwards", "backward twice") else 1):
-        for other in range(size):
-            (reference(inputs(other)).square().sum() / size).backward()
-    return _differences(storage, module, reference, rank)
+        storage.unshard()
+        loss_of(module, inputs(rank)).backward()
+        storage.reshard()
+        found.append(worst(errors([storage], module, true)))
+    return found, storage.state is State.SHARDED
 
 
-def _breaking(module: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-    """A loss whose backward fails inside the unit, after its gradients have begun."""
-    module[1].register_full_backward_hook(_break)
-    return module(x).sum()
+def traced_order(mesh: DeviceMesh) -> Any:
+    """Kinds of the actions of a step in which everything was expected."""
+    from shardwright.runtime.probe import Probe
+
+    class Notes(Probe):
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def did(self, action: Any) -> None:
+            if action.verb != "compute":
+                self.lines.append(f"{action.verb} {action.target}")
+
+    found = []
+    for prefetch in (0, 1):
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+        for layer in model:
+            fully_shard_flat(layer, mesh, prefetch=prefetch)
+        fully_shard_flat(model, mesh, prefetch=prefetch)
+        notes = Notes()
+        for number, unit in enumerate(storages_in(model)):
+            unit.comm.probe = notes
+            unit.name = f"u{number}"
+        for _ in range(3):
+            notes.lines.clear()
+            model(inputs(0)).sum().backward()
+        found.append([line for line in notes.lines if "u0" not in line])
+    return found
 
 
-def _break(module: nn.Module, *_: Any) -> None:
-    module._backward_hooks.clear()
-    raise RuntimeError("asked to break")
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def freed(mesh: DeviceMesh, strategy: str) -> Any:
+    """Whether deleting the model frees its buffers without the garbage collector."""
+    rank = mesh.get_local_rank()
+    gc.collect()
+    gc.disable()
+    try:
+        model = net()
+        units = shard(model, mesh, strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            loss_of(model, inputs(rank)).backward()
+            optimizer.step()
+        gone = [weakref.ref(unit) for unit in units]
+        gone += [weakref.ref(unit.buffers.shard) for unit in units]  # type: ignore[misc]
+        grads = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        without_gradients = [reference() is None for reference in grads]
+        del model, units, optimizer
+        return [reference() is None for reference in gone], without_gradients
+    finally:
+        gc.enable()
+
+
+def no_grad_leaves_no_trace(mesh: DeviceMesh) -> Any:
+    module = net()
+    storage = fully_shard_flat(module, mesh, reshard_after_forward=False)
+    with torch.no_grad():
+        module(inputs(0))
+    return (
+        storage.state.value,
+        [p.grad for p in module.parameters()],
+        get_dstorage(module) is storage,
+    )
 
 
 def whole_names(mesh: DeviceMesh) -> list[str]:
     """Names of a model of two units and a plain layer."""
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": nn.Linear(2, 2)})
-    flat(model["a"], mesh)
-    flat(model["b"], mesh)
+    fully_shard_flat(model["a"], mesh, shard_strategy="flat")
+    fully_shard_flat(model["b"], mesh)
     return sorted(full_state_dict(model))
 
 
-def late_optimizer(mesh: DeviceMesh) -> str:
-    module = network()
-    flat(module, mesh)
-    module(inputs(0)).sum().backward()
-    try:
-        optimizer_parameters(module)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
+def table_of(mesh: DeviceMesh) -> str:
+    torch.manual_seed(0)
+    return repr(fully_shard_flat(nn.Linear(8, 8), mesh, shard_strategy="flat"))
 
 
-def in_place_around(mesh: DeviceMesh) -> float:
-    """The largest gradient error where a unit's input and output are changed in place."""
-    module, reference = network(), network()
-    storage = flat(module, mesh)
-    for each in (module, reference):
-        hidden = (inputs(0).requires_grad_() * 1.0).relu_()
-        out = each(hidden)
-        out += 1
-        out.square().sum().backward()
-    return max(_differences(storage, module, reference, mesh.get_local_rank()).values())
+def returns_nothing(mesh: DeviceMesh) -> Any:
+    module = Nothing()
+    storage = fully_shard_flat(module, mesh)
+    return module(inputs(0)), storage.state.value
+
+
+# ---- models and plans ---------------------------------------------------------------------------
 
 
 def disagreeing_replicas(mesh: DeviceMesh, job: Job) -> str:
@@ -298,44 +483,6 @@ def odd_lookups(mesh: DeviceMesh, job: Job, what: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
-
-
-def freed(mesh: DeviceMesh) -> Any:
-    """Whether deleting the module frees its buffer without the garbage collector."""
-    gc.disable()
-    try:
-        gone = []
-        for make in (network, lambda: nn.Linear(5, 5)):
-            module = make()
-            storage = weakref.ref(flat(module, mesh))
-            module(inputs(0)).sum().backward()
-            del module
-            gone.append(storage() is None)
-        return all(gone)
-    finally:
-        gc.enable()
-
-
-def no_grad_leaves_no_trace(mesh: DeviceMesh) -> Any:
-    module = network()
-    storage = flat(module, mesh, reshard_after_forward=False)
-    with torch.no_grad():
-        module(inputs(0))
-    return (
-        storage.state.value,
-        [p.grad for p in module.parameters()],
-        get_dstorage(module) is storage,
-    )
-
-
-def flat_parameters(mesh: DeviceMesh) -> Any:
-    module = network()
-    storage = flat(module, mesh)
-    (parameter,) = optimizer_parameters(module)
-    module(inputs(0)).sum().backward()
-    assert parameter.grad is not None
-    same = parameter.untyped_storage().data_ptr() == storage.byte_storage.data_ptr()
-    return same, parameter.grad.shape == parameter.shape, copy.copy(parameter.shape).numel()
 
 
 def disagreement(mesh: DeviceMesh, job: Job, other: Job, what: str) -> str:

@@ -36,7 +36,10 @@ def job() -> Job:
         {
             "model": {"bottom": [8], "top": [4, 1]},
             "batch": {"size": 16},
-            "planner": {"units": {"bottom": "shard", "top": "replicate"}},
+            "planner": {
+                "units": {"bottom": "shard", "top": "replicate"},
+                "dense": {"reshard": True},
+            },
             "tables": [
                 {"name": kind, "rows": 5 + i, "dim": 8, "sharding_types": [kind]}
                 for i, kind in enumerate(TYPES)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwright.core.model import Allocation, ModelSpec, Stage, UnitSpec, Work
-from shardwright.core.schedule import Modes
+from shardwright.core.schedule import Modes, Prefetch
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
 from shardwright.memory.route import Traffic
@@ -76,19 +76,19 @@ def test_a_sharded_unit_is_whole_only_while_it_is_used() -> None:
     assert peaks["step"] == {"weight": 104, "input": 30, "gradient": 104}
 
 
-def test_a_sharded_gradient_is_reduced_beside_the_whole_one() -> None:
-    assert _peaks(sharded=True)["reduce"] == {
+def test_a_sharded_gradient_is_reduced_beside_the_whole_one_when_the_weights_are_gone() -> None:
+    assert _peaks(sharded=True, scratch=208)["reduce"] == {
         "weight": 104,
         "input": 30,
-        "gathered_weight": 208,
         "unreduced_gradient": 208,
         "gradient": 104,
+        "communication": 208,  # the parts of all ranks
     }
 
 
-def test_what_the_backend_takes_for_itself_counts_while_it_reduces() -> None:
+def test_the_parts_of_all_ranks_count_while_they_are_summed() -> None:
     plain, copying = _peaks(sharded=True), _peaks(sharded=True, scratch=208)
-    assert sum(copying["reduce"].values()) == sum(plain["reduce"].values()) + 208
+    assert sum(copying["reduce"].values()) > sum(plain["reduce"].values())
     assert {p: k for p, k in copying.items() if p != "reduce"} == {
         p: k for p, k in plain.items() if p != "reduce"
     }
@@ -103,3 +103,71 @@ def test_what_a_rank_keeps_is_part_of_every_peak(sharded: bool) -> None:
 
 def test_set_up_is_no_phase_of_a_step() -> None:
     assert set(_peaks(sharded=True)) == {"load", "forward", "backward", "reduce", "step"}
+
+
+def _layers(prefetch: Prefetch, merged: bool, *, sharded: bool = True) -> dict[str, Any]:
+    """Peaks of a chain a, b, c of layers of 100 B without activations; a and b may be one unit."""
+    names = ("a", "b", "c")
+    model = ModelSpec(
+        "chain",
+        (),
+        tuple(UnitSpec(name, (TensorSpec(f"{name}.w", (25,)),)) for name in names),
+        tuple(Stage(name, "gather", (Work(name),), (Work(name),)) for name in names),
+    )
+    sizes = {"a-b": 200, "c": 100} if merged else dict.fromkeys(names, 100)
+    units = {
+        name: UnitBytes(size, size // 2 if sharded else size, not sharded, size if sharded else 0)
+        for name, size in sizes.items()
+    }
+    unit_names = frozenset(sizes) if sharded else frozenset[str]()
+    groups = (("a-b", ("a", "b")),) if merged else ()
+    modes = Modes(unit_names, unit_names, False, False, prefetch, groups)
+    resident: dict[Kind, int] = {"weight": sum(unit.shard for unit in units.values())}
+    found: Any = phase_peaks(model, modes, RankLoad(resident, units, NO_TABLES, 1))
+    return found
+
+
+def test_layers_of_one_unit_are_whole_together() -> None:
+    assert _layers(0, merged=False)["forward"]["gathered_weight"] == 100
+    assert _layers(0, merged=True)["forward"]["gathered_weight"] == 200
+
+
+def test_with_prefetch_two_units_are_whole_at_once() -> None:
+    assert _layers(1, merged=False)["forward"]["gathered_weight"] == 200
+    assert _layers(1, merged=True)["forward"]["gathered_weight"] == 300
+
+
+def test_a_reduce_under_way_keeps_its_gradient_and_the_parts_of_all_ranks() -> None:
+    assert _layers(0, merged=False)["backward"] == {
+        "weight": 150,
+        "gathered_weight": 100,
+        "unreduced_gradient": 100,
+        "gradient": 100,  # of c and b
+    }
+    assert _layers(1, merged=False)["backward"] == {
+        "weight": 150,
+        "gathered_weight": 200,  # b and, ahead, a
+        "unreduced_gradient": 200,  # b's, and c's under way
+        "gradient": 50,
+        "communication": 100,
+    }
+
+
+def test_shards_of_gradients_live_from_their_reduce_to_the_update() -> None:
+    for prefetch in (0, 1):
+        assert _layers(prefetch, merged=True)["step"] == {"weight": 150, "gradient": 150}
+
+
+def test_replicas_reduce_in_place_and_hold_whole_gradients_to_the_update() -> None:
+    for prefetch in (0, 1):
+        step = _layers(prefetch, merged=True, sharded=False)["step"]
+        assert step == {"weight": 300, "unreduced_gradient": 300}
+
+
+def test_the_gradient_of_a_merged_unit_is_whole_when_its_last_layer_begins() -> None:
+    assert _layers(0, merged=True)["backward"] == {
+        "weight": 150,
+        "gathered_weight": 200,
+        "unreduced_gradient": 200,
+        "gradient": 50,
+    }

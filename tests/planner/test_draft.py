@@ -23,7 +23,7 @@ def _draft(job: Job, *placed: tuple[str, tuple[int, ...]], sharded: bool = False
     for (kind, ranks), choices in zip(placed, problem.tables, strict=True):
         choice = next(c for c in choices if c.option.sharding_type == kind)
         tables.append(Placed(choice, ranks))
-    units = tuple(choices[1 if sharded else 0] for choices in problem.units)
+    units = tuple(choices[-1 if sharded else 0] for choices in problem.units)
     return StepDraft(problem, tuple(tables), units)
 
 
@@ -67,7 +67,7 @@ def test_a_unit_is_kept_in_all_roles_with_its_padding(make_job: MakeJob, sharded
     assert sum(k["reduce", "gradient", "top"] for k in kept) == payload
     assert sum(k["step", "optimizer_state", "top"] - 4 for k in kept) == 2 * payload
     padding = top.layout.nbytes - payload
-    assert padding == (28 if sharded else 12)
+    assert padding == (60 if sharded else 28)
     assert sum(k["setup", "padding", "top.parameter"] for k in kept) == padding
     assert sum(k["step", "padding", "top.optimizer_state"] for k in kept) == 2 * padding
 

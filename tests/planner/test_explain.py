@@ -19,6 +19,7 @@ from shardwright.core.plan import Plan, read_plan, sealed, write_plan
 from shardwright.planner import explain, plan
 
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise")
+UNITS = {"units": {"bottom": "shard", "top": "replicate"}, "dense": {"reshard": True}}
 KERNELS = ("fused", "fused_uvm", "fused_uvm_caching", "key_value")
 
 
@@ -30,7 +31,7 @@ def _job(ranks: int = 3, optimizer: str = "sgd", **sections: Any) -> Job:
             "model": {"bottom": [8, 16], "top": [6, 1]},
             "cluster": {"world_size": ranks},
             "train": {"optimizer": optimizer},
-            "planner": {"units": {"bottom": "shard", "top": "replicate"}},
+            "planner": UNITS,
             "tables": [
                 {"name": f"t_{kind}", "rows": 50 + i, "dim": 16, "sharding_types": [kind]}
                 for i, kind in enumerate(types)
@@ -191,12 +192,20 @@ def test_seconds_that_count_in_no_total_are_told_beside_it(made_of_tables: Plan)
 def test_a_unit_has_the_bytes_of_every_rank_explained(made: Plan, index: int) -> None:
     unit = made.units[index]
     found = explain.explain_tensor(made, unit.name)
-    assert [e.title for e in found] == [
-        *(f"unit {unit.name} on rank {rank}: bytes" for rank in range(3)),
+    kept, facts = found[:-4], [e.title for e in found[-4:]]
+    assert facts == [
         f"unit {unit.name}: bytes of its tensors",
+        f"unit {unit.name}: collectives per step",
+        f"unit {unit.name}: full buffers of its collectives per step",
+        f"unit {unit.name}: seconds per step",
     ]
+    assert sorted(rank for e in kept for rank in e.ranks) == [0, 1, 2]
+    assert len({e.title for e in kept}) == len(kept)
     # without states: weights and gradients, padding included
-    assert [e.stored for e in found[:3]] == [2 * unit.bytes_per_rank] * 3
+    assert {e.stored for e in kept} == {2 * unit.bytes_per_rank}
+    assert found[-3].stored == unit.collectives
+    assert found[-2].stored == unit.bytes_per_step
+    assert found[-1].stored == unit.seconds
 
 
 def test_a_table_is_found_by_name_and_by_fqn(made: Plan) -> None:
@@ -313,7 +322,13 @@ TAMPERED: dict[str, tuple[Path_, Callable[[Any], Any]]] = {
     "unit padding": (("units", 0, "padding_bytes"), _raised()),
     "unit placement": (("units", 1, "parameter"), lambda _: {"placement": "owned", "rank": 0}),
     "unit gradient": (("units", 1, "gradient"), lambda _: {"placement": "flat"}),
+    "unit modules": (("units", 0, "modules"), lambda _: ["top"]),
+    "unit without modules": (("units", 0, "modules"), lambda _: []),
+    "unit resharding": (("units", 0, "reshard_after_forward"), lambda _: False),
+    "unit collectives": (("units", 0, "collectives"), _raised()),
+    "unit bytes per step": (("units", 1, "bytes_per_step"), _raised()),
     "a unit left out": (("units",), lambda units: units[:1]),
+    "prefetch": (("prefetch",), lambda _: 1),
     "block": (("blocks", 0, 3, 0), _raised()),
     "block rank": (("blocks", 0, 4), _raised()),
     "a block left out": (("blocks",), lambda blocks: blocks[:-1]),

@@ -206,7 +206,20 @@ def test_a_unit_is_placed_as_the_job_forces_it(
     made = plan(make_job(50, planner={"units": {"top": mode}}))
     top = made.units[1]
     assert (top.parameter, top.gradient, top.optimizer_state) == (placement,) * 3
-    assert top.reshard_after_forward == (mode == "shard")
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_sharded_units_reshard_as_the_job_forces_them(make_job: MakeJob, reshard: bool) -> None:
+    units = {"bottom": "replicate", "top": "shard"}
+    made = plan(make_job(50, planner={"units": units, "dense": {"reshard": reshard}}))
+    assert [unit.reshard_after_forward for unit in made.units] == [False, reshard]
+
+
+def test_with_room_to_spare_a_sharded_unit_stays_whole_until_its_backward(
+    make_job: MakeJob,
+) -> None:
+    made = plan(make_job(50, planner={"units": {"top": "shard"}}))
+    assert not made.units[1].reshard_after_forward
 
 
 def test_two_column_shards_may_share_a_rank_only_when_the_plan_says_so(make_job: MakeJob) -> None:

@@ -118,15 +118,19 @@ def test_a_choice_sums_over_its_shards(make_job: MakeJob) -> None:
 
 def test_a_unit_may_be_sharded_or_replicated(make_job: MakeJob) -> None:
     for choices in _problem(make_job(50)).units:
-        assert [choice.placement for choice in choices] == [Replicate(), Flat()]
-        assert [choice.replicated for choice in choices] == [True, False]
+        assert [choice.placement for choice in choices] == [Replicate(), Flat(), Flat()]
+        assert [choice.replicated for choice in choices] == [True, False, False]
+        assert [choice.reshard for choice in choices] == [False, False, True]
 
 
-def test_a_sharded_unit_gathers_in_both_directions(make_job: MakeJob) -> None:
-    replicated, sharded = _problem(make_job(50)).units[1]
-    for phase in ("forward", "backward"):
-        assert sharded.seconds[phase] > replicated.seconds[phase]
-    assert sharded.seconds["step"] < replicated.seconds["step"]
+def test_a_sharded_unit_gathers_in_both_directions_if_it_reshards(make_job: MakeJob) -> None:
+    replicated, kept, resharded = _problem(make_job(50)).units[1]
+    assert kept.seconds["forward"] > replicated.seconds["forward"]
+    gather = kept.seconds["forward"] - replicated.seconds["forward"]
+    assert kept.seconds["backward"] == pytest.approx(replicated.seconds["backward"], rel=1e-2)
+    assert resharded.seconds["backward"] - kept.seconds["backward"] == pytest.approx(gather)
+    assert kept.seconds["step"] < replicated.seconds["step"]
+    assert [c.collectives for c in (replicated, kept, resharded)] == [1, 2, 3]
 
 
 def test_a_model_is_planned_with_the_constants_of_a_machine_only(make_job: MakeJob) -> None:

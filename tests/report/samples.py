@@ -126,6 +126,7 @@ def unit(name: str, sharded: bool) -> UnitPlan:
     where = Flat() if sharded else Replicate()
     return UnitPlan(
         name=name,
+        modules=(name,),
         tensors=(f"{name}.0.weight", f"{name}.0.bias"),
         parameter=where,
         gradient=where,
@@ -135,6 +136,8 @@ def unit(name: str, sharded: bool) -> UnitPlan:
         seconds=3.1e-4,
         bytes_per_rank=20_480,
         padding_bytes=48 if sharded else 0,
+        collectives=3 if sharded else 1,
+        bytes_per_step=3 * 40_960 if sharded else 20_480,
     )
 
 
@@ -174,7 +177,7 @@ def plan(**changes: Any) -> Plan:
     asked = changes.pop("job", job())
     tables = tuple(table(*size) for size in SIZES)
     made = Plan(
-        schema="shardwright.plan/2",
+        schema="shardwright.plan/3",
         version="0.1.0",
         job=asked,
         cluster=Cluster(
@@ -190,6 +193,7 @@ def plan(**changes: Any) -> Plan:
         ),
         tables=tables,
         units=(unit("bottom", False), unit("top", True)),
+        prefetch=0,
         blocks=encode(blocks(tables, asked)),
         timeline=timeline(1.0),
         ranks=(rank_totals(0), rank_totals(1)),

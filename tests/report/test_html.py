@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import samples
 
+from shardwright.core.measurement import Quality
 from shardwright.report.html import render
 
 CSP = (
@@ -156,7 +157,35 @@ def test_a_run_without_a_comparison_says_so() -> None:
 
 def test_a_plan_without_tables_is_a_report() -> None:
     bare = msgspec.structs.replace(samples.plan(), tables=(), units=(), ranks=(), timeline=())
-    assert "The plan has no tables." in shown(render(bare, None, None))
+    text = shown(render(bare, None, None))
+    assert "The plan has no tables." in text
+    assert "Embedding tables" not in text
+
+
+@pytest.mark.parametrize(
+    ("quality", "told"),
+    [
+        (
+            Quality(30_000, None, 1.4, best_log_loss=0.7, bits_per_byte=2.0),
+            "On 30,000 held-out tokens figure reached best possible how far "
+            "Nats per token 1.4000 0.7000 +0.7000 nats from the best "
+            "Bits per byte 2.0000 1.0099 +0.9901 bits from the best",
+        ),
+        (
+            Quality(30_000, None, 1.4, bits_per_byte=2.0),
+            "Nats per token 1.4000 not known - Bits per byte 2.0000 not known -",
+        ),
+        (Quality(9, None, 0.4), "On 9 held-out rows figure reached best possible how far Log-loss"),
+    ],
+)
+def test_held_out_text_is_told_in_nats_and_bits_and_without_auc(
+    quality: Quality, told: str
+) -> None:
+    plan = samples.plan()
+    page = render(plan, samples.measurement(plan, quality=quality), None)
+    text = " ".join(" ".join(read(page).text).split())
+    assert told in text
+    assert "AUC 0" not in text
 
 
 def test_a_failed_comparison_is_told_in_words() -> None:

@@ -206,3 +206,14 @@ def test_names_are_never_terminal_codes(full: bool) -> None:
     text = printed(samples.hostile_plan(), full=full)
     assert "\x1b" not in text
     assert "\u202e" not in text
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_plan_without_tables_tells_of_none(full: bool) -> None:
+    model = {"kind": "transformer", "layers": 2, "dim": 32, "heads": 4}
+    made = plan(parse_job({"model": model, "batch": {"size": 4, "sequence": 16}}))
+    text = flowed(made, full=full)
+    assert f"transformer: {len(made.units)} dense units on" in text
+    assert "4 samples of 16 tokens per rank and step" in text
+    for words in ("mbedding tables", "Lookups", "kernel", "ids in", "--tensor", "for a table"):
+        assert words not in text

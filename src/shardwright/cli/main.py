@@ -28,6 +28,7 @@ COMMANDS = {
     "compare": "predicted against measured, of a finished run",
     "report": "one HTML file about a plan or a run",
     "diff": "two plans side by side",
+    "calibrate": "measure this machine's memory, compute and links, for plans that rest on them",
     "doctor": "versions, backends, and what works here",
     "run": "one rank of a run, started by torchrun",
 }
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"shardwright {__version__}")
+    version = f"shardwright {__version__}"
+    parser.add_argument("-V", "--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
     wanted = next((word for word in given if not word.startswith("-")), "")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, MismatchError, expected
+from shardwright.core.measurement import Quality
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.specs import model_spec
 from shardwright.lab.folder import outcome_file
@@ -61,15 +62,22 @@ def result_lines(session: Session) -> list[str]:
     ]
     quality = measured.quality
     if quality is not None:
-        best_auc = f" (best possible {quality.best_auc:.4f})" if quality.best_auc else ""
-        best_loss = f" (best possible {quality.best_log_loss:.4f})" if quality.best_log_loss else ""
-        lines.append(
-            f"held out, {quality.rows:,} rows: AUC {quality.auc:.4f}{best_auc}, "
-            f"log loss {quality.log_loss:.4f}{best_loss}"
-        )
+        lines.append(_quality_line(quality))
     if measured.bad_rows:
         lines.append(f"{measured.bad_rows:,} bad rows were left out (data.skip_bad_rows)")
     return lines
+
+
+def _quality_line(quality: Quality) -> str:
+    best_auc = f" (best possible {quality.best_auc:.4f})" if quality.best_auc else ""
+    best_loss = f" (best possible {quality.best_log_loss:.4f})" if quality.best_log_loss else ""
+    if quality.bits_per_byte is not None:
+        return (
+            f"held out, {quality.rows:,} tokens: {quality.log_loss:.4f} nats per token{best_loss}, "
+            f"{quality.bits_per_byte:.4f} bits per byte"
+        )
+    auc = "" if quality.auc is None else f"AUC {quality.auc:.4f}{best_auc}, "
+    return f"held out, {quality.rows:,} rows: {auc}log loss {quality.log_loss:.4f}{best_loss}"
 
 
 def _plan_of(options: argparse.Namespace) -> Plan:

@@ -2,55 +2,69 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import re
 import tomllib
-import types
-import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from shardwright.core.calibration import Calibration, read_calibration
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import DenseOptimizer, TableSpec
 from shardwright.core.planning import PlannerSection
+from shardwright.core.strict import convert
 from shardwright.core.tables import check_constraints, check_tables, read_tables
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+Depth = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+HIDDEN = ("TableSpec.fqn", "ClusterSection.measured")  # filled in here, never by a file
 
 
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The built-in model and the widths of its layers, or tables alone, perhaps from a file.
 
-    A job that names neither layers nor ``[data]`` nor ``[train]`` is of tables alone.
+    A job that names neither layers nor ``[data]`` nor ``[train]`` is of tables alone. ``ffn_dim``
+    is 4 times ``dim`` where it is not given.
     """
 
-    kind: Literal["dlrm", "tables"] = "dlrm"
+    kind: Literal["dlrm", "transformer", "tables"] = "dlrm"
     tables: str = ""
     dense_features: Width = 13
     bottom: tuple[Width, ...] = (64, 16)
     top: tuple[Width, ...] = (64, 1)
     interaction: Literal["dot", "cat"] = "dot"
+    layers: Depth = 4
+    dim: Width = 128
+    heads: Width = 4
+    ffn_dim: Width | None = None
+    vocab: Width = 256
+
+
+KEYS_OF_KIND = {
+    "dlrm": ("dense_features", "bottom", "top", "interaction"),
+    "transformer": ("layers", "dim", "heads", "ffn_dim", "vocab"),
+}
 
 
 class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A preset, and what this job's machine has instead; capacities are per rank.
+    """A preset or a cluster file, and what this job's machine has instead; capacities are per rank.
 
-    The bandwidths and multipliers are those of TorchRec's topology, in bytes per millisecond.
+    ``measured`` is what the file said when the job was read. The bandwidths and multipliers are
+    those of TorchRec's topology, in bytes per millisecond.
     """
 
     preset: str = ""
+    file: str = ""
+    measured: Calibration | None = None
     world_size: Ranks | None = None
     local_world_size: Ranks | None = None
     pod_size: Ranks | None = None
@@ -68,17 +82,37 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weighted_feature_bwd_compute_multiplier: Multiplier | None = None
 
 
+def with_calibration(
+    section: ClusterSection, where: str = "job", job_path: Path | None = None
+) -> ClusterSection:
+    """The section with its file read; a relative path starts at the working directory, else
+    beside the job."""
+    if section.preset:
+        raise InputError(
+            expected(f"{where}: cluster", "a file or a preset", "both", "Leave one of the two out.")
+        )
+    if "\0" in section.file:
+        raise InputError(
+            expected(f"{where}: cluster.file", "the name of a file", repr(section.file))
+        )
+    path = Path(section.file)
+    if not path.exists() and job_path is not None and (job_path.parent / path).exists():
+        path = job_path.parent / path
+    return msgspec.structs.replace(section, measured=read_calibration(path))
+
+
 class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Samples per rank and step."""
+    """Samples per rank and step, and tokens per sample."""
 
     size: Count = 128
     sequence: Count = 1
 
 
 class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Click logs: a Criteo file, or the synthetic generator that writes one."""
+    """Click logs: a Criteo file, or the synthetic generator that writes one. Or text: any file,
+    whose bytes are the tokens; a made-up one where none is named."""
 
-    kind: Literal["criteo", "synthetic"] = "criteo"
+    kind: Literal["criteo", "synthetic", "text"] = "criteo"
     path: str = ""
     test_path: str = ""
     skip_bad_rows: bool = False
@@ -115,7 +149,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataFiles(msgspec.Struct, frozen=True):
-    """Where a job's rows are; ``test`` is empty where nothing is held out."""
+    """Where a job's rows are; ``test`` is empty where nothing is held out, and the same file where
+    its last part is."""
 
     train: str
     test: str
@@ -127,6 +162,9 @@ def data_files(job: Job) -> DataFiles:
     if data.kind == "criteo":
         return DataFiles(data.path, data.test_path)
     folder = Path(job.train.out) / "data"
+    if data.kind == "text":
+        text = data.path or str(folder / "text.txt")
+        return DataFiles(text, text)
     test = data.test_path or str(folder / "test.tsv")
     return DataFiles(data.path or str(folder / "train.tsv"), test if data.test_rows else "")
 
@@ -148,13 +186,13 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
 
     ``path`` is the job's own, for files that it names.
     """
-    document = _with_tables(document, where, path)
-    _refuse_unknown_keys(document, Job, where, "")
-    try:
-        job = msgspec.convert(document, Job)
-    except msgspec.ValidationError as error:
-        raise InputError(_explain(str(error), document, where)) from None
-    check_tables(job.tables, where, identifiers=job.model.kind == "dlrm")
+    document = _with_kinds(_with_tables(document, where, path))
+    job = convert(document, Job, where, hidden=HIDDEN)
+    if job.cluster.file:
+        section = with_calibration(job.cluster, where, path)
+        job = msgspec.structs.replace(job, cluster=section)
+    _refuse_foreign_keys(job.model, where)
+    check_tables(job.tables, where, job.model.kind)
     check_constraints(job.planner.constraints, job.tables, where)
     return job
 
@@ -176,6 +214,36 @@ def _with_tables(document: dict[str, Any], where: str, path: Path | None) -> dic
     return document
 
 
+def _with_kinds(document: dict[str, Any]) -> dict[str, Any]:
+    """A transformer has no tables and reads text, unless the job says something else."""
+    model, data = document.get("model", {}), document.get("data", {})
+    if not (isinstance(model, dict) and model.get("kind") == "transformer"):
+        return document
+    if isinstance(data, dict):
+        document = {**document, "data": {"kind": "text", **data}}
+    return {"tables": [], **document}
+
+
+def _refuse_foreign_keys(model: ModelSection, where: str) -> None:
+    """Widths of another kind of model would be ignored without a word."""
+    for kind, keys in KEYS_OF_KIND.items():
+        for field in msgspec.structs.fields(model) if kind != model.kind else ():
+            value = getattr(model, field.name)
+            if field.name in keys and value != field.default:
+                raise InputError(
+                    expected(
+                        f"{where}: model.{field.name}",
+                        f"no such key for kind '{model.kind}'",
+                        _shown(value),
+                        f"It belongs to kind '{kind}'.",
+                    )
+                )
+
+
+def _shown(value: Any) -> str:
+    return repr(list(value) if isinstance(value, tuple) else value)
+
+
 def _override(document: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     section, dot, name = key.strip().partition(".")
@@ -191,76 +259,3 @@ def _override(document: dict[str, Any], text: str) -> None:
             expected(f"--set {section}", "a section with single keys", "a list of tables")
         )
     target[name] = parsed
-
-
-def _refuse_unknown_keys(value: Any, kind: Any, where: str, path: str) -> None:
-    """Walk the document beside its type and name the first key that does not exist."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        if not isinstance(value, dict):
-            return
-        fields = _fields(kind)
-        for key, inner in value.items():
-            spot = f"{path}.{key}" if path else key
-            if key not in fields or (kind is TableSpec and key == "fqn"):
-                known = sorted(set(fields) - {"fqn"})
-                near = [name for name in known if name.startswith(key)]
-                near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-                raise InputError(
-                    f"{where}: unknown key '{spot}'. Did you mean '{near[0] if near else ''}'? "
-                    f"Known here: {', '.join(known)}."
-                )
-            _refuse_unknown_keys(inner, fields[key], where, spot)
-    elif typing.get_origin(kind) is types.UnionType:  # a section that may be left out
-        for inner in typing.get_args(kind):
-            _refuse_unknown_keys(value, inner, where, path)
-    elif typing.get_origin(kind) is tuple and isinstance(value, list):
-        for index, inner in enumerate(value):
-            _refuse_unknown_keys(inner, typing.get_args(kind)[0], where, f"{path}[{index}]")
-
-
-@functools.cache
-def _fields(kind: type) -> dict[str, Any]:
-    """The fields of a struct by name, with their types."""
-    return typing.get_type_hints(kind)
-
-
-def _explain(message: str, document: dict[str, Any], where: str) -> str:
-    """Turn ``Expected `int` >= 1 - at `$.tables[0].rows``` into our form, with what was found."""
-    text, _, place = message.partition(" - at `$")
-    keys = [k for k in re.split(r"[.\[\]`]+", place) if k]
-    found: Any = document
-    kind: Any = Job
-    for key in keys:
-        kind = _inner(kind, key)
-        if isinstance(found, list) and key.isdigit() and int(key) < len(found):
-            found = found[int(key)]
-        elif isinstance(found, dict) and key in found:
-            found = found[key]
-        else:
-            return f"{where}: {place.strip('`.') or 'job'}: {text.replace('`', '')}."
-    spot = place.strip("`.") or "job"
-    shown = repr(found) if len(repr(found)) < 60 else type(found).__name__
-    if text.startswith("Object missing required field"):
-        inside = f"{spot}." if keys else ""
-        return expected(f"{where}: {inside}{text.split('`')[1]}", "a value", "none")
-    wanted = text.replace("`", "").removeprefix("Expected ")
-    if text.startswith("Invalid enum value"):
-        wanted = f"one of {', '.join(dict.fromkeys(_choices(kind)))}"
-    if ", got" in wanted:
-        wanted = wanted.partition(", got")[0]
-    return expected(f"{where}: {spot}", wanted, shown)
-
-
-def _inner(kind: Any, key: str) -> Any:
-    """The type of a field of a struct, or of the elements of a tuple."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return _fields(kind).get(key)
-    arguments = typing.get_args(kind)
-    return arguments[0] if arguments else None
-
-
-def _choices(kind: Any) -> list[str]:
-    """The texts that a type allows, wherever they stand in it."""
-    if typing.get_origin(kind) is Literal:
-        return [str(choice) for choice in typing.get_args(kind)]
-    return [choice for inner in typing.get_args(kind) for choice in _choices(inner)]

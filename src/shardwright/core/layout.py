@@ -1,76 +1,163 @@
-"""The flat buffer of a unit: pure arithmetic, no data.
+"""Where every element of a unit lives: pure arithmetic, no data.
 
-Tensors of one dtype form a segment; each starts at a multiple of ``ALIGNMENT`` bytes. A segment is
-padded so that it divides into ``world_size`` equal, aligned slices, and slice *r* of every segment
-belongs to rank *r*. Padding is at most ``ALIGNMENT`` bytes per tensor plus ``ALIGNMENT`` per rank
-and segment; it never depends on a common multiple of row sizes.
+A unit's tensors fall into segments of one dtype and one way of being cut, each divided on its own,
+so a rank's share of a segment is one stretch of one dtype:
+
+* ``flat``: the tensors one after the other, the whole cut evenly across tensor boundaries. What
+  all ranks' shares form in rank order is the tensors themselves.
+* ``owned``: each tensor whole on one rank, the tensors of a rank together, every rank's stretch
+  as long as the longest. All shares in rank order hold every tensor whole.
+* ``chunks``: each tensor cut along a dimension in chunks of rows, or of blocks of rows, which are
+  never divided. A rank's share has a chunk of every tensor, so shares must be put together.
+* ``replicated``: every rank keeps the whole.
+
+Matrices come before vectors and scalars, so the usual groups of an optimizer (with and without
+weight decay) are one stretch each. Everything starts at a multiple of ``ALIGNMENT`` bytes; padding
+never depends on a common multiple of row sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Literal
 
 import msgspec
 
 from shardwright.core.amount import ceil_div
 from shardwright.core.block import Block, Role
-from shardwright.core.placement import Placement, Replicate
+from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
 from shardwright.core.tensor import TensorSpec, element_bytes
 
-ALIGNMENT = 16
+ALIGNMENT = 32  # bytes; 16 remain where an fp32 buffer is gathered in a dtype of two bytes
+
+Cut = Literal["flat", "owned", "chunks", "replicated"]
+CUT_ORDER: tuple[Cut, ...] = ("flat", "owned", "chunks", "replicated")  # in the buffer
+CUTS: dict[type[Placement], Cut] = {
+    Flat: "flat",
+    Owned: "owned",
+    Shard: "chunks",
+    BlockShard: "chunks",
+    Replicate: "replicated",
+}
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A tensor's place in the unsharded buffer, in bytes."""
+    """A tensor's place in its segment, in elements.
+
+    ``start`` counts in the unsharded segment, ``inner`` in the share of every rank that holds some
+    of it (of a flat cut that differs from rank to rank and is 0 here). ``chunk`` is how far a
+    rank's chunk reaches along the dimension that is cut.
+    """
 
     tensor: TensorSpec
-    offset: int
-
-
-class Segment(msgspec.Struct, frozen=True):
-    """A stretch of one dtype, cut evenly on its own; offsets in bytes."""
-
-    dtype: str
-    offset: int
-    shard_offset: int
-    nbytes: int
-    payload: int
-
-    def shard_bytes(self, world_size: int) -> int:
-        """Bytes of one rank's slice of this segment."""
-        return self.nbytes // world_size
+    placement: Placement
+    start: int
+    inner: int = 0
+    chunk: int = 0
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """The elements ``start:stop`` (row-major) of a tensor that lie in one rank's slice."""
+    """What one rank holds of a tensor: a rectangle, or under a flat cut a range of its elements.
+
+    ``shard_offset`` counts bytes from the start of the rank's buffer.
+    """
 
     tensor: TensorSpec
-    start: int
-    stop: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     shard_offset: int
 
     @property
     def numel(self) -> int:
         """Elements of the tensor on this rank, possibly 0."""
-        return self.stop - self.start
+        return math.prod(self.sizes)
 
 
-class FlatLayout(msgspec.Struct, frozen=True):
-    """Slots and segments of a unit's buffer for ``world_size`` ranks."""
+class Segment(msgspec.Struct, frozen=True):
+    """Tensors of one dtype that are cut alike; ``share`` of a rank and ``whole`` in elements.
+
+    The segment begins at byte ``offset`` of the unsharded buffer and at byte ``shard_offset`` of
+    each rank's own.
+    """
+
+    dtype: str
+    cut: Cut
+    trainable: bool
+    slots: tuple[Slot, ...]
+    share: int
+    whole: int
+    offset: int
+    shard_offset: int
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes of one rank's share, padding included; the same on every rank."""
+        return self.share * element_bytes(self.dtype)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the unsharded segment, padding included."""
+        return self.whole * element_bytes(self.dtype)
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether the shares of all ranks, one after the other, are the unsharded segment."""
+        return self.cut in ("flat", "owned")
+
+    def piece(self, slot: Slot, rank: int) -> Piece:
+        """What ``rank`` holds of a tensor of this segment."""
+        size = element_bytes(self.dtype)
+        shape = slot.tensor.shape
+        match slot.placement:
+            case Flat():
+                low = rank * self.share
+                begin = min(max(low, slot.start), slot.start + slot.tensor.numel)
+                end = min(max(low + self.share, slot.start), slot.start + slot.tensor.numel)
+                if begin >= end:
+                    return Piece(slot.tensor, (0,), (0,), self.shard_offset)
+                at = self.shard_offset + (begin - low) * size
+                return Piece(slot.tensor, (begin - slot.start,), (end - begin,), at)
+            case Shard(dim) | BlockShard(_, dim):
+                first = min(rank * slot.chunk, shape[dim])
+                last = min(first + slot.chunk, shape[dim])
+                offsets = tuple(first if d == dim else 0 for d in range(len(shape)))
+                sizes = (*shape[:dim], last - first, *shape[dim + 1 :])
+            case Owned(owner):
+                mine = rank == owner
+                offsets = (0,) * len(shape)
+                sizes = shape if mine else (0, *shape[1:])
+            case Replicate():
+                offsets, sizes = (0,) * len(shape), shape
+        return Piece(slot.tensor, offsets, sizes, self.shard_offset + slot.inner * size)
+
+
+class UnitLayout(msgspec.Struct, frozen=True):
+    """The segments of a unit's buffer for ``world_size`` ranks."""
 
     world_size: int
-    slots: tuple[Slot, ...]
     segments: tuple[Segment, ...]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Every tensor's slot, in buffer order."""
+        return tuple(slot for segment in self.segments for slot in segment.slots)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the unsharded buffer, padding included."""
-        return sum(segment.nbytes for segment in self.segments)
+        return sum(segment.whole_bytes for segment in self.segments)
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of one rank's slice, padding included; equal on every rank."""
-        return sum(segment.shard_bytes(self.world_size) for segment in self.segments)
+        """Bytes of one rank's buffer, padding included; equal on every rank."""
+        return sum(segment.share_bytes for segment in self.segments)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that one gather leaves on a rank before tensors are put together."""
+        cut = (s for s in self.segments if s.cut != "replicated")
+        return sum(segment.share_bytes for segment in cut) * self.world_size
 
     @property
     def payload_bytes(self) -> int:
@@ -79,72 +166,140 @@ class FlatLayout(msgspec.Struct, frozen=True):
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What ``rank`` holds of every tensor, in buffer order; empty pieces included."""
-        return tuple(self._piece(slot, rank) for slot in self.slots)
-
-    def _piece(self, slot: Slot, rank: int) -> Piece:
-        segment = next(s for s in self.segments if s.dtype == slot.tensor.dtype)
-        size = element_bytes(slot.tensor.dtype)
-        share = segment.shard_bytes(self.world_size)
-        low = segment.offset + rank * share
-        begin = min(max(low, slot.offset), slot.offset + slot.tensor.nbytes)
-        end = min(max(low + share, slot.offset), slot.offset + slot.tensor.nbytes)
-        if begin >= end:
-            return Piece(slot.tensor, 0, 0, segment.shard_offset)
-        first, last = (begin - slot.offset) // size, (end - slot.offset) // size
-        return Piece(slot.tensor, first, last, segment.shard_offset + begin - low)
+        return tuple(
+            segment.piece(slot, rank) for segment in self.segments for slot in segment.slots
+        )
 
     def padding_bytes(self, rank: int) -> int:
-        """Bytes of ``rank``'s slice that belong to no tensor."""
+        """Bytes of ``rank``'s buffer that belong to no tensor."""
         held = sum(p.numel * element_bytes(p.tensor.dtype) for p in self.pieces(rank))
         return self.shard_bytes - held
 
     def blocks(self, role: Role) -> Iterable[Block]:
         """The layout as blocks, tensor by tensor, rank by rank."""
-        for slot in self.slots:
-            for rank in range(self.world_size):
-                piece = self._piece(slot, rank)
-                if piece.numel:
-                    yield Block(slot.tensor.fqn, role, (piece.start,), (piece.numel,), rank)
+        for segment in self.segments:
+            for slot in segment.slots:
+                for rank in range(self.world_size):
+                    piece = segment.piece(slot, rank)
+                    if piece.numel:
+                        yield Block(slot.tensor.fqn, role, piece.offsets, piece.sizes, rank)
 
 
-def flat_layout(tensors: Iterable[TensorSpec], world_size: int) -> FlatLayout:
-    """Lay ``tensors`` out for an even cut over ``world_size`` ranks.
+def unit_layout(
+    tensors: Iterable[TensorSpec],
+    placement: Placement | Mapping[str, Placement],
+    world_size: int,
+    frozen: Collection[str] = (),
+) -> UnitLayout:
+    """Lay ``tensors`` out under one placement, or under each tensor's own by fqn.
 
-    Segments come widest element first, tensors inside a segment in the given order.
+    Segments come cut by cut, widest element first; ``frozen`` tensors, which get no gradient, have
+    segments of their own. A scalar is replicated unless the cut is flat.
     """
-    by_dtype: dict[str, list[TensorSpec]] = {}
+    grouped: dict[tuple[int, int, str, bool], Members] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    slots: list[Slot] = []
+        wanted = placement if isinstance(placement, Placement) else placement[tensor.fqn]
+        if not tensor.shape and not isinstance(wanted, Flat):
+            wanted = Replicate()
+        order = CUT_ORDER.index(CUTS[type(wanted)])
+        key = (order, -element_bytes(tensor.dtype), tensor.dtype, tensor.fqn in frozen)
+        grouped.setdefault(key, []).append((tensor, wanted))
     segments: list[Segment] = []
     offset = shard_offset = 0
-    for dtype in sorted(by_dtype, key=lambda name: (-element_bytes(name), name)):
-        start = offset
-        for tensor in by_dtype[dtype]:
-            slots.append(Slot(tensor, offset))
-            offset += ceil_div(tensor.nbytes, ALIGNMENT) * ALIGNMENT
-        step = world_size * ALIGNMENT
-        nbytes = ceil_div(offset - start, step) * step
-        payload = sum(tensor.nbytes for tensor in by_dtype[dtype])
-        segments.append(Segment(dtype, start, shard_offset, nbytes, payload))
-        offset = start + nbytes
-        shard_offset += nbytes // world_size
-    return FlatLayout(world_size, tuple(slots), tuple(segments))
+    for (order, _, dtype, still), members in sorted(grouped.items(), key=lambda item: item[0]):
+        cut = CUT_ORDER[order]
+        members.sort(key=lambda member: len(member[0].shape) < 2)
+        slots, share, whole = _ARRANGE[cut](members, dtype, world_size)
+        segment = Segment(dtype, cut, not still, slots, share, whole, offset, shard_offset)
+        segments.append(segment)
+        offset += segment.whole_bytes
+        shard_offset += segment.share_bytes
+    return UnitLayout(world_size, tuple(segments))
 
 
-def unit_layout(tensors: Iterable[TensorSpec], placement: Placement, world_size: int) -> FlatLayout:
-    """The buffer of a unit: cut over all ranks, or one slice if every rank keeps the whole."""
-    return flat_layout(tensors, 1 if isinstance(placement, Replicate) else world_size)
+Members = list[tuple[TensorSpec, Placement]]
+Arranged = tuple[tuple[Slot, ...], int, int]
+
+
+def _aligned(numel: int, dtype: str) -> int:
+    """``numel`` rounded up to a multiple of the alignment, in elements."""
+    step = ALIGNMENT // element_bytes(dtype)
+    return -(-numel // step) * step
+
+
+def _flat(members: Members, dtype: str, world_size: int) -> Arranged:
+    slots = []
+    start = 0
+    for tensor, placement in members:
+        slots.append(Slot(tensor, placement, start))
+        start += _aligned(tensor.numel, dtype)
+    share = _aligned(ceil_div(start, world_size), dtype)
+    return tuple(slots), share, share * world_size
+
+
+def _owned(members: Members, dtype: str, world_size: int) -> Arranged:
+    filled = [0] * world_size
+    inner = []
+    for tensor, placement in members:
+        assert isinstance(placement, Owned)
+        inner.append(filled[placement.rank])
+        filled[placement.rank] += _aligned(tensor.numel, dtype)
+    share = max(filled)
+    slots = tuple(
+        Slot(tensor, placement, placement.rank * share + at, at)
+        for (tensor, placement), at in zip(members, inner, strict=True)
+        if isinstance(placement, Owned)
+    )
+    return slots, share, share * world_size
+
+
+def _chunks(members: Members, dtype: str, world_size: int) -> Arranged:
+    slots = []
+    start = inner = 0
+    for tensor, placement in members:
+        assert isinstance(placement, Shard | BlockShard)
+        extent = tensor.shape[placement.dim]
+        block = placement.size if isinstance(placement, BlockShard) else 1
+        chunk = ceil_div(ceil_div(extent, block), world_size) * block
+        slots.append(Slot(tensor, placement, start, inner, chunk))
+        start += _aligned(tensor.numel, dtype)
+        inner += _aligned(tensor.numel // extent * chunk if extent else 0, dtype)
+    return tuple(slots), inner, start
+
+
+def _replicated(members: Members, dtype: str, world_size: int) -> Arranged:
+    slots = []
+    start = 0
+    for tensor, placement in members:
+        slots.append(Slot(tensor, placement, start, start))
+        start += _aligned(tensor.numel, dtype)
+    return tuple(slots), start, start
+
+
+_ARRANGE: dict[Cut, Callable[[Members, str, int], Arranged]] = {
+    "flat": _flat,
+    "owned": _owned,
+    "chunks": _chunks,
+    "replicated": _replicated,
+}
+
+
+def balanced_owners(tensors: Iterable[TensorSpec], world_size: int) -> dict[str, Placement]:
+    """Every tensor whole on one rank: the largest first, each to the rank that holds least."""
+    filled = [0] * world_size
+    owners: dict[str, Placement] = {}
+    for tensor in sorted(tensors, key=lambda t: -t.nbytes):
+        rank = filled.index(min(filled))
+        filled[rank] += ceil_div(tensor.nbytes, ALIGNMENT) * ALIGNMENT
+        owners[tensor.fqn] = Owned(rank)
+    return owners
 
 
 def unit_blocks(
-    tensors: Iterable[TensorSpec], placement: Placement, role: Role, world_size: int
+    tensors: Iterable[TensorSpec],
+    placement: Placement | Mapping[str, Placement],
+    role: Role,
+    world_size: int,
 ) -> Iterable[Block]:
-    """The blocks of a unit under ``placement``; a replica is the same range on every rank."""
-    layout = unit_layout(tensors, placement, world_size)
-    if not isinstance(placement, Replicate):
-        yield from layout.blocks(role)
-        return
-    for slot in layout.slots:
-        for rank in range(world_size if slot.tensor.numel else 0):
-            yield Block(slot.tensor.fqn, role, (0,), (slot.tensor.numel,), rank)
+    """The blocks of a unit under ``placement``."""
+    return unit_layout(tensors, placement, world_size).blocks(role)

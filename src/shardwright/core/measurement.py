@@ -21,13 +21,18 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Held-out quality, beside the best possible where the click model is known."""
+    """Held-out quality, beside the best possible where the law behind the rows is known.
+
+    Of text, ``rows`` are tokens, ``log_loss`` is in nats per token and there is no AUC; clicks of
+    one kind have none either.
+    """
 
     rows: int
-    auc: float
+    auc: float | None
     log_loss: float
     best_auc: float | None = None
     best_log_loss: float | None = None
+    bits_per_byte: float | None = None
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

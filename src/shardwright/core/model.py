@@ -95,11 +95,15 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UnitSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dense parameters that are gathered, reduced and updated together, in execution order."""
+    """Dense parameters that are gathered, reduced and updated together, in execution order.
+
+    Neighbours with the same ``series`` may be merged into one unit; with none a unit stays alone.
+    """
 
     name: str
     tensors: tuple[TensorSpec, ...]
     optimizer: DenseOptimizer = "sgd"
+    series: str = ""
 
 
 class Allocation(msgspec.Struct, frozen=True):

@@ -20,12 +20,13 @@ from shardwright.core.errors import MismatchError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, ShardingType
 from shardwright.core.option import ShardRun
-from shardwright.core.placement import Placement
+from shardwright.core.placement import Placement, Replicate
+from shardwright.core.schedule import Modes
 from shardwright.core.timeline import EventRun
 
 T = TypeVar("T")
 
-SCHEMA = "shardwright.plan/2"
+SCHEMA = "shardwright.plan/3"
 
 
 class ShardPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -99,9 +100,16 @@ class TablePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was chosen for a dense unit: a placement for each role, and whether full weights go."""
+    """What was chosen for a dense unit: its modules, a placement for each role, and whether full
+    weights go after forward.
+
+    ``modules`` are paths in the order of a step, of layers that share the unit's buffer. A step
+    makes ``collectives`` calls for the unit; ``bytes_per_step`` are the full buffers of all of
+    them. ``bytes_per_rank`` and ``padding_bytes`` are those of one role.
+    """
 
     name: str
+    modules: tuple[str, ...]
     tensors: tuple[str, ...]
     parameter: Placement
     gradient: Placement
@@ -111,6 +119,8 @@ class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float
     bytes_per_rank: int
     padding_bytes: int
+    collectives: int
+    bytes_per_step: int
 
 
 class RankTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,14 +175,18 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything ``apply`` needs, and everything ``explain`` recomputes."""
+    """Everything ``apply`` needs, and everything ``explain`` recomputes.
 
-    schema: Literal["shardwright.plan/2"]
+    ``prefetch`` is how many units are gathered ahead of the one that computes.
+    """
+
+    schema: Literal["shardwright.plan/3"]
     version: str
     job: Job
     cluster: Cluster
     tables: tuple[TablePlan, ...]
     units: tuple[UnitPlan, ...]
+    prefetch: Literal[0, 1]
     blocks: tuple[BlockRun, ...]
     timeline: tuple[EventRun, ...]
     ranks: tuple[RankTotals, ...]
@@ -188,6 +202,20 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def world_size(self) -> int:
         """Ranks the plan is for."""
         return self.cluster.world_size
+
+    @property
+    def modes(self) -> Modes:
+        """What the plan decides about the order of a step."""
+        types = {table.sharding_type for table in self.tables}
+        replicated = [u.name for u in self.units if isinstance(u.parameter, Replicate)]
+        return Modes(
+            sharded_units=frozenset(u.name for u in self.units) - frozenset(replicated),
+            resharded_units=frozenset(u.name for u in self.units if u.reshard_after_forward),
+            routed=bool(types - {"data_parallel"}),
+            replicated_tables="data_parallel" in types,
+            prefetch=self.prefetch,
+            merged=tuple((u.name, u.modules) for u in self.units if len(u.modules) > 1),
+        )
 
     def expanded(self) -> list[Block]:
         """The block list without run-length encoding."""

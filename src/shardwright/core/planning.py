@@ -72,11 +72,25 @@ class ConstraintsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     ranks: dict[str, tuple[int, ...]] = {}
 
 
+class DenseSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is forced of dense units; the planner chooses what is not given.
+
+    ``layers_per_unit`` layers that follow one another share a unit, at most and evenly;
+    ``prefetch`` 1 gathers the next unit while one computes; ``reshard`` says whether sharded units
+    let full weights go after forward.
+    """
+
+    layers_per_unit: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    prefetch: Literal[0, 1] | None = None
+    reshard: bool | None = None
+
+
 class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How plans are priced and searched, and what is forced.
 
-    ``units`` maps a unit's name to ``shard`` or ``replicate``. ``options`` "torchrec" looks at
-    what TorchRec's planner looks at, one column split per table; "wide" at more.
+    ``units`` maps the name of a unit, or of a series of layers, to ``shard`` or ``replicate``.
+    ``options`` "torchrec" looks at what TorchRec's planner looks at, one column split per table;
+    "wide" at more.
     """
 
     constants: Profile = "cluster"
@@ -89,3 +103,4 @@ class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     partitioner: PartitionerSection = PartitionerSection()
     constraints: ConstraintsSection = ConstraintsSection()
     units: dict[str, Literal["shard", "replicate"]] = {}
+    dense: DenseSection = DenseSection()

@@ -7,6 +7,7 @@ does it for real and can say what it did: all three walk the same actions in the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -15,8 +16,18 @@ from shardwright.core.model import ModelSpec, Stage
 from shardwright.core.timeline import Phase
 
 Verb = Literal[
-    "load", "gather", "free", "compute", "exchange", "lookup", "assemble", "reduce", "update"
+    "load",
+    "gather",
+    "free",
+    "compute",
+    "exchange",
+    "lookup",
+    "assemble",
+    "reduce",
+    "collect",
+    "update",
 ]
+Prefetch = Literal[0, 1]
 
 
 class Action(msgspec.Struct, frozen=True, array_like=True):
@@ -39,58 +50,122 @@ def replicas_ride(routed: bool, world_size: int, replica_bytes: int) -> bool:
 
 
 class Modes(msgspec.Struct, frozen=True):
-    """What a plan decided that changes the order of a step."""
+    """What a plan decided that changes the order of a step.
+
+    ``merged`` are the units of several stages: a name, and its stages as they follow one another.
+    With ``prefetch`` 1 a unit is gathered while the one before it computes, and gradients are
+    reduced while the next ones are computed.
+    """
 
     sharded_units: frozenset[str]
     resharded_units: frozenset[str]
     routed: bool
     replicated_tables: bool
+    prefetch: Prefetch = 0
+    merged: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+def stages_of_units(model: ModelSpec, modes: Modes) -> dict[str, tuple[str, ...]]:
+    """The stages of every unit, both in the order of a step."""
+    unit_of = {stage: unit for unit, stages in modes.merged for stage in stages}
+    found: dict[str, tuple[str, ...]] = {}
+    for stage in model.stages:
+        if stage.access == "gather":
+            unit = unit_of.get(stage.name, stage.name)
+            found[unit] = (*found.get(unit, ()), stage.name)
+    return found
 
 
 def training_step(model: ModelSpec, modes: Modes) -> tuple[Action, ...]:
     """One step: load, forward through the stages, backward through them, then update.
 
-    A sharded unit is gathered before its forward, freed after it if it reshards, gathered again
-    before its backward, and reduced and freed right after. Tables are updated inside their
-    backward. Dense units are updated at the end of the step.
+    A sharded unit is gathered before its first forward, freed after its last one if it reshards,
+    gathered again before its backward, and freed and reduced right after. With prefetch the next
+    sharded unit is gathered as well when one is entered, and a reduce only begins: it is collected
+    before the next one begins, the last before the updates. Tables are updated inside their
+    backward, dense units at the end of the step.
     """
-    actions = [Action("load", "batch", "load")]
-    for stage in model.stages:
-        actions.extend(_forward(stage, modes))
-    for stage in reversed(model.stages):
-        actions.extend(_backward(stage, modes))
-    actions.extend(Action("update", unit.name, "step", "backward") for unit in model.units)
-    return tuple(actions)
+    return tuple(_Walk(model, modes).actions())
 
 
-def _forward(stage: Stage, modes: Modes) -> Iterator[Action]:
-    if stage.access == "route":
-        if modes.routed:
-            yield Action("exchange", "ids", "exchange_ids")
-        yield Action("lookup", stage.name, "lookup")
-        if modes.routed:
-            yield Action("exchange", "rows", "exchange_rows")
-        yield Action("assemble", stage.name, "exchange_rows")
-        return
-    if stage.name in modes.sharded_units:
-        yield Action("gather", stage.name, "forward")
-    yield Action("compute", stage.name, "forward")
-    if stage.name in modes.resharded_units:
-        yield Action("free", stage.name, "forward")
+class _Walk:
+    """Where a step is: the units that are gathered, and the one whose reduce is under way."""
 
+    def __init__(self, model: ModelSpec, modes: Modes) -> None:
+        self.model = model
+        self.modes = modes
+        self.units = stages_of_units(model, modes)
+        self.unit_of = {stage: unit for unit, stages in self.units.items() for stage in stages}
+        sharded = [unit for unit in self.units if unit in modes.sharded_units]
+        self.after = dict(pairwise(sharded))
+        self.before = dict(pairwise(reversed(sharded)))
+        self.gathered: set[str] = set()
+        self.pending = ""
 
-def _backward(stage: Stage, modes: Modes) -> Iterator[Action]:
-    if stage.access == "route":
-        if modes.routed:
-            yield Action("exchange", "row_gradients", "reduce", "backward")
-        if modes.replicated_tables:
-            yield Action("reduce", "tables", "reduce", "backward")
-        yield Action("update", "tables", "step", "backward")
-        return
-    if stage.name in modes.resharded_units:
-        yield Action("gather", stage.name, "backward", "backward")
-    yield Action("compute", stage.name, "backward", "backward")
-    if stage.access == "gather":
-        yield Action("reduce", stage.name, "reduce", "backward")
-    if stage.name in modes.sharded_units:
-        yield Action("free", stage.name, "reduce", "backward")
+    def actions(self) -> Iterator[Action]:
+        yield Action("load", "batch", "load")
+        for stage in self.model.stages:
+            yield from self._forward(stage)
+        for stage in reversed(self.model.stages):
+            yield from self._backward(stage)
+        yield from self._collect()
+        names = (self.unit_of.get(unit.name, unit.name) for unit in self.model.units)
+        for unit in dict.fromkeys(names):
+            yield Action("update", unit, "step", "backward")
+
+    def _forward(self, stage: Stage) -> Iterator[Action]:
+        if stage.access == "route":
+            if self.modes.routed:
+                yield Action("exchange", "ids", "exchange_ids")
+            yield Action("lookup", stage.name, "lookup")
+            if self.modes.routed:
+                yield Action("exchange", "rows", "exchange_rows")
+            yield Action("assemble", stage.name, "exchange_rows")
+            return
+        unit = self.unit_of.get(stage.name, "")
+        if unit and stage.name == self.units[unit][0]:
+            yield from self._enter(unit, self.after.get(unit), "forward")
+        yield Action("compute", stage.name, "forward")
+        if unit in self.modes.resharded_units and stage.name == self.units[unit][-1]:
+            self.gathered.discard(unit)
+            yield Action("free", unit, "forward")
+
+    def _backward(self, stage: Stage) -> Iterator[Action]:
+        if stage.access == "route":
+            if self.modes.routed:
+                yield Action("exchange", "row_gradients", "reduce", "backward")
+            if self.modes.replicated_tables:
+                yield Action("reduce", "tables", "reduce", "backward")
+            yield Action("update", "tables", "step", "backward")
+            return
+        unit = self.unit_of.get(stage.name, "")
+        if unit and stage.name == self.units[unit][-1]:
+            yield from self._enter(unit, self.before.get(unit), "backward")
+        yield Action("compute", stage.name, "backward", "backward")
+        if unit and stage.name == self.units[unit][0]:
+            yield from self._reduce(unit)
+
+    def _enter(
+        self, unit: str, following: str | None, direction: Literal["forward", "backward"]
+    ) -> Iterator[Action]:
+        """Gather a sharded unit, and with prefetch the one that is needed after it."""
+        if unit not in self.modes.sharded_units:
+            return
+        wanted = (unit, following) if self.modes.prefetch and following else (unit,)
+        for name in wanted:
+            if name not in self.gathered:
+                self.gathered.add(name)
+                yield Action("gather", name, direction, direction)
+
+    def _reduce(self, unit: str) -> Iterator[Action]:
+        yield from self._collect()
+        if unit in self.modes.sharded_units:
+            self.gathered.discard(unit)
+            yield Action("free", unit, "reduce", "backward")
+        yield Action("reduce", unit, "reduce", "backward")
+        self.pending = unit if self.modes.prefetch else ""
+
+    def _collect(self) -> Iterator[Action]:
+        if self.pending:
+            yield Action("collect", self.pending, "reduce", "backward")
+            self.pending = ""

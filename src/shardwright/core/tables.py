@@ -58,13 +58,21 @@ def _with_pooling_factors(entry: Any) -> Any:
     return entry
 
 
-def check_tables(tables: tuple[TableSpec, ...], where: str, identifiers: bool) -> None:
-    """Raise InputError at the first table that cannot be; ``identifiers`` asks for plain names."""
+def check_tables(tables: tuple[TableSpec, ...], where: str, kind: str) -> None:
+    """Raise InputError at the first table that cannot be in a model of this ``kind``.
+
+    A dlrm names modules after its tables, so their names are plain; a transformer has none.
+    """
+    if kind == "transformer":
+        if tables:
+            wanted = "none for a transformer"
+            raise InputError(expected(f"{where}: tables", wanted, f"{len(tables)}"))
+        return
     if not tables:
         raise InputError(expected(f"{where}: tables", "at least one [[tables]] entry", "none"))
     names: set[str] = set()
     for index, table in enumerate(tables):
-        _check_name(f"{where}: tables[{index}]", table.name, names, identifiers)
+        _check_name(f"{where}: tables[{index}]", table.name, names, kind == "dlrm")
         names.add(table.name)
         _check_table(f"{where}: tables[{index}] '{table.name}'", table)
 

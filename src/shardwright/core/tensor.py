@@ -13,11 +13,14 @@ ELEMENT_BYTES = {
     "fp32": 4,
     "bf16": 2,
     "fp16": 2,
-    "fp8": 1,
+    "fp8": 1,  # e4m3fn
+    "fp8_e5m2": 1,
     "int64": 8,
     "int32": 4,
+    "int16": 2,
     "int8": 1,
     "uint8": 1,
+    "bool": 1,
 }
 
 

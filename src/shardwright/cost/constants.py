@@ -1,12 +1,16 @@
-"""The cluster a job names: a preset, and what the job has instead."""
+"""The cluster a job names: a preset or a measured machine, and what the job has instead."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from shardwright.core.calibration import Calibration
 from shardwright.core.cluster import Cluster, Constant, Device
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import ClusterSection
+from shardwright.core.job import ClusterSection, with_calibration
 from shardwright.core.planning import Profile
 from shardwright.core.units import parse_bytes
+from shardwright.cost.calibrated import calibrated
 from shardwright.cost.presets import HARDWARE, MODELS, PRESETS, Preset
 
 TORCHREC_PROFILE = "torchrec-1.9"
@@ -28,8 +32,9 @@ def cluster(
     section: ClusterSection, profile: Profile = "cluster"
 ) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster a job names for a cost profile, and what had to be assumed about it."""
-    name = _preset_name(section, profile)
-    preset = PRESETS[name]
+    if section.file and section.measured is None:
+        section = with_calibration(section)
+    name, preset = _preset(section, profile)
     constants = _constants(section, name, preset)
     device: Device = section.compute_device or preset.compute_device
     world_size = section.world_size or preset.world_size
@@ -43,6 +48,33 @@ def cluster(
             expected(f"cluster.{key}", "the bytes a rank may fill", "0", "Set it in the job.")
         )
     return found, _assumptions(section, profile, preset, found)
+
+
+def _preset(section: ClusterSection, profile: Profile) -> tuple[str, Preset]:
+    """What the job starts from, by its name."""
+    measured = section.measured
+    if measured is None:
+        name = _preset_name(section, profile)
+        return name, PRESETS[name]
+    if profile in MODELS:
+        raise InputError(
+            expected(
+                "cluster.file",
+                f"none with planner.constants '{profile}', which has its own constants",
+                f"'{section.file}'",
+                "Leave one of the two out.",
+            )
+        )
+    if section.compute_device not in (None, measured.compute_device):
+        raise InputError(
+            expected(
+                "cluster.compute_device",
+                f"'{measured.compute_device}', which '{section.file}' is of",
+                f"'{section.compute_device}'",
+                "Leave it out, or calibrate on that device.",
+            )
+        )
+    return Path(section.file).name, calibrated(measured, section.file)
 
 
 def _preset_name(section: ClusterSection, profile: Profile) -> str:
@@ -81,10 +113,11 @@ def _constants(section: ClusterSection, name: str, preset: Preset) -> dict[str, 
     given = {key: value for key, value in given.items() if value is not None}
     if given and name != TORCHREC_PROFILE:
         key, value = next(iter(given.items()))
+        kind = "file" if section.file else "preset"
         raise InputError(
             expected(
                 f"cluster.{key}",
-                f"no rate of TorchRec's with preset '{name}', which has its own constants",
+                f"no rate of TorchRec's with {kind} '{name}', which has its own constants",
                 f"{value}",
                 f"Leave it out, or set planner.constants to '{TORCHREC_PROFILE}'.",
             )
@@ -139,17 +172,12 @@ def _decisive(device: Device) -> str:
 def _assumptions(
     section: ClusterSection, profile: Profile, preset: Preset, found: Cluster
 ) -> tuple[str, ...]:
-    notes = []
-    if not section.preset:
-        reason = "no compute_device is named"
-        if section.compute_device:
-            reason = f"compute_device is {section.compute_device}"
-        if profile in MODELS:
-            reason = "planner.constants say so"
-        notes.append(f"cluster.preset not given: '{found.name}', for {reason}")
-    notes.append(f"hardware constants are the preset '{found.name}'s, not measured on this machine")
+    measured = section.measured
+    whose = f"the preset '{found.name}'s" if measured is None else f"the file '{found.name}'s"
+    notes = _unmeasured(section, profile, found) if measured is None else _measured(measured, found)
     if section.world_size is None:
-        notes.append(f"cluster.world_size not given: {found.world_size} ranks, as the preset has")
+        has = "the preset has" if measured is None else "they were measured with"
+        notes.append(f"cluster.world_size not given: {found.world_size} ranks, as {has}")
     if section.local_world_size is None:
         hosts = found.world_size // found.local_world_size
         notes.append(
@@ -159,7 +187,38 @@ def _assumptions(
     key = _decisive(found.compute_device)
     if getattr(section, key) is None:
         notes.append(
-            f"cluster.{key} is the preset '{found.name}'s: "
-            f"{found.memory_per_rank:,} B per rank ({preset.capacities})"
+            f"cluster.{key} is {whose}: {found.memory_per_rank:,} B per rank ({preset.capacities})"
         )
     return tuple(notes)
+
+
+def _unmeasured(section: ClusterSection, profile: Profile, found: Cluster) -> list[str]:
+    """Why this preset, and that its constants are nobody's measurement of this machine."""
+    notes = []
+    if not section.preset:
+        reason = "no compute_device is named"
+        if section.compute_device:
+            reason = f"compute_device is {section.compute_device}"
+        if profile in MODELS:
+            reason = "planner.constants say so"
+        notes.append(f"cluster.preset not given: '{found.name}', for {reason}")
+    notes.append(f"hardware constants are the preset '{found.name}'s, not measured on this machine")
+    return notes
+
+
+def _measured(measured: Calibration, found: Cluster) -> list[str]:
+    """Where and when the constants were measured, and what of them was not."""
+    ranks = f"{measured.world_size} rank{'s' if measured.world_size > 1 else ''}"
+    machine = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in sorted(measured.machine.items()))
+    notes = [
+        f"hardware constants were measured on {measured.date} with {ranks} "
+        f"over {measured.backend} ({found.name}: {machine})"
+    ]
+    if measured.carried_over:
+        notes.append(f"not measured but carried over: {', '.join(measured.carried_over)}")
+    if found.world_size != measured.world_size:
+        notes.append(
+            f"collectives were measured with {ranks} and are assumed to have "
+            f"the same latency and rate with {found.world_size}"
+        )
+    return notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.core.amount import named
+from shardwright.core.amount import named, where
 from shardwright.core.model import Stage
 from shardwright.cost import network, optimizer
 
@@ -25,22 +25,45 @@ def compute_seconds(flops: Any, operations: Any, c: Any) -> Any:
     return flops / c["compute_rate"] + operations * c["operation_latency"]
 
 
-def communication_seconds(
-    buffer_bytes: Any, ranks: Any, *, sharded: bool, gathers: int, c: Any, local: Any = None
-) -> dict[str, Any]:
-    """Seconds of a unit's collectives by direction: ``gather`` (one) and ``reduce``.
+def fresh_seconds(nbytes: Any, c: Any, what: str = "buffer") -> Any:
+    """Seconds to touch a new buffer for the first time; ``what`` it holds names the result.
 
-    ``local`` of the ranks are on each host; None where all are on one.
+    Smaller buffers are memory that an earlier one left behind. Above ``fresh_memory_bytes`` the
+    allocator asks the system for every buffer and gives it back after use, so each use maps and
+    clears all of its pages anew. This is why large units of several layers can be slower than
+    their layers alone.
+    """
+    touched = where(nbytes > c["fresh_memory_bytes"], nbytes / c["fresh_memory_rate"], 0.0)
+    return named(f"fresh_{what}_seconds", touched, "s")
+
+
+def communication_seconds(
+    buffer_bytes: Any, shard_bytes: Any, ranks: Any, *, sharded: bool, c: Any, local: Any = None
+) -> dict[str, Any]:
+    """Seconds of one ``gather`` and one ``reduce`` of a unit, with the buffers that they fill.
+
+    A gather fills the whole buffer. A reduce-scatter fills as much with the parts of all ranks, and
+    a shard with their sum; an all-reduce works in place. ``local`` of the ranks are on each host;
+    None where all are on one.
     """
     if not sharded:
         reduced = network.collective_seconds("all_reduce", buffer_bytes, ranks, c, local)
         return {"gather": 0.0, "reduce": named("all_reduce_seconds", reduced, "s")}
-    gathered = network.collective_seconds("all_gather", buffer_bytes, ranks, c, local)
-    scattered = network.collective_seconds("reduce_scatter", buffer_bytes, ranks, c, local)
+    whole = fresh_seconds(buffer_bytes, c)
+    gathered = network.collective_seconds("all_gather", buffer_bytes, ranks, c, local) + whole
+    scattered = network.collective_seconds("reduce_scatter", buffer_bytes, ranks, c, local) + whole
     return {
-        "gather": named("gather_seconds", gathered * gathers, "s"),
-        "reduce": named("reduce_scatter_seconds", scattered, "s"),
+        "gather": named("gather_seconds", gathered, "s"),
+        "reduce": named(
+            "reduce_scatter_seconds", scattered + fresh_seconds(shard_bytes, c, "shard"), "s"
+        ),
     }
+
+
+def gradient_seconds(buffer_bytes: Any, c: Any) -> Any:
+    """Seconds to clear the buffer of a unit's gradient and to add up the gradient in it."""
+    seconds = buffer_bytes / c["memory_rate"] + fresh_seconds(buffer_bytes, c, "gradient")
+    return named("gradient_seconds", seconds, "s")
 
 
 def update_seconds(state_bytes: Any, c: Any) -> Any:

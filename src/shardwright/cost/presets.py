@@ -61,6 +61,11 @@ def _links(source: str, date: str, **measured: tuple[float, float]) -> dict[str,
     return found
 
 
+# Buffers up to here are memory that an earlier one left behind.
+_KEPT_BY_MALLOC = Constant(
+    float(32 * 2**20), "B", "glibc, mallopt(3): M_MMAP_THRESHOLD at its highest", TODAY
+)
+
 # What no data sheet tells of any machine.
 _ANYWHERE = {
     "parse_cost": Constant(11e-6, "s", _BENCH + ", one click-log row of text", TODAY),
@@ -80,6 +85,10 @@ _ACCELERATOR = _ANYWHERE | {
     "sort_cost": assumed(1e-9, "s", "device radix sort"),
     "inter_host_latency": assumed(15e-6, "s", "one round through the network"),
     "ssd_rate": assumed(3e9, "B/s", "scattered reads from one NVMe drive per rank"),
+    "fresh_memory_bytes": assumed(float(2**60), "B", "torch's allocator keeps every buffer"),
+    "overlap": assumed(
+        0.8, "share", "collectives have a stream of their own, and some of the cores"
+    ),
 }
 
 
@@ -95,6 +104,9 @@ def _accelerator(
     constants = _ACCELERATOR | {
         "compute_rate": compute,
         "memory_rate": memory,
+        "fresh_memory_rate": assumed(
+            memory.value, "B/s", "memory is kept and reused: as memory_rate"
+        ),
         "inter_host_rate": network,
         "host_link_rate": bus,
         "ddr_rate": ddr,
@@ -170,8 +182,15 @@ MI300X = _accelerator(
 )
 
 LOCAL = _ANYWHERE | {
+    "fresh_memory_bytes": _KEPT_BY_MALLOC,
     "compute_rate": Constant(60e9, "FLOP/s", _BENCH + ", small fp32 GEMMs", TODAY),
     "memory_rate": Constant(10e9, "B/s", _BENCH + ", half of the host's 25 GB/s", TODAY),
+    "fresh_memory_rate": Constant(
+        2.4e9, "B/s", _BENCH + ", new 40 MiB written once by each of 2 ranks", TODAY
+    ),
+    "overlap": Constant(
+        0.1, "share", _GLOO + ", 1 and 8 MiB beside matrix products: 0 to 0.25", TODAY
+    ),
     "row_latency": Constant(8e-9, "s", _BENCH + ", one random row of 64 B", TODAY),
     "operation_latency": Constant(8e-6, "s", _BENCH + ", one eager operation", TODAY),
     "index_cost": Constant(10e-9, "s", _BENCH + ", address one id", TODAY),
@@ -198,6 +217,7 @@ LOCAL = _ANYWHERE | {
 }
 
 CPU_HOST = _ANYWHERE | {
+    "fresh_memory_bytes": _KEPT_BY_MALLOC,
     "compute_rate": _EPYC.says(7.37e12, "FLOP/s", "96 cores at 2.4 GHz, 32 fp32 each (assumed)"),
     "memory_rate": _EPYC.says(460.8e9, "B/s", "twelve channels of DDR5-4800"),
     "row_latency": assumed(0.2e-9, "s", "100 ns of DRAM, 500 reads at a time"),
@@ -216,6 +236,8 @@ CPU_HOST = _ANYWHERE | {
     "inter_host_latency": assumed(30e-6, "s", "one round through the network"),
     "host_link_rate": _EPYC.says(460.8e9, "B/s", "one memory, as memory_rate"),
     "ddr_rate": _EPYC.says(460.8e9, "B/s", "twelve channels of DDR5-4800"),
+    "fresh_memory_rate": assumed(20e9, "B/s", "first touch of 4 KiB pages by many cores"),
+    "overlap": assumed(0.7, "share", "collectives have cores of their own, memory is shared"),
     "ssd_rate": assumed(3e9, "B/s", "scattered reads from one NVMe drive per socket"),
     "rowwise_adagrad_passes": assumed(12.0, "touches", "as measured on one core"),
     "adagrad_passes": assumed(14.0, "touches", "row-wise Adagrad, and read and write one state"),

@@ -16,7 +16,7 @@ def record_file(folder: Path, rank: int) -> Path:
 
 
 def scores_file(folder: Path, rank: int) -> Path:
-    """A rank's held-out scores: rows of (row number, label, logit)."""
+    """A rank's held-out scores: rows of three numbers, as its task has them."""
     return folder / f"rank-{rank}.scores.npy"
 
 

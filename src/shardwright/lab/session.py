@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-import msgspec
-
 from shardwright.core.comparison import Comparison
-from shardwright.core.document import read_document, write_atomically, write_document
-from shardwright.core.errors import InputError, MismatchError, expected
+from shardwright.core.document import read_document, write_document
+from shardwright.core.errors import MismatchError, expected
 from shardwright.core.job import Job, data_files
 from shardwright.core.measurement import SCHEMA as MEASUREMENT_SCHEMA
 from shardwright.core.measurement import Curve, Measurement, Quality, write_measurement
@@ -23,7 +20,6 @@ from shardwright.core.timeline import encode
 from shardwright.lab.compare import compare
 from shardwright.lab.folder import (
     comparison_file,
-    facts_file,
     measurement_file,
     plan_file,
     record_file,
@@ -31,10 +27,9 @@ from shardwright.lab.folder import (
     scores_file,
 )
 from shardwright.lab.launcher.launch import Launch, launch
+from shardwright.lab.sources import source_of
 from shardwright.runtime.pulse import store_file
 
-TABLES_OF_CRITEO = 26
-DENSE_OF_CRITEO = 13
 CURVE_POINTS = 500
 SETUP_TIMEOUT = 300.0
 
@@ -48,55 +43,6 @@ class Session:
     outcome: Outcome
     measurement: Measurement | None
     comparison: Comparison | None
-
-
-def check_data(job: Job) -> None:
-    """Raise before anything starts if the job's data cannot be what its model needs."""
-    if job.model.kind == "tables":
-        raise InputError(
-            expected(
-                "model.kind",
-                "a model to train",
-                "tables alone",
-                "They can be planned and explained; add a [model] with layers to train.",
-            )
-        )
-    if len(job.tables) != TABLES_OF_CRITEO or job.model.dense_features != DENSE_OF_CRITEO:
-        raise InputError(
-            expected(
-                f"data.kind '{job.data.kind}'",
-                f"{TABLES_OF_CRITEO} tables and model.dense_features = {DENSE_OF_CRITEO}",
-                f"{len(job.tables)} tables and {job.model.dense_features}",
-                "Click logs have 13 integer and 26 categorical columns.",
-            )
-        )
-    for table in job.tables:
-        if not table.pooled or table.pooling_factors != (1.0,) or table.poolings != (1.0,):
-            raise InputError(
-                expected(
-                    f"tables '{table.name}'.pooling_factors",
-                    "[1.0] for training",
-                    f"{list(table.pooling_factors)}",
-                    "This version trains one id per table and sample; plan and explain take any.",
-                )
-            )
-        if table.dtype != "fp32":
-            raise InputError(
-                expected(f"tables '{table.name}'.dtype", "fp32 for training", table.dtype)
-            )
-    if job.model.top[-1] != 1:
-        raise InputError(
-            expected("model.top", "1 as its last width, a click's logit", str(job.model.top[-1]))
-        )
-    if job.data.kind == "criteo":
-        from shardwright.data.criteo import check_file
-
-        if not job.data.path:
-            raise InputError(
-                expected("data.path", "a click log", "none", "Use --set data.path=FILE.")
-            )
-        for path in filter(None, (job.data.path, job.data.test_path)):
-            check_file(path)
 
 
 def run(plan: Plan, folder: Path, stream: TextIO, tolerance: float = 0.1) -> Session:
@@ -168,51 +114,18 @@ def merge(plan: Plan, folder: Path) -> Measurement:
 
 
 def _quality(plan: Plan, folder: Path) -> Quality | None:
-    test = data_files(plan.job).test
-    if not test:
+    if not data_files(plan.job).test:
         return None
     import numpy as np
 
-    from shardwright.data.quality import auc, log_loss
-
     files = [scores_file(folder, rank) for rank in range(plan.world_size)]
     scores = np.concatenate([np.load(file, allow_pickle=False) for file in files])
-    _, labels, logits = scores[np.argsort(scores[:, 0], kind="stable")].T
-    if not len(labels):
-        return None
-    best = _best(Path(test))
-    return Quality(
-        rows=len(labels),
-        auc=float(auc(labels, logits)) if 0 < labels.sum() < len(labels) else float("nan"),
-        log_loss=float(log_loss(labels, 1.0 / (1.0 + np.exp(-logits)))),
-        best_auc=best.get("bayes_auc"),
-        best_log_loss=best.get("bayes_log_loss"),
-    )
-
-
-def _best(path: Path) -> dict[str, float]:
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        facts = msgspec.json.decode(facts_file(path).read_bytes())
-        return facts if isinstance(facts, dict) else {}
-    return {}
+    in_order = scores[np.argsort(scores[:, 0], kind="stable")]
+    return source_of(plan.job).quality(plan.job, in_order)
 
 
 def prepare_data(job: Job) -> None:
-    """See that the job's rows can be read; write them first if they are synthetic."""
-    check_data(job)
-    if job.data.kind == "criteo":
-        return
-    from shardwright.data.synthetic import ClickModel
-
-    model = ClickModel(cardinalities=tuple(t.rows for t in job.tables), seed=job.data.seed)
-    files = data_files(job)
-    for name, rows, start in (
-        (files.train, job.data.rows, 0),
-        (files.test, job.data.test_rows, job.data.rows),
-    ):
-        if not name:
-            continue
-        path = Path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        facts = model.write(path, rows, start)
-        write_atomically(facts_file(path), msgspec.json.encode(facts))
+    """See that the job's rows can be read; write them first if they are made up."""
+    source = source_of(job)
+    source.check(job)
+    source.prepare(job)

@@ -10,6 +10,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -25,9 +26,9 @@ from shardwright.core.job import data_files
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.record import SCHEMA, Record
 from shardwright.core.timeline import Event, Phase
-from shardwright.data.criteo import ClickBatch, CriteoReader, evaluation_batches
 from shardwright.lab.folder import record_file, scores_file
-from shardwright.models.dlrm import DLRM
+from shardwright.lab.tasks import task_of
+from shardwright.lab.tasks.task import Arrays, Tensors
 from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
 from shardwright.runtime.meter import Meter, exact_events
@@ -36,7 +37,6 @@ from shardwright.runtime.pulse import ProgressLog, Pulse
 
 MEMORY_STEPS = (3, 4, 5)
 PROGRESS_SECONDS = 0.2
-EVALUATION_BATCH = 1024  # rows at least; nothing is saved for a backward
 
 
 class Training:
@@ -45,9 +45,9 @@ class Training:
     def __init__(self, plan: Plan, folder: Path, rank: int, pulse: Pulse) -> None:
         self.plan = plan
         self.job = plan.job
-        self.files = data_files(plan.job)
         self.folder = folder
         self.rank = rank
+        self.task = task_of(plan.job, rank, plan.world_size)
         self.pulse = pulse
         self.step = 0
         self.device = torch.device("cpu")
@@ -69,26 +69,17 @@ class Training:
     def run(self) -> None:
         """Train to the end and leave a record; scores too where there is a test file."""
         mesh = init_device_mesh(self.device.type, (self.plan.world_size,))
-        model = apply(DLRM(self.job, device="meta"), self.plan, mesh, probe=self.meter)
-        model.interact.to(self.device)  # its index buffers; parameters are where they belong
-        parameters = optimizer_parameters(model)
+        model = apply(self.task.model(self.device), self.plan, mesh, probe=self.meter)
+        parameters = optimizer_parameters(model, per_unit=True)
         rate = self.job.train.learning_rate
         optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)
-        reader = CriteoReader(
-            self.files.train,
-            [table.rows for table in self.job.tables],
-            self.job.batch.size,
-            self.rank,
-            self.plan.world_size,
-            skip_bad_rows=self.job.data.skip_bad_rows,
-        )
-        self._train(model, optimizer, reader)
-        if self.files.test:
+        self._train(model, optimizer, self.task.batches())
+        if data_files(self.job).test:
             self._evaluate(model)
-        self._leave_record(reader)
+        self._leave_record()
 
     def _train(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, reader: CriteoReader
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Arrays]
     ) -> None:
         progress = ProgressLog(self.folder) if self.rank == 0 else None
         steps = self.job.train.steps
@@ -96,7 +87,7 @@ class Training:
         for self.step in range(1, steps + 1):
             began = time.perf_counter()
             with self._measured(model, optimizer):
-                loss = self._one_step(model, optimizer, reader)
+                loss = self._one_step(model, optimizer, batches)
             self.losses.append(loss)
             if self._is_timed(self.step):
                 self.step_seconds.append(time.perf_counter() - began)
@@ -121,15 +112,13 @@ class Training:
         return 1 < step < MEMORY_STEPS[0] or self.job.train.steps == 1
 
     def _one_step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, reader: CriteoReader
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Arrays]
     ) -> float:
         meter = self.meter
         with meter.phase("load"):
-            dense, ids, labels = self._tensors(next(reader))
+            batch = self._tensors(next(batches))
         with meter.phase("forward"):
-            loss = nn.functional.binary_cross_entropy_with_logits(
-                model(dense, ids).squeeze(1), labels
-            )
+            loss = self.task.loss(model, batch)
         value = loss.item()
         self._check_finite(value)
         with meter.phase("backward"):
@@ -153,35 +142,25 @@ class Training:
                 )
             )
 
-    def _tensors(self, batch: ClickBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _tensors(self, arrays: Arrays) -> Tensors:
         tensors = []
-        for array in (batch.dense, batch.ids, batch.labels):
+        for array in arrays:
             tensor = torch.from_numpy(array).to(self.device)
             self.meter.holds(tensor, "input")
             tensors.append(tensor)
-        dense, ids, labels = tensors
-        return dense, ids, labels
+        return tuple(tensors)
 
     @torch.no_grad()
     def _evaluate(self, model: nn.Module) -> None:
         self.pulse.mark("evaluate")
-        rows: list[np.ndarray] = []
-        batches = evaluation_batches(
-            self.files.test,
-            [table.rows for table in self.job.tables],
-            max(self.job.batch.size, EVALUATION_BATCH),
-            self.rank,
-            self.plan.world_size,
-            skip_bad_rows=self.job.data.skip_bad_rows,
-        )
-        for batch, numbers in batches:
-            dense, ids, _ = self._tensors(batch)
-            logits = model(dense, ids).squeeze(1).double().cpu().numpy()
-            rows.append(np.stack([numbers, batch.labels, logits], 1))
+        rows = [
+            self.task.scores(model, self._tensors(arrays), numbers)
+            for arrays, numbers in self.task.held_out()
+        ]
         found = np.concatenate(rows) if rows else np.empty((0, 3))
         np.save(scores_file(self.folder, self.rank), found, allow_pickle=False)
 
-    def _leave_record(self, reader: CriteoReader) -> None:
+    def _leave_record(self) -> None:
         steps = range(1, self.job.train.steps + 1)
         record = Record(
             schema=SCHEMA,
@@ -192,7 +171,7 @@ class Training:
             seconds_per_step=statistics.median(self.step_seconds) if self.step_seconds else 0.0,
             memory_steps=tuple(s for s in steps if s in MEMORY_STEPS),
             time_steps=tuple(s for s in steps if self._is_timed(s)),
-            bad_rows=reader.bad_rows,
+            bad_rows=self.task.bad_rows,
             versions={
                 "shardwright": __version__,
                 "torch": str(torch.__version__),

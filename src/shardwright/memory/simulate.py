@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from shardwright.core.model import ModelSpec, Stage, Work
-from shardwright.core.schedule import Action, Modes, training_step
+from shardwright.core.model import ModelSpec, Work
+from shardwright.core.schedule import Action, Modes, stages_of_units, training_step
 from shardwright.core.timeline import Kind, Phase
 from shardwright.memory import route
 from shardwright.memory.ledger import Ledger
@@ -13,8 +13,8 @@ from shardwright.memory.route import Traffic
 
 
 class UnitBytes(msgspec.Struct, frozen=True):
-    """A dense unit on a rank: its padded buffer whole, this rank's slice of it, and what the
-    backend takes for itself while it scatters the sum (gloo copies the whole buffer)."""
+    """A dense unit on a rank: its padded buffer whole, this rank's slice of it, and the room that
+    the parts of all ranks take until they are summed (on gloo)."""
 
     full: int
     shard: int
@@ -37,7 +37,7 @@ def phase_peaks(model: ModelSpec, modes: Modes, load: RankLoad) -> dict[Phase, d
     for kind, nbytes in load.resident.items():
         heap.take(f"resident.{kind}", kind, nbytes)
     heap.peaks.clear()
-    walker = _Walker(model, load, heap)
+    walker = _Walker(model, modes, load, heap)
     for action in training_step(model, modes):
         with heap.during(action.phase):
             walker.run(action)
@@ -48,8 +48,11 @@ def phase_peaks(model: ModelSpec, modes: Modes, load: RankLoad) -> dict[Phase, d
 class _Walker:
     """What each action of the schedule does to the heap."""
 
-    def __init__(self, model: ModelSpec, load: RankLoad, heap: Ledger) -> None:
+    def __init__(self, model: ModelSpec, modes: Modes, load: RankLoad, heap: Ledger) -> None:
         self.load = load
+        self.prefetch = modes.prefetch
+        units = stages_of_units(model, modes)
+        self.begins_backward = {stages[-1]: unit for unit, stages in units.items()}
         self.heap = heap
         self.inputs = model.inputs
         self.stages = {stage.name: stage for stage in model.stages}
@@ -73,8 +76,9 @@ class _Walker:
         if action.direction == "forward":
             self._work(stage.forward)
             return
-        if stage.access == "gather":
-            self._prepare_gradient(stage)
+        if stage.name in self.begins_backward:
+            unit = self.begins_backward[stage.name]
+            self.heap.take(f"{unit}.unreduced", "unreduced_gradient", self.load.units[unit].full)
         self._work(stage.backward)
 
     def _work(self, works: tuple[Work, ...]) -> None:
@@ -83,10 +87,6 @@ class _Walker:
                 self.heap.take(item.name, item.kind, item.nbytes(self.load.batch_size))
             for name in work.frees:
                 self.heap.free(name)
-
-    def _prepare_gradient(self, stage: Stage) -> None:
-        unit = self.load.units[stage.name]
-        self.heap.take(f"{stage.name}.unreduced", "unreduced_gradient", unit.full)
 
     def _exchange(self, action: Action) -> None:
         if action.target == "ids":
@@ -109,8 +109,13 @@ class _Walker:
         unit = self.load.units[action.target]
         if not unit.replicated:
             self.heap.take(f"{action.target}.gradient", "gradient", unit.shard)
-            with self.heap.passing("temporary", unit.scratch):
-                pass
+            self.heap.take(f"{action.target}.scratch", "communication", unit.scratch)
+        if not self.prefetch:
+            self._collect(action)
+
+    def _collect(self, action: Action) -> None:
+        self.heap.free(f"{action.target}.scratch")
+        if not self.load.units[action.target].replicated:
             self.heap.free(f"{action.target}.unreduced")
 
     def _update(self, action: Action) -> None:

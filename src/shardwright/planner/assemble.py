@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from shardwright import __version__
-from shardwright.core.block import Block, BlockRun, encode
-from shardwright.core.layout import unit_blocks
+from shardwright.core.block import Block, BlockRun, Role, encode
 from shardwright.core.plan import (
     Plan,
     Reserved,
@@ -20,8 +19,10 @@ from shardwright.core.plan import (
 from shardwright.core.timeline import Event
 from shardwright.core.timeline import encode as encode_events
 from shardwright.planner.draft import Draft
-from shardwright.planner.problem import Problem, UnitChoice, reservation_kind
+from shardwright.planner.problem import Problem, reservation_kind
+from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.tally import Placed
+from shardwright.planner.unit_choice import UnitChoice
 
 
 def assemble(draft: Draft, bound: float, found: Search) -> Plan:
@@ -32,12 +33,13 @@ def assemble(draft: Draft, bound: float, found: Search) -> Plan:
     tables = tuple(_table_plan(placed) for placed in draft.tables)
     return sealed(
         Plan(
-            schema="shardwright.plan/2",
+            schema="shardwright.plan/3",
             version=__version__,
             job=problem.job,
             cluster=problem.cluster,
             tables=tables,
-            units=tuple(_unit_plan(choice) for choice in draft.units),
+            units=tuple(_unit_plans(draft)),
+            prefetch=draft.prefetch if isinstance(draft, StepDraft) else 0,
             blocks=(*_table_blocks(tables), *encode(_unit_blocks(draft))),
             timeline=encode_events(_events(draft)),
             ranks=tuple(draft.totals(r) for r in range(draft.ranks)),
@@ -75,19 +77,29 @@ def _table_plan(placed: Placed) -> TablePlan:
     )
 
 
-def _unit_plan(choice: UnitChoice) -> UnitPlan:
+def _unit_plans(draft: Draft) -> Iterator[UnitPlan]:
+    if not isinstance(draft, StepDraft):
+        return
+    for choice in draft.units:
+        yield _unit_plan(choice, math.fsum(draft.dense_seconds[choice.unit.name].values()))
+
+
+def _unit_plan(choice: UnitChoice, seconds: float) -> UnitPlan:
     layout = choice.layout
     return UnitPlan(
         name=choice.unit.name,
+        modules=choice.modules,
         tensors=tuple(tensor.fqn for tensor in choice.unit.tensors),
         parameter=choice.placement,
         gradient=choice.placement,
         optimizer_state=choice.placement,
         optimizer=choice.unit.optimizer,
-        reshard_after_forward=not choice.replicated,
-        seconds=math.fsum(choice.seconds.values()),
+        reshard_after_forward=choice.reshard,
+        seconds=seconds,
         bytes_per_rank=layout.shard_bytes,
         padding_bytes=layout.nbytes - layout.payload_bytes,
+        collectives=choice.collectives,
+        bytes_per_step=choice.collectives * layout.nbytes,
     )
 
 
@@ -104,9 +116,11 @@ def _table_blocks(tables: Iterable[TablePlan]) -> Iterator[BlockRun]:
 
 def _unit_blocks(draft: Draft) -> Iterator[Block]:
     """Every role of every dense unit."""
+    roles: tuple[Role, ...] = ("parameter", "gradient", "optimizer_state")
     for choice in draft.units:
-        for role in ("parameter", "gradient", "optimizer_state"):
-            yield from unit_blocks(choice.unit.tensors, choice.placement, role, draft.ranks)
+        for role in roles:
+            for block in choice.blocks:
+                yield Block(block.tensor, role, block.offsets, block.sizes, block.rank)
 
 
 def _events(draft: Draft) -> Iterator[Event]:

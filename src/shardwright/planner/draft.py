@@ -12,8 +12,9 @@ from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.model import ModelSpec
 from shardwright.core.plan import RankTotals
 from shardwright.core.timeline import PHASES, Event, Phase
-from shardwright.planner.problem import Problem, UnitChoice
+from shardwright.planner.problem import Problem
 from shardwright.planner.tally import Placed, Tally, tally
+from shardwright.planner.unit_choice import UnitChoice
 
 # The phase in which TorchRec's parts of a step pass; our own parts are phases already.
 PHASE_OF_PART: dict[str, Phase] = {

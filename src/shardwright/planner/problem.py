@@ -12,36 +12,21 @@ from shardwright.core.batch import Batch
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import Job
-from shardwright.core.layout import FlatLayout, unit_layout
-from shardwright.core.model import ModelSpec, Stage, TableSpec, UnitSpec
+from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.option import Option
-from shardwright.core.placement import Flat, Placement, Replicate
 from shardwright.core.planning import EstimatorSection
-from shardwright.cost import constants, dense, reservation
+from shardwright.cost import constants, reservation
 from shardwright.planner.choice import Choice
 from shardwright.planner.options.own import runnable_options, wide_options
 from shardwright.planner.options.torchrec import torchrec_options
 from shardwright.planner.pricing import additive, native, torchrec
 from shardwright.planner.pricing.setting import Setting
+from shardwright.planner.unit_choice import DenseSetting, UnitChoice
+from shardwright.planner.units import UnitSpace
 
 MAX_SHARDS = 500_000  # replicas and cuts over all ranks apart
 
 Tables = tuple[tuple[Choice, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class UnitChoice:
-    """One way to place a dense unit; bytes and seconds are those of every rank."""
-
-    unit: UnitSpec
-    placement: Placement
-    layout: FlatLayout
-    seconds: dict[str, float]
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank keeps the whole unit."""
-        return isinstance(self.placement, Replicate)
 
 
 @dataclass(frozen=True)
@@ -53,7 +38,7 @@ class Problem:
     setting: Setting
     model: ModelSpec
     tables: Tables
-    units: tuple[tuple[UnitChoice, ...], ...]
+    unit_space: UnitSpace
     reserved: reservation.Reservation
     assumptions: tuple[str, ...]
     slow: bool = True
@@ -62,6 +47,11 @@ class Problem:
     def cluster(self) -> Cluster:
         """The machine."""
         return self.setting.cluster
+
+    @property
+    def units(self) -> tuple[tuple[UnitChoice, ...], ...]:
+        """The ways to place every unit of the model, alone."""
+        return tuple(self.unit_space.choices((unit,)) for unit in self.model.units)
 
     @property
     def batch(self) -> Batch:
@@ -123,23 +113,31 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
         )
     cluster, assumptions = constants.cluster(job.cluster, profile)
     setting = Setting(cluster, Batch(job.batch.size, job.batch.sequence), job.planner.estimator)
-    _check_forced_units(job, model)
+    dense = DenseSetting(
+        cluster.world_size, ranks_per_host(cluster), job.batch.size, setting.values
+    )
+    unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
+    unit_space.check()
     _check_pinned_ranks(job, cluster)
     reserved = reserve(job, model, cluster)
-    units = tuple(
-        unit_choices(unit, _stage(model, unit), job, cluster, setting.values)
-        for unit in model.units
-    )
     tables = table_choices(model, job, setting, slow=slow)
-    notes = (*assumptions, *_assumptions(job, model))
-    return Problem(job, setting, model, tables, units, reserved, notes, slow)
+    notes = (*assumptions, *_assumptions(job, unit_space))
+    return Problem(job, setting, model, tables, unit_space, reserved, notes, slow)
 
 
-def _assumptions(job: Job, model: ModelSpec) -> tuple[str, ...]:
-    notes = []
+def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
+    notes, model = [], unit_space.model
     if job.planner.constants == "cluster":
-        notes.append("ids spread evenly over the rows of a table cut by rows")
-        notes.append("phases of a step follow one another: no overlap of communication and compute")
+        if model.tables:
+            notes.append("ids spread evenly over the rows of a table cut by rows")
+        if 1 in unit_space.prefetches:
+            notes.append(
+                "of a collective beside compute the share 'overlap' of its seconds costs none of it"
+            )
+        else:
+            notes.append(
+                "phases of a step follow one another: no overlap of communication and compute"
+            )
     if not model.stages:
         if job.planner.constants == "cluster" and reservation_kind(job) == "none":
             notes.append("nothing is reserved for a dense part: planner.reservation is not given")
@@ -161,7 +159,7 @@ def reservation_kind(job: Job) -> str:
     given = job.planner.reservation.kind
     if given is not None:
         return given
-    if job.model.kind == "dlrm":
+    if job.model.kind != "tables":
         return "traced"
     return "heuristic" if job.planner.constants == "torchrec-1.9" else "none"
 
@@ -263,14 +261,6 @@ def _options(
     return wide_options(table, cluster, slow=slow)
 
 
-def _check_forced_units(job: Job, model: ModelSpec) -> None:
-    known = [unit.name for unit in model.units]
-    for name in job.planner.units:
-        if name not in known:
-            wanted = f"units {', '.join(known)}" if known else "no unit: tables alone"
-            raise InputError(expected("planner.units", wanted, f"'{name}'"))
-
-
 def _check_pinned_ranks(job: Job, cluster: Cluster) -> None:
     rules = job.planner.constraints
     for name, ranks in rules.ranks.items():
@@ -293,43 +283,6 @@ def _check_pinned_ranks(job: Job, cluster: Cluster) -> None:
             )
 
 
-def _stage(model: ModelSpec, unit: UnitSpec) -> Stage:
-    return next(stage for stage in model.stages if stage.name == unit.name)
-
-
 def ranks_per_host(cluster: Cluster) -> int | None:
     """Ranks that are linked closely; None where all are."""
     return None if cluster.group >= cluster.world_size else cluster.group
-
-
-def unit_choices(
-    unit: UnitSpec, stage: Stage, job: Job, cluster: Cluster, values: dict[str, float]
-) -> tuple[UnitChoice, ...]:
-    """Replication and flat sharding, or the one that the job forces."""
-    forced = job.planner.units.get(unit.name)
-    placements: list[Placement] = []
-    if forced in (None, "replicate"):  # first: where both cost the same, the simpler one wins
-        placements.append(Replicate())
-    if forced in (None, "shard"):
-        placements.append(Flat())
-    choices = []
-    for placement in placements:
-        layout = unit_layout(unit.tensors, placement, cluster.world_size)
-        sharded = not isinstance(placement, Replicate)
-        forward, calls, backward, back_calls = dense.stage_flops(stage, job.batch.size)
-        traffic = dense.communication_seconds(
-            layout.nbytes,
-            cluster.world_size,
-            sharded=sharded,
-            gathers=1,
-            c=values,
-            local=ranks_per_host(cluster),
-        )
-        seconds = {
-            "forward": dense.compute_seconds(forward, calls, values) + traffic["gather"],
-            "backward": dense.compute_seconds(backward, back_calls, values) + traffic["gather"],
-            "reduce": traffic["reduce"],
-            "step": dense.update_seconds(3 * layout.shard_bytes, values),
-        }
-        choices.append(UnitChoice(unit, placement, layout, seconds))
-    return tuple(choices)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
@@ -13,30 +14,39 @@ from shardwright.core.batch import expected_distinct, lookups
 from shardwright.core.cluster import Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.plan import RankTotals
-from shardwright.core.schedule import Modes, replicas_ride
+from shardwright.core.schedule import Modes, Prefetch, replicas_ride
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase
 from shardwright.cost import dense, embedding, optimizer
+from shardwright.cost.pipeline import by_phase
 from shardwright.memory import simulate
 from shardwright.memory.route import Traffic
 from shardwright.planner.draft import Draft
-from shardwright.planner.problem import UnitChoice, ranks_per_host
+from shardwright.planner.problem import ranks_per_host
+from shardwright.planner.unit_choice import UnitChoice
+from shardwright.planner.units import dense_modes
 
 
 @dataclass(frozen=True)
 class StepDraft(Draft):
     """Tables and dense units together; everything about it is derived on demand."""
 
+    prefetch: Prefetch = 0
+
     @cached_property
     def modes(self) -> Modes:
         """What this draft decides about the order of a step."""
-        sharded = frozenset(u.unit.name for u in self.units if not u.replicated)
         types = {placed.choice.option.sharding_type for placed in self.tables}
-        return Modes(
-            sharded_units=sharded,
-            resharded_units=sharded,
+        return dense_modes(
+            self.units,
+            self.prefetch,
             routed=bool(types - {"data_parallel"}),
             replicated_tables="data_parallel" in types,
         )
+
+    @cached_property
+    def dense_seconds(self) -> dict[str, dict[Phase, float]]:
+        """Seconds of every unit by phase; those of stages without a unit under no name."""
+        return by_phase(self.problem.unit_space.walk(self.units, self.modes))
 
     @cached_property
     def rides(self) -> bool:
@@ -47,46 +57,42 @@ class StepDraft(Draft):
     @cached_property
     def shared_seconds(self) -> dict[str, float]:
         """Seconds that every rank spends whatever tables it holds."""
-        values = self.problem.values
-        modes = self.modes
-        ranks = self.problem.cluster.world_size
-        totals = {"load": self.problem.batch.size * values["parse_cost"]}
+        units = [phases for name, phases in self.dense_seconds.items() if name]
+        return _added([self.other_seconds, *units])
+
+    @cached_property
+    def other_seconds(self) -> dict[str, float]:
+        """Of these, what no unit takes: the batch, addressing ids, latencies of the tables'
+        exchange, and stages without parameters."""
+        values, modes = self.problem.values, self.modes
+        totals = {}
+        if self.model.tables:
+            totals["load"] = self.problem.batch.size * values["parse_cost"]
         requests = math.fsum(placed.choice.everywhere for placed in self.tables)
         if requests:
             totals["exchange_ids"] = requests
         reduced = modes.replicated_tables and not self.rides
-        parts = [
-            embedding.step_latencies(
-                modes.routed,
-                modes.replicated_tables,
-                reduced,
-                ranks,
-                values,
-                ranks_per_host(self.problem.cluster),
-            )
-        ]
-        parts += [unit.seconds for unit in self.units]
-        for stage in self.model.stages:
-            if stage.access == "none":
-                forward, calls, backward, back_calls = dense.stage_flops(
-                    stage, self.problem.batch.size
-                )
-                parts.append(
-                    {
-                        "forward": dense.compute_seconds(forward, calls, values),
-                        "backward": dense.compute_seconds(backward, back_calls, values),
-                    }
-                )
-        for part in parts:
-            for phase, value in part.items():
-                totals[phase] = totals.get(phase, 0.0) + value
-        return totals
+        local = ranks_per_host(self.problem.cluster)
+        latencies = embedding.step_latencies(
+            modes.routed, modes.replicated_tables, reduced, self.ranks, values, local
+        )
+        return _added([totals, latencies, self.dense_seconds.get("", {})])
 
     @cached_property
-    def exact(self) -> tuple[dict[tuple[Phase, Kind, str], int], ...]:
+    def exact(self) -> tuple[Exact, ...]:
         """Bytes that must be met exactly, by (phase, kind, name), of each rank."""
-        world_size = self.problem.cluster.world_size
-        found: list[dict[tuple[Phase, Kind, str], int]] = [{} for _ in range(world_size)]
+        return tuple(self.exact_of(rank) for rank in range(self.ranks))
+
+    def exact_of(self, rank: int) -> Exact:
+        """The same of one rank."""
+        found = dict(self._tables_exact[rank])
+        for choice in self.units:
+            found.update(unit_events(choice, choice.padding[rank]))
+        return found
+
+    @cached_property
+    def _tables_exact(self) -> list[Exact]:
+        found: list[Exact] = [{} for _ in range(self.ranks)]
         for placed in self.tables:
             fqn = placed.choice.table.tensor.fqn
             for rank, cost in zip(placed.ranks, placed.choice.shard_costs, strict=True):
@@ -95,20 +101,24 @@ class StepDraft(Draft):
                     if kept.get(kind):
                         key = (phase, kind, fqn)
                         found[rank][key] = found[rank].get(key, 0) + kept[kind]
-        for choice in self.units:
-            for rank in range(world_size):
-                found[rank].update(_unit_events(choice, rank))
-        return tuple(found)
+        return found
 
     def load(self, rank: int) -> simulate.RankLoad:
         """What the symbolic step of ``rank`` starts from."""
+        return self._load(self.exact_of(rank), self.traffic(rank))
+
+    def _load(self, exact: Exact, traffic: Traffic) -> simulate.RankLoad:
         resident: dict[Kind, int] = {}
-        for (phase, kind, _), size in self.exact[rank].items():
+        for (phase, kind, _), size in exact.items():
             if kind != "gradient" and not (kind == "padding" and phase == "reduce"):
                 resident[kind] = resident.get(kind, 0) + size
         resident["buffer"] = sum(tensor.nbytes for tensor in self.model.buffers)
-        on_gloo = self.problem.cluster.compute_device == "cpu"
-        units = {
+        return simulate.RankLoad(resident, self._unit_bytes, traffic, self.problem.batch.size)
+
+    @cached_property
+    def _unit_bytes(self) -> dict[str, simulate.UnitBytes]:
+        on_gloo = self.problem.cluster.compute_device == "cpu" and self.ranks > 1
+        return {
             u.unit.name: simulate.UnitBytes(
                 full=u.layout.nbytes,
                 shard=u.layout.shard_bytes,
@@ -117,7 +127,6 @@ class StepDraft(Draft):
             )
             for u in self.units
         }
-        return simulate.RankLoad(resident, units, self.traffic(rank), self.problem.batch.size)
 
     @cached_property
     def replicas(self) -> tuple[TableSpec, ...]:
@@ -127,8 +136,10 @@ class StepDraft(Draft):
 
     def traffic(self, rank: int) -> Traffic:
         """This rank's share of the exchange."""
-        requests, cut, serves = self._exchange
         batch = self.problem.batch
+        if not self.tables:
+            return Traffic((), (), 0, 0, 0, 0, 0, 0, batch.size, adagrad=False)
+        requests, cut, serves = self._exchange
         replica_bytes = sum(table.nbytes for table in self.replicas)
         return Traffic(
             requests=tuple((requests[w], w, cut[w]) for w in requests),
@@ -189,15 +200,29 @@ class StepDraft(Draft):
         """The highest total of each rank."""
         return tuple(max(sum(kinds.values()) for kinds in phases.values()) for phases in self.peaks)
 
+    @cached_property
+    def highest_peak(self) -> int:
+        """The highest total of any rank. Of units alone every rank has the same: what is padding
+        on one is weight on another."""
+        if self.tables:
+            return max(self.peak_bytes)
+        exact: Exact = {}
+        for choice in self.units:
+            exact.update(unit_events(choice, 0))
+        load = self._load(exact, self.traffic(0))
+        phases = simulate.phase_peaks(self.model, self.modes, load)
+        return max(sum(kinds.values()) for kinds in phases.values())
+
     @property
     def fits(self) -> bool:
         """Whether every rank's peak is within its memory."""
-        return max(self.peak_bytes) <= self.problem.decisive_capacity
+        return self.highest_peak <= self.problem.decisive_capacity
 
     @property
     def kept_bytes(self) -> tuple[int, ...]:
         """Bytes a rank keeps, gradients included, whatever the batch."""
-        return tuple(sum(events.values()) for events in self.exact)
+        units = sum(_unit_total(choice) for choice in self.units)
+        return tuple(units + sum(events.values()) for events in self._tables_exact)
 
     def totals(self, rank: int) -> RankTotals:
         phases = self.peaks[rank]
@@ -228,6 +253,14 @@ class StepDraft(Draft):
                     yield Event(rank, 1, phase, kind, PEAK, size)
 
 
+def _added(parts: Iterable[Mapping[Any, float]]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for part in parts:
+        for phase, value in part.items():
+            totals[phase] = totals.get(phase, 0.0) + value
+    return totals
+
+
 _TABLE_EVENTS: tuple[tuple[Phase, Kind], ...] = (
     ("setup", "weight"),
     ("setup", "optimizer_state"),
@@ -235,13 +268,20 @@ _TABLE_EVENTS: tuple[tuple[Phase, Kind], ...] = (
 )
 
 
-def _unit_events(choice: UnitChoice, rank: int) -> dict[tuple[Phase, Kind, str], int]:
-    """The exact bytes of a dense unit on a rank; padding is told by role."""
+Exact = dict[tuple[Phase, Kind, str], int]
+
+
+def _unit_total(choice: UnitChoice) -> int:
+    """Bytes of a unit in all roles: the same on every rank, for padding is stored like weights."""
+    return sum(unit_events(choice, 0).values())
+
+
+def unit_events(choice: UnitChoice, padding: int) -> Exact:
+    """The exact bytes of a dense unit on a rank with so much padding, which is told by role."""
     name, kind = choice.unit.name, choice.unit.optimizer
-    padding = choice.layout.padding_bytes(0 if choice.replicated else rank)
     payload = choice.layout.shard_bytes - padding
     kept = dense.unit_bytes(payload, padding, kind)
-    events: dict[tuple[Phase, Kind, str], int] = {
+    events: Exact = {
         ("setup", "weight", name): kept["weight"],
         ("setup", "padding", f"{name}.parameter"): padding,
         ("reduce", "gradient", name): kept["gradient"],

@@ -67,6 +67,7 @@ def _plan_facts(plan: Plan) -> Facts:
         "ranks": (plan.world_size, ""),
         "slowest rank": (plan.max_rank_seconds, "seconds"),
         "lower bound": (plan.lower_bound_seconds, "seconds"),
+        "units gathered ahead": (plan.prefetch, ""),
         "version": (plan.version, ""),
     }
 
@@ -101,6 +102,8 @@ def _unit_facts(unit: UnitPlan) -> Facts:
         "freed after forward": ("yes" if unit.reshard_after_forward else "no", ""),
         "bytes per rank": (unit.bytes_per_rank, "bytes"),
         "padding": (unit.padding_bytes, "bytes"),
+        "collectives per step": (unit.collectives, ""),
+        "moved per step": (unit.bytes_per_step, "bytes"),
         "seconds": (unit.seconds, "seconds"),
     }
 

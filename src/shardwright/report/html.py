@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -166,46 +168,60 @@ def _figures(plan: Plan, measurement: Measurement | None) -> tuple[Figure, ...]:
     return tuple(found)
 
 
-def _quality_figures(quality: Quality) -> tuple[Figure, Figure]:
-    auc, loss = quality.best_auc, quality.best_log_loss
-    return (
-        Figure("AUC", f"{quality.auc:.4f}", "" if auc is None else f"best possible {auc:.4f}"),
-        Figure(
-            "Log-loss",
-            f"{quality.log_loss:.4f}",
-            "" if loss is None else f"best possible {loss:.4f}",
-        ),
+def _quality_figures(quality: Quality) -> tuple[Figure, ...]:
+    return tuple(
+        Figure(name, f"{reached:.4f}", "" if best is None else f"best possible {best:.4f}")
+        for name, reached, best in _reached(quality)
     )
 
 
+def _reached(quality: Quality) -> Iterator[tuple[str, float, float | None]]:
+    """Each figure of held-out rows with the best that is known."""
+    if quality.auc is not None:
+        yield "AUC", quality.auc, quality.best_auc
+    best = quality.best_log_loss
+    if quality.bits_per_byte is None:
+        yield "Log-loss", quality.log_loss, best
+        return
+    yield "Nats per token", quality.log_loss, best
+    bits = None if best is None else best / math.log(2)
+    yield "Bits per byte", quality.bits_per_byte, bits
+
+
 def _quality_sheet(quality: Quality) -> Sheet:
-    """Held-out AUC and log-loss beside the optimum; AUC also as a share of the way from chance."""
-    auc, loss = quality.best_auc, quality.best_log_loss
-    way = "-"
-    if auc is not None and auc > 0.5:
-        way = f"{percent((quality.auc - 0.5) / (auc - 0.5))} of the way from 0.5 to the best"
-    excess = "-" if loss is None else f"{quality.log_loss - loss:+.4f} nats from the best"
-    unknown = "not known"
+    """Held-out figures beside the optimum; AUC also as a share of the way from chance."""
+    of_text = quality.bits_per_byte is not None
+    note = (
+        "The best possible is known where the text was made up: no model of what came before can "
+        "do better."
+        if of_text
+        else "AUC does not depend on how rare clicks are: 0.5 is guessing. The best possible is "
+        "known where the rows were generated from a known click model."
+    )
     return Sheet(
-        f"On {counted(quality.rows, 'held-out row')}",
+        f"On {counted(quality.rows, 'held-out token' if of_text else 'held-out row')}",
         (
             Column("figure"),
             Column("reached", numeric=True),
             Column("best possible", numeric=True),
             Column("how far"),
         ),
-        (
-            ("AUC", f"{quality.auc:.4f}", unknown if auc is None else f"{auc:.4f}", way),
-            (
-                "Log-loss",
-                f"{quality.log_loss:.4f}",
-                unknown if loss is None else f"{loss:.4f}",
-                excess,
-            ),
+        tuple(
+            (name, f"{reached:.4f}", "not known" if best is None else f"{best:.4f}", far)
+            for name, reached, best in _reached(quality)
+            for far in [_how_far(name, reached, best)]
         ),
-        "AUC does not depend on how rare clicks are: 0.5 is guessing. The best possible is known "
-        "where the rows were generated from a known click model.",
+        note,
     )
+
+
+def _how_far(name: str, reached: float, best: float | None) -> str:
+    if name != "AUC":
+        unit = "bits" if name == "Bits per byte" else "nats"
+        return "-" if best is None else f"{reached - best:+.4f} {unit} from the best"
+    if best is None or best <= 0.5:
+        return "-"
+    return f"{percent((reached - 0.5) / (best - 0.5))} of the way from 0.5 to the best"
 
 
 def _memory_caption(plan: Plan, measurement: Measurement | None) -> str:

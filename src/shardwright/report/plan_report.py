@@ -14,10 +14,9 @@ from shardwright.report import statistics_sheets as sheets
 from shardwright.report.table import drawn, listed, spaced
 
 EVERYTHING = 10**6  # rows that a full report may have
-MORE = (
-    "Every number step by step: shardwright explain plan.json --statistic NAME, and --tensor NAME "
-    "for a table. Every sheet, table and rank: shardwright plan --full."
-)
+STEPS = "Every number step by step: shardwright explain plan.json --statistic NAME"
+MORE = ", and --tensor NAME for a table. Every sheet, table and rank: shardwright plan --full."
+MORE_WITHOUT_TABLES = ". Every sheet and rank: shardwright plan --full."
 
 
 def plan_report(
@@ -27,12 +26,14 @@ def plan_report(
     most_tables = EVERYTHING if full else plan_sheets.MOST_TABLES
     most_ranks = EVERYTHING if full else plan_sheets.MOST_RANKS
     few = len(plan.tables) <= plan_sheets.MOST_TABLES
-    lookups = full or (few and not table_sheets.is_plain(statistics))
+    tabled = bool(plan.tables)
+    lookups = tabled and (full or (few and not table_sheets.is_plain(statistics)))
+    kernels = tabled and (full or len(statistics.kernels) > 1)
     shown = [
-        plan_sheets.tables_sheet(plan, most_tables),
+        plan_sheets.tables_sheet(plan, most_tables) if tabled else None,
         table_sheets.lookups_sheet(statistics) if lookups else None,
-        table_sheets.storage_sheet(plan, statistics) if full else None,
-        table_sheets.seconds_sheet(statistics) if full else None,
+        table_sheets.storage_sheet(plan, statistics) if full and tabled else None,
+        table_sheets.seconds_sheet(statistics) if full and tabled else None,
         plan_sheets.units_sheet(plan) if plan.units else None,
         plan_sheets.ranks_sheet(plan, most_ranks),
         sheets.times_sheet(plan, statistics, most_ranks),
@@ -43,8 +44,8 @@ def plan_report(
         sheets.evenness_sheet(plan, statistics),
         sheets.tiers_sheet(plan, statistics),
         *(sheets.ledger_sheet(ledger) for ledger in statistics.ledgers),
-        sheets.bottlenecks_sheet(plan, statistics),
-        table_sheets.kernels_sheet(statistics) if full or len(statistics.kernels) > 1 else None,
+        sheets.bottlenecks_sheet(plan, statistics) if tabled else None,
+        table_sheets.kernels_sheet(statistics) if kernels else None,
     ]
     verdict = [
         plan_sheets.search_line(plan),
@@ -58,5 +59,5 @@ def plan_report(
         *(drawn(sheet) for sheet in details if sheet is not None),
         listed("Not searched to the end", sheets.skipped_lines(plan)),
         listed("Assumptions", plan_sheets.assumptions(plan)),
-        Text(MORE, style="dim"),
+        Text(STEPS + (MORE if tabled else MORE_WITHOUT_TABLES), style="dim"),
     )

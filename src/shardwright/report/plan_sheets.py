@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.placement import Replicate
@@ -24,20 +25,25 @@ from shardwright.report.wording import (
 MOST_TABLES = 40
 MOST_RANKS = 16
 NO_GAP = 1e-9  # a smaller one is rounding
+AHEAD = ", the next unit's are gathered while one computes"
 
 
 def headline(plan: Plan) -> str:
     """What is planned, in one line."""
-    cluster, tables = plan.cluster, counted(len(plan.tables), "table")
-    what = f"{tables} alone"
+    cluster, batch = plan.cluster, plan.job.batch
+    parts = [counted(len(plan.tables), "table")] if plan.tables else []
+    what = f"{' '.join(parts)} alone"
     if plan.job.model.kind != "tables":
-        units = counted(len(plan.units), "dense unit")
-        what = f"{plan.job.model.kind}: {tables} and {units}"
+        parts.append(counted(len(plan.units), "dense unit"))
+        what = f"{plan.job.model.kind}: {' and '.join(parts)}"
     hosts = -(-cluster.world_size // cluster.local_world_size)
     where = f" of {hosts} hosts" if hosts > 1 else ""
+    length = (
+        f" of {counted(batch.sequence, 'token')}" if plan.job.model.kind == "transformer" else ""
+    )
     return (
         f"{what} on {counted(plan.world_size, f'{cluster.compute_device} rank')}{where}, "
-        f"{counted(plan.job.batch.size, 'sample')} per rank and step"
+        f"{counted(batch.size, 'sample')}{length} per rank and step"
     )
 
 
@@ -170,7 +176,7 @@ def _label(tables: Sequence[TablePlan]) -> str:
 
 
 def units_sheet(plan: Plan) -> Sheet:
-    """One row per dense unit: where each role lives, bytes per rank, padding, seconds."""
+    """Where each role of a unit lives, its bytes, calls, seconds; neighbours alike share a row."""
     return Sheet(
         "Dense units",
         (
@@ -182,21 +188,31 @@ def units_sheet(plan: Plan) -> Sheet:
             Column("full weights", under="weights"),
             Column("bytes/rank", numeric=True),
             Column("padding", numeric=True, under="bytes/rank"),
+            Column("moved/step", numeric=True),
+            Column("calls", numeric=True, under="moved/step"),
             Column("s/step", numeric=True),
         ),
-        tuple(_unit_row(unit) for unit in plan.units),
-        "Gathered full weights are freed after a pass or kept from forward to backward. Padding is "
-        "the part of a rank's bytes that belongs to no tensor.",
+        tuple(_unit_rows(plan.units)),
+        "Gathered full weights are freed after a pass or kept from forward to backward"
+        f"{AHEAD if plan.prefetch else ''}. Padding is the part of a rank's bytes that belongs to "
+        "no tensor. What moves are the full buffers of all calls of collectives.",
     )
 
 
-def _unit_row(unit: UnitPlan) -> tuple[str, ...]:
+def _unit_rows(units: Iterable[UnitPlan]) -> Iterator[tuple[str, ...]]:
+    """Neighbours with equal facts once, by the first and the last name."""
+    for facts, alike in groupby(units, _unit_facts):
+        names = [printable(unit.name) for unit in alike]
+        many = f"{names[0]} to {names[-1]} ({counted(len(names), 'unit')})"
+        yield (many if len(names) > 1 else names[0], *facts)
+
+
+def _unit_facts(unit: UnitPlan) -> tuple[str, ...]:
     if isinstance(unit.parameter, Replicate):
         full = "always"
     else:
         full = "freed" if unit.reshard_after_forward else "kept"
     return (
-        printable(unit.name),
         placement_text(unit.parameter),
         placement_text(unit.gradient),
         placement_text(unit.optimizer_state),
@@ -204,6 +220,8 @@ def _unit_row(unit: UnitPlan) -> tuple[str, ...]:
         full,
         format_bytes(unit.bytes_per_rank),
         format_bytes(unit.padding_bytes),
+        format_bytes(unit.bytes_per_step),
+        str(unit.collectives),
         format_seconds(unit.seconds),
     )
 

@@ -55,35 +55,42 @@ def times_sheet(plan: Plan, statistics: Statistics, most: int = MOST_RANKS) -> S
     """Seconds by part, waiting, traffic and shards of each rank; alike ranks share a row."""
     parts = [part.part for part in statistics.parts if part.seconds]
     waits = any(rank.idle_seconds for rank in statistics.ranks)
-    rows = [(rank.rank, _times_row(rank, parts, waits)) for rank in statistics.ranks]
+    routed = bool(plan.tables)
+    rows = [(rank.rank, _times_row(rank, parts, waits, routed)) for rank in statistics.ranks]
     groups, more = alike(rows), ""
     if len(groups) > most:
         groups = worst(plan, groups, most)
         more = f" Of {plan.world_size} ranks the fullest and slowest are shown."
+    traffic = (
+        Column("ids in", numeric=True),
+        Column("rows out", numeric=True, under="ids in"),
+        Column("shards"),
+    )
+    told = f"Bytes are those of one step. {_letters(statistics)}.{more}"
     return Sheet(
-        "Time and traffic per rank",
+        "Time and traffic per rank" if routed else "Time per rank",
         (
             Column("rank"),
             Column("s/step", numeric=True),
             *(Column(PART_TITLES.get(part, part), numeric=True) for part in parts),
             *((Column("waits", numeric=True),) if waits else ()),
-            Column("ids in", numeric=True),
-            Column("rows out", numeric=True, under="ids in"),
-            Column("shards"),
+            *(traffic if routed else ()),
         ),
         tuple((ranks_text(ranks, plan.world_size), *row) for row, ranks in groups),
-        f"Bytes are those of one step. {_letters(statistics)}.{more}",
+        told if routed else more.strip(),
     )
 
 
-def _times_row(rank: RankStatistics, parts: Sequence[str], waits: bool) -> tuple[str, ...]:
+def _times_row(
+    rank: RankStatistics, parts: Sequence[str], waits: bool, routed: bool
+) -> tuple[str, ...]:
+    shards = ", ".join(f"{_letter(kind)} {count:,}" for kind, count in rank.shards.items())
+    traffic = (format_bytes(rank.input_bytes), format_bytes(rank.output_bytes), shards or "none")
     return (
         format_seconds(rank.seconds),
         *(format_seconds(rank.parts.get(part, 0.0)) for part in parts),
         *((format_seconds(rank.idle_seconds),) if waits else ()),
-        format_bytes(rank.input_bytes),
-        format_bytes(rank.output_bytes),
-        ", ".join(f"{_letter(kind)} {count:,}" for kind, count in rank.shards.items()) or "none",
+        *(traffic if routed else ()),
     )
 
 
@@ -304,6 +311,8 @@ def waiting_lines(statistics: Statistics) -> tuple[str, ...]:
 
 def price_line(prices: Sequence[MemoryPrice]) -> str:
     """What more memory would buy."""
+    if not prices:
+        return "There are no tables: the bound does not depend on memory."
     worth = [price for price in prices if price.bound_falls]
     if not worth:
         return "More memory per rank would not lower the bound: memory is not what limits it."

@@ -30,7 +30,7 @@ def plan_summary(plan: Plan) -> RenderableType:
     """The plan's tables, dense units, ranks, search and assumptions."""
     return spaced(
         Text(plan_sheets.headline(plan), style="bold"),
-        drawn(plan_sheets.tables_sheet(plan)),
+        drawn(plan_sheets.tables_sheet(plan)) if plan.tables else None,
         drawn(plan_sheets.units_sheet(plan)) if plan.units else None,
         drawn(plan_sheets.ranks_sheet(plan)),
         Text(plan_sheets.search_line(plan)),

@@ -20,8 +20,10 @@ from shardwright.runtime.comm import Comm, fingerprint_of
 from shardwright.runtime.embeddings.route import make_route
 from shardwright.runtime.embeddings.store import InitialBlock
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.fully_shard import attach, get_dstorage
+from shardwright.runtime.fully_shard import attach, unit_members
 from shardwright.runtime.probe import Probe
+from shardwright.runtime.units.flow import Flow
+from shardwright.runtime.units.registry import storages_in
 
 
 @runtime_checkable
@@ -69,12 +71,21 @@ def apply(
     def initial(fqn: str) -> torch.Tensor:
         return initial_block(fqn, (0,) * len(shapes[fqn]), shapes[fqn])
 
+    flow = Flow(plan.prefetch)
+    model.register_forward_pre_hook(lambda module, arguments: flow.begin(), prepend=True)
     for unit in plan.units:
+        modules = [model.get_submodule(path) for path in unit.modules]
+        members = unit_members(modules, unit.modules, unit.name)
         attach(
-            model.get_submodule(unit.name),
+            modules,
+            unit.modules,
             comm,
-            unit.parameter,
+            members,
+            {member.fqn: unit.parameter for member in members},
             name=unit.name,
+            flow=flow,
+            module_names=unit.modules,
+            leads=False,
             reshard_after_forward=unit.reshard_after_forward,
             initial=initial,
         )
@@ -85,10 +96,10 @@ def apply(
 def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:
     """Ranks exchange only mean gradients, so replicas that start apart would stay apart."""
     facts: dict[str, str] = {}
-    for name, module in model.named_modules():
-        storage = get_dstorage(module)
-        if storage is not None and storage.is_replicated:
-            facts[f"start of unit '{name}'"] = fingerprint_of(storage.flat)
+    for storage in storages_in(model):
+        if storage.keeps_whole:
+            facts[f"start of unit '{storage.name}'"] = fingerprint_of(storage.byte_storage)
+    for module in model.modules():
         if isinstance(module, ShardedTables) and module.replicas.held:
             facts["start of replicated tables"] = fingerprint_of(module.replicas.weight)
     if facts:

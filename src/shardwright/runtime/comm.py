@@ -1,27 +1,24 @@
-"""Every collective of the runtime. Nothing else names torch.distributed's operations.
-
-The backend is probed once: torch renamed two collectives between 2.11 and 2.13, and averaging is
-done as a sum and a scale by the caller, which every backend has. Waits are bounded by the timeout
-of the mesh's own group. The calling order is the same on every rank by construction (layout order).
-"""
+"""Every collective of the runtime goes through a Comm; a process group begins and ends here."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.core.errors import MismatchError, UnsupportedError, expected
+from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
+from shardwright.runtime.peers import Peers
+from shardwright.runtime.pending import Pending
 from shardwright.runtime.probe import Probe
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+__all__ = ["Comm", "Peers", "Pending", "fingerprint_of", "start", "stop"]
 
 
 def start(
@@ -52,85 +49,136 @@ def fingerprint_of(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
-class Comm:
-    """The collectives of one 1-D mesh, counted and labelled."""
+class Comm(Peers):
+    """The collectives of a mesh, counted and labelled.
 
-    def __init__(self, mesh: DeviceMesh, probe: Probe | None = None) -> None:
-        if mesh.ndim != 1:
-            raise UnsupportedError(
-                expected(
-                    "mesh", "a 1-D mesh", f"{mesh.ndim} dimensions", "Pass a 1-D sub-mesh of it."
-                )
-            )
+    A 2-D mesh means (replicate, shard). ``group``, ``rank`` and ``size`` are those of its last
+    dimension, and gathers stay within them; reductions also sum over ``replicas``, the group of the
+    first dimension (None for 1-D), as the last part of their wait. ``total`` counts all ranks.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        probe: Probe | None = None,
+        *,
+        paths: str | Mapping[str, str] | None = None,
+        checked: bool | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        _check_mesh(mesh)
+        last = mesh.ndim - 1
+        options: dict[str, Any] = {"paths": paths, "checked": checked, "timeout": timeout}
+        super().__init__(
+            mesh.get_group(last),
+            mesh.get_local_rank(last),
+            mesh.size(last),
+            mesh.device_type,
+            probe,
+            **options,
+        )
         self.mesh = mesh
-        self.group = mesh.get_group()
-        self.rank = mesh.get_local_rank()
-        self.size = mesh.size()
-        self.probe = probe or Probe()
+        self.total = mesh.size()
+        self.replicas: dist.ProcessGroup | None = None
+        self._twins: Peers | None = None
+        if last:
+            self.replicas = mesh.get_group(0)
+            self._twins = Peers(
+                self.replicas,
+                mesh.get_local_rank(0),
+                mesh.size(0),
+                mesh.device_type,
+                probe,
+                **options,
+            )
 
-    def _done(self) -> None:
-        """Let the backend's thread let go of the tensors.
+    def reduce_scatter(
+        self, label: str, shard: torch.Tensor, full: torch.Tensor, *, wait: bool = True
+    ) -> Pending | None:
+        """``shard`` [n] becomes this rank's part of the sum of ``full`` [W*n] over all ranks."""
+        if self._twins is None:
+            return super().reduce_scatter(label, shard, full, wait=wait)
+        pending = super().reduce_scatter(label, shard, full, wait=False)
+        return self._over_replicas(pending, label, shard, wait)
 
-        gloo wakes the caller first and drops its hold after; where cores are few, the caller would
-        compute on with buffers alive that nobody needs. A yield costs about a microsecond.
-        """
-        if self.mesh.device_type == "cpu":
-            os.sched_yield()
-
-    def all_gather(self, label: str, full: torch.Tensor, shard: torch.Tensor) -> None:
-        """``full`` [W*n] becomes the shards [n] of all ranks in rank order."""
-        self.probe.collective(label, full.numel() * full.element_size())
-        _all_gather(full, shard, group=self.group)
-        self._done()
-
-    def reduce_scatter(self, label: str, shard: torch.Tensor, full: torch.Tensor) -> None:
-        """``shard`` [n] becomes this rank's part of the sum over ranks of ``full`` [W*n]."""
-        self.probe.collective(label, full.numel() * full.element_size())
-        _reduce_scatter(shard, full, op=dist.ReduceOp.SUM, group=self.group)
-        self._done()
-
-    def all_reduce(self, label: str, tensor: torch.Tensor) -> None:
-        """``tensor`` becomes its sum over ranks."""
-        self.probe.collective(label, tensor.numel() * tensor.element_size())
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
-        self._done()
-
-    def all_to_all(
+    def all_reduce(
         self,
         label: str,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_splits: Sequence[int] | None = None,
-        sent_splits: Sequence[int] | None = None,
-    ) -> None:
-        """Send the k-th split of ``sent`` to rank k; equal splits where none are given."""
-        self.probe.collective(label, sent.numel() * sent.element_size())
-        dist.all_to_all_single(
-            received,
-            sent,
-            None if received_splits is None else list(received_splits),
-            None if sent_splits is None else list(sent_splits),
-            group=self.group,
-        )
-        self._done()
+        tensor: torch.Tensor,
+        *,
+        wait: bool = True,
+        largest: bool = False,
+        replicas: bool = True,
+    ) -> Pending | None:
+        """``tensor`` becomes its sum, or the ``largest`` of each element, over all ranks.
+
+        Without ``replicas`` over the group's only: what replicas have in common counts once.
+        """
+        if self._twins is None or not replicas:
+            return super().all_reduce(label, tensor, wait=wait, largest=largest)
+        pending = super().all_reduce(label, tensor, wait=False, largest=largest)
+        return self._over_replicas(pending, label, tensor, wait, largest)
+
+    def _over_replicas(
+        self,
+        pending: Pending | None,
+        label: str,
+        tensor: torch.Tensor,
+        wait: bool,
+        largest: bool = False,
+    ) -> Pending | None:
+        assert pending is not None
+        assert self._twins is not None
+        reduce = partial(self._twins.all_reduce, f"{label} over replicas", tensor, largest=largest)
+        pending.then(reduce)
+        return pending.returned(wait)
 
     def agree(self, what: str, facts: Mapping[str, str]) -> None:
         """Raise on every rank, naming the ranks and the first fact on which they differ."""
         digests = [hashlib.sha256(f"{k}={v}".encode()).digest() for k, v in facts.items()]
         own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
-        own = own.to(self.mesh.device_type)
-        everyone = own.new_empty(self.size * own.numel())
-        self.all_gather(f"agree on {what}", everyone, own)
-        rows = everyone.view(self.size, len(digests), 32).cpu()
+        everyone = own = own.to(self.mesh.device_type)
+        for peers in (self, self._twins):
+            if peers is not None:
+                own, everyone = everyone, everyone.new_empty(peers.size * everyone.numel())
+                peers.all_gather(f"agree on {what}", everyone, own)
+        rows = everyone.view(self.total, len(digests), 32).cpu()
+        ranks = self.mesh.mesh.flatten().tolist()
         for index, name in enumerate(facts):
-            differing = [r for r in range(self.size) if not rows[r, index].equal(rows[0, index])]
+            first = rows[0, index]
+            differing = [
+                r for r, row in zip(ranks, rows, strict=True) if not row[index].equal(first)
+            ]
             if differing:
-                ranks = ", ".join(map(str, differing))
                 raise MismatchError(
                     expected(
                         what,
                         f"the same {name} on every rank",
-                        f"another one on rank {ranks} than on rank 0",
+                        f"another one on rank {', '.join(map(str, differing))} "
+                        f"than on rank {ranks[0]}",
                         "Start every rank from the same plan, code and versions.",
                     )
                 )
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    names = mesh.mesh_dim_names or [f"dim {index}" for index in range(mesh.ndim)]
+    dims = ", ".join(f"{name} {mesh.size(index)}" for index, name in enumerate(names))
+    if mesh.ndim > 2:
+        raise UnsupportedError(
+            expected(
+                "mesh",
+                "a 1-D mesh, or a 2-D one of (replicate, shard)",
+                f"{mesh.ndim} dimensions ({dims})",
+                "Pass a 1-D or 2-D sub-mesh of it, such as mesh['replicate', 'shard'].",
+            )
+        )
+    if mesh.get_coordinate() is None:
+        raise InputError(
+            expected(
+                "mesh",
+                "a mesh that this rank is in",
+                f"ranks {mesh.mesh.flatten().tolist()} ({dims}) on rank {dist.get_rank()}",
+                "Call it on the ranks of the mesh only.",
+            )
+        )

@@ -1,278 +1,337 @@
-"""``fully_shard_flat``: wrap a module so that its parameters live as one flat, sharded buffer."""
+"""``fully_shard_flat``: wrap modules so that their parameters live as one sharded buffer."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
-from shardwright.core.placement import Placement, Replicate, Shard
-from shardwright.core.schedule import Action
+from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.layout import balanced_owners
+from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.dstorage import DStorage, Initial, State, placement_of
-from shardwright.runtime.probe import Probe
-from shardwright.runtime.torch_private import after_backward, in_backward
+from shardwright.runtime.state import follow_state_dict
+from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.flow import Flow
+from shardwright.runtime.units.hooks import UnitHooks
+from shardwright.runtime.units.parameter import Member, check_materials, find_members
+from shardwright.runtime.units.precision import as_precision
+from shardwright.runtime.units.registry import get_dstorage, holder_of, register, storages_in
+from shardwright.runtime.units.unit import Initial
 
-_STORAGES: weakref.WeakKeyDictionary[nn.Module, DStorage] = weakref.WeakKeyDictionary()
-_OWNERS: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> unit
+STRATEGIES = ("per_param", "param_boundary", "flat")
 
+AnyPlacement = Placement | TorchPlacement
+PlacementFunction = Callable[[str, nn.Parameter], AnyPlacement | None]
 
-def get_dstorage(module: nn.Module) -> DStorage | None:
-    """The storage attached to ``module`` itself, or None."""
-    return _STORAGES.get(module)
+_TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> its fqn and unit
 
 
 def fully_shard_flat(
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     mesh: DeviceMesh,
-    placements: tuple[Placement | TorchPlacement, ...] = (Shard(0),),
-    reshard_after_forward: bool = True,
+    placements: tuple[AnyPlacement, ...] = (Shard(0),),
+    reshard_after_forward: bool | int = True,
     register_hooks: bool = True,
     shard_strategy: str = "per_param",
-    shard_placement_fn: Callable[[str, nn.Parameter], Placement] | None = None,
+    shard_placement_fn: PlacementFunction | None = None,
+    *,
+    precision: Any = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    prefetch: int = 1,
+    cpu_offload: bool = False,
 ) -> DStorage:
-    """Shard all parameters of ``module`` over a 1-D ``mesh`` as one flat buffer.
+    """Shard the parameters of ``module`` over ``mesh`` as one buffer (collective).
 
-    This version carries out ``shard_strategy="flat"`` in fp32, and ``(Replicate(),)``; every other
-    request raises :class:`UnsupportedError` naming what is supported. torch's own placements are
-    accepted. With ``register_hooks=False`` the caller drives ``unshard()`` and ``reshard()``.
+    Wrap inner modules first: a module's storage has the parameters that no inner one has. Several
+    modules that run one after the other can be one unit. From then on the module shows sharded
+    parameters, each with its reduced gradient after a backward, and full ones while it computes.
+    The table of what was done is the ``repr`` of what is returned.
+
+    Args:
+        mesh: 1-D, or 2-D of replicas x shards.
+        placements: for parameters that nothing below decides: ``Shard(dim)``, ``Owned(rank)``,
+            ``BlockShard(size, dim)`` or ``Replicate()``, torch's own included.
+        reshard_after_forward: free full parameters after the forward and gather them again in the
+            backward; a number of ranks keeps them shared by so few meanwhile.
+        register_hooks: False: the caller drives ``unshard()`` and ``reshard()``.
+        shard_strategy: ``"per_param"`` cuts every parameter as ``placements`` say;
+            ``"param_boundary"`` gives each whole to one rank, the largest first to the rank with
+            least; ``"flat"`` cuts the buffer evenly, so that a gather needs no copy.
+        shard_placement_fn: the placement of each parameter by name, None for the strategy's.
+        precision: a :class:`MixedPrecision`, or torch's ``MixedPrecisionPolicy``.
+        ignored_params: stay as they are: neither sharded nor reduced.
+        prefetch: how many units are on their way while one computes, once the order is known.
+        cpu_offload: accepted where parameters live on the CPU anyway.
+
+    Raises:
+        InputError: for what can be mended by the caller, on every rank, naming the parameter.
+        UnsupportedError: for what this version cannot do.
+        MismatchError: if ranks do not agree.
     """
-    if shard_placement_fn is not None:
-        raise UnsupportedError(
-            expected("shard_placement_fn", "None", "a function", "Use shard_strategy='flat'.")
-        )
-    wanted = tuple(_ours(placement) for placement in placements)
-    if wanted not in ((Shard(0),), (Replicate(),)):
-        raise UnsupportedError(
-            expected("placements", "(Shard(0),) or (Replicate(),)", repr(placements))
-        )
-    placement = wanted[0] if wanted == (Replicate(),) else placement_of(shard_strategy)
-    _refuse_what_is_taken(module, "")
+    modules = list(module) if isinstance(module, Sequence) else [module]
+    if not modules or not all(isinstance(m, nn.Module) for m in modules):
+        raise InputError(expected("module", "a module, or several", repr(module)[:60]))
+    if register_hooks:
+        _check_forward(modules)
     comm = Comm(mesh)
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
-    options = (placement, reshard_after_forward, register_hooks)
+    names = [""] if len(modules) == 1 else [str(index) for index in range(len(modules))]
+    unit = " + ".join(type(m).__name__ for m in modules)
+    notes = _offload_notes(mesh, cpu_offload)
+    _check_reshard(reshard_after_forward, comm.size, unit)
+    if not (isinstance(prefetch, int) and prefetch >= 0):
+        raise InputError(expected("prefetch", "0 or more units", repr(prefetch)))
+    members = _members(modules, names, unit, ignored_params)
+    chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size)
+    shapes = [(m.fqn, tuple(m.shape), str(m.dtype), m.parameter.requires_grad) for m in members]
+    precision = as_precision(precision)
+    options = (chosen, reshard_after_forward, register_hooks, precision, prefetch)
     comm.agree("fully_shard_flat", {"module": repr(shapes), "options": repr(options)})
-    return attach(
-        module,
+    ignored = [
+        name for m in modules for name, p in m.named_parameters() if _among(p, ignored_params)
+    ]
+    storage = attach(
+        modules,
+        names,
         comm,
-        placement,
-        name="",
+        members,
+        chosen,
+        name=unit,
+        flow=Flow(prefetch),
         reshard_after_forward=reshard_after_forward,
         register_hooks=register_hooks,
+        precision=precision,
+        ignored=ignored,
+        notes=notes,
     )
-
-
-def _ours(placement: Placement | TorchPlacement) -> Placement:
-    """torch's placement as the torch-free one of the same name."""
-    if isinstance(placement, TorchShard):
-        return Shard(placement.dim)
-    if isinstance(placement, TorchReplicate):
-        return Replicate()
-    if isinstance(placement, TorchPlacement):
-        raise UnsupportedError(expected("placements", "Shard or Replicate", repr(placement)))
-    return placement
-
-
-def attach(
-    module: nn.Module,
-    comm: Comm,
-    placement: Placement,
-    *,
-    name: str,
-    reshard_after_forward: bool = True,
-    register_hooks: bool = True,
-    initial: Initial | None = None,
-) -> DStorage:
-    """What ``fully_shard_flat`` and ``apply`` share: build the storage and its hooks."""
-    _refuse_what_is_taken(module, name)
-    originals = list(module.parameters())
-    storage = DStorage(
-        module,
-        comm,
-        placement,
-        name=name,
-        reshard_after_forward=reshard_after_forward,
-        driven_by_hand=not register_hooks,
-        initial=initial,
-    )
-    _STORAGES[module] = storage
-    unit = name or type(module).__name__
-    _OWNERS.update((inner, unit) for inner in _owners_in(module))
-    for parameter in originals:
-        _TAKEN[parameter] = unit
-    if register_hooks:
-        hooks = _Hooks(storage)
-        module.register_forward_pre_hook(hooks.before_forward)
-        module.register_forward_hook(hooks.after_forward, always_call=True)
+    for module, name in zip(modules, names, strict=True):
+        _name_inner(module, name)
     return storage
 
 
-def _refuse_what_is_taken(module: nn.Module, name: str) -> None:
-    """A parameter belongs to one unit: no nesting either way, no tying across units."""
-    unit = name or type(module).__name__
-    owners = _owners_in(module)
-    taken = next((_OWNERS[inner] for inner in owners if inner in _OWNERS), None)
-    if taken is not None:
+def _check_forward(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise InputError(
+                expected(
+                    "module",
+                    "modules with a forward, which the unit's hooks follow",
+                    f"a {type(module).__name__}",
+                    "Pass its layers as a list, if they run one after the other, or their parent.",
+                )
+            )
+
+
+def _name_inner(module: nn.Module, prefix: str) -> None:
+    """Call inner units by their paths from here, which their own calls could not know."""
+    found: dict[int, tuple[DStorage, list[str]]] = {}
+    for path, inner in module.named_modules(prefix=prefix):
+        storage = None if inner is module else get_dstorage(inner)
+        if storage is not None:
+            found.setdefault(id(storage), (storage, []))[1].append(path)
+    for storage, paths in found.values():
+        storage.rename(paths)
+
+
+def _among(parameter: nn.Parameter, others: Collection[nn.Parameter]) -> bool:
+    return any(parameter is other for other in others)
+
+
+def _offload_notes(mesh: DeviceMesh, cpu_offload: bool) -> list[str]:
+    if not cpu_offload:
+        return []
+    if mesh.device_type != "cpu":
         raise UnsupportedError(
+            expected("cpu_offload", "False on an accelerator", "True", "Leave it out.")
+        )
+    return ["cpu_offload changes nothing: parameters live on the CPU"]
+
+
+def _check_reshard(kind: bool | int, size: int, unit: str) -> None:
+    if isinstance(kind, bool):
+        return
+    if not isinstance(kind, int) or kind < 1 or size % kind:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        raise InputError(
             expected(
-                f"unit '{unit}'",
-                "parameters that are in no other unit",
-                f"some of unit '{taken}'",
-                "Nested units come with a later version: wrap disjoint modules.",
+                f"reshard_after_forward of unit '{unit}'",
+                f"True, False or a number of ranks that divides {size}: "
+                + ", ".join(map(str, divisors)),
+                repr(kind),
             )
         )
-    for fqn, parameter in module.named_parameters():
-        if parameter in _TAKEN:
-            raise UnsupportedError(
+
+
+def _members(
+    modules: Sequence[nn.Module],
+    prefixes: Sequence[str],
+    unit: str,
+    ignored: Collection[nn.Parameter] = (),
+) -> list[Member]:
+    """The parameters of a unit to be; those of other units are refused by name."""
+    for module in modules:
+        if get_dstorage(module) is not None:
+            raise InputError(
+                expected(f"unit '{unit}'", "modules that are not sharded yet", "one that is")
+            )
+    members = find_members(modules, prefixes, ignored, lambda m: get_dstorage(m) is not None)
+    inside = {
+        id(inner._parameters): holder
+        for module in modules
+        for inner in module.modules()
+        if (holder := holder_of(inner)) is not None
+    }
+    for member in members:
+        holder = next((inside[id(d)] for d, _ in member.places if id(d) in inside), None)
+        if holder is not None:
+            raise InputError(
                 expected(
-                    f"{fqn} of unit '{unit}'",
-                    "a parameter of its own",
-                    f"one tied to unit '{_TAKEN[parameter]}'",
-                    "Put both in one module and shard that, or untie them.",
+                    f"{member.fqn} of unit '{unit}'",
+                    "a parameter that no other unit has",
+                    f"one that is part of unit '{holder.name}'",
+                    "Wrap inner modules first.",
                 )
             )
+        taken = _TAKEN.get(member.parameter)
+        if taken is not None:
+            there, other = taken
+            what = "the same parameter" if member.parameter.numel() else "a parameter"
+            raise InputError(
+                expected(
+                    f"{member.fqn} of unit '{unit}'",
+                    "a parameter that no other unit has",
+                    f"{what} as {there} of unit '{other}'",
+                    "Put both in one unit, such as their common ancestor, wrap inner modules "
+                    "first, or untie them.",
+                )
+            )
+    if members or not any(True for module in modules for _ in storages_in(module)):
+        check_materials(members, unit)
+    return members
 
 
-def _owners_in(module: nn.Module) -> list[nn.Module]:
-    """The modules that have parameters of their own."""
-    return [
-        inner
-        for inner in module.modules()
-        if next(inner.parameters(recurse=False), None) is not None
-    ]
+def _placements(
+    members: Sequence[Member],
+    placements: tuple[AnyPlacement, ...],
+    strategy: str,
+    function: PlacementFunction | None,
+    size: int,
+) -> dict[str, Placement]:
+    """The placement of every parameter by fqn."""
+    if strategy not in STRATEGIES:
+        known = ", ".join(f"'{s}'" for s in STRATEGIES)
+        raise InputError(expected("shard_strategy", f"one of {known}", f"'{strategy}'"))
+    if len(placements) != 1:
+        raise InputError(expected("placements", "one placement", repr(placements)))
+    default = ours(placements[0], "placements")
+    specs = [member.spec for member in members]
+    if isinstance(default, Replicate) or strategy == "per_param":
+        chosen: dict[str, Placement] = {spec.fqn: default for spec in specs}
+    elif strategy == "flat":
+        chosen = {spec.fqn: Flat() for spec in specs}
+    else:
+        chosen = balanced_owners(specs, size)
+    for member in members:
+        wanted = function(member.fqn, member.parameter) if function else None
+        if wanted is not None:
+            chosen[member.fqn] = ours(wanted, f"shard_placement_fn for {member.fqn}")
+        _check_fits(member, chosen[member.fqn], size)
+    return chosen
 
 
-class _Hooks:
-    """When a unit is gathered, reduced and freed. Holds the storage, never the module."""
+def ours(placement: Any, where: str) -> Placement:
+    """A placement as the torch-free one of the same name."""
+    if isinstance(placement, Placement):
+        return placement
+    if type(placement) is TorchShard:
+        return Shard(placement.dim)
+    if isinstance(placement, TorchReplicate):
+        return Replicate()
+    raise UnsupportedError(
+        expected(where, "Shard, Owned, BlockShard, Replicate or Flat", repr(placement))
+    )
 
-    def __init__(self, storage: DStorage) -> None:
-        self.storage = storage
 
-    @property
-    def probe(self) -> Probe:
-        return self.storage.comm.probe
-
-    def before_forward(self, module: nn.Module, arguments: tuple[Any, ...]) -> Any:
-        storage = self.storage
-        if not in_backward():  # a recomputed forward works on what its backward gathered
-            storage.recover()
-        if not storage.is_replicated:
-            storage.unshard()
-            self.probe.did(Action("gather", storage.name, "forward"))
-        leaves, shape = tree_flatten(arguments)
-        spots = [i for i, x in enumerate(leaves) if torch.is_tensor(x) and x.requires_grad]
-        if not (torch.is_grad_enabled() and spots):
-            return None
-        marked = _AfterBackward.apply(self, *(leaves[i] for i in spots))
-        for i, tensor in zip(spots, marked, strict=True):
-            leaves[i] = tensor
-        return tree_unflatten(leaves, shape)
-
-    def after_forward(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        storage = self.storage
-        recomputed = in_backward()
-        if output is None:  # the forward raised: leave the unit as it is found between steps
-            if not recomputed:
-                storage.free()
-            return None
-        try:
-            output = self._marked(output, storage.name or type(module).__name__)
-        except ShardwrightError:
-            storage.free()
-            raise
-        self.probe.did(Action("compute", storage.name, "forward"))
-        kept = torch.is_grad_enabled() and not storage.reshard_after_forward
-        if not (storage.is_replicated or recomputed or kept):
-            storage.free()
-            self.probe.did(Action("free", storage.name, "forward"))
-        return output
-
-    def _marked(self, output: Any, unit: str) -> Any:
-        """The output with every tensor of the graph announcing its backward to this unit."""
-        found = 0
-
-        def mark(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal found
-            if self.storage.shares_full_buffer(tensor):
+def _check_fits(member: Member, placement: Placement, size: int) -> None:
+    where, dims = member.fqn, len(member.shape)
+    match placement:
+        case Shard(dim) | BlockShard(_, dim):
+            if dims and not 0 <= dim < dims:
                 raise InputError(
                     expected(
-                        f"output of unit '{unit}'",
-                        "tensors of its own",
-                        "a view of a parameter",
-                        "Return a clone, for the parameter's memory is freed after forward.",
+                        where,
+                        f"a dim from 0 to {dims - 1} of shape {tuple(member.shape)}",
+                        f"{placement!r}",
+                        "Use Shard(0), or Owned(rank).",
                     )
                 )
-            if not tensor.requires_grad:
-                return tensor
-            found += 1
-            marked: torch.Tensor = _BeforeBackward.apply(tensor, self)
-            return marked
-
-        output = tree_map_only(torch.Tensor, mark, output)
-        if torch.is_grad_enabled() and not found:
-            raise UnsupportedError(
-                expected(
-                    f"output of unit '{unit}'",
-                    "tensors with gradient, alone or in tuples, lists and dicts",
-                    f"a {type(output).__name__} without any",
-                    "Return tensors, or run under torch.no_grad().",
+            if isinstance(placement, BlockShard) and placement.size < 1:
+                raise InputError(expected(where, "blocks of 1 or more", f"{placement.size}"))
+        case Owned(rank):
+            if not 0 <= rank < size:
+                raise InputError(
+                    expected(where, f"an owner from 0 to {size - 1}", f"Owned({rank})")
                 )
-            )
-        return output
-
-    def before_backward(self) -> None:
-        storage = self.storage
-        if storage.state is State.SHARDED:
-            storage.unshard()
-            self.probe.did(Action("gather", storage.name, "backward", "backward"))
-        storage.prepare_gradient()
-        after_backward(self.after_backward)
-
-    def after_backward(self) -> None:
-        storage = self.storage
-        if storage._full_gradient is None:
-            return
-        self.probe.did(Action("compute", storage.name, "backward", "backward"))
-        storage.reduce()
-        if not storage.is_replicated:
-            storage.free()
-            self.probe.did(Action("free", storage.name, "reduce", "backward"))
+        case _:
+            pass
 
 
-class _BeforeBackward(torch.autograd.Function):
-    """Identity on an output; its backward is the first thing a unit sees of a backward pass."""
+def attach(
+    modules: Sequence[nn.Module],
+    prefixes: Sequence[str],
+    comm: Comm,
+    members: Sequence[Member],
+    placements: Mapping[str, Placement],
+    *,
+    name: str,
+    flow: Flow,
+    module_names: Sequence[str] = (),
+    leads: bool = True,
+    reshard_after_forward: bool | int = True,
+    register_hooks: bool = True,
+    precision: Any = None,
+    initial: Initial | None = None,
+    ignored: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> DStorage:
+    """What ``fully_shard_flat`` and ``apply`` share: build the storage and its hooks."""
+    originals = [(member.parameter, member.fqn) for member in members]
+    storage = DStorage(
+        members,
+        comm,
+        placements,
+        flow,
+        name=name,
+        module_names=module_names or [name] * len(modules),
+        reshard_after_forward=reshard_after_forward,
+        driven_by_hand=not register_hooks,
+        precision=as_precision(precision),
+        initial=initial,
+        ignored=ignored,
+        notes=notes,
+    )
+    for parameter, fqn in originals:
+        _TAKEN[parameter] = (fqn, name)
+    inner = [s for module in modules for s in storages_in(module)]
+    for module, prefix in zip(modules, prefixes, strict=True):
+        register(module, storage)
+        follow_state_dict(module, storage, prefix)
+    for other in {id(unit.flow): unit.flow for unit in inner if unit.flow is not flow}.values():
+        flow.join(other)
+    if register_hooks:
+        hooks = UnitHooks(storage)
+        if leads:
+            flow.lead(hooks)
+        hooks.register(modules)
+    return storage
 
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, hooks: _Hooks) -> torch.Tensor:
-        ctx.hooks = hooks
-        return tensor.detach()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.hooks.before_backward()
-        return gradients[0], None
-
-
-class _AfterBackward(torch.autograd.Function):
-    """Identity on all inputs at once: its backward runs when the unit's gradients are complete."""
-
-    @staticmethod
-    def forward(ctx: Any, hooks: _Hooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.hooks = hooks
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.hooks.after_backward()
-        return None, *gradients
+def unit_members(modules: Sequence[nn.Module], prefixes: Sequence[str], unit: str) -> list[Member]:
+    """The parameters of a unit that a plan names, by their names in the whole model."""
+    return _members(modules, prefixes, unit)

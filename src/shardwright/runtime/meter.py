@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,12 +17,21 @@ from torch import nn
 
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import PEAK, Event, Kind, Phase
-from shardwright.runtime.dstorage import DStorage
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.fully_shard import get_dstorage
+from shardwright.runtime.optimizer import FlatSink
 from shardwright.runtime.probe import Probe
+from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.registry import storages_in
 from shardwright.tracker.memory import MemoryTracker
 
+LASTING: tuple[Kind, ...] = (
+    "weight",
+    "optimizer_state",
+    "gathered_weight",
+    "unreduced_gradient",
+    "communication",
+    "buffer",
+)
 STEADY = 1  # the step number of events that hold for every steady step
 
 
@@ -39,7 +49,7 @@ class Meter(Probe):
         self.synchronise = synchronise  # waits for a device that computes on its own, before a look
         self.actions: list[Action] = []
         self.tracker: MemoryTracker | None = None
-        self._kinds: list[tuple[torch.Tensor, Kind]] = []
+        self._kinds: list[tuple[weakref.ref[torch.Tensor], Kind]] = []
         self._stack: list[Phase] = []
         self._since = 0.0
         self._seconds: dict[Phase, float] = {}
@@ -72,8 +82,8 @@ class Meter(Probe):
 
     def holds(self, tensor: torch.Tensor, kind: Kind) -> None:
         """Remember long-lived storages and tell the tracker."""
-        if kind in ("weight", "optimizer_state", "gathered_weight", "buffer"):
-            self._kinds.append((tensor, kind))
+        if kind in LASTING:
+            self._kinds.append((weakref.ref(tensor), kind))
         if self.tracker is not None:
             self.tracker.adopt(tensor, kind)
 
@@ -95,8 +105,10 @@ class Meter(Probe):
         """A step whose memory is followed; its seconds do not count."""
         self._begin()
         tracker = MemoryTracker()
-        for tensor, kind in self._kinds:
-            tracker.adopt(tensor, kind)
+        for reference, kind in self._kinds:
+            tensor = reference()
+            if tensor is not None:
+                tracker.adopt(tensor, kind)
         for buffer in module.buffers():
             tracker.adopt(buffer, "buffer")
         for tensor in _optimizer_tensors(optimizer):
@@ -154,9 +166,8 @@ def exact_events(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) 
     for module in model.modules():
         if isinstance(module, ShardedTables):
             events.extend(_table_events(rank, module))
-        storage = get_dstorage(module)
-        if storage is not None:
-            events.extend(_unit_events(rank, storage, optimizer))
+    for storage in storages_in(model):
+        events.extend(_unit_events(rank, storage, optimizer))
     return events
 
 
@@ -174,17 +185,22 @@ def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
 
 def _unit_events(rank: int, storage: DStorage, optimizer: torch.optim.Optimizer) -> Iterator[Event]:
     payload = sum(_bytes(storage.get_local_view(fqn)) for fqn in storage.param_infos)
-    buffer = storage.byte_storage.untyped_storage().nbytes()
+    buffer = storage.byte_storage.nbytes
     yield Event(rank, 0, "setup", "weight", storage.name, payload)
     padding = buffer - payload
     yield Event(rank, 0, "setup", "padding", f"{storage.name}.parameter", padding)
-    parameter = storage.optimizer_parameter
-    if parameter is not None and parameter.grad is not None:
-        size = parameter.grad.untyped_storage().nbytes()
-        yield Event(rank, STEADY, "reduce", "gradient", storage.name, size - padding)
+    stretches = storage.sink.all if isinstance(storage.sink, FlatSink) else []
+    gradient = state = 0
+    for stretch in stretches:
+        size = (stretch.end - stretch.begin) * stretch.flat.element_size()
+        gradient += size if stretch.flat.grad is not None else 0
+        kept = optimizer.state.get(stretch.flat, {}).values()
+        tensors = [t for t in kept if torch.is_tensor(t)]
+        state += sum(size if t.numel() == stretch.flat.numel() else _bytes(t) for t in tensors)
+    if gradient:
+        yield Event(rank, STEADY, "reduce", "gradient", storage.name, gradient - padding)
         yield Event(rank, STEADY, "reduce", "padding", f"{storage.name}.gradient", padding)
-    if parameter is not None and parameter in optimizer.state:
-        state = sum(_bytes(t) for t in optimizer.state[parameter].values() if torch.is_tensor(t))
+    if state:
         extra = padding * (state // buffer) if buffer else 0
         yield Event(rank, STEADY, "step", "optimizer_state", storage.name, state - extra)
         yield Event(rank, STEADY, "step", "padding", f"{storage.name}.optimizer_state", extra)

@@ -6,22 +6,22 @@ measures; a pulse reports to the launcher. So the runtime never knows who is lis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Kind, Phase
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
 
 class Probe:
     """Listens to nothing; subclass and override what is of interest."""
 
-    @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
+    def phase(self, phase: Phase) -> AbstractContextManager[None]:
         """Everything inside belongs to ``phase``; phases nest, the inner one counts."""
-        yield
+        return _NOTHING
 
     def collective(self, label: str, nbytes: int) -> None:
         """A collective of ``nbytes`` per rank is about to begin."""

@@ -334,6 +334,7 @@ _PEER_TEXTS: Final = (
     "timed out waiting",
     "timed out after",
     "wait timeout",
+    "application timeout caused pair closure",
     "socket timeout",
     "monitoredbarrier",
     "connectfullmesh failed",

@@ -6,13 +6,15 @@ import msgspec
 
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
-from shardwright.core.specs import dlrm
+from shardwright.core.specs import dlrm, transformer
 
 
 def model_spec(job: Job) -> ModelSpec:
     """The model a job describes, with every table's optimizer filled in."""
     if job.model.kind == "tables":
         return _tables_alone(job)
+    if job.model.kind == "transformer":
+        return transformer.spec(job)
     return dlrm.spec(job)
 
 

@@ -17,6 +17,7 @@ from shardwright.planner.problem import reservation_kind
 from shardwright.planner.statistics.tables import load_factor
 
 MOST_NAMES = 3
+MOST_UNITS = 8
 
 PROFILES = {
     "cluster": "our own costs, from the constants of a machine",
@@ -40,18 +41,39 @@ def basis(plan: Plan) -> tuple[Fact, ...]:
         *_model(plan, tables),
         *_machine(plan),
         *_memory(plan),
-        *_step(plan),
-        *_kernels(plan, tables),
+        *(_step(plan) if tables else ()),
+        *(_kernels(plan, tables) if tables else ()),
+        *(_units(plan) if plan.units else ()),
         *_search(plan),
     )
 
 
 def _model(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
     job = plan.job
-    units = ", ".join(unit.name for unit in plan.units)
-    count = f"{len(tables)} tables"
-    parts = f"{count}, units {units}" if units else f"{count} alone, no dense part"
-    yield Fact("model", f"{job.model.kind}: {parts}", "model.kind")
+    parts = [f"{len(tables)} tables"] if tables else []
+    parts.append(_unit_names(plan) if plan.units else "alone, no dense part")
+    told = (", " if plan.units else " ").join(parts)
+    yield Fact("model", f"{job.model.kind}: {told}", "model.kind")
+    if tables:
+        yield from _of_tables(plan, tables)
+    else:
+        yield Fact("dtype", "fp32", "what is planned and run")
+    if plan.units:
+        origin = _said(job.train.optimizer != "sgd", "train.optimizer")
+        yield Fact("optimizer of units", job.train.optimizer, origin)
+    origin = _said(job.batch.size != 128, "batch.size")
+    yield Fact("batch", f"{job.batch.size:,} samples per rank and step", origin)
+
+
+def _unit_names(plan: Plan) -> str:
+    names = [unit.name for unit in plan.units]
+    if len(names) > MOST_UNITS:
+        return f"{len(names)} units, {names[0]} to {names[-1]}"
+    return f"units {', '.join(names)}"
+
+
+def _of_tables(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
+    job, units = plan.job, plan.units
     yield Fact(
         "dtype",
         _counted(tables, lambda table: table.dtype) + ("; units fp32" if units else ""),
@@ -73,16 +95,11 @@ def _model(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
         _counted(tables, lambda table: str(table.optimizer)) + ", fused in backward",
         _key(job, "optimizer", None, default),
     )
-    if plan.units:
-        origin = _said(job.train.optimizer != "sgd", "train.optimizer")
-        yield Fact("optimizer of units", job.train.optimizer, origin)
-    origin = _said(job.batch.size != 128, "batch.size")
-    yield Fact("batch", f"{job.batch.size:,} samples per rank and step", origin)
 
 
 def _machine(plan: Plan) -> Iterator[Fact]:
     section, cluster = plan.job.cluster, plan.cluster
-    preset = f"preset '{cluster.name}'"
+    preset = _machine_name(plan)
     yield Fact(
         "ranks",
         f"{cluster.world_size} on {cluster.compute_device}, {cluster.local_world_size} to a host, "
@@ -183,11 +200,32 @@ def _kernels(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
         yield Fact("cached share of rows", f"{share:g} ({count} tables)", origin)
 
 
+def _units(plan: Plan) -> Iterator[Fact]:
+    """How layers were cut into units, and whether the next one is gathered ahead."""
+    section, where, chosen = plan.job.planner.dense, "planner.dense", "the fastest that fits"
+
+    def origin(field: str) -> str:
+        given = getattr(section, field) is not None
+        return _said(given, f"{where}.{field}", chosen)
+
+    most = max(len(unit.modules) for unit in plan.units)
+    if most > 1 or section.layers_per_unit is not None:
+        yield Fact("layers of a unit", f"{most} at most", origin("layers_per_unit"))
+    sharded = [unit for unit in plan.units if unit.collectives > 1]
+    if sharded:
+        count = sum(unit.reshard_after_forward for unit in sharded)
+        told = f"of {count} of {len(sharded)} sharded units"
+        yield Fact("full weights freed after forward", told, origin("reshard"))
+    told = "the next unit, while one computes" if plan.prefetch else "nothing"
+    yield Fact("gathered ahead", told, origin("prefetch"))
+
+
 def _search(plan: Plan) -> Iterator[Fact]:
     section, search = plan.job.planner, plan.search
+    over = f"{search.options:,} options of the tables" if plan.tables else "cuts and placements"
     yield Fact(
         "search",
-        f"{search.name} over {search.options:,} options of the tables",
+        f"{search.name} over {over}",
         _said(section.search != "bounded", "planner.search"),
     )
     for why in search.skipped:
@@ -204,7 +242,15 @@ def _search(plan: Plan) -> Iterator[Fact]:
     yield Fact("costs", f"{profile}: {PROFILES[profile]}", origin)
     otherwise = "the default" if profile == "cluster" else "planner.constants say so"
     origin = _said(bool(plan.job.cluster.preset), "cluster.preset", otherwise)
-    yield Fact("constants", f"preset '{plan.cluster.name}'", origin)
+    if plan.job.cluster.file:
+        origin = "cluster.file"
+    yield Fact("constants", _machine_name(plan), origin)
+
+
+def _machine_name(plan: Plan) -> str:
+    """What the machine's constants are from."""
+    kind = "measured" if plan.job.cluster.file else "preset"
+    return f"{kind} '{plan.cluster.name}'"
 
 
 def _counted(tables: Iterable[TableSpec], of: Callable[[TableSpec], str]) -> str:
@@ -236,4 +282,8 @@ def _mark(value: object, default: object) -> str:
 
 
 def _rule(plan: Plan) -> str:
-    return "for a dlrm" if plan.units else f"of profile '{plan.job.planner.constants}'"
+    return (
+        f"for a {plan.job.model.kind}"
+        if plan.units
+        else f"of profile '{plan.job.planner.constants}'"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from shardwright.core.amount import leaf, named
 from shardwright.core.statistics import CriticalTerm
 from shardwright.planner.explain.explanation import Explanation, alike, finished, summed
-from shardwright.planner.explain.rank_sums import table_parts
+from shardwright.planner.explain.rank_sums import shared_parts, table_parts
 from shardwright.planner.explain.subject import RELATIVE, Subject
 from shardwright.planner.statistics.times import modules
 
@@ -54,8 +54,5 @@ def _term(subject: Subject, told: CriticalTerm) -> Any:
         tables = {name: value for name, value in tables.items() if name in inside}
     where = {f"{name} on rank {told.rank}": value for name, value in tables.items()}
     terms = alike(part, where, "s", "--tensor of that table")
-    shared = subject.draft.shared_seconds
-    if part in shared:
-        source = "of every rank, whatever it holds"
-        terms.append(leaf(shared[part], f"{part}[every rank]", "s", source))
+    terms += shared_parts(subject, part)
     return summed(told.name, terms, "s")

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.core.amount import leaf, named, total
+from shardwright.core.amount import leaf
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
 from shardwright.core.plan import Plan, TablePlan
-from shardwright.core.tensor import element_bytes
-from shardwright.cost import dense, embedding
-from shardwright.planner.draft import Draft
+from shardwright.cost import embedding
 from shardwright.planner.explain.explanation import Explanation, finished, ranks_label
 from shardwright.planner.explain.recompute import draft_of
+from shardwright.planner.explain.units import explain_unit
 from shardwright.planner.pricing import additive, native, torchrec
 from shardwright.planner.pricing.evaluate import constants_of, traffic
 from shardwright.planner.pricing.setting import Derived
-from shardwright.planner.problem import Problem, UnitChoice
+from shardwright.planner.problem import Problem
 from shardwright.planner.statistics.traffic import shard_traffic
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.tally import Placed
-
-UNIT_KINDS = ("weight", "gradient", "optimizer_state", "padding")
 
 
 def explain_tensor(plan: Plan, name: str) -> list[Explanation]:
@@ -31,8 +28,9 @@ def explain_tensor(plan: Plan, name: str) -> list[Explanation]:
         if name in (table.name, table.fqn):
             return list(_explain_table(plan, draft.problem, table, placed))
     for unit, choice in zip(plan.units, draft.units, strict=True):
-        if name == unit.name or name in unit.tensors:
-            return list(_explain_unit(plan, draft, choice))
+        if name == unit.name or name in (*unit.modules, *unit.tensors):
+            assert isinstance(draft, StepDraft)
+            return list(explain_unit(plan, draft, choice))
     known = [t.name for t in plan.tables] + [u.name for u in plan.units]
     raise InputError(expected("--tensor", f"one of {', '.join(known)}", f"'{name}'"))
 
@@ -113,35 +111,3 @@ def _everywhere(plan: Plan, problem: Problem, chosen: TablePlan, placed: Placed)
         ranks=range(plan.world_size),
         notes=["spent by every rank, whoever holds the shards"],
     )
-
-
-def _explain_unit(plan: Plan, draft: Draft, choice: UnitChoice) -> Iterator[Explanation]:
-    assert isinstance(draft, StepDraft)
-    unit = choice.unit
-    elements = total(
-        leaf(t.numel, t.fqn, "elements", f"shape {'x'.join(map(str, t.shape))}")
-        for t in unit.tensors
-    )
-    size = leaf(element_bytes("fp32"), "element_bytes", "B", "fp32")
-    payload = named("unit_bytes", elements * size, "B")
-    buffer = leaf(choice.layout.nbytes, "buffer_bytes", "B", "tensors at 16 B, cut evenly")
-    slices = leaf(1 if choice.replicated else plan.world_size, "slices", "", "ranks that share it")
-    for rank in range(plan.world_size):
-        padding = choice.layout.padding_bytes(0 if choice.replicated else rank)
-        shard = named("slice_bytes", buffer // slices, "B")
-        gap = leaf(padding, "padding_of_slice", "B", f"rank {rank}'s bytes that are no tensor's")
-        own = named("payload_of_slice", shard - gap, "B")
-        kept = dense.unit_bytes(own, gap, unit.optimizer)
-        kept_bytes = named("bytes_on_rank", total(kept[k] for k in UNIT_KINDS), "B")
-        stored = sum(
-            size for (_, _, name), size in draft.exact[rank].items() if _is_of(name, unit.name)
-        )
-        title = f"unit {unit.name} on rank {rank}: bytes"
-        yield finished(title, stored, kept_bytes, ranks=[rank])
-    title = f"unit {unit.name}: bytes of its tensors"
-    ranks = range(plan.world_size)
-    yield finished(title, choice.layout.payload_bytes, payload, ranks=ranks)
-
-
-def _is_of(name: str, unit: str) -> bool:
-    return name == unit or name.rpartition(".")[0] == unit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from shardwright.planner.search.space import Floats, Space
 from shardwright.planner.statistics.price import prices_of, with_more
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.spacing import space_of
+from shardwright.planner.unit_floor import unit_floors
 
 RELAXED = (
     "relaxed: shards may be spread over the ranks at will, so only sums matter; a byte of a scarce "
@@ -85,6 +85,9 @@ def explain_prices(subject: Subject) -> Iterator[Explanation]:
 
 def relaxation(problem: Problem, capacity: tuple[int, int, int], suffix: str) -> Relaxation:
     """The bound of the tables alone under ``capacity``; names of its steps end in ``suffix``."""
+    if not problem.tables:
+        why = "no tables: the least of every unit"
+        return Relaxation(leaf(0.0, f"relaxed{suffix}", "s", why), why)
     space = space_of(problem, problem.tables, problem.capacity)
     space = dataclasses.replace(space, capacity=capacity)
     options = table(space)
@@ -163,14 +166,14 @@ def _scarce(bound: Bound) -> str:
 
 
 def _with_the_rest(problem: Problem, tables: Any, suffix: str) -> Any:
-    """The bound of a whole step: the cheapest units and what every rank spends come on top."""
+    """The bound of a whole step: the least of every unit and what every rank spends on top."""
     if not problem.model.stages:
         return tables
     terms = [tables]
-    for choices in problem.units:
-        least = min(math.fsum(choice.seconds.values()) for choice in choices)
-        name = choices[0].unit.name
-        terms.append(leaf(least, f"unit[{name}]{suffix}", "s", "its cheapest placement"))
+    floors = list(unit_floors(problem.unit_space))
+    for why in dict.fromkeys(floor.why for floor in floors):
+        least = {floor.name: floor.seconds for floor in floors if floor.why == why}
+        terms += alike("unit", least, "s", why)
     for part, seconds in StepDraft(problem, (), ()).shared_seconds.items():
         terms.append(leaf(seconds, f"{part}[every rank]{suffix}", "s", "whatever is placed where"))
     return summed(f"step{suffix}", terms, "s")

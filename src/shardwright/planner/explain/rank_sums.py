@@ -13,6 +13,7 @@ from shardwright.planner.explain.subject import RELATIVE, Subject
 from shardwright.planner.statistics.memory import decisive, filled
 from shardwright.planner.statistics.times import parts_of
 from shardwright.planner.statistics.traffic import shard_traffic
+from shardwright.planner.step_draft import StepDraft
 
 SHARES = {"hbm": "hbm_share", "ddr": "ddr_share", "ssd": "ssd_share"}
 
@@ -46,15 +47,29 @@ def table_parts(subject: Subject, rank: int, part: str) -> dict[str, float]:
     return found
 
 
+def shared_parts(subject: Subject, part: str) -> list[Any]:
+    """Seconds of one part that every rank spends: each unit's, and what no unit takes."""
+    draft, terms = subject.draft, []
+    others = draft.shared_seconds
+    if isinstance(draft, StepDraft):
+        others = draft.other_seconds
+        units = {
+            name: phases[part]
+            for name, phases in draft.dense_seconds.items()
+            if name and part in phases
+        }
+        terms = alike(part, units, "s", "--tensor of that unit")
+    if part in others:
+        source = "of every rank, whatever it holds"
+        terms.append(leaf(others[part], f"{part}[every rank]", "s", source))
+    return terms
+
+
 def _seconds(subject: Subject, told: RankStatistics) -> Explanation:
-    shared = subject.draft.shared_seconds
     parts = []
     for part in parts_of(subject.plan):
         terms = alike(part, table_parts(subject, told.rank, part), "s", "--tensor of that table")
-        if part in shared:
-            source = "of every rank, whatever it holds"
-            terms.append(leaf(shared[part], f"{part}[every rank]", "s", source))
-        parts.append(summed(part, terms, "s"))
+        parts.append(summed(part, [*terms, *shared_parts(subject, part)], "s"))
     return finished(
         f"rank {told.rank}: seconds per step",
         told.seconds,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shardwright.core.errors import MismatchError, ShardwrightError, expected
-from shardwright.core.placement import describe
+from shardwright.core.placement import Placement, describe
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.specs import model_spec
 from shardwright.core.tables import check_constraints, check_tables
@@ -17,16 +17,19 @@ from shardwright.planner.assemble import assemble
 from shardwright.planner.choice import Choice
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain.explanation import same
-from shardwright.planner.problem import Problem, UnitChoice, make_problem, price
+from shardwright.planner.problem import Problem, make_problem, price
 from shardwright.planner.statistics.holdings import as_planned, ranks_of
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy import bound_of
 from shardwright.planner.tally import Placed
+from shardwright.planner.unit_choice import UnitChoice
+from shardwright.planner.units import UnitSpace, cut_evenly
 
 RECOMPUTED = (
     "ranks",
     "tables",
     "units",
+    "prefetch",
     "blocks",
     "reserved",
     "assumptions",
@@ -41,11 +44,12 @@ def draft_of(plan: Plan) -> Draft:
     """The draft a plan was written from; raises MismatchError if its numbers come out otherwise."""
     problem = problem_of(plan)
     same("plan: tables", [t.name for t in plan.tables], [t.name for t in problem.model.tables])
-    same("plan: units", [u.name for u in plan.units], [u.name for u in problem.model.units])
+    modules = [name for unit in plan.units for name in unit.modules]
+    same("plan: units", modules, [u.name for u in problem.model.units])
+    _check_cut(plan, problem.unit_space)
     tables = tuple(_placed(problem, i, chosen) for i, chosen in enumerate(plan.tables))
-    pairs = zip(plan.units, problem.units, strict=True)
-    units = tuple(_unit(unit, choices) for unit, choices in pairs)
-    draft = StepDraft(problem, tables, units)
+    units = tuple(_unit(unit, problem.unit_space) for unit in plan.units)
+    draft = StepDraft(problem, tables, units, plan.prefetch)
     found: Draft = draft if problem.model.stages else TablesDraft(problem, tables, units)
     _check(plan, found)
     return found
@@ -54,7 +58,7 @@ def draft_of(plan: Plan) -> Draft:
 def problem_of(plan: Plan) -> Problem:
     """The plan's job with every choice that its search had."""
     try:
-        check_tables(plan.job.tables, "job", identifiers=plan.job.model.kind == "dlrm")
+        check_tables(plan.job.tables, "job", plan.job.model.kind)
         check_constraints(plan.job.planner.constraints, plan.job.tables, "job")
         return make_problem(plan.job, model_spec(plan.job), slow=plan.search.slow_kernels)
     except ShardwrightError as error:
@@ -101,12 +105,40 @@ def _identity_of(choice: Choice) -> str:
     return _identity(option.sharding_type, option.compute_kernel, option.runs[0].columns)
 
 
-def _unit(unit: UnitPlan, choices: Sequence[UnitChoice]) -> UnitChoice:
-    found = next((c for c in choices if c.placement == unit.parameter), None)
-    if found is None:
-        wanted = " or ".join(describe(c.placement) for c in choices)
-        raise MismatchError(expected(f"plan: unit '{unit.name}'", wanted, describe(unit.parameter)))
-    return found
+def _unit(unit: UnitPlan, space: UnitSpace) -> UnitChoice:
+    """A unit's choice, found by its modules, placement and whether it reshards."""
+    where = f"plan: unit '{unit.name}'"
+    members = tuple(found for found in space.model.units if found.name in unit.modules)
+    alike = {(found.series or found.name, found.optimizer) for found in members}
+    if len(alike) != 1:
+        told = " and ".join(repr(name) for name in unit.modules[:3]) or "none"
+        raise MismatchError(expected(f"{where} modules", "layers of one series", told, AGAIN))
+    choices = space.choices(members)
+    wanted = _way(unit.parameter, reshard=unit.reshard_after_forward)
+    for choice in choices:
+        if _way(choice.placement, reshard=choice.reshard) == wanted:
+            return choice
+    known = " or ".join(_way(c.placement, reshard=c.reshard) for c in choices)
+    raise MismatchError(expected(where, known, wanted, AGAIN))
+
+
+def _check_cut(plan: Plan, space: UnitSpace) -> None:
+    """Layers share units as one of the cuts has them that the job allows."""
+    found = [unit.modules for unit in plan.units]
+    for size in space.sizes:
+        cut = (part for run in space.runs for part in cut_evenly(run, size))
+        if found == [tuple(unit.name for unit in part) for part in cut]:
+            break
+    else:
+        told = f"layers cut evenly into units of {' or '.join(map(str, space.sizes))} at most"
+        raise MismatchError(expected("plan: units", told, "another cut", AGAIN))
+    if plan.prefetch not in space.prefetches:
+        wanted = " or ".join(map(str, space.prefetches))
+        raise MismatchError(expected("plan: prefetch", wanted, str(plan.prefetch), AGAIN))
+
+
+def _way(placement: Placement, *, reshard: bool) -> str:
+    return f"{describe(placement)}{', resharded' if reshard else ''}"
 
 
 def _check(plan: Plan, draft: Draft) -> None:

@@ -23,7 +23,9 @@ def memory_prices(plan: Plan) -> tuple[MemoryPrice, ...]:
 
 
 def prices_of(problem: Problem) -> tuple[MemoryPrice, ...]:
-    """The same for a problem that is made already."""
+    """The same for a problem that is made already; without tables the bound has no price."""
+    if not problem.tables:
+        return ()
     space = space_of(problem, problem.tables, problem.capacity)
     now = bound_at(space, problem.capacity)
     found = []

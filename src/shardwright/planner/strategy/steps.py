@@ -2,7 +2,7 @@
 
 Tables are placed by the bytes they keep. What a step adds to them is found by running the step, so
 the second round leaves room for what the first draft added, and further rounds for what still broke
-the budget.
+the budget. Units alone need no rounds: their arrangements are tried from the fastest on.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from functools import cached_property
 
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, ShardingType
-from shardwright.planner.problem import Problem, Tables, UnitChoice, make_problem
+from shardwright.core.schedule import Prefetch
+from shardwright.planner.problem import Problem, Tables, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.least import least_memory
 from shardwright.planner.search.search import search
@@ -22,9 +23,11 @@ from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.tally import Placed
+from shardwright.planner.unit_choice import UnitChoice
+from shardwright.planner.unit_floor import unit_floors
+from shardwright.planner.units import Arrangement, worthwhile
 
 MAX_BUDGET_ROUNDS = 6
-MAX_UNIT_COMBINATIONS = 16
 
 # The first replica and the first routed table cost collectives of their own, which the search of
 # tables does not see: so plans that avoid either are proposed as well.
@@ -39,31 +42,40 @@ def search_steps(job: Job, model: ModelSpec, deadline: float) -> Found:
     """The fastest draft whose simulated peak fits."""
     problem = make_problem(job, model)
     seeker = _Seeker(problem, deadline)
-    seeker.run()
+    if model.tables:
+        seeker.run()
+    else:
+        seeker.arrange()
     return Found(
         problem, seeker.best, step_bound(problem), "bounded", seeker.tried, seeker.feasible
     )
 
 
 def step_bound(problem: Problem) -> float:
-    """No plan of this problem can be faster: tables relaxed, cheapest units, no latency."""
-    space = space_of(problem, problem.tables, _room(problem, problem.decisive_capacity))
-    tables = lower_bound(space, table(space))
-    units = math.fsum(
-        min(math.fsum(c.seconds.values()) for c in choices) for choices in problem.units
-    )
+    """No plan of this problem can be faster: tables relaxed, and the least of every unit."""
+    least = 0.0
+    if problem.tables:
+        space = space_of(problem, problem.tables, _room(problem, problem.decisive_capacity))
+        least = lower_bound(space, table(space)).seconds
     rest = StepDraft(problem, (), ()).shared_seconds
-    return tables.seconds + units + math.fsum(rest.values())
+    floors = (floor.seconds for floor in unit_floors(problem.unit_space))
+    return least + math.fsum(floors) + math.fsum(rest.values())
 
 
 def smallest(problem: Problem) -> StepDraft:
     """The draft that asks least of the fullest rank, whatever its memory."""
-    units = tuple(min(c, key=lambda u: u.layout.shard_bytes) for c in problem.units)
-    return StepDraft(problem, smallest_tables(problem), units)
+    tables = smallest_tables(problem)
+    found = list(problem.unit_space.arrangements())
+    at_rest = min(found, key=lambda a: (a.kept, a.footprint))
+    at_work = min(found, key=lambda a: a.footprint)
+    drafts = (StepDraft(problem, tables, a.units, a.prefetch) for a in (at_rest, at_work))
+    return min(drafts, key=lambda draft: draft.highest_peak)
 
 
 def smallest_tables(problem: Problem) -> tuple[Placed, ...]:
     """Tables placed so that the fullest rank holds as little as the search can make it."""
+    if not problem.tables:
+        return ()
     space = space_of(problem, problem.tables, problem.capacity)
     found = least_memory(space).best
     assert found is not None
@@ -85,6 +97,34 @@ class _Seeker:
     tried: int = 0
     feasible: int = 0
     known: dict[tuple[int, int], tuple[Placed, ...] | None] = field(default_factory=dict)
+    too_much: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def arrange(self) -> None:
+        """Units alone: the fastest that fit, then those that save memory and hardly cost time."""
+        found = list(self.problem.unit_space.arrangements())
+        fastest = next(filter(self._fits, sorted(found, key=lambda a: a.seconds)), None)
+        if fastest is None:
+            self._take_smallest()
+            return
+        seconds = self._draft(fastest).max_rank_seconds
+        near = worthwhile(found, fastest, seconds)
+        self.best = self._draft(next(filter(self._fits, near), fastest))
+
+    def _fits(self, arrangement: Arrangement) -> bool:
+        """Whether its peak fits; not asked where less of the same placement did not."""
+        if arrangement.kept > self.problem.decisive_capacity:
+            return False
+        if arrangement.footprint > self.too_much.get(arrangement.placed, math.inf):
+            return False
+        self.tried += 1
+        fits = self._draft(arrangement).fits
+        self.feasible += fits
+        if not fits:
+            self.too_much[arrangement.placed] = arrangement.footprint
+        return fits
+
+    def _draft(self, arrangement: Arrangement) -> StepDraft:
+        return StepDraft(self.problem, (), arrangement.units, arrangement.prefetch)
 
     def run(self) -> None:
         """Rounds of shrinking budgets until no fast draft is over."""
@@ -110,18 +150,31 @@ class _Seeker:
             else:
                 break
         if self.best is None:
-            self.tried += 1
-            last = smallest(self.problem)
-            self.best = last if last.fits else None
-            self.feasible += self.best is not None
+            self._take_smallest()
+
+    def _take_smallest(self) -> None:
+        self.tried += 1
+        last = smallest(self.problem)
+        self.best = last if last.fits else None
+        self.feasible += last.fits
 
     def _drafts(self, budget: int) -> Iterator[StepDraft]:
-        for units in unit_combinations(self.problem):
+        for units, prefetch in self.arrangements:
             kept = max(StepDraft(self.problem, (), units).kept_bytes)
             for variant, left_out in enumerate(LEFT_OUT):
                 placed = self._tables(variant, left_out, budget - kept)
                 if placed is not None:
-                    yield StepDraft(self.problem, placed, units)
+                    yield StepDraft(self.problem, placed, units, prefetch)
+
+    @cached_property
+    def arrangements(self) -> list[tuple[tuple[UnitChoice, ...], Prefetch]]:
+        """Of the units that are placed alike, the fastest cut."""
+        best: dict[tuple[int, ...], Arrangement] = {}
+        for found in self.problem.unit_space.arrangements():
+            known = best.get(found.placed)
+            if known is None or found.seconds < known.seconds:
+                best[found.placed] = found
+        return [(found.units, found.prefetch) for found in best.values()]
 
     def _tables(
         self, variant: int, left_out: tuple[ShardingType, ...], room: int
@@ -143,12 +196,3 @@ def without(tables: Tables, types: tuple[ShardingType, ...]) -> Tables:
         tuple(c for c in choices if c.option.sharding_type not in types) or choices
         for choices in tables
     )
-
-
-def unit_combinations(problem: Problem) -> Iterator[tuple[UnitChoice, ...]]:
-    """All combinations, or the two extremes where there are many units."""
-    if math.prod(len(choices) for choices in problem.units) <= MAX_UNIT_COMBINATIONS:
-        yield from product(*problem.units)
-        return
-    for wanted in (0, -1):  # all as replicated as possible, all as sharded as possible
-        yield tuple(choices[wanted] for choices in problem.units)

@@ -1,0 +1,363 @@
+"""Our flat-buffer runtime beside FSDP2: overhead, whole steps, memory, optimizer, unit sizes.
+
+    python benchmarks/fsdp.py --machine cpu-2-cores
+
+runs every case with all contestants in the same processes, in turns, and writes
+``validation/<machine>/fsdp.json``; ``--cases overhead,tiny`` runs some. Every figure is a median
+over steps, every comparison a ratio within one run. The cases:
+
+* ``overhead``: fake process group of 8 ranks, no data moves: CPU time a unit costs per step.
+* ``tiny``, ``mid``: two gloo ranks, wall and CPU time, peak of live bytes over what rests.
+* ``optimizer``: one step over 288 sharded tensors, and clipping their norm.
+* ``granularity``: one, two, four and eight layers to a unit, with small and with large layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from fsdp_contestants import (
+    SIZES,
+    Contestant,
+    _case,
+    adamw,
+    batch_of,
+    contestants,
+    job_of,
+    model_of,
+    planned,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import shardwright as sw
+from shardwright.models.transformer import next_token_loss
+from shardwright.tracker.memory import MemoryTracker
+
+ROOT = Path(__file__).resolve().parent.parent
+WARM_STEPS = 5
+CASES: dict[str, tuple[str, str, int, list[str]]] = {
+    "overhead": ("fake", "tiny", 8, ["single", "fsdp2", "flat", "per_param"]),
+    "tiny": (
+        "gloo",
+        "tiny",
+        2,
+        ["fsdp2", "flat", "per_param", "flat prefetch", "flat kept", "fsdp2 kept", "planned"],
+    ),
+    "mid": ("gloo", "mid", 2, ["fsdp2", "flat", "per_param", "flat prefetch", "planned"]),
+}
+
+
+class Run:
+    """One contestant under way: its model, optimizer and clocks."""
+
+    def __init__(
+        self, name: str, contestant: Contestant, size: str, rank: int, mesh: DeviceMesh
+    ) -> None:
+        self.name = name
+        self.size = size
+        self.rank = rank
+        self.world_size = mesh.size()
+        self.model = contestant.wrap(model_of(size), mesh)
+        self.optimizer = contestant.optimizer(self.model)
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self.optimizer_cpu: list[float] = []
+
+    def step(self, number: int) -> float:
+        """Forward, backward, update; its loss."""
+        tokens, targets = batch_of(self.size, number, self.rank, self.world_size)
+        wall, cpu = time.perf_counter(), time.process_time()
+        loss = next_token_loss(self.model(tokens), targets)
+        loss.backward()
+        middle = time.process_time()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.cpu.append(time.process_time() - cpu)
+        self.optimizer_cpu.append(time.process_time() - middle)
+        self.wall.append(time.perf_counter() - wall)
+        return loss.item()
+
+    def clear(self) -> None:
+        """Start the clocks anew."""
+        for clock in (self.wall, self.cpu, self.optimizer_cpu):
+            clock.clear()
+
+    def peak_over_rest(self) -> int:
+        """The most bytes alive in a step beyond those that live between steps."""
+        gc.collect()
+        tracker = MemoryTracker()
+        for found in gc.get_objects():
+            if type(found) in (torch.Tensor, nn.Parameter):
+                tracker.adopt(found, "weight")
+            elif isinstance(found, DTensor):
+                tracker.adopt(found.to_local(), "weight")
+        resting = tracker.total
+        with tracker:
+            self.step(0)
+        tracker.close()
+        return max(tracker.highest.values()) - resting
+
+    def figures(self) -> dict[str, Any]:
+        """Medians in milliseconds."""
+        return {
+            "wall_ms": _ms(self.wall),
+            "cpu_ms": _ms(self.cpu),
+            "optimizer_cpu_ms": _ms(self.optimizer_cpu),
+            "steps": len(self.wall),
+        }
+
+
+def _ms(clock: list[float]) -> float:
+    return round(statistics.median(clock) * 1e3, 4)
+
+
+def worker(rank: int, port: int, case: dict[str, Any], out: str) -> None:
+    """One rank of a case; rank 0 writes what it measured."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    mesh = _join(case["backend"], rank, case["world_size"], port)
+    known = contestants()
+    for size in case.get("merged", ()):
+        known[f"flat merged {size}"] = _case(merged=size)
+    if "plan" in case:
+        known["planned"] = planned(sw.read_plan(case["plan"]))
+    real = case["backend"] == "gloo"
+    runs, found = [], {}
+    for name in case["names"]:
+        contestant = known[name]
+        run = Run(name, contestant, case["size"], rank, mesh)
+        losses = [run.step(number) for number in range(WARM_STEPS)]
+        found[name] = {"losses": [round(loss, 6) for loss in losses]}
+        found[name]["peak_over_rest_bytes"] = run.peak_over_rest()
+        run.clear()
+        runs.append(run)
+    gc.collect()
+    gc.disable()
+    for turn in range(case["rounds"]):
+        for run in runs if turn % 2 == 0 else reversed(runs):
+            if real:
+                dist.barrier()
+            for number in range(case["steps"]):
+                run.step(number)
+    for run in runs:
+        found[run.name].update(run.figures())
+    if rank == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _join(backend: str, rank: int, world_size: int, port: int) -> DeviceMesh:
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=address)
+    return init_device_mesh("cpu", (world_size,))
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Start the ranks of a case and read what rank 0 wrote."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        out = str(Path(folder) / "figures.json")
+        started = 1 if case["backend"] == "fake" else case["world_size"]
+        processes.spawn(worker, args=(port, case, out), nprocs=started)
+        return json.loads(Path(out).read_text())  # type: ignore[no-any-return]
+
+
+def measured_case(name: str, plan: str, steps: int, rounds: int) -> dict[str, Any]:
+    """One of ``CASES`` with its figures and the ratios that are claimed."""
+    backend, size, world_size, names = CASES[name]
+    case = {
+        "backend": backend,
+        "size": size,
+        "world_size": world_size,
+        "names": names,
+        "steps": steps,
+        "rounds": rounds,
+    }
+    if "planned" in names:
+        case["plan"] = plan
+    figures = run_case(case)
+    found: dict[str, Any] = {"setting": {**case, "plan": bool(plan)}, "figures": figures}
+    peer = figures["fsdp2"]
+    found["ratios_to_fsdp2"] = {
+        other: {
+            "wall": round(row["wall_ms"] / peer["wall_ms"], 3),
+            "cpu": round(row["cpu_ms"] / peer["cpu_ms"], 3),
+            "peak": round(row["peak_over_rest_bytes"] / peer["peak_over_rest_bytes"], 3),
+        }
+        for other, row in figures.items()
+    }
+    if "single" in figures:
+        units = SIZES[size]["layers"] + 1
+        bare = figures["single"]["cpu_ms"] - figures["single"]["optimizer_cpu_ms"]
+        found["cpu_ms_per_unit"] = {
+            other: round((row["cpu_ms"] - row["optimizer_cpu_ms"] - bare) / units, 4)
+            for other, row in figures.items()
+            if other != "single"
+        }
+    return found
+
+
+def planned_here(size: str, cluster: Path, folder: Path) -> tuple[str, dict[str, Any]]:
+    """A plan for this machine, where it lies, and what it chose."""
+    made = sw.plan(job_of(size, 2, {"file": str(cluster)}))
+    path = folder / f"{size}.json"
+    sw.write_plan(made, path)
+    units = [unit.name for unit in made.units]
+    resharded = sum(unit.reshard_after_forward for unit in made.units)
+    return str(path), {
+        "units": units,
+        "prefetch": made.prefetch,
+        "resharded": resharded,
+        "seconds": made.max_rank_seconds,
+    }
+
+
+def optimizer_case(steps: int = 60) -> dict[str, Any]:
+    """AdamW and clipping over 288 small sharded tensors: DTensors beside flat tensors."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = str(Path(folder) / "figures.json")
+        processes.spawn(_optimizer_worker, args=(steps, out), nprocs=1)
+        return json.loads(Path(out).read_text())  # type: ignore[no-any-return]
+
+
+def _optimizer_worker(rank: int, steps: int, out: str) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    mesh = _join("fake", 0, 8, 0)
+    known = contestants()
+    subjects: dict[str, tuple[nn.Module, torch.optim.Optimizer, Any]] = {}
+    for name in ("fsdp2", "flat"):
+        model = known[name].wrap(model_of("tiny"), mesh)
+        optimizer = known[name].optimizer(model)
+        clip = nn.utils.clip_grad_norm_ if name == "fsdp2" else sw.clip_grad_norm_
+        subjects[name] = (model, optimizer, clip)
+    one = known["flat"].wrap(model_of("tiny"), mesh)
+    subjects["flat, one tensor"] = (
+        one,
+        adamw(sw.optimizer_parameters(one), fused=True),
+        sw.clip_grad_norm_,
+    )
+    clocks: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in subjects}
+    tensors = {}
+    for number in range(steps):
+        for name, (model, optimizer, clip) in subjects.items():
+            tokens, targets = batch_of("tiny", number, 0, 8)
+            next_token_loss(model(tokens), targets).backward()
+            began = time.process_time()
+            clip(model.parameters() if name == "fsdp2" else model, 1.0)
+            middle = time.process_time()
+            optimizer.step()
+            ended = time.process_time()
+            optimizer.zero_grad()
+            clocks[name][0].append(middle - began)
+            clocks[name][1].append(ended - middle)
+            tensors[name] = sum(len(group["params"]) for group in optimizer.param_groups)
+    figures = {
+        name: {
+            "clip_cpu_ms": _ms(clip[5:]),
+            "step_cpu_ms": _ms(step[5:]),
+            "tensors": tensors[name],
+        }
+        for name, (clip, step) in clocks.items()
+    }
+    peer = figures["fsdp2"]["step_cpu_ms"]
+    ratios = {name: round(peer / row["step_cpu_ms"], 2) for name, row in figures.items()}
+    Path(out).write_text(json.dumps({"figures": figures, "fsdp2_over": ratios}))
+    dist.destroy_process_group()
+
+
+def granularity_case(steps: int, rounds: int) -> dict[str, Any]:
+    """Merging layers wins where they are small and loses where they are large."""
+    found = {}
+    for size in SIZES:
+        merged = [n for n in (1, 2, 4, 8) if SIZES[size]["layers"] % n == 0]
+        names = [f"flat merged {n}" for n in merged]
+        case = {
+            "backend": "gloo",
+            "size": size,
+            "world_size": 2,
+            "names": names,
+            "merged": merged,
+            "steps": steps,
+            "rounds": rounds,
+        }
+        figures = run_case(case)
+        found[size] = {name: figures[name]["wall_ms"] for name in names}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--machine", required=True, help="the folder under validation/")
+    parser.add_argument("--cases", default=",".join([*CASES, "optimizer", "granularity"]))
+    parser.add_argument("--cluster", type=Path, help="a cluster file; measured first if left out")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4)
+    options = parser.parse_args()
+    path = ROOT / "validation" / options.machine / "fsdp.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = options.cluster
+        for name in options.cases.split(","):
+            if name in ("tiny", "mid") and cluster is None:
+                cluster = _calibrated(Path(folder))
+            results[name] = _one(name, cluster, Path(folder), options.steps, options.rounds)
+            results[name]["torch"] = torch.__version__
+            results[name]["date"] = datetime.date.today().isoformat()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(results, indent=1) + "\n")
+            print(json.dumps({name: results[name]}, indent=1))
+    return 0
+
+
+def _one(name: str, cluster: Path | None, folder: Path, steps: int, rounds: int) -> dict[str, Any]:
+    if name == "optimizer":
+        return optimizer_case()
+    if name == "granularity":
+        return granularity_case(steps, rounds)
+    if cluster is None or name == "overhead":
+        return measured_case(name, "", 3 * steps, rounds)
+    plan, chosen = planned_here(CASES[name][1], cluster, folder)
+    return {**measured_case(name, plan, steps, rounds), "plan": chosen}
+
+
+def _calibrated(folder: Path) -> Path:
+    """What this machine's constants are, now."""
+    from shardwright.cli.main import main as command
+
+    path = folder / "cluster.toml"
+    code = command(["calibrate", "-o", str(path), "-n", "2"])
+    if code:
+        sys.exit(code)
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

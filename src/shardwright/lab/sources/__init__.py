@@ -1,0 +1,49 @@
+"""Where the rows of a job come from, by the kind of its model, before and after a run.
+
+One file for each, all with the same three functions: ``check`` raises before anything starts,
+``prepare`` writes rows that are made up, ``quality`` reads what the ranks scored. Free of torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job
+from shardwright.core.measurement import Quality
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Source(Protocol):
+    """What each file of this folder offers."""
+
+    def check(self, job: Job) -> None:
+        """Raise InputError if the data cannot be what the model needs."""
+        ...
+
+    def prepare(self, job: Job) -> None:
+        """Write rows that are made up."""
+        ...
+
+    def quality(self, job: Job, scores: NDArray[np.float64]) -> Quality | None:
+        """What all ranks' scores [n, 3], in the order of their first column, come to."""
+        ...
+
+
+def source_of(job: Job) -> Source:
+    """The source for the kind of model; tables alone have none."""
+    if job.model.kind == "tables":
+        raise InputError(
+            expected(
+                "model.kind",
+                "a model to train",
+                "tables alone",
+                "They can be planned and explained; add a [model] with layers to train.",
+            )
+        )
+    from shardwright.lab.sources import clicks, text
+
+    return text if job.model.kind == "transformer" else clicks

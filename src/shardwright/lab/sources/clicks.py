@@ -1,0 +1,100 @@
+"""Click logs for a DLRM: a Criteo file, or rows from a known click model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job, data_files
+from shardwright.core.measurement import Quality
+from shardwright.lab.sources.facts import read_facts, write_facts
+
+TABLES_OF_CRITEO = 26
+DENSE_OF_CRITEO = 13
+
+
+def check(job: Job) -> None:
+    """Raise InputError unless the model fits click logs and the log is one."""
+    if job.data.kind not in ("criteo", "synthetic"):
+        raise InputError(
+            expected("data.kind", "'criteo' or 'synthetic' for a dlrm", f"'{job.data.kind}'")
+        )
+    _check_model(job)
+    if job.data.kind == "criteo":
+        from shardwright.data.criteo import check_file
+
+        if not job.data.path:
+            raise InputError(
+                expected("data.path", "a click log", "none", "Use --set data.path=FILE.")
+            )
+        for path in filter(None, (job.data.path, job.data.test_path)):
+            check_file(path)
+
+
+def _check_model(job: Job) -> None:
+    if len(job.tables) != TABLES_OF_CRITEO or job.model.dense_features != DENSE_OF_CRITEO:
+        raise InputError(
+            expected(
+                f"data.kind '{job.data.kind}'",
+                f"{TABLES_OF_CRITEO} tables and model.dense_features = {DENSE_OF_CRITEO}",
+                f"{len(job.tables)} tables and {job.model.dense_features}",
+                "Click logs have 13 integer and 26 categorical columns.",
+            )
+        )
+    for table in job.tables:
+        if not table.pooled or table.pooling_factors != (1.0,) or table.poolings != (1.0,):
+            raise InputError(
+                expected(
+                    f"tables '{table.name}'.pooling_factors",
+                    "[1.0] for training",
+                    f"{list(table.pooling_factors)}",
+                    "This version trains one id per table and sample; plan and explain take any.",
+                )
+            )
+        if table.dtype != "fp32":
+            raise InputError(
+                expected(f"tables '{table.name}'.dtype", "fp32 for training", table.dtype)
+            )
+    if job.model.top[-1] != 1:
+        raise InputError(
+            expected("model.top", "1 as its last width, a click's logit", str(job.model.top[-1]))
+        )
+
+
+def prepare(job: Job) -> None:
+    """Write the rows if they are synthetic."""
+    if job.data.kind == "criteo":
+        return
+    from shardwright.data.synthetic import ClickModel
+
+    model = ClickModel(cardinalities=tuple(t.rows for t in job.tables), seed=job.data.seed)
+    files = data_files(job)
+    for name, rows, start in (
+        (files.train, job.data.rows, 0),
+        (files.test, job.data.test_rows, job.data.rows),
+    ):
+        if not name:
+            continue
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_facts(path, model.write(path, rows, start))
+
+
+def quality(job: Job, scores: NDArray[np.float64]) -> Quality | None:
+    """AUC and log loss of rows (number, label, logit), beside the best that there is."""
+    from shardwright.data.quality import auc, log_loss
+
+    _, labels, logits = scores.T
+    if not len(labels):
+        return None
+    best = read_facts(Path(data_files(job).test))
+    return Quality(
+        rows=len(labels),
+        auc=float(auc(labels, logits)) if 0 < labels.sum() < len(labels) else None,
+        log_loss=float(log_loss(labels, 1.0 / (1.0 + np.exp(-logits)))),
+        best_auc=best.get("bayes_auc"),
+        best_log_loss=best.get("bayes_log_loss"),
+    )

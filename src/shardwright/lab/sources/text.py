@@ -1,0 +1,63 @@
+"""Text for a transformer: any file, or a made-up one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job, data_files
+from shardwright.core.measurement import Quality
+from shardwright.data.tokens import VOCAB, Text, write_text
+from shardwright.lab.sources.facts import read_facts, write_facts
+
+
+def check(job: Job) -> None:
+    """Raise InputError unless bytes can be the tokens and the file, if named, is long enough."""
+    if job.data.kind != "text":
+        raise InputError(expected("data.kind", "'text' for a transformer", f"'{job.data.kind}'"))
+    if job.data.test_path:
+        raise InputError(
+            expected(
+                "data.test_path",
+                "none for text",
+                f"'{job.data.test_path}'",
+                "The last tenth of data.path is held out.",
+            )
+        )
+    if job.model.vocab < VOCAB:
+        raise InputError(
+            expected(
+                "model.vocab",
+                f"at least {VOCAB} for text, whose bytes are the tokens",
+                str(job.model.vocab),
+            )
+        )
+    if job.data.path:
+        Text(job.data.path, job.batch.sequence)
+
+
+def prepare(job: Job) -> None:
+    """Write the text if none is named, and see that it is long enough."""
+    path = Path(data_files(job).train)
+    if not job.data.path:
+        write_facts(path, write_text(path, seed=job.data.seed))
+    Text(path, job.batch.sequence)
+
+
+def quality(job: Job, scores: NDArray[np.float64]) -> Quality | None:
+    """Nats per token and bits per byte of windows (number, tokens, nats)."""
+    _, tokens, nats = scores.T
+    if not len(tokens):
+        return None
+    loss = math.fsum(nats) / tokens.sum()
+    return Quality(
+        rows=int(tokens.sum()),
+        auc=None,
+        log_loss=float(loss),
+        best_log_loss=read_facts(Path(data_files(job).train)).get("bayes_log_loss"),
+        bits_per_byte=float(loss / math.log(2)),
+    )

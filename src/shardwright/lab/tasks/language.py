@@ -1,0 +1,65 @@
+"""A transformer on the bytes of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from shardwright.core.job import Job, data_files
+from shardwright.data.tokens import Text, TextReader, TokenBatch, held_out_batches
+from shardwright.lab.tasks.task import Arrays, Tensors
+from shardwright.models.transformer import Transformer, next_token_loss
+
+
+class Language:
+    """Cross entropy of the next token; scores are (window, tokens, nats)."""
+
+    bad_rows = 0
+
+    def __init__(self, job: Job, rank: int, world_size: int) -> None:
+        self.job = job
+        self.rank = rank
+        self.world_size = world_size
+
+    def model(self, device: torch.device) -> nn.Module:
+        """A transformer, which has no buffers."""
+        return Transformer(self.job, device="meta")
+
+    def batches(self) -> Iterator[Arrays]:
+        """Inputs and targets [B, T]."""
+        job = self.job
+        reader = TextReader(self._text(), job.batch.size, self.rank, self.world_size, job.data.seed)
+        return map(_arrays, reader)
+
+    def loss(self, model: nn.Module, batch: Tensors) -> torch.Tensor:
+        """Mean over all tokens, in nats."""
+        inputs, targets = batch
+        return next_token_loss(model(inputs), targets)
+
+    def held_out(self) -> Iterator[tuple[Arrays, NDArray[np.int64]]]:
+        """The last part of the text."""
+        batches = held_out_batches(self._text(), self.job.batch.size, self.rank, self.world_size)
+        for batch, numbers in batches:
+            yield _arrays(batch), numbers
+
+    def scores(
+        self, model: nn.Module, batch: Tensors, numbers: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Window, its tokens, and their losses together; windows that only fill up are left out."""
+        inputs, targets = batch
+        logits = model(inputs).flatten(0, 1)
+        nats = nn.functional.cross_entropy(logits, targets.flatten(), reduction="none")
+        sums = nats.view_as(targets).double().sum(1).cpu().numpy()
+        found = np.stack([numbers, np.full(len(numbers), targets.shape[1]), sums], 1)
+        return found[numbers >= 0]
+
+    def _text(self) -> Text:
+        return Text(data_files(self.job).train, self.job.batch.sequence)
+
+
+def _arrays(batch: TokenBatch) -> Arrays:
+    return batch.inputs, batch.targets

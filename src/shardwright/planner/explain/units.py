@@ -1,0 +1,184 @@
+"""Every step from the sizes of a dense unit to its bytes, its collectives and its seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from shardwright.core.amount import Amount, leaf, named, total
+from shardwright.core.plan import Plan, UnitPlan
+from shardwright.core.tensor import element_bytes
+from shardwright.cost import dense
+from shardwright.cost.pipeline import Spent, StageSeconds, UnitSeconds, walk
+from shardwright.planner.explain.explanation import Explanation, finished, ranks_label, summed
+from shardwright.planner.explain.subject import RELATIVE
+from shardwright.planner.pricing.evaluate import constants_of
+from shardwright.planner.step_draft import StepDraft, unit_events
+from shardwright.planner.unit_choice import ROLES, UnitChoice
+
+UNIT_KINDS = ("weight", "gradient", "optimizer_state", "padding")
+SERIAL = "nothing overlaps: the unit's actions follow one another"
+AHEAD = (
+    "gathers and reduces run beside compute; what hides costs no time, what is not there yet is "
+    "waited for; clocks are those of the whole step's actions"
+)
+
+
+@dataclass(frozen=True)
+class UnitAmounts:
+    """Derivations of a draft's units; leaves are sizes, the job's keys and the constants."""
+
+    draft: StepDraft
+
+    @cached_property
+    def constants(self) -> Mapping[str, Any]:
+        """The cluster's constants."""
+        return constants_of(self.draft.problem.cluster)
+
+    @cached_property
+    def ranks(self) -> Amount:
+        """How many ranks there are."""
+        return leaf(self.draft.ranks, "ranks", "", "cluster.world_size")
+
+    @cached_property
+    def local(self) -> Amount | None:
+        """How many of them are linked closely; None where all are."""
+        local = self.draft.problem.unit_space.setting.local
+        if local is None:
+            return None
+        return leaf(local, "ranks_of_host", "", "cluster.local_world_size")
+
+    def stage(self, name: str) -> StageSeconds:
+        """A stage's compute, forward and backward."""
+        batch = leaf(self.draft.problem.batch.size, "batch", "samples", "batch.size")
+        stage = next(stage for stage in self.draft.model.stages if stage.name == name)
+        found = []
+        for direction, works in (("forward", stage.forward), ("backward", stage.backward)):
+            flops = sum(work.flops_per_sample for work in works)
+            source = f"{name}, {direction}"
+            each = leaf(flops, f"flops_per_sample[{source}]", "FLOP", "the model's operations")
+            calls = leaf(len(works), f"operations[{source}]", "", "the model's operations")
+            seconds = dense.compute_seconds(each * batch, calls, self.constants)
+            found.append(named(f"compute[{source}]", seconds, "s"))
+        return StageSeconds(*found)
+
+    def buffer(self, choice: UnitChoice) -> Amount:
+        """The whole buffer, padding included."""
+        source = "tensors at their alignment, cut evenly"
+        return leaf(choice.layout.nbytes, "buffer_bytes", "B", source)
+
+    def slice(self, choice: UnitChoice) -> Amount:
+        """A rank's slice of the buffer."""
+        count = 1 if choice.replicated else self.draft.ranks
+        slices = leaf(count, "slices", "", "ranks that share it")
+        found: Amount = named("slice_bytes", self.buffer(choice) // slices, "B")
+        return found
+
+    def unit(self, choice: UnitChoice) -> UnitSeconds:
+        """One gather, one reduce, the gradient's buffer and the update."""
+        buffer, own, c = self.buffer(choice), self.slice(choice), self.constants
+        traffic = dense.communication_seconds(
+            buffer, own, self.ranks, sharded=not choice.replicated, c=c, local=self.local
+        )
+        roles = leaf(ROLES, "roles", "", "weights, gradients and states")
+        return UnitSeconds(
+            gather=traffic["gather"],
+            reduce=traffic["reduce"],
+            gradient=dense.gradient_seconds(buffer, c),
+            update=dense.update_seconds(roles * own, c),
+        )
+
+    def spent(self, choice: UnitChoice) -> list[Spent]:
+        """What every action of one unit takes; other units are told by their numbers alone."""
+        space, name = self.draft.problem.unit_space, choice.unit.name
+        units: dict[str, Any] = {u.unit.name: u.spent for u in self.draft.units}
+        stages: dict[str, Any] = dict(space.stages)
+        units[name] = self.unit(choice)
+        stages |= {stage: self.stage(stage) for stage in choice.modules}
+        found = walk(
+            self.draft.model, self.draft.modes, units, stages, self.constants["overlap"], _clock
+        )
+        return [spent for spent in found if spent.unit == name]
+
+
+def _clock(name: str, value: Any) -> Amount:
+    """A clock of the walk as an input: what came before it is told of other actions."""
+    return leaf(getattr(value, "value", value), name, "s", "the actions before")
+
+
+def explain_unit(plan: Plan, draft: StepDraft, choice: UnitChoice) -> Iterator[Explanation]:
+    """Bytes of each rank, bytes of the tensors, collectives of a step, seconds of a step."""
+    amounts = UnitAmounts(draft)
+    where = f"unit {choice.unit.name}"
+    yield from _bytes(amounts, choice, where)
+    yield _tensors(plan, choice, where)
+    planned = next(unit for unit in plan.units if unit.name == choice.unit.name)
+    yield from _collectives(amounts, choice, where, planned)
+    yield _seconds(amounts, choice, where, planned)
+
+
+def _bytes(amounts: UnitAmounts, choice: UnitChoice, where: str) -> Iterator[Explanation]:
+    """Ranks with as much padding are told together."""
+    alike: dict[int, list[int]] = {}
+    for rank, padding in enumerate(choice.padding):
+        alike.setdefault(padding, []).append(rank)
+    for padding, ranks in alike.items():
+        source = "what is no tensor's in the slice of these ranks"
+        gap = leaf(padding, "padding_of_slice", "B", source)
+        own = named("payload_of_slice", amounts.slice(choice) - gap, "B")
+        kept = dense.unit_bytes(own, gap, choice.unit.optimizer)
+        amount = named("bytes_on_rank", total(kept[kind] for kind in UNIT_KINDS), "B")
+        stored = sum(unit_events(choice, padding).values())
+        yield finished(f"{where} on {ranks_label(ranks)}: bytes", stored, amount, ranks=ranks)
+
+
+def _tensors(plan: Plan, choice: UnitChoice, where: str) -> Explanation:
+    terms = []
+    for tensor in choice.unit.tensors:
+        shape = f"shape {'x'.join(map(str, tensor.shape))}"
+        terms.append(leaf(tensor.numel, tensor.fqn, "elements", shape))
+    elements = summed("elements", terms, "elements")
+    size = leaf(element_bytes("fp32"), "element_bytes", "B", "fp32")
+    payload = named("unit_bytes", elements * size, "B")
+    stored = choice.layout.payload_bytes
+    return finished(f"{where}: bytes of its tensors", stored, payload, ranks=range(plan.world_size))
+
+
+def _collectives(
+    amounts: UnitAmounts, choice: UnitChoice, where: str, planned: UnitPlan
+) -> Iterator[Explanation]:
+    if choice.replicated:
+        calls = leaf(1, "reduces", "", "an all-reduce after backward")
+    else:
+        gathers = leaf(1, "gathers_before_forward", "", "a sharded unit")
+        again = leaf(int(choice.reshard), "gathers_before_backward", "", "1 if it reshards")
+        calls = gathers + again + leaf(1, "reduces", "", "a reduce-scatter after backward")
+    calls = named("collectives", calls)
+    everyone = range(len(choice.padding))
+    yield finished(f"{where}: collectives per step", planned.collectives, calls, ranks=everyone)
+    moved = named("bytes_per_step", calls * amounts.buffer(choice), "B")
+    yield finished(
+        f"{where}: full buffers of its collectives per step",
+        planned.bytes_per_step,
+        moved,
+        ranks=everyone,
+    )
+
+
+def _seconds(
+    amounts: UnitAmounts, choice: UnitChoice, where: str, planned: UnitPlan
+) -> Explanation:
+    terms = [
+        named(f"{a.verb} {a.target} {a.direction}", seconds, "s")
+        for a, _, seconds in amounts.spent(choice)
+    ]
+    return finished(
+        f"{where}: seconds per step",
+        planned.seconds,
+        summed("seconds_of_unit", terms, "s"),
+        ranks=range(len(choice.padding)),
+        relative=RELATIVE,
+        notes=[AHEAD if amounts.draft.prefetch else SERIAL],
+    )

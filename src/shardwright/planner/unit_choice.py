@@ -1,0 +1,140 @@
+"""One way to place a dense unit, of one module or of several that share its buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwright.core.block import Block
+from shardwright.core.layout import UnitLayout, unit_layout
+from shardwright.core.model import ModelSpec, UnitSpec
+from shardwright.core.placement import Flat, Placement, Replicate
+from shardwright.core.timeline import Phase
+from shardwright.cost import dense
+from shardwright.cost.pipeline import StageSeconds, UnitSeconds
+
+ROLES = 3  # weights, gradients and states, which an update reads or writes
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSetting:
+    """Everything but a unit and its placement that the unit's seconds depend on.
+
+    ``local`` of the ranks are linked closely, all where it is None; ``c`` are constants by name.
+    """
+
+    ranks: int
+    local: int | None
+    batch: int
+    c: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class UnitChoice:
+    """A unit with its placement; bytes and seconds are those of every rank, padding apart.
+
+    ``modules`` are the units of the model that it is made of. ``spent`` is what its collectives,
+    gradient and update take, ``computing`` what its stages do.
+    """
+
+    unit: UnitSpec
+    modules: tuple[str, ...]
+    placement: Placement
+    reshard: bool
+    layout: UnitLayout
+    spent: UnitSeconds
+    computing: StageSeconds
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank keeps the whole unit."""
+        return isinstance(self.placement, Replicate)
+
+    @cached_property
+    def seconds(self) -> dict[Phase, float]:
+        """Seconds by phase where nothing overlaps."""
+        again = self.spent.gather if self.reshard else 0.0
+        return {
+            "forward": self.computing.forward + self.spent.gather,
+            "backward": self.computing.backward + self.spent.gradient + again,
+            "reduce": self.spent.reduce,
+            "step": self.spent.update,
+        }
+
+    @property
+    def collectives(self) -> int:
+        """Calls in a step: a gather before forward, one more if it reshards, a reduce."""
+        return 1 if self.replicated else 2 + self.reshard
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Where its parameters live; gradients and states live beside them."""
+        return tuple(self.layout.blocks("parameter"))
+
+    @cached_property
+    def padding(self) -> tuple[int, ...]:
+        """Bytes of each rank's buffer that belong to no tensor."""
+        size = {slot.tensor.fqn: slot.tensor for slot in self.layout.slots}
+        held = [0] * self.layout.world_size
+        for block in self.blocks:
+            tensor = size[block.tensor]
+            held[block.rank] += block.numel * tensor.nbytes // tensor.numel
+        return tuple(self.layout.shard_bytes - nbytes for nbytes in held)
+
+
+def stage_seconds(model: ModelSpec, setting: DenseSetting) -> dict[str, StageSeconds]:
+    """Seconds that every stage of ``model`` computes, by name."""
+    found = {}
+    for stage in model.stages:
+        forward, calls, backward, back_calls = dense.stage_flops(stage, setting.batch)
+        found[stage.name] = StageSeconds(
+            dense.compute_seconds(forward, calls, setting.c),
+            dense.compute_seconds(backward, back_calls, setting.c),
+        )
+    return found
+
+
+def merged(units: Sequence[UnitSpec]) -> UnitSpec:
+    """The unit that neighbours share: ``layers.0-3`` of ``layers.0`` to ``layers.3``."""
+    first = units[0]
+    if len(units) == 1:
+        return first
+    last = units[-1].name.rpartition(".")[2]
+    tensors = tuple(tensor for unit in units for tensor in unit.tensors)
+    return UnitSpec(f"{first.name}-{last}", tensors, first.optimizer, first.series)
+
+
+def unit_choices(
+    units: Sequence[UnitSpec], stages: Mapping[str, StageSeconds], setting: DenseSetting
+) -> tuple[UnitChoice, ...]:
+    """Neighbours as one unit: replicated, sharded and kept after forward, sharded and resharded.
+
+    Where two cost the same, the earlier one is the simpler one.
+    """
+    unit = merged(units)
+    names = tuple(member.name for member in units)
+    computing = StageSeconds(
+        sum(stages[name].forward for name in names), sum(stages[name].backward for name in names)
+    )
+    whole, cut = (unit_layout(unit.tensors, p, setting.ranks) for p in (Replicate(), Flat()))
+    replica, sharded = _spent(whole, setting, sharded=False), _spent(cut, setting, sharded=True)
+    return (
+        UnitChoice(unit, names, Replicate(), False, whole, replica, computing),
+        UnitChoice(unit, names, Flat(), False, cut, sharded, computing),
+        UnitChoice(unit, names, Flat(), True, cut, sharded, computing),
+    )
+
+
+def _spent(layout: UnitLayout, setting: DenseSetting, *, sharded: bool) -> UnitSeconds:
+    c = setting.c
+    nbytes, shard = layout.nbytes, layout.shard_bytes
+    traffic = dense.communication_seconds(
+        nbytes, shard, setting.ranks, sharded=sharded, c=c, local=setting.local
+    )
+    return UnitSeconds(
+        gather=traffic["gather"],
+        reduce=traffic["reduce"],
+        gradient=dense.gradient_seconds(nbytes, c),
+        update=dense.update_seconds(ROLES * shard, c),
+    )

@@ -1,0 +1,80 @@
+"""What units take in any plan, whatever they are merged with and whatever runs beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shardwright.cost import dense, network
+from shardwright.cost.network import Collective
+from shardwright.planner.unit_choice import ROLES, UnitChoice
+from shardwright.planner.units import Unit, UnitSpace
+
+ALONE = "its fastest placement"
+ANYHOW = "its compute, and its bytes over the links and through memory"
+ONCE = "one update and one reduce at least, however many layers share them"
+
+KINDS: dict[bool, tuple[Collective, ...]] = {
+    True: ("all_reduce",),
+    False: ("all_gather", "reduce_scatter"),
+}
+
+
+class Floor(NamedTuple):
+    """No plan spends less than ``seconds`` on what ``name`` says; ``why`` is what that rests on."""
+
+    name: str
+    seconds: float
+    why: str
+
+
+def unit_floors(space: UnitSpace) -> Iterator[Floor]:
+    """Floors that add up to one of all units."""
+    for run in space.runs:
+        if run[0].series or 1 in space.prefetches:
+            yield from _of_run(space, run)
+        else:
+            choices = space.choices(run)
+            least = min(math.fsum(choice.seconds.values()) for choice in choices)
+            yield Floor(run[0].name, least, ALONE)
+
+
+def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
+    """Layers that may be merged: every layer's own, and once what all of them may share.
+
+    Compute cannot hide, nor can the share of a collective that needs the same cores. Resharding,
+    padding and more collectives only add to that.
+    """
+    setting = space.setting
+    for unit in run:
+        choices = space.choices((unit,))
+        moved = min(_bytes_of(space, choice) for choice in choices)
+        payload = choices[0].layout.payload_bytes
+        own = sum(choices[0].computing) + dense.gradient_seconds(payload, setting.c)
+        yield Floor(unit.name, own + moved, ANYHOW)
+    placements = {choice.replicated for choice in space.choices(run[:1])}
+    waits = [
+        sum(network.latency_seconds(k, setting.ranks, setting.c, setting.local) for k in KINDS[p])
+        for p in placements
+    ]
+    once = _shown(space) * min(waits) + dense.update_seconds(0, setting.c)
+    yield Floor(f"{run[0].series or run[0].name}, once", once, ONCE)
+
+
+def _shown(space: UnitSpace) -> float:
+    """The share of a collective that costs compute."""
+    return 1 - space.setting.c["overlap"] if 1 in space.prefetches else 1.0
+
+
+def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
+    """Transfers and update of a unit that every rank keeps, or that all ranks share."""
+    setting = space.setting
+    payload = choice.layout.payload_bytes
+    moved = 0.0
+    for kind in KINDS[choice.replicated]:
+        moved += network.transfer_seconds(kind, payload, setting.ranks, setting.c, setting.local)
+    if not choice.replicated:
+        moved += len(KINDS[False]) * dense.fresh_seconds(payload, setting.c)
+    held = payload if choice.replicated else payload / setting.ranks
+    return _shown(space) * moved + held * ROLES / setting.c["memory_rate"]

@@ -1,0 +1,267 @@
+"""Which layers share a unit, which units are sharded, and whether the next one is gathered ahead.
+
+Layers of one series may be merged with their neighbours. Few large units save latency; many small
+ones keep fewer bytes gathered at once. All units of a series are cut alike, as evenly as they go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby, product
+
+from shardwright.core.amount import ceil_div
+from shardwright.core.errors import InputError, expected
+from shardwright.core.model import ModelSpec, Stage, UnitSpec, Work
+from shardwright.core.planning import DenseSection
+from shardwright.core.schedule import Modes, Prefetch
+from shardwright.core.tensor import TensorSpec
+from shardwright.cost import optimizer
+from shardwright.cost.pipeline import Spent, StageSeconds, walk
+from shardwright.planner.unit_choice import DenseSetting, UnitChoice, stage_seconds, unit_choices
+
+MAX_COMBINATIONS = 81  # of ways to place each run of units; beyond, all runs are placed alike
+# Constants are not known better: larger units, or units gathered ahead, have to save this share
+# of a step's seconds.
+WORTH = 0.02
+
+FREE = DenseSection()
+
+Unit = tuple[UnitSpec, ...]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Every unit of a model, in order. ``placed`` is the way each run of units was placed."""
+
+    space: UnitSpace
+    units: tuple[UnitChoice, ...]
+    prefetch: Prefetch
+    placed: tuple[int, ...] = ()
+
+    @property
+    def modes(self) -> Modes:
+        """The order of the step, of the dense part alone."""
+        return dense_modes(self.units, self.prefetch)
+
+    @cached_property
+    def spent(self) -> list[Spent]:
+        """Seconds of every action of the dense part."""
+        return self.space.walk(self.units, self.modes)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of the dense part."""
+        return math.fsum(spent.seconds for spent in self.spent)
+
+    @cached_property
+    def kept(self) -> int:
+        """Bytes of a rank's weights, gradients and states."""
+        return sum(u.layout.shard_bytes * (2 + _states(u)) for u in self.units)
+
+    @cached_property
+    def footprint(self) -> int:
+        """About how many bytes of a rank it fills at most, activations apart: everything kept, and
+        the largest units that are whole at once."""
+        whole = sum(u.layout.nbytes for u in self.units if not (u.replicated or u.reshard))
+        passing = sorted(u.layout.nbytes for u in self.units if u.reshard)
+        unreduced = sorted(u.layout.nbytes for u in self.units if not u.replicated)
+        ahead = 1 + self.prefetch
+        return self.kept + whole + sum(passing[-ahead:]) + 2 * sum(unreduced[-ahead:])
+
+
+def _states(choice: UnitChoice) -> int:
+    return optimizer.DENSE_STATES_PER_ELEMENT[choice.unit.optimizer]
+
+
+def dense_modes(
+    units: Sequence[UnitChoice],
+    prefetch: Prefetch,
+    *,
+    routed: bool = False,
+    replicated_tables: bool = False,
+) -> Modes:
+    """What a choice of units means for the order of a step."""
+    return Modes(
+        sharded_units=frozenset(u.unit.name for u in units if not u.replicated),
+        resharded_units=frozenset(u.unit.name for u in units if u.reshard),
+        routed=routed,
+        replicated_tables=replicated_tables,
+        prefetch=prefetch,
+        merged=tuple((u.unit.name, u.modules) for u in units if len(u.modules) > 1),
+    )
+
+
+@dataclass(frozen=True)
+class UnitSpace:
+    """What may be chosen of a model's units. ``forced`` says by unit or series whether it is to
+    "shard" or to "replicate"."""
+
+    model: ModelSpec
+    setting: DenseSetting
+    forced: Mapping[str, str] = field(default_factory=dict)
+    section: DenseSection = FREE
+    _known: dict[tuple[str, ...], tuple[UnitChoice, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def stages(self) -> dict[str, StageSeconds]:
+        """Seconds that every stage computes."""
+        return stage_seconds(self.model, self.setting)
+
+    @cached_property
+    def runs(self) -> tuple[Unit, ...]:
+        """Neighbours that may share a unit; a unit without a series is alone."""
+
+        def key(pair: tuple[int, UnitSpec]) -> tuple[object, ...]:
+            index, unit = pair
+            alike = (unit.series, unit.optimizer, self._wanted(unit))
+            return (*alike, -1 if unit.series else index)
+
+        found = groupby(enumerate(self.model.units), key)
+        return tuple(tuple(unit for _, unit in members) for _, members in found)
+
+    @property
+    def prefetches(self) -> tuple[Prefetch, ...]:
+        """What is tried; units that tables or little else stand between are not gathered ahead."""
+        if self.section.prefetch is not None:
+            return (self.section.prefetch,)
+        return (0, 1) if any(len(run) > 1 for run in self.runs) else (0,)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Most layers that share a unit: every number that cuts the longest run otherwise."""
+        longest = max((len(run) for run in self.runs), default=1)
+        if self.section.layers_per_unit is not None:
+            return (self.section.layers_per_unit,)
+        return tuple(sorted({ceil_div(longest, parts) for parts in range(1, longest + 1)}))
+
+    def choices(self, units: Unit) -> tuple[UnitChoice, ...]:
+        """The ways to place neighbours as one unit that the job leaves open."""
+        names = tuple(unit.name for unit in units)
+        if names not in self._known:
+            self._known[names] = tuple(self._allowed(units))
+        return self._known[names]
+
+    def _allowed(self, units: Unit) -> Iterator[UnitChoice]:
+        wanted, reshard = self._wanted(units[0]), self.section.reshard
+        for choice in unit_choices(units, self.stages, self.setting):
+            if wanted in (None, "replicate" if choice.replicated else "shard") and (
+                choice.replicated or reshard in (None, choice.reshard)
+            ):
+                yield choice
+
+    def _wanted(self, unit: UnitSpec) -> str | None:
+        return self.forced.get(unit.name, self.forced.get(unit.series) if unit.series else None)
+
+    def arrangements(self) -> Iterator[Arrangement]:
+        """Every cut of the series, every way to place each run, with and without prefetch."""
+        for size in self.sizes:
+            cut = [[self.choices(unit) for unit in cut_evenly(run, size)] for run in self.runs]
+            for placed in self._ways():
+                units = tuple(
+                    choices[way] for run, way in zip(cut, placed, strict=True) for choices in run
+                )
+                for prefetch in self.prefetches:
+                    yield Arrangement(self, units, prefetch, placed)
+
+    def _ways(self) -> list[tuple[int, ...]]:
+        """For each run the number of a choice; where there are many runs, all alike but the last,
+        whose backward comes first."""
+        open_ways = [range(len(self.choices(run[:1]))) for run in self.runs]
+        if math.prod(len(ways) for ways in open_ways) <= MAX_COMBINATIONS:
+            return list(product(*open_ways))
+        most = max(len(ways) for ways in open_ways)
+        alike = product(range(most), open_ways[-1])
+        return [(*(min(way, ways[-1]) for ways in open_ways[:-1]), last) for way, last in alike]
+
+    def walk(self, units: Sequence[UnitChoice], modes: Modes) -> list[Spent]:
+        """The seconds of every action of ``units`` and of the stages between them."""
+        spent = {choice.unit.name: choice.spent for choice in units}
+        return walk(self.model, modes, spent, self.stages, self.setting.c["overlap"])
+
+    def check(self) -> None:
+        """Raise InputError for what is forced of units that there are not."""
+        units = self.model.units
+        known = {name for unit in units for name in (unit.name, unit.series) if name}
+        told = ", ".join(dict.fromkeys(unit.series or unit.name for unit in units))
+        alone = ", or one layer of a series" if any(unit.series for unit in units) else ""
+        for name in self.forced:
+            if name not in known:
+                wanted = f"units {told}{alone}" if known else "no unit: tables alone"
+                raise InputError(expected("planner.units", wanted, f"'{name}'"))
+        if not self.model.units and self.section != FREE:
+            wanted = "nothing: tables alone have no units"
+            raise InputError(expected("planner.dense", wanted, "a section", "Leave it out."))
+        size = self.section.layers_per_unit
+        longest = max((len(run) for run in self.runs), default=1)
+        if size is not None and size > longest:
+            alone = "whose units have no neighbours alike"
+            most = f"at most {longest}, the layers that follow one another alike"
+            wanted = most if longest > 1 else f"1 for a {self.model.kind}, {alone}"
+            raise InputError(expected("planner.dense.layers_per_unit", wanted, str(size)))
+
+
+def cut_evenly(run: Unit, size: int) -> list[Unit]:
+    """``run`` in parts of ``size`` at most that differ by one at most, the longer ones first."""
+    count = ceil_div(len(run), size)
+    short, longer = divmod(len(run), count)
+    parts, start = [], 0
+    for index in range(count):
+        stop = start + short + (index < longer)
+        parts.append(run[start:stop])
+        start = stop
+    return parts
+
+
+def choose_units(
+    nbytes: Sequence[int],
+    flops: Sequence[int],
+    setting: DenseSetting,
+    *,
+    memory: int | None = None,
+    operations: int = 1,
+    section: DenseSection = FREE,
+    forced: str = "shard",
+) -> Arrangement | None:
+    """The fastest units for layers of ``nbytes`` weights and ``flops`` forward FLOPs each, the
+    planner's own choice without a job; None if nothing fits ``memory`` bytes per rank.
+
+    Layers compute in ``operations`` calls, twice as many and twice the FLOPs backward. Activations
+    are not counted.
+    """
+    names = [f"layers.{index}" for index in range(len(nbytes))]
+    units = tuple(
+        UnitSpec(name, (TensorSpec(f"{name}.weight", (size // 4,)),), series="layers")
+        for name, size in zip(names, nbytes, strict=True)
+    )
+    stages = tuple(
+        Stage(
+            name, "gather", _works(name, work, operations), _works(name, 2 * work, 2 * operations)
+        )
+        for name, work in zip(names, flops, strict=True)
+    )
+    model = ModelSpec("layers", (), units, stages)
+    space = UnitSpace(model, setting, {"layers": forced} if forced else {}, section)
+    found = [a for a in space.arrangements() if memory is None or a.footprint <= memory]
+    fastest = min(found, key=lambda a: a.seconds, default=None)
+    return fastest and next(worthwhile(found, fastest, fastest.seconds), fastest)
+
+
+def _works(name: str, flops: int, operations: int) -> tuple[Work, ...]:
+    return tuple(Work(name, flops // operations) for _ in range(operations))
+
+
+def worthwhile(
+    arrangements: Sequence[Arrangement], fastest: Arrangement, seconds: float
+) -> Iterator[Arrangement]:
+    """What is placed like ``fastest`` and hardly slower, in a step of ``seconds``, but smaller: the
+    smallest first."""
+    near = fastest.seconds + WORTH * seconds
+    alike = [
+        a
+        for a in arrangements
+        if a.placed == fastest.placed and a.footprint < fastest.footprint and a.seconds <= near
+    ]
+    yield from sorted(alike, key=lambda a: (a.footprint, a.seconds))

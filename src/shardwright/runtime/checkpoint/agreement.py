@@ -1,0 +1,118 @@
+"""All ranks go on, or none: an error on one rank becomes the same error on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+
+from shardwright.core.errors import InputError, MismatchError, RunError, ShardwrightError
+
+MAX_TEXT = 4000  # bytes of a message that travel
+_KINDS: tuple[type[ShardwrightError], ...] = (RunError, InputError, MismatchError)
+
+T = TypeVar("T")
+
+
+class Mesh(Protocol):
+    """Which ranks act together; a DeviceMesh is one."""
+
+    @property
+    def device_type(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def get_coordinate(self) -> Sequence[int] | None: ...
+
+
+class Group(Protocol):
+    """What a checkpoint needs of ``runtime.comm.Comm``: sums and agreement over the whole mesh."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    def all_reduce(self, label: str, tensor: torch.Tensor) -> object: ...
+
+    def agree(self, what: str, facts: Mapping[str, str]) -> None: ...
+
+
+def rank_and_size(comm: Group | None) -> tuple[int, int]:
+    """This process among those of the mesh, row by row; without a group it is alone."""
+    if comm is None:
+        return 0, 1
+    coordinate = comm.mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside the mesh has no Comm"
+    rank = 0
+    for at, count in zip(coordinate, comm.mesh.shape, strict=True):
+        rank = rank * count + at
+    return rank, math.prod(comm.mesh.shape)
+
+
+def together(
+    comm: Group | None,
+    label: str,
+    act: Callable[[], T],
+    failure: Callable[[Exception], ShardwrightError],
+) -> T:
+    """What ``act`` returns, once it has succeeded on every rank.
+
+    If any failed, every rank raises the error of the first that did; ``failure`` puts one that is
+    not ours into words. Called by all ranks.
+    """
+    result: T | None = None
+    error: ShardwrightError | None = None
+    cause: Exception | None = None
+    try:
+        result = act()
+    except ShardwrightError as raised:
+        error = raised
+    except Exception as raised:  # a rank that left here would keep the others waiting
+        error, cause = failure(raised), raised
+    _settle(comm, label, error, cause)
+    return result  # type: ignore[return-value]
+
+
+def _settle(
+    comm: Group | None, label: str, error: ShardwrightError | None, cause: Exception | None
+) -> None:
+    if comm is None:
+        if error is not None:
+            raise error from cause
+        return
+    rank, size = rank_and_size(comm)
+    failed = total(comm, label, {rank: int(error is not None)}, size)
+    if not failed.any():
+        return
+    first = int(failed.nonzero()[0])
+    message: dict[int, int] = {}
+    if rank == first and error is not None:
+        number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), 0)
+        raw = str(error).encode()[:MAX_TEXT]
+        message = dict(enumerate([number, len(raw), *raw]))
+    received = total(comm, label, message, MAX_TEXT + 2).tolist()
+    text = bytes(received[2 : 2 + received[1]]).decode(errors="replace")
+    kind = _KINDS[received[0]]
+    if kind is not RunError and not failed.all():
+        text += f" Found on rank {first}."
+    raise kind(text) from cause
+
+
+def reason(error: Exception) -> str:
+    """Why something failed, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def total(comm: Group, label: str, own: dict[int, int], size: int) -> torch.Tensor:
+    """The sum over ranks of vectors of ``size`` integers, given by index; on the host."""
+    vector = torch.zeros(size, dtype=torch.int64)
+    if own:
+        vector[torch.tensor(list(own))] = torch.tensor(list(own.values()))
+    vector = vector.to(comm.mesh.device_type)
+    comm.all_reduce(f"checkpoint: {label}", vector)
+    return vector.cpu()

@@ -1,0 +1,202 @@
+"""Read a checkpoint into any world size and any cut, after every byte of it was checked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwright.core.errors import (
+    InputError,
+    MismatchError,
+    RunError,
+    ShardwrightError,
+    expected,
+)
+from shardwright.runtime.checkpoint.agreement import Group, rank_and_size, reason, together, total
+from shardwright.runtime.checkpoint.dtypes import check_readable, dtype_of
+from shardwright.runtime.checkpoint.folders import newest_step, step_folder
+from shardwright.runtime.checkpoint.held import Held, checked, whole, window
+from shardwright.runtime.checkpoint.manifest import MAX_STEP, Piece
+from shardwright.runtime.checkpoint.region import Shared, shared
+from shardwright.runtime.checkpoint.shard import open_shard
+from shardwright.runtime.checkpoint.stored import Stored, open_stored
+
+FEW = 3  # names that a message lists
+
+
+class Restored(NamedTuple):
+    """What a checkpoint says besides its tensors.
+
+    ``world_size`` is that of the run that saved it; ``scalars`` are those of this rank there, or
+    of rank ``rank % world_size`` where there were fewer.
+    """
+
+    step: int
+    facts: dict[str, str]
+    scalars: dict[str, Any]
+    world_size: int
+
+
+Wanted = Sequence[Held] | Callable[[Stored], Sequence[Held]]
+
+
+class Copy(NamedTuple):
+    """A rectangle that is read from a stored part into a part that is held."""
+
+    piece: Piece
+    held: Held
+    area: Shared
+
+
+def read_checkpoint(
+    folder: Path | str,
+    wanted: Wanted,
+    comm: Group | None,
+    *,
+    step: int | None = None,
+    allow_smaller_dtype: bool = False,
+    skip: tuple[str, ...] = (),
+) -> Restored:
+    """Fill ``wanted`` in place from ``step``, by default the newest. Called by all ranks.
+
+    The world size and the cut may be any. Together the ranks want every tensor of the checkpoint
+    but those whose names start with one of ``skip``. A wider dtype than the stored one is exact; a
+    smaller one rounds and needs ``allow_smaller_dtype``. Without ``comm`` this process is alone.
+    Where what is wanted depends on what was saved, ``wanted`` says so once that is verified.
+
+    Every byte is verified before the first tensor changes. InputError or MismatchError on every
+    rank, naming the file or tensor: then all tensors are as they were.
+    """
+    rank, size = rank_and_size(comm)
+    folder = Path(folder)
+
+    def failure(error: Exception) -> ShardwrightError:
+        where = f"{folder} on rank {rank}"
+        return InputError(expected(where, "a readable checkpoint", f"'{reason(error)}'"))
+
+    if comm is not None:
+        said = {"step": str(step), "skip": repr(skip), "dtypes": str(allow_smaller_dtype)}
+        comm.agree(f"checkpoint in {folder}", said)
+    chosen = together(comm, "step", lambda: _chosen(folder, step, rank), failure)
+    if comm is not None:
+        chosen = int(total(comm, "step of rank 0", {0: chosen} if rank == 0 else {}, 1)[0])
+
+    def verify() -> tuple[Stored, set[str], list[Held]]:
+        stored = open_stored(step_folder(folder, chosen), chosen)
+        stored.check_shards(range(rank, stored.manifest.world_size, size))
+        parts = wanted(stored) if callable(wanted) else wanted
+        return stored, {part.name for part in parts}, checked(parts)
+
+    stored, names, parts = together(comm, "verify", verify, failure)
+    if comm is not None:
+        comm.agree(f"{stored.folder}", {"manifest": stored.manifest.sha256})
+    unread = _unread(stored, names, comm, skip)
+
+    def plan() -> dict[int, list[Copy]]:
+        _check_names(stored, names, unread)
+        return _copies(stored, parts, allow_smaller_dtype)
+
+    copies = together(comm, "plan", plan, failure)
+    together(comm, "read", lambda: _fill_all(stored, copies, rank), failure)
+    lists = stored.lists
+    return Restored(
+        chosen, stored.manifest.facts, lists[rank % len(lists)].scalars, stored.manifest.world_size
+    )
+
+
+def read_full(
+    folder: Path | str, step: int | None = None, skip: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole and on the host, but those that start with ``skip``."""
+    folder = Path(folder)
+    step = _chosen(folder, step, 0)
+    stored = open_stored(step_folder(folder, step), step)
+    stored.check_shards(range(stored.manifest.world_size))
+    tensors = {
+        name: torch.empty(found.shape, dtype=dtype_of(found.dtype, name))
+        for name, found in stored.tensors.items()
+        if not name.startswith(skip)
+    }
+    _fill(stored, _copies(stored, checked([whole(n, t) for n, t in tensors.items()]), False))
+    return tensors
+
+
+def _chosen(folder: Path, step: int | None, rank: int) -> int:
+    """The step to read; only rank 0 looks for the newest."""
+    if step is None:
+        return newest_step(folder) if rank == 0 else 0
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise InputError(expected("step", f"an integer from 0 to {MAX_STEP}", f"{step!r}"))
+    return step
+
+
+def _unread(
+    stored: Stored, names: Collection[str], comm: Group | None, skip: tuple[str, ...]
+) -> list[str]:
+    """Tensors of the checkpoint that no rank wants."""
+    known = list(stored.tensors)
+    if comm is None:
+        taken = [name in names for name in known]
+    else:
+        own = {i: 1 for i, name in enumerate(known) if name in names}
+        taken = total(comm, "wanted", own, len(known)).bool().tolist()
+    pairs = zip(known, taken, strict=True)
+    return [name for name, is_taken in pairs if not is_taken and not name.startswith(skip)]
+
+
+def _check_names(stored: Stored, names: Iterable[str], unread: Sequence[str]) -> None:
+    absent = sorted(set(names) - stored.tensors.keys())
+    if absent or unread:
+        found = [
+            f"{len(some)} that {where} lacks ({_few(some)})"
+            for where, some in (("the checkpoint", absent), ("the model", unread))
+            if some
+        ]
+        raise MismatchError(
+            expected(str(stored.folder), "the tensors of the model", " and ".join(found))
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+    return ", ".join(names[:FEW]) + more
+
+
+def _copies(stored: Stored, parts: Iterable[Held], allow_smaller: bool) -> dict[int, list[Copy]]:
+    """What is read from each rank's file; refuses shapes and dtypes that do not fit."""
+    copies: dict[int, list[Copy]] = defaultdict(list)
+    for part in parts:
+        found = stored.tensors[part.name]
+        where = f"{stored.folder}: {part.name}"
+        if found.shape != tuple(part.shape):
+            wanted = f"shape {tuple(part.shape)} as in the model"
+            raise MismatchError(expected(where, wanted, f"{found.shape}"))
+        saved = dtype_of(found.dtype, where)
+        check_readable(where, saved, part.tensor.dtype, allow_smaller)
+        for rank, piece in found.pieces:
+            areas = shared(found.shape, piece.region, part.region)
+            copies[rank].extend(Copy(piece, part, area) for area in areas)
+    return copies
+
+
+def _fill_all(stored: Stored, copies: dict[int, list[Copy]], rank: int) -> None:
+    try:
+        _fill(stored, copies)
+    except Exception as error:  # of any kind: verified files do not fail but for the machine
+        found = f"'{reason(error)}' on rank {rank}"
+        remedy = "Tensors are filled in part; read the checkpoint again."
+        wanted = "to read what was verified"
+        raise RunError(expected(str(stored.folder), wanted, found, remedy)) from error
+
+
+@torch.no_grad()
+def _fill(stored: Stored, copies: dict[int, list[Copy]]) -> None:
+    for rank in sorted(copies):
+        with open_shard(stored.shard(rank)) as shard:
+            for piece, held, (box, source, target) in copies[rank]:
+                saved = window(shard.get_tensor(piece.key), source, box)
+                window(held.tensor, target, box).copy_(saved)

@@ -1,0 +1,163 @@
+"""Write a checkpoint: all ranks into a temporary folder, which one rename then makes real."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwright.core.document import encode_document
+from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
+from shardwright.runtime.checkpoint.agreement import Group, rank_and_size, reason, together
+from shardwright.runtime.checkpoint.folders import (
+    remove_left_over,
+    retain,
+    step_folder,
+    sync,
+    temporary_folder,
+)
+from shardwright.runtime.checkpoint.held import Held, checked
+from shardwright.runtime.checkpoint.manifest import (
+    MANIFEST,
+    MAX_STEP,
+    RANK_SCHEMA,
+    RankList,
+    digest_of,
+    list_name,
+    sealed,
+    shard_name,
+)
+from shardwright.runtime.checkpoint.replicas import without_copies
+from shardwright.runtime.checkpoint.scalars import plain
+from shardwright.runtime.checkpoint.shard import piece_of, write_shard
+from shardwright.runtime.checkpoint.stored import open_stored
+
+
+def write_checkpoint(
+    folder: Path | str,
+    step: int,
+    held: Sequence[Held],
+    comm: Group | None,
+    *,
+    facts: Mapping[str, str],
+    scalars: Mapping[str, Any],
+    keep: int | None = None,
+) -> Path:
+    """Save what all ranks hold as ``folder/step-N`` and return that path. Called by all ranks.
+
+    ``facts`` are the same on every rank (plan fingerprint, versions), ``scalars`` are this rank's
+    plain values. A part that several ranks list is written by one. ``keep`` removes all but the
+    newest so many checkpoints once this one is committed. Without ``comm`` this process is all.
+
+    Either the checkpoint is there in full, or every rank raises: InputError for a step that
+    exists or parts that cannot be stored, MismatchError for parts that leave gaps or overlap or
+    facts that differ, RunError naming the rank that could not write and why. Then nothing was
+    saved, earlier checkpoints are whole, and what is held is as it was.
+    """
+    rank, size = rank_and_size(comm)
+    folder = Path(folder)
+    final = step_folder(folder, step)
+    if comm is not None:
+        said = {f"fact '{name}'": value for name, value in facts.items()}
+        comm.agree(str(final), {"step": str(step), "keep": str(keep), **said})
+
+    def failure(error: Exception) -> ShardwrightError:
+        found = f"'{reason(error)}' on rank {rank}"
+        remedy = "Nothing was saved; earlier checkpoints are whole, and training can go on."
+        return RunError(expected(str(final), "every rank to save its part", found, remedy))
+
+    def prepare() -> tuple[list[Held], dict[str, Any]]:
+        _check_call(step, facts, keep)
+        own = checked(held), plain(scalars)
+        if rank == 0:
+            _make_room(folder, step)
+        return own
+
+    def commit_by_first() -> None:
+        if rank == 0:
+            commit(temporary, final, step, size, facts)
+
+    temporary = temporary_folder(folder, step)
+    try:
+        own, values = together(comm, "prepare", prepare, failure)
+        mine = without_copies(own, comm)
+        together(
+            comm,
+            "write",
+            lambda: write_rank(temporary, step, rank, size, mine, values),
+            failure,
+        )
+        together(comm, "commit", commit_by_first, failure)
+    except ShardwrightError:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if rank == 0 and keep is not None:
+        retain(folder, keep, step)
+    return final
+
+
+def write_rank(
+    temporary: Path,
+    step: int,
+    rank: int,
+    world_size: int,
+    held: Sequence[Held],
+    scalars: dict[str, Any],
+) -> None:
+    """Write one rank's tensors and list, which the disk has on return."""
+    file = write_shard(temporary / shard_name(rank), held)
+    pieces = tuple(piece_of(part) for part in held)
+    found = RankList(RANK_SCHEMA, step, rank, world_size, file, pieces, scalars)
+    _write(temporary / list_name(rank), encode_document(found))
+
+
+def commit(
+    temporary: Path, final: Path, step: int, world_size: int, facts: Mapping[str, str]
+) -> None:
+    """Write the manifest, check everything as a reader would, and give the folder its name."""
+    lists = tuple(
+        digest_of((temporary / list_name(rank)).read_bytes()) for rank in range(world_size)
+    )
+    _write(temporary / MANIFEST, sealed(step, facts, lists))
+    open_stored(temporary, step)
+    sync(temporary)
+    _refuse_existing(final)
+    temporary.rename(final)
+    try:
+        sync(final.parent)
+    except OSError:
+        final.rename(temporary)  # not known to be on the disk: then it is not saved
+        raise
+
+
+def _make_room(folder: Path, step: int) -> None:
+    _refuse_existing(step_folder(folder, step))
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_left_over(folder)
+    temporary_folder(folder, step).mkdir()
+
+
+def _refuse_existing(final: Path) -> None:
+    if os.path.lexists(final):
+        remedy = "A checkpoint is never overwritten; save another step or elsewhere."
+        raise InputError(expected(str(final), "a step that is not saved yet", "one", remedy))
+
+
+def _check_call(step: int, facts: Mapping[str, str], keep: int | None) -> None:
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise InputError(expected("step", f"an integer from 0 to {MAX_STEP}", f"{step!r}"))
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise InputError(expected("keep", "at least 1 checkpoint", f"{keep!r}"))
+    for name, value in plain(facts).items():
+        if not isinstance(value, str):
+            raise InputError(expected(f"facts.{name}", "text", f"{value!r:.60}"))
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

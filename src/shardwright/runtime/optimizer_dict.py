@@ -1,0 +1,277 @@
+"""Optimizer state as ``torch.distributed.checkpoint`` has it: by name, in DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwright.core.errors import InputError, ShardwrightError, expected
+from shardwright.runtime.checkpoint.agreement import reason, together
+from shardwright.runtime.holdings import Part, comm_of, parts_of, settle
+from shardwright.runtime.optimizer_groups import (
+    Group,
+    everyones,
+    groups_of,
+    joined,
+    set_groups,
+    settings_for,
+)
+from shardwright.runtime.optimizer_state import (
+    Incoming,
+    as_optimizers,
+    fresh_state,
+    named_state,
+    present,
+    uses_of,
+)
+from shardwright.runtime.state import alike, in_chunks
+from shardwright.runtime.torch_private import local_of
+from shardwright.runtime.units.buffers import piece_of
+from shardwright.runtime.units.dstorage import DStorage
+
+Optimizers = Optimizer | Sequence[Optimizer]
+Named = dict[tuple[str, str], torch.Tensor]  # by fqn and the state's name
+Known = dict[str, dict[str, tuple[str, Any]]]  # dtype and, if it is one, the number; likewise
+
+
+def optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizers, *, mesh: DeviceMesh | None = None
+) -> dict[str, Any]:
+    """State and groups by parameter name, as torch's ``get_optimizer_state_dict`` has them:
+    ``{"state": {fqn: {name: tensor}}, "param_groups": [{"params": fqns, ...}]}`` (collective).
+
+    Tensors are DTensors where the model's state dict has them, numbers are scalar tensors; both are
+    what ``torch.distributed.checkpoint`` saves and loads. State of flat cuts is gathered unit by
+    unit. An optimizer that has taken no step is shown with the zeros it would begin with, so that
+    a checkpoint can be loaded into them. Row sums of tables are not among it. ``mesh`` is for
+    models whose units do not tell it, as for ``save_checkpoint``.
+    """
+    comm = comm_of(model, mesh)
+    settle(model)
+    optimizers = as_optimizers(optimizer)
+
+    def look() -> tuple[list[Part], Named, Known, list[Group]]:
+        parts = parts_of(model)
+        uses = [uses_of(parts, each) for each in optimizers]
+        tensors: Named = {}
+        known: Known = {}
+        for own, each in zip(uses, optimizers, strict=True):
+            trained = [p for p in own if p.requires_grad]
+            states: Mapping[Any, Any] = each.state or fresh_state(each, trained)
+            for use, name, value, number in named_state(own, states):
+                fqn = use.part.fqn
+                told = (_dtype_name(value), value if number else None)
+                if number and isinstance(value, torch.Tensor):
+                    told = (told[0], value.item())
+                if not number:
+                    tensors[fqn, name] = use.cut(value)
+                if use.part.numel or use.part.unit is None:
+                    known.setdefault(fqn, {})[name] = told
+        return parts, tensors, known, groups_of(optimizers, uses)
+
+    parts, tensors, own_known, groups = together(comm, "optimizer state", look, _failure)
+    names = [{"params": group["params"]} for group in groups]
+    said = everyones(comm, "optimizer state", [own_known, names])
+    known: Known = {}
+    for theirs, _ in said:
+        for fqn, found in theirs.items():
+            known.setdefault(fqn, {}).update(found)
+    merged = joined([theirs for _, theirs in said])
+    return {
+        "state": _shown(parts, tensors, known),
+        "param_groups": [{**g, **m} for g, m in zip(groups, merged, strict=True)],
+    }
+
+
+def load_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: Optimizers,
+    state: Mapping[str, Any],
+    *,
+    mesh: DeviceMesh | None = None,
+) -> None:
+    """Take back what :func:`optimizer_state_dict` or torch's ``get_optimizer_state_dict`` gave,
+    under any world size, strategy and grouping (collective).
+
+    Tensors may be whole, or DTensors of any mesh. Raises InputError or MismatchError naming the
+    parameter, before anything changes, where names or shapes are not the optimizer's.
+    """
+    comm = comm_of(model, mesh)
+    settle(model)
+    optimizers = as_optimizers(optimizer)
+
+    def look() -> tuple[list[Part], list[Group]]:
+        parts = parts_of(model)
+        return parts, groups_of(optimizers, [uses_of(parts, each) for each in optimizers])
+
+    parts, own = together(comm, "optimizer to load", look, _failure)
+    names = [{"params": group["params"]} for group in own]
+    groups = joined(everyones(comm, "groups of the optimizer", names))
+
+    def prepare() -> tuple[dict[str, dict[str, Any]], list[Incoming], list[Group]]:
+        given = _given(state, parts)
+        incoming = [Incoming(uses_of(parts, each), each, given) for each in optimizers]
+        for each in incoming:
+            _take_numbers(each, given)
+        return given, incoming, settings_for(groups, state["param_groups"])
+
+    given, incoming, settings = together(comm, "optimizer to load", prepare, _failure)
+    rooms: Named = {
+        (use.part.fqn, name): use.cut(value) for i in incoming for use, name, value in i.tensors
+    }
+    for part in parts:
+        for name, tensor in sorted(given.get(part.fqn, {}).items()):
+            if isinstance(tensor, torch.Tensor) and tensor.shape == part.held.shape:
+                _copy(tensor, part, rooms.get((part.fqn, name)))
+    for each in incoming:
+        each.install()
+    set_groups(optimizers, settings)
+
+
+def _failure(error: Exception) -> ShardwrightError:
+    wanted = "state of parameters by name"
+    return InputError(expected("optimizer state", wanted, f"'{reason(error)}'"))
+
+
+# ---- giving --------------------------------------------------------------------------------------
+
+
+def _dtype_name(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype).removeprefix("torch.")
+    return "float64" if isinstance(value, float) else "int64"
+
+
+def _shown(parts: Sequence[Part], tensors: Named, known: Known) -> dict[str, dict[str, Any]]:
+    gathered = dict(_gathered(parts, tensors, known))
+    state: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for name, (kind, number) in sorted(known.get(part.fqn, {}).items()):
+            key, dtype = (part.fqn, name), getattr(torch, kind)
+            if number is not None:
+                found = torch.tensor(number, dtype=dtype)
+            elif key in gathered:
+                found = gathered[key]
+            else:
+                found = _wrapped(part, tensors.get(key), dtype)
+            state.setdefault(part.fqn, {})[name] = found
+    return state
+
+
+def _gathered(
+    parts: Sequence[Part], tensors: Named, known: Known
+) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+    """The state of every segment under a flat cut, which no DTensor can show as it lies."""
+    by_slot = {(id(part.unit), part.slot): part for part in parts if part.unit is not None}
+    for unit in {id(p.unit): p.unit for p in parts if p.unit is not None}.values():
+        first = 0
+        for number, views in enumerate(unit.buffers.segments):
+            slots = range(first, first + len(views.segment.slots))
+            first = slots.stop
+            if views.segment.cut != "flat":
+                continue
+            own = [by_slot[id(unit), slot] for slot in slots if (id(unit), slot) in by_slot]
+            kinds = {
+                (name, kind)
+                for part in own
+                for name, (kind, value) in known.get(part.fqn, {}).items()
+                if value is None
+            }
+            for name, kind in sorted(kinds):
+                having = [p for p in own if known.get(p.fqn, {}).get(name, ("",))[0] == kind]
+                found = _gather(unit, number, having, name, getattr(torch, kind), tensors)
+                yield from (((fqn, name), tensor) for fqn, tensor in found)
+
+
+def _gather(
+    unit: DStorage,
+    number: int,
+    parts: Sequence[Part],
+    name: str,
+    dtype: torch.dtype,
+    tensors: Named,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """One state of the parameters of a segment, each as a DTensor."""
+    views, comm = unit.buffers.segments[number], unit.comm
+    segment = views.segment
+    share = torch.zeros(segment.share, dtype=dtype, device=views.share.device)
+    pieces = unit.layout.pieces(comm.rank)
+    for part in parts:
+        piece = pieces[part.slot]
+        if piece.numel:
+            begin = (piece.shard_offset - segment.shard_offset) // views.dtype.itemsize
+            share[begin : begin + piece.numel] = tensors[part.fqn, name].reshape(-1)
+    whole = share.new_empty(segment.whole)
+    comm.all_gather(f"{unit.name} {name}", whole.view(torch.uint8), share.view(torch.uint8))
+    starts = {slot.tensor.fqn: slot.start for slot in segment.slots}
+    for part in parts:
+        inner = pieces[part.slot].tensor
+        start = starts[inner.fqn]
+        tensor = whole[start : start + inner.numel].view(inner.shape)
+        yield part.fqn, in_chunks(unit, tensor, inner.fqn)
+
+
+def _wrapped(part: Part, local: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's part of a state as its parameter is shown."""
+    if local is None:
+        local = torch.empty(part.held.sizes, dtype=dtype, device=part.held.tensor.device)
+    if part.unit is None:
+        return local
+    faces = [face for segment in part.unit.faces.faces for face in segment]
+    return faces[part.slot].wrap(local.view(part.held.sizes))
+
+
+# ---- taking --------------------------------------------------------------------------------------
+
+
+def _given(state: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
+    """The states by fqn; refuses names and shapes that the model has not."""
+    if not {"state", "param_groups"} <= state.keys():
+        wanted = "the keys 'state' and 'param_groups'"
+        raise InputError(expected("optimizer state", wanted, ", ".join(map(str, state)) or "none"))
+    shapes = {part.fqn: torch.Size(part.held.shape) for part in parts}
+    given = {fqn: present(states) for fqn, states in state["state"].items()}
+    for fqn, states in given.items():
+        if fqn not in shapes:
+            wanted = "the name of a parameter of the model"
+            raise InputError(expected("optimizer state", wanted, f"'{fqn}'"))
+        for name, value in states.items():
+            if isinstance(value, torch.Tensor) and value.shape not in (shapes[fqn], ()):
+                wanted = f"a number or shape {tuple(shapes[fqn])}, the whole tensor's"
+                found = f"{tuple(value.shape)}"
+                raise InputError(expected(f"state '{name}' of {fqn}", wanted, found))
+    return given
+
+
+def _take_numbers(incoming: Incoming, given: Mapping[str, Mapping[str, Any]]) -> None:
+    for number in incoming.numbers:
+        value = given[number.fqn][number.name]
+        if isinstance(value, torch.Tensor) and value.dim():
+            found = f"shape {tuple(value.shape)}"
+            raise InputError(expected(f"state '{number.name}' of {number.fqn}", "a number", found))
+        number.value.copy_(local_of(torch.as_tensor(value)))
+    for use, name, _ in incoming.tensors:
+        value, shape = given[use.part.fqn][name], torch.Size(use.part.held.shape)
+        if not isinstance(value, torch.Tensor) or value.shape != shape:
+            where = f"state '{name}' of {use.part.fqn}"
+            raise InputError(expected(where, f"shape {tuple(shape)}", "a number"))
+    incoming.check()
+
+
+def _copy(given: torch.Tensor, part: Part, room: torch.Tensor | None) -> None:
+    """Keep this rank's part of a tensor; every rank takes part where it is a DTensor."""
+    if isinstance(given, DTensor):
+        if part.unit is not None and alike(given, part.parameter, part.unit.comm):
+            if room is not None:
+                room.view(part.held.sizes).copy_(given.to_local())
+            return
+        given = given.full_tensor()
+    if room is not None and room.numel():
+        own = piece_of(given.detach(), part.held.offsets, part.held.sizes)
+        room.view(part.held.sizes).copy_(own)

@@ -1,0 +1,139 @@
+"""Groups of an optimizer by the names of the parameters in them, on all ranks together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardwright.core.errors import MismatchError, expected
+from shardwright.runtime.checkpoint.agreement import rank_and_size, total
+from shardwright.runtime.comm import Comm
+from shardwright.runtime.optimizer_state import Uses
+
+# How a step is carried out, which belongs to the run and not to what it has learned
+EXECUTION = ("capturable", "differentiable", "foreach", "fused", "param_names", "params")
+
+Group = dict[str, Any]
+
+
+def groups_of(optimizers: Sequence[Optimizer], uses: Sequence[Uses]) -> list[Group]:
+    """Every group as torch describes it, with this rank's names in the place of parameters.
+
+    Frozen parameters and those without elements are left out: flat tensors do not have them.
+    """
+    found = []
+    for optimizer, own in zip(optimizers, uses, strict=True):
+        for group in optimizer.param_groups:
+            parts = [use.part for p in group["params"] for use in own[p] if p.requires_grad]
+            names = dict.fromkeys(p.fqn for p in parts if math.prod(p.held.shape))
+            rest = {key: value for key, value in group.items() if key != "params"}
+            found.append({**rest, "params": list(names)})
+    return found
+
+
+def as_scalars(groups: Sequence[Group]) -> list[Group]:
+    """The groups as JSON has them, without what only says how a step is carried out."""
+    return [{"params": group["params"], **_settings(group)} for group in groups]
+
+
+def joined(groups: Sequence[Sequence[Group]]) -> list[Group]:
+    """Groups that several ranks describe, each with the names that any of them has in it."""
+    found = [{**group, "params": list(group["params"])} for group in groups[0]]
+    for others in groups[1:]:
+        for group, other in zip(found, others, strict=True):
+            group["params"] = list(dict.fromkeys([*group["params"], *other["params"]]))
+    return found
+
+
+def settings_for(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
+    """What each of ``own`` groups, with the names of all ranks, is to be set to.
+
+    A group takes the settings of the saved groups that had its parameters. Raises MismatchError
+    where those differ, and for parameters that none had.
+    """
+    home = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    found = []
+    for number, group in enumerate(own):
+        where = f"optimizer.param_groups[{number}]"
+        if missing := [name for name in group["params"] if name not in home]:
+            wanted = "parameters that the saved optimizer had"
+            raise MismatchError(expected(where, wanted, f"{missing[0]}, which it had not"))
+        sources = sorted({home[name] for name in group["params"]})
+        if not sources and len(own) == len(saved):
+            sources = [number]
+        settings = [_settings(saved[index]) for index in sources]
+        for index, other in zip(sources[1:], settings[1:], strict=True):
+            _refuse_difference(where, settings[0], other, sources[0], index)
+        found.append(settings[0] if settings else {})
+    return found
+
+
+def _refuse_difference(where: str, first: Group, other: Group, one: int, two: int) -> None:
+    for key in first.keys() | other.keys():
+        if first.get(key) != other.get(key):
+            raise MismatchError(
+                expected(
+                    where,
+                    "parameters of one saved group",
+                    f"some of group {one} with {key} {first.get(key)} and of group {two} with "
+                    f"{other.get(key)}",
+                    "Make the groups as they were saved.",
+                )
+            )
+
+
+def set_groups(optimizers: Sequence[Optimizer], settings: Sequence[Group]) -> None:
+    """Set every group, keeping tensors and tuples what they are."""
+    given = iter(settings)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for key, value in next(given).items():
+                group[key] = _kept_kind(group.get(key), value)
+
+
+def _kept_kind(present: Any, value: Any) -> Any:
+    if isinstance(present, torch.Tensor) and isinstance(value, int | float):
+        return present.fill_(value)
+    if isinstance(present, tuple):
+        return tuple(_kept_kind(p, v) for p, v in zip(present, value, strict=True))
+    return value
+
+
+def _settings(group: Mapping[str, Any]) -> Group:
+    return {key: _plain(value) for key, value in group.items() if key not in EXECUTION}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def everyones(comm: Comm | None, label: str, value: Any) -> list[Any]:
+    """What every rank says, as JSON, in rank order (collective).
+
+    On a mesh of replicas x shards the ranks of one row, which say the same in every row.
+    """
+    if comm is None or comm.size == 1:
+        return [json.loads(json.dumps(value))]
+    rank, size = rank_and_size(comm)
+    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = total(comm, f"length of {label}", {rank: raw.numel()}, size).tolist()
+    first = rank - comm.rank
+    own = lengths[first : first + comm.size]
+    text = comm.gather_uneven(label, raw.to(comm.mesh.device_type), own)
+    return list(_decoded(bytes(text.cpu().tolist()), own))
+
+
+def _decoded(text: bytes, lengths: Sequence[int]) -> Iterator[Any]:
+    begin = 0
+    for length in lengths:
+        yield json.loads(text[begin : begin + length])
+        begin += length

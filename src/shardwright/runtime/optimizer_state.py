@@ -1,0 +1,344 @@
+"""Optimizer state by the names of the unsharded model, however the optimizer sees its parameters.
+
+An optimizer may have flat tensors that hold parts of many parameters, or one tensor for each. Its
+state is cut, or joined, accordingly: a tensor of the parameter's shape is cut like the parameter, a
+number such as ``step`` belongs to every parameter that the tensor has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
+from shardwright.runtime.checkpoint.held import Held
+from shardwright.runtime.holdings import STATE, Part
+from shardwright.runtime.optimizer import FlatSink
+from shardwright.runtime.torch_private import local_of
+
+State = dict[str, Any]
+
+
+class Use(NamedTuple):
+    """A part of a parameter that begins at ``start`` of an optimizer's flat tensor; None: the
+    optimizer has the parameter itself."""
+
+    part: Part
+    start: int | None = None
+
+    def cut(self, value: torch.Tensor) -> torch.Tensor:
+        """The part's elements of a state tensor; they share memory."""
+        local = local_of(value).detach()
+        if self.start is None:
+            return local
+        return local[self.start : self.start + self.part.numel]
+
+
+Uses = dict[nn.Parameter, list[Use]]
+
+
+def as_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """One, several or no optimizers as a list."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, Optimizer) else list(given)
+
+
+def uses_of(parts: Sequence[Part], optimizer: Optimizer) -> Uses:
+    """For every parameter of the optimizer, in its order, the parts of the model it has."""
+    known: dict[int, list[Use]] = {id(part.parameter): [Use(part)] for part in parts}
+    sinks = {id(p.unit): p.unit.sink for p in parts if p.unit is not None}
+    for sink in sinks.values():
+        if isinstance(sink, FlatSink):
+            known.update({id(stretch.flat): [] for stretch in sink.all})
+    for part in parts:
+        flat, start = _place(part)
+        if flat is not None:
+            known[id(flat)].append(Use(part, start))
+    found: Uses = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise InputError(
+                    expected(
+                        f"optimizer.param_groups[{number}]['params'][{index}]",
+                        "a parameter of the model, or of its last optimizer_parameters",
+                        f"another tensor of shape {tuple(parameter.shape)}",
+                        "Make the optimizer after sharding the model.",
+                    )
+                )
+            found[parameter] = known[id(parameter)]
+    return found
+
+
+def _place(part: Part) -> tuple[nn.Parameter | None, int]:
+    """The flat parameter that has a part, and where it begins there."""
+    if part.unit is None or not part.numel or not isinstance(part.unit.sink, FlatSink):
+        return None, 0
+    index = part.slot
+    for number, views in enumerate(part.unit.buffers.segments):
+        count = len(views.segment.slots)
+        if index < count:
+            piece = views.segment.piece(views.segment.slots[index], part.unit.comm.rank)
+            begin = (piece.shard_offset - views.segment.shard_offset) // views.dtype.itemsize
+            for stretch in part.unit.sink.stretches.get(number, ()):
+                if stretch.begin <= begin < stretch.end:
+                    return stretch.flat, stretch.offset + begin - stretch.begin
+            return None, 0
+        index -= count
+    raise AssertionError("a part lies in one segment of its unit")
+
+
+# ---- what there is -------------------------------------------------------------------------------
+
+
+def is_number(fqn: str, name: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a state is one number rather than a tensor cut like the parameter."""
+    if isinstance(value, int | float):
+        return True
+    if isinstance(value, torch.Tensor):
+        if local_of(value).shape == local_of(parameter).shape:
+            return False
+        if not value.dim():
+            return True
+        found = f"one of shape {tuple(value.shape)}"
+    else:
+        found = f"a {type(value).__name__}"
+    raise UnsupportedError(
+        expected(
+            f"state '{name}' of {fqn}",
+            "a number or a tensor of the parameter's shape",
+            found,
+            "Save optimizers of this kind with optimizer.state_dict().",
+        )
+    )
+
+
+def named_state(uses: Uses, states: Mapping[Any, State]) -> Iterator[tuple[Use, str, Any, bool]]:
+    """Part, name, value and whether it is a number, for every state of an optimizer."""
+    for parameter, parts in uses.items():
+        for name, value in present(states.get(parameter, {})).items():
+            for use in parts:
+                if math.prod(use.part.held.shape):
+                    number = is_number(use.part.fqn, name, value, parameter)
+                    yield use, name, value, number
+
+
+def held_state(uses: Uses, optimizer: Optimizer, *, leads: bool) -> Iterator[Held]:
+    """The state as it is saved; that of parameters outside of units by the rank that leads."""
+    for use, name, value, number in named_state(uses, optimizer.state):
+        part = use.part
+        if not leads and part.unit is None:
+            continue
+        if number:
+            if part.numel:
+                yield Held(state_name(part.fqn, name), (), (), (), _as_tensor(value))
+        else:
+            yield _held(use, name, value)
+
+
+def state_name(fqn: str, name: str) -> str:
+    """What a checkpoint calls a parameter's state."""
+    return f"{STATE}{fqn}/{name}"
+
+
+def present(state: Mapping[str, Any]) -> State:
+    """The entries that are set; torch leaves some as None."""
+    return {name: value for name, value in state.items() if value is not None}
+
+
+def _held(use: Use, name: str, value: torch.Tensor) -> Held:
+    held = use.part.held
+    return held._replace(name=state_name(held.name, name), tensor=use.cut(value))
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+# ---- what will be there --------------------------------------------------------------------------
+
+
+class Number(NamedTuple):
+    """A number that is read for one parameter into a state that several may share."""
+
+    parameter: nn.Parameter
+    fqn: str
+    name: str
+    value: torch.Tensor
+
+
+class Incoming:
+    """State that is about to be loaded: memory for it, in place where the optimizer has some.
+
+    ``names`` says which states each parameter will have. A parameter without any gets none, as
+    before its first step. Nothing of the optimizer is replaced before ``install``.
+    """
+
+    def __init__(
+        self, uses: Uses, optimizer: Optimizer, names: Mapping[str, Collection[str]]
+    ) -> None:
+        self.optimizer = optimizer
+        self.states: dict[nn.Parameter, State] = {}
+        self.tensors: list[tuple[Use, str, torch.Tensor]] = []
+        self.numbers: list[Number] = []
+        wanted = {p: _wanted(parts, names) for p, parts in uses.items()}
+        lacking = [
+            p for p, w in wanted.items() if w and present(optimizer.state.get(p, {})).keys() != w
+        ]
+        made = fresh_state(optimizer, lacking)
+        for parameter, parts in uses.items():
+            state = made.get(parameter) or present(optimizer.state.get(parameter, {}))
+            if not wanted[parameter]:
+                state = {}
+            elif state.keys() != wanted[parameter]:
+                raise _other_names(parts[0].part.fqn, optimizer, state, wanted[parameter])
+            self.states[parameter] = state
+            self._list(parameter, parts, state)
+
+    def _list(self, parameter: nn.Parameter, parts: Sequence[Use], state: State) -> None:
+        for use in parts:
+            fqn = use.part.fqn
+            if not math.prod(use.part.held.shape):
+                continue
+            for name, value in state.items():
+                if is_number(fqn, name, value, parameter):
+                    room = torch.zeros_like(_as_tensor(value))
+                    self.numbers.append(Number(parameter, fqn, name, room))
+                else:
+                    self.tensors.append((use, name, value))
+
+    def held(self) -> Iterator[Held]:
+        """What is to be filled."""
+        for number in self.numbers:
+            yield Held(state_name(number.fqn, number.name), (), (), (), number.value)
+        for use, name, value in self.tensors:
+            yield _held(use, name, value)
+
+    def check(self) -> None:
+        """Raise MismatchError if parameters that share a number were given different ones."""
+        first: dict[tuple[int, str], Number] = {}
+        for number in self.numbers:
+            other = first.setdefault((id(number.parameter), number.name), number)
+            if not torch.equal(other.value, number.value):
+                raise MismatchError(
+                    expected(
+                        f"state '{number.name}' of {number.fqn}",
+                        f"{other.value.item()}, as of {other.fqn} in the same flat tensor",
+                        f"{number.value.item()}",
+                        "Make the optimizer over model.parameters().",
+                    )
+                )
+
+    def install(self) -> None:
+        """Let the optimizer have the state, which is filled by now."""
+        for number in self.numbers:
+            state = self.states[number.parameter]
+            present_value = state[number.name]
+            if isinstance(present_value, torch.Tensor):
+                present_value.copy_(number.value)
+            else:
+                state[number.name] = type(present_value)(number.value.item())
+        for parameter, state in self.states.items():
+            if state:
+                self.optimizer.state[parameter] = state
+            else:
+                self.optimizer.state.pop(parameter, None)
+
+
+def _wanted(parts: Sequence[Use], names: Mapping[str, Collection[str]]) -> set[str]:
+    """The states that a parameter of the optimizer will have: the same for all parts of it."""
+    found: set[str] | None = None
+    first = ""
+    for use in parts:
+        if not math.prod(use.part.held.shape):
+            continue
+        own = set(names.get(use.part.fqn, ()))
+        if found is None:
+            found, first = own, use.part.fqn
+        elif found != own:
+            raise MismatchError(
+                expected(
+                    f"optimizer state of {use.part.fqn}",
+                    f"{_listed(found)}, as of {first} in the same flat tensor",
+                    _listed(own),
+                    "Make the optimizer over model.parameters().",
+                )
+            )
+    return found or set()
+
+
+def _other_names(
+    fqn: str, optimizer: Optimizer, own: Collection[str], given: Collection[str]
+) -> MismatchError:
+    kind = type(optimizer).__name__
+    wanted = f"{_listed(own)}, which {kind} keeps"
+    remedy = "Make the optimizer with the options of the one that was saved."
+    return MismatchError(expected(f"optimizer state of {fqn}", wanted, _listed(given), remedy))
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def fresh_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dict[Any, State]:
+    """The state that ``parameters`` would have after a first step, zeroed where it is a tensor.
+
+    A double of the optimizer takes that step on a few zeros, so that neither the parameters, nor
+    schedulers, nor hooks see it.
+    """
+    if not parameters:
+        return {}
+    asked = {id(parameter) for parameter in parameters}
+    double = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    double.__dict__.pop("step", None)  # a scheduler's, which counts
+    double._optimizer_step_pre_hooks = OrderedDict()
+    double._optimizer_step_post_hooks = OrderedDict()
+    double.state = defaultdict(dict)
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+    double.param_groups = []
+    for group in optimizer.param_groups:
+        chosen = [p for p in group["params"] if id(p) in asked]
+        stand_ins.update({p: _stand_in(p) for p in chosen})
+        double.param_groups.append({**group, "params": [stand_ins[p] for p in chosen]})
+    try:
+        double.step()
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        wanted = "to take a step on zeros, which makes its state"
+        remedy = "Take one step before loading."
+        raise UnsupportedError(
+            expected(f"optimizer {type(optimizer).__name__}", wanted, f"'{reason}'", remedy)
+        ) from error
+    return {
+        p: {
+            name: _like(value, stand_in, p)
+            for name, value in present(double.state[stand_in]).items()
+        }
+        for p, stand_in in stand_ins.items()
+    }
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """A small parameter that an optimizer treats as this one; of no shape that a number has."""
+    sizes = (2,) * max(1, parameter.dim())
+    zeros = torch.zeros(sizes, dtype=parameter.dtype, device=local_of(parameter).device)
+    made = nn.Parameter(zeros)
+    made.grad = torch.zeros_like(made)
+    return made
+
+
+def _like(value: Any, stand_in: torch.Tensor, parameter: nn.Parameter) -> Any:
+    """A state for ``parameter`` after the one that its stand-in has."""
+    if isinstance(value, torch.Tensor) and value.shape == stand_in.shape:
+        return torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+    return value

@@ -1,0 +1,379 @@
+"""The ranks of one process group, and the collectives among them.
+
+Reductions are sums and the scale is the caller's, which every backend has; gathers move bytes, so
+any dtype travels. The order of calls is the same on every rank by construction (layout order).
+Nothing is ever coalesced: gloo refuses it for a device and ignores every later collective.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardwright.core.errors import InputError, expected
+from shardwright.runtime import roll_call
+from shardwright.runtime.capabilities import (
+    ALL_TO_ALL,
+    MIB,
+    POINT_TO_POINT,
+    USUAL_ON_GLOO,
+    Paths,
+    fastest_paths,
+    fixed_paths,
+    gather_point_to_point,
+    sum_parts,
+    way_at,
+)
+from shardwright.runtime.pending import Letters, Pending
+from shardwright.runtime.probe import Probe
+from shardwright.runtime.torch_private import Operations, limit_waits, sub_group
+
+_BYTES: Final = torch.uint8
+_BACKEND_ONLY: Final = Paths()
+_KNOCK: Final = (1 << 30) - 1  # a tag that no letter has
+
+
+class _Channel:
+    """What everyone who uses one process group shares; it must not hold the group itself."""
+
+    __slots__ = ("__weakref__", "absence", "limit", "narrowed", "paths", "sequence", "step")
+
+    def __init__(self) -> None:
+        self.sequence = 0
+        self.step: int | None = None
+        self.paths: Paths | None = None
+        self.limit: timedelta | None = None
+        self.narrowed: dict[int, dist.ProcessGroup] = {}
+        self.absence: roll_call.Absence | None = None
+
+
+_channels: WeakKeyDictionary[dist.ProcessGroup, _Channel] = WeakKeyDictionary()
+
+
+class Peers:
+    """The ranks of one process group and the collectives among them.
+
+    ``size`` 1 needs no backend: a collective is a copy, or nothing where both sides are one
+    storage. A failure that another rank caused is a PeerError that names the label, the ``step``,
+    the collective and the ranks that are missing. ``checked`` compares every collective across
+    ranks before it starts, MismatchError if they differ; on where SHARDWRIGHT_LOG is ``debug``.
+    ``paths`` forces ways (see capabilities) instead of a probe. ``timeout`` bounds the waits; left
+    out, a group with torch's own default gets the bound of the default group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        size: int,
+        device_type: str,
+        probe: Probe | None = None,
+        *,
+        paths: str | Mapping[str, str] | None = None,
+        checked: bool | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        assert group is not None or size == 1
+        self.group = group
+        self.rank = rank
+        self.size = size
+        self.probe = probe or Probe()
+        self._blocks: dict[int, Peers] = {}
+        self._cpu = device_type == "cpu"
+        self._device_type = device_type
+        self._forced = None if paths is None else fixed_paths(paths)
+        debug = os.environ.get("SHARDWRIGHT_LOG") == "debug" if checked is None else checked
+        if group is None:
+            self._channel, self._gloo, self._checked = _Channel(), False, False
+            self._usual = _BACKEND_ONLY
+            return
+        self._channel = _channels.setdefault(group, _Channel())
+        self._channel.limit = limit_waits(group, timeout)
+        self._operations = Operations(group)
+        config = dist.get_backend_config(group)
+        self._gloo = self._cpu and "cpu:gloo" in config
+        self._usual = USUAL_ON_GLOO if self._gloo and size > 1 else _BACKEND_ONLY
+        self._checked = debug and size > 1 and "fake" not in config
+
+    @property
+    def sequence(self) -> int:
+        """How many collectives this group has begun, whoever called them."""
+        return self._channel.sequence
+
+    @property
+    def step(self) -> int | None:
+        """The training step, for messages; one for all who use this group."""
+        return self._channel.step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        self._channel.step = step
+
+    @property
+    def limit(self) -> timedelta | None:
+        """How long a wait may take; None where the backend does not say."""
+        return self._channel.limit
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The way of each collective in words."""
+        return self._ways().table()
+
+    def _ways(self) -> Paths:
+        return self._forced or self._channel.paths or self._usual
+
+    def prepare(self, nbytes: int) -> None:
+        """Collectives of ``nbytes`` will come: find the faster ways, once per group.
+
+        A collective itself: every rank calls it with the same sizes in the same order. Below 1 MiB,
+        on one rank, and on backends other than gloo's for the CPU it does nothing.
+        """
+        idle = self._forced is not None or self._channel.paths is not None
+        if idle or not self._gloo or self.size == 1 or nbytes < MIB:
+            return
+        try:
+            self._channel.paths = fastest_paths(self._operations, self.rank, self.size)
+        except RuntimeError as error:
+            self.explain(error, "the probe of collectives", self.sequence)
+            raise
+
+    def all_gather(
+        self, label: str, full: torch.Tensor, shard: torch.Tensor, *, wait: bool = True
+    ) -> Pending | None:
+        """``full`` [W*n] becomes the shards [n] of all ranks in rank order; any dtype, contiguous.
+
+        The version counter of ``full`` stays as it is.
+        """
+        nbytes = full.nbytes
+        pending = self._begin(label, "all_gather", nbytes)
+        try:
+            if self.size == 1:
+                _copy(full, shard)
+            else:
+                whole = full.data  # backends copy into it, which would count as a version
+                if whole.dtype is not _BYTES:
+                    whole = whole.view(_BYTES)
+                part = shard if shard.dtype is _BYTES else shard.view(_BYTES)
+                steps = (self._forced or self._channel.paths or self._usual).all_gather
+                if steps and way_at(steps, nbytes) == POINT_TO_POINT:
+                    pending = Letters.of(pending)
+                    letters = gather_point_to_point(
+                        self._operations, self.rank, self.size, whole, part, self.sequence
+                    )
+                    for letter in letters:
+                        pending.owns(letter, whole, part)
+                else:
+                    pending.owns(self._operations.all_gather(whole, part, wait), whole, part)
+        except RuntimeError as error:
+            pending.blame(error)
+        return pending.returned(wait)
+
+    def reduce_scatter(
+        self, label: str, shard: torch.Tensor, full: torch.Tensor, *, wait: bool = True
+    ) -> Pending | None:
+        """``shard`` [n] becomes this rank's part of the sum over ranks of ``full`` [W*n]."""
+        nbytes = full.nbytes
+        pending = self._begin(label, "reduce_scatter", nbytes)
+        try:
+            if self.size == 1:
+                _copy(shard, full)
+            else:
+                steps = (self._forced or self._channel.paths or self._usual).reduce_scatter
+                if steps and way_at(steps, nbytes) == ALL_TO_ALL:
+                    parts = torch.empty_like(full)
+                    self.probe.holds(parts, "communication")
+                    work = self._operations.all_to_all(parts, full, (), (), wait)
+                    pending.owns(work, shard, full, parts)
+                    pending.then(partial(sum_parts, shard, parts, self.size))
+                else:
+                    pending.owns(self._operations.reduce_scatter(shard, full, wait), shard, full)
+        except RuntimeError as error:
+            pending.blame(error)
+        return pending.returned(wait)
+
+    def all_reduce(
+        self, label: str, tensor: torch.Tensor, *, wait: bool = True, largest: bool = False
+    ) -> Pending | None:
+        """``tensor`` becomes its sum over ranks, or the ``largest`` of each element."""
+        pending = self._begin(label, "all_reduce max" if largest else "all_reduce", tensor.nbytes)
+        try:
+            if self.size > 1:
+                pending.owns(self._operations.all_reduce(tensor, wait, largest), tensor)
+        except RuntimeError as error:
+            pending.blame(error)
+        return pending.returned(wait)
+
+    def all_to_all(
+        self,
+        label: str,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_splits: Sequence[int] | None = None,
+        sent_splits: Sequence[int] | None = None,
+    ) -> None:
+        """Send the k-th split of ``sent`` to rank k; equal splits where none are given."""
+        pending = self._begin(label, "all_to_all", sent.nbytes, alike=False)
+        splits = (received_splits or (), sent_splits or ())
+        try:
+            if self.size == 1:
+                _copy(received, sent)
+            else:
+                pending.owns(self._operations.all_to_all(received, sent, *splits, True))
+        except RuntimeError as error:
+            pending.blame(error)
+        pending.wait()
+
+    def broadcast(self, label: str, tensor: torch.Tensor, source: int) -> None:
+        """``tensor`` becomes what it is on rank ``source`` of this group; contiguous, any dtype."""
+        pending = self._begin(label, f"broadcast {source}", tensor.nbytes)
+        try:
+            if self.size > 1:
+                flat = tensor.view(-1).view(_BYTES)
+                pending.owns(self._operations.broadcast(flat, source, True), flat)
+        except RuntimeError as error:
+            pending.blame(error)
+        pending.wait()
+
+    def gather_uneven(self, label: str, local: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The 1-D ``local`` parts, of ``sizes[rank]`` elements each, one after the other.
+
+        Few owners send theirs straight into place; else parts travel padded to the largest, for no
+        backend gathers uneven ones in one collective.
+        """
+        if len(sizes) != self.size or local.shape != (sizes[self.rank],):
+            wanted = f"{self.size} sizes and a 1-D tensor of sizes[{self.rank}] elements"
+            found = f"sizes {list(sizes)} and shape {tuple(local.shape)}"
+            raise InputError(expected(label, wanted, found, "Pass what every rank holds."))
+        owners = [rank for rank, size in enumerate(sizes) if size]
+        if 2 * len(owners) <= self.size:
+            full = local.new_empty(sum(sizes))
+            for owner in owners:
+                start = sum(sizes[:owner])
+                part = full[start : start + sizes[owner]]
+                if owner == self.rank:
+                    part.copy_(local)
+                self.broadcast(label, part, owner)
+            return full
+        longest = max(sizes)
+        padded = local.new_zeros(longest)
+        padded[: local.numel()].copy_(local)
+        full = local.new_empty(self.size * longest)
+        self.all_gather(label, full, padded)
+        if sum(sizes) == full.numel():
+            return full
+        rows = full.view(self.size, longest)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+
+    def narrow(self, ranks: int) -> Peers:
+        """This rank's block of ``ranks`` consecutive ranks of the group, as a group of its own.
+
+        Every rank of the group calls it. Groups are made once, whoever asks; InputError unless
+        ``ranks`` divides ``size``.
+        """
+        if ranks < 1 or self.size % ranks:
+            divisors = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
+            raise InputError(
+                expected(
+                    "ranks to gather from",
+                    f"a divisor of {self.size}: {divisors}",
+                    str(ranks),
+                    "Blocks of ranks must tile the mesh.",
+                )
+            )
+        if ranks == self.size:
+            return self
+        if ranks not in self._blocks:
+            group = None if ranks == 1 else self._block(ranks)
+            made = Peers(group, self.rank % ranks, ranks, self._device_type, self.probe)
+            made._forced = self._forced
+            made._checked = self._checked and group is not None
+            self._blocks[ranks] = made
+        return self._blocks[ranks]
+
+    def _block(self, ranks: int) -> dist.ProcessGroup:
+        groups = self._channel.narrowed
+        if ranks not in groups:
+            assert self.group is not None
+            first = self.rank // ranks * ranks
+            members = dist.get_process_group_ranks(self.group)[first : first + ranks]
+            name = f"{self.group.group_name}/{first}-{first + ranks - 1}"
+            groups[ranks] = sub_group(self.group, members, name, self.limit)
+        return groups[ranks]
+
+    def _begin(self, label: str, kind: str, nbytes: int, alike: bool = True) -> Pending:
+        """Count and announce a collective; ``alike`` tells that all ranks name the same bytes."""
+        self.probe.collective(label, nbytes)
+        channel = self._channel
+        channel.sequence = sequence = channel.sequence + 1
+        pending = Pending(self, label, sequence)
+        if self._checked:
+            entry = roll_call.Entry(sequence, kind, nbytes if alike else 0, label)
+            try:
+                roll_call.compare(entry, self._ranks(), self._rows)
+            except RuntimeError as error:
+                pending.blame(error)
+        return pending
+
+    def _rows(self, row: torch.Tensor) -> torch.Tensor:
+        own = row.to(self._device_type)
+        rows = own.new_empty(self.size, own.numel())
+        work = self._operations.all_gather(rows.view(-1), own, True)
+        if work is not None:
+            work.wait()
+        return rows.cpu()
+
+    def _ranks(self) -> list[int]:
+        """The group's ranks as the whole job counts them."""
+        return dist.get_process_group_ranks(self.group)
+
+    def settle(self) -> None:
+        """Let the backend's thread let go of the tensors.
+
+        gloo wakes the caller first and drops its hold after; where cores are few, the caller would
+        compute on with buffers alive that nobody needs. A yield costs about a microsecond.
+        """
+        if self._cpu:
+            os.sched_yield()
+
+    def explain(self, error: RuntimeError, label: str, sequence: int) -> None:
+        """Raise a PeerError from ``error`` if another rank caused it.
+
+        The first time for a group this asks who is missing, which takes seconds.
+        """
+        if self.group is None or not roll_call.is_lost(error):
+            return
+        channel = self._channel
+        ranks = self._ranks()
+        if channel.absence is None:
+            word = f"collective {sequence} ({label})"
+            absence = roll_call.missing(self.group, ranks, ranks[self.rank], word)
+            if self._gloo and absence.silent and not roll_call.timed_out(error):
+                gone = tuple(r for r in absence.silent if not self._reaches(ranks.index(r)))
+                absence = replace(absence, silent=gone or absence.silent)
+            channel.absence = absence
+        raise roll_call.peer_error(label, channel.step, sequence, channel.absence, ranks) from error
+
+    def _reaches(self, rank: int) -> bool:
+        """Whether the connection to ``rank`` still stands: it may only be waiting for another."""
+        try:
+            _knocks.append(self._operations.send(torch.zeros(1, dtype=_BYTES), rank, _KNOCK))
+        except RuntimeError:
+            return False
+        return True
+
+
+_knocks: list[dist.Work] = []  # nobody receives them; gloo must not lose their buffers
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """What a collective does on one rank; the version counter of ``target`` stays as it is."""
+    if target.data_ptr() != source.data_ptr():
+        target.data.view(-1).copy_(source.data.view(-1))

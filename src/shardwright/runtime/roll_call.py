@@ -1,0 +1,163 @@
+"""Who is here, and at which collective: asked before one in debug mode, and after one failed.
+
+Asking before costs an all-gather each time and finds ranks that are about to exchange different
+things, which gloo would do without a word. Asking after goes through the store where the ranks
+met, for the process group is of no use any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from shardwright.core.errors import MismatchError, PeerError, expected
+from shardwright.runtime.pulse import from_a_peer
+from shardwright.runtime.torch_private import default_store
+
+SECONDS: Final = 2.0
+_GRACE: Final = 1.0
+_LOOK: Final = 0.02
+_LABEL: Final = 96
+_ENTRY: Final = struct.Struct(f"<qq16s32s{_LABEL}s")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A collective as one rank sees it; ``nbytes`` is 0 where ranks may differ in it."""
+
+    sequence: int
+    kind: str
+    nbytes: int
+    label: str
+
+    def packed(self) -> torch.Tensor:
+        text = self.label.encode()
+        digest = hashlib.sha256(text).digest()
+        packed = _ENTRY.pack(self.sequence, self.nbytes, self.kind.encode(), digest, text[:_LABEL])
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    def __str__(self) -> str:
+        size = f" of {self.nbytes} B" if self.nbytes else ""
+        return f"{self.label!r} ({self.kind}{size}, collective {self.sequence})"
+
+
+def _unpacked(row: torch.Tensor) -> Entry:
+    sequence, nbytes, kind, _, label = _ENTRY.unpack(bytes(row.tolist()))
+    text = label.rstrip(b"\0").decode(errors="replace")
+    return Entry(sequence, kind.rstrip(b"\0").decode(), nbytes, text)
+
+
+def compare(
+    entry: Entry, ranks: Sequence[int], gather: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """MismatchError on every rank, with the same text, unless all are at the same collective.
+
+    ``gather`` collects equal rows of bytes from all ``ranks`` into [W, n].
+    """
+    rows = gather(entry.packed())
+    differing = [index for index in range(1, len(ranks)) if not rows[index].equal(rows[0])]
+    if differing:
+        names = ", ".join(str(ranks[index]) for index in differing)
+        raise MismatchError(
+            expected(
+                f"collective {_unpacked(rows[0]).sequence}",
+                "the same on every rank",
+                f"{_unpacked(rows[0])} on rank {ranks[0]} "
+                f"but {_unpacked(rows[differing[0]])} on rank {names}",
+                "Call modules in the same order, with the same shapes, on every rank.",
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """What a roll call found: global ranks that did not answer, and where those are that did.
+
+    ``silent`` is None where the store did not answer either.
+    """
+
+    silent: tuple[int, ...] | None
+    elsewhere: Mapping[int, str]
+
+
+def missing(group: dist.ProcessGroup, ranks: Sequence[int], own: int, word: str) -> Absence:
+    """Say ``word`` to the other ``ranks`` of ``group`` and hear who answers within ``SECONDS``.
+
+    Takes at most ``SECONDS`` and a second, whatever the store does, and raises nothing.
+    """
+    answers: dict[int, str] = {}
+    done = threading.Event()
+
+    def ask() -> None:
+        try:
+            _ask(group.group_name, [rank for rank in ranks if rank != own], own, word, answers)
+        except Exception:  # a store that died with its rank; whoever was heard before still counts
+            return
+        done.set()
+
+    thread = threading.Thread(target=ask, name="roll_call", daemon=True)
+    thread.start()
+    thread.join(SECONDS + _GRACE)
+    heard = dict(answers)
+    elsewhere = {rank: said for rank, said in heard.items() if said != word}
+    if not done.is_set():
+        return Absence(None, elsewhere)
+    silent = tuple(rank for rank in ranks if rank != own and rank not in heard)
+    return Absence(silent, elsewhere)
+
+
+def _ask(group: str, others: Sequence[int], own: int, word: str, answers: dict[int, str]) -> None:
+    store = default_store()
+    prefix = f"shardwright/roll_call/{group}/{min([own, *others])}"
+    store.set(f"{prefix}/{own}", word)
+    end = time.monotonic() + SECONDS
+    while len(answers) < len(others) and time.monotonic() < end:
+        for rank in others:
+            if rank not in answers and store.check([f"{prefix}/{rank}"]):
+                answers[rank] = store.get(f"{prefix}/{rank}").decode()
+        time.sleep(_LOOK)
+
+
+def peer_error(
+    label: str, step: int | None, sequence: int, absence: Absence, ranks: Sequence[int]
+) -> PeerError:
+    """One line with the unit, the step, the collective and the ranks that are missing."""
+    where = label if step is None else f"{label}, step {step}"
+    if absence.silent is None:
+        found = "no answer from the store where ranks meet, so nobody can say who is missing"
+    elif absence.silent:
+        found = f"no sign of rank {', '.join(map(str, absence.silent))}"
+    else:
+        found = "all of them waiting for each other"
+    if absence.elsewhere:
+        told = [f"rank {rank} at {said}" for rank, said in sorted(absence.elsewhere.items())]
+        found += f", and {'; '.join(told)}"
+    return PeerError(
+        expected(
+            where,
+            f"all {len(ranks)} ranks at collective {sequence}",
+            found,
+            "See what that rank says; this one could go on."
+            if absence.silent
+            else "SHARDWRIGHT_LOG=debug compares every collective before it starts.",
+        )
+    )
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank."""
+    return from_a_peer(error)
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether this rank gave up waiting; otherwise it saw a connection close."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text

@@ -1,0 +1,228 @@
+"""Saving a model and its optimizers, and loading them under any world size, cut and grouping."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from shardwright import __version__
+from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
+from shardwright.runtime.checkpoint import Held, read_checkpoint, write_checkpoint
+from shardwright.runtime.checkpoint.agreement import rank_and_size, reason, together
+from shardwright.runtime.checkpoint.stored import Stored
+from shardwright.runtime.holdings import STATE, comm_of, holdings, parts_of, row_sums, settle
+from shardwright.runtime.optimizer_groups import (
+    Group,
+    as_scalars,
+    everyones,
+    groups_of,
+    joined,
+    set_groups,
+    settings_for,
+)
+from shardwright.runtime.optimizer_state import Incoming, as_optimizers, held_state, uses_of
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+log = logging.getLogger(__name__)
+
+
+class Resumed(NamedTuple):
+    """What a checkpoint says besides tensors.
+
+    ``extra`` is what this rank gave when saving, or rank ``rank % world_size`` where there were
+    fewer; ``world_size`` is that of the run that saved. ``random_state`` tells whether that was
+    restored.
+    """
+
+    step: int
+    extra: Any
+    facts: dict[str, str]
+    world_size: int
+    random_state: bool
+
+
+def save_checkpoint(
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    step: int,
+    extra: Any = None,
+    facts: Mapping[str, str] | None = None,
+    keep: int | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Path:
+    """Save model and optimizers as ``folder/step-N`` and return that path (collective).
+
+    Every tensor goes in under its name in the unsharded model, each part written by one rank:
+    parameters, tables, persistent buffers, the state of one or several optimizers, and the settings
+    of their groups. Of buffers and of parameters outside of units, rank 0's are saved. Units are
+    resharded first.
+
+    Args:
+        extra: this rank's plain values (JSON): a position in the data, a scheduler's state.
+        facts: texts that are the same on every rank, such as a plan's fingerprint.
+        keep: remove all but the newest so many checkpoints of ``folder`` afterwards.
+        mesh: all ranks that save, for a model whose units do not tell; see ``comm_of``.
+
+    Raises:
+        InputError: for a step that exists, or something that cannot be stored.
+        RunError: naming the rank that could not write, and why. Then nothing was saved, earlier
+            checkpoints are whole, and training can go on.
+    """
+    comm = comm_of(model, mesh)
+    leads = rank_and_size(comm)[0] == 0
+    optimizers = as_optimizers(optimizer)
+    settle(model)
+
+    def hold() -> tuple[list[Held], dict[str, Any]]:
+        parts = parts_of(model)
+        held = holdings(model, parts, leads=leads)
+        uses = [uses_of(parts, each) for each in optimizers]
+        for own, each in zip(uses, optimizers, strict=True):
+            held.extend(held_state(own, each, leads=leads))
+        scalars: dict[str, Any] = {"extra": extra, "random": _random_states()}
+        if optimizers:
+            scalars["optimizer"] = as_scalars(groups_of(optimizers, uses))
+        return held, scalars
+
+    held, scalars = together(comm, "hold", hold, _failure("the model to save"))
+    versions = {"torch": str(torch.__version__), "shardwright": __version__}
+    return write_checkpoint(
+        folder, step, held, comm, facts={**versions, **(facts or {})}, scalars=scalars, keep=keep
+    )
+
+
+def load_checkpoint(
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    step: int | None = None,
+    allow_smaller_dtype: bool = False,
+    random_state: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> Resumed:
+    """Fill model and optimizers from ``step`` of ``folder``, by default the newest (collective).
+
+    World size, strategy, units, groups, and whether the optimizer has flat parameters or the
+    model's, may differ from the run that saved. All is filled in place; an optimizer that has taken
+    no step gets its state made. Settings of groups (learning rates and the like) are restored by
+    the names of their parameters. Without ``optimizer`` its state in the checkpoint is skipped; the
+    row sums of tables belong to the model.
+
+    Args:
+        allow_smaller_dtype: round where the model has a smaller floating-point dtype.
+        random_state: go on with this rank's random numbers (torch's, CPU and the mesh's device),
+            if there are as many ranks as when saving.
+
+    Raises:
+        MismatchError: for a file that was changed, or a model or optimizer that is not what was
+            saved, naming the tensor. Then nothing has changed, but where parameters that share a
+            flat tensor were saved at different steps.
+        InputError: for a folder without a checkpoint, or one that cannot be read.
+    """
+    comm = comm_of(model, mesh)
+    optimizers = as_optimizers(optimizer)
+    settle(model)
+
+    def look() -> list[Group]:
+        return as_scalars(groups_of(optimizers, [uses_of(parts, each) for each in optimizers]))
+
+    parts = together(comm, "hold", lambda: parts_of(model), _failure("the model to load"))
+    own = together(comm, "groups", look, _failure("the optimizer to load"))
+    groups = joined(everyones(comm, "groups of the optimizer", own)) if optimizers else []
+    incoming: list[Incoming] = []
+    settings: list[Group] = []
+
+    def wanted(stored: Stored) -> list[Held]:
+        held = holdings(model, parts, leads=True)
+        if not optimizers:
+            return held
+        settings.extend(settings_for(groups, _saved_groups(stored)))
+        names = _state_names(stored, row_sums(model))
+        for each in optimizers:
+            incoming.append(Incoming(uses_of(parts, each), each, names))
+            held.extend(incoming[-1].held())
+        return held
+
+    skip = () if optimizers else (STATE,)
+    found = read_checkpoint(
+        folder, wanted, comm, step=step, allow_smaller_dtype=allow_smaller_dtype, skip=skip
+    )
+
+    def install() -> None:
+        for each in incoming:
+            each.check()
+        for each in incoming:
+            each.install()
+        set_groups(optimizers, settings)
+
+    together(comm, "install", install, _failure("the optimizer to load"))
+    restored = random_state and _restore_random(found.scalars, found.world_size, comm)
+    return Resumed(found.step, found.scalars.get("extra"), found.facts, found.world_size, restored)
+
+
+def _failure(what: str) -> Any:
+    def failure(error: Exception) -> ShardwrightError:
+        wanted = "what can be stored by name"
+        return InputError(expected(what, wanted, f"'{reason(error)}'"))
+
+    return failure
+
+
+def _saved_groups(stored: Stored) -> list[Group]:
+    lists = [found.scalars.get("optimizer") for found in stored.lists]
+    if any(groups is None for groups in lists):
+        remedy = "Save with the optimizer, or load without it."
+        raise MismatchError(
+            expected(str(stored.folder), "the state of an optimizer", "none", remedy)
+        )
+    return joined([groups for groups in lists if groups is not None])
+
+
+def _state_names(stored: Stored, sums: set[str]) -> dict[str, set[str]]:
+    """The states of every parameter that the checkpoint has."""
+    names: dict[str, set[str]] = defaultdict(set)
+    for name in stored.tensors:
+        if name.startswith(STATE) and name not in sums:
+            fqn, _, state = name.removeprefix(STATE).rpartition("/")
+            names[fqn].add(state)
+    return names
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def _random_states() -> dict[str, str]:
+    """The states of torch's generators, by device type."""
+    states = {"cpu": torch.get_rng_state()}
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.is_available():
+        states[accelerator.type] = torch.get_device_module(accelerator.type).get_rng_state()
+    return {
+        kind: base64.b64encode(bytes(state.tolist())).decode() for kind, state in states.items()
+    }
+
+
+def _restore_random(scalars: Mapping[str, Any], world_size: int, comm: Any) -> bool:
+    if world_size != rank_and_size(comm)[1] or "random" not in scalars:
+        log.warning("random numbers begin anew: the checkpoint is of %d ranks", world_size)
+        return False
+    for kind, text in scalars["random"].items():
+        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if kind == "cpu":
+            torch.set_rng_state(state)
+        elif torch.accelerator.is_available():
+            torch.get_device_module(kind).set_rng_state(state)
+    return True

@@ -1,0 +1,1 @@
+"""Sharded units: the parameters of one or several modules in one buffer."""

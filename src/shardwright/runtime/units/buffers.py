@@ -1,0 +1,226 @@
+"""The memory of a unit on one rank, and every view of it, made once.
+
+Nothing here is allocated or sliced after construction: storages are resized to nothing and back,
+which keeps every view of them valid, so a step only walks lists that exist already.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.layout import Segment, Slot, UnitLayout
+from shardwright.core.tensor import element_bytes
+from shardwright.runtime.comm import Comm, Pending
+from shardwright.runtime.units.parameter import DTYPES
+from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.runtime.units.regroup import Regroup
+
+
+class Elastic:
+    """A byte tensor whose memory comes and goes while its views stay.
+
+    ``alias`` shows the same bytes with a version counter of its own: autograd does not take a
+    write through it for a change of what it saved, which a refill is not. Views are made while
+    there is memory: at first there is.
+    """
+
+    __slots__ = ("alias", "nbytes", "storage", "tensor")
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.alias = self.tensor.data
+        self.storage = self.tensor.untyped_storage()
+        self.nbytes = nbytes
+
+    @property
+    def is_present(self) -> bool:
+        """Whether there is memory behind the views; true for no bytes at all."""
+        return self.storage.nbytes() == self.nbytes
+
+    def take(self) -> None:
+        """Have memory, of any content."""
+        if not self.is_present:
+            self.storage.resize_(self.nbytes)
+
+    def give(self) -> None:
+        """Let the memory go."""
+        self.storage.resize_(0)
+
+
+class SegmentViews:
+    """A segment's typed views of its unit's buffers.
+
+    ``share`` is this rank's part; ``whole`` the unsharded segment in the dtype it computes in, to
+    read, and ``refill`` the same to write. A replicated segment that computes in its own dtype has
+    no other memory than its share.
+    """
+
+    def __init__(self, segment: Segment, share: torch.Tensor, precision: MixedPrecision) -> None:
+        self.segment = segment
+        self.dtype = DTYPES[segment.dtype]
+        self.computed = precision.computed(self.dtype)
+        self.reduced = precision.reduced(self.dtype)
+        self.share = share
+        self.whole = share
+        self.refill = share
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether the unsharded segment is other memory than the share."""
+        return self.segment.cut != "replicated" or self.computed != self.dtype
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the unsharded segment in the dtype it computes in."""
+        return self.segment.whole * self.computed.itemsize if self.needs_room else 0
+
+    def slice_of(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """A tensor's elements in a buffer of the whole segment, in its shape."""
+        part = buffer[slot.start : slot.start + slot.tensor.numel]
+        return part.view(slot.tensor.shape)
+
+
+class Buffers:
+    """A unit's shard, its whole parameters, and what gathering them takes.
+
+    Segments cut in rank order are gathered straight into place. Those cut in chunks are gathered
+    together, as bytes, into a stage and put together from there.
+    """
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        comm: Comm,
+        device: torch.device,
+        precision: MixedPrecision,
+        shard: torch.Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.comm = comm
+        if shard is None:
+            shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
+        self.shard = shard  # never requires grad: safe to view whatever the grad mode
+        self.segments = [SegmentViews(s, self._share(s), precision) for s in layout.segments]
+        room = sum(views.whole_bytes for views in self.segments)
+        parts = max(1, comm.size)
+        self.whole = Elastic(-(-room // parts) * parts, device)  # also divides by fewer ranks
+        offset = 0
+        for views in self.segments:
+            if views.needs_room:
+                end = offset + views.whole_bytes
+                views.whole = self.whole.tensor[offset:end].view(views.computed)
+                views.refill = self.whole.alias[offset:end].view(views.computed)
+                offset = end
+        self.direct = [
+            (views, views.refill.view(torch.uint8), views.share.view(torch.uint8))
+            for views in self.segments
+            if views.segment.in_rank_order and views.segment.share
+        ]
+        self.chunked = [v for v in self.segments if v.segment.cut == "chunks" and v.segment.share]
+        self.cast = [v for v in self.segments if v.segment.cut == "replicated" and v.needs_room]
+        self._make_stage(device)
+        self.parameters = [
+            nn.Parameter(views.slice_of(views.whole, slot), requires_grad=views.segment.trainable)
+            for views in self.segments
+            for slot in views.segment.slots
+        ]  # one over each tensor's place in the whole unit, in layout order
+        self.locals = [
+            local_view(views.segment, slot, comm.rank, views.share)
+            for views in self.segments
+            for slot in views.segment.slots
+        ]  # what this rank holds of each tensor, in layout order: views of the shard
+        self.whole.give()
+        self.stage.give()
+
+    def _share(self, segment: Segment) -> torch.Tensor:
+        begin = segment.shard_offset
+        return self.shard[begin : begin + segment.share_bytes].view(DTYPES[segment.dtype])
+
+    def _make_stage(self, device: torch.device) -> None:
+        sizes = [views.segment.share * views.computed.itemsize for views in self.chunked]
+        row = sum(sizes)
+        self.stage = Elastic(row * self.comm.size, device)
+        rows = self.stage.tensor.view(self.comm.size, row)
+        starts = [0, *itertools.accumulate(sizes)]
+        self.regroups = [
+            Regroup(
+                views.segment,
+                [views.slice_of(views.refill, slot) for slot in views.segment.slots],
+                rows[:, begin:end].view(views.computed),
+            )
+            for views, begin, end in zip(self.chunked, starts, starts[1:], strict=False)
+        ]
+        self.as_they_are = all(views.computed == views.dtype for views in self.chunked)
+        self.chunk_bytes = self.shard[:0]
+        if self.chunked:
+            begin = self.chunked[0].segment.shard_offset
+            self.chunk_bytes = self.shard[begin : begin + row]
+
+    # ---- gathering -----------------------------------------------------------------------------
+
+    def start_gather(self, label: str) -> list[Pending]:
+        """Take room for the whole unit and begin to fill it (collective)."""
+        self.whole.take()
+        pending = []
+        for views, target, source in self.direct:
+            if views.computed != views.dtype:
+                source = views.share.to(views.computed).view(torch.uint8)
+            pending.append(self.comm.all_gather(label, target, source, wait=False))
+        if self.chunked:
+            self.stage.take()
+            source = self.chunk_bytes
+            if not self.as_they_are:
+                parts = [v.share.to(v.computed).view(torch.uint8) for v in self.chunked]
+                source = torch.cat(parts)
+            pending.append(self.comm.all_gather(label, self.stage.alias, source, wait=False))
+        for views in self.cast:
+            views.refill.copy_(views.share)
+        return [work for work in pending if work is not None]
+
+    def finish_gather(self, pending: Sequence[Pending]) -> None:
+        """Wait, and put together what came in chunks."""
+        for work in pending:
+            work.wait()
+        if self.chunked:
+            for regroup in self.regroups:
+                regroup.together()
+            self.stage.give()
+
+
+def shard_buffer(buffer: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """Equal slices of a 1-D ``buffer`` [W*n], one per rank: views of its storage, never copies.
+
+    InputError unless ``world_size`` divides it.
+    """
+    if buffer.dim() != 1 or world_size < 1 or buffer.numel() % world_size:
+        raise InputError(
+            expected(
+                "buffer",
+                f"one dimension, of a multiple of {world_size} elements",
+                str(tuple(buffer.shape)),
+                "Pad it at its end.",
+            )
+        )
+    return list(buffer.detach().split(buffer.numel() // world_size or 1))[:world_size]
+
+
+def local_view(segment: Segment, slot: Slot, rank: int, share: torch.Tensor) -> torch.Tensor:
+    """What ``rank`` holds of a tensor in a buffer of its share of the segment."""
+    piece = segment.piece(slot, rank)
+    begin = (piece.shard_offset - segment.shard_offset) // element_bytes(segment.dtype)
+    return share[begin : begin + piece.numel].view(piece.sizes)
+
+
+def piece_of(value: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    """A rectangle of ``value``, or a range of its elements where there is one offset for them."""
+    if len(offsets) != value.dim():
+        return value.reshape(-1)[offsets[0] : offsets[0] + sizes[0]]
+    found = value
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        found = found.narrow(dim, offset, size) if size else found.narrow(dim, 0, 0)
+    return found

@@ -1,0 +1,143 @@
+"""What users hold of a sharded unit: its bytes, its views, its states and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from shardwright.core.errors import InputError, expected
+from shardwright.runtime.units.buffers import Buffers
+from shardwright.runtime.units.table import table
+from shardwright.runtime.units.unit import FULL_PRECISION, SHARDED, UNSHARDED, Unit
+
+
+class DStorage(Unit):
+    """One unit's storage on this rank. Made by ``fully_shard_flat`` and by ``apply``.
+
+    ``state`` is SHARDED or UNSHARDED, ``mesh`` where it is sharded, ``param_infos`` has the place
+    of every parameter by fqn. Its ``repr`` is the table of all units of the same model.
+    """
+
+    @property
+    def byte_storage(self) -> torch.Tensor:
+        """This rank's sharded bytes [layout.shard_bytes], uint8."""
+        self.absorb()
+        return self.buffers.shard
+
+    def get_local_view(self, fqn: str) -> torch.Tensor:
+        """This rank's part of a parameter [local_shape], possibly empty; shares the shard."""
+        self.absorb()
+        return self.buffers.locals[self._index(fqn)]
+
+    def get_unsharded_view(self, fqn: str) -> torch.Tensor:
+        """The full parameter, a view that dies with the UNSHARDED state: clone it to keep it."""
+        index = self._index(fqn)
+        if self.state is not UNSHARDED:
+            raise InputError(
+                expected(f"{fqn} of unit '{self.name}'", "state UNSHARDED", "SHARDED")
+                + " Call unshard() first."
+            )
+        return self._whole[index].detach()
+
+    def all_gather(self) -> torch.Tensor:
+        """The unsharded byte buffer [layout.nbytes], gathered into new memory (collective).
+
+        Parameters lie at their ``unsharded_byte_offset`` in their own dtype.
+        """
+        self.absorb()
+        self._refuse_meta()
+        shard = self.buffers.shard
+        buffers = Buffers(self.layout, self.comm, shard.device, FULL_PRECISION, shard)
+        buffers.finish_gather(buffers.start_gather(f"{self.name} all_gather"))
+        return torch.cat([views.whole.view(torch.uint8) for views in buffers.segments])
+
+    def unshard(self) -> None:
+        """Gather the unit and show full parameters (collective); nothing if already so.
+
+        Driven by hand and with gradients on, it also makes room for the gradient that the next
+        ``reshard()`` reduces, on every rank alike.
+        """
+        if self.driven_by_hand and torch.is_grad_enabled():
+            self.prepare_gradient()
+        if not self.is_present:
+            self.start_gather()
+        self.finish_gather()
+
+    def reshard(self) -> None:
+        """Reduce gradients if a backward left some (collective), then free the full parameters."""
+        if self.gradients.is_live and self.flow.synchronise:
+            self.start_reduce()
+            self.finish_reduce()
+        self.free()
+
+    @contextmanager
+    def unsharded(self, *, write: bool = False) -> Iterator[None]:
+        """Full parameters inside (collective); with ``write`` every rank keeps its part of what is
+        in them at the end, so all ranks must have written the same."""
+        self.absorb()
+        was = self.state
+        if self.buffers.shard.is_meta:
+            raise self._on_meta()
+        if not self.is_present:
+            self.start_gather()
+        self.finish_gather()
+        try:
+            yield
+            if write:
+                self.write_back()
+        finally:
+            if was is SHARDED:
+                self.free()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Keep this rank's part of the full parameters as they are now."""
+        self._fill({m.fqn: w.detach() for m, w in zip(self.members, self._whole, strict=True)})
+
+    def set_requires_gradient_sync(self, synchronise: bool) -> None:
+        """Whether backwards reduce gradients; else they are held, whole, until one does. Applies to
+        every unit of the same model."""
+        self.flow.synchronise = synchronise
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside hold their gradients back instead of reducing them."""
+        before, self.flow.synchronise = self.flow.synchronise, False
+        try:
+            yield
+        finally:
+            self.flow.synchronise = before
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` instead of the number of ranks; 1.0 is their sum.
+        Applies to every unit of the same model."""
+        if not factor > 0:
+            raise InputError(expected("gradient divide factor", "a number above 0", f"{factor}"))
+        for unit in self.flow.units():
+            unit.gradients.divisor = float(factor)
+
+    def reset(self) -> None:
+        """Drop whatever an exception or an abandoned backward left, in every unit of the same
+        model: afterwards all are SHARDED and hold no unreduced gradient."""
+        self.flow.recover()
+        for unit in self.flow.units():
+            unit.gradients.drop()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise InputError(
+            expected(
+                f"copy of unit '{self.name}'",
+                "a module that is not sharded",
+                "a sharded one",
+                "Copy before sharding, or build another and load this one's state_dict().",
+            )
+        )
+
+    def __reduce__(self) -> NoReturn:
+        self.__deepcopy__(None)
+
+    def __repr__(self) -> str:
+        return table(self.flow.units())

@@ -1,0 +1,193 @@
+"""In which order units are needed, so that the next one can be on its way.
+
+The units of one model share a flow. It records the order in which a pass asks for them, and in the
+next such pass, as long as the order is the same, begins to gather a unit while the one before it
+computes. Every rank records the same order, so every rank issues the same collectives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from shardwright.core.schedule import Action
+from shardwright.runtime.torch_private import after_backward, in_backward
+
+if TYPE_CHECKING:
+    from shardwright.runtime.units.hooks import UnitHooks
+    from shardwright.runtime.units.unit import Unit
+
+Direction = Literal["forward", "backward"]
+
+
+class Order:
+    """What one kind of pass asked for last time, and what it has asked for so far."""
+
+    __slots__ = ("expected", "seen")
+
+    def __init__(self) -> None:
+        self.expected: list[int] = []
+        self.seen: list[int] = []
+
+    def begin(self) -> None:
+        """A new pass: the last one, if there was one, is what to expect."""
+        if self.seen:
+            self.expected = self.seen
+            self.seen = []
+
+    def visit(self, number: int, depth: int) -> list[int]:
+        """Note that unit ``number`` is needed; the next ``depth`` units, if all is as expected."""
+        position = len(self.seen)
+        if position and self.seen[-1] == number:
+            return []
+        self.seen.append(number)
+        if position >= len(self.expected) or self.expected[position] != number:
+            self.expected = []
+            return []
+        return self.expected[position + 1 : position + 1 + depth]
+
+
+class Flow:
+    """The units of a model in the order they were added, held weakly, and the pass they are in."""
+
+    def __init__(self, prefetch: int = 1) -> None:
+        self.prefetch = prefetch
+        self.synchronise = True
+        self._leader: weakref.ref[UnitHooks] | None = None
+        self._units: dict[int, weakref.ref[Unit]] = {}
+        self._next = 0
+        self._orders: dict[Direction, Order] = {"forward": Order(), "backward": Order()}
+        self._in_backward = False
+        self._pending: Unit | None = None
+        self._touched: dict[int, Unit] = {}
+        self._early: dict[int, Unit] = {}  # gathered for a backward that did not get there
+
+    def add(self, unit: Unit) -> int:
+        """Take a unit in; its number in this flow."""
+        self._units[self._next] = weakref.ref(unit)
+        self._next += 1
+        return self._next - 1
+
+    def join(self, other: Flow) -> None:
+        """Take in every unit of another flow, whose forwards are parts of this one's."""
+        other.lead(None)
+        for unit in list(other.units()):
+            unit.enter(self)
+
+    def lead(self, hooks: UnitHooks | None) -> None:
+        """The unit whose forward is the forward of the whole model, if a unit has it."""
+        before = self._leader() if self._leader else None
+        if before is not None:
+            before.is_root = False
+        self._leader = None if hooks is None else weakref.ref(hooks)
+        if hooks is not None:
+            hooks.is_root = True
+
+    def units(self) -> Iterator[Unit]:
+        """Every unit that still lives, in order."""
+        for reference in self._units.values():
+            unit = reference()
+            if unit is not None:
+                yield unit
+
+    # ---- a forward ------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A forward of the whole model begins: nothing of an earlier one may be in the way."""
+        if in_backward():
+            return
+        self.recover()
+        self._orders["forward"].begin()
+
+    def enter_forward(self) -> None:
+        """A unit's own forward begins; if a backward never ended, it failed."""
+        if self._in_backward:
+            self.recover()
+
+    def recover(self, *, absorb: bool = True) -> None:
+        """Drop what exceptions or forwards without backward left; gradients held back stay. With
+        ``absorb`` also take over what was done to sharded parameters."""
+        failed = self._in_backward
+        self._pending = None
+        self._in_backward = False
+        self._touched.clear()
+        self._early.clear()
+        for unit in self.units():
+            unit.recover(failed=failed)
+            if absorb:
+                unit.absorb()
+
+    def need(self, unit: Unit, direction: Direction) -> None:
+        """Gather ``unit`` now, and let what will be needed next be on its way."""
+        if not unit.is_present:
+            self._start(unit, direction)
+        if self.prefetch:
+            for number in self._orders[direction].visit(unit.number, self.prefetch):
+                following = self._units[number]()
+                if following is not None and not following.is_present:
+                    self._start(following, direction)
+        unit.finish_gather()
+
+    def _start(self, unit: Unit, direction: Direction) -> None:
+        if direction == "backward":
+            self._early[unit.number] = unit
+        unit.start_gather()
+        unit.comm.probe.did(Action("gather", unit.name, direction, direction))
+
+    # ---- a backward -----------------------------------------------------------------------------
+
+    def enter_backward(self, unit: Unit) -> None:
+        """A backward reaches ``unit``: its whole parameters and a zeroed gradient are there."""
+        if not self._in_backward:
+            self._in_backward = True
+            self._orders["backward"].begin()
+            after_backward(self.end_backward)
+        if not unit.keeps_whole:
+            self.need(unit, "backward")
+        if self._pending is unit:
+            self.collect()
+        self._touched[unit.number] = unit
+        unit.prepare_gradient()
+
+    def leave_backward(self, unit: Unit) -> None:
+        """Every gradient of ``unit`` is there: free its parameters, and sum it over ranks."""
+        if self._touched.pop(unit.number, None) is None:
+            return
+        did = unit.comm.probe.did
+        for name in reversed(unit.module_names):
+            did(Action("compute", name, "backward", "backward"))
+        if self.synchronise:
+            self.collect()
+        if not unit.keeps_whole:  # before the reduce, which takes memory of its own
+            unit.free()
+            did(Action("free", unit.name, "reduce", "backward"))
+        if not self.synchronise:
+            unit.keep_gradient()
+            return
+        unit.start_reduce()
+        did(Action("reduce", unit.name, "reduce", "backward"))
+        if self.prefetch:
+            self._pending = unit
+        else:
+            unit.finish_reduce()
+
+    def collect(self) -> None:
+        """Finish the reduce that is under way."""
+        unit, self._pending = self._pending, None
+        if unit is not None:
+            unit.finish_reduce()
+            unit.comm.probe.did(Action("collect", unit.name, "reduce", "backward"))
+
+    def end_backward(self) -> None:
+        """Reduce what no input announced, in the order of need, and finish everything."""
+        for unit in list(self._touched.values()):
+            self.leave_backward(unit)
+        self.collect()
+        for unit in self._early.values():
+            unit.free()
+        self._early.clear()
+        self._in_backward = False
+        self._orders["forward"].begin()
+        for unit in self.units():
+            unit.settle()

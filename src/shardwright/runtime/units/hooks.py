@@ -1,0 +1,227 @@
+"""When a unit is gathered, reduced and freed: hooks on its modules and marks in the graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.schedule import Action
+from shardwright.runtime.torch_private import in_backward, outside_graphs
+from shardwright.runtime.units.dstorage import DStorage
+
+
+class UnitHooks:
+    """The hooks of one unit. They hold its storage; its modules hold them."""
+
+    def __init__(self, storage: DStorage) -> None:
+        self.storage = storage
+        self.is_root = False
+
+    def register(self, modules: Sequence[nn.Module]) -> None:
+        """Put the hooks on the unit's modules, which run in this order."""
+        last = len(modules) - 1
+        names = self.storage.module_names
+        for index, module in enumerate(modules):
+            before = _Before(self, first=index == 0)
+            after = _After(self, names[index], last=index == last)
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after, always_call=True)
+
+    def announce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which tells this unit when a backward reaches it."""
+        marked: torch.Tensor = _BeforeBackward.apply(tensor, self)
+        return marked
+
+    def enter_backward(self, *_: Any) -> None:
+        """A gradient arrives at an output."""
+        self.storage.flow.enter_backward(self.storage)
+
+    def leave_backward(self) -> None:
+        """The gradients of all inputs are there."""
+        self.storage.flow.leave_backward(self.storage)
+
+
+class _Before:
+    """Before a module of the unit runs: gather, cast and mark its inputs."""
+
+    __slots__ = ("first", "hooks")
+
+    def __init__(self, hooks: UnitHooks, *, first: bool) -> None:
+        self.hooks = hooks
+        self.first = first
+
+    @outside_graphs
+    def __call__(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
+        hooks, storage = self.hooks, self.hooks.storage
+        recomputed = in_backward()
+        if not recomputed:
+            if self.first and hooks.is_root:
+                storage.flow.begin()
+            else:
+                storage.flow.enter_forward()
+        if not storage.keeps_whole:
+            storage.flow.need(storage, "backward" if recomputed else "forward")
+        if not self.first:
+            return None
+        dtype = storage.precision.param_dtype if storage.precision.cast_forward_inputs else None
+        if not torch.is_grad_enabled() and dtype is None:
+            return None
+        if len(arguments) == 1 and not keywords and type(arguments[0]) is torch.Tensor:
+            tensor = _cast(arguments[0], dtype)
+            if tensor.requires_grad:
+                tensor = _AfterBackward.apply(hooks, tensor)[0]
+            return ((tensor,), keywords)
+        return self._marked((arguments, keywords), dtype)
+
+    def _marked(self, given: Any, dtype: torch.dtype | None) -> Any:
+        leaves, shape = tree_flatten(given)
+        spots = []
+        for index, leaf in enumerate(leaves):
+            if torch.is_tensor(leaf):
+                leaves[index] = leaf = _cast(leaf, dtype)
+                if leaf.requires_grad:
+                    spots.append(index)
+        if torch.is_grad_enabled() and spots:
+            marked = _AfterBackward.apply(self.hooks, *(leaves[i] for i in spots))
+            for index, tensor in zip(spots, marked, strict=True):
+                leaves[index] = tensor
+        return tree_unflatten(leaves, shape)
+
+
+class _After:
+    """After a module of the unit ran, or raised: mark outputs and free the unit."""
+
+    __slots__ = ("hooks", "last", "name")
+
+    def __init__(self, hooks: UnitHooks, name: str, *, last: bool) -> None:
+        self.hooks = hooks
+        self.name = name
+        self.last = last
+
+    @outside_graphs
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+        storage = self.hooks.storage
+        recomputed = in_backward()
+        if output is None:  # it raised, or has nothing to say
+            if not recomputed:
+                storage.free()
+                if self.hooks.is_root:
+                    storage.flow.recover(absorb=False)
+            return None
+        trains = torch.is_grad_enabled()
+        output = self._marked(output, module, trains)
+        storage.comm.probe.did(Action("compute", self.name, "forward"))
+        if not self.last or storage.keeps_whole or recomputed:
+            return output
+        if not trains or storage.reshard_after_forward is not False:
+            storage.free(after_forward=trains)
+            storage.comm.probe.did(Action("free", storage.name, "forward"))
+        return output
+
+    def _marked(self, output: Any, module: nn.Module, trains: bool) -> Any:
+        """The output with nothing that points into the unit's memory, announcing its backward."""
+        storage = self.hooks.storage
+        dtype = storage.precision.output_dtype if self.last else None
+        found = 0
+
+        def mark(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal found
+            found += 1
+            if storage.shares_full_buffer(tensor):
+                tensor = tensor.clone()
+            tensor = _cast(tensor, dtype)
+            if not (trains and tensor.requires_grad):
+                return tensor
+            if self.last:
+                return self.hooks.announce(tensor)
+            tensor.register_hook(self.hooks.enter_backward)
+            return tensor
+
+        if type(output) is torch.Tensor:
+            return mark(output)
+        output = _map_tensors(mark, output)
+        if trains and not found and not _is_plain(output):
+            name = storage.name or type(module).__name__
+            raise UnsupportedError(
+                expected(
+                    f"output of unit '{name}'",
+                    "tensors, alone or in tuples, lists, dicts and dataclasses",
+                    f"a {type(output).__name__} without any that can be found",
+                    "Return tensors, or run under torch.no_grad().",
+                )
+            )
+        return output
+
+
+def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``value`` with every tensor changed, in mappings and dataclasses of any type too."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if _is_dataclass(value):
+        for field in dataclasses.fields(value):
+            before = getattr(value, field.name)
+            after = _map_tensors(change, before)
+            if after is not before:
+                try:
+                    setattr(value, field.name, after)
+                except dataclasses.FrozenInstanceError:
+                    object.__setattr__(value, field.name, after)
+        return value
+    leaves, shape = tree_flatten(value, is_leaf=_is_dataclass)
+    if len(leaves) == 1 and leaves[0] is value:
+        if isinstance(value, MutableMapping):
+            for key in list(value):
+                value[key] = _map_tensors(change, value[key])
+        return value
+    return tree_unflatten([_map_tensors(change, leaf) for leaf in leaves], shape)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether no tensor can be in ``value``."""
+    kinds = (int, float, complex, str, bytes, type(None))
+    return all(isinstance(leaf, kinds) for leaf in tree_flatten(value)[0])
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Floating-point tensors in ``dtype``, others and None as they are."""
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)
+
+
+class _BeforeBackward(torch.autograd.Function):
+    """Identity on an output; its backward is the first thing a unit sees of a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, hooks: UnitHooks) -> torch.Tensor:
+        ctx.hooks = hooks
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.hooks.enter_backward()
+        return gradients[0], None
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity on all inputs at once: its backward runs when the unit's gradients are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.hooks = hooks
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.hooks.leave_backward()
+        return None, *gradients

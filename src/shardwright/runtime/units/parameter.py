@@ -1,0 +1,179 @@
+"""Which parameters a unit has, who shows them, and where their elements lie."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.placement import Owned, Placement
+from shardwright.core.tensor import TensorSpec
+
+NAMES: dict[torch.dtype, str] = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8_e5m2",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """A parameter's place: shapes, dtype, placement, and byte offsets in both buffers.
+
+    ``local_shape`` is what this rank holds: under ``Flat()`` the 1-D range of elements that lies in
+    its slice. ``owner_rank`` is None unless the placement is ``Owned``.
+    """
+
+    fqn: str
+    global_shape: torch.Size
+    local_shape: torch.Size
+    dtype: torch.dtype
+    placements: tuple[Placement, ...]
+    byte_offset: int
+    unsharded_byte_offset: int
+    requires_grad: bool = True
+
+    @property
+    def owner_rank(self) -> int | None:
+        """The rank that has all of it, under ``Owned``."""
+        placement = self.placements[-1]
+        return placement.rank if isinstance(placement, Owned) else None
+
+
+@dataclass(slots=True)
+class Member:
+    """A parameter of a unit, the names it has, and every place where a module shows it.
+
+    Until the unit is built ``parameter`` is the module's own, from then on what the module shows
+    while the unit is sharded. Modules are not kept alive: a place is their dictionary of
+    parameters, or where a module has a ``__setattr__`` of its own a weak reference to it.
+    """
+
+    fqn: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    dtype: torch.dtype
+    aliases: list[str] = field(default_factory=list)
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    setters: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
+
+    def add_place(self, module: nn.Module, name: str) -> None:
+        """One more module that shows this parameter."""
+        self.places.append((module._parameters, name))
+        if type(module).__setattr__ is not nn.Module.__setattr__:
+            self.setters.append((weakref.ref(module), name))
+
+    def shown(self) -> Any:
+        """What the first module shows now."""
+        parameters, name = self.places[0]
+        return parameters.get(name)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Name, shape and dtype, without data."""
+        if self.dtype not in NAMES:
+            known = ", ".join(NAMES.values())
+            found = str(self.dtype).removeprefix("torch.")
+            raise UnsupportedError(expected(self.fqn, f"one of the dtypes {known}", found))
+        return TensorSpec(self.fqn, tuple(self.shape), NAMES[self.dtype])
+
+
+def find_members(
+    modules: Sequence[nn.Module],
+    prefixes: Sequence[str],
+    ignored: Collection[nn.Parameter],
+    is_taken: Callable[[nn.Module], bool],
+) -> list[Member]:
+    """The parameters below ``modules`` that no inner unit has; tied names share one member.
+
+    ``is_taken`` tells the modules of inner units, whose whole subtree is theirs.
+    """
+    left_out = {id(parameter) for parameter in ignored}  # the caller keeps them alive meanwhile
+    found: dict[int, Member] = {}
+    for module, prefix in zip(modules, prefixes, strict=True):
+        for path, owner in _own_modules(module, prefix, is_taken):
+            for name, parameter in owner._parameters.items():
+                if parameter is None or id(parameter) in left_out:
+                    continue
+                fqn = f"{path}.{name}" if path else name
+                member = found.get(id(parameter))
+                if member is None:
+                    member = found[id(parameter)] = Member(
+                        fqn, parameter, parameter.shape, parameter.dtype
+                    )
+                else:
+                    member.aliases.append(fqn)
+                member.add_place(owner, name)
+    return list(found.values())
+
+
+def _own_modules(
+    module: nn.Module, path: str, is_taken: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    seen: set[int] = set()
+    stack = [(path, module)]
+    while stack:
+        path, current = stack.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield path, current
+        children = [
+            (f"{path}.{name}" if path else name, child)
+            for name, child in current._modules.items()
+            if child is not None and not is_taken(child)
+        ]
+        stack.extend(reversed(children))
+
+
+def check_materials(members: Sequence[Member], unit: str) -> None:
+    """Raise for parameters that cannot live in a buffer."""
+    if not members:
+        raise InputError(expected(f"unit '{unit}'", "at least one parameter of its own", "none"))
+    real = next((m.fqn for m in members if not m.parameter.is_meta), None)
+    for member in members:
+        parameter = member.parameter
+        if parameter.is_meta and real is not None:
+            raise InputError(
+                expected(
+                    f"{member.fqn} of unit '{unit}'",
+                    f"a real tensor, as {real} is",
+                    "one on the meta device",
+                    "Build all of a unit on the meta device, or nothing of it.",
+                )
+            )
+        if type(parameter.data) is not torch.Tensor:
+            raise UnsupportedError(
+                expected(
+                    member.fqn,
+                    "a plain tensor",
+                    f"a {type(parameter.data).__name__}",
+                    "Shard modules before anything else is applied to their parameters.",
+                )
+            )
+        if parameter.layout != torch.strided:
+            raise UnsupportedError(expected(member.fqn, "a dense tensor", str(parameter.layout)))
+        if parameter.is_inference():
+            raise InputError(
+                expected(
+                    member.fqn,
+                    "a tensor made outside of inference mode",
+                    "one made inside",
+                    "Build the module outside of torch.inference_mode().",
+                )
+            )

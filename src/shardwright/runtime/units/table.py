@@ -1,0 +1,56 @@
+"""What was done, unit by unit: the same figures as in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwright.core.placement import describe
+from shardwright.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwright.runtime.units.unit import Unit
+
+
+class UnitTraffic(NamedTuple):
+    """Collectives of a unit in a step with one forward and one backward, and their bytes."""
+
+    collectives: int
+    nbytes: int
+
+
+def traffic(unit: Unit) -> UnitTraffic:
+    """What the unit moves in a step: bytes of the full buffer of each call."""
+    buffers, gradients = unit.buffers, unit.gradients
+    gathers = len(buffers.direct) + bool(buffers.chunked)
+    gathered = buffers.stage.nbytes + sum(target.nbytes for _, target, _ in buffers.direct)
+    passes = 1 if unit.reshard_after_forward is False else 2
+    sums = gradients.segments
+    summed = sum(g.summed_bytes for g in sums)
+    return UnitTraffic(passes * gathers + len(sums), passes * gathered + summed)
+
+
+def table(units: Iterable[Unit]) -> str:
+    """Units, one per line: parameters, bytes per rank, padding, collectives and bytes per step."""
+    rows = [("unit", "cut", "params", "per rank", "padding", "collectives", "per step", "dtypes")]
+    notes: list[str] = []
+    for unit in units:
+        layout, moved = unit.layout, traffic(unit)
+        placements = {describe(info.placements[0]) for info in unit.param_infos.values()}
+        rows.append(
+            (
+                unit.name,
+                placements.pop() if len(placements) == 1 else f"{len(placements)} placements",
+                str(len(unit.param_infos)),
+                format_bytes(layout.shard_bytes),
+                f"{layout.padding_bytes(unit.comm.rank)} B",
+                str(moved.collectives),
+                format_bytes(moved.nbytes),
+                ", ".join(dict.fromkeys(segment.dtype for segment in layout.segments)),
+            )
+        )
+        notes.extend(f"{unit.name}: {fqn} ignored, not reduced" for fqn in unit.ignored)
+        notes.extend(f"{unit.name}: {note}" for note in unit.notes)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in [*lines, *notes])

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.core.calibration import SCHEMA, read_calibration
+from shardwright.cost.presets import LOCAL
+from shardwright.lab.launcher.processes import MARK
+
+JOB = """
+[cluster]
+file = "cluster.toml"
+ddr_cap = "5 MiB"
+
+[[tables]]
+name = "a"
+rows = 1000
+dim = 16
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go, so that a test sees what is left of them."""
+    path = tmp_path / "temporary"
+    path.mkdir()
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return path
+
+
+def _living(folder: Path) -> list[str]:
+    """The marked processes that work for a run below ``folder``."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            line = (process / "cmdline").read_bytes()
+            marked = f"{MARK}=".encode() in (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if process.name.isdigit() and marked and bytes(folder) in line:
+            found.append(line.decode())
+    return found
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_machine_is_measured_and_planned_with(call: Any, folder: Path, tmp_path: Path) -> None:
+    answer = call("calibrate", "-o", "cluster.toml", "--quick", "--json")
+    assert answer.code == 0, answer.err
+    found = read_calibration(tmp_path / "cluster.toml")
+    assert found.world_size == 2
+    assert set(found.constants) == set(LOCAL)
+    assert answer.json["schema"] == SCHEMA
+    told = {name: figure["value"] for name, figure in answer.json["constants"].items()}
+    assert told == {name: figure.value for name, figure in found.constants.items()}
+    assert 1e8 < told["memory_rate"] < 1e13
+    assert 1e-6 < told["all_gather_latency"] < 1.0
+    assert "step 7/7  overlap" in answer.err
+    assert list(folder.iterdir()) == []
+    (tmp_path / "job.toml").write_text(JOB)
+    planned = call("plan", "job.toml", "-o", "plan.json", "--json")
+    assert planned.code == 0, planned.err
+    first = planned.json["assumptions"][0]
+    assert first.startswith("hardware constants were measured on 20")
+    assert "cluster.toml" in first
+    (tmp_path / "cluster.toml").unlink()
+    explained = call("explain", "plan.json", "--tensor", "a")
+    assert explained.code == 0, explained.err
+
+
+@pytest.mark.slow
+def test_one_rank_gets_a_table_that_says_what_was_not_measured(call: Any, folder: Path) -> None:
+    answer = call("calibrate", "-o", "one.toml", "-n", 1, "--quick")
+    assert answer.code == 0, answer.err
+    measured, others = answer.out.split("Not measured")
+    assert "compute_rate" in measured
+    assert "FLOP/s" in measured
+    assert "all_gather_rate" not in measured
+    assert "all_gather_rate" in others
+    assert "cluster written to one.toml" in answer.err
+
+
+def test_a_calibration_needs_a_file_to_write(call: Any, tmp_path: Path) -> None:
+    call("calibrate").refuses(2, "-o/--output")
+    call("calibrate", "-o", tmp_path).refuses(2, "expected a file that can be written")
+    (tmp_path / "x").write_text("")
+    call("calibrate", "-o", tmp_path / "x" / "c.toml").refuses(2, "a file that can be written")
+
+
+def test_ranks_that_cannot_be_are_refused(call: Any) -> None:
+    call("calibrate", "-o", "c.toml", "-n", 0).refuses(2, "-n: expected from 1 to 256 ranks, got 0")
+
+
+def test_ranks_that_cannot_start_leave_no_file_and_their_logs(
+    call: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise ImportError('no torch')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    answer = call("calibrate", "-o", "c.toml", "--quick")
+    assert answer.code == 5
+    assert "no torch" in answer.err
+    assert not (tmp_path / "c.toml").exists()
+    (kept,) = folder.iterdir()
+    assert f"details in {kept}" in answer.err
+    assert (kept / "torchrun.log").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
+def test_ctrl_c_ends_every_rank_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "shardwright", "calibrate", "-o", str(tmp_path / "c.toml")]
+    process = subprocess.Popen(
+        words, env=os.environ | {"TMPDIR": str(folder)}, stderr=subprocess.PIPE, text=True
+    )
+    _wait_for(lambda: any(folder.glob("*/progress.jsonl")), 60.0)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped by Ctrl-C" in said
+    assert _living(folder) == []
+    assert list(folder.iterdir()) == []
+    assert not (tmp_path / "c.toml").exists()

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.core.amount import Amount, Step, derivation, leaf
+from shardwright.core.model import ModelSpec, Stage, UnitSpec
+from shardwright.core.schedule import Modes, Prefetch
+from shardwright.core.tensor import TensorSpec
+from shardwright.cost.pipeline import Spent, StageSeconds, UnitSeconds, by_phase, walk
+
+NAMES = ("a", "b", "c")
+MODEL = ModelSpec(
+    "chain",
+    (),
+    tuple(UnitSpec(name, (TensorSpec(f"{name}.w", (1,)),)) for name in NAMES),
+    (*(Stage(name, "gather") for name in NAMES), Stage("loss", "none")),
+)
+UNIT = UnitSeconds(gather=4.0, reduce=6.0, gradient=1.0, update=2.0)
+COMPUTE = StageSeconds(forward=10.0, backward=20.0)
+STAGES = dict.fromkeys(("a", "b", "c", "loss"), COMPUTE)
+
+
+def _modes(prefetch: Prefetch, sharded: Sequence[str] = NAMES) -> Modes:
+    units = frozenset(sharded)
+    return Modes(units, units, False, False, prefetch)
+
+
+def _walk(
+    prefetch: Prefetch,
+    overlap: float,
+    unit: UnitSeconds = UNIT,
+    compute: StageSeconds = COMPUTE,
+) -> list[Spent]:
+    stages = dict.fromkeys(STAGES, compute)
+    return walk(MODEL, _modes(prefetch), dict.fromkeys(NAMES, unit), stages, overlap)
+
+
+def _total(spent: list[Spent]) -> float:
+    return math.fsum(s.seconds for s in spent)
+
+
+def test_without_prefetch_everything_follows_everything_else() -> None:
+    spent = _walk(0, overlap=1.0)
+    assert _total(spent) == 3 * (4 + 4 + 6 + 1 + 2) + 4 * (10 + 20)
+    assert by_phase(spent)["b"] == {
+        "forward": 4 + 10,
+        "backward": 4 + 1 + 20,
+        "reduce": 6,
+        "step": 2,
+    }
+    assert by_phase(spent)[""] == {"forward": 10, "backward": 20}
+
+
+def test_collectives_that_hide_leave_the_first_gather_and_the_last_reduce() -> None:
+    # c is gathered for its forward, freed, and gathered for its backward with nothing before it
+    assert _total(_walk(1, overlap=1.0)) == 4 + 4 + 6 + 3 * (1 + 2) + 4 * (10 + 20)
+
+
+def test_what_does_not_overlap_costs_as_much_as_without_prefetch() -> None:
+    assert _total(_walk(1, overlap=0.0)) == _total(_walk(0, overlap=0.0))
+
+
+def test_compute_waits_for_collectives_that_take_longer() -> None:
+    slow = UNIT._replace(gather=100.0)
+    spent = _walk(1, overlap=1.0, unit=slow)
+    forward = {s.action.target: s.seconds for s in spent if s.action.phase == "forward"}
+    assert forward["a"] == 100 + 10  # its own gather; b's follows on the same lane
+    assert forward["b"] == 100 - 10 + 10
+
+
+def test_gathers_and_reduces_share_one_lane() -> None:
+    slow = UNIT._replace(reduce=1000.0)
+    spent = _walk(1, overlap=1.0, unit=slow)
+    waited = [s.seconds for s in spent if s.action.verb == "compute" and s.action.target == "a"]
+    assert waited[1] == 4 + 1 + 20  # a's gather stood behind c's reduce, which was waited for
+
+
+def test_units_without_seconds_are_left_out_with_their_stages() -> None:
+    spent = walk(MODEL, _modes(0), {"b": UNIT}, STAGES, 0.5)
+    assert {s.unit for s in spent} == {"b", ""}
+    assert {s.action.target for s in spent} == {"b", "loss"}
+
+
+@given(
+    overlap=st.floats(0, 1),
+    gather=st.floats(0, 100),
+    reduce=st.floats(0, 100),
+    compute=st.floats(0, 100),
+)
+def test_prefetch_never_costs_more_and_never_hides_more_than_it_may(
+    overlap: float, gather: float, reduce: float, compute: float
+) -> None:
+    unit = UNIT._replace(gather=gather, reduce=reduce)
+    serial = _total(_walk(0, overlap, unit, StageSeconds(compute, compute)))
+    ahead = _total(_walk(1, overlap, unit, StageSeconds(compute, compute)))
+    assert ahead <= serial * (1 + 1e-12)
+    assert ahead >= serial - overlap * 3 * (2 * gather + reduce) - 1e-9
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_derivations_come_to_the_same_numbers(
+    reevaluate: Callable[[Sequence[Step]], None], prefetch: Prefetch
+) -> None:
+    units = {
+        name: UnitSeconds(*(leaf(v, f"{name}.{k}", "s") for k, v in UNIT._asdict().items()))
+        for name in NAMES
+    }
+    stages = {
+        name: StageSeconds(*(leaf(v, f"{name}.{k}", "s") for k, v in COMPUTE._asdict().items()))
+        for name in STAGES
+    }
+    plain = _walk(prefetch, 0.25)
+    derived = walk(MODEL, _modes(prefetch), units, stages, leaf(0.25, "overlap", "share"))
+    for told, number in zip(derived, plain, strict=True):
+        assert isinstance(told.seconds, Amount)
+        assert told.seconds.value == number.seconds
+        reevaluate(derivation(told.seconds))

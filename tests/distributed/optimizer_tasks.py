@@ -1,0 +1,258 @@
+"""Optimizers and clipping over sharded modules beside the same over unsharded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gradient_tasks import Net, inputs, loss_of, net, shard
+from probe_tasks import _MESHES, said
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwright.runtime.clip import clip_grad_norm_
+from shardwright.runtime.optimizer import optimizer_parameters
+from shardwright.runtime.state import full_state_dict
+from shardwright.runtime.torch_private import local_of
+
+STEPS = 3
+Groups = list[dict[str, Any]]
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+}
+
+
+def by_dims(model: nn.Module) -> Groups:
+    """No weight decay for vectors and scalars."""
+    named = dict(model.named_parameters())
+    return [
+        {"params": [p for n, p in named.items() if _decays(n)], "weight_decay": 0.1},
+        {"params": [p for n, p in named.items() if not _decays(n)], "weight_decay": 0.0},
+    ]
+
+
+def by_layer(model: nn.Module) -> Groups:
+    """Three rates, cut through every unit; by name."""
+    names = [name for name, _ in model.named_parameters()]
+    parts = (names[::3], names[1::3], names[2::3])
+    return [{"params": part, "lr": 0.01 * (i + 1)} for i, part in enumerate(parts)]
+
+
+def _decays(name: str) -> bool:
+    return (name.endswith("weight") and "norm" not in name) or name.endswith("gate")
+
+
+def _by_names(model: nn.Module, groups: Groups) -> Groups:
+    named = dict(model.named_parameters())
+    return [{**g, "params": [named.get(p, p) for p in g["params"]]} for g in groups]
+
+
+GROUPS: dict[str, Callable[[nn.Module], Groups] | None] = {
+    "no groups": None,
+    "by dims": by_dims,
+    "by layer": by_layer,
+}
+
+
+def unsharded(size: int, make: Make, groups: str = "no groups", clip: float = 0.0) -> Net:
+    """The weights of one process after all steps."""
+    model = net()
+    chosen = GROUPS[groups]
+    given: Any = model.parameters() if chosen is None else _by_names(model, chosen(model))
+    optimizer = make(given)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(size):
+            (loss_of(model, inputs(rank, step)) / size).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+def furthest(model: nn.Module, reference: nn.Module) -> float:
+    """The largest difference of any whole weight (collective)."""
+    found = full_state_dict(model)
+    true = dict(reference.named_parameters())
+    assert set(found) == set(true)
+    return max((found[n] - true[n]).abs().max().item() for n in true)
+
+
+def over_model_parameters(mesh: DeviceMesh, strategy: str) -> dict[str, float]:
+    """The largest difference of any weight after all steps, per optimizer."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        model = net()
+        shard(model, mesh, strategy)
+        optimizer = make(model.parameters())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, inputs(rank, step)).backward()
+            optimizer.step()
+        found[name] = furthest(model, unsharded(size, make))
+    return found
+
+
+def over_flat_parameters(mesh: DeviceMesh, strategy: str) -> dict[str, tuple[float, int]]:
+    """The same over ``optimizer_parameters``, and how many flat tensors there are."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    found = {}
+    for name in ("SGD", "AdamW fused"):
+        make = OPTIMIZERS[name]
+        for kind, groups in GROUPS.items():
+            for per_unit in (False, True):
+                model = net()
+                shard(model, mesh, strategy)
+                given: Any = (
+                    optimizer_parameters(model, per_unit=per_unit)
+                    if groups is None
+                    else optimizer_parameters(model, groups(model), per_unit=per_unit)
+                )
+                optimizer = make(given)
+                tensors = sum(len(group["params"]) for group in optimizer.param_groups)
+                for step in range(STEPS):
+                    optimizer.zero_grad(set_to_none=step != 1)
+                    loss_of(model, inputs(rank, step)).backward()
+                    optimizer.step()
+                error = furthest(model, unsharded(size, make, kind))
+                found[f"{name}, {kind}, per unit {per_unit}"] = (error, tensors)
+    return found
+
+
+def accumulated(mesh: DeviceMesh, strategy: str) -> float:
+    """Flat gradients after two backwards, one of them held back, beside one process."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    model, reference = net(), net()
+    units = shard(model, mesh, strategy)
+    optimizer = torch.optim.SGD(optimizer_parameters(model), lr=0.05)
+    other = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        other.zero_grad()
+        with units[0].no_sync():
+            loss_of(model, inputs(rank, 0)).backward()
+        for step in (1, 2):
+            loss_of(model, inputs(rank, step)).backward()
+        for step in (0, 1, 2):
+            for r in range(size):
+                (loss_of(reference, inputs(r, step)) / size).backward()
+        optimizer.step()
+        other.step()
+    return furthest(model, reference)
+
+
+# ---- clipping -----------------------------------------------------------------------------------
+
+
+def clipped(mesh: DeviceMesh, strategy: str) -> list[tuple[float, float, float]]:
+    """(ours, true norm, largest difference of any weight after clipped steps)."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    found = []
+    for flat in (False, True):
+        for norm_type in (2.0, 1.0, float("inf")):
+            model, reference = net(), net()
+            shard(model, mesh, strategy)
+            given = optimizer_parameters(model) if flat else list(model.parameters())
+            optimizer = torch.optim.SGD(given, lr=0.1)
+            other = torch.optim.SGD(reference.parameters(), lr=0.1)
+            loss_of(model, inputs(rank)).backward()
+            for r in range(size):
+                (loss_of(reference, inputs(r)) / size).backward()
+            true = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, norm_type).item()
+            ours = clip_grad_norm_(model, 0.5, norm_type).item()
+            optimizer.step()
+            other.step()
+            found.append((ours, true, furthest(model, reference)))
+    return found
+
+
+def clipped_by_torch(mesh: DeviceMesh, strategy: str) -> tuple[float, float]:
+    rank, size = mesh.get_local_rank(), mesh.size()
+    model, reference = net(), net()
+    shard(model, mesh, strategy)
+    loss_of(model, inputs(rank)).backward()
+    for r in range(size):
+        (loss_of(reference, inputs(r)) / size).backward()
+    true = nn.utils.clip_grad_norm_(reference.parameters(), 0.5).item()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(), true
+
+
+def clipped_on_a_grid(mesh: DeviceMesh, strategy: str, flat: bool) -> tuple[float, float]:
+    """On two replicas of two shards."""
+    model, reference = net(), net()
+    shard(model, _MESHES[2, 2], strategy)
+    if flat:
+        optimizer_parameters(model)
+    loss_of(model, inputs(mesh.get_local_rank())).backward()
+    for r in range(4):
+        (loss_of(reference, inputs(r)) / 4).backward()
+    true = nn.utils.clip_grad_norm_(reference.parameters(), 0.5).item()
+    return clip_grad_norm_(model, 0.5).item(), true
+
+
+def not_finite(mesh: DeviceMesh, strategy: str, flat: bool) -> tuple[str, float]:
+    """What is said where one element of one gradient is not a number, and a norm without error."""
+    model = net()
+    units = shard(model, mesh, strategy)
+    if flat:
+        optimizer_parameters(model)
+    loss_of(model, inputs(mesh.get_local_rank())).backward()
+    if mesh.get_local_rank() == mesh.size() - 1:
+        block = units[2]
+        pieces = block.layout.pieces(block.comm.rank)
+        index = next(i for i, piece in enumerate(pieces) if piece.numel)
+        gradient = block.members[index].parameter.grad
+        if flat:
+            gradient = block.sink.part(0, 0, 1)  # type: ignore[union-attr]
+        assert gradient is not None
+        local_of(gradient).view(-1)[0] = float("nan")
+    text = said(lambda: clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
+    return text, clip_grad_norm_(model, 1.0).item()
+
+
+def refusals(mesh: DeviceMesh, what: str) -> str:
+    model = net()
+    if what == "not sharded":
+        return said(lambda: optimizer_parameters(model))
+    shard(model, mesh, "flat")
+    named = list(model.parameters())
+    if what == "late":
+        loss_of(model, inputs(0)).backward()
+        return said(lambda: optimizer_parameters(model))
+    if what == "twice in groups":
+        return said(lambda: optimizer_parameters(model, [{"params": [named[0], named[0]]}]))
+    if what == "a stranger":
+        other = nn.Parameter(torch.ones(3))
+        return said(lambda: optimizer_parameters(model, [{"params": [other]}]))
+    if what == "no such name":
+        return said(lambda: optimizer_parameters(model, [{"params": ["first.wait"]}]))
+    if what == "max_norm":
+        return said(lambda: clip_grad_norm_(model, -1.0))
+    optimizer_parameters(model)
+    model.to(torch.bfloat16)
+    return said(lambda: model(inputs(0).bfloat16()))
+
+
+def flat_tensor(mesh: DeviceMesh) -> Any:
+    """Whether the one flat tensor is the memory of all units, and its gradient theirs."""
+    model = net()
+    units = shard(model, mesh, "flat")
+    (flat,) = optimizer_parameters(model)
+    loss_of(model, inputs(mesh.get_local_rank())).backward()
+    same = all(
+        unit.byte_storage.untyped_storage()._cdata == flat.untyped_storage()._cdata
+        for unit in units
+    )
+    own = all(p.grad is None for p in model.parameters())
+    assert flat.grad is not None
+    return same, own, flat.grad.shape == flat.shape

@@ -1,0 +1,22 @@
+"""Raw gradients of sharded modules are the mean of the unsharded ones over ranks."""
+
+from __future__ import annotations
+
+import gradient_tasks as tasks
+import pytest
+from pool import Pool
+
+BF16 = 2.0**-6  # a few roundings of 8 bits, where bf16 is summed over more than two ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", tasks.STRATEGIES)
+def test_raw_gradients_are_the_unsharded_mean(pool: Pool, strategy: str, world_size: int) -> None:
+    for found in pool.run(world_size, tasks.raw_gradients, strategy=strategy):
+        assert len(found) == {1: 27, 2: 27, 3: 12, 4: 15}[world_size]
+        for case, differences in found.items():
+            assert len(differences) == 4 + 3 * 8
+            for name, (error, equal) in differences.items():
+                loose = "bf16 beside" in case and "down" in name
+                assert error <= (BF16 if loose else 1e-6), f"{case}: {name} is {error} off"
+                assert equal or world_size > 2, f"{case}: {name} is {error} off"

@@ -1,0 +1,91 @@
+"""A small transformer trained on ranks and in one process; tasks take their mesh first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.core.job import Job
+from shardwright.core.plan import Plan
+from shardwright.lab.tasks import task_of
+from shardwright.models.transformer import Transformer
+from shardwright.runtime.apply import apply
+from shardwright.runtime.meter import Meter, exact_events
+from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
+from shardwright.runtime.state import full_state_dict
+
+
+def train_whole(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final weights of one process, on batches of ``job.batch.size``."""
+    task, model = task_of(job, 0, 1), Transformer(job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=job.train.learning_rate)
+    losses, batches = [], task.batches()
+    for _ in range(job.train.steps):
+        loss = task.loss(model, tuple(map(torch.from_numpy, next(batches))))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
+    """Losses (mean over ranks), whole final weights, and this rank's held-out scores."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    task = task_of(job, rank, size)
+    model = apply(task.model(torch.device("cpu")), made, mesh)
+    rate = job.train.learning_rate
+    optimizer = make_optimizer(
+        job.train.optimizer, optimizer_parameters(model, per_unit=True), rate
+    )
+    losses, batches = [], task.batches()
+    for _ in range(job.train.steps):
+        loss = task.loss(model, tuple(map(torch.from_numpy, next(batches))))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach() / size
+        torch.distributed.all_reduce(total, group=mesh.get_group())
+        losses.append(total.item())
+    with torch.no_grad():
+        scores = [
+            task.scores(model, tuple(map(torch.from_numpy, arrays)), numbers)
+            for arrays, numbers in task.held_out()
+        ]
+    return losses, full_state_dict(model), scores
+
+
+def meter_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
+    """Exact events, and the events of each metered step."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    meter, task = Meter(rank), task_of(job, rank, size)
+    model = apply(task.model(torch.device("cpu")), made, mesh, probe=meter)
+    rate = job.train.learning_rate
+    optimizer = make_optimizer(
+        job.train.optimizer, optimizer_parameters(model, per_unit=True), rate
+    )
+    exact: Any = []
+    by_step = []
+    batches = task.batches()
+    for step in range(1, 6):
+        around = meter.metered_step(optimizer, model) if step > 2 else meter.timed_step()
+        with around:
+            with meter.phase("load"):
+                batch = tuple(map(torch.from_numpy, next(batches)))
+                for tensor in batch:
+                    meter.holds(tensor, "input")
+            with meter.phase("forward"):
+                loss = task.loss(model, batch)
+            with meter.phase("backward"):
+                loss.backward()
+            exact = exact_events(rank, model, optimizer)
+            with meter.phase("step"):
+                optimizer.step()
+                optimizer.zero_grad()
+            del loss, batch
+        if step > 2:
+            by_step.append(meter.events())
+            meter.forget_peaks()
+    return exact, by_step

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwright.core.errors import InputError
+from shardwright.core.job import Job, parse_job
+from shardwright.data.tokens import write_text
+from shardwright.lab.sources import source_of
+
+
+def _text(tmp_path: Path, **sections: Any) -> Job:
+    base: dict[str, Any] = {
+        "model": {"kind": "transformer", "dim": 8, "heads": 2},
+        "batch": {"size": 2, "sequence": 16},
+        "train": {"out": str(tmp_path)},
+    }
+    return parse_job({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
+
+
+def _clicks(tmp_path: Path, **sections: Any) -> Job:
+    tables = [{"name": f"t{i}", "rows": 4, "dim": 16} for i in range(26)]
+    return parse_job(
+        {
+            "model": {"kind": "dlrm"},
+            "data": {"kind": "synthetic", "rows": 200, "test_rows": 100},
+            "train": {"out": str(tmp_path)},
+            "tables": tables,
+        }
+        | sections
+    )
+
+
+def _refused(job: Job) -> str:
+    with pytest.raises(InputError) as caught:
+        source_of(job).check(job)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_tables_alone_have_nothing_to_train_on() -> None:
+    with pytest.raises(InputError, match="expected a model to train, got tables alone"):
+        source_of(parse_job({"tables": [{"name": "a", "rows": 3, "dim": 4}]}))
+
+
+def test_a_transformer_does_not_read_click_logs(tmp_path: Path) -> None:
+    job = _text(tmp_path, data={"kind": "criteo"})
+    assert _refused(job) == "data.kind: expected 'text' for a transformer, got 'criteo'."
+
+
+def test_a_dlrm_does_not_read_text(tmp_path: Path) -> None:
+    job = _clicks(tmp_path, data={"kind": "text"})
+    assert _refused(job) == "data.kind: expected 'criteo' or 'synthetic' for a dlrm, got 'text'."
+
+
+def test_a_vocabulary_without_every_byte_is_refused(tmp_path: Path) -> None:
+    job = _text(tmp_path, model={"vocab": 255})
+    assert _refused(job) == (
+        "model.vocab: expected at least 256 for text, whose bytes are the tokens, got 255."
+    )
+
+
+def test_text_has_no_test_file(tmp_path: Path) -> None:
+    job = _text(tmp_path, data={"test_path": "other.txt"})
+    assert _refused(job) == (
+        "data.test_path: expected none for text, got 'other.txt'. "
+        "The last tenth of data.path is held out."
+    )
+
+
+def test_a_missing_text_is_named_before_anything_starts(tmp_path: Path) -> None:
+    path = str(tmp_path / "none.txt")
+    message = _refused(_text(tmp_path, data={"path": path}))
+    assert message.startswith(f"{path}: expected a text file, got no such file.")
+
+
+def test_a_text_that_is_too_short_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("too short")
+    message = _refused(_text(tmp_path, data={"path": str(path)}))
+    assert message.startswith(f"{path}: expected at least 33 bytes, for two windows of 16 tokens")
+
+
+def test_a_named_text_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("abc " * 100)
+    job = _text(tmp_path, data={"path": str(path)})
+    source_of(job).prepare(job)
+    assert path.read_text() == "abc " * 100
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["book.txt"]
+
+
+def test_a_made_up_text_is_too_short_for_endless_sequences(tmp_path: Path) -> None:
+    job = _text(tmp_path, batch={"sequence": 10**6})
+    with pytest.raises(InputError, match=r"text.txt: expected at least 2000001 bytes"):
+        source_of(job).prepare(job)
+
+
+def test_the_quality_of_text_is_nats_per_token_and_bits_per_byte(tmp_path: Path) -> None:
+    job = _text(tmp_path)
+    source = source_of(job)
+    source.prepare(job)
+    found = source.quality(job, np.array([[0, 16, 24.0], [1, 16, 40.0]]))
+    assert found is not None
+    assert (found.rows, found.auc, found.log_loss) == (32, None, 2.0)
+    assert found.bits_per_byte == pytest.approx(2.0 / math.log(2))
+    assert found.best_log_loss == write_text(tmp_path / "again").bayes_log_loss
+
+
+def test_the_best_loss_of_a_named_text_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("abc " * 100)
+    job = _text(tmp_path, data={"path": str(path)})
+    found = source_of(job).quality(job, np.array([[0, 16, 24.0]]))
+    assert found is not None
+    assert found.best_log_loss is None
+
+
+def test_the_quality_of_clicks_is_auc_and_log_loss_beside_the_best(tmp_path: Path) -> None:
+    job = _clicks(tmp_path)
+    source = source_of(job)
+    source.check(job)
+    source.prepare(job)
+    found = source.quality(job, np.array([[0, 1, 0.0], [1, 0, -1.0], [2, 1, 2.0]]))
+    assert found is not None
+    assert (found.rows, found.auc, found.bits_per_byte) == (3, 1.0, None)
+    assert found.best_auc is not None
+    assert found.best_auc > 0.5
+
+
+def test_clicks_of_one_kind_have_no_auc(tmp_path: Path) -> None:
+    job = _clicks(tmp_path)
+    found = source_of(job).quality(job, np.array([[0, 1, 0.0], [1, 1, -1.0]]))
+    assert found is not None
+    assert found.auc is None
+
+
+@pytest.mark.parametrize("make", [_text, _clicks], ids=["text", "clicks"])
+def test_without_scores_there_is_no_quality(tmp_path: Path, make: Any) -> None:
+    job = make(tmp_path)
+    assert source_of(job).quality(job, np.empty((0, 3))) is None

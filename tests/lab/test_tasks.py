@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from shardwright.core.job import Job, parse_job
+from shardwright.lab.sources import source_of
+from shardwright.lab.tasks import Task, task_of
+from shardwright.models.dlrm import DLRM
+from shardwright.models.transformer import Transformer, next_token_loss
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Job:
+    path = tmp_path / "book.txt"
+    path.write_bytes(np.random.default_rng(0).integers(0, 256, 500, dtype=np.uint8).tobytes())
+    return parse_job(
+        {
+            "model": {"kind": "transformer", "layers": 1, "dim": 8, "heads": 2},
+            "batch": {"size": 3, "sequence": 9},
+            "data": {"path": str(path)},
+        }
+    )
+
+
+@pytest.fixture
+def clicks(tmp_path: Path) -> Job:
+    job = parse_job(
+        {
+            "model": {"kind": "dlrm"},
+            "batch": {"size": 3},
+            "data": {"kind": "synthetic", "rows": 60, "test_rows": 50},
+            "train": {"out": str(tmp_path)},
+            "tables": [{"name": f"t{i}", "rows": 4, "dim": 16} for i in range(26)],
+        }
+    )
+    source_of(job).prepare(job)
+    return job
+
+
+def _tensors(arrays: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.from_numpy(array) for array in arrays)
+
+
+def _scores(task: Task, model: torch.nn.Module) -> np.ndarray:
+    with torch.no_grad():
+        found = [task.scores(model, _tensors(a), numbers) for a, numbers in task.held_out()]
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("kind", ["text", "clicks"])
+def test_a_model_is_on_the_meta_device_but_for_its_buffers(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    model = task_of(request.getfixturevalue(kind), 0, 1).model(CPU)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+@pytest.mark.parametrize(("kind", "built"), [("text", Transformer), ("clicks", DLRM)])
+def test_the_loss_of_a_batch_can_be_trained_on(
+    kind: str, built: Any, request: pytest.FixtureRequest
+) -> None:
+    job = request.getfixturevalue(kind)
+    task, model = task_of(job, 0, 1), built(job)
+    batch = _tensors(next(task.batches()))
+    first = task.loss(model, batch)
+    first.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert first.dim() == 0
+    assert task.loss(model, batch).item() < first.item()
+    assert task.bad_rows == 0
+
+
+@pytest.mark.parametrize("kind", ["text", "clicks"])
+def test_two_ranks_together_read_the_batch_of_one(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    job = request.getfixturevalue(kind)
+    double = msgspec.structs.replace(job, batch=msgspec.structs.replace(job.batch, size=6))
+    whole = task_of(double, 0, 1).batches()
+    ranks = [task_of(job, rank, 2).batches() for rank in (0, 1)]
+    for wanted, *parts in islice(zip(whole, *ranks, strict=True), 5):
+        for array, *halves in zip(wanted, *parts, strict=True):
+            assert np.array_equal(np.concatenate(halves), array)
+
+
+def test_held_out_losses_are_those_of_each_window(text: Job) -> None:
+    model = Transformer(text)
+    found = _scores(task_of(text, 0, 1), model)
+    windows = [w for arrays, _ in task_of(text, 0, 1).held_out() for w in zip(*arrays, strict=True)]
+    for (number, tokens, nats), (inputs, targets) in zip(found, windows, strict=False):
+        rows = torch.from_numpy(inputs)[None], torch.from_numpy(targets)[None]
+        loss = next_token_loss(model(rows[0]), rows[1])
+        assert tokens == 9
+        assert nats == pytest.approx(9 * loss.item(), rel=1e-5), number
+
+
+@pytest.mark.parametrize(("kind", "built"), [("text", Transformer), ("clicks", DLRM)])
+def test_ranks_together_score_every_held_out_row_once(
+    kind: str, built: Any, request: pytest.FixtureRequest
+) -> None:
+    job = request.getfixturevalue(kind)
+    model = built(job)
+    alone = _scores(task_of(job, 0, 1), model)
+    shared = np.concatenate([_scores(task_of(job, rank, 3), model) for rank in range(3)])
+    shared = shared[np.argsort(shared[:, 0], kind="stable")]
+    assert alone[:, 0].tolist() == list(range(len(alone)))
+    np.testing.assert_allclose(shared, alone, rtol=1e-5)
+
+
+def test_without_a_test_file_nothing_is_held_out(clicks: Job, tmp_path: Path) -> None:
+    document = {"model": {"kind": "dlrm"}, "data": {"kind": "synthetic", "test_rows": 0}}
+    job = parse_job(document | {"tables": [{"name": "t", "rows": 4, "dim": 16}]})
+    assert list(task_of(job, 0, 1).held_out()) == []
