@@ -34,10 +34,10 @@ import torch.multiprocessing as processes
 from fsdp_contestants import (
     SIZES,
     Contestant,
-    _case,
     adamw,
     batch_of,
     contestants,
+    flat_case,
     job_of,
     model_of,
     planned,
@@ -135,7 +135,7 @@ def worker(rank: int, port: int, case: dict[str, Any], out: str) -> None:
     mesh = _join(case["backend"], rank, case["world_size"], port)
     known = contestants()
     for size in case.get("merged", ()):
-        known[f"flat merged {size}"] = _case(merged=size)
+        known[f"flat merged {size}"] = flat_case(merged=size)
     if "plan" in case:
         known["planned"] = planned(sw.read_plan(case["plan"]))
     real = case["backend"] == "gloo"

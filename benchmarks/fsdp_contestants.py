@@ -83,7 +83,7 @@ def _ours(model: Any, mesh: DeviceMesh, *, merged: int = 1, **options: Any) -> n
     return model  # type: ignore[no-any-return]
 
 
-def _case(strategy: str = "flat", **options: Any) -> Contestant:
+def flat_case(strategy: str = "flat", **options: Any) -> Contestant:
     options.setdefault("prefetch", 0)
     return Contestant(functools.partial(_ours, shard_strategy=strategy, **options), _flat)
 
@@ -95,13 +95,13 @@ def contestants() -> dict[str, Contestant]:
         "fsdp2": Contestant(_fsdp2, _fused),
         "fsdp2 kept": Contestant(functools.partial(_fsdp2, reshard=False), _fused),
         "fsdp2 merged 4": Contestant(functools.partial(_fsdp2, merged=4), _fused),
-        "flat": _case(),
-        "per_param": _case("per_param"),
-        "param_boundary": _case("param_boundary"),
-        "flat prefetch": _case(prefetch=1),
-        "flat kept": _case(reshard_after_forward=False),
-        "flat merged 4": _case(merged=4),
-        "flat merged 4 prefetch": _case(merged=4, prefetch=1),
+        "flat": flat_case(),
+        "per_param": flat_case("per_param"),
+        "param_boundary": flat_case("param_boundary"),
+        "flat prefetch": flat_case(prefetch=1),
+        "flat kept": flat_case(reshard_after_forward=False),
+        "flat merged 4": flat_case(merged=4),
+        "flat merged 4 prefetch": flat_case(merged=4, prefetch=1),
     }
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from shardwright.runtime.saving import Resumed, load_checkpoint, save_checkpoint
     from shardwright.runtime.state import full_state_dict
+    from shardwright.runtime.units.buffers import shard_buffer
     from shardwright.runtime.units.dstorage import DStorage
     from shardwright.runtime.units.parameter import ParamInfo
     from shardwright.runtime.units.precision import MixedPrecision
@@ -82,6 +83,7 @@ _HOMES = {
     "read_job": "core.job",
     "read_measurement": "core.measurement",
     "read_plan": "core.plan",
+    "shard_buffer": "runtime.units.buffers",
     "save_checkpoint": "runtime.saving",
     "write_plan": "core.plan",
 }
@@ -126,6 +128,7 @@ __all__ = [
     "read_measurement",
     "read_plan",
     "save_checkpoint",
+    "shard_buffer",
     "write_plan",
 ]
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.precision import MixedPrecision
 
 
 def worst(units: list[DStorage], model: nn.Module, true: dict[str, torch.Tensor]) -> float:
@@ -184,6 +185,48 @@ def from_meta(mesh: DeviceMesh, strategy: str, how: str) -> Any:
     after = full_state_dict(model)
     rest = max((after[n] - p).abs().max().item() for n, p in reference.named_parameters())
     return max(error, rest), equal, inside(units)
+
+
+def whole_units_frozen(mesh: DeviceMesh, strategy: str) -> list[float]:
+    """The largest gradient error where the first, a middle or all blocks do not train."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    found = []
+    for frozen in ((0,), (1,), (0, 1, 2)):
+        model, reference = net(), net()
+        for each in (model, reference):
+            for index in frozen:
+                each.blocks[index].requires_grad_(False)
+        units = shard(model, mesh, strategy)
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model, inputs(rank)).backward()
+        true = true_gradients(reference, size)
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                assert parameter.grad is None
+                parameter.grad = torch.zeros_like(parameter)
+        found.append(worst(units, model, true))
+    return found
+
+
+def written_in_half(mesh: DeviceMesh, strategy: str) -> tuple[bool, bool]:
+    """Whether writing whole parameters that compute in bf16 keeps what nobody changed, and takes
+    what someone did."""
+    model, reference = net(), net()
+    units = shard(model, mesh, strategy, precision=MixedPrecision(torch.bfloat16, torch.float32))
+    for unit in units:
+        with unit.unsharded(write=True), torch.no_grad():
+            for fqn in unit.param_infos:
+                if fqn.endswith("up.bias"):
+                    unit.get_unsharded_view(fqn)[1] = 7.0
+    values = full_state_dict(model)
+    kept = changed = True
+    for name, parameter in reference.named_parameters():
+        if name.endswith("up.bias"):
+            changed &= values[name][1].item() == 7.0
+            parameter.data[1] = 7.0
+        kept &= torch.equal(values[name], parameter)
+    return kept, changed
 
 
 def freezing(mesh: DeviceMesh, strategy: str) -> Any:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -544,6 +546,7 @@ def deepcopy(mesh: DeviceMesh) -> Any:
 
 def compile_explain(mesh: DeviceMesh, what: str) -> Any:
     torch._dynamo.reset()
+    counters.clear()
     model = nested(mlp(), mesh)
     called: nn.Module = model
     if what == "model":
@@ -559,5 +562,4 @@ def compile_explain(mesh: DeviceMesh, what: str) -> Any:
             parameter.grad = None
         squared(called, inputs(rank)).backward()
         found.append(differences(model, true))
-    states = resting(model)
-    return found, states
+    return found, resting(model), sum(counters["graph_break"].values())

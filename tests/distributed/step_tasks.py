@@ -147,6 +147,17 @@ def evaluated_between(model: Net, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def in_inference_mode(model: Net, x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        model(x)
+    return loss_of(model, x)
+
+
+def under_autocast(model: Net, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(model, x)
+
+
 def a_block_twice(model: Net, x: torch.Tensor) -> torch.Tensor:
     x = model.first(x)
     for block in (*model.blocks, model.blocks[1], model.blocks[0]):
@@ -176,6 +187,8 @@ FORWARDS: dict[str, Loss] = {
     "a forward without backward": forward_only,
     "a forward without gradients": forward_without_gradients,
     "an evaluation between": evaluated_between,
+    "a forward in inference mode": in_inference_mode,
+    "under autocast": under_autocast,
     "a block twice": a_block_twice,
     "a block skipped": a_block_skipped,
 }

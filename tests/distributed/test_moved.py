@@ -36,6 +36,19 @@ def test_a_model_on_the_meta_device_gets_its_values_later(
 
 
 @strategies
+def test_units_may_be_frozen_altogether(pool: Pool, strategy: str) -> None:
+    for found in pool.run(2, tasks.whole_units_frozen, strategy=strategy):
+        assert max(found) <= TOLERANCE
+
+
+@strategies
+def test_writing_whole_parameters_in_half_precision_keeps_what_nobody_changed(
+    pool: Pool, strategy: str
+) -> None:
+    assert pool.run(2, tasks.written_in_half, strategy=strategy) == [(True, True)] * 2
+
+
+@strategies
 def test_parameters_may_be_frozen_and_thawed_after_sharding(pool: Pool, strategy: str) -> None:
     for frozen, nothing, thawed in pool.run(2, tasks.freezing, strategy=strategy):
         assert frozen <= TOLERANCE

@@ -9,11 +9,11 @@ from gradient_tasks import STRATEGIES
 from pool import Pool
 
 strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-TOLERANCE = {1: 1e-6, 2: 1e-6, 4: 2e-5}  # four terms are summed in another order, and Adam divides
+TOLERANCE = {1: 1e-6, 2: 1e-6, 3: 2e-5}  # three terms are summed in another order; Adam divides
 
 
 @strategies
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers_over_the_models_parameters(pool: Pool, strategy: str, world_size: int) -> None:
     for found in pool.run(world_size, tasks.over_model_parameters, strategy=strategy):
         for name, error in found.items():
@@ -21,7 +21,7 @@ def test_optimizers_over_the_models_parameters(pool: Pool, strategy: str, world_
 
 
 @strategies
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_optimizers_over_few_flat_tensors_with_and_without_groups(
     pool: Pool, strategy: str, world_size: int
 ) -> None:
@@ -38,7 +38,7 @@ def test_flat_gradients_add_up_over_backwards(pool: Pool, strategy: str) -> None
 
 
 @strategies
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_clipping_scales_as_the_unsharded_norm_says(
     pool: Pool, strategy: str, world_size: int
 ) -> None:

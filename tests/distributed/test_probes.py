@@ -253,7 +253,8 @@ def test_26_a_deepcopy_is_refused_naming_the_unit_and_the_way_out(
 def test_27_compiled_models_and_compiled_units_have_the_same_gradients(
     pool: Pool, world_size: int, what: str
 ) -> None:
-    for found, resting in pool.run(world_size, tasks.compile_explain, what=what):
+    for found, resting, breaks in pool.run(world_size, tasks.compile_explain, what=what):
         for errors in found:
             hold(errors)
         assert resting
+        assert breaks == (1 if what == "model" else 0)

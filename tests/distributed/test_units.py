@@ -12,7 +12,7 @@ strategies = pytest.mark.parametrize("strategy", tasks.STRATEGIES)
 
 
 @strategies
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_states_show_what_they_own(pool: Pool, strategy: str, world_size: int) -> None:
     kind, dims = ("DTensor", {0, 1, 2}) if strategy != "flat" else ("Tensor", {1})
     for seen, equal, late, equal_again in pool.run(world_size, tasks.states, strategy=strategy):
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused_by_name(pool: Pool, what: str) -> None:
         assert REFUSALS[what] in found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("kind", tasks.MODULES)
 def test_modules_of_all_kinds_have_the_gradients_of_unsharded_ones(
     pool: Pool, kind: str, world_size: int

@@ -135,6 +135,8 @@ class Comm(Peers):
 
     def agree(self, what: str, facts: Mapping[str, str]) -> None:
         """Raise on every rank, naming the ranks and the first fact on which they differ."""
+        if self.is_fake:
+            return
         digests = [hashlib.sha256(f"{k}={v}".encode()).digest() for k, v in facts.items()]
         own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
         everyone = own = own.to(self.mesh.device_type)

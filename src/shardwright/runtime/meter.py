@@ -121,7 +121,7 @@ class Meter(Probe):
             self.tracker = None
             tracker.close()
         for phase, kinds in tracker.peaks.items():
-            if sum(kinds.values()) > sum(self._peaks.get(phase, {}).values()):
+            if phase != "setup" and sum(kinds.values()) > sum(self._peaks.get(phase, {}).values()):
                 self._peaks[phase] = kinds
 
     def _begin(self) -> None:

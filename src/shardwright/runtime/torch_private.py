@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

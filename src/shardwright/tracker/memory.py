@@ -35,7 +35,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase: Phase = "step"  # what happens between phases belongs to the step
+        self.phase: Phase = "setup"  # also what happens between phases
         self.live: dict[Kind, int] = {}
         self.total = 0
         self.peaks: dict[Phase, dict[Kind, int]] = {}

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardwright.core.errors import InputError, expected
-from shardwright.runtime.units.buffers import Buffers
+from shardwright.runtime.units.buffers import Buffers, piece_of
 from shardwright.runtime.units.table import table
 from shardwright.runtime.units.unit import FULL_PRECISION, SHARDED, UNSHARDED, Unit
 
@@ -94,8 +94,16 @@ class DStorage(Unit):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Keep this rank's part of the full parameters as they are now."""
-        self._fill({m.fqn: w.detach() for m, w in zip(self.members, self._whole, strict=True)})
+        """Keep this rank's part of the full parameters as they are now.
+
+        Where they compute in another dtype, elements that nobody changed keep their precision.
+        """
+        pieces = self.layout.pieces(self.comm.rank)
+        for local, piece, whole in zip(self.buffers.locals, pieces, self._whole, strict=True):
+            now = piece_of(whole.detach(), piece.offsets, piece.sizes)
+            if now.dtype is not local.dtype:
+                now = torch.where(now == local.to(now.dtype), local, now.to(local.dtype))
+            local.copy_(now)
 
     def set_requires_gradient_sync(self, synchronise: bool) -> None:
         """Whether backwards reduce gradients; else they are held, whole, until one does. Applies to
