@@ -210,9 +210,7 @@ def test_ranks_that_are_about_to_do_different_things_are_told_so(
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        ("all_gather", "backend"),
         ("all_gather", "other"),
-        ("reduce_scatter", "backend"),
         ("reduce_scatter", "other"),
         ("all_reduce", "backend"),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pool import Pool
-from transformer_tasks import meter_planned, train_planned, train_whole
+from transformer_tasks import meter_planned, moved_by_units, train_planned, train_whole
 
 from shardwright.core.job import Job, parse_job
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
@@ -106,3 +106,13 @@ def test_bytes_are_exact_and_peaks_are_close(
         least = min(max(sum(kinds.values()) for kinds in step.values()) for step in steps)
         expected = max(sum(kinds.values()) for (r, _), kinds in told.items() if r == rank)
         assert expected == pytest.approx(least, rel=0.01)
+
+
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
+def test_what_a_unit_moves_is_what_the_plan_says(
+    pool: Pool, text: Path, planner: dict[str, Any]
+) -> None:
+    made = plan(_job(text, 2, planner))
+    told = {unit.name: (unit.collectives, unit.bytes_per_step) for unit in made.units}
+    for rank, found in enumerate(pool.run(2, moved_by_units, made=made)):
+        assert found == told, rank

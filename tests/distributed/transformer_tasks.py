@@ -15,6 +15,8 @@ from shardwright.runtime.apply import apply
 from shardwright.runtime.meter import Meter, exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
+from shardwright.runtime.units.registry import storages_in
+from shardwright.runtime.units.table import traffic
 
 
 def train_whole(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -89,3 +91,10 @@ def meter_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
             by_step.append(meter.events())
             meter.forget_peaks()
     return exact, by_step
+
+
+def moved_by_units(mesh: DeviceMesh, made: Plan) -> dict[str, tuple[int, int]]:
+    """Collectives and bytes that the runtime's table tells of every unit."""
+    task = task_of(made.job, mesh.get_local_rank(), mesh.size())
+    model = apply(task.model(torch.device("cpu")), made, mesh)
+    return {unit.name: tuple(traffic(unit)) for unit in storages_in(model)}  # type: ignore[misc]

@@ -181,11 +181,9 @@ def units_sheet(plan: Plan) -> Sheet:
         "Dense units",
         (
             Column("unit"),
-            Column("weights"),
-            Column("gradients"),
-            Column("states"),
+            Column("placement"),
             Column("optimizer", under="unit"),
-            Column("full weights", under="weights"),
+            Column("full weights", under="placement"),
             Column("bytes/rank", numeric=True),
             Column("padding", numeric=True, under="bytes/rank"),
             Column("moved/step", numeric=True),
@@ -207,15 +205,23 @@ def _unit_rows(units: Iterable[UnitPlan]) -> Iterator[tuple[str, ...]]:
         yield (many if len(names) > 1 else names[0], *facts)
 
 
+def _placements(unit: UnitPlan) -> str:
+    """Where weights, gradients and states live, at once where they live alike."""
+    each = [placement_text(p) for p in (unit.parameter, unit.gradient, unit.optimizer_state)]
+    if len(set(each)) == 1:
+        return each[0]
+    return ", ".join(
+        f"{a} {b}" for a, b in zip(("weights", "gradients", "states"), each, strict=True)
+    )
+
+
 def _unit_facts(unit: UnitPlan) -> tuple[str, ...]:
     if isinstance(unit.parameter, Replicate):
         full = "always"
     else:
         full = "freed" if unit.reshard_after_forward else "kept"
     return (
-        placement_text(unit.parameter),
-        placement_text(unit.gradient),
-        placement_text(unit.optimizer_state),
+        _placements(unit),
         printable(unit.optimizer),
         full,
         format_bytes(unit.bytes_per_rank),
