@@ -1,4 +1,4 @@
-"""Runs three jobs of different shape and keeps what was predicted beside what was measured.
+"""Runs four jobs of different shape and keeps what was predicted beside what was measured.
 
     python benchmarks/predicted_against_measured.py --machine cpu-2-cores
 
@@ -23,6 +23,7 @@ from shardwright.planner.planner import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo.toml"
+TRANSFORMER = ROOT / "examples" / "transformer.toml"
 
 
 def uniform_job(
@@ -46,7 +47,7 @@ def uniform_job(
 
 
 def jobs(folder: Path) -> dict[str, Job]:
-    """The demo, a job whose activations dominate, and one whose tables dominate."""
+    """The demo, a job whose activations dominate, one whose tables dominate, and a small GPT."""
     return {
         "demo": read_job(DEMO, [f"train.out={folder / 'demo'}"]),
         "large_batch": uniform_job(
@@ -64,6 +65,9 @@ def jobs(folder: Path) -> dict[str, Job]:
             batch=64,
             top=[64, 1],
             optimizer="sgd",
+        ),
+        "transformer": read_job(
+            TRANSFORMER, [f"train.out={folder / 'transformer'}", "train.steps=40"]
         ),
     }
 

@@ -154,12 +154,6 @@ class UnitLayout(msgspec.Struct, frozen=True):
         return sum(segment.share_bytes for segment in self.segments)
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes that one gather leaves on a rank before tensors are put together."""
-        cut = (s for s in self.segments if s.cut != "replicated")
-        return sum(segment.share_bytes for segment in cut) * self.world_size
-
-    @property
     def payload_bytes(self) -> int:
         """Bytes of the tensors themselves."""
         return sum(slot.tensor.nbytes for slot in self.slots)

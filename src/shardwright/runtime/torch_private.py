@@ -31,11 +31,6 @@ def outside_graphs(function: _Function) -> _Function:
     return cast(_Function, torch._disable_dynamo(function))
 
 
-def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Make ``module.name`` another parameter without registration checks or copies."""
-    module._parameters[name] = parameter
-
-
 class Operations:
     """One process group's collectives without the wrappers around them, names picked once.
 
