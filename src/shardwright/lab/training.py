@@ -69,6 +69,7 @@ class Training:
     def run(self) -> None:
         """Train to the end and leave a record; scores too where there is a test file."""
         mesh = init_device_mesh(self.device.type, (self.plan.world_size,))
+        self.ranks = comm.Comm(mesh)
         model = apply(self.task.model(self.device), self.plan, mesh, probe=self.meter)
         parameters = optimizer_parameters(model, per_unit=True)
         rate = self.job.train.learning_rate
@@ -85,6 +86,7 @@ class Training:
         steps = self.job.train.steps
         shown = 0.0
         for self.step in range(1, steps + 1):
+            self.ranks.step = self.step  # for messages about lost peers
             began = time.perf_counter()
             with self._measured(model, optimizer):
                 loss = self._one_step(model, optimizer, batches)
