@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tampering import changed, leaves
 
 from shardwright.cli.main import main
 from shardwright.core.amount import Step
@@ -403,22 +404,6 @@ NOT_FELT = (
 NOT_FELT_OF_TABLES = ("fqn", "constraint_weighted", "pooled", "cache.stats.1")
 
 
-def _leaves(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    if isinstance(value, dict | list):
-        for key in value if isinstance(value, dict) else range(len(value)):
-            yield from _leaves(value[key], (*path, key))
-    elif value is not None:
-        yield path
-
-
-def _other(value: Any) -> Any:
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int):
-        return value + max(1, value // 100)
-    return f"{value}x" if isinstance(value, str) else value * 1.01 + 0.01
-
-
 def test_every_number_of_a_plan_of_tables_alone_is_recomputed() -> None:
     tables = [
         {"name": "cached", "rows": 1000, "dim": 64, "compute_kernels": ["fused_uvm_caching"]},
@@ -428,7 +413,7 @@ def test_every_number_of_a_plan_of_tables_alone_is_recomputed() -> None:
     cluster = {"world_size": 2, "compute_device": "cuda", "hbm_cap": "1 GiB"}
     made = plan(_tables(tables=tables, cluster=cluster))
     unnoticed = []
-    for path in _leaves(json.loads(msgspec.json.encode(made))):
+    for path in leaves(json.loads(msgspec.json.encode(made))):
         name = ".".join(map(str, path))
         of_table = path[:2] == ("job", "tables") and name.endswith(NOT_FELT_OF_TABLES)
         if not name.startswith(NOT_FELT) and not of_table and _is_explained(made, path):
@@ -439,7 +424,7 @@ def test_every_number_of_a_plan_of_tables_alone_is_recomputed() -> None:
 def _is_explained(made: Plan, path: Path_) -> bool:
     """Whether nobody notices another value at ``path``."""
     try:
-        explain.draft_of(sealed(_tampered(made, path, _other)))
+        explain.draft_of(sealed(_tampered(made, path, changed)))
     except (MismatchError, msgspec.ValidationError):  # another plan, or none at all
         return False
     return True

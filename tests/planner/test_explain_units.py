@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tampering import changed, leaves
 
 from shardwright.core.amount import Step
 from shardwright.core.block import check_tiling
@@ -131,27 +132,11 @@ def test_units_that_the_job_does_not_allow_are_not_explained(dense: dict[str, in
         explain.draft_of(sealed(msgspec.structs.replace(made, job=other)))
 
 
-def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    if isinstance(value, dict | list):
-        for key in value if isinstance(value, dict) else range(len(value)):
-            yield from _leaves(value[key], (*path, key))
-    elif value is not None:
-        yield path
-
-
-def _other(value: Any) -> Any:
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int):
-        return value + max(1, value // 100)
-    return f"{value}x" if isinstance(value, str) else value * 1.01 + 0.01
-
-
 def test_every_number_of_a_plan_of_layers_alone_is_recomputed() -> None:
     made = plan(_job(CASES["resharded"], layers=2))
     document = json.loads(msgspec.json.encode(made))
     unnoticed = []
-    for path in _leaves(document):
+    for path in leaves(document):
         name = ".".join(map(str, path))
         if not name.startswith(NOT_FELT) and not _is_noticed(document, path):
             unnoticed.append(name)
@@ -163,7 +148,7 @@ def _is_noticed(document: dict[str, Any], path: tuple[Any, ...]) -> bool:
     for key in path[:-1]:
         spot = spot[key]
     before = spot[path[-1]]
-    spot[path[-1]] = _other(before)
+    spot[path[-1]] = changed(before)
     try:
         explain.draft_of(sealed(msgspec.convert(document, Plan)))
     except (MismatchError, msgspec.ValidationError):

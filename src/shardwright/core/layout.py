@@ -105,6 +105,10 @@ class Segment(msgspec.Struct, frozen=True):
         """Whether the shares of all ranks, one after the other, are the unsharded segment."""
         return self.cut in ("flat", "owned")
 
+    def begin(self, piece: Piece) -> int:
+        """The element of its rank's share at which ``piece`` begins."""
+        return (piece.shard_offset - self.shard_offset) // element_bytes(self.dtype)
+
     def piece(self, slot: Slot, rank: int) -> Piece:
         """What ``rank`` holds of a tensor of this segment."""
         size = element_bytes(self.dtype)

@@ -8,7 +8,6 @@ that keeps it and comes out the same under every plan.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from torch import nn
 from shardwright.core.job import Job
 from shardwright.core.model import TableSpec
 from shardwright.core.specs.dlrm import interaction_width
+from shardwright.models.start import Started, generator_of
 
 ROWS_PER_GENERATOR = 4096
 
@@ -58,7 +58,7 @@ class Interaction(nn.Module):
         return torch.cat([dense, pairs], 1)
 
 
-class DLRM(nn.Module):
+class DLRM(Started):
     """Bottom MLP, tables, interaction, top MLP; gives logits [B] for one output."""
 
     def __init__(self, job: Job, device: torch.device | str | None = None) -> None:
@@ -77,13 +77,6 @@ class DLRM(nn.Module):
     def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Dense features [B, 13] fp32 and ids [B, F] int64 -> logits [B, outputs]."""
         return self.top(self.interact(self.bottom(dense), self.tables(ids)))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Give every parameter its starting values."""
-        for name, parameter in self.named_parameters():
-            shape = tuple(parameter.shape)
-            parameter.copy_(self.initial_block(name, (0,) * len(shape), shape))
 
     def initial_block(
         self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
@@ -110,8 +103,7 @@ class DLRM(nn.Module):
         return found
 
     def _generator(self, fqn: str, index: int) -> torch.Generator:
-        digest = hashlib.sha256(f"{self.seed}/{fqn}/{index}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        return generator_of(self.seed, fqn, index)
 
 
 def mlp(

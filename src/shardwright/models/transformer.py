@@ -8,7 +8,6 @@ any part of it and it comes out the same under every plan.
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.utils import skip_init
 
 from shardwright.core.job import Job
 from shardwright.core.specs.transformer import feed_forward_width
+from shardwright.models.start import Started, generator_of
 
 DEVIATION = 0.02
 Device = torch.device | str | None
@@ -77,7 +77,7 @@ class Head(nn.Module):
         return self.vocab(self.norm(x))
 
 
-class Transformer(nn.Module):
+class Transformer(Started):
     """Embeddings, blocks, head; gives logits [B, T, V]."""
 
     def __init__(self, job: Job, device: Device = None) -> None:
@@ -101,13 +101,6 @@ class Transformer(nn.Module):
             x = layer(x)
         return self.head(x)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Give every parameter its starting values."""
-        for name, parameter in self.named_parameters():
-            shape = tuple(parameter.shape)
-            parameter.copy_(self.initial_block(name, (0,) * len(shape), shape))
-
     def initial_block(
         self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
@@ -124,8 +117,7 @@ class Transformer(nn.Module):
         deviation = DEVIATION
         if fqn.endswith((".proj.weight", ".down.weight")):
             deviation /= math.sqrt(2 * len(self.layers))
-        digest = hashlib.sha256(f"{self.seed}/{fqn}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        generator = generator_of(self.seed, fqn)
         return torch.empty(shape).normal_(0.0, deviation, generator=generator)
 
 

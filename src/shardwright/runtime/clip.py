@@ -38,7 +38,7 @@ def clip_grad_norm_(
         )
     units = list(storages_in(model))
     sharded, replicas = _gradients(model, units)
-    total = _norm([*sharded], [*replicas], units, norm_type)
+    total = _norm(sharded, replicas, units, norm_type)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise _blame(units, total)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -54,7 +54,6 @@ def _gradients(
     sharded: list[torch.Tensor] = []
     replicas: list[torch.Tensor] = []
     ours = {id(member.parameter) for unit in units for member in unit.members}
-    flats: dict[int, torch.Tensor] = {}
     for unit in units:
         for index, views in enumerate(unit.buffers.segments):
             target = replicas if views.segment.cut == "replicated" else sharded
@@ -63,7 +62,6 @@ def _gradients(
                     if stretch.flat.grad is not None:
                         length = stretch.end - stretch.begin
                         target.append(stretch.flat.grad[stretch.offset : stretch.offset + length])
-                        flats[id(stretch.flat)] = stretch.flat.grad
             else:
                 grads = (parameter.grad for parameter in unit.faces.parameters[index])
                 target.extend(local_of(g) for g in grads if g is not None and g.numel())
@@ -129,14 +127,12 @@ def _blame(units: list[DStorage], total: torch.Tensor) -> RunError:
 def _finite(unit: DStorage) -> list[bool]:
     """Of every member, whether this rank's part of its gradient is finite."""
     found = []
-    pieces = iter(unit.layout.pieces(unit.comm.rank))
+    pieces = iter(unit.buffers.pieces)
     for index, views in enumerate(unit.buffers.segments):
-        for slot, parameter in zip(views.segment.slots, unit.faces.parameters[index], strict=True):
+        for parameter in unit.faces.parameters[index]:
             piece = next(pieces)
             gradient = None if parameter.grad is None else local_of(parameter.grad)
             if isinstance(unit.sink, FlatSink) and piece.numel:
-                first = (piece.shard_offset - views.segment.shard_offset) // views.dtype.itemsize
-                gradient = unit.sink.part(index, first, piece.numel)
-            assert slot.tensor.fqn == piece.tensor.fqn
+                gradient = unit.sink.part(index, views.segment.begin(piece), piece.numel)
             found.append(gradient is None or bool(torch.isfinite(gradient).all()))
     return found

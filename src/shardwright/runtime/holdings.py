@@ -106,7 +106,7 @@ def parts_of(model: nn.Module) -> list[Part]:
             parts.append(Part(whole(name, parameter.detach()), parameter))
             continue
         unit, index = place
-        piece = unit.layout.pieces(unit.comm.rank)[index]
+        piece = unit.buffers.pieces[index]
         shape, local = piece.tensor.shape, unit.buffers.locals[index]
         held = Held(name, shape, piece.offsets, piece.sizes, local)
         parts.append(Part(held, parameter, unit, index))

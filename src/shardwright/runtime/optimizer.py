@@ -11,7 +11,6 @@ from torch import nn
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import DenseOptimizer
-from shardwright.core.tensor import element_bytes
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.moved import rebase
 from shardwright.runtime.units.registry import storages_in
@@ -180,32 +179,29 @@ def _runs(
 
 def _parts(unit: DStorage, group_of: Mapping[tuple[int, str], int]) -> Iterator[tuple[Part, int]]:
     """The stretches of each segment's share by group; padding goes with what is before it."""
-    pieces = iter(unit.layout.pieces(unit.comm.rank))
+    pieces = iter(unit.buffers.pieces)
     one_group = set(group_of.values()) == {0} and all(
         (id(unit), member.fqn) in group_of for member in unit.members
     )
     for index, views in enumerate(unit.buffers.segments):
         segment = views.segment
-        if segment.trainable and one_group and segment.share:
-            yield (unit, index, 0, segment.share), 0
-        size = element_bytes(segment.dtype)
         starts: list[tuple[int, int | None]] = []
         for _ in segment.slots:
             piece = next(pieces)
             if piece.numel:
-                begin = (piece.shard_offset - segment.shard_offset) // size
-                starts.append((begin, group_of.get((id(unit), piece.tensor.fqn))))
-        if not segment.trainable or one_group:
+                group = group_of.get((id(unit), piece.tensor.fqn))
+                starts.append((segment.begin(piece), group))
+        if not segment.trainable:
             continue
         starts.sort()
-        current: int | None = None
+        current: int | None = 0 if one_group else None  # also of a share that is all padding
         first = 0
         for begin, group in starts:
             if group != current:
                 if current is not None and begin > first:
                     yield (unit, index, first, begin), current
                 current, first = group, begin if current is not None or group is None else 0
-        if current is not None:
+        if current is not None and segment.share:
             yield (unit, index, first, segment.share), current
 
 

@@ -201,11 +201,11 @@ def _gather(
     views, comm = unit.buffers.segments[number], unit.comm
     segment = views.segment
     share = torch.zeros(segment.share, dtype=dtype, device=views.share.device)
-    pieces = unit.layout.pieces(comm.rank)
+    pieces = unit.buffers.pieces
     for part in parts:
         piece = pieces[part.slot]
         if piece.numel:
-            begin = (piece.shard_offset - segment.shard_offset) // views.dtype.itemsize
+            begin = segment.begin(piece)
             share[begin : begin + piece.numel] = tensors[part.fqn, name].reshape(-1)
     whole = share.new_empty(segment.whole)
     comm.all_gather(f"{unit.name} {name}", whole.view(torch.uint8), share.view(torch.uint8))

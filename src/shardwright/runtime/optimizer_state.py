@@ -86,7 +86,7 @@ def _place(part: Part) -> tuple[nn.Parameter | None, int]:
         count = len(views.segment.slots)
         if index < count:
             piece = views.segment.piece(views.segment.slots[index], part.unit.comm.rank)
-            begin = (piece.shard_offset - views.segment.shard_offset) // views.dtype.itemsize
+            begin = views.segment.begin(piece)
             for stretch in part.unit.sink.stretches.get(number, ()):
                 if stretch.begin <= begin < stretch.end:
                     return stretch.flat, stretch.offset + begin - stretch.begin

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.layout import Piece
-from shardwright.core.placement import Flat, Replicate, Shard
+from shardwright.core.layout import unit_layout
+from shardwright.core.placement import Flat, Shard
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.units.buffers import piece_of
@@ -136,15 +136,11 @@ def sharded_tensors(storage: DStorage) -> dict[str, torch.Tensor]:
 def in_chunks(storage: DStorage, whole: torch.Tensor, fqn: str) -> torch.Tensor:
     """A whole tensor, the same on every rank, as the DTensor that torch would cut by rows."""
     comm = storage.comm
-    placement = Shard(0) if whole.dim() else Replicate()
-    local = whole
-    if whole.dim():
-        chunk = -(-whole.shape[0] // comm.size)
-        first = min(comm.rank * chunk, whole.shape[0])
-        local = whole[first : first + chunk].clone()
     spec = next(m for m in storage.members if m.fqn == fqn).spec
-    piece = Piece(spec, (), tuple(local.shape), 0)
-    return as_dtensor(local, placement, piece, comm.mesh, lambda tensor: tensor)
+    layout = unit_layout((spec,), Shard(0), comm.size)
+    (piece,), (slot,) = layout.pieces(comm.rank), layout.slots
+    local = piece_of(whole, piece.offsets, piece.sizes).clone()
+    return as_dtensor(local, slot.placement, piece, comm.mesh, lambda tensor: tensor)
 
 
 class _Loading(_Names):
@@ -167,7 +163,7 @@ class _Loading(_Names):
             if storage.keeps_whole:
                 state[key] = given
                 continue
-            piece = storage.layout.pieces(storage.comm.rank)[index]
+            piece = storage.buffers.pieces[index]
             part = piece_of(given, piece.offsets, piece.sizes).contiguous()
             shard = storage.buffers.shard
             device = storage.mesh.device_type if shard.is_meta else shard.device

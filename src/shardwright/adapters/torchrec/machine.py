@@ -21,18 +21,9 @@ from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec.distributed.utils import get_device_type
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.cost.constants import TORCHREC_KEYS
 
 DEVICES = ("cpu", "cuda")
-RATES = (
-    "hbm_mem_bw",
-    "ddr_mem_bw",
-    "ssd_mem_bw",
-    "hbm_to_ddr_mem_bw",
-    "intra_host_bw",
-    "inter_host_bw",
-    "bwd_compute_multiplier",
-    "weighted_feature_bwd_compute_multiplier",
-)
 RESERVED_SHARE = 0.15  # of a job that names no reservation, as in TorchRec
 WIRE_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -62,7 +53,7 @@ def cluster_section(topology: Topology, *, rates: bool) -> dict[str, Any]:
     if topology.intra_group_size > topology.local_world_size:
         section["pod_size"] = topology.intra_group_size // topology.local_world_size
     if rates:
-        section |= {key: float(getattr(topology, key)) for key in RATES}
+        section |= {key: float(getattr(topology, key)) for key in TORCHREC_KEYS}
     return section
 
 

@@ -7,7 +7,6 @@ their bytes as arrays of Python ints. A derivation calls the same formulas on Am
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding, optimizer
 from shardwright.cost.cache import Cache, cache_bytes, cached_rows
 from shardwright.cost.embedding import CACHED_KERNELS, REPLICATED, Demand
-from shardwright.planner.choice import Choice, Cost
+from shardwright.planner.choice import Choice
 from shardwright.planner.pricing.evaluate import (
     Lift,
     bare,
@@ -30,6 +29,7 @@ from shardwright.planner.pricing.evaluate import (
     tier_totals,
     traffic,
 )
+from shardwright.planner.pricing.group import Group
 from shardwright.planner.pricing.setting import Derived, Setting
 
 MIB = 2**20
@@ -121,29 +121,8 @@ def derive(
     return Derived(spent, tier_totals(storage))
 
 
-@dataclass
-class _Group:
-    """Shards of one scheme: for each a table's number, rows and columns; then its cost."""
-
-    scheme: Scheme
-    tables: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    costs: list[Cost] = field(default_factory=list)
-
-    def add(self, table: int, option: Option) -> list[int]:
-        """Note an option's shards; returns the place of each run, one for equal shapes."""
-        seen: dict[tuple[int, int], int] = {}
-        slots = []
-        for run in option.runs:
-            shape = run.rows, run.columns
-            if shape not in seen:
-                seen[shape] = len(self.tables)
-                self.tables.append(table)
-                self.rows.append(run.rows)
-                self.columns.append(run.columns)
-            slots.append(seen[shape])
-        return slots
+class _Group(Group[Scheme]):
+    """Evaluated over arrays of all its shards."""
 
     def evaluate(self, setting: Setting, facts: Any, exchange: bool) -> None:
         """Fill in the costs; ``facts`` are the quantities of all tables, one row for each."""

@@ -7,7 +7,6 @@ their bytes as arrays of Python ints. An explanation calls the same formulas on 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,8 @@ from shardwright.core.option import Option
 from shardwright.core.tensor import ELEMENT_BYTES, element_bytes
 from shardwright.cost import torchrec, torchrec_storage, torchrec_time
 from shardwright.cost.torchrec import ROW_TYPES, Ranks, Scheme, Shards
-from shardwright.planner.choice import Choice, Cost, cost
+from shardwright.planner.choice import Choice, cost
+from shardwright.planner.pricing.group import Group
 from shardwright.planner.pricing.setting import Derived, Setting
 
 MIB = 2**20
@@ -61,29 +61,8 @@ def price(setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[C
     ]
 
 
-@dataclass
-class _Group:
-    """Shards of one scheme: for each a table's number, rows and columns; then its cost."""
-
-    scheme: Scheme
-    tables: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    costs: list[Cost] = field(default_factory=list)
-
-    def add(self, table: int, option: Option) -> list[int]:
-        """Note an option's shards; returns the place of each run, one for equal shapes."""
-        seen: dict[Shape, int] = {}
-        slots = []
-        for run in option.runs:
-            shape = run.rows, run.columns
-            if shape not in seen:
-                seen[shape] = len(self.tables)
-                self.tables.append(table)
-                self.rows.append(run.rows)
-                self.columns.append(run.columns)
-            slots.append(seen[shape])
-        return slots
+class _Group(Group[Scheme]):
+    """Evaluated over arrays of all its shards."""
 
     def evaluate(self, setting: Setting, facts: Any) -> None:
         """Fill in the costs; ``facts`` are the quantities of all tables, one row for each."""

@@ -14,7 +14,6 @@ from torch import nn
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import Segment, Slot, UnitLayout
-from shardwright.core.tensor import element_bytes
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.units.parameter import DTYPES
 from shardwright.runtime.units.precision import MixedPrecision
@@ -101,6 +100,7 @@ class Buffers:
         shard: torch.Tensor | None = None,
     ) -> None:
         self.layout = layout
+        self.pieces = layout.pieces(comm.rank)  # what this rank holds, in layout order
         self.comm = comm
         if shard is None:
             shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
@@ -212,7 +212,7 @@ def shard_buffer(buffer: torch.Tensor, world_size: int) -> list[torch.Tensor]:
 def local_view(segment: Segment, slot: Slot, rank: int, share: torch.Tensor) -> torch.Tensor:
     """What ``rank`` holds of a tensor in a buffer of its share of the segment."""
     piece = segment.piece(slot, rank)
-    begin = (piece.shard_offset - segment.shard_offset) // element_bytes(segment.dtype)
+    begin = segment.begin(piece)
     return share[begin : begin + piece.numel].view(piece.sizes)
 
 

@@ -98,7 +98,7 @@ class DStorage(Unit):
 
         Where they compute in another dtype, elements that nobody changed keep their precision.
         """
-        pieces = self.layout.pieces(self.comm.rank)
+        pieces = self.buffers.pieces
         for local, piece, whole in zip(self.buffers.locals, pieces, self._whole, strict=True):
             now = piece_of(whole.detach(), piece.offsets, piece.sizes)
             if now.dtype is not local.dtype:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.amount import ceil_div
-from shardwright.core.layout import Piece
-from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Shard
+from shardwright.core.layout import Segment, Slot
+from shardwright.core.placement import BlockShard, Shard
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import dtensor_like, set_local
 from shardwright.runtime.units.buffers import Buffers, local_view
@@ -21,9 +20,11 @@ from shardwright.runtime.units.dtensors import as_dtensor, explain_irregular, is
 class Face:
     """A sharded parameter: its piece on this rank and how it is shown."""
 
-    def __init__(self, placement: Placement, piece: Piece, comm: Comm, *, plain: bool) -> None:
-        self.placement = placement
-        self.piece = piece
+    def __init__(self, segment: Segment, slot: Slot, comm: Comm, *, plain: bool) -> None:
+        self.segment = segment
+        self.slot = slot
+        self.placement = slot.placement
+        self.piece = segment.piece(slot, comm.rank)
         self.comm = comm
         self.plain = plain
 
@@ -44,28 +45,16 @@ class Face:
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor from every rank's ``local`` part (collective)."""
-        shape = self.piece.tensor.shape
+        assert self.segment.cut != "flat", "a range of elements is gathered with its unit"
+        if self.segment.cut == "replicated":
+            return local.clone()
+        pieces = [self.segment.piece(self.slot, rank) for rank in range(self.comm.size)]
+        sizes = [piece.numel for piece in pieces]
         label = f"whole {self.piece.tensor.fqn}"
-        size, rank = self.comm.size, self.comm.rank
-        match self.placement:
-            case Flat():
-                raise AssertionError("a range of elements is gathered with its unit")
-            case Owned(owner):
-                sizes = [self.piece.tensor.numel if r == owner else 0 for r in range(size)]
-                return self.comm.gather_uneven(label, local.reshape(-1), sizes).view(shape)
-            case Shard(dim) | BlockShard(_, dim):
-                block = self.placement.size if isinstance(self.placement, BlockShard) else 1
-                chunk = ceil_div(ceil_div(shape[dim], block), size) * block
-                rows = [min(chunk, max(0, shape[dim] - r * chunk)) for r in range(size)]
-                row = self.piece.tensor.numel // max(1, shape[dim])
-                sizes = [n * row for n in rows]
-                flat = self.comm.gather_uneven(label, local.reshape(-1), sizes)
-                parts = flat.split(sizes)
-                shapes = [(*shape[:dim], n, *shape[dim + 1 :]) for n in rows]
-                return torch.cat([p.view(s) for p, s in zip(parts, shapes, strict=True)], dim)
-            case _:
-                assert rank < size
-                return local.clone()
+        flat = self.comm.gather_uneven(label, local.reshape(-1), sizes)
+        parts = zip(flat.split(sizes), pieces, strict=True)
+        dim = self.placement.dim if isinstance(self.placement, Shard | BlockShard) else 0
+        return torch.cat([part.view(piece.sizes) for part, piece in parts], dim)
 
 
 class Faces:
@@ -78,12 +67,7 @@ class Faces:
             segment = views.segment
             self.faces.append(
                 [
-                    Face(
-                        slot.placement,
-                        segment.piece(slot, comm.rank),
-                        comm,
-                        plain=plain or segment.cut == "flat",
-                    )
+                    Face(segment, slot, comm, plain=plain or segment.cut == "flat")
                     for slot in segment.slots
                 ]
             )

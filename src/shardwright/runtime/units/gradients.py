@@ -33,7 +33,7 @@ class Sink(Protocol):
 class Sum(NamedTuple):
     """A segment's gradient on its way: summed over ranks when ``pending`` is done."""
 
-    segment: int
+    gradient: SegmentGradient
     share: torch.Tensor
     pending: Pending | None
 
@@ -89,14 +89,14 @@ class SegmentGradient:
         if views.segment.cut == "replicated":
             self.flat = self.flat[:0].clone()  # the sum is handed on, not kept here
             whole = whole.to(views.reduced)
-            return Sum(self.index, whole, comm.all_reduce(label, whole, wait=False))
+            return Sum(self, whole, comm.all_reduce(label, whole, wait=False))
         if self.scatter is not None:
             whole = self._scattered(whole)
         if whole.dtype is not views.reduced:
             whole = whole.to(views.reduced)
         if room is None or room.dtype != whole.dtype:
             room = whole.new_empty(views.segment.share)
-        return Sum(self.index, room, comm.reduce_scatter(label, room, whole, wait=False))
+        return Sum(self, room, comm.reduce_scatter(label, room, whole, wait=False))
 
     def _scattered(self, whole: torch.Tensor) -> torch.Tensor:
         """Every rank's chunks one after the other."""
@@ -222,16 +222,17 @@ class Gradients:
             self.under_way.append(gradient.start(label, sink.room(gradient.index)))
 
     @torch.no_grad()
-    def finish(self, sink: Sink, dtypes: list[torch.dtype]) -> None:
+    def finish(self, sink: Sink) -> None:
         """Wait for the sums and hand their means to ``sink``."""
-        for index, share, pending in self.under_way:
+        for gradient, share, pending in self.under_way:
             if pending is not None:
                 pending.wait()
             if self.divisor != 1.0:
                 share.mul_(1.0 / self.divisor)
-            mean = share if share.dtype is dtypes[index] else share.to(dtypes[index])
+            dtype = gradient.views.dtype
+            mean = share if share.dtype is dtype else share.to(dtype)
             self.comm.probe.holds(mean, "gradient")
-            sink.accept(index, mean)
+            sink.accept(gradient.index, mean)
         self._give()
 
     def _give(self) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.core.errors import InputError, expected
 from shardwright.runtime.torch_private import local_of
-from shardwright.runtime.units.buffers import Buffers
+from shardwright.runtime.units.buffers import Buffers, piece_of
 from shardwright.runtime.units.precision import MixedPrecision
 
 if TYPE_CHECKING:
@@ -91,12 +91,10 @@ def _current(unit: Unit, index: int) -> torch.Tensor:
             )
         )
     value = local_of(shown).detach()
-    piece = unit.layout.pieces(unit.comm.rank)[index]
+    piece = unit.buffers.pieces[index]
     if value.shape == torch.Size(piece.sizes):
         return value
     if value.shape == member.shape:
-        from shardwright.runtime.units.buffers import piece_of
-
         return piece_of(value, piece.offsets, piece.sizes)
     raise InputError(
         expected(

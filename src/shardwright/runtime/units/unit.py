@@ -118,7 +118,6 @@ class Unit:
         )
         self.faces = Faces(self.buffers, self.comm, plain=self.keeps_whole)
         self.param_infos = {info.fqn: info for info in self._infos()}
-        self._dtypes = [views.dtype for views in self.buffers.segments]
         probe = self.comm.probe
         probe.holds(self.buffers.shard, "weight")
         probe.holds(self.buffers.whole.tensor, "gathered_weight")
@@ -143,8 +142,7 @@ class Unit:
 
     def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
         """Keep this rank's piece of every whole value."""
-        pieces = self.layout.pieces(self.comm.rank)
-        for local, piece in zip(self.buffers.locals, pieces, strict=True):
+        for local, piece in zip(self.buffers.locals, self.buffers.pieces, strict=True):
             value = values[piece.tensor.fqn]
             if not value.is_meta:
                 local.copy_(piece_of(value.detach(), piece.offsets, piece.sizes))
@@ -293,7 +291,7 @@ class Unit:
     def finish_reduce(self) -> None:
         """Hand this rank's mean gradient to its parameters, or to the optimizer's."""
         with self.comm.probe.phase("reduce"):
-            self.gradients.finish(self.sink or self.faces, self._dtypes)
+            self.gradients.finish(self.sink or self.faces)
 
     def recover(self, *, failed: bool) -> None:
         """Be SHARDED; after a failed backward also without what it left of a gradient."""

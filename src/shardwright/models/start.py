@@ -1,0 +1,32 @@
+"""What the built-in models share: every parameter starts alike whatever part of it a rank makes."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+
+import torch
+from torch import nn
+
+
+class Started(nn.Module):
+    """A model that can make any rectangle of any parameter's starting values."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give every parameter its starting values."""
+        for name, parameter in self.named_parameters():
+            shape = tuple(parameter.shape)
+            parameter.copy_(self.initial_block(name, (0,) * len(shape), shape))
+
+    @abstractmethod
+    def initial_block(
+        self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Starting values of the rectangle ``sizes`` at ``offsets`` of parameter ``fqn``."""
+
+
+def generator_of(*names: object) -> torch.Generator:
+    """A generator of its own for whatever the names say."""
+    digest = hashlib.sha256("/".join(map(str, names)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
