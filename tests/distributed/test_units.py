@@ -142,6 +142,11 @@ def test_whole_weights_have_the_names_of_the_model(pool: Pool) -> None:
     assert pool.run(2, tasks.whole_names) == [names, names]
 
 
+def test_a_root_without_parameters_of_its_own_has_whole_weights_below(pool: Pool) -> None:
+    names = [f"{layer}.{kind}" for layer in "01" for kind in ("bias", "weight")]
+    assert pool.run(2, tasks.whole_names_below) == [(names, 0), (names, 0)]
+
+
 def test_the_table_says_what_a_unit_takes_and_moves(pool: Pool) -> None:
     """8 x 8 + 8 elements: 288 B, 320 B with padding to two aligned halves."""
     for text in pool.run(2, tasks.table_of):

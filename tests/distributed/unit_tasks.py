@@ -437,6 +437,15 @@ def whole_names(mesh: DeviceMesh) -> list[str]:
     return sorted(full_state_dict(model))
 
 
+def whole_names_below(mesh: DeviceMesh) -> tuple[list[str], int]:
+    """Names of a model whose root has nothing of its own, and the bytes of the root's buffer."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    for layer in model:
+        fully_shard_flat(layer, mesh, shard_strategy="flat")
+    root = fully_shard_flat(model, mesh, shard_strategy="flat")
+    return sorted(full_state_dict(model)), root.all_gather().numel()
+
+
 def table_of(mesh: DeviceMesh) -> str:
     torch.manual_seed(0)
     return repr(fully_shard_flat(nn.Linear(8, 8), mesh, shard_strategy="flat"))

@@ -77,17 +77,16 @@ def _norm(
 ) -> torch.Tensor:
     device = units[0].buffers.shard.device if units else torch.device("cpu")
     largest = math.isinf(norm_type)
+    kept = [views.dtype for unit in units for views in unit.buffers.segments]  # alike on all ranks
+    wide = torch.float64 in (*kept, *(gradient.dtype for gradient in replicas))
+    dtype = torch.float64 if wide else torch.float32
 
     def power(tensors: list[torch.Tensor]) -> torch.Tensor:
         if not tensors:
-            return torch.zeros((), dtype=torch.float32, device=device)
+            return torch.zeros((), dtype=dtype, device=device)
         norms = torch.stack(
-            [
-                torch.linalg.vector_norm(t, norm_type, dtype=torch.float32)
-                for t in tensors
-                if t.numel()
-            ]
-            or [torch.zeros((), device=device)]
+            [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in tensors if t.numel()]
+            or [torch.zeros((), dtype=dtype, device=device)]
         )
         return norms.max() if largest else norms.pow(norm_type).sum()
 

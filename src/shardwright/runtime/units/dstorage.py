@@ -52,7 +52,8 @@ class DStorage(Unit):
         shard = self.buffers.shard
         buffers = Buffers(self.layout, self.comm, shard.device, FULL_PRECISION, shard)
         buffers.finish_gather(buffers.start_gather(f"{self.name} all_gather"))
-        return torch.cat([views.whole.view(torch.uint8) for views in buffers.segments])
+        nothing = shard[:0]  # all there is of a root whose units have everything
+        return torch.cat([nothing, *(v.whole.view(torch.uint8) for v in buffers.segments)])
 
     def unshard(self) -> None:
         """Gather the unit and show full parameters (collective); nothing if already so.
