@@ -1,0 +1,103 @@
+"""How many microbatches' activations a rank keeps at once, and how few microbatches show it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwright.core.pipelining import orders
+from shardwright.core.pipelining.passes import Pass
+from shardwright.core.pipelining.schedules import checked, named, order
+
+# After so many pipelines full of microbatches (warm-up, a steady part, the end) nothing new comes.
+STEADY_PIPELINES = 4
+
+# Before a pass: by chunk what is kept for a backward, of it what still waits for the gradient of
+# its input, and 1 where a backward has left gradients of the weights.
+State = tuple[int, ...]
+
+
+def in_flight(
+    schedule: str, stages: int, microbatches: int, chunks: int | None = None
+) -> tuple[int, ...]:
+    """The most (chunk, microbatch) pairs whose activations a rank keeps at once, rank by rank.
+
+    They are kept from the forward to the end of the backward, of that of the weights where it is
+    split. Divided by the chunks of a rank they are microbatches of the rank's whole model.
+    """
+    ranks = order(schedule, stages, microbatches, chunks)
+    return tuple(_most(passes) for passes in ranks)
+
+
+def representative(schedule: str, stages: int, microbatches: int, chunks: int | None = None) -> int:
+    """The fewest microbatches that are in flight like ``microbatches`` of them.
+
+    Alike on every rank are the highest counts, chunk by chunk, that each kind of pass of each chunk
+    meets, and whether gradients of weights are there: so is what the passes find alive, whatever a
+    chunk's activations take. The cost does not grow with ``microbatches``.
+    """
+    chunks = checked(schedule, stages, microbatches, chunks)
+    found = named(schedule)
+    if found.growing:
+        return microbatches
+    step = orders.per_round(stages, microbatches) if found.rounds else 1
+    steady = STEADY_PIPELINES * (1 if found.rounds else stages)
+    first = found.fewest_microbatches(stages)
+    most = min(microbatches // step, first + steady)
+    wanted = _highest(schedule, stages, most * step, chunks)
+    least, enough = first - 1, most
+    while enough - least > 1:
+        middle = (least + enough) // 2
+        if _highest(schedule, stages, middle * step, chunks) == wanted:
+            enough = middle
+        else:
+            least = middle
+    return enough * step
+
+
+def _most(passes: Sequence[Pass]) -> int:
+    now = most = 0
+    for each in passes:
+        if each.kind == "forward":
+            now += 1
+            most = max(most, now)
+        elif each.kind != "input_backward":
+            now -= 1
+    return most
+
+
+def _highest(
+    schedule: str, stages: int, microbatches: int, chunks: int
+) -> list[dict[tuple[str, int], set[State]]]:
+    """Rank by rank and by kind and chunk of a pass: the states before it that no other exceeds."""
+    ranks = order(schedule, stages, microbatches, chunks)
+    return [
+        {key: _maximal(states) for key, states in _states(passes, chunks).items()}
+        for passes in ranks
+    ]
+
+
+def _states(passes: Sequence[Pass], chunks: int) -> dict[tuple[str, int], set[State]]:
+    found: dict[tuple[str, int], set[State]] = {}
+    now = [0] * (3 * chunks)
+    for kind, chunk, _ in ((p.kind, p.chunk, p.microbatch) for p in passes):
+        found.setdefault((kind, chunk), set()).add(tuple(now))
+        if kind == "forward":
+            now[chunk] += 1
+            now[chunks + chunk] += 1
+        if kind in ("backward", "weight_backward"):
+            now[chunk] -= 1
+            now[2 * chunks + chunk] = 1
+        if kind in ("backward", "input_backward"):
+            now[chunks + chunk] -= 1
+    return found
+
+
+def _maximal(states: set[State]) -> set[State]:
+    return {
+        one
+        for one in states
+        if not any(
+            other != one and all(a >= b for a, b in zip(other, one, strict=True))
+            for other in states
+        )
+    }
