@@ -118,7 +118,7 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
         ),
         (
             {"tables": [TABLE], "model": {"kind": "gpt"}},
-            "job: model.kind: expected one of dlrm, transformer, tables, got 'gpt'.",
+            "job: model.kind: expected one of dlrm, transformer, tables, llama, python, got 'gpt'.",
         ),
         (
             {"tables": [TABLE], "planner": {"constants": "torchrec"}},

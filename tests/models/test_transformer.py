@@ -11,6 +11,7 @@ from shardwright.core.job import Job, parse_job
 from shardwright.core.specs.transformer import spec
 from shardwright.memory.ledger import Ledger
 from shardwright.models.transformer import Transformer, next_token_loss
+from shardwright.trace.recorder import Recorder
 from shardwright.tracker.memory import MemoryTracker
 
 MATMULS = ("qkv", "attention", "proj", "up", "down", "vocab")
@@ -118,7 +119,7 @@ def test_the_peaks_of_forward_and_backward_are_those_of_the_module(sizes: dict[s
     with heap.during("backward"):
         for work in (w for s in reversed(told.stages) for w in s.backward):
             _run(heap, job, work)
-    tracker = _Tracker()
+    tracker = MemoryTracker()
     inputs, targets, built = _known(job, tracker)
     kept = tracker.total - inputs.nbytes - targets.nbytes
     with tracker:
@@ -139,18 +140,6 @@ def _run(heap: Ledger, job: Job, work: Any) -> None:
         heap.free(name)
 
 
-class _Tracker(MemoryTracker):
-    """Keeps every change of live bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.changes: list[int] = []
-
-    def _change(self, key: int, size: int) -> None:
-        super()._change(key, size)
-        self.changes.append(size)
-
-
 def _known(job: Job, tracker: MemoryTracker) -> tuple[torch.Tensor, torch.Tensor, Transformer]:
     """A batch and a model whose gradients are there before the backward, as a unit's are."""
     inputs, targets = _batch(job)
@@ -165,15 +154,20 @@ def _known(job: Job, tracker: MemoryTracker) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _measured_bytes(job: Job) -> list[int]:
-    tracker = _Tracker()
+    """Every change of live bytes, in order."""
+    recorder, tracker = Recorder(), MemoryTracker()
     inputs, targets, built = _known(job, tracker)
-    tracker.changes.clear()
-    with tracker:
+    tracker.close()
+    kept = (t for p in built.parameters() for t in (p.detach(), p.grad))
+    for tensor in (inputs, targets, *kept):
+        assert tensor is not None
+        recorder.adopt(tensor)
+    with recorder:
         loss = next_token_loss(built(inputs), targets)
         loss.backward()
-        changes = list(tracker.changes)
-    tracker.close()
-    return changes
+        records = list(recorder.records)
+    recorder.close()
+    return [r.nbytes if r.what == "take" else -r.nbytes for r in records]
 
 
 def _told_bytes(job: Job) -> list[int]:

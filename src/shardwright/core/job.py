@@ -8,51 +8,44 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.calibration import Calibration, read_calibration
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, expected
+from shardwright.core.memory_section import MemorySection, check_memory
 from shardwright.core.model import DenseOptimizer, TableSpec
+from shardwright.core.model_section import (
+    MEMORY_ONLY,
+    WITHOUT_TABLES,
+    ModelSection,
+    completed,
+    with_kind,
+)
+from shardwright.core.parallel import (
+    MAX_WORLD,
+    Degrees,
+    ParallelSection,
+    check_divides,
+    check_parallel,
+    degrees,
+    fixed_world,
+)
 from shardwright.core.planning import PlannerSection
 from shardwright.core.strict import convert
 from shardwright.core.tables import check_constraints, check_tables, read_tables
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
-Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
-Depth = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
+MAX_PLANNED = 4096  # ranks of a job that is planned
 Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
-HIDDEN = ("TableSpec.fqn", "ClusterSection.measured")  # filled in here, never by a file
-
-
-class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The built-in model and the widths of its layers, or tables alone, perhaps from a file.
-
-    A job that names neither layers nor ``[data]`` nor ``[train]`` is of tables alone. ``ffn_dim``
-    is 4 times ``dim`` where it is not given.
-    """
-
-    kind: Literal["dlrm", "transformer", "tables"] = "dlrm"
-    tables: str = ""
-    dense_features: Width = 13
-    bottom: tuple[Width, ...] = (64, 16)
-    top: tuple[Width, ...] = (64, 1)
-    interaction: Literal["dot", "cat"] = "dot"
-    layers: Depth = 4
-    dim: Width = 128
-    heads: Width = 4
-    ffn_dim: Width | None = None
-    vocab: Width = 256
-
-
-KEYS_OF_KIND = {
-    "dlrm": ("dense_features", "bottom", "top", "interaction"),
-    "transformer": ("layers", "dim", "heads", "ffn_dim", "vocab"),
-}
+# Filled in here, never by a file.
+HIDDEN = ("TableSpec.fqn", "ClusterSection.measured", "ModelSection.shape")
 
 
 class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,7 +58,7 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preset: str = ""
     file: str = ""
     measured: Calibration | None = None
-    world_size: Ranks | None = None
+    world_size: ManyRanks | None = None
     local_world_size: Ranks | None = None
     pod_size: Ranks | None = None
     compute_device: Literal["cpu", "cuda"] | None = None
@@ -137,7 +130,8 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that is asked for; defaults filled in."""
+    """Everything that is asked for; defaults filled in. A section that is ``UNSET`` is not written:
+    documents of jobs without it stay as they were."""
 
     tables: tuple[TableSpec, ...]
     model: ModelSection = ModelSection()
@@ -146,6 +140,28 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: DataSection = DataSection()
     planner: PlannerSection = PlannerSection()
     train: TrainSection = TrainSection()
+    parallel: ParallelSection | UnsetType = UNSET
+    memory: MemorySection | UnsetType = UNSET
+
+
+def parallel_of(job: Job) -> ParallelSection:
+    """How a job's model is divided; among data ranks alone where it does not say."""
+    return ParallelSection() if job.parallel is UNSET else job.parallel
+
+
+def degrees_of(job: Job, world_size: int, where: str = "job") -> Degrees:
+    """The degrees of a job on as many ranks as its cluster has; InputError where they do not
+    multiply to them, or do not divide the model."""
+    found = degrees(parallel_of(job), world_size, job.batch.size, where)
+    if job.model.shape is not UNSET:
+        shape, tokens = job.model.shape, job.batch.sequence
+        check_divides(parallel_of(job), found, shape, tokens, where)
+    return found
+
+
+def memory_of(job: Job) -> MemorySection:
+    """How a job's steps are run, with defaults where it does not say."""
+    return MemorySection() if job.memory is UNSET else job.memory
 
 
 class DataFiles(msgspec.Struct, frozen=True):
@@ -191,10 +207,30 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     if job.cluster.file:
         section = with_calibration(job.cluster, where, path)
         job = msgspec.structs.replace(job, cluster=section)
-    _refuse_foreign_keys(job.model, where)
+    job = msgspec.structs.replace(job, model=completed(job.model, where, path))
     check_tables(job.tables, where, job.model.kind)
     check_constraints(job.planner.constraints, job.tables, where)
-    return job
+    if job.memory is not UNSET:
+        check_memory(job.memory, where)
+    return _with_world(job, where)
+
+
+def _with_world(job: Job, where: str) -> Job:
+    """The job with the number of ranks that its degrees multiply to, where it names none."""
+    world = job.cluster.world_size
+    if job.parallel is UNSET:
+        if world is not None and world > MAX_PLANNED and job.model.kind not in MEMORY_ONLY:
+            raise InputError(
+                expected(f"{where}: cluster.world_size", f"int <= {MAX_PLANNED}", str(world))
+            )
+        return job
+    check_parallel(job.parallel, job.model.kind, where)
+    world = fixed_world(job.parallel) if world is None else world
+    if world is None:
+        return job
+    degrees_of(job, world, where)
+    cluster = msgspec.structs.replace(job.cluster, world_size=world)
+    return msgspec.structs.replace(job, cluster=cluster)
 
 
 def _with_tables(document: dict[str, Any], where: str, path: Path | None) -> dict[str, Any]:
@@ -209,6 +245,8 @@ def _with_tables(document: dict[str, Any], where: str, path: Path | None) -> dic
                 expected(f"{where}: model.tables", "a file or [[tables]] in the job", "both")
             )
         document = {**document, "tables": read_tables(named, path)}
+    model = with_kind(model)
+    document = {**document, "model": model} if model else document
     if set(model) <= {"tables"} and not {"data", "train"} & set(document):
         document = {**document, "model": {**model, "kind": "tables"}}
     return document
@@ -217,31 +255,11 @@ def _with_tables(document: dict[str, Any], where: str, path: Path | None) -> dic
 def _with_kinds(document: dict[str, Any]) -> dict[str, Any]:
     """A transformer has no tables and reads text, unless the job says something else."""
     model, data = document.get("model", {}), document.get("data", {})
-    if not (isinstance(model, dict) and model.get("kind") == "transformer"):
+    if not (isinstance(model, dict) and model.get("kind") in WITHOUT_TABLES):
         return document
-    if isinstance(data, dict):
+    if isinstance(data, dict) and model["kind"] == "transformer":
         document = {**document, "data": {"kind": "text", **data}}
     return {"tables": [], **document}
-
-
-def _refuse_foreign_keys(model: ModelSection, where: str) -> None:
-    """Widths of another kind of model would be ignored without a word."""
-    for kind, keys in KEYS_OF_KIND.items():
-        for field in msgspec.structs.fields(model) if kind != model.kind else ():
-            value = getattr(model, field.name)
-            if field.name in keys and value != field.default:
-                raise InputError(
-                    expected(
-                        f"{where}: model.{field.name}",
-                        f"no such key for kind '{model.kind}'",
-                        _shown(value),
-                        f"It belongs to kind '{kind}'.",
-                    )
-                )
-
-
-def _shown(value: Any) -> str:
-    return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def _override(document: dict[str, Any], text: str) -> None:

@@ -6,7 +6,7 @@ does it for real and can say what it did: all three walk the same actions in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Literal
 
@@ -28,6 +28,7 @@ Verb = Literal[
     "update",
 ]
 Prefetch = Literal[0, 1]
+Direction = Literal["forward", "backward"]
 
 
 class Action(msgspec.Struct, frozen=True, array_like=True):
@@ -36,7 +37,7 @@ class Action(msgspec.Struct, frozen=True, array_like=True):
     verb: Verb
     target: str
     phase: Phase
-    direction: Literal["forward", "backward"] = "forward"
+    direction: Direction = "forward"
 
 
 # Up to here the gradient of replicated tables rides along with the row gradients, once to every
@@ -88,19 +89,60 @@ def training_step(model: ModelSpec, modes: Modes) -> tuple[Action, ...]:
     return tuple(_Walk(model, modes).actions())
 
 
+class UnitFlow:
+    """Which units are gathered, and the one whose reduce is under way: what a runtime does when a
+    unit is entered and left. ``order`` is that of their forwards."""
+
+    def __init__(self, order: Iterable[str], modes: Modes) -> None:
+        self.modes = modes
+        sharded = [unit for unit in order if unit in modes.sharded_units]
+        self.after = dict(pairwise(sharded))
+        self.before = dict(pairwise(reversed(sharded)))
+        self.gathered: set[str] = set()
+        self.pending: str | None = None
+
+    def enter(self, unit: str, direction: Direction) -> Iterator[Action]:
+        """Gather a sharded unit, and with prefetch the one that is needed after it."""
+        if unit not in self.modes.sharded_units:
+            return
+        following = (self.after if direction == "forward" else self.before).get(unit)
+        wanted = (unit, following) if self.modes.prefetch and following else (unit,)
+        for name in wanted:
+            if name not in self.gathered:
+                self.gathered.add(name)
+                yield Action("gather", name, direction, direction)
+
+    def leave(self, unit: str) -> Iterator[Action]:
+        """Free a unit after its forward, if it reshards."""
+        if unit in self.modes.resharded_units:
+            self.gathered.discard(unit)
+            yield Action("free", unit, "forward")
+
+    def reduce(self, unit: str) -> Iterator[Action]:
+        """After a unit's backward; with prefetch the reduce only begins."""
+        yield from self.collect()
+        if unit in self.modes.sharded_units:
+            self.gathered.discard(unit)
+            yield Action("free", unit, "reduce", "backward")
+        yield Action("reduce", unit, "reduce", "backward")
+        self.pending = unit if self.modes.prefetch else None
+
+    def collect(self) -> Iterator[Action]:
+        """Wait for the reduce that is under way."""
+        if self.pending is not None:
+            yield Action("collect", self.pending, "reduce", "backward")
+            self.pending = None
+
+
 class _Walk:
-    """Where a step is: the units that are gathered, and the one whose reduce is under way."""
+    """A step, stage by stage."""
 
     def __init__(self, model: ModelSpec, modes: Modes) -> None:
         self.model = model
         self.modes = modes
         self.units = stages_of_units(model, modes)
         self.unit_of = {stage: unit for unit, stages in self.units.items() for stage in stages}
-        sharded = [unit for unit in self.units if unit in modes.sharded_units]
-        self.after = dict(pairwise(sharded))
-        self.before = dict(pairwise(reversed(sharded)))
-        self.gathered: set[str] = set()
-        self.pending = ""
+        self.flow = UnitFlow(self.units, modes)
 
     def actions(self) -> Iterator[Action]:
         yield Action("load", "batch", "load")
@@ -108,7 +150,7 @@ class _Walk:
             yield from self._forward(stage)
         for stage in reversed(self.model.stages):
             yield from self._backward(stage)
-        yield from self._collect()
+        yield from self.flow.collect()
         names = (self.unit_of.get(unit.name, unit.name) for unit in self.model.units)
         for unit in dict.fromkeys(names):
             yield Action("update", unit, "step", "backward")
@@ -124,11 +166,10 @@ class _Walk:
             return
         unit = self.unit_of.get(stage.name, "")
         if unit and stage.name == self.units[unit][0]:
-            yield from self._enter(unit, self.after.get(unit), "forward")
+            yield from self.flow.enter(unit, "forward")
         yield Action("compute", stage.name, "forward")
-        if unit in self.modes.resharded_units and stage.name == self.units[unit][-1]:
-            self.gathered.discard(unit)
-            yield Action("free", unit, "forward")
+        if unit and stage.name == self.units[unit][-1]:
+            yield from self.flow.leave(unit)
 
     def _backward(self, stage: Stage) -> Iterator[Action]:
         if stage.access == "route":
@@ -140,32 +181,7 @@ class _Walk:
             return
         unit = self.unit_of.get(stage.name, "")
         if unit and stage.name == self.units[unit][-1]:
-            yield from self._enter(unit, self.before.get(unit), "backward")
+            yield from self.flow.enter(unit, "backward")
         yield Action("compute", stage.name, "backward", "backward")
         if unit and stage.name == self.units[unit][0]:
-            yield from self._reduce(unit)
-
-    def _enter(
-        self, unit: str, following: str | None, direction: Literal["forward", "backward"]
-    ) -> Iterator[Action]:
-        """Gather a sharded unit, and with prefetch the one that is needed after it."""
-        if unit not in self.modes.sharded_units:
-            return
-        wanted = (unit, following) if self.modes.prefetch and following else (unit,)
-        for name in wanted:
-            if name not in self.gathered:
-                self.gathered.add(name)
-                yield Action("gather", name, direction, direction)
-
-    def _reduce(self, unit: str) -> Iterator[Action]:
-        yield from self._collect()
-        if unit in self.modes.sharded_units:
-            self.gathered.discard(unit)
-            yield Action("free", unit, "reduce", "backward")
-        yield Action("reduce", unit, "reduce", "backward")
-        self.pending = unit if self.modes.prefetch else ""
-
-    def _collect(self) -> Iterator[Action]:
-        if self.pending:
-            yield Action("collect", self.pending, "reduce", "backward")
-            self.pending = ""
+            yield from self.flow.reduce(unit)

@@ -98,11 +98,18 @@ def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str
 
 
 def _inner(kind: Any, key: str) -> Any:
-    """The type of a field of a struct, or of the elements of a tuple."""
+    """The type of a field of a struct, or of the elements of a tuple; of a section that may be
+    left out too."""
+    if typing.get_origin(kind) is types.UnionType:
+        kind = next((inner for inner in typing.get_args(kind) if _is_section(inner)), kind)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return _fields(kind).get(key)
     arguments = typing.get_args(kind)
     return arguments[0] if arguments else None
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _choices(kind: Any) -> list[str]:

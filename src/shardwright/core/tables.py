@@ -10,6 +10,7 @@ from typing import Any
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import TableSpec
+from shardwright.core.model_section import WITHOUT_TABLES
 from shardwright.core.planning import ConstraintsSection
 from shardwright.core.tensor import element_bytes
 
@@ -61,11 +62,11 @@ def _with_pooling_factors(entry: Any) -> Any:
 def check_tables(tables: tuple[TableSpec, ...], where: str, kind: str) -> None:
     """Raise InputError at the first table that cannot be in a model of this ``kind``.
 
-    A dlrm names modules after its tables, so their names are plain; a transformer has none.
+    A dlrm names modules after its tables, so their names are plain; dense models have none.
     """
-    if kind == "transformer":
+    if kind in WITHOUT_TABLES:
         if tables:
-            wanted = "none for a transformer"
+            wanted = f"none for a {kind}"
             raise InputError(expected(f"{where}: tables", wanted, f"{len(tables)}"))
         return
     if not tables:

@@ -33,6 +33,8 @@ Kind = Literal[
     "gathered_weight",
     "unreduced_gradient",
     "communication",
+    "all_gather",
+    "reduce_scatter",
     "activation",
     "temporary",
     "input",

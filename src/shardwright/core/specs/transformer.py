@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job, ModelSection
+from shardwright.core.job import Job
 from shardwright.core.model import Allocation, ModelSpec, Stage, UnitSpec, Work
+from shardwright.core.model_section import ModelSection
 from shardwright.core.tensor import TensorSpec
 
 FLOAT = 4  # everything is computed in fp32

@@ -1,0 +1,36 @@
+"""What people call the kinds of bytes of a step, from what stays to what comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardwright.core.timeline import Kind
+
+CATEGORIES: dict[Kind, str] = {
+    "weight": "sharded parameters",
+    "optimizer_state": "optimizer states",
+    "gradient": "sharded gradients",
+    "buffer": "buffers",
+    "input": "inputs",
+    "cache": "caches",
+    "padding": "padding",
+    "activation": "activations",
+    "gathered_weight": "unsharded parameters",
+    "unreduced_gradient": "unsharded gradients",
+    "all_gather": "all-gather buffers",
+    "reduce_scatter": "reduce-scatter buffers",
+    "communication": "exchange buffers",
+    "output": "outputs",
+    "temporary": "temporaries",
+}
+_PLACES = {kind: place for place, kind in enumerate(CATEGORIES)}
+
+
+def category(kind: Kind) -> str:
+    """A kind in words."""
+    return CATEGORIES.get(kind, kind)
+
+
+def in_order(kinds: Iterable[Kind]) -> list[Kind]:
+    """Distinct kinds in the order of ``CATEGORIES``."""
+    return sorted(set(kinds), key=lambda kind: (_PLACES.get(kind, len(_PLACES)), kind))

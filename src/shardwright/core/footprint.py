@@ -1,0 +1,139 @@
+"""How much memory a training step takes, rank by rank, before it is run.
+
+Ranks that hold and do the same are one class, so sixteen thousand of them are told by a few. Every
+figure says how sure it is: ``exact`` is arithmetic or a trace, ``modelled`` rests on a model of the
+device (what its kernels keep, how its allocator rounds), ``assumed`` on a constant that a user
+may replace.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shardwright.core.timeline import Kind
+
+SCHEMA = "shardwright.memory/1"
+
+Certainty = Literal["exact", "modelled", "assumed"]
+Verdict = Literal["fits", "perhaps", "does not fit", "unknown"]
+
+
+class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tensors of one name that are alive together; ``module`` is the module that made them."""
+
+    name: str
+    module: str
+    kind: Kind
+    bytes: int
+    count: int = 1
+
+
+class PhasePeak(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The largest total of a phase and what it is made of; ``at`` says where in the phase."""
+
+    phase: str
+    bytes: int
+    by_category: dict[Kind, int]
+    at: str = ""
+
+
+class ModuleMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A module, or ``count`` alike ones together: their parameters on this rank and what their
+    forwards leave for their backwards, in bytes, and the most that was alive on the rank while one
+    of them ran forward and backward."""
+
+    name: str
+    kind: str
+    parameters: int
+    saved: int
+    forward_peak: int
+    backward_peak: int
+    count: int = 1
+
+
+class Extra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory of the device outside torch's allocator, as a range in bytes with its source."""
+
+    name: str
+    low: int
+    high: int
+    source: str
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """A moment of a timeline: after ``name`` happened, live bytes in the order of
+    :attr:`RankMemory.kinds`."""
+
+    name: str
+    phase: str
+    bytes: tuple[int, ...]
+
+
+class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One class of ranks. ``coordinates`` are those of its first rank on the mesh; ``reserved`` is
+    what the allocator holds at most (0 where it was not replayed)."""
+
+    name: str
+    ranks: int
+    coordinates: dict[str, int]
+    peak_bytes: int
+    peak_phase: str
+    by_category: dict[Kind, int]
+    certainty: dict[Kind, Certainty]
+    phases: tuple[PhasePeak, ...]
+    modules: tuple[ModuleMemory, ...] = ()
+    largest: tuple[Alive, ...] = ()
+    reserved_bytes: int = 0
+    kinds: tuple[Kind, ...] = ()
+    timeline: tuple[Sample, ...] = ()
+
+    @property
+    def steady_bytes(self) -> int:
+        """What stays from step to step: weights, states and buffers."""
+        kept: tuple[Kind, ...] = ("weight", "optimizer_state", "buffer", "cache")
+        return sum(self.by_category.get(kind, 0) for kind in kept)
+
+
+class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every class of ranks of a job; the first is the one with the highest peak."""
+
+    model: str
+    parameters: int
+    world_size: int
+    parallel: dict[str, int]
+    settings: dict[str, str]
+    ranks: tuple[RankMemory, ...]
+    capacity: int | None = None
+    outside: tuple[Extra, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    seconds: float = 0.0
+    schema: str = SCHEMA
+
+    @property
+    def worst(self) -> RankMemory:
+        """The class with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether every rank fits."""
+        found = {self.verdict_of(rank) for rank in self.ranks}
+        worst: tuple[Verdict, ...] = ("unknown", "does not fit", "perhaps")
+        return next((verdict for verdict in worst if verdict in found), "fits")
+
+    def verdict_of(self, rank: RankMemory) -> Verdict:
+        """Whether ranks of a class fit: ``perhaps`` where it hangs on what is given as a range."""
+        if self.capacity is None:
+            return "unknown"
+        least, most = self.needs(rank)
+        if most <= self.capacity:
+            return "fits"
+        return "does not fit" if least > self.capacity else "perhaps"
+
+    def needs(self, rank: RankMemory) -> tuple[int, int]:
+        """The least and the most bytes that a rank of a class takes of its device: its live bytes
+        or what the allocator holds for them, and the range of what is outside."""
+        most = max(rank.reserved_bytes, rank.peak_bytes) + sum(e.high for e in self.outside)
+        return rank.peak_bytes + sum(e.low for e in self.outside), most

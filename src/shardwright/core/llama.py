@@ -1,0 +1,177 @@
+"""The shape of a Llama-style decoder: widths, counts, and every tensor of it. Free of torch.
+
+Names of tensors are Meta's, which TorchTitan keeps too: ``layers.0.attention.wq.weight``,
+``layers.0.feed_forward.w1.weight``, ``layers.0.moe.experts.w1``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from shardwright.core.errors import InputError, expected
+
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+LARGEST_DEPTH = 4096
+
+NamedShape = tuple[str, tuple[int, ...]]
+
+
+class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Widths and counts of a decoder of ``layers`` blocks: attention, then a SwiGLU.
+
+    ``kv_heads`` are the heads of keys and values that the ``heads`` of queries share. Layers in
+    ``moe_layers`` have ``experts`` of width ``expert_ffn_dim`` instead of a SwiGLU of ``ffn_dim``,
+    ``experts_per_token`` of which see a token, and beside them one that sees every token where
+    ``shared_ffn_dim`` is not 0 (``shared_gate``: scaled by a gate of its own). ``qk_norm`` is an
+    RMSNorm over each head of queries and keys. A ``sliding_window`` is what attention looks back
+    at most; a kernel needs no more memory for it.
+    """
+
+    layers: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_DEPTH)]
+    dim: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    ffn_dim: Number
+    vocab: Size
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    tied_embeddings: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    experts: Number = 0
+    experts_per_token: Number = 0
+    expert_ffn_dim: Number = 0
+    shared_ffn_dim: Number = 0
+    shared_gate: bool = False
+    moe_layers: tuple[int, ...] = ()
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return layer in self.moe_layers
+
+    @property
+    def tensors(self) -> tuple[NamedShape, ...]:
+        """Name and shape of every parameter, in the order of a step; a tied head has none."""
+        found: list[NamedShape] = [("tok_embeddings.weight", (self.vocab, self.dim))]
+        for layer in range(self.layers):
+            found += block_tensors(self, layer)
+        found.append(("norm.weight", (self.dim,)))
+        if not self.tied_embeddings:
+            found.append(("output.weight", (self.vocab, self.dim)))
+        return tuple(found)
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of all parameters; tied weights count once."""
+        return sum(_elements(shape) for _, shape in self.tensors)
+
+    @property
+    def active_parameter_count(self) -> int:
+        """Elements that one token meets: of the experts only those it is sent to."""
+        idle = self.experts - self.experts_per_token
+        expert = 3 * self.dim * self.expert_ffn_dim
+        return self.parameter_count - len(self.moe_layers) * idle * expert
+
+
+def check_shape(shape: LlamaShape, where: str = "model") -> None:
+    """Refuse sizes that contradict each other; InputError names ``where`` and the key."""
+    if shape.heads % shape.kv_heads:
+        raise InputError(
+            expected(
+                f"{where}.kv_heads",
+                f"a divisor of the {shape.heads} heads",
+                str(shape.kv_heads),
+                "Every head of keys serves equally many heads of queries.",
+            )
+        )
+    if shape.head_dim % 2:
+        raise InputError(
+            expected(
+                f"{where}.head_dim", "an even number", str(shape.head_dim), "RoPE turns pairs."
+            )
+        )
+    beyond = [layer for layer in shape.moe_layers if not 0 <= layer < shape.layers]
+    if beyond:
+        raise InputError(
+            expected(f"{where}.moe_layers", f"layers below {shape.layers}", str(beyond[0]))
+        )
+    if shape.moe_layers and not 1 <= shape.experts_per_token <= shape.experts:
+        raise InputError(
+            expected(
+                f"{where}.experts_per_token",
+                f"from 1 to the {shape.experts} experts",
+                str(shape.experts_per_token),
+            )
+        )
+    if shape.moe_layers and not shape.expert_ffn_dim:
+        raise InputError(expected(f"{where}.expert_ffn_dim", "at least 1", "0"))
+    if len(shape.moe_layers) < shape.layers and not shape.ffn_dim:
+        raise InputError(expected(f"{where}.ffn_dim", "at least 1", "0"))
+
+
+def block_tensors(shape: LlamaShape, layer: int) -> list[NamedShape]:
+    """Name and shape of every parameter of one block."""
+    prefix = f"layers.{layer}."
+    inner = _attention(shape) + (_moe(shape) if shape.is_moe(layer) else _dense(shape))
+    inner += [("attention_norm.weight", (shape.dim,)), ("ffn_norm.weight", (shape.dim,))]
+    return [(prefix + name, size) for name, size in inner]
+
+
+def _attention(shape: LlamaShape) -> list[NamedShape]:
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    found: list[NamedShape] = []
+    for name, width in (("wq", queries), ("wk", keys), ("wv", keys)):
+        found.append((f"attention.{name}.weight", (width, shape.dim)))
+        if shape.attention_bias:
+            found.append((f"attention.{name}.bias", (width,)))
+    found.append(("attention.wo.weight", (shape.dim, queries)))
+    if shape.output_bias:
+        found.append(("attention.wo.bias", (shape.dim,)))
+    if shape.qk_norm:
+        found += [
+            ("attention.q_norm.weight", (shape.head_dim,)),
+            ("attention.k_norm.weight", (shape.head_dim,)),
+        ]
+    return found
+
+
+def _dense(shape: LlamaShape) -> list[NamedShape]:
+    return _swiglu("feed_forward", shape.dim, shape.ffn_dim, shape.mlp_bias)
+
+
+def _moe(shape: LlamaShape) -> list[NamedShape]:
+    dim, wide, experts = shape.dim, shape.expert_ffn_dim, shape.experts
+    found: list[NamedShape] = [
+        ("moe.router.weight", (experts, dim)),
+        ("moe.experts.w1", (experts, wide, dim)),
+        ("moe.experts.w2", (experts, dim, wide)),
+        ("moe.experts.w3", (experts, wide, dim)),
+    ]
+    if shape.shared_ffn_dim:
+        found += _swiglu("moe.shared_experts", dim, shape.shared_ffn_dim, False)
+        if shape.shared_gate:
+            found.append(("moe.shared_gate.weight", (1, dim)))
+    return found
+
+
+def _swiglu(name: str, dim: int, wide: int, bias: bool) -> list[NamedShape]:
+    found: list[NamedShape] = []
+    for part, out, inside in (("w1", wide, dim), ("w2", dim, wide), ("w3", wide, dim)):
+        found.append((f"{name}.{part}.weight", (out, inside)))
+        if bias:
+            found.append((f"{name}.{part}.bias", (out,)))
+    return found
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

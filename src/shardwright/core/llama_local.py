@@ -1,0 +1,162 @@
+"""The part of a Llama-style decoder that one rank holds under tensor, pipeline, context and expert
+parallelism. Free of torch.
+
+Sharding over data ranks (FSDP, ZeRO) is not told here: it cuts whatever the rank holds by bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.llama import LlamaShape, NamedShape, block_tensors
+
+Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+LossKind = Literal["gathered", "parallel", "chunked"]
+
+
+class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Degrees that divide a decoder, and which of its layers are here.
+
+    ``tensor`` divides heads, widths and the vocabulary, ``context`` the sequence, ``expert`` the
+    experts; with ``sequence_parallel`` the stream between attention and SwiGLU is divided by
+    ``tensor`` too. Experts are then whole where ``expert`` is more than 1 and cut in width where it
+    is 1, as TorchTitan does. ``layers`` are the first and one past the last; ``first`` has the
+    embedding, ``last`` the norm and the head.
+
+    ``expert_load`` is how many rows this rank's experts receive, relative to even routing; with a
+    ``capacity_factor`` every expert takes exactly its even share times that factor, padded or cut.
+    """
+
+    tensor: Degree = 1
+    sequence_parallel: bool = False
+    context: Degree = 1
+    expert: Degree = 1
+    first: bool = True
+    last: bool = True
+    layers: tuple[int, int] | None = None
+    expert_load: Annotated[float, msgspec.Meta(gt=0, le=1e4)] = 1.0
+    capacity_factor: Annotated[float, msgspec.Meta(gt=0, le=1e4)] | None = None
+    loss: LossKind = "gathered"
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is divided, so that no collective stands in for another rank."""
+        return self.tensor == self.context == self.expert == 1
+
+    def layer_range(self, shape: LlamaShape) -> range:
+        """The layers that are here."""
+        return range(*(self.layers or (0, shape.layers)))
+
+    def heads(self, shape: LlamaShape) -> int:
+        """Heads of queries on this rank."""
+        return shape.heads // self.tensor
+
+    def kv_heads(self, shape: LlamaShape) -> int:
+        """Heads of keys on this rank; where there are fewer than ranks, several hold the same."""
+        return max(1, shape.kv_heads // self.tensor)
+
+    def vocab(self, shape: LlamaShape) -> int:
+        """Rows of the embedding and of the head on this rank; the last rank may have fewer."""
+        return math.ceil(shape.vocab / self.tensor)
+
+    def experts(self, shape: LlamaShape) -> int:
+        """Experts on this rank."""
+        return shape.experts // self.expert
+
+    @property
+    def expert_width_degree(self) -> int:
+        """By what the width of an expert is divided."""
+        return self.tensor if self.expert == 1 else 1
+
+    @property
+    def stream_degree(self) -> int:
+        """By what the tokens of the stream between two sublayers are divided, beside context."""
+        return self.tensor if self.sequence_parallel else 1
+
+    def routed_rows(self, shape: LlamaShape, tokens: int) -> int:
+        """Rows that this rank sends to experts, of ``tokens`` that its router sees."""
+        sliced = self.tensor if self.expert > 1 else 1
+        return math.ceil(tokens / sliced) * shape.experts_per_token
+
+    def received_rows(self, shape: LlamaShape, rows: int) -> int:
+        """Rows that this rank's experts work on where every rank sends ``rows``."""
+        if self.capacity_factor is not None:
+            each = math.ceil(rows / shape.experts * self.capacity_factor)
+            return each * self.expert * self.experts(shape)
+        return math.ceil(rows * self.expert_load)
+
+
+def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -> None:
+    """Refuse degrees that do not divide the model; InputError names the degree and the size."""
+    if local.tensor > 1:
+        _divides(shape.heads, local.tensor, f"{where}.tensor", "heads")
+        most, least = max(shape.kv_heads, local.tensor), min(shape.kv_heads, local.tensor)
+        _divides(most, least, f"{where}.tensor", "heads of keys, or a multiple of them")
+        dense = shape.ffn_dim if len(shape.moe_layers) < shape.layers else 0
+        for wide in (dense, shape.shared_ffn_dim):
+            _divides(wide, local.tensor, f"{where}.tensor", "columns of the SwiGLU")
+        if shape.moe_layers and local.expert == 1:
+            _divides(shape.expert_ffn_dim, local.tensor, f"{where}.tensor", "columns of an expert")
+    if local.expert > 1:
+        if not shape.moe_layers:
+            raise InputError(
+                expected(f"{where}.expert", "1 for a model without experts", str(local.expert))
+            )
+        _divides(shape.experts, local.expert, f"{where}.expert", "experts")
+    elif local.capacity_factor is not None or local.expert_load != 1.0:
+        raise InputError(
+            expected(
+                f"{where}.expert",
+                "more than 1 where experts have a capacity or a load",
+                "1",
+                "One rank's experts get exactly the rows of its tokens.",
+            )
+        )
+    first, stop = local.layers or (0, shape.layers)
+    if not 0 <= first <= stop <= shape.layers:
+        raise InputError(
+            expected("layers", f"a range of the {shape.layers} layers", f"{first} to {stop}")
+        )
+
+
+def _divides(size: int, degree: int, where: str, what: str) -> None:
+    if size % degree:
+        raise InputError(expected(where, f"a divisor of the {size} {what}", str(degree)))
+
+
+def local_tensors(shape: LlamaShape, local: LocalShape) -> tuple[NamedShape, ...]:
+    """Name and shape of every parameter that this rank holds, before data ranks share them."""
+    found: list[NamedShape] = []
+    if local.first:
+        found.append(("tok_embeddings.weight", (local.vocab(shape), shape.dim)))
+    for layer in local.layer_range(shape):
+        found += [
+            (name, _cut(name, size, shape, local)) for name, size in block_tensors(shape, layer)
+        ]
+    if local.last:
+        found.append(("norm.weight", (shape.dim,)))
+        # A tied head beside its embedding is the same tensor; on a stage of its own it is a copy.
+        if not (shape.tied_embeddings and local.first):
+            found.append(("output.weight", (local.vocab(shape), shape.dim)))
+    return tuple(found)
+
+
+def _cut(name: str, size: tuple[int, ...], shape: LlamaShape, local: LocalShape) -> tuple[int, ...]:
+    """A tensor's shape on this rank: columns of w1, w3, wq, wk, wv; rows of w2, wo."""
+    part = name.split(".", 2)[2]
+    if part.startswith("moe.experts."):
+        experts, rows, columns = size
+        cut = local.expert_width_degree
+        narrow = (rows, columns // cut) if part.endswith("w2") else (rows // cut, columns)
+        return (experts // local.expert, *narrow)
+    if part.startswith(("attention.wk.", "attention.wv.")):
+        return (local.kv_heads(shape) * shape.head_dim, *size[1:])
+    if part.startswith("attention.wq.") or ".w1." in part or ".w3." in part:
+        return (size[0] // local.tensor, *size[1:])
+    if part.endswith(("attention.wo.weight", "w2.weight")):
+        return (size[0], size[1] // local.tensor)
+    return size

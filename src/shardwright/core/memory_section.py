@@ -1,0 +1,89 @@
+"""The ``[memory]`` of a job: how a step is run, as far as that decides what it keeps."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.llama_local import LossKind
+
+Runtime = Literal["shardwright", "fsdp2", "ddp"]
+ComputeDtype = Literal["bf16", "fp16", "fp32"]
+ReduceDtype = Literal["fp32", "bf16", "fp16"]
+OptimizerName = Literal[
+    "sgd",
+    "sgd_momentum",
+    "adam",
+    "adamw",
+    "adamw_bf16",
+    "adamw_8bit",
+    "adamw_8bit_bitsandbytes",
+    "muon",
+    "adafactor",
+    "adagrad",
+]
+Implementation = Literal["foreach", "fused", "for_loop"]
+Offload = Literal["none", "states", "all"]
+Float8 = Literal["tensorwise", "rowwise"]
+
+# What is kept of a block for its backward. "layers:N" computes every Nth block again as a whole,
+# "save:aten.mm,..." all but the results of these operators.
+CHECKPOINTING = ("none", "full", "selective", "selective_op", "core_attention")
+_PARAMETRIC = re.compile(r"layers:[1-9][0-9]{0,3}|save:[\w.:, ]+")
+
+
+class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is kept of a forward, on which device, under which runtime, in which dtypes.
+
+    Parameters are stored in fp32 and cast to ``param_dtype`` for computing where a runtime shards
+    them. ``zero`` is what data ranks share: optimizer states, gradients too, parameters too.
+    ``lowering`` is the device whose kernels are assumed, by default the cluster's.
+    ``implementation`` is the optimizer's; without one it is PyTorch's choice. ``compile`` takes the
+    blocks and the loss, each on its own, or the blocks alone.
+    """
+
+    checkpointing: str = "none"
+    lowering: Literal["cuda", "cpu"] | None = None
+    runtime: Runtime = "shardwright"
+    param_dtype: ComputeDtype = "bf16"
+    reduce_dtype: ReduceDtype = "fp32"
+    optimizer: OptimizerName = "adamw"
+    implementation: Implementation | None = None
+    reshard_after_forward: bool | Literal["default"] = "default"
+    zero: Annotated[int, msgspec.Meta(ge=1, le=3)] = 3
+    compile: bool | Literal["blocks"] = False
+    float8: bool | Float8 = False
+    offload: Offload = "none"
+    allocator: str = ""
+    loss: LossKind = "gathered"
+
+
+def float8_scaling(section: MemorySection) -> Float8 | None:
+    """How products are scaled to 8 bits: one scale per tensor unless the job says otherwise."""
+    if isinstance(section.float8, bool):
+        return "tensorwise" if section.float8 else None
+    return section.float8
+
+
+def check_memory(section: MemorySection, where: str) -> None:
+    """Refuse what no runtime does; InputError names the key."""
+    name = section.checkpointing
+    if name not in CHECKPOINTING and not _PARAMETRIC.fullmatch(name):
+        raise InputError(
+            expected(
+                f"{where}: memory.checkpointing",
+                f"one of {', '.join(CHECKPOINTING)}, layers:N, save:OPERATOR,...",
+                repr(name),
+            )
+        )
+    if section.runtime == "ddp" and section.zero != 3:
+        raise InputError(
+            expected(
+                f"{where}: memory.zero",
+                "nothing beside runtime = 'ddp', which shares nothing",
+                str(section.zero),
+            )
+        )

@@ -1,0 +1,283 @@
+"""The ``[parallel]`` of a job: what divides a model and its batch, and the mesh that this makes."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.llama import LlamaShape
+from shardwright.core.llama_local import LocalShape, LossKind, check_local
+from shardwright.core.pipelining import chunk_count
+
+MAX_WORLD = 2**20  # ranks in a job whose memory is estimated
+LLAMA_ONLY = ("tensor", "pipeline", "context", "expert")
+DEFAULT_CAPACITY = 1.25
+DEFAULT_SKEW = 0.3
+
+Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
+Rest = Annotated[int, msgspec.Meta(ge=-1, le=MAX_WORLD)]
+Quantile = Literal["p50", "p99"]
+# Deviations from the mean of a normal distribution below which that share lies.
+QUANTILES: dict[Quantile, float] = {"p50": 0.0, "p99": 2.3263478740408408}
+
+
+class ParallelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Degrees that multiply to the number of ranks, all but ``expert``, which regroups ranks of
+    ``data_shard``, ``context`` and ``tensor``; -1 for ``data_shard`` is all that is left.
+
+    ``sequence`` is sequence parallelism beside tensor parallelism, on where ``tensor`` is more than
+    1. ``microbatches`` divide a rank's batch: of a pipeline, by default one sample each; without
+    one, gradients are accumulated over them. ``chunks`` are the pieces of the model on a rank.
+
+    ``routing`` says how many tokens the experts of a rank receive: as many as on any other, a
+    ``capacity_factor`` times that, or a random share whose deviation between experts is ``skew``
+    times the mean, of which ``expert_load`` is the quantile.
+    """
+
+    data_replicate: Degree = 1
+    data_shard: Rest = -1
+    tensor: Degree = 1
+    sequence: bool | None = None
+    pipeline: Degree = 1
+    context: Degree = 1
+    expert: Degree = 1
+    schedule: str = "1f1b"
+    microbatches: Annotated[int, msgspec.Meta(ge=1, le=2**20)] | None = None
+    chunks: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    routing: Literal["even", "capacity", "skewed"] = "even"
+    capacity_factor: Annotated[float, msgspec.Meta(gt=0, le=1e4)] | None = None
+    skew: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    expert_load: Quantile = "p99"
+
+
+class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A section with every number known; ``chunks`` and ``microbatches`` too."""
+
+    data_replicate: int
+    data_shard: int
+    tensor: int
+    sequence: bool
+    pipeline: int
+    context: int
+    expert: int
+    schedule: str
+    microbatches: int
+    chunks: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        data = self.data_replicate * self.data_shard
+        return data * self.tensor * self.pipeline * self.context
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share a dense parameter by bytes, as FSDP does: context ranks take part."""
+        return self.data_shard * self.context
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the parameters of one rank's experts by bytes."""
+        if self.expert == 1:
+            return self.shards
+        return self.data_shard * self.context * self.tensor // self.expert
+
+
+def fixed_world(section: ParallelSection) -> int | None:
+    """The ranks that the degrees multiply to; None where one of them is all that is left."""
+    return None if section.data_shard == -1 else _others(section) * section.data_shard
+
+
+def degrees(
+    section: ParallelSection, world_size: int, batch: int = 1, where: str = "job"
+) -> Degrees:
+    """The section on ``world_size`` ranks with ``batch`` samples per data rank and step.
+
+    InputError names the key and the numbers that do not multiply, divide or fit.
+    """
+    others = _others(section)
+    if section.data_shard == 0:
+        raise InputError(
+            expected(f"{where}: parallel.data_shard", "at least 1, or -1 for all that is left", "0")
+        )
+    if section.data_shard == -1 and world_size % others:
+        raise InputError(
+            expected(
+                f"{where}: cluster.world_size",
+                f"a multiple of {others}, which is {_product(section)}",
+                str(world_size),
+            )
+        )
+    shard = world_size // others if section.data_shard == -1 else section.data_shard
+    if others * shard != world_size:
+        raise InputError(
+            expected(
+                f"{where}: cluster.world_size",
+                f"{others * shard}, which is data_shard {shard} x {_product(section)}",
+                str(world_size),
+                "Leave one of them out, or set data_shard = -1.",
+            )
+        )
+    _check_expert(section, shard, where)
+    return Degrees(
+        data_replicate=section.data_replicate,
+        data_shard=shard,
+        tensor=section.tensor,
+        sequence=section.tensor > 1 if section.sequence is None else section.sequence,
+        pipeline=section.pipeline,
+        context=section.context,
+        expert=section.expert,
+        schedule=section.schedule,
+        microbatches=_microbatches(section, batch, where),
+        chunks=chunk_count(section.schedule, section.chunks) if section.pipeline > 1 else 1,
+    )
+
+
+def check_parallel(section: ParallelSection, kind: str, where: str) -> None:
+    """Refuse keys that say nothing beside the others, or nothing about this ``kind`` of model."""
+    if kind == "tables":
+        raise InputError(expected(f"{where}: parallel", "no such section for kind 'tables'", "one"))
+    for name in LLAMA_ONLY if kind != "llama" else ():
+        if getattr(section, name) > 1:
+            raise InputError(
+                expected(
+                    f"{where}: parallel.{name}",
+                    f"1 for kind '{kind}'",
+                    str(getattr(section, name)),
+                    "Only a llama is divided by it.",
+                )
+            )
+    if section.sequence and section.tensor == 1:
+        raise InputError(expected(f"{where}: parallel.sequence", "false where tensor is 1", "true"))
+    for name, value, routing in (
+        ("capacity_factor", section.capacity_factor, "capacity"),
+        ("skew", section.skew, "skewed"),
+    ):
+        if value is not None and section.routing != routing:
+            raise InputError(
+                expected(
+                    f"{where}: parallel.{name}",
+                    f"it only beside routing = '{routing}'",
+                    f"routing = '{section.routing}'",
+                )
+            )
+    if section.pipeline == 1 and section.chunks not in (None, 1):
+        raise InputError(
+            expected(f"{where}: parallel.chunks", "1 without a pipeline", str(section.chunks))
+        )
+    chunk_count(section.schedule, section.chunks if section.pipeline > 1 else None)
+
+
+def check_divides(
+    section: ParallelSection,
+    found: Degrees,
+    shape: LlamaShape,
+    sequence: int,
+    where: str = "job",
+) -> None:
+    """Refuse degrees that do not divide a llama or the ``sequence`` of its samples."""
+    local_shape(section, found, shape, where=f"{where}: parallel")
+    pieces = found.pipeline * found.chunks
+    if pieces > shape.layers:
+        raise InputError(
+            expected(
+                f"{where}: parallel.pipeline",
+                f"at most {shape.layers} pieces, one layer each",
+                f"{found.pipeline} ranks of {found.chunks}",
+            )
+        )
+    parts = found.context * (found.tensor if found.sequence else 1)
+    if sequence % parts:
+        told = f"context {found.context}"
+        told += f" x tensor {found.tensor}" if found.sequence else ""
+        raise InputError(
+            expected(
+                f"{where}: batch.sequence", f"a multiple of {parts}, which is {told}", str(sequence)
+            )
+        )
+
+
+def expert_load(section: ParallelSection, shape: LlamaShape, quantile: Quantile) -> float:
+    """Rows that a rank's experts receive, relative to even routing, in one rank of a hundred for
+    ``p99`` and in every second for ``p50``.
+
+    Assumed: loads of experts are independent, of mean 1 and deviation ``skew``; their mean over a
+    rank's experts is lognormal.
+    """
+    if section.routing != "skewed" or section.expert == 1:
+        return 1.0
+    skew = DEFAULT_SKEW if section.skew is None else section.skew
+    spread = skew / math.sqrt(shape.experts / section.expert)
+    variance = math.log1p(spread**2)
+    return math.exp(-variance / 2 + QUANTILES[quantile] * math.sqrt(variance))
+
+
+def local_shape(
+    section: ParallelSection,
+    found: Degrees,
+    shape: LlamaShape,
+    *,
+    layers: tuple[int, int] | None = None,
+    first: bool = True,
+    last: bool = True,
+    loss: LossKind = "gathered",
+    where: str = "job: parallel",
+) -> LocalShape:
+    """The part of a llama on one rank of the mesh; InputError where it cannot be divided so."""
+    capacity = None
+    if section.routing == "capacity" and found.expert > 1:
+        capacity = section.capacity_factor or DEFAULT_CAPACITY
+    local = LocalShape(
+        tensor=found.tensor,
+        sequence_parallel=found.sequence,
+        context=found.context,
+        expert=found.expert,
+        first=first,
+        last=last,
+        layers=layers,
+        expert_load=expert_load(section, shape, section.expert_load),
+        capacity_factor=capacity,
+        loss=loss,
+    )
+    check_local(shape, local, where)
+    return local
+
+
+def _others(section: ParallelSection) -> int:
+    """The product of all degrees but ``data_shard``."""
+    return section.data_replicate * section.tensor * section.pipeline * section.context
+
+
+def _product(section: ParallelSection) -> str:
+    names = ("data_replicate", "tensor", "pipeline", "context")
+    return " x ".join(f"{name} {getattr(section, name)}" for name in names)
+
+
+def _check_expert(section: ParallelSection, shard: int, where: str) -> None:
+    group = shard * section.context * section.tensor
+    if group % section.expert or section.expert % math.gcd(section.tensor, section.expert):
+        raise InputError(
+            expected(
+                f"{where}: parallel.expert",
+                f"a divisor of {group}, which is data_shard {shard} x context {section.context} "
+                f"x tensor {section.tensor}",
+                str(section.expert),
+            )
+        )
+
+
+def _microbatches(section: ParallelSection, batch: int, where: str) -> int:
+    if section.microbatches is None:
+        return batch if section.pipeline > 1 else 1
+    if batch % section.microbatches:
+        raise InputError(
+            expected(
+                f"{where}: parallel.microbatches",
+                f"a divisor of the {batch} samples of a rank, batch.size",
+                str(section.microbatches),
+            )
+        )
+    return section.microbatches

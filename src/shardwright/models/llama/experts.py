@@ -1,0 +1,101 @@
+"""A mixture of experts: a router sends every token to a few of them, perhaps on other ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from shardwright.core.llama import LlamaShape
+from shardwright.core.llama_local import LocalShape
+from shardwright.models.llama.collectives import all_to_all
+from shardwright.models.llama.feed_forward import SwiGLU
+from shardwright.models.llama.grouped import grouped_product
+from shardwright.models.llama.linear import Device, Linear
+from shardwright.models.llama.streams import enter, leave
+
+
+class Experts(nn.Module):
+    """The experts of this rank: three weights [experts, ...], rows sorted by expert."""
+
+    def __init__(
+        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        here, dim = local.experts(shape), shape.dim
+        wide = shape.expert_ffn_dim // local.expert_width_degree
+        self.w1 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(here, dim, wide, device=device, dtype=dtype))
+        self.w3 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
+
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """[rows, D] -> [rows, D]; ``ends[e]`` is where the rows of expert e stop."""
+        gate = silu(grouped_product(rows, self.w1, ends))
+        return grouped_product(gate * grouped_product(rows, self.w3, ends), self.w2, ends)
+
+
+class MixtureOfExperts(nn.Module):
+    """[B, T, D] -> [B, T, D]: softmax of the router in fp32, the best experts' share of it
+    normalised, their results added in that proportion; and a shared expert where there is one."""
+
+    def __init__(
+        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.shape, self.local = shape, local
+        self.router = Linear(shape.dim, shape.experts, bias=False, device=device, dtype=dtype)
+        self.experts = Experts(shape, local, device, dtype)
+        self.shared_experts = self.shared_gate = None
+        if shape.shared_ffn_dim:
+            wide = shape.shared_ffn_dim // local.tensor
+            self.shared_experts = SwiGLU(shape.dim, wide, device, dtype)
+            if shape.shared_gate:
+                self.shared_gate = Linear(shape.dim, 1, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the stream in and out."""
+        stream = enter(x, self.local)
+        tokens = stream.flatten(0, 1)
+        share, chosen = self._route(tokens)
+        order = torch.argsort(chosen, stable=True)
+        token_of = order // self.shape.experts_per_token
+        found = self._compute(tokens[token_of], chosen)
+        weighted = (found.float() * share[order][:, None]).type_as(found)
+        total = torch.zeros_like(tokens).index_add(0, token_of, weighted)
+        if self.shared_experts is not None:
+            shared = self.shared_experts(tokens)
+            if self.shared_gate is not None:
+                shared = torch.sigmoid(self.shared_gate(tokens)) * shared
+            total = total + shared
+        return leave(total.view(stream.shape), self.local)
+
+    def _route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The share of each chosen expert in a token's result, and the experts, both [rows].
+
+        Where experts are whole on tensor ranks that all have the same tokens, each takes a part.
+        """
+        scores = torch.softmax(self.router(tokens).float(), dim=-1)
+        share, chosen = torch.topk(scores, self.shape.experts_per_token, dim=-1)
+        share = share / share.sum(-1, keepdim=True)
+        rows = self.local.routed_rows(self.shape, tokens.shape[0])
+        return share.flatten()[:rows], chosen.flatten()[:rows]
+
+    def _compute(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """What the experts make of ``rows``, which are sorted by expert."""
+        counts = torch.zeros(self.shape.experts, dtype=torch.int64, device=rows.device)
+        counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
+        if self.local.expert > 1:
+            return self._elsewhere(rows)
+        return self.experts(rows, counts.cumsum(0))
+
+    def _elsewhere(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows go to the ranks of their experts, are sorted by expert there, and come back."""
+        local, sent = self.local, rows.shape[0]
+        received = local.received_rows(self.shape, sent)
+        arrived = all_to_all(rows, received, local.expert)
+        here = local.experts(self.shape)
+        order = torch.arange(received, device=rows.device)
+        ends = (torch.arange(here, device=rows.device) + 1) * (received // here)
+        found = self.experts(arrived[order], ends)
+        sorted_back = torch.empty_like(found).index_copy_(0, order, found)
+        return all_to_all(sorted_back, sent, local.expert)

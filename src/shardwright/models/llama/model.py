@@ -1,0 +1,157 @@
+"""A Llama-style decoder: the whole of it, or the part that one rank holds."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from shardwright.core.llama import LlamaShape, check_shape
+from shardwright.core.llama_local import LocalShape, check_local
+from shardwright.models.llama.attention import Attention
+from shardwright.models.llama.collectives import gather_alike
+from shardwright.models.llama.embedding import Embedding
+from shardwright.models.llama.experts import MixtureOfExperts
+from shardwright.models.llama.feed_forward import FeedForward
+from shardwright.models.llama.linear import Device, Linear, RMSNorm, has_data
+from shardwright.models.llama.loss import chunked_loss, loss, parallel_loss
+from shardwright.models.llama.rotary import rotations
+from shardwright.models.llama.streams import enter
+from shardwright.models.start import Started, generator_of
+
+DEVIATION = 0.02  # of starting weights, as in GPT-2 and Llama
+WHOLE = LocalShape()
+
+
+class Block(nn.Module):
+    """Attention, then a SwiGLU or experts, each after a norm and added to the stream."""
+
+    def __init__(
+        self,
+        shape: LlamaShape,
+        local: LocalShape,
+        layer: int,
+        device: Device = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.attention = Attention(shape, local, device, dtype)
+        if shape.is_moe(layer):
+            self.moe = MixtureOfExperts(shape, local, device, dtype)
+        else:
+            self.feed_forward = FeedForward(
+                shape.dim, shape.ffn_dim, local, device, dtype, shape.mlp_bias
+            )
+        self.attention_norm = RMSNorm(shape.dim, shape.norm_eps, device=device, dtype=dtype)
+        self.ffn_norm = RMSNorm(shape.dim, shape.norm_eps, device=device, dtype=dtype)
+        self.is_moe = shape.is_moe(layer)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the stream [B, T, D], cosines and sines [T, head_dim / 2]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        wide = self.moe if self.is_moe else self.feed_forward
+        return x + wide(self.ffn_norm(x))
+
+
+class Llama(Started):
+    """Embedding, blocks, norm, head; with a ``local`` shape only what one rank holds of them.
+
+    Tokens [B, T] give logits [B, T, V]. T is this rank's sequence (the whole one over
+    ``local.context``); a stage that is not the first takes its part of the stream instead, one that
+    is not the last gives it. ``sequence`` is the longest T, for which positions are prepared.
+    Parameters have ``dtype`` and stay unset on the meta device and under fake tensors.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(
+        self,
+        shape: LlamaShape,
+        local: LocalShape = WHOLE,
+        *,
+        sequence: int = 2048,
+        device: Device = None,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_shape(shape)
+        check_local(shape, local)
+        self.shape, self.local, self.seed = shape, local, seed
+        if local.first:
+            self.tok_embeddings = Embedding(shape, local, device, dtype)
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): Block(shape, local, layer, device, dtype)
+                for layer in local.layer_range(shape)
+            }
+        )
+        if local.last:
+            self.norm = RMSNorm(shape.dim, shape.norm_eps, device=device, dtype=dtype)
+            self.output = Linear(
+                shape.dim, local.vocab(shape), bias=False, device=device, dtype=dtype
+            )
+        self._tie()
+        cos, sin = rotations(sequence, shape.head_dim, shape.rope_theta, device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        if all(has_data(parameter) for parameter in self.parameters()):
+            self.reset_parameters()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens or a stream in, logits or a stream out."""
+        if self.local.first:
+            x = self.tok_embeddings(x)
+        for layer in self.layers.values():
+            x = layer(x, self.cos, self.sin)
+        return self.head(x) if self.local.last else x
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        """The stream [B, T, D] -> logits [B, T, V]; of one rank's words where the loss is parallel,
+        and none yet but what they are made of, [B, T, D], where it is chunked."""
+        local = self.local
+        x = enter(self.norm(x), local)
+        if local.loss == "chunked":
+            return x
+        logits = self.output(x)
+        return logits if local.loss == "parallel" else gather_alike(logits, -1, local.tensor)
+
+    def loss(self, found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of what :meth:`forward` gave, by the kind of loss of the local shape."""
+        if self.local.loss == "parallel":
+            return parallel_loss(found, targets, self.local.tensor)
+        if self.local.loss == "chunked":
+            return chunked_loss(found, self.output.weight, targets, self.local.tensor)
+        return loss(found, targets)
+
+    def reset_parameters(self) -> None:
+        """Starting values of parameters and positions, such as after ``to_empty``, which unties."""
+        self._tie()
+        super().reset_parameters()
+        head_dim, theta = self.shape.head_dim, self.shape.rope_theta
+        cos, sin = rotations(len(self.cos), head_dim, theta, self.cos.device)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
+
+    def _tie(self) -> None:
+        if self.shape.tied_embeddings and self.local.first and self.local.last:
+            self.output.weight = self.tok_embeddings.weight
+
+    def initial_block(
+        self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Starting values of the rectangle ``sizes`` at ``offsets`` of parameter ``fqn``."""
+        values = self._start(fqn)
+        return values[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+
+    def _start(self, fqn: str) -> torch.Tensor:
+        """Norms are 1, biases 0, weights normal; what is added to the stream is smaller."""
+        shape = tuple(self.get_parameter(fqn).shape)
+        if len(shape) == 1:
+            return torch.full(shape, 1.0 if "norm" in fqn else 0.0)
+        deviation = DEVIATION
+        if fqn.endswith(("attention.wo.weight", ".w2.weight", ".w2")):
+            deviation /= math.sqrt(2 * self.shape.layers)
+        return torch.empty(shape).normal_(0.0, deviation, generator=generator_of(self.seed, fqn))

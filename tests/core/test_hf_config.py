@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.core.errors import InputError, UnsupportedError
+from shardwright.core.hf_config import hf_shape, read_hf_config
+
+LLAMA_3 = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+}
+QWEN_3_MOE = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+}
+
+# Totals of the published weights, as their safetensors indices give them.
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-2-7B": ({"model_type": "llama"}, 6_738_415_616),
+    "Llama-3-8B": (LLAMA_3, 8_030_261_248),
+    "Llama-3-70B": (
+        LLAMA_3
+        | {
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 80,
+        },
+        70_553_706_496,
+    ),
+    "Llama-3.1-405B": (
+        LLAMA_3
+        | {
+            "hidden_size": 16384,
+            "intermediate_size": 53248,
+            "num_attention_heads": 128,
+            "num_hidden_layers": 126,
+        },
+        405_853_388_800,
+    ),
+    "Llama-3.2-1B": (
+        LLAMA_3
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "tie_word_embeddings": True,
+        },
+        1_235_814_400,
+    ),
+    "Mistral-7B": ({"model_type": "mistral"}, 7_241_732_096),
+    "Mixtral-8x7B": ({"model_type": "mixtral"}, 46_702_792_704),
+    "Qwen2.5-0.5B": (
+        {
+            "model_type": "qwen2",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+        494_032_768,
+    ),
+    "Qwen2.5-7B": (
+        {
+            "model_type": "qwen2",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+        },
+        7_615_616_512,
+    ),
+    "Qwen3-8B": (
+        {
+            "model_type": "qwen3",
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+        },
+        8_190_735_360,
+    ),
+    "Qwen3-30B-A3B": (QWEN_3_MOE, 30_532_122_624),
+    "Qwen1.5-MoE-A2.7B": ({"model_type": "qwen2_moe"}, 14_315_784_192),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_has_as_many_parameters_as_its_published_weights(name: str) -> None:
+    document, parameters = PUBLISHED[name]
+    assert hf_shape(document).parameter_count == parameters
+
+
+def test_a_token_of_a_mixtral_meets_thirteen_billion_parameters() -> None:
+    shape = hf_shape({"model_type": "mixtral"})
+    assert round(shape.active_parameter_count / 1e9, 1) == 12.9
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_3 | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0}))
+    shape = read_hf_config(path)
+    assert (shape.layers, shape.head_dim, shape.norm_eps, shape.rope_theta) == (32, 128, 1e-5, 5e5)
+
+
+def test_what_is_missing_or_null_has_the_default_of_its_family() -> None:
+    shape = hf_shape({"model_type": "llama", "num_key_value_heads": None, "head_dim": None})
+    assert (shape.kv_heads, shape.head_dim, shape.norm_eps) == (32, 128, 1e-6)
+
+
+def test_rotary_parameters_may_be_nested() -> None:
+    nested = {"rope_parameters": {"rope_theta": 500000.0}}
+    assert hf_shape({"model_type": "qwen3"} | nested).rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("changes", "bias"),
+    [
+        ({"model_type": "qwen2"}, (True, False)),
+        ({"model_type": "qwen2_moe", "qkv_bias": False}, (False, False)),
+        ({"model_type": "llama", "attention_bias": True}, (True, True)),
+        ({"model_type": "mistral", "attention_bias": True}, (False, False)),
+    ],
+)
+def test_biases_are_those_of_the_family(changes: dict[str, Any], bias: tuple[bool, bool]) -> None:
+    shape = hf_shape(changes)
+    assert (shape.attention_bias, shape.output_bias) == bias
+
+
+@pytest.mark.parametrize(
+    ("document", "window"),
+    [
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "sliding_window": 128}, None),
+        ({"model_type": "qwen2", "sliding_window": 128, "use_sliding_window": True}, 128),
+    ],
+)
+def test_a_window_counts_where_the_family_uses_it(
+    document: dict[str, Any], window: int | None
+) -> None:
+    assert hf_shape(document).sliding_window == window
+
+
+def test_layers_with_experts_are_every_nth_but_those_that_are_named() -> None:
+    sparse = {"num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert hf_shape(QWEN_3_MOE | sparse).moe_layers == (1, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({}, "x: model_type: expected a value, got none."),
+        ({"model_type": "llama", "hidden_size": "4k"}, "x: hidden_size: expected a whole number"),
+        ({"model_type": "llama", "hidden_size": True}, "x: hidden_size: expected a whole number"),
+        ({"model_type": "llama", "hidden_size": 0}, "x: hidden_size: expected a whole number"),
+        ({"model_type": "llama", "rms_norm_eps": -1}, "x: rms_norm_eps: expected a number above"),
+        (
+            {"model_type": "llama", "tie_word_embeddings": 1},
+            "x: tie_word_embeddings: expected true or false, got 1.",
+        ),
+        (
+            {"model_type": "llama", "num_attention_heads": 33},
+            "x: num_attention_heads: expected a divisor of hidden_size 4096",
+        ),
+        (
+            {"model_type": "llama", "num_key_value_heads": 5},
+            "x.kv_heads: expected a divisor of the 32 heads, got 5.",
+        ),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "x: mlp_only_layers: expected a list"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_file_and_key(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        hf_shape(document, "x")
+    assert str(caught.value).startswith(message)
+
+
+def test_another_family_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        hf_shape({"model_type": "bert"}, "x")
+    assert str(caught.value) == (
+        "x: model_type: expected one of llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, "
+        "qwen3_moe, got 'bert'. Give the model as model.python = 'package.module:function'."
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"config\.json: expected a "):
+        read_hf_config(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="expected a model configuration file, got no such file"):
+        read_hf_config(tmp_path / "none.json")

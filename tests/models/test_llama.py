@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from shardwright.core.llama import LlamaShape
+from shardwright.core.llama_local import LocalShape, local_tensors
+from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
+
+DENSE = LlamaShape(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, vocab=64)
+EXPERTS = msgspec.structs.replace(
+    DENSE,
+    experts=4,
+    experts_per_token=2,
+    expert_ffn_dim=24,
+    shared_ffn_dim=16,
+    shared_gate=True,
+    moe_layers=(0, 1),
+)
+FULL = msgspec.structs.replace(
+    DENSE, qk_norm=True, attention_bias=True, output_bias=True, mlp_bias=True, tied_embeddings=True
+)
+SHAPES = {"dense": DENSE, "experts": EXPERTS, "full": FULL}
+BATCH, LENGTH = 2, 16
+WHOLE = LocalShape()
+
+DIVISIONS = {
+    "tensor": LocalShape(tensor=2),
+    "sequence": LocalShape(tensor=2, sequence_parallel=True),
+    "more tensor ranks than heads of keys": LocalShape(tensor=4, sequence_parallel=True),
+    "context": LocalShape(context=4),
+    "parallel loss": LocalShape(tensor=2, sequence_parallel=True, loss="parallel"),
+    "chunked loss": LocalShape(tensor=2, loss="chunked"),
+    "first stage": LocalShape(last=False, layers=(0, 1)),
+    "middle stage": LocalShape(first=False, last=False, layers=(1, 2), tensor=2),
+    "last stage": LocalShape(first=False, layers=(1, 2), tensor=2, sequence_parallel=True),
+}
+EXPERT_DIVISIONS = {
+    "experts": LocalShape(expert=2),
+    "experts of tensor ranks": LocalShape(expert=4, tensor=2, sequence_parallel=True),
+    "loaded experts": LocalShape(expert=4, expert_load=1.5),
+    "experts with a capacity": LocalShape(expert=4, capacity_factor=1.25, context=2),
+}
+
+
+def _tokens(seed: int = 0, length: int = LENGTH) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 64, (BATCH, length), generator=generator)
+
+
+def _restless(shape: LlamaShape) -> Llama:
+    """A model whose norms and biases matter too."""
+    model = Llama(shape, sequence=LENGTH)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    return model
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _turned(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """[T, width], element i paired with i + width / 2 as one complex number."""
+    length, width = x.shape
+    pairs = torch.complex(x[:, : width // 2], x[:, width // 2 :])
+    speed = theta ** (-torch.arange(0, width, 2) / width)
+    angles = torch.arange(length)[:, None] * speed
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+class Reference:
+    """The same model one sample, head and token at a time, from its tensors alone."""
+
+    def __init__(self, model: Llama) -> None:
+        self.shape = model.shape
+        self.values = dict(model.named_parameters())
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.values["tok_embeddings.weight"][tokens]
+        for layer in range(self.shape.layers):
+            name = f"layers.{layer}."
+            x = x + self._attention(self._norm(x, name + "attention_norm"), name + "attention.")
+            wide = self._norm(x, name + "ffn_norm")
+            if self.shape.is_moe(layer):
+                x = x + torch.stack([self._experts(row, name + "moe.") for row in wide])
+            else:
+                x = x + self._swiglu(wide, name + "feed_forward.")
+        head = "tok_embeddings" if self.shape.tied_embeddings else "output"
+        return self._norm(x, "norm") @ self.values[f"{head}.weight"].T
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return _normed(x, self.values[f"{name}.weight"], self.shape.norm_eps)
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        bias = self.values.get(f"{name}.bias", torch.tensor(0.0))
+        return x @ self.values[f"{name}.weight"].T + bias
+
+    def _attention(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        shape, size = self.shape, self.shape.head_dim
+        parts = {part: self._linear(x, f"{name}w{part}") for part in "qkv"}
+        found = []
+        for head in range(shape.heads):
+            shared = head // (shape.heads // shape.kv_heads)
+            query = parts["q"][:, head * size : (head + 1) * size]
+            key = parts["k"][:, shared * size : (shared + 1) * size]
+            value = parts["v"][:, shared * size : (shared + 1) * size]
+            if shape.qk_norm:
+                query, key = self._norm(query, f"{name}q_norm"), self._norm(key, f"{name}k_norm")
+            query, key = _turned(query, shape.rope_theta), _turned(key, shape.rope_theta)
+            scores = (query @ key.T / size**0.5).masked_fill(
+                torch.ones(len(x), len(x)).triu(1).bool(), float("-inf")
+            )
+            found.append(scores.softmax(-1) @ value)
+        return self._linear(torch.cat(found, -1), f"{name}wo")
+
+    def _swiglu(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        gate = functional.silu(self._linear(x, f"{name}w1"))
+        return self._linear(gate * self._linear(x, f"{name}w3"), f"{name}w2")
+
+    def _experts(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """One token [D]."""
+        scores = self._linear(x, f"{name}router").softmax(-1)
+        best = scores.argsort(descending=True)[: self.shape.experts_per_token]
+        total = torch.sigmoid(self._linear(x, f"{name}shared_gate")) * self._swiglu(
+            x, f"{name}shared_experts."
+        )
+        for expert in best:
+            w1, w2, w3 = (self.values[f"{name}experts.w{i}"][expert] for i in (1, 2, 3))
+            share = scores[expert] / scores[best].sum()
+            total = total + share * (w2 @ (functional.silu(w1 @ x) * (w3 @ x)))
+        return total
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_those_of_a_model_computed_by_hand(name: str) -> None:
+    model = _restless(SHAPES[name])
+    tokens = _tokens()
+    expected = torch.stack([Reference(model).logits(sample) for sample in tokens])
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_gradients_are_those_of_a_model_computed_by_hand(name: str) -> None:
+    model, tokens, targets = _restless(SHAPES[name]), _tokens(), _tokens(1)
+    found = torch.autograd.grad(loss(model(tokens), targets), tuple(model.parameters()))
+    by_hand = torch.stack([Reference(model).logits(sample) for sample in tokens])
+    value = functional.cross_entropy(by_hand.flatten(0, 1), targets.flatten())
+    expected = torch.autograd.grad(value, tuple(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_training_learns_a_batch(name: str) -> None:
+    model = Llama(SHAPES[name], sequence=LENGTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens, targets = _tokens(), _tokens(1)
+    values = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        value = model.loss(model(tokens), targets)
+        value.backward()
+        optimizer.step()
+        values.append(value.item())
+    assert values[0] == pytest.approx(torch.log(torch.tensor(64.0)).item(), abs=0.1)
+    assert values[-1] < 0.7 * values[0]
+
+
+@pytest.mark.parametrize("other", [parallel_loss, chunked_loss])
+def test_every_kind_of_loss_has_the_same_value_and_gradients(other: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(BATCH, LENGTH, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(64, 8, generator=generator, requires_grad=True)
+    targets = _tokens()
+    expected = loss(hidden @ weight.T, targets)
+    if other is chunked_loss:
+        found = chunked_loss(hidden, weight, targets)
+    else:
+        found = parallel_loss(hidden @ weight.T, targets, 1)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(3 * found, (hidden, weight)),
+        torch.autograd.grad(3 * expected, (hidden, weight)),
+    )
+
+
+def _step(model: Llama) -> torch.Tensor:
+    """Forward and backward of a rank's part; gives what it hands on."""
+    shape, local = model.shape, model.local
+    length = LENGTH // local.context
+    dtype = next(model.parameters()).dtype
+    if local.first:
+        found = model(torch.zeros(BATCH, length, dtype=torch.int64))
+    else:
+        part = length // local.stream_degree
+        found = model(torch.zeros(BATCH, part, shape.dim, dtype=dtype, requires_grad=True))
+    if local.last:
+        model.loss(found, torch.zeros(BATCH, length, dtype=torch.int64)).backward()
+    else:
+        found.backward(torch.empty_like(found))
+    return found
+
+
+def _checked(shape: LlamaShape, local: LocalShape, dtype: torch.dtype) -> torch.Tensor:
+    with FakeTensorMode():
+        model = Llama(shape, local, sequence=LENGTH, dtype=dtype)
+        found = _step(model)
+    sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert sizes == dict(local_tensors(shape, local))
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_a_rank_holds_the_tensors_of_its_local_shape_and_runs_without_data(
+    name: str, dtype: torch.dtype
+) -> None:
+    found = _checked(FULL if name == "tensor" else DENSE, DIVISIONS[name], dtype)
+    assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("name", EXPERT_DIVISIONS)
+def test_a_rank_of_a_model_with_experts_runs_without_data(name: str) -> None:
+    _checked(EXPERTS, EXPERT_DIVISIONS[name], torch.bfloat16)
+
+
+def test_logits_are_gathered_unless_the_loss_is_parallel() -> None:
+    assert _checked(DENSE, DIVISIONS["sequence"], torch.float32).shape == (BATCH, LENGTH, 64)
+    assert _checked(DENSE, DIVISIONS["parallel loss"], torch.float32).shape == (BATCH, LENGTH, 32)
+    assert _checked(DENSE, DIVISIONS["chunked loss"], torch.float32).shape == (BATCH, LENGTH, 32)
+
+
+def test_a_stage_hands_on_its_part_of_the_stream() -> None:
+    local = LocalShape(last=False, layers=(0, 1), tensor=2, sequence_parallel=True, context=2)
+    assert _checked(DENSE, local, torch.float32).shape == (BATCH, LENGTH // 4, 32)
+
+
+def test_a_divided_model_runs_on_tensors_with_data_too() -> None:
+    with torch.no_grad():
+        for parameter in (model := Llama(EXPERTS, LocalShape(expert=2, tensor=2))).parameters():
+            parameter.zero_()
+    assert _step(model).shape == (BATCH, LENGTH, 64)
+
+
+def test_an_undivided_model_calls_no_collective() -> None:
+    with torch.profiler.profile() as profile:
+        _step(Llama(EXPERTS, sequence=LENGTH))
+    assert [e.key for e in profile.key_averages() if "shardwright::" in e.key] == []
+
+
+def test_a_model_is_built_on_the_meta_device_and_started_later() -> None:
+    model = Llama(FULL, sequence=LENGTH, device="meta")
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    model.reset_parameters()
+    torch.testing.assert_close(model(_tokens()), Llama(FULL, sequence=LENGTH)(_tokens()))
+
+
+def test_layers_keep_their_number_on_a_later_stage() -> None:
+    with torch.device("meta"):
+        model = Llama(DENSE, LocalShape(first=False, layers=(1, 2)), device="meta")
+    assert list(model.layers) == ["1"]
+
+
+def test_any_part_of_a_tensor_starts_as_in_the_whole() -> None:
+    model = Llama(DENSE, sequence=LENGTH)
+    name = "layers.1.attention.wo.weight"
+    part = model.initial_block(name, (3, 5), (4, 6))
+    assert torch.equal(part, model.get_parameter(name)[3:7, 5:11])
