@@ -1,0 +1,1 @@
+"""Predictions beside memory that others measured and published."""

@@ -1,0 +1,74 @@
+"""``python -m shardwright.lab.published FILE.json [-o DIR]``: predict published rows.
+
+Prints one JSON object; with ``-o`` it goes into files of DIR instead, one for each framework and a
+page beside them, and the distribution of the errors is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
+from shardwright.lab.published.comparison import compare
+from shardwright.lab.published.sheet import page
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the process's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shardwright.lab.published",
+        description="Predicts published measurements of memory and compares.",
+    )
+    parser.add_argument("file", type=Path, help="JSON file with lists of published rows")
+    parser.add_argument("-o", "--out", type=Path, help="folder for JSON files and a page")
+    options = parser.parse_args(arguments)
+    try:
+        result = compare(_read(options.file), options.file.name)
+        told = result if options.out is None else _write(result, options.out)
+    except ShardwrightError as error:
+        print(f"shardwright: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    json.dump(told, sys.stdout, indent=1)
+    print()
+    return EXIT_OK
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            expected(str(path), "a file that can be read", error.strerror or "an error")
+        ) from None
+    except (UnicodeDecodeError, ValueError) as error:
+        raise InputError(expected(str(path), "JSON", str(error))) from None
+
+
+def _write(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One file for each framework with its rows, and a page of all; the errors' distribution."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for framework in result["distribution"]["by_framework"]:
+            some = {
+                key: [row for row in result[key] if row["framework"] == framework]
+                for key in ("rows", "left_out")
+            }
+            told = {**some, "distribution": result["distribution"]["by_framework"][framework]}
+            text = json.dumps(told, indent=1) + "\n"
+            (folder / f"{framework}.json").write_text(text, encoding="utf-8")
+        (folder / "README.md").write_text(page(result), encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            expected(str(folder), "a folder that can be written", error.strerror or "an error")
+        ) from None
+    distribution: dict[str, Any] = result["distribution"]
+    return distribution
+
+
+if __name__ == "__main__":
+    sys.exit(main())

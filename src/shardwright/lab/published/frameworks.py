@@ -1,0 +1,40 @@
+"""Who predicts the rows of which framework."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardwright.core.errors import UnsupportedError
+from shardwright.lab.published.prediction import Prediction
+
+Predictor = Callable[[Mapping[str, Any]], Prediction]
+
+FRAMEWORKS = {
+    "torchtitan": "predict_torchtitan",
+    "megatron": "predict_megatron",
+}
+"""Lists of a file of published rows, which are modules of this package, and their functions."""
+
+
+def predictor(framework: str) -> Predictor:
+    """The function that predicts the rows of a framework; a framework whose module is not there
+    leaves every row out."""
+    name = f"shardwright.lab.published.{framework}"
+    if importlib.util.find_spec(name) is None:
+        return _absent(f"{framework}: no predictor for its rows in this version")
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        return _absent(f"{framework}: its predictor cannot be loaded: {error}")
+    function: Predictor = getattr(module, FRAMEWORKS[framework])
+    return function
+
+
+def _absent(reason: str) -> Predictor:
+    def refuse(row: Mapping[str, Any]) -> Prediction:
+        raise UnsupportedError(reason)
+
+    return refuse

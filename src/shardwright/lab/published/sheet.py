@@ -1,0 +1,107 @@
+"""The comparison as a page: figures only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MIB = 2**20
+INTRODUCTION = """# Predicted beside published memory
+
+Made by `python -m shardwright.lab.published FILE.json -o DIR` from measurements that others have
+published; this page carries figures only. Sizes are MiB, errors signed shares of the measurement.
+"""
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The whole page in Markdown."""
+    parts = [INTRODUCTION, "## Errors", _distributions(result["distribution"])]
+    floor = result["noise_floor"]
+    if floor["tests"]:
+        parts.append(
+            f"Noise floor: {floor['tests']} tests were measured more than once; their spread is "
+            f"{_percent(floor['median'])} in the median, {_percent(floor['p90'])} at the 90th "
+            f"percentile, {_percent(floor['worst'])} at worst."
+        )
+    fit = result["fit_check"]
+    parts.append(
+        f"{fit['measured_above_device']} of {fit['checked']} rows measured above their device's "
+        f"memory; {len(fit['called_a_fit'])} of them are called a fit."
+    )
+    parts += ["## Taken from measurements", _fitted(result["fitted_on"])]
+    first = result["megatron_first_look"]
+    parts.append(
+        f"The peaks of {first['rows']} Megatron-LM rows of {first['configurations']} "
+        "configurations had not been compared with anything when the profile first ran over all "
+        f"rows: {_percent(first['median'])} off in the median, {_percent(first['p90'])} at the "
+        f"90th percentile, {_percent(first['worst'])} at worst. All rows have been seen since."
+    )
+    parts += ["## Caveats", "\n".join(f"- {caveat}" for caveat in result["caveats"])]
+    parts += ["## Rows", _rows(result["rows"]), "## Left out", _left_out(result["left_out"])]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _percent(share: float | None, signed: bool = False) -> str:
+    if share is None:
+        return ""
+    return f"{share * 100:+.1f} %" if signed else f"{share * 100:.1f} %"
+
+
+def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    titles = list(head)
+    out = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
+    out += ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
+    return "\n".join(out)
+
+
+def _distributions(distribution: Mapping[str, Any]) -> str:
+    named = [("all", distribution["all"])]
+    named += distribution["by_framework"].items()
+    named += distribution["by_family"].items()
+    return _table(
+        ("rows", "n", "median", "90th percentile", "worst", "worst row"),
+        (
+            (
+                name,
+                str(d["n"]),
+                _percent(d["median"]),
+                _percent(d["p90"]),
+                _percent(d["worst"]),
+                _short(d["worst_row"] or ""),
+            )
+            for name, d in named
+        ),
+    )
+
+
+def _fitted(fitted: Iterable[Mapping[str, Any]]) -> str:
+    return _table(
+        ("what", "value", "rows"),
+        ((f["what"], f["value"], ", ".join(f["rows"])) for f in fitted),
+    )
+
+
+def _rows(rows: Iterable[Mapping[str, Any]]) -> str:
+    return _table(
+        ("row", "measured", "predicted", "error", "verdict"),
+        (
+            (
+                _short(row["source"]),
+                f"{row['measured_bytes'] / MIB:,.0f}",
+                f"{row['predicted_bytes'] / MIB:,.0f}",
+                _percent(row["error"], signed=True),
+                row["verdict"],
+            )
+            for row in rows
+        ),
+    )
+
+
+def _left_out(rows: Iterable[Mapping[str, Any]]) -> str:
+    return _table(("row", "reason"), ((_short(row["source"]), row["reason"]) for row in rows))
+
+
+def _short(source: str) -> str:
+    """A source without what all of them share."""
+    path = source.split("/test_cases/", 1)[-1]
+    return path.replace("golden_values_", "").removesuffix(".json")
