@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import DenseOptimizer
+from shardwright.runtime.torch_private import address_of
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.moved import rebase
 from shardwright.runtime.units.registry import storages_in
@@ -62,7 +63,7 @@ class FlatSink:
         if only.flat.numel() == share.numel() or only.end - only.begin != share.numel():
             return None
         gradient = _gradient_of(only.flat)
-        if self._written.get((index, only.begin)) == gradient.data_ptr():
+        if self._written.get((index, only.begin)) == address_of(gradient):
             return None
         return gradient[only.offset : only.offset + share.numel()]
 
@@ -76,9 +77,9 @@ class FlatSink:
                 continue
             gradient = _gradient_of(flat)
             target = gradient[stretch.offset : stretch.offset + part.numel()]
-            if target.data_ptr() != part.data_ptr():
+            if address_of(target) != address_of(part):
                 target.add_(part)
-            self._written[index, stretch.begin] = gradient.data_ptr()
+            self._written[index, stretch.begin] = address_of(gradient)
 
 
 def _gradient_of(flat: nn.Parameter) -> torch.Tensor:
@@ -164,7 +165,7 @@ def _runs(
         for part, group in _parts(unit, group_of):
             views = unit.buffers.segments[part[1]]
             size = views.dtype.itemsize
-            address = views.share.data_ptr() + part[2] * size
+            address = address_of(views.share) + part[2] * size
             found = (group, views.dtype, number if per_unit else -1)
             if run and found == key and address == end_address:
                 run.append(part)

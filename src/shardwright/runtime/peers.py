@@ -34,7 +34,7 @@ from shardwright.runtime.capabilities import (
 )
 from shardwright.runtime.pending import Letters, Pending
 from shardwright.runtime.probe import Probe
-from shardwright.runtime.torch_private import Operations, limit_waits, sub_group
+from shardwright.runtime.torch_private import Operations, address_of, limit_waits, sub_group
 
 _BYTES: Final = torch.uint8
 _BACKEND_ONLY: Final = Paths()
@@ -101,8 +101,9 @@ class Peers:
         self._operations = Operations(group)
         config = dist.get_backend_config(group)
         self._gloo = self._cpu and "cpu:gloo" in config
-        self._usual = USUAL_ON_GLOO if self._gloo and size > 1 else _BACKEND_ONLY
         self.is_fake = "fake" in config  # nothing travels, so nothing received means anything
+        on_gloo = self._gloo or (self._cpu and self.is_fake)  # what a fake group stands for there
+        self._usual = USUAL_ON_GLOO if on_gloo and size > 1 else _BACKEND_ONLY
         self._checked = debug and size > 1 and not self.is_fake
 
     @property
@@ -377,5 +378,5 @@ _knocks: list[dist.Work] = []  # nobody receives them; gloo must not lose their 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """What a collective does on one rank; the version counter of ``target`` stays as it is."""
-    if target.data_ptr() != source.data_ptr():
+    if address_of(target) != address_of(source):
         target.data.view(-1).copy_(source.data.view(-1))

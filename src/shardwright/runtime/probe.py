@@ -1,7 +1,8 @@
 """What the runtime tells whoever is watching: phases, what memory is for, and what it did.
 
-The runtime calls a :class:`Probe` at fixed places. The base class ignores everything; the meter
-measures; a pulse reports to the launcher. So the runtime never knows who is listening.
+The runtime calls a :class:`Probe` at fixed places. The base class ignores everything but what
+memory is for; the meter measures; a pulse reports to the launcher. So the runtime never knows who
+is listening.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Kind, Phase
+from shardwright.tracker.told import told
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -27,7 +29,8 @@ class Probe:
         """A collective of ``nbytes`` per rank is about to begin."""
 
     def holds(self, tensor: torch.Tensor, kind: Kind) -> None:
-        """The storage of ``tensor`` is of ``kind`` from now on."""
+        """The storage of ``tensor`` is of ``kind`` from now on; a memory tracker hears it, too."""
+        told(tensor, kind)
 
     def did(self, action: Action) -> None:
         """The runtime carried out an action of the schedule."""

@@ -9,10 +9,12 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_OFFSET_BITS = 60  # more than any offset within a storage has
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -163,6 +165,24 @@ def sub_group(
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
     """The memory of a parameter on this rank, whether it is plain or a DTensor."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, or stands for one that would: a fake tensor does."""
+    return type(tensor) is torch.Tensor or type(tensor) is FakeTensor
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the elements of a tensor begin, to be compared; 0 without any.
+
+    A fake tensor has no address, so the object behind its storage makes one up.
+    """
+    if not isinstance(tensor, FakeTensor):
+        return tensor.data_ptr()
+    if not tensor.numel():
+        return 0
+    place = tensor.storage_offset() * tensor.element_size()
+    return (tensor.untyped_storage()._cdata << _OFFSET_BITS) + place
 
 
 def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:

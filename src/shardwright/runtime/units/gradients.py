@@ -77,6 +77,7 @@ class SegmentGradient:
         """Add this backward's gradient to what is held, in the dtype it will be summed in."""
         if self.held is None:
             self.held = self.flat.to(self.views.reduced, copy=True)  # the buffer goes
+            self.comm.probe.holds(self.held, "unreduced_gradient")
         else:
             self.held.add_(self.flat)
 

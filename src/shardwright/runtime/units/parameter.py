@@ -13,6 +13,7 @@ from torch import nn
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.placement import Owned, Placement
 from shardwright.core.tensor import TensorSpec
+from shardwright.runtime.torch_private import is_plain
 
 NAMES: dict[torch.dtype, str] = {
     torch.float64: "fp64",
@@ -157,7 +158,7 @@ def check_materials(members: Sequence[Member], unit: str) -> None:
                     "Build all of a unit on the meta device, or nothing of it.",
                 )
             )
-        if type(parameter.data) is not torch.Tensor:
+        if not is_plain(parameter.data):
             raise UnsupportedError(
                 expected(
                     member.fqn,

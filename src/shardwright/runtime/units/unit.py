@@ -23,7 +23,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.placement import Flat, Placement
 from shardwright.runtime.comm import Comm, Pending
-from shardwright.runtime.torch_private import local_of
+from shardwright.runtime.torch_private import address_of, local_of
 from shardwright.runtime.units.buffers import Buffers, piece_of
 from shardwright.runtime.units.faces import Faces
 from shardwright.runtime.units.flow import Flow
@@ -174,7 +174,7 @@ class Unit:
             for setter, name in member.setters
         ]
         self._expected = [
-            (*member.places[0], member.parameter, local.data_ptr())
+            (*member.places[0], member.parameter, address_of(local))
             for member, local in zip(self.members, self.buffers.locals, strict=True)
         ]
         self._show(UNSHARDED if self.keeps_whole else SHARDED)
@@ -272,6 +272,7 @@ class Unit:
         if after_forward and self._ranks_after_forward != self.comm.size:
             near = self.comm.narrow(self._ranks_after_forward)
             self._narrow = self.buffers.whole.tensor.view(near.size, -1)[near.rank].clone()
+            self.comm.probe.holds(self._narrow, "gathered_weight")
         self.buffers.whole.give()
         self._show(SHARDED)
 
@@ -337,7 +338,7 @@ class Unit:
             index
             for index, (shown, name, parameter, address) in enumerate(self._expected)
             if shown.get(name) is not parameter
-            or local_of(parameter).data_ptr() != address
+            or address_of(local_of(parameter)) != address
             or (not address and _is_elsewhere(parameter, self.buffers.locals[index]))
         ]
         if moved:

@@ -1,0 +1,265 @@
+"""Who owns the memory of a training step: the model, its optimizers, its inputs, what FSDP2 makes.
+
+They are heard through hooks, which also tell the phases of a step and its iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.timeline import Kind, Phase
+from shardwright.tracker.collectives import kind_moved
+from shardwright.tracker.fsdp2 import following_fsdp2
+from shardwright.tracker.log import INFERRED, MOVED, TOLD
+from shardwright.tracker.modules import Modules
+from shardwright.tracker.private import after_backward, in_backward, is_compiled
+from shardwright.tracker.storages import given_tensors
+
+if TYPE_CHECKING:
+    from shardwright.tracker.memory import MemoryTracker
+
+_FRESH = torch.ops.aten.lift_fresh.default  # its argument is a constant that was just made
+
+
+class Owners:
+    """The owners of one tracker's memory. ``phase`` is the one of the step outside of a backward
+    and an optimizer."""
+
+    def __init__(self, tracker: MemoryTracker, model: Any, optimizer: Any, inputs: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(expected("model", "a torch.nn.Module", type(model).__name__))
+        optimizers = [] if optimizer is None else optimizer
+        self.optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+        for given in self.optimizers:
+            if not isinstance(given, torch.optim.Optimizer):
+                found = type(given).__name__
+                raise InputError(
+                    expected("optimizer", "a torch.optim.Optimizer, or several", found)
+                )
+        self.tracker = tracker
+        self.storages = tracker.storages
+        self.model = model
+        self.inputs = inputs
+        self.phase: Phase = "setup"
+        self.modules = Modules(model, tracker.log, self)
+        self._hears_all = not self.optimizers
+        self._own: list[torch.Tensor] = []  # the parameters that there were at first
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its name
+        self._watched: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its hook
+        self._steps = 0  # under way: an optimizer may be made of others
+        self._stepped = False
+        self._awaiting_end = False
+        self._ended = 0
+
+    @property
+    def first_tensor(self) -> torch.Tensor | None:
+        """What tells the device, and whether the model is fake."""
+        return next(
+            chain(self.model.parameters(), self.model.buffers(), _tensors(self.inputs)), None
+        )
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Count what is there, and hear what happens until the end."""
+        self._refuse()
+        self._take_stock()
+        self.tracker.log.iterations.append((self.tracker.log.now, self.modules.iteration))
+        with ExitStack() as around:
+            around.enter_context(following_fsdp2(self.tracker, self.model))
+            around.callback(self._unhook)
+            self._hook_optimizers(around)
+            self.modules.begin()
+            around.callback(self.modules.end)
+            around.callback(self._settle)
+            yield
+
+    def _refuse(self) -> None:
+        for path, module in self.model.named_modules():
+            if is_compiled(module):
+                raise UnsupportedError(
+                    expected(
+                        f"module '{path or type(module).__name__}'",
+                        "a module that runs operation by operation",
+                        "a compiled one, whose memory no dispatch mode sees",
+                        "Track the model without torch.compile.",
+                    )
+                )
+
+    # ---- what is there at first ------------------------------------------------------------------
+
+    def _take_stock(self) -> None:
+        tell = self.storages.tell
+        for name, parameter in self.model.named_parameters():
+            self._own.append(parameter)
+            self._names[parameter] = name
+            tell(parameter, "weight", TOLD, name)
+        for optimizer in self.optimizers:
+            for number, parameter in enumerate(_parameters_of(optimizer)):
+                if parameter not in self._names:
+                    self._own.append(parameter)
+                    self._names[parameter] = f"parameter {number} of the optimizer"
+                tell(parameter, "weight", TOLD)
+            self._take_states(optimizer)
+        self._take_gradients()
+        for name, buffer in self.model.named_buffers():
+            tell(buffer, "buffer", TOLD, name)
+        for number, leaf in enumerate(_tensors(self.inputs)):
+            tell(leaf, "input", TOLD, f"input {number}")
+
+    def _take_states(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, states in optimizer.state.items():
+            name = self._names.get(parameter, "") if torch.is_tensor(parameter) else ""
+            for key, leaf in states.items() if isinstance(states, dict) else ():
+                for tensor in _tensors(leaf):
+                    self.storages.tell(tensor, "optimizer_state", TOLD, f"{name}.{key}")
+
+    def _take_gradients(self) -> None:
+        """Every gradient that a parameter shows: between passes that is this rank's own part."""
+        for parameter in self._own:
+            if parameter.grad is not None:
+                name = f"{self._names[parameter]}.grad"
+                self.storages.tell(parameter.grad, "gradient", INFERRED, name)
+
+    # ---- what the modules say --------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward of the model begins, or of a part of it that is called on its own."""
+        self._settle()
+        while self._steps:  # one that raised, or whose closure this is
+            self._steps -= 1
+            self.tracker.end()
+        if self._stepped:
+            self._stepped = False
+            self.modules.next_iteration()
+            self.tracker.log.iterations.append((self.tracker.log.now, self.modules.iteration))
+        self.phase = "forward"
+        self.tracker.log.turn(self.tracker.phase)
+
+    def begin_model(self, arguments: Any) -> None:
+        """The forward of the whole model begins."""
+        for number, leaf in enumerate(_tensors(arguments)):
+            self.storages.tell(leaf, "input", INFERRED, f"input {number}")
+
+    def end_model(self, output: Any) -> None:
+        """The forward of the whole model is over; what follows, such as a loss, belongs to it."""
+        for leaf in _tensors(output):
+            self.storages.tell(leaf, "output", MOVED)
+
+    def meet(self, path: str, module: nn.Module) -> None:
+        """A module has its parameters as it computes with them: those that were not there at first
+        are gathered ones."""
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            fqn = self._names.setdefault(parameter, f"{path}.{name}" if path else name)
+            self.storages.tell(parameter, "gathered_weight", INFERRED, fqn)
+            if parameter.requires_grad and parameter.is_leaf and parameter not in self._watched:
+                hook = parameter.register_post_accumulate_grad_hook(self._accumulated)
+                self._watched[parameter] = hook
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        whole = self.storages.kind_of(parameter) == "gathered_weight"
+        if parameter.grad is not None:
+            kind: Kind = "unreduced_gradient" if whole else "gradient"
+            name = f"{self._names.get(parameter, '')}.grad"
+            self.storages.tell(parameter.grad, kind, INFERRED, name)
+
+    # ---- what operations say ---------------------------------------------------------------------
+
+    def heed(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        """An operation ran: count what it was given if nobody made it, and what a collective
+        moved."""
+        backward = in_backward()
+        if backward and not self._awaiting_end:
+            self._awaiting_end = True
+            after_backward(self._expect_end)
+        computing = torch.is_grad_enabled() if backward else self.phase == "forward"
+        kind = kind_moved(function, computing=computing)
+        if kind is not None:
+            first = self.modules.iteration == 1  # in which the buffers of DDP turn up
+            self.storages.tell_buffers(arguments, kind, earlier=first)
+            return
+        if backward or not computing or is_constant(function) or self.tracker.in_region:
+            return  # backends copy what they move into buffers of their own, and hand it over then
+        for tensor in given_tensors(arguments):
+            self.storages.meet(tensor)
+
+    # ---- the end of a backward, and steps --------------------------------------------------------
+
+    def _expect_end(self) -> None:
+        """The pass is over, but for what others do then: come after them."""
+        after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._ended = self.tracker.log.now
+        self._take_gradients()
+        if self.phase == "forward":
+            self.phase = "backward"  # until a step or a forward: gradients are clipped now
+        self._awaiting_end = False
+
+    def _settle(self) -> None:
+        """No pass is under way; those of checkpoints within another one looked like ends, too."""
+        self._awaiting_end = False
+        self.modules.backwards.finish(self._ended)
+
+    def _hook_optimizers(self, around: ExitStack) -> None:
+        if self._hears_all:
+            handles = [
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ]
+        else:
+            handles = []
+            for optimizer in self.optimizers:
+                handles.append(optimizer.register_step_pre_hook(self._before_step))
+                handles.append(optimizer.register_step_post_hook(self._after_step))
+        for handle in handles:
+            around.callback(handle.remove)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not in_backward():
+            self._settle()
+        self._steps += 1
+        self.tracker.begin("step")
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._take_states(optimizer)
+        if self._steps:
+            self._steps -= 1
+            self.tracker.end()
+        self._stepped = True
+        if not in_backward():
+            self.phase = "setup"
+            self.tracker.log.turn(self.tracker.phase)
+
+    def _unhook(self) -> None:
+        for hook in self._watched.values():
+            hook.remove()
+        self._watched.clear()
+
+
+def is_constant(function: Any) -> bool:
+    """Whether an operation returns the tensor that it is given as one that was just made."""
+    return function is _FRESH
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_iter(values) if isinstance(leaf, torch.Tensor))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,197 @@
+"""Every private interface of torch that the tracker uses, and nothing else.
+
+Each patch is a context that puts back what it replaced. Names are those of torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "after_backward",
+    "counting_nodes",
+    "fake_mode_of",
+    "following_resizes",
+    "fsdp_groups",
+    "in_backward",
+    "is_compiled",
+    "key_of",
+    "node_number",
+    "plain_parts",
+    "present_fake_mode",
+    "quiet_propagation",
+    "unwraps_itself",
+    "wrapping_groups",
+]
+
+_DTENSOR = "torch.distributed.tensor"  # without it there is nothing to be worked out
+
+
+def key_of(storage: torch.UntypedStorage) -> int:
+    """What tells storages apart while they live: the address of the object behind one."""
+    return int(storage._cdata)
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward pass has computed every gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def counting_nodes() -> int:
+    """The number that the next node of an autograd graph will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def node_number() -> int:
+    """The number of the node that the backward is evaluating, -1 outside of one."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def unwraps_itself(kind: type) -> bool:
+    """Whether a tensor class consists of other tensors, as a DTensor does."""
+    return bool(is_traceable_wrapper_subclass_type(kind))
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own that ``tensor`` consists of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        if tensor.layout is torch.strided:
+            yield tensor
+        elif tensor.layout is torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):
+            yield from plain_parts(part)
+
+
+def present_fake_mode() -> FakeTensorMode | None:
+    """The fake mode that is on."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, FakeTensorMode):
+            return mode
+    return None
+
+
+def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode | None:
+    """The mode a fake tensor belongs to, None for a real one."""
+    for part in plain_parts(tensor):
+        if isinstance(part, FakeTensor):
+            return part.fake_mode
+    return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has taken over the forward of ``module``."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+@contextmanager
+def following_resizes(changed: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Tell of every storage that is resized, which no dispatch mode sees."""
+    original = torch.UntypedStorage.resize_
+
+    @wraps(original)
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        changed(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def quiet_propagation(pause: Callable[[bool], None]) -> Iterator[None]:
+    """Call ``pause(True)`` while DTensor works out shapes, and ``pause(False)`` after.
+
+    It does so by running operations on fake tensors of global size, under the fake mode that is on
+    if there is one: the tensors cannot be told from the caller's own, only the caller can.
+    """
+    if _DTENSOR not in sys.modules:
+        yield
+        return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    @wraps(original)
+    def quiet(*arguments: Any, **keywords: Any) -> Any:
+        pause(True)
+        try:
+            return original(*arguments, **keywords)
+        finally:
+            pause(False)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = quiet  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+
+
+Wrapper = Callable[[Any, Callable[[], Any]], Any]  # a group, and what it was about to do
+
+
+@contextmanager
+def wrapping_groups(wrappers: Mapping[str, Wrapper]) -> Iterator[None]:
+    """Put a wrapper around methods of FSDP2's parameter groups, by name."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    originals = {name: getattr(FSDPParamGroup, name) for name in wrappers}
+    for name, original in originals.items():
+        setattr(FSDPParamGroup, name, _wrapped(original, wrappers[name]))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(FSDPParamGroup, name, original)
+
+
+def _wrapped(original: Callable[..., Any], wrapper: Wrapper) -> Callable[..., Any]:
+    @wraps(original)
+    def method(group: Any, *arguments: Any, **keywords: Any) -> Any:
+        return wrapper(group, lambda: original(group, *arguments, **keywords))
+
+    return method
+
+
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups in ``model``, each once; torch 2.11 has one a module at most."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:
+                groups = [state._fsdp_param_group]
+            found.update({id(group): group for group in groups if group is not None})
+    return list(found.values())

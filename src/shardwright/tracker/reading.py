@@ -1,0 +1,253 @@
+"""What a log says: peaks by phase, iteration and module, states of modules, what was alive."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwright.core.footprint import Alive, ModuleMemory, PhasePeak, Sample
+from shardwright.core.timeline import Kind, Phase
+from shardwright.core.tracked import STATES, Snapshot, State
+from shardwright.tracker.log import Holding, Log
+from shardwright.tracker.modules import Modules
+from shardwright.tracker.private import plain_parts
+
+Peak = tuple[int, int]  # bytes, and the first moment that has them
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of the log: its first and last moment."""
+
+    begin: int
+    end: int
+
+
+class Reading:
+    """A log as it is now; ``root`` is how the whole model is called."""
+
+    def __init__(self, log: Log, modules: Modules | None) -> None:
+        self.log = log
+        self.modules = modules
+        self.root = type(modules.model).__name__ if modules else ""
+        self.totals = log.totals()
+
+    # ---- peaks -----------------------------------------------------------------------------------
+
+    def peak(self) -> PhasePeak:
+        """The highest moment of all."""
+        moment = self._highest(Span(0, len(self.totals) - 1))[1]
+        return self._told(self._phase_at(moment), moment)
+
+    def phases(self) -> dict[Phase, PhasePeak]:
+        """The highest moment of every phase."""
+        found: dict[Phase, Peak] = {}
+        for phase, span in self._phase_spans():
+            peak = self._highest(span)
+            if phase not in found or peak[0] > found[phase][0]:
+                found[phase] = peak
+        return {phase: self._told(phase, moment) for phase, (_, moment) in found.items()}
+
+    def iterations(self) -> tuple[PhasePeak, ...]:
+        """The highest moment of every iteration."""
+        marks = self.log.iterations or [(0, 1)]
+        ends = [begin for begin, _ in marks[1:]] + [len(self.totals) - 1]
+        return tuple(
+            self._told(f"iteration {number}", self._highest(Span(begin, end))[1])
+            for (begin, number), end in zip(marks, ends, strict=True)
+        )
+
+    def _phase_spans(self) -> Iterable[tuple[Phase, Span]]:
+        turns = self.log.turns or [(0, "setup")]
+        ends = [begin for begin, _ in turns[1:]] + [len(self.totals) - 1]
+        for (begin, phase), end in zip(turns, ends, strict=True):
+            yield phase, Span(begin, end)
+
+    def _highest(self, span: Span) -> Peak:
+        part = self.totals[span.begin : span.end + 1]
+        most = max(part)
+        return most, span.begin + part.index(most)
+
+    def _phase_at(self, moment: int) -> str:
+        name: str = "setup"
+        for begin, phase in self.log.turns:
+            if begin >= max(moment, 1):  # the entry before ``moment`` made it
+                break
+            name = phase
+        return name
+
+    def _told(self, phase: str, moment: int) -> PhasePeak:
+        kinds = self.log.kinds_at([moment])[moment]
+        return PhasePeak(phase, self.totals[moment], kinds, self._where(moment))
+
+    def _where(self, moment: int) -> str:
+        if not moment:
+            return ""
+        held, _, module = self.log.entries[moment - 1]
+        path = self.called(module)
+        return f"{path}: {held.label}" if path else held.label
+
+    def called(self, path: str | None) -> str:
+        """A module by the name people read."""
+        return self.root if path == "" else path or ""
+
+    # ---- what was alive --------------------------------------------------------------------------
+
+    def alive_at_peak(self, top: int) -> tuple[Alive, ...]:
+        """The largest of what was alive at the highest moment; equal names count together."""
+        moment = self._highest(Span(0, len(self.totals) - 1))[1]
+        sizes: Counter[tuple[str, str, Kind]] = Counter()
+        counts: Counter[tuple[str, str, Kind]] = Counter()
+        for held, size in self.log.alive_at(moment).items():
+            key = self._key(held)
+            sizes[key] += size
+            counts[key] += 1
+        return tuple(
+            Alive(name, module, kind, size, counts[name, module, kind])
+            for (name, module, kind), size in sizes.most_common(top)
+        )
+
+    def _key(self, held: Holding) -> tuple[str, str, Kind]:
+        module = self.called(held.module)
+        name = held.name or (f"{module}: {held.label}" if module else held.label)
+        return name, module, held.kind
+
+    def timeline(self) -> tuple[tuple[Kind, ...], tuple[Sample, ...]]:
+        """Kinds, and their live bytes after every change; frees have no name."""
+        held_kinds = {held.kind for held, _, _ in self.log.entries}
+        kinds = tuple(sorted(held_kinds | {held.kind for held, _ in self.log.earlier}))
+        live: Counter[Kind] = Counter()
+        for held, size in self.log.earlier:
+            live[held.kind] += size
+        phases = dict(self.log.turns)
+        phase: str = "setup"
+        found = []
+        for index, (held, change, _) in enumerate(self.log.entries):
+            phase = phases.get(index, phase)
+            live[held.kind] += change
+            name = self._where(index + 1) if change > 0 else ""
+            found.append(Sample(name, phase, tuple(live[kind] for kind in kinds)))
+        return kinds, tuple(found)
+
+    # ---- modules ---------------------------------------------------------------------------------
+
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """Every state of every module, in the order they were reached, peaks last."""
+        if self.modules is None:
+            return ()
+        forward, backward = self._module_peaks()
+        rows: list[tuple[int, str, State, int, int]] = [
+            (m.moment, m.module, m.state, m.iteration, m.call) for m in self.modules.marks
+        ]
+        rows.sort(key=lambda row: row[0])  # stable: marks of one moment keep their order
+        for peaks, state in ((forward, STATES[2]), (backward, STATES[9])):
+            for (path, iteration), (_, moment) in peaks.items():
+                rows.append((moment, path, state, iteration, 0))
+        kinds = self.log.kinds_at(row[0] for row in rows)
+        return tuple(
+            Snapshot(self.called(path), state, iteration, call, self.totals[moment], kinds[moment])
+            for moment, path, state, iteration, call in rows
+        )
+
+    def by_module(self) -> tuple[ModuleMemory, ...]:
+        """Every module of the model, in its order."""
+        if self.modules is None:
+            return ()
+        forward, backward = map(_over_iterations, self._module_peaks())
+        saved = self._saved()
+        return tuple(
+            ModuleMemory(
+                name=self.called(path),
+                kind=type(module).__name__,
+                parameters=_parameter_bytes(module),
+                saved=saved.get(path, 0),
+                forward_peak=forward.get(path, 0),
+                backward_peak=backward.get(path, 0),
+            )
+            for path, module in self.modules.model.named_modules()
+        )
+
+    def _module_peaks(self) -> tuple[dict[tuple[str, int], Peak], dict[tuple[str, int], Peak]]:
+        """By path and iteration: the highest moment of forwards, and of what backwards did."""
+        assert self.modules is not None
+        forward: dict[tuple[str, int], Peak] = {}
+        backward: dict[tuple[str, int], Peak] = {}
+        for call in self.modules.calls:
+            peak = self._highest(Span(call.begin, call.end))
+            _raise(forward, (call.module, call.iteration), peak)
+        for mark in self.modules.marks:
+            if mark.state == "before pre-backward":
+                level = (self.totals[mark.moment], mark.moment)
+                _raise(backward, (mark.module, mark.iteration), level)
+        numbers = _Steps(self.log.iterations)
+        for phase, span in self._phase_spans():
+            if phase not in ("backward", "reduce"):
+                continue
+            for index in range(span.begin, span.end):
+                _, change, module = self.log.entries[index]
+                if change > 0 and module is not None:
+                    peak = (self.totals[index + 1], index + 1)
+                    iteration = numbers.at(index)
+                    for path in _with_parents(module):
+                        _raise(backward, (path, iteration), peak)
+        return forward, backward
+
+    def _saved(self) -> dict[str, int]:
+        """By path, the most activations that one forward left."""
+        assert self.modules is not None
+        marks = [m for m in self.modules.marks if m.state in ("before pre-forward", STATES[4])]
+        kinds = self.log.kinds_at(mark.moment for mark in marks)
+        before: dict[tuple[str, int, int], int] = {}
+        found: dict[str, int] = {}
+        for mark in marks:
+            level = sum(kinds[mark.moment].get(kind, 0) for kind in ("activation", "output"))
+            key = (mark.module, mark.iteration, mark.call)
+            if mark.state == "before pre-forward":
+                before[key] = level
+            elif key in before:
+                left = level - before[key]
+                found[mark.module] = max(left, found.get(mark.module, 0))
+        return found
+
+
+class _Steps:
+    """Which iteration a moment belongs to, asked in order or not."""
+
+    def __init__(self, marks: Sequence[tuple[int, int]]) -> None:
+        self.begins = [begin for begin, _ in marks]
+        self.numbers = [number for _, number in marks]
+
+    def at(self, moment: int) -> int:
+        return self.numbers[max(0, bisect_right(self.begins, moment) - 1)]
+
+
+def _raise(peaks: dict[tuple[str, int], Peak], key: tuple[str, int], peak: Peak) -> None:
+    if key not in peaks or peak[0] > peaks[key][0]:
+        peaks[key] = peak
+
+
+def _with_parents(path: str) -> Iterable[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _over_iterations(peaks: dict[tuple[str, int], Peak]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for (path, _), (most, _) in peaks.items():
+        found[path] = max(most, found.get(path, 0))
+    return found
+
+
+def _parameter_bytes(module: nn.Module) -> int:
+    """This rank's parameters of a module and all below it, tied ones once."""
+    return sum(
+        part.numel() * part.element_size()
+        for parameter in module.parameters()
+        for part in plain_parts(parameter)
+    )

@@ -1,0 +1,41 @@
+"""Beside the allocator of a GPU, where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.tracker.device import granularity_of, meter_for
+from shardwright.tracker.memory import MemoryTracker
+
+
+def test_only_real_tensors_on_a_gpu_are_metered() -> None:
+    assert meter_for(torch.device("cpu"), fake=False) is None
+    assert meter_for(torch.device("cuda"), fake=True) is None
+    assert meter_for(None, fake=False) is None
+
+
+def test_a_gpu_rounds_up_to_512_bytes() -> None:
+    assert granularity_of("cuda") == 512
+    assert granularity_of("cpu") == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_tracked_peak_is_what_the_allocator_says() -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.ones(512, 1024, device="cuda")
+    for _ in range(2):  # the first makes the workspaces of cuBLAS, which are no tensors
+        with MemoryTracker(model, optimizer, inputs=batch) as tracker:
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    result = tracker.result()
+    assert result.device is not None
+    begin, _ = tracker.log.iterations[0]
+    workspaces = result.device.before - tracker.log.totals()[begin]
+    assert workspaces >= 0
+    assert result.peak.bytes + workspaces == pytest.approx(result.device.active_peak, rel=0.01)
+    assert result.device.retries == 0
+    assert "accuracy" in tracker.report()
