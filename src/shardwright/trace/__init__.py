@@ -1,0 +1,1 @@
+"""What a module takes and frees in a step, traced on fake tensors."""

@@ -1,0 +1,254 @@
+"""Activation checkpointing, by the names a job uses: what a block's forward keeps and what is
+computed again in its backward.
+
+Blocks are run through ``torch.utils.checkpoint`` without reentrance, as training code does it, so a
+trace sees the copies, the recomputation and its early stop as they are. Policies by operator go by
+aten names; an operator that a lowering put in an other's place answers to that other's name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from shardwright.core.errors import InputError, expected
+from shardwright.trace.lowering.operators import aten_name
+
+Kind = Literal["none", "full", "operators", "core_attention"]
+
+# _scaled_mm: a product in fp8, which TorchTitan's policy sees as mm of torchao's tensors
+PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm"))
+# pytorch/torchtitan, op list of its selective checkpointing (2024-2026) without flex attention,
+# which is no operator of aten; the CPU's attention stands beside CUDA's
+COSTLY = frozenset(
+    (
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::all_to_all_single",
+        "aten::max",
+    )
+)
+CORE_MODULES = ("core_attention", "inner_attention", "sdpa")  # Megatron, TorchTitan
+NAMES = "none, full, selective, selective_op, core_attention, layers:N or save:OPERATOR,..."
+
+_ATTENTION = functional.scaled_dot_product_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """``kept`` are the operators whose results stay, ``alternate`` those of which only the first,
+    third, ... result does; every ``every``-th block is checkpointed."""
+
+    name: str
+    kind: Kind
+    kept: frozenset[str] = frozenset()
+    alternate: frozenset[str] = frozenset()
+    every: int = 1
+
+    def keeps(self) -> Callable[[str], bool]:
+        """A fresh count: whether the result of the next operator of a name is kept."""
+        products = itertools.count(1)
+
+        def keep(name: str) -> bool:
+            name = aten_name(name)
+            if name in self.alternate:
+                return next(products) % 2 == 1
+            return name in self.kept
+
+        return keep
+
+
+def policy(name: str) -> Policy:
+    """A policy by the name a job gives it."""
+    head, _, rest = name.partition(":")
+    if name == "none":
+        return Policy(name, "none")
+    if name == "full":
+        return Policy(name, "full")
+    if name in ("selective", "selective_op"):
+        return Policy(name, "operators", COSTLY, PRODUCTS)
+    if name == "core_attention":
+        return Policy(name, "core_attention")
+    if head == "layers" and rest.isdigit() and int(rest) > 0:
+        return Policy(name, "full", every=int(rest))
+    if head == "save" and rest:
+        kept = frozenset(_operator(name, part.strip()) for part in rest.split(","))
+        return Policy(name, "operators", kept)
+    raise InputError(
+        expected("memory.checkpointing", NAMES, f"'{name}'", "Choose one of these policies.")
+    )
+
+
+class Applied:
+    """Checkpointed blocks; ``remove`` undoes it. Their parameters and hooks are where they were."""
+
+    def __init__(self) -> None:
+        self.blocks: list[nn.Module] = []
+
+    def remove(self) -> None:
+        """The blocks run as they did before."""
+        for block in self.blocks:
+            del block.forward
+        self.blocks.clear()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.remove()
+
+
+def apply_checkpointing(
+    blocks: Sequence[nn.Module],
+    policy_name: str | Policy,
+    *,
+    preserve_rng_state: bool = False,
+    early_stop: bool = True,
+) -> Applied:
+    """Checkpoint blocks in place: their ``forward`` is exchanged, so that hooks (of sharding, of a
+    tracer) stay outside of the recomputation, as they do around a checkpoint wrapper.
+
+    ``preserve_rng_state`` also keeps the state of the random generator, some kilobytes of the host.
+    """
+    chosen = policy(policy_name) if isinstance(policy_name, str) else policy_name
+    applied = Applied()
+    if chosen.kind == "none":
+        return applied
+    options: dict[str, Any] = {
+        "use_reentrant": False,
+        "preserve_rng_state": preserve_rng_state,
+        "early_stop": early_stop,
+    }
+    for place, block in enumerate(blocks, start=1):
+        if place % chosen.every:
+            continue
+        for changed, forward in _checkpointed(block, chosen, options):
+            if "forward" in vars(changed):
+                raise InputError(
+                    expected(
+                        type(changed).__name__,
+                        "a block that is not checkpointed yet",
+                        "one whose forward was exchanged",
+                        "Remove the other checkpointing first.",
+                    )
+                )
+            changed.forward = forward
+            applied.blocks.append(changed)
+    return applied
+
+
+def _checkpointed(
+    block: nn.Module, chosen: Policy, options: dict[str, Any]
+) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """The modules to change and what their forward becomes."""
+    if chosen.kind == "core_attention":
+        parts = [m for name, m in block.named_modules() if name.rpartition(".")[2] in CORE_MODULES]
+        if not parts:
+            yield block, partial(_with_attention, block.forward, options)
+        for part in parts:
+            yield part, partial(checkpoint, part.forward, **options)
+        return
+    if chosen.kind == "operators":
+        options = options | {"context_fn": partial(_contexts, chosen)}
+    yield block, partial(checkpoint, block.forward, **options)
+
+
+def _contexts(chosen: Policy) -> Any:
+    forward, again = chosen.keeps(), chosen.keeps()
+
+    def decide(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+        keep = again if context.is_recompute else forward
+        if keep(operator._schema.name):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
+
+
+def _with_attention(
+    forward: Callable[..., Any], options: dict[str, Any], *arguments: Any, **keywords: Any
+) -> Any:
+    with _attention_again(options):
+        return forward(*arguments, **keywords)
+
+
+@contextmanager
+def _attention_again(options: dict[str, Any]) -> Iterator[None]:
+    """Calls of scaled_dot_product_attention inside are checkpointed, whoever replaced it before."""
+    current = functional.scaled_dot_product_attention
+    again = partial(checkpoint, current, **options)
+    functional.scaled_dot_product_attention = again
+    try:
+        with _Attention(again):
+            yield
+    finally:
+        functional.scaled_dot_product_attention = current
+
+
+class _Attention(TorchFunctionMode):
+    """The same for models that imported the function by its name."""
+
+    def __init__(self, again: Callable[..., Any]) -> None:
+        super().__init__()
+        self.again = again
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        called = self.again if function is _ATTENTION else function
+        return called(*arguments, **(keywords or {}))
+
+
+def _operator(policy_name: str, written: str) -> str:
+    """``aten.mm`` or ``aten::mm`` as the dispatcher writes it."""
+    space, _, rest = written.replace("::", ".").partition(".")
+    known = bool(rest) and hasattr(getattr(torch.ops, space), rest.partition(".")[0])
+    if not known:
+        raise InputError(
+            expected(
+                "memory.checkpointing",
+                "operators of torch such as aten.mm after 'save:'",
+                f"'{written}' in '{policy_name}'",
+                "Name operators as torch.ops does.",
+            )
+        )
+    return f"{space}::{rest.partition('.')[0]}"
+
+
+DESCRIPTIONS: tuple[tuple[str, str, str], ...] = (
+    ("none", "everything that backward needs", "-"),
+    ("full", "each block's inputs", "each block, up to what backward needs last"),
+    (
+        "selective (selective_op)",
+        "each block's inputs, every second matrix product (first, third, ...), attention,"
+        " reduce-scatter, all-to-all, max",
+        "the rest (TorchTitan's policy by operator)",
+    ),
+    ("core_attention", "all but what core attention keeps inside", "core attention (Megatron's)"),
+    ("layers:N", "every N-th block's inputs, all of the others", "every N-th block"),
+    ("save:aten.mm,...", "each block's inputs, results of the operators named", "the rest"),
+)
+
+
+def table() -> str:
+    """The policies as a Markdown table."""
+    lines = [("policy", "keeps", "computes again"), ("---",) * 3, *DESCRIPTIONS]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

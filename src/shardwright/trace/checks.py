@@ -1,0 +1,183 @@
+"""Why a module cannot be traced, in one line that names the part of it and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.nn.parameter import is_lazy
+
+from shardwright.core.errors import InputError, UnsupportedError, expected
+
+LONGEST = 160  # letters of another's message that are repeated
+
+
+class Untraceable(Exception):  # noqa: N818 - what a module is, told by its user
+    """``cause`` was raised while the module at ``path`` ran, or its backward."""
+
+    def __init__(self, path: str, cause: Exception) -> None:
+        super().__init__(path, cause)
+        self.path, self.cause = path, cause
+
+
+class _Reason(NamedTuple):
+    wanted: str
+    found: str
+    remedy: str
+
+
+def explained(error: Untraceable, module: nn.Module, where: str, called: str) -> UnsupportedError:
+    """The error as a person reads it; ``called`` says with what the module was called."""
+    reason = _reason(error.cause, called)
+    place = f"{where}: {named(module, error.path)}"
+    return UnsupportedError(expected(place, reason.wanted, reason.found, reason.remedy))
+
+
+def named(module: nn.Module, path: str) -> str:
+    """A part of a module by path and class."""
+    try:
+        kind = type(module.get_submodule(path)).__name__
+    except AttributeError:
+        kind = "module"
+    return f"module '{path}' ({kind})" if path else kind
+
+
+def first_line(error: BaseException) -> str:
+    """An error's class and the beginning of what it says."""
+    lines = str(error).strip().splitlines()
+    text = lines[0].strip() if lines else ""
+    short = text if len(text) <= LONGEST else f"{text[:LONGEST].rstrip()}..."
+    return f"{type(error).__name__}: {short}" if short else type(error).__name__
+
+
+def check_module(module: nn.Module, where: str) -> None:
+    """Refuse what fake tensors cannot stand for, before anything runs."""
+    for path, part in module.named_modules():
+        place = f"{where}: {named(module, path)}"
+        if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            raise UnsupportedError(
+                expected(
+                    place,
+                    "a dense gradient",
+                    "sparse=True, whose size depends on the ids of a batch",
+                    "Build it with sparse=False.",
+                )
+            )
+        for name, tensor in _own(part):
+            _check_tensor(tensor, f"{place}, tensor '{name}'")
+
+
+def _own(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for held in (part._parameters, part._buffers):
+        yield from ((name, tensor) for name, tensor in held.items() if tensor is not None)
+
+
+def _check_tensor(tensor: torch.Tensor, place: str) -> None:
+    if is_lazy(tensor):
+        raise UnsupportedError(
+            expected(
+                place,
+                "a shape",
+                "a lazy one that its first batch would decide",
+                "Give the module its sizes, or call it once in the function.",
+            )
+        )
+    if tensor.device.type not in ("cpu", "meta"):
+        raise UnsupportedError(
+            expected(
+                place,
+                "a tensor on the CPU, where nothing is allocated for it",
+                f"one on '{tensor.device}'",
+                "Build the model without a device; memory.lowering names the one to estimate.",
+            )
+        )
+    if tensor.layout is not torch.strided or tensor.is_complex():
+        found = "a complex one" if tensor.is_complex() else f"layout {tensor.layout}"
+        raise UnsupportedError(expected(place, "a dense tensor of real numbers", found))
+
+
+@contextmanager
+def without_pointers() -> Iterator[None]:
+    """Who asks a fake tensor for its pointer is refused inside: torch answers 0."""
+
+    def refuse(tensor: FakeTensor) -> int:
+        raise RuntimeError("data_ptr() of a fake tensor")
+
+    FakeTensor.data_ptr = refuse  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.data_ptr
+
+
+def no_gradient(result: object, where: str) -> InputError:
+    """The loss of a module does not depend on a trained parameter."""
+    found = "one without a gradient"
+    if not isinstance(result, torch.Tensor):
+        found = f"{type(result).__name__} without a tensor that has one"
+    return InputError(
+        expected(
+            where,
+            "a floating-point result that depends on trained parameters",
+            found,
+            "Let requires_grad be true for what is trained, and use no torch.no_grad().",
+        )
+    )
+
+
+def _reason(error: Exception, called: str) -> _Reason:
+    text = str(error)
+    if isinstance(error, DynamicOutputShapeException):
+        return _Reason(
+            "shapes that do not depend on values",
+            f"{error.func}, whose result is as large as its values say",
+            "Write it with fixed shapes: a capacity, torch.where, or a product with the mask.",
+        )
+    if isinstance(error, DataDependentOutputException):
+        return _Reason(
+            "a forward that does not read values of tensors",
+            f"{error.func}, as of .item(), .tolist() or an if on a tensor",
+            "Put a number there for the estimate, or compute with the tensor.",
+        )
+    if _without_fake(error):
+        found = error.func if isinstance(error, UnsupportedOperatorException) else first_line(error)
+        return _Reason(
+            "operators that have a fake implementation",
+            str(found),
+            "Register one with torch.library.register_fake, or use an operator of torch.",
+        )
+    if _touches_memory(text):
+        return _Reason(
+            "a forward of torch's operators alone",
+            f"an access to a tensor's memory ({first_line(error)})",
+            "Replace numpy and pointers by operators, or give the kernel a fake implementation.",
+        )
+    return _Reason(
+        f"a module that runs on fake tensors with {called}",
+        first_line(error),
+        "Return (module, inputs) or (module, inputs, loss) from the function if it takes others.",
+    )
+
+
+def _without_fake(error: Exception) -> bool:
+    text = str(error)
+    if isinstance(error, UnsupportedOperatorException):
+        return True
+    missing = ("no fake impl", "register_fake", "Meta' backend", "meta kernel", "Meta tensors")
+    return isinstance(error, (NotImplementedError, RuntimeError)) and any(
+        part in text for part in missing
+    )
+
+
+def _touches_memory(text: str) -> bool:
+    signs = ("data_ptr", ".numpy()", "Numpy is not", "__array__", "__dlpack__")
+    return any(sign in text for sign in signs)

@@ -1,0 +1,215 @@
+"""A recording of a module made from few of the parts that repeat in it, and checked.
+
+The module runs with three periods of every stretch of parts that are alike, and once more with
+four: unfolded to four, the first recording must say of every piece what the second one does. Where
+it does not, or where the module will not run with fewer parts, it is recorded in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgspec
+from torch import nn
+
+from shardwright.core.recording import Piece, RecordedUnit, Recording, Series, Touch
+from shardwright.core.tensor import TensorSpec
+from shardwright.memory.summaries import Summaries
+from shardwright.memory.unfold import Blocks, moments
+from shardwright.trace.checks import Untraceable, first_line
+from shardwright.trace.repeats import FEW
+from shardwright.trace.structure import Container, containers, repeats
+
+ROOT = ""  # the unit of everything that is in no other
+# The first call of an operator may differ: torch 2.13 remembers of mkldnn's RNN that its gradients
+# have memory of their own, which they share in the first one.
+ATTEMPTS = 2
+ALL = 10**6  # periods: more than there are
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """A module while it has few of its parts: ``units`` by their own names, in order, the root's
+    last; ``blocks`` the repeated parts among them and ``places`` which of all of them they are."""
+
+    units: dict[str, Sequence[nn.Module]]
+    series: tuple[Series, ...]
+    blocks: list[nn.Module]
+    places: list[int]
+
+
+Run = Callable[[Shortened], Recording]
+
+
+@dataclass
+class Composer:
+    """Records ``model`` by ``run``, which is called while it is shortened; ``every`` is how often
+    a policy picks one of its blocks, ``full`` says that it is not to be shortened at all."""
+
+    model: nn.Module
+    run: Run
+    every: int = 1
+    full: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def recording(self) -> Recording:
+        """The recording, unfolded by its series to every part that the module has."""
+        if self.full or not self.left_out:
+            return self._run({})
+        reason = ""
+        for _ in range(ATTEMPTS):
+            try:
+                found = self._run(dict.fromkeys(self.left_out, FEW))
+                reason = self._differs(found)
+            except Untraceable as error:
+                reason = f"it does not run with fewer ({first_line(error.cause)})"
+                break
+            if not reason:
+                return found
+        names = ", ".join(f"'{name}'" for name in self.left_out)
+        self.notes.append(f"all parts of {names} were traced, not a few of each kind: {reason}")
+        return self._run({})
+
+    @cached_property
+    def containers(self) -> list[Container]:
+        """Where parts repeat."""
+        return containers(self.model, self.every)
+
+    @cached_property
+    def left_out(self) -> dict[str, int]:
+        """Periods that a recording can do without, by the name of their series."""
+        found = {
+            name: container.stretches[index].left_out
+            for container in self.containers
+            for index, name in self._titles(container)
+        }
+        return {name: periods for name, periods in found.items() if periods}
+
+    def _differs(self, found: Recording) -> str:
+        """Why a recording cannot be unfolded; series that lack as many periods grow together."""
+        for size in sorted(set(self.left_out.values())):
+            grown = [name for name, periods in self.left_out.items() if periods == size]
+            periods = {name: FEW + (name in grown) for name in self.left_out}
+            more = self._run(periods)
+            if not alike(found, more):
+                return "what they keep does not go up evenly with their number"
+        return ""
+
+    def _run(self, periods: Mapping[str, int]) -> Recording:
+        """A recording with so many periods of each series, of others all there are."""
+        real = {module: name for name, module in self.model.named_modules()}
+        with unchanged(self.model):
+            shortened = self._shortened(periods)
+            names = {name: real[module] for name, module in self.model.named_modules()}
+            return renamed(self.run(shortened), names)
+
+    def _shortened(self, periods: Mapping[str, int]) -> Shortened:
+        units: dict[str, Sequence[nn.Module]] = {}
+        series, places, begin = [], [], 0
+        for container in self.containers:
+            titles, kept = dict(self._titles(container)), []
+            for index, cut in enumerate(container.stretches):
+                here = cut.kept(periods.get(titles.get(index, ""), ALL))
+                kept.extend(here)
+                if index in titles:
+                    every, some = ([container.names[k] for k in its] for its in (cut.every, here))
+                    series.append(Series(titles[index], tuple(every), tuple(some), cut.period))
+            for number, child in enumerate(container.units):
+                if child in kept:
+                    units[container.names[child]] = [container.children[child]]
+                    places.append(begin + number)
+            begin += len(container.units)
+            _keep(container, kept)
+        blocks = [modules[0] for modules in units.values()]
+        inside = {parameter for block in blocks for parameter in block.parameters()}
+        if any(parameter not in inside for parameter in self.model.parameters()):
+            units[ROOT] = [self.model]
+        return Shortened(units, tuple(series), blocks, places)
+
+    def _titles(self, container: Container) -> Iterator[tuple[int, str]]:
+        """The names of stretches that repeat: of the first, their container's."""
+        found = [k for k, cut in enumerate(container.stretches) if repeats(cut)]
+        path = container.path or type(container.module).__name__
+        for number, index in enumerate(found):
+            yield index, f"{path}+{number}" if number else path
+
+
+def alike(few: Recording, more: Recording) -> bool:
+    """Whether ``few``, unfolded to the parts of ``more``, says of each piece the same."""
+    names = {series.name: series.recorded for series in more.series}
+    unfolded = tuple(msgspec.structs.replace(s, names=names[s.name]) for s in few.series)
+    recorded = tuple(msgspec.structs.replace(s, names=s.recorded) for s in more.series)
+    return _said(msgspec.structs.replace(few, series=unfolded)) == _said(
+        msgspec.structs.replace(more, series=recorded)
+    )
+
+
+def _said(recording: Recording) -> list[object]:
+    blocks, summaries = Blocks(recording), Summaries(recording, "stays")
+    said: list[object] = []
+    for moment in moments(recording, blocks):
+        summary = summaries.of(moment.piece)
+        gradients = {blocks.beside(u, moment): n for u, n in summary.gradients.items()}
+        sums = (summary.net, summary.peak, gradients)
+        said.append((moment.piece.point, moment.unit, sums))
+    return said
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """What modules remember of a forward, and which parts they have, is as before at the end."""
+    before = [
+        (part, dict(vars(part)), dict(part._buffers), dict(part._modules))
+        for part in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for part, attributes, buffers, modules in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+            part._buffers.clear()
+            part._buffers.update(buffers)
+            part._modules.clear()
+            part._modules.update(modules)
+
+
+def _keep(container: Container, kept: Sequence[int]) -> None:
+    """Leave these children in a container; those of a list are numbered anew."""
+    old = [name for name, child in container.module._modules.items() if child is not None]
+    numbered = isinstance(container.module, nn.ModuleList)
+    names = [str(k) if numbered else old[place] for k, place in enumerate(sorted(kept))]
+    modules = container.module._modules
+    modules.clear()
+    modules.update(zip(names, (container.children[place] for place in sorted(kept)), strict=True))
+
+
+def renamed(recording: Recording, names: Mapping[str, str]) -> Recording:
+    """A recording with the names that modules have in the whole model."""
+    if all(name == real for name, real in names.items()):
+        return recording
+
+    def tensor(name: str) -> str:
+        path, _, own = name.rpartition(".")
+        return f"{names[path]}.{own}" if names[path] else own
+
+    def touch(old: Touch) -> Touch:
+        name = tensor(old.name) if old.what == "gradient" else old.name
+        module = names.get(old.module, old.module)
+        return msgspec.structs.replace(old, name=name, module=module)
+
+    def unit(old: RecordedUnit) -> RecordedUnit:
+        tensors = tuple(TensorSpec(tensor(t.fqn), t.shape, t.dtype) for t in old.tensors)
+        return msgspec.structs.replace(old, tensors=tensors)
+
+    return msgspec.structs.replace(
+        recording,
+        pieces=tuple(
+            Piece(p.point, p.unit, tuple(map(touch, p.touches))) for p in recording.pieces
+        ),
+        units=tuple(map(unit, recording.units)),
+        frozen=tuple(map(tensor, recording.frozen)),
+    )

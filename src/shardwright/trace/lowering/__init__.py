@@ -1,0 +1,24 @@
+"""What the kernels of a device keep and take where the CPU's would be traced.
+
+A model is traced on fake CPU tensors, because a torch without CUDA can make no others. Inside
+``lowering("cuda")`` the functions whose CUDA kernels differ are replaced by operators that
+allocate, save and free what those kernels do; everything else runs as it is.
+"""
+
+from shardwright.trace.lowering.entries import ENTRIES, table
+from shardwright.trace.lowering.entry import Entry
+from shardwright.trace.lowering.kernels import Kernels, kernels
+from shardwright.trace.lowering.lowered import Lowering, lowering
+from shardwright.trace.lowering.operators import aten_name, unknown_operators
+
+__all__ = [
+    "ENTRIES",
+    "Entry",
+    "Kernels",
+    "Lowering",
+    "aten_name",
+    "kernels",
+    "lowering",
+    "table",
+    "unknown_operators",
+]

@@ -1,0 +1,222 @@
+"""A module's step as a recording: run once on fake tensors, cut where units begin and end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.recording import Piece, Point, RecordedUnit, Recording, Series, Touch
+from shardwright.core.tensor import TensorSpec
+from shardwright.core.timeline import Kind
+from shardwright.trace.checks import Untraceable
+from shardwright.trace.recorder import Record, Recorder, watching
+
+DTYPE_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8_e5m2",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is traced: ``module`` called with ``inputs``, then ``loss`` of its result.
+
+    ``units`` are the modules that share a unit, by the unit's name, in the order of their forward;
+    one named ``""`` is the whole module and has the parameters of no other. Without a ``loss`` the
+    result's own gradient is made up, as a pipeline's stage receives it.
+    """
+
+    module: nn.Module
+    inputs: Sequence[Any]
+    units: Mapping[str, Sequence[nn.Module]]
+    loss: Callable[[Any], torch.Tensor] | None = None
+    series: tuple[Series, ...] = ()
+    cast: torch.dtype | None = None
+    extra: Sequence[torch.Tensor] = ()  # inputs of the loss
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # further inputs of the module
+    around: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+
+
+def record(subject: Subject) -> Recording:
+    """Run one step of ``subject`` and cut it in pieces.
+
+    Call under the fake mode that the module and its inputs were made in.
+    """
+    recorder, module = Recorder(), subject.module
+    given = tree_leaves([list(subject.inputs), dict(subject.keywords), list(subject.extra)])
+    before = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    held = list(held_tensors(module))
+    for tensor in (*held, *before):
+        recorder.adopt(tensor)
+    try:
+        watched = watching(recorder, module, subject.units, subject.cast)
+        with _garbage_stays(), watched, recorder, subject.around():
+            returned = _step(recorder, subject)
+        records, given_bytes = list(recorder.records), recorder.given
+    except ShardwrightError:
+        raise
+    except Exception as error:  # modules fail in as many ways as they are written
+        raise Untraceable(recorder.place_of(error), error) from error
+    finally:
+        recorder.close()
+        for parameter in module.parameters():
+            parameter.grad = None
+    return Recording(
+        pieces=tuple(_pieces(records)),
+        units=tuple(recorded_units(module, subject.units, subject.series)),
+        series=subject.series,
+        buffers=storage_bytes(t for t in held if not isinstance(t, nn.Parameter)),
+        inputs=storage_bytes(before) + given_bytes,
+        result=returned,
+        frozen=tuple(name for name, p in module.named_parameters() if not p.requires_grad),
+        operators=tuple(sorted(recorder.operators)),
+    )
+
+
+@contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """No collection inside: what cycles hold would be freed at random."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _step(recorder: Recorder, subject: Subject) -> int:
+    """One forward and backward; the bytes of a result that a stage sends on."""
+    result, returned = subject.module(*subject.inputs, **subject.keywords), 0
+    recorder.mark("", "finish")
+    if subject.loss is None:
+        target = _trained(result)
+        del result
+        returned = target.untyped_storage().nbytes()
+        gradient = torch.empty_like(target)
+        recorder.forget(gradient)
+        recorder.mark("", "backward")
+        target.backward(gradient)
+    else:
+        recorder.mark("", "loss")
+        loss = subject.loss(result)
+        del result
+        recorder.mark("", "backward")
+        loss.backward()
+    return returned
+
+
+def held_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and tensors that a module has as attributes or in lists of them."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                leaves = tree_leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
+                yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _trained(result: Any) -> torch.Tensor:
+    """The tensor of a stage's result that the next stage sends a gradient for."""
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return next(leaf for leaf in leaves if leaf.requires_grad)
+
+
+def recorded_units(
+    module: nn.Module, units: Mapping[str, Sequence[nn.Module]], series: Sequence[Series] = ()
+) -> list[RecordedUnit]:
+    """The parameters of every unit, frozen ones too: they are gathered with the others.
+
+    A parameter that several units share belongs to the first that has it.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters():
+        names.setdefault(parameter, name)
+    of_series = {block: s.name for s in series for block in s.recorded}
+    taken: set[nn.Parameter] = set()
+    found = {}
+    for unit in sorted(units, key=lambda name: name == ""):
+        mine = dict.fromkeys(p for part in units[unit] for p in part.parameters())
+        left = [p for p in mine if p not in taken]
+        taken.update(left)
+        tensors = tuple(_spec(names[p], p) for p in left)
+        found[unit] = RecordedUnit(unit, tensors, of_series.get(unit, ""))
+    missing = [names[p] for p in names if p not in taken]
+    assert not missing, f"in no unit: {missing}"
+    return [found[unit] for unit in units]
+
+
+def _spec(name: str, parameter: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(parameter.shape), DTYPE_NAMES[parameter.dtype])
+
+
+def _pieces(records: Sequence[Record]) -> list[Piece]:
+    """Records between marks; a storage's kind follows from how long it lives."""
+    kinds = _kinds(records)
+    sizes: dict[int, int] = {}
+    gradients: set[int] = set()
+    pieces: list[Piece] = []
+    point: Point = "begin"
+    unit, touches = "", []
+    for entry in records:
+        if entry.what == "mark":
+            pieces.append(Piece(point, unit, tuple(touches)))
+            point, unit, touches = entry.name, entry.module, []
+        elif entry.what == "take":
+            sizes[entry.storage] = entry.nbytes
+            kind = kinds[entry.storage]
+            touches.append(
+                Touch("take", entry.storage, entry.nbytes, kind, entry.name, entry.module)
+            )
+        elif entry.what == "free":
+            touches.append(Touch("free", entry.storage, entry.nbytes, kinds[entry.storage]))
+        elif entry.storage not in gradients:
+            gradients.add(entry.storage)
+            kind = kinds[entry.storage]
+            size = sizes[entry.storage]
+            touches.append(Touch("gradient", entry.storage, size, kind, entry.name))
+    pieces.append(Piece(point, unit, tuple(touches)))
+    return pieces
+
+
+def _kinds(records: Sequence[Record]) -> dict[int, Kind]:
+    """Activations outlive the unit's forward that made them, or are made again for a backward."""
+    kinds: dict[int, Kind] = {}
+    backward = False
+    fresh: set[int] = set()
+    for entry in records:
+        if entry.what == "mark":
+            backward = backward or entry.name == "backward"
+            fresh.clear()
+        elif entry.what == "take":
+            recomputed = backward and entry.recomputed
+            kinds[entry.storage] = "temporary" if backward and not recomputed else "activation"
+            fresh.add(entry.storage)
+        elif entry.what == "free" and entry.storage in fresh and not backward:
+            kinds[entry.storage] = "temporary"
+    return kinds

@@ -1,0 +1,224 @@
+"""Parts of a module that repeat: children of a list, a dict or a sequence of modules that are built
+alike, one after the other or in a pattern of a few.
+
+Two parts are alike if their classes, the shapes and dtypes of their tensors and their plain
+attributes are. A number that goes up evenly from part to part, as that of a layer does, says where
+a part is and not how it is built. Parts that share parameters with others are like none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwright.trace.repeats import Stretch, stretches
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+DEEPEST = 4  # objects within objects that are compared
+EVENLY = 1e-5  # of their range: how far numbers may be from going up evenly, for those of fp32
+# What a module keeps of itself, beside which its own attributes stand
+_KEPT_BY_TORCH = frozenset(vars(nn.Module())) - {"training"}
+
+
+class Container(NamedTuple):
+    """A list, dict or sequence of modules: its children in order, cut into stretches; ``units`` are
+    the children that are gathered one by one."""
+
+    path: str
+    module: nn.Module
+    names: tuple[str, ...]
+    children: tuple[nn.Module, ...]
+    stretches: tuple[Stretch, ...]
+    units: tuple[int, ...]
+
+
+def containers(model: nn.Module, every: int = 1) -> list[Container]:
+    """Where parts of ``model`` repeat, outermost first.
+
+    Parts inside of a part that repeats belong to it. With ``every`` the units are told apart by
+    their place, as one that picks every so manieth does.
+    """
+    found = list(_walk(model, "", _Sharing(model)))
+    if every == 1:
+        return found
+    begin, told = 0, []
+    for container in found:
+        places = {child: begin + k for k, child in enumerate(container.units, start=1)}
+        keys = _keys(container.children, _Sharing(model))
+        cut = stretches([(key, places.get(k, 0) % every == 0) for k, key in enumerate(keys)])
+        told.append(container._replace(stretches=tuple(cut)))
+        begin += len(container.units)
+    return told
+
+
+class _Sharing:
+    """Which modules and parameters stand in several places of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places = Counter(_places(model))
+
+    def is_bound(self, part: nn.Module) -> bool:
+        """Whether a part has a parameter that also stands outside of it."""
+        inside = Counter(_places(part))
+        return any(self.places[parameter] > count for parameter, count in inside.items())
+
+
+def _places(module: nn.Module) -> Iterator[nn.Parameter]:
+    for _, part in module.named_modules(remove_duplicate=False):
+        yield from (p for p in part._parameters.values() if p is not None)
+
+
+def _walk(module: nn.Module, path: str, sharing: _Sharing) -> Iterator[Container]:
+    inside: Mapping[str, nn.Module] = dict(module.named_children())
+    if isinstance(module, CONTAINERS):
+        found = _container(module, path, sharing)
+        if found is not None:
+            yield found
+            repeated = {k for cut in found.stretches if repeats(cut) for k in cut.every}
+            left = set(range(len(found.children))) - repeated - set(found.units)
+            inside = {found.names[k].rpartition(".")[2]: found.children[k] for k in sorted(left)}
+    for name, child in inside.items():
+        yield from _walk(child, _joined(path, name), sharing)
+
+
+def _container(module: nn.Module, path: str, sharing: _Sharing) -> Container | None:
+    """``module`` with the stretches of its children, if any repeats that has parameters."""
+    items = [(name, child) for name, child in module._modules.items() if child is not None]
+    children = tuple(child for _, child in items)
+    cut = stretches(_keys(children, sharing))
+    repeated = [k for each in cut if repeats(each) for k in each.every]
+    classes = {type(children[k]) for k in repeated if _has_parameters(children[k])}
+    units = tuple(
+        k
+        for k, child in enumerate(children)
+        if type(child) in classes and _has_parameters(child) and not sharing.is_bound(child)
+    )
+    if not units:
+        return None
+    names = tuple(_joined(path, name) for name, _ in items)
+    return Container(path, module, names, children, tuple(cut), units)
+
+
+def repeats(cut: Stretch) -> bool:
+    """Whether a stretch comes at least twice."""
+    return cut.length >= 2 * cut.period
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+# ---- whether parts are alike ---------------------------------------------------------------------
+
+
+def _keys(children: Sequence[nn.Module], sharing: _Sharing) -> list[Hashable]:
+    """A key for every part, equal for those that are alike."""
+    kinds: dict[Hashable, list[int]] = {}
+    numbers: list[list[float]] = []
+    for place, child in enumerate(children):
+        found: list[float] = []
+        kind: Hashable = _built(child, found)
+        numbers.append(found)
+        if sharing.is_bound(child):
+            kind = (kind, place)
+        kinds.setdefault(kind, []).append(place)
+    keys: list[Hashable] = [None] * len(children)
+    for number, places in enumerate(kinds.values()):
+        columns = zip(*(numbers[place] for place in places), strict=True)
+        telling = [column for column in columns if not _goes_up(places, column)]
+        rows = zip(*telling, strict=True) if telling else ((),) * len(places)
+        for place, row in zip(places, rows, strict=True):
+            keys[place] = (number, row)
+    return keys
+
+
+def _goes_up(places: Sequence[int], values: Sequence[float]) -> bool:
+    """Whether numbers go up or down evenly with the places of at least three parts."""
+    if len(places) < 3 or values[0] == values[-1]:
+        return False
+    step = (values[-1] - values[0]) / (places[-1] - places[0])
+    far = EVENLY * abs(values[-1] - values[0])
+    pairs = zip(places, values, strict=True)
+    return all(abs(values[0] + step * (p - places[0]) - value) <= far for p, value in pairs)
+
+
+def _built(module: nn.Module, numbers: list[float]) -> Hashable:
+    """How a part is built, without the numbers, which are added to ``numbers`` in order."""
+    own = vars(module)
+    attributes = tuple(
+        (name, _plain(own[name], numbers, DEEPEST))
+        for name in sorted(own)
+        if name not in _KEPT_BY_TORCH
+    )
+    return (
+        type(module),
+        attributes,
+        tuple((name, _tensor(p)) for name, p in module._parameters.items()),
+        tuple((name, _tensor(b)) for name, b in module._buffers.items()),
+        tuple((name, _child(c, numbers)) for name, c in module._modules.items()),
+        (len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks)),
+    )
+
+
+def _child(module: nn.Module | None, numbers: list[float]) -> Hashable:
+    return None if module is None else _built(module, numbers)
+
+
+def _tensor(tensor: torch.Tensor | None) -> Hashable:
+    if tensor is None:
+        return None
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, type(tensor)
+
+
+def _plain(value: Any, numbers: list[float], depth: int) -> Hashable:
+    """An attribute, as far as it can decide what a forward does."""
+    if isinstance(value, (bool, str, bytes, Enum, torch.dtype, torch.device, type(None), type)):
+        return value
+    if isinstance(value, (int, float)):
+        if not math.isfinite(value):
+            return repr(value)
+        numbers.append(value)
+        return type(value)
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if depth == 0 or isinstance(value, nn.Module):
+        return type(value)
+    into: Callable[[Any], Hashable] = partial(_inside, numbers=numbers, depth=depth - 1)
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(into(item) for item in value)
+    if isinstance(value, dict):
+        return type(value), tuple((repr(key), into(item)) for key, item in value.items())
+    if isinstance(value, (set, frozenset)):
+        return type(value), tuple(sorted(map(repr, value)))
+    return _called(value, into) or (type(value), into(getattr(value, "__dict__", None)))
+
+
+def _inside(value: Any, numbers: list[float], depth: int) -> Hashable:
+    return _plain(value, numbers, depth)
+
+
+def _called(value: Any, into: Callable[[Any], Hashable]) -> Hashable:
+    """A function by its code and what it has about it; nothing for what is none."""
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, into([value.__defaults__, cells])
+    if isinstance(value, MethodType):
+        return value.__func__, type(value.__self__)
+    if isinstance(value, partial):
+        return partial, into([value.func, value.args, value.keywords])
+    return None
+
+
+__all__ = ["CONTAINERS", "Container", "containers", "repeats"]

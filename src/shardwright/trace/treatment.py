@@ -1,0 +1,67 @@
+"""How a model is run while it is recorded: kernels, checkpointing, compiled, in fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from shardwright.trace.checkpointing import apply_checkpointing, policy
+from shardwright.trace.float8 import apply_float8
+from shardwright.trace.lowering import lowering
+from shardwright.trace.lowering.kernels import kernels
+
+
+class Treatment(msgspec.Struct, frozen=True):
+    """Names as a job writes them; ``float8`` is a recipe, empty for none."""
+
+    device: str = "cuda"
+    checkpointing: str = "none"
+    compile: bool = False
+    compiled_loss: bool = False
+    float8: str = ""
+
+    @contextmanager
+    def applied(
+        self, model: nn.Module, blocks: Sequence[nn.Module], treated: Sequence[int]
+    ) -> Iterator[Applied]:
+        """``model`` treated so inside; ``treated`` are the blocks that a policy picks."""
+        chosen = replace(policy(self.checkpointing), every=1)
+        picked = [blocks[place] for place in treated]
+        others = [block for place, block in enumerate(blocks) if place not in treated]
+        result = Applied(self)
+        with ExitStack() as stack:
+            if self.float8:
+                stack.enter_context(apply_float8(model, self.float8))
+            if self.compile:
+                from shardwright.trace.compiled import apply_compile  # seconds of imports
+
+                for its, name in ((picked, chosen), (others, policy("none"))):
+                    done = stack.enter_context(apply_compile(its, name, kernels(self.device)))
+                    result.compiled.append(done)
+            else:
+                stack.enter_context(apply_checkpointing(picked, chosen))
+            yield result
+
+
+@dataclass(slots=True)
+class Applied:
+    """A treatment at work."""
+
+    treatment: Treatment
+    compiled: list[Any] = field(default_factory=list)
+
+    def around(self) -> AbstractContextManager[Any]:
+        """The context of a forward and a backward."""
+        if self.treatment.device == "cpu":
+            return nullcontext()
+        return lowering(self.treatment.device)
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be done as asked."""
+        return list(dict.fromkeys(note for each in self.compiled for note in each.notes))

@@ -1,0 +1,112 @@
+"""What a recorder sees of storages, of units and of where it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.trace.recorder import Record, Recorder, watching
+
+FOUR = 16  # bytes of four numbers
+
+
+def seen(recorder: Recorder) -> list[tuple[str, int]]:
+    return [(entry.what, entry.nbytes) for entry in recorder.records if entry.what != "mark"]
+
+
+def test_a_storage_is_taken_with_its_first_tensor_and_freed_with_its_last() -> None:
+    recorder, x = Recorder(), torch.ones(4)
+    with recorder:
+        y = x * 2
+        view = y[:2]
+        del y
+        assert seen(recorder) == [("take", FOUR)]
+        del view
+    assert seen(recorder) == [("take", FOUR), ("free", FOUR)]
+
+
+def test_what_was_there_before_is_given_once_and_not_taken() -> None:
+    recorder, x = Recorder(), torch.ones(4)
+    with recorder:
+        part = x[:2]
+        again = x.view(2, 2)
+        del part, again, x
+    assert seen(recorder) == []
+    assert recorder.given == FOUR
+
+
+def test_what_is_adopted_is_not_given() -> None:
+    recorder, x = Recorder(), torch.ones(4)
+    recorder.adopt(x)
+    with recorder:
+        x.view(2, 2)
+    assert recorder.given == 0
+
+
+def test_a_storage_that_takes_the_place_of_one_that_went_is_seen() -> None:
+    recorder, kept = Recorder(), []
+    with recorder:
+        for _ in range(8):
+            x = torch.ones(4).detach()
+            kept.append(x * 2)
+            del x
+    taken = [nbytes for what, nbytes in seen(recorder) if what == "take"]
+    assert len(taken) == 16
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.inner(x)
+        if self.fails:
+            raise ValueError("here")
+        return x
+
+
+def marks(recorder: Recorder) -> list[tuple[str, str]]:
+    return [
+        (r.name, r.module) for r in recorder.records if isinstance(r, Record) if r.what == "mark"
+    ]
+
+
+def test_a_unit_that_runs_twice_has_two_forwards_and_two_backwards() -> None:
+    model, recorder = Twice(), Recorder()
+    with watching(recorder, model, {"inner": [model.inner]}, None), recorder:
+        model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    once = [("enter", "inner"), ("leave", "inner")]
+    back = [("enter_backward", "inner"), ("leave_backward", "inner")]
+    assert marks(recorder) == [*once, *once, *back, *back]
+
+
+def test_the_innermost_module_that_failed_is_known_afterwards() -> None:
+    inner, recorder = Twice(), Recorder()
+    inner.fails = True
+    model = nn.Sequential(nn.Identity(), nn.Sequential(inner))
+    failing = pytest.raises(ValueError, match="here")
+    with watching(recorder, model, {}, None), recorder, failing as failed:
+        model(torch.ones(1, 4))
+    assert recorder.place_of(failed.value) == "1.0"
+
+
+def test_a_unit_that_changes_its_input_ends_its_backward_with_the_gradient_of_it() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            return x
+
+    model, recorder = Adds(), Recorder()
+    x = torch.ones(4, requires_grad=True) * 2
+    with watching(recorder, model, {"": [model]}, None), recorder:
+        model(x).sum().backward()
+    assert [name for name, _ in marks(recorder)] == [
+        "enter",
+        "leave",
+        "enter_backward",
+        "leave_backward",
+    ]
