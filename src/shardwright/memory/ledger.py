@@ -4,8 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
+from shardwright.core.recording import Piece
 from shardwright.core.timeline import Kind, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A stretch of allocations: what stays of each kind, and how each stood at the highest total,
+    all beside what was there before."""
+
+    net: dict[Kind, int]
+    peak: dict[Kind, int]
+    net_total: int
+    peak_total: int
+    gradients: dict[str, int]  # of what stays: gradients by recorded unit
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A piece where it happens: ``unit`` by its own name, block ``block`` of a series (-1 outside),
+    for a microbatch of a chunk of the model."""
+
+    piece: Piece
+    unit: str
+    block: int = -1
+    chunk: int = 0
+    microbatch: int = 0
+
+
+# What becomes of a parameter's gradient when autograd has it: it stays until the runtime takes it,
+# or it is added to memory that is there already and freed.
+GradientRule = Literal["stays", "added"]
 
 
 class Ledger:
@@ -13,6 +45,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.phase: Phase = "setup"
+        self.unit = ""  # the unit that is at work
+        self.where: dict[Phase, str] = {}  # and which one was at the peak of a phase
         self.live: dict[Kind, int] = {}
         self.total = 0
         self.peaks: dict[Phase, dict[Kind, int]] = {}
@@ -25,10 +59,20 @@ class Ledger:
         self._held[name] = (kind, nbytes)
         self._change(kind, nbytes)
 
-    def free(self, name: str) -> None:
-        """Free an allocation; one that was never taken is nothing."""
+    def hold(self, name: str, kind: Kind, nbytes: int) -> None:
+        """Have bytes that are counted already under a name, or more of them."""
+        held = self._held.get(name, (kind, 0))
+        self._held[name] = (kind, held[1] + nbytes)
+
+    def holds(self, name: str) -> bool:
+        """Whether something of this name is there."""
+        return name in self._held
+
+    def free(self, name: str) -> int:
+        """Free an allocation; one that was never taken is nothing. Its bytes."""
         kind, nbytes = self._held.pop(name, ("temporary", 0))
         self._change(kind, -nbytes)
+        return nbytes
 
     @contextmanager
     def passing(self, kind: Kind, nbytes: int) -> Iterator[None]:
@@ -46,6 +90,19 @@ class Ledger:
         self.phase = outer
         self._mark()
 
+    def run(self, summary: Summary, scene: Scene, rule: GradientRule) -> None:
+        """Let the allocations of a piece come and go at once; the peak among them counts."""
+        top = self.total + summary.peak_total
+        if top > self._highest.get(self.phase, -1):
+            self._highest[self.phase] = top
+            kinds = self.live.keys() | summary.peak.keys()
+            at_peak = {k: self.live.get(k, 0) + summary.peak.get(k, 0) for k in kinds}
+            self.peaks[self.phase] = {kind: n for kind, n in at_peak.items() if n}
+            self.where[self.phase] = self.unit
+        for kind, nbytes in summary.net.items():
+            self.live[kind] = self.live.get(kind, 0) + nbytes
+        self.total += summary.net_total
+
     def _change(self, kind: Kind, nbytes: int) -> None:
         self.live[kind] = self.live.get(kind, 0) + nbytes
         self.total += nbytes
@@ -56,3 +113,4 @@ class Ledger:
         if self.total > self._highest.get(self.phase, -1):
             self._highest[self.phase] = self.total
             self.peaks[self.phase] = {kind: n for kind, n in self.live.items() if n}
+            self.where[self.phase] = self.unit

@@ -1,0 +1,69 @@
+"""The runtime a job names, as a machine for a rank's step."""
+
+from __future__ import annotations
+
+from shardwright.core.job import Job, memory_of
+from shardwright.core.memory_section import MemorySection
+from shardwright.core.parallel import Degrees
+from shardwright.core.tensor import TensorSpec
+from shardwright.lab.footprint.llama import KEPT
+from shardwright.memory.flat import FlatUnits
+from shardwright.memory.fsdp2 import FSDP2
+from shardwright.memory.ledger import Ledger
+from shardwright.memory.machine import Machine, Reduces, Sharding
+from shardwright.memory.optimizers import OptimizerRule, optimizer_rule
+from shardwright.memory.rank_step import MakeMachine
+from shardwright.memory.replicated import Replicated
+
+
+def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding:
+    """How a job's parameters lie on its data ranks.
+
+    A pipeline keeps its units whole and reduces once, as TorchTitan does it, unless the job says
+    otherwise; FSDP alone reduces every microbatch. FSDP2 keeps the root's own parameters, and by
+    default TorchTitan the head's, whose backward comes next; our runtime frees every unit.
+    """
+    wanted = section.reshard_after_forward
+    resharded = degrees.pipeline == 1 if wanted == "default" else bool(wanted)
+    kept = frozenset(KEPT if wanted == "default" else ("",))
+    return Sharding(
+        shards=degrees.shards,
+        expert_shards=degrees.expert_shards,
+        replicas=degrees.data_replicate,
+        param_dtype=section.param_dtype,
+        reduce_dtype=section.reduce_dtype,
+        reshard_after_forward=resharded and section.zero == 3,
+        kept=kept if section.runtime == "fsdp2" else frozenset(),
+        reduces=_reduces(section, degrees),
+        states_sharded=section.runtime != "ddp",
+        on_gpu=on_gpu,
+        offload=section.offload == "all",
+    )
+
+
+def _reduces(section: MemorySection, degrees: Degrees) -> Reduces:
+    """FSDP2 in a pipeline reduces when all is over; ours where it is told to wait, unit by unit."""
+    if degrees.pipeline == 1:
+        return "each"
+    return "end" if section.runtime == "fsdp2" else "last"
+
+
+def machine_of(section: MemorySection, found: Sharding) -> MakeMachine:
+    """A function that makes the machine of a runtime for a heap and units."""
+
+    def make(
+        heap: Ledger, units: dict[str, tuple[TensorSpec, ...]], frozen: frozenset[str]
+    ) -> Machine:
+        if section.runtime == "ddp" or section.zero == 1:
+            return Replicated(heap, units, found, frozen)
+        return (FSDP2 if section.runtime == "fsdp2" else FlatUnits)(heap, units, found, frozen)
+
+    return make
+
+
+def optimizer_of(job: Job) -> OptimizerRule:
+    """The optimizer of a job; on whole parameters in less than fp32 it has no copies."""
+    section = memory_of(job)
+    return optimizer_rule(
+        section.optimizer, section.implementation or "", offload=section.offload != "none"
+    )

@@ -1,0 +1,105 @@
+"""The models that are recorded: a llama stage by stage, and a module of the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from shardwright.core.batch import INDEX_BYTES
+from shardwright.core.job import Job, memory_of
+from shardwright.core.llama import LlamaShape
+from shardwright.core.parallel import Degrees, ParallelSection, local_shape
+from shardwright.core.recording import RecordedUnit, Recording
+from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.lab.footprint.llama import Request, stage_recording
+from shardwright.lab.footprint.python_model import python_recording
+from shardwright.lab.footprint.stages import Stage
+from shardwright.trace.treatment import Treatment
+
+STORED = "fp32"  # what runtimes that shard keep a llama's parameters in
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStage:
+    """A stage's recording, and the bytes that a microbatch brings from the stage before."""
+
+    recording: Recording
+    received: int = 0
+
+
+class RecordedModel(Protocol):
+    """A model that can be recorded in stages of its layers."""
+
+    parameters: int
+    layers: int
+
+    def recorded(self, parallel: ParallelSection, stage: Stage) -> RecordedStage:
+        """The recording of a stage under degrees that ``parallel`` refines for some ranks."""
+        ...
+
+
+class LlamaModel:
+    """A llama: any stretch of its layers, with what one rank has of them."""
+
+    def __init__(self, job: Job, degrees: Degrees, treatment: Treatment) -> None:
+        assert isinstance(job.model.shape, LlamaShape)
+        self.job, self.degrees, self.treatment = job, degrees, treatment
+        self.shape = job.model.shape
+        self.parameters = self.shape.parameter_count
+        self.layers = self.shape.layers
+
+    def recorded(self, parallel: ParallelSection, stage: Stage) -> RecordedStage:
+        """The stage with parameters as they are stored, and the tokens of the whole batch."""
+        request = self._request(parallel, stage)
+        found = stage_recording(request, stage)
+        units = tuple(_stored(unit) for unit in found.units)
+        batch = self.job.batch
+        tokens = batch.size * request.sequence * INDEX_BYTES * (stage.first + stage.last)
+        stream = request.sequence // request.local.stream_degree * self.shape.dim
+        received = request.batch * stream * element_bytes(request.dtype)
+        return RecordedStage(
+            msgspec.structs.replace(found, units=units, inputs=tokens),
+            0 if stage.first else received,
+        )
+
+    def _request(self, parallel: ParallelSection, stage: Stage) -> Request:
+        section, batch = memory_of(self.job), self.job.batch
+        local = local_shape(
+            parallel,
+            self.degrees,
+            self.shape,
+            layers=stage.layers,
+            first=stage.first,
+            last=stage.last,
+            loss=section.loss,
+        )
+        return Request(
+            shape=self.shape,
+            local=local,
+            batch=batch.size // self.degrees.microbatches,
+            sequence=batch.sequence // self.degrees.context,
+            dtype=section.param_dtype,
+            treatment=self.treatment,
+            casts=section.runtime != "ddp" and section.zero > 1,
+        )
+
+
+class PythonModel:
+    """A module that a function returns, in one piece."""
+
+    def __init__(self, job: Job, degrees: Degrees, treatment: Treatment) -> None:
+        several = degrees.microbatches
+        found, self.parameters = python_recording(job, treatment, job.batch.size // several)
+        self.recording = msgspec.structs.replace(found, inputs=found.inputs * several)
+        self.layers = len(self.recording.units)
+
+    def recorded(self, parallel: ParallelSection, stage: Stage) -> RecordedStage:
+        """The whole module; nothing divides it."""
+        return RecordedStage(self.recording)
+
+
+def _stored(unit: RecordedUnit) -> RecordedUnit:
+    tensors = tuple(TensorSpec(t.fqn, t.shape, STORED) for t in unit.tensors)
+    return msgspec.structs.replace(unit, tensors=tensors)

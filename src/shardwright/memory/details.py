@@ -1,0 +1,106 @@
+"""What a tape tells beyond sums: modules, a timeline, and what an allocator would reserve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardwright.core.footprint import ModuleMemory, Sample
+from shardwright.core.timeline import Kind
+from shardwright.memory.allocator import AllocatorSettings, Replay, Request, replay
+from shardwright.memory.tape import Happening
+
+MOST_SAMPLES = 4000  # of a timeline; peaks between are kept
+# Which stream FSDP allocates a kind of buffer on: gathers and reduces have their own.
+STREAMS: dict[Kind, int] = {"all_gather": 1, "gradient": 2}
+
+
+def module_memory(
+    happenings: Sequence[Happening], parameters: dict[str, int], counts: dict[str, int]
+) -> tuple[ModuleMemory, ...]:
+    """Every module that made a tensor, and those around it, from the root down.
+
+    ``parameters`` are bytes on this rank by module path, ``counts`` how many blocks a path with a
+    star stands for. What a module saves is what it made in a microbatch's forward that its backward
+    frees.
+    """
+    saved: dict[str, int] = {}
+    forward: dict[str, int] = {}
+    backward: dict[str, int] = {}
+    total = 0
+    for event in happenings:
+        total += event.nbytes
+        if event.kind == "activation" and event.phase == "forward" and event.microbatch == 0:
+            for path in _around(event.module):
+                saved[path] = saved.get(path, 0) + event.nbytes
+        if event.nbytes > 0 and event.phase in ("forward", "backward"):
+            highest = forward if event.phase == "forward" else backward
+            for path in _around(event.module):
+                if total > highest.get(path, 0):
+                    highest[path] = total
+    paths = sorted(set(parameters) | set(forward) | set(backward), key=lambda path: path.split("."))
+    return tuple(
+        ModuleMemory(
+            name=path,
+            kind="",
+            parameters=parameters.get(path, 0),
+            saved=saved.get(path, 0),
+            forward_peak=forward.get(path, 0),
+            backward_peak=backward.get(path, 0),
+            count=counts.get(path.partition("*")[0], 1) if "*" in path else 1,
+        )
+        for path in paths
+    )
+
+
+def timeline(happenings: Sequence[Happening]) -> tuple[tuple[Kind, ...], tuple[Sample, ...]]:
+    """Live bytes by kind after the events, thinned to the extremes of equal stretches."""
+    kinds = tuple(dict.fromkeys(event.kind for event in happenings))
+    live = dict.fromkeys(kinds, 0)
+    stretch = max(1, len(happenings) * 2 // MOST_SAMPLES)
+    found: list[Sample] = []
+    best: tuple[int, Sample] | None = None
+    total = 0
+    for index, event in enumerate(happenings):
+        live[event.kind] += event.nbytes
+        total += event.nbytes
+        name = event.label or "free"
+        sample = Sample(f"{event.unit} {name}".strip(), event.phase, tuple(live.values()))
+        if best is None or total > best[0]:
+            best = (total, sample)
+        if (index + 1) % stretch == 0 or index + 1 == len(happenings):
+            found.append(best[1])
+            if sample is not best[1]:
+                found.append(sample)
+            best = None
+    return kinds, tuple(found)
+
+
+def reserved(
+    happenings: Sequence[Happening], settings: AllocatorSettings, capacity: int | None
+) -> Replay:
+    """Two steps through the caching allocator: what was there before, then the step twice.
+
+    Where the device would be full, it is told what a larger one would hold.
+    """
+    found = replay(_requests(happenings), settings, capacity)
+    if found.out_of_memory is None:
+        return found
+    return replay(_requests(happenings), settings)
+
+
+def _requests(happenings: Sequence[Happening]) -> Iterable[Request]:
+    before = [event for event in happenings if event.phase == "setup"]
+    step = [event for event in happenings if event.phase != "setup"]
+    for event in before:
+        yield Request(event.key, event.nbytes, STREAMS.get(event.kind, 0))
+    for turn in range(2):
+        for event in step:
+            yield Request((turn, event.key), event.nbytes, STREAMS.get(event.kind, 0))
+
+
+def _around(module: str) -> Iterable[str]:
+    """A path and all that contain it, the root too."""
+    yield ""
+    parts = module.split(".") if module else []
+    for length in range(1, len(parts) + 1):
+        yield ".".join(parts[:length])

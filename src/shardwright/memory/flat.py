@@ -1,0 +1,214 @@
+"""Our own runtime on a symbolic heap: the actions of :mod:`shardwright.core.schedule`.
+
+A flat unit is cut evenly and gathered straight into place; one whose parameters are cut each by
+itself arrives in a stage and is put together from there. A unit's gradient is added up in one
+zeroed buffer, so what autograd makes is freed at once, and that buffer is summed over ranks into
+the share that the optimizer reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from shardwright.core.layout import UnitLayout, unit_layout
+from shardwright.core.placement import Flat, Shard
+from shardwright.core.schedule import Action, Modes, UnitFlow
+from shardwright.core.tensor import TensorSpec
+from shardwright.core.timeline import Kind
+from shardwright.memory.flat_sizes import UnitSizes, unit_sizes
+from shardwright.memory.ledger import GradientRule, Ledger
+from shardwright.memory.machine import Sharding, Units
+from shardwright.memory.summaries import STAYING
+
+
+@dataclass(slots=True)
+class FlatUnits:
+    """Units of our runtime on a rank, driven by the schedule that it follows."""
+
+    heap: Ledger
+    units: Units
+    sharding: Sharding
+    frozen: frozenset[str] = frozenset()
+    sizes: dict[str, UnitSizes] = field(init=False)
+    layouts: dict[str, UnitLayout] = field(init=False)
+    flows: dict[Sequence[str], UnitFlow] = field(default_factory=dict)
+    flow: UnitFlow = field(init=False)
+    chunk: Sequence[str] = ()
+    last: bool = True
+    forwards: list[str] = field(default_factory=list)  # as they ended
+    waiting: set[str] = field(default_factory=set)  # their shares under way, cast to be sent
+    touched: list[str] = field(default_factory=list)  # whose backward is under way
+    early: list[str] = field(default_factory=list)  # gathered for a backward
+
+    def __post_init__(self) -> None:
+        cut = Flat() if self.sharding.flat else Shard(0)
+        ranks = {name: self.sharding.shards_of(name) for name in self.units}
+        self.layouts = {
+            name: unit_layout(its, cut, ranks[name], self.frozen)
+            for name, its in self.units.items()
+        }
+        self.sizes = {
+            name: unit_sizes(layout, self.sharding, ranks[name])
+            for name, layout in self.layouts.items()
+        }
+
+    def resident(self) -> dict[Kind, int]:
+        """The parameters' shares."""
+        return {"weight": sum(sizes.stored for sizes in self.sizes.values())}
+
+    def updated(self) -> list[TensorSpec]:
+        """One flat tensor per stretch of one dtype, for that is what the optimizer is given."""
+        return [
+            TensorSpec(f"{name}.{index}", (segment.share,), segment.dtype)
+            for name, layout in self.layouts.items()
+            for index, segment in enumerate(layout.segments)
+            if segment.trainable
+        ]
+
+    def rule(self) -> GradientRule:
+        """Gradients are added to the unit's buffer."""
+        return "added"
+
+    def begin(self, units: Sequence[str], last: bool) -> None:
+        """Only the last microbatch's gradient is reduced, unless every one's is."""
+        self.chunk, self.last = units, last or self.sharding.reduces == "each"
+        if units not in self.flows:
+            self.flows[units] = self._flow(units)
+        self.flow = self.flows[units]
+
+    def _flow(self, units: Sequence[str]) -> UnitFlow:
+        kept = self.sharding.kept if self.sharding.reshard_after_forward else set(units)
+        resharded = frozenset(units) - frozenset(kept)
+        return UnitFlow(
+            units, Modes(frozenset(units), resharded, False, False, self.sharding.prefetch)
+        )
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def enter(self, unit: str) -> None:
+        """Before a forward."""
+        self._run(self.flow.enter(unit, "forward"))
+        self._arrive(unit)
+
+    def leave(self, unit: str) -> None:
+        """After a forward."""
+        self.forwards.append(unit)
+        self._run(self.flow.leave(unit))
+
+    def finish(self) -> None:
+        """Backwards come in the order in which forwards ended, turned around."""
+        self.flow.before = dict(pairwise(reversed(self.forwards)))
+        self.forwards.clear()
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def enter_backward(self, unit: str) -> None:
+        """Before a backward: gathered, and room for the gradient."""
+        self._run(self.flow.enter(unit, "backward"))
+        self._arrive(unit)
+        self.touched.append(unit)
+        if not self.heap.holds(f"{unit}.unreduced"):
+            self.heap.take(f"{unit}.unreduced", STAYING, self.sizes[unit].gradient)
+
+    def leave_backward(self, unit: str) -> None:
+        """After a backward."""
+        if unit not in self.touched:
+            return
+        self.touched.remove(unit)
+        if self.last:
+            self._run(self.flow.reduce(unit))
+        else:
+            self.flow.gathered.discard(unit)
+            self._free(unit)
+            self._keep(unit)
+
+    def finish_backward(self) -> None:
+        """After the whole backward: units whose inputs have no gradient follow now."""
+        for unit in list(self.touched):
+            self.leave_backward(unit)
+        self._run(self.flow.collect())
+        for unit in self.early:
+            self.flow.gathered.discard(unit)
+            self._free(unit)
+        self.early.clear()
+
+    def zero_grad(self) -> None:
+        """Gradients go."""
+        for unit in self.sizes:
+            self.heap.free(f"{unit}.gradient")
+
+    # ---- actions -------------------------------------------------------------------------------
+
+    def _run(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            getattr(self, f"_{action.verb}")(action.target, action)
+
+    def _gather(self, unit: str, action: Action) -> None:
+        """Take room for the whole unit and begin to fill it."""
+        sizes = self.sizes[unit]
+        self.heap.take(f"{unit}.full", "gathered_weight", sizes.whole)
+        if action.direction == "backward":
+            self.early.append(unit)
+        if self.heap.holds(f"{unit}.few"):
+            return
+        self.heap.take(f"{unit}.stage", "all_gather", sizes.stage)
+        with self.heap.passing("all_gather", sizes.parts):
+            self.heap.take(f"{unit}.cast", "all_gather", sizes.cast)
+        if self.sharding.shards_of(unit) == 1:
+            self.heap.free(f"{unit}.cast")
+
+    def _arrive(self, unit: str) -> None:
+        """The unit is there; what took it there goes."""
+        for part in ("cast", "stage", "few"):
+            self.heap.free(f"{unit}.{part}")
+
+    def _free(self, unit: str, action: Action | None = None) -> None:
+        """Free the whole unit, or after its forward leave it to few ranks."""
+        self._arrive(unit)
+        few = self.sizes[unit].few
+        if action is not None and action.phase == "forward" and few:
+            self.heap.take(f"{unit}.few", "gathered_weight", few)
+        self.heap.free(f"{unit}.full")
+
+    def _keep(self, unit: str) -> None:
+        """Hold a gradient back in the dtype of sums, or let autograd go on adding to it."""
+        held = self.sizes[unit].held
+        if held and not self.heap.holds(f"{unit}.held"):
+            self.heap.take(f"{unit}.held", STAYING, held)
+        if held:
+            self.heap.free(f"{unit}.unreduced")
+
+    def _reduce(self, unit: str, action: Action) -> None:
+        """Begin to sum over ranks."""
+        sizes, heap = self.sizes[unit], self.heap
+        alone = self.sharding.shards_of(unit) == 1
+        kind: Kind = "communication" if sizes.received else "reduce_scatter"
+        if not heap.holds(f"{unit}.held"):
+            heap.take(f"{unit}.summed", kind, sizes.summed)
+        heap.take(f"{unit}.scattered", kind, sizes.scattered)
+        if sizes.scattered:
+            heap.free(f"{unit}.held")
+        heap.take(f"{unit}.share", "gradient", sizes.share)
+        heap.take(f"{unit}.received", "communication", sizes.received)
+        if alone:  # nothing is under way
+            heap.free(f"{unit}.summed")
+            heap.free(f"{unit}.held")
+        if not self.sharding.prefetch:
+            self._collect(unit, action)
+
+    def _collect(self, unit: str, action: Action) -> None:
+        """The sum is there: what took it there goes, its mean stays."""
+        sizes, heap = self.sizes[unit], self.heap
+        for part in ("received", "summed", "held"):
+            heap.free(f"{unit}.{part}")
+        with ExitStack() as stack:
+            if sizes.mean:
+                stack.enter_context(heap.passing("gradient", sizes.mean))
+            heap.free(f"{unit}.scattered")
+            heap.free(f"{unit}.unreduced")
+            heap.free(f"{unit}.share")
+        if not heap.holds(f"{unit}.gradient"):
+            heap.take(f"{unit}.gradient", "gradient", sizes.mean or sizes.share)

@@ -1,0 +1,239 @@
+"""FSDP2's schedule on a symbolic heap: what torch's ``fully_shard`` takes and frees, and when.
+
+Read in torch 2.13, ``torch/distributed/fsdp/_fully_shard``: parameters are gathered into one buffer
+and copied out; in the forward that buffer stays until the next copy has been made, in the backward
+the unit of the forward before is filled ahead. Gradients stay where autograd leaves them until
+their unit's backward is over, are copied into one buffer in the reduce dtype, and that buffer stays
+until the next unit reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwright.core.tensor import TensorSpec
+from shardwright.core.timeline import Kind
+from shardwright.memory.fsdp2_sizes import UnitSizes, local_chunk, unit_sizes
+from shardwright.memory.ledger import GradientRule, Ledger
+from shardwright.memory.machine import EXPERTS, Sharding, Units
+from shardwright.memory.summaries import STAYING
+
+
+@dataclass(slots=True)
+class FSDP2:
+    """The state of a rank: which units are gathered, and which buffers are still held.
+
+    ``units`` are in the order in which their modules are registered. ``forwards`` is what torch
+    calls the order after forward: every forward since it was cleared, and by unit the places of
+    its own that no backward has met yet.
+    """
+
+    heap: Ledger
+    units: Units
+    sharding: Sharding
+    frozen: frozenset[str] = frozenset()
+    sizes: dict[str, UnitSizes] = field(init=False)
+    forwards: list[str] = field(default_factory=list)
+    places: dict[str, list[int]] = field(default_factory=dict)
+    chunk: Sequence[str] = ()
+    last: bool = True
+    adding: bool = False
+    present: set[str] = field(default_factory=set)
+    narrow: set[str] = field(default_factory=set)  # shared by few since their forward
+    filled: set[str] = field(default_factory=set)  # gathered, not yet copied out
+    left: set[str] = field(default_factory=set)  # whose backward is over
+    held: str | None = None
+    reducing: str | None = None
+
+    def __post_init__(self) -> None:
+        self.sizes = {
+            name: unit_sizes(
+                tensors,
+                self.sharding,
+                self.sharding.shards_of(name),
+                experts=name.endswith(EXPERTS),
+                frozen=self.frozen,
+            )
+            for name, tensors in self.units.items()
+        }
+
+    def resident(self) -> dict[Kind, int]:
+        """The parameters' shares."""
+        stored = sum(sizes.stored for sizes in self.sizes.values())
+        return {} if self.sharding.offload else {"weight": stored}
+
+    def updated(self) -> list[TensorSpec]:
+        """The first rank's chunk of every parameter."""
+        return [
+            local_chunk(tensor, self.sharding.shards_of(name), experts=name.endswith(EXPERTS))
+            for name, tensors in self.units.items()
+            for tensor in tensors
+            if tensor.fqn not in self.frozen
+        ]
+
+    def rule(self) -> GradientRule:
+        """A gradient stays until its unit's backward is over, unless one of an earlier microbatch
+        is there, of the same dtype: autograd adds to that."""
+        return "added" if self.adding else "stays"
+
+    def begin(self, units: Sequence[str], last: bool) -> None:
+        """A pass through the units of a chunk begins."""
+        self.chunk, self.last = units, last
+        self.adding = any(self.heap.holds(f"{unit}.unreduced") for unit in units)
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def enter(self, unit: str) -> None:
+        """Before a forward."""
+        if unit in self.present:
+            return
+        if unit not in self.filled:  # a unit that runs again in a backward may be
+            self._fill(unit)
+        self._copy_out(unit)
+        self._drop_held()  # wait_for_unshard still names it while it copies
+        self.held = unit
+
+    def leave(self, unit: str) -> None:
+        """After a forward; the root is left last and lets the last buffer go."""
+        self.places.setdefault(unit, []).append(len(self.forwards))
+        self.forwards.append(unit)
+        if unit in self.sharding.kept or not self.sharding.reshard_after_forward:
+            return
+        self._free(unit)
+        if self.sharding.ranks_after_forward:
+            sizes = self.sizes[unit]
+            with self.heap.passing("gathered_weight", sizes.narrowing):
+                self.heap.take(f"{unit}.narrow", "gathered_weight", sizes.narrow)
+            self.narrow.add(unit)
+
+    def finish(self) -> None:
+        """After the root's forward."""
+        self._drop_held()
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def enter_backward(self, unit: str) -> None:
+        """Before a backward; the unit of the forward before is gathered ahead."""
+        if unit not in self.present:
+            if unit not in self.filled:
+                self._fill(unit)
+            self._copy_out(unit)
+            self.heap.free(f"{unit}.all_gather")
+        place = self.places[unit].pop() if self.places.get(unit) else 0
+        ahead = self.forwards[place - 1] if place else unit
+        if ahead not in self.present | self.filled:
+            self._fill(ahead)
+
+    def leave_backward(self, unit: str) -> None:
+        """After a backward: reduce the gradients, or keep them whole for the next microbatch."""
+        self.left.add(unit)
+        reduces = self.sharding.reduces
+        if reduces == "each" or (reduces == "last" and self.last):
+            self._reduce(unit)
+            return
+        if reduces == "last":
+            self._free(unit)
+        if not self.heap.holds(f"{unit}.accumulated"):
+            self._accumulate(unit)
+        elif not self.adding:
+            self.heap.free(f"{unit}.unreduced")
+
+    def finish_backward(self) -> None:
+        """After the whole backward: units whose inputs have no gradient follow now, and where
+        gradients are reduced at the end of the step, all of the chunk."""
+        for unit in self.chunk:
+            if unit not in self.left:
+                self.leave_backward(unit)
+        self.left.clear()
+        at_end = self.sharding.reduces == "end"
+        if at_end and not self.last:
+            return
+        for unit in self.chunk if at_end else ():
+            self._reduce(unit)
+        self._drop_reduced()
+        for unit in self.chunk:
+            self.heap.free(f"{unit}.scattered")
+        for unit in self.filled:
+            self.heap.free(f"{unit}.all_gather")
+        self.filled.clear()
+        self.forwards.clear()
+        self.places.clear()
+
+    def zero_grad(self) -> None:
+        """Gradients go."""
+        for unit in self.sizes:
+            self.heap.free(f"{unit}.gradient")
+
+    # ---- what they are made of -----------------------------------------------------------------
+
+    def _accumulate(self, unit: str) -> None:
+        """Keep a microbatch's gradient whole, in the dtype it will be reduced in."""
+        sizes = self.sizes[unit]
+        if not sizes.accumulated:
+            return
+        self.heap.free(f"{unit}.unreduced")
+        with self.heap.passing(STAYING, sizes.accumulating):
+            self.heap.take(f"{unit}.accumulated", STAYING, sizes.accumulated)
+
+    def _reduce(self, unit: str) -> None:
+        sizes = self.sizes[unit]
+        self._free(unit)
+        if self.heap.holds(f"{unit}.accumulated"):
+            self.heap.free(f"{unit}.unreduced")  # added to what is accumulated
+        self._drop_reduced()
+        if not sizes.reduced:
+            return
+        with self.heap.passing(STAYING, sizes.turned):
+            self.heap.take(f"{unit}.reduce_scatter", "reduce_scatter", sizes.reduced)
+        kept = min(sizes.last, self.heap.free(f"{unit}.unreduced"))
+        kept = kept or min(sizes.last_accumulated, self.heap.free(f"{unit}.accumulated"))
+        with self.heap.passing(STAYING, kept):
+            self._take_share(unit)
+        self.reducing = unit
+
+    def _take_share(self, unit: str) -> None:
+        """The share of the sum, in the reduce dtype and then in that of the parameters."""
+        sizes = self.sizes[unit]
+        if sizes.scattered:
+            self.heap.take(f"{unit}.scattered", "reduce_scatter", sizes.scattered)
+        if self.sharding.offload or self.heap.holds(f"{unit}.gradient"):
+            with self.heap.passing("gradient", sizes.gradient):
+                pass  # copied to the host, or added to that of an earlier microbatch
+        else:
+            self.heap.take(f"{unit}.gradient", "gradient", sizes.gradient)
+        if self.sharding.replicas == 1:  # summed over replicas it stays until the backward ends
+            self.heap.free(f"{unit}.scattered")
+
+    def _fill(self, unit: str) -> None:
+        sizes = self.sizes[unit]
+        cast = sizes.cast
+        if unit in self.narrow and cast:
+            cast = sizes.narrow
+        with self.heap.passing("all_gather", cast):
+            self.heap.take(f"{unit}.all_gather", "all_gather", sizes.gathered)
+        self.filled.add(unit)
+
+    def _copy_out(self, unit: str) -> None:
+        sizes = self.sizes[unit]
+        with self.heap.passing("all_gather", sizes.copied):
+            self.heap.take(f"{unit}.full", "gathered_weight", sizes.unsharded)
+        self.heap.free(f"{unit}.narrow")
+        self.narrow.discard(unit)
+        self.filled.discard(unit)
+        self.present.add(unit)
+
+    def _free(self, unit: str) -> None:
+        if unit in self.present:
+            self.heap.free(f"{unit}.full")
+            self.present.discard(unit)
+
+    def _drop_held(self) -> None:
+        if self.held is not None:
+            self.heap.free(f"{self.held}.all_gather")
+            self.held = None
+
+    def _drop_reduced(self) -> None:
+        if self.reducing is not None:
+            self.heap.free(f"{self.reducing}.reduce_scatter")
+            self.reducing = None

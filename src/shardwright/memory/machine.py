@@ -1,0 +1,114 @@
+"""What every runtime profile tells: what a rank keeps, and what a step takes and frees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from shardwright.core.schedule import Prefetch
+from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.core.timeline import Kind
+from shardwright.memory.ledger import GradientRule
+
+EXPERTS = ".moe.experts"  # the end of the name of a unit of experts
+Units = Mapping[str, Sequence[TensorSpec]]
+# When gradients are summed over ranks: after every backward, unit by unit; after that of the last
+# microbatch, unit by unit; or when that is over, as a pipeline does it, which until then also
+# leaves alone what it has gathered.
+Reduces = Literal["each", "last", "end"]
+
+
+class Sharding(msgspec.Struct, frozen=True):
+    """How parameters are spread over data ranks and in which dtypes they are used.
+
+    ``tensors`` of units have the dtype they are stored in; ``param_dtype`` and ``reduce_dtype`` are
+    those of computing and of summing gradients, empty where they are left as they are. Units in
+    ``kept`` stay whole from their forward to their backward; ``ranks_after_forward`` share the
+    others meanwhile, where it is not 0. ``prefetch`` and ``flat`` are of our own runtime: how
+    many units are on their way while one computes, and whether a unit is cut as one buffer or each
+    of its parameters by itself.
+    """
+
+    shards: int = 1
+    expert_shards: int = 1
+    replicas: int = 1
+    param_dtype: str = ""
+    reduce_dtype: str = ""
+    reshard_after_forward: bool = True
+    ranks_after_forward: int = 0
+    kept: frozenset[str] = frozenset()
+    prefetch: Prefetch = 1
+    flat: bool = True
+    reduces: Reduces = "each"
+    states_sharded: bool = True
+    on_gpu: bool = True
+    offload: bool = False
+
+    def shards_of(self, unit: str) -> int:
+        """Ranks that share a unit: experts that other ranks do not have are shared by fewer."""
+        return self.expert_shards if unit.endswith(EXPERTS) else self.shards
+
+    def casts(self, tensor: TensorSpec) -> bool:
+        """Whether a tensor is computed with in another dtype than it is stored in."""
+        return self.param_dtype not in ("", tensor.dtype)
+
+    def computed(self, tensor: TensorSpec) -> int:
+        """Bytes of an element that is computed with."""
+        return element_bytes(self.param_dtype or tensor.dtype)
+
+    def reduced(self, tensor: TensorSpec) -> int:
+        """Bytes of an element of a gradient that is summed."""
+        return element_bytes(self.reduce_dtype or self.param_dtype or tensor.dtype)
+
+
+class Machine(Protocol):
+    """A runtime at work on one rank's heap; units are told by name."""
+
+    sharding: Sharding
+    frozen: frozenset[str]  # tensors without gradients and states
+
+    def resident(self) -> dict[Kind, int]:
+        """What is there between steps, apart from optimizer states, in bytes."""
+        ...
+
+    def updated(self) -> list[TensorSpec]:
+        """What this rank's optimizer updates, tensor by tensor."""
+        ...
+
+    def rule(self) -> GradientRule:
+        """What becomes of a gradient of the microbatch whose backward is under way."""
+        ...
+
+    def begin(self, units: Sequence[str], last: bool) -> None:
+        """A pass through ``units`` begins; no backward through them follows the ``last`` one."""
+        ...
+
+    def enter(self, unit: str) -> None:
+        """Before a unit's forward."""
+        ...
+
+    def leave(self, unit: str) -> None:
+        """After a unit's forward."""
+        ...
+
+    def finish(self) -> None:
+        """After the whole forward."""
+        ...
+
+    def enter_backward(self, unit: str) -> None:
+        """Before a unit's backward."""
+        ...
+
+    def leave_backward(self, unit: str) -> None:
+        """After a unit's backward."""
+        ...
+
+    def finish_backward(self) -> None:
+        """After the whole backward."""
+        ...
+
+    def zero_grad(self) -> None:
+        """After the optimizer's step: gradients go."""
+        ...

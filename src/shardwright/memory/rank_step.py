@@ -1,0 +1,196 @@
+"""One step of one rank: its passes in order, with what its runtime takes and frees around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardwright.core.pipelining.passes import Pass, PassKind
+from shardwright.core.recording import Recording
+from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.memory.ledger import GradientRule, Ledger, Scene
+from shardwright.memory.machine import Machine, Sharding
+from shardwright.memory.optimizer_step import step_temporaries
+from shardwright.memory.optimizers import OptimizerRule, Place, shared_state_bytes, state_bytes
+from shardwright.memory.slots import Slots
+from shardwright.memory.summaries import STAYING, Summaries
+from shardwright.memory.tape import Tape
+from shardwright.memory.unfold import Blocks, Moment, moments
+
+ENDING: tuple[PassKind, ...] = ("backward", "weight_backward")  # with them a microbatch goes
+ONE_PASS = (Pass("forward", 0, 0), Pass("backward", 0, 0))
+# A runtime on a heap, with the tensors of every unit and the names of those that are not trained.
+MakeMachine = Callable[[Ledger, dict[str, tuple[TensorSpec, ...]], frozenset[str]], Machine]
+
+
+@dataclass
+class Chunk:
+    """A piece of the model on a rank: its recording, unfolded once. ``sent`` are bytes of the
+    gradient that goes to the stage before: torch's schedules name it until the next backward."""
+
+    recording: Recording
+    sent: int = 0
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Names of its repeated blocks."""
+        return Blocks(self.recording)
+
+    @cached_property
+    def units(self) -> dict[str, tuple[TensorSpec, ...]]:
+        """Parameters of every unit."""
+        return {name: unit.tensors for name, unit in self.blocks.unfolded()}
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Its units in the order in which forwards begin, which is that of their modules."""
+        return tuple(dict.fromkeys(m.unit for m in self.forward if m.piece.point == "enter"))
+
+    @cached_property
+    def _moments(self) -> tuple[list[Moment], list[Moment]]:
+        forward: list[Moment] = []
+        backward: list[Moment] = []
+        for moment in moments(self.recording, self.blocks):
+            begun = bool(backward) or moment.piece.point == "backward"
+            (backward if begun else forward).append(moment)
+        return forward, backward
+
+    @property
+    def forward(self) -> list[Moment]:
+        """Up to the loss."""
+        return self._moments[0]
+
+    @property
+    def backward(self) -> list[Moment]:
+        """From the loss on."""
+        return self._moments[1]
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Names for its storages."""
+        return Slots(self.recording, self.blocks)
+
+    @cached_property
+    def summaries(self) -> dict[GradientRule, Summaries]:
+        """Sums of its pieces, by what becomes of gradients."""
+        rules: tuple[GradientRule, ...] = ("stays", "added")
+        return {rule: Summaries(self.recording, rule) for rule in rules}
+
+
+@dataclass
+class RankStep:
+    """What a rank does in a step. ``receives`` are bytes of buffers that a pipeline holds for what
+    its neighbours send, for each microbatch that is in flight."""
+
+    chunks: Sequence[Chunk]
+    passes: Sequence[Pass] = ONE_PASS
+    optimizer: OptimizerRule = field(default_factory=lambda: OptimizerRule("adam"))
+    receives: int = 0
+
+    @cached_property
+    def units(self) -> dict[str, tuple[TensorSpec, ...]]:
+        """Parameters of every unit, chunk after chunk."""
+        return {name: tensors for chunk in self.chunks for name, tensors in chunk.units.items()}
+
+    def run(self, heap: Ledger, make: MakeMachine) -> Machine:
+        """A steady step on ``heap``; the machine that it was run with."""
+        frozen = frozenset(name for chunk in self.chunks for name in chunk.recording.frozen)
+        machine = make(heap, self.units, frozen)
+        self._settle(heap, machine)
+        last = {each.chunk: each for each in self.passes if each.kind in ENDING}
+        for each in self.passes:
+            names = self.chunks[each.chunk].names
+            machine.begin(names, last=each is last.get(each.chunk))
+            if each.kind == "forward":
+                with heap.during("forward"):
+                    self._walk(heap, machine, each, self.chunks[each.chunk].forward)
+            elif each.kind in ENDING:
+                with heap.during("backward"):
+                    self._walk(heap, machine, each, self.chunks[each.chunk].backward)
+                    machine.finish_backward()
+                    self._send(heap, each.chunk)
+        with heap.during("backward"):
+            for chunk in range(len(self.chunks)):
+                heap.free(f"sent.{chunk}")
+        with heap.during("step"):
+            for change in step_temporaries(self.optimizer, machine.updated()):
+                if change.bytes > 0:
+                    heap.take(f"step.{change.name}", "temporary", change.bytes)
+                else:
+                    heap.free(f"step.{change.name}")
+            machine.zero_grad()
+        return machine
+
+    def _send(self, heap: Ledger, chunk: int) -> None:
+        """The gradient of the stream is on its way; that of the microbatch before is forgotten."""
+        heap.free(f"sent.{chunk}")
+        heap.take(f"sent.{chunk}", "communication", self.chunks[chunk].sent)
+
+    def taped(self, make: MakeMachine) -> Tape:
+        """A steady step with every event written down."""
+        tape = Tape([chunk.slots for chunk in self.chunks])
+        self.run(tape, make)
+        return tape
+
+    def parameters(self, sharding: Sharding) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of parameters on this rank by module, with a star for the number of a block, and
+        how many blocks a star stands for."""
+        nbytes: dict[str, int] = {}
+        counts: dict[str, int] = {}
+        for chunk in self.chunks:
+            for series in chunk.recording.series:
+                prefix = f"{series.recorded[0].rpartition('.')[0]}."
+                counts[prefix] = counts.get(prefix, 0) + len(series.names)
+            for name, unit in chunk.blocks.unfolded():
+                shards = sharding.shards_of(name)
+                for tensor in unit.tensors:
+                    size = -(-tensor.numel // shards) * element_bytes(tensor.dtype)
+                    parts = chunk.slots.folded(tensor.fqn).split(".")
+                    for length in range(len(parts)):
+                        path = ".".join(parts[:length])
+                        nbytes[path] = nbytes.get(path, 0) + size
+        return nbytes, counts
+
+    def _settle(self, heap: Ledger, machine: Machine) -> None:
+        """What is there before the step."""
+        for kind, nbytes in machine.resident().items():
+            heap.take(f"resident.{kind}", kind, nbytes)
+        places: tuple[Place, ...] = ("device",)
+        if not machine.sharding.on_gpu:
+            places = ("device", "host")  # the host is the device
+        states = sum(
+            state_bytes(self.optimizer, tensor, place)
+            for tensor in machine.updated()
+            for place in places
+        )
+        heap.take("states", "optimizer_state", states + shared_state_bytes(self.optimizer))
+        heap.take("buffers", "buffer", max((c.recording.buffers for c in self.chunks), default=0))
+        heap.take("inputs", "input", sum(chunk.recording.inputs for chunk in self.chunks))
+        heap.take("received", "communication", self.receives)
+        heap.peaks.pop("setup", None)
+
+    def _walk(self, heap: Ledger, machine: Machine, each: Pass, where: list[Moment]) -> None:
+        chunk = self.chunks[each.chunk]
+        rule = machine.rule()
+        summaries = chunk.summaries[rule]
+        acts: dict[str, Callable[[str], None]] = {
+            "enter": machine.enter,
+            "leave": machine.leave,
+            "enter_backward": machine.enter_backward,
+            "leave_backward": machine.leave_backward,
+            "finish": lambda unit: machine.finish(),
+        }
+        if where is chunk.backward:
+            del acts["leave"]  # a unit that ran again for a backward stays until that is over
+        for moment in where:
+            heap.unit = moment.unit
+            act = acts.get(moment.piece.point)
+            if act is not None:
+                act(moment.unit)
+            summary = summaries.of(moment.piece)
+            scene = Scene(moment.piece, moment.unit, moment.block, each.chunk, each.microbatch)
+            heap.run(summary, scene, rule)
+            for unit, nbytes in summary.gradients.items():
+                name = chunk.blocks.beside(unit, moment)
+                heap.hold(f"{name}.unreduced", STAYING, nbytes)

@@ -1,0 +1,92 @@
+"""Data parallel with whole parameters: DDP, and with shared optimizer states ZeRO-1.
+
+DDP (torch 2.13, ``torch/csrc/distributed/c10d/reducer.cpp``) copies gradients into buckets that it
+keeps, and copies the means back: gradients exist twice. ZeRO-1 is DDP whose optimizer states are
+cut over the ranks, as ``torch.distributed.optim.ZeroRedundancyOptimizer`` does it: whole
+parameters at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.core.timeline import Kind
+from shardwright.memory.ledger import GradientRule, Ledger
+from shardwright.memory.machine import Sharding, Units
+
+
+@dataclass(slots=True)
+class Replicated:
+    """Parameters in the dtype they compute in; gradients in buckets beside their own."""
+
+    heap: Ledger
+    units: Units
+    sharding: Sharding
+    frozen: frozenset[str] = frozenset()
+    backwards: int = 0
+    left: list[str] = field(default_factory=list)
+
+    def resident(self) -> dict[Kind, int]:
+        """Whole parameters, and DDP's buckets where there are ranks to average with."""
+        tensors = [tensor for its in self.units.values() for tensor in its]
+        weights = sum(t.numel * self.sharding.computed(t) for t in tensors)
+        several = self.sharding.shards * self.sharding.replicas > 1
+        trained = [t for t in tensors if t.fqn not in self.frozen]
+        buckets = sum(t.numel * self.sharding.computed(t) for t in trained)
+        return {"weight": weights, "communication": buckets if several else 0}
+
+    def updated(self) -> list[TensorSpec]:
+        """Every parameter; under ZeRO-1 those of the rank that has most of them."""
+        tensors = [
+            TensorSpec(t.fqn, t.shape, self.sharding.param_dtype or t.dtype)
+            for its in self.units.values()
+            for t in its
+            if t.fqn not in self.frozen
+        ]
+        if not self.sharding.states_sharded or self.sharding.shards == 1:
+            return tensors
+        shares: list[list[TensorSpec]] = [[] for _ in range(self.sharding.shards)]
+        sizes = [0] * self.sharding.shards
+        for tensor in sorted(tensors, key=lambda t: -t.numel):
+            least = sizes.index(min(sizes))
+            shares[least].append(tensor)
+            sizes[least] += tensor.numel * element_bytes(tensor.dtype)
+        return shares[sizes.index(max(sizes))]
+
+    def rule(self) -> GradientRule:
+        """Gradients of later microbatches are added to those of the first."""
+        return "added" if self.backwards else "stays"
+
+    def begin(self, units: Sequence[str], last: bool) -> None:
+        """Nothing depends on the microbatch but whether gradients are there."""
+
+    def enter(self, unit: str) -> None:
+        """Parameters are there."""
+
+    def leave(self, unit: str) -> None:
+        """Parameters stay."""
+
+    def finish(self) -> None:
+        """Nothing was taken."""
+
+    def enter_backward(self, unit: str) -> None:
+        """Parameters are there."""
+
+    def leave_backward(self, unit: str) -> None:
+        """Buckets are reduced in place."""
+
+    def finish_backward(self) -> None:
+        """One more backward has left its gradients, which are whole and complete."""
+        self.backwards += 1
+        for unit in self.units:
+            nbytes = self.heap.free(f"{unit}.unreduced")
+            if nbytes:
+                self.heap.take(f"{unit}.gradient", "gradient", nbytes)
+
+    def zero_grad(self) -> None:
+        """Gradients go."""
+        for unit in self.units:
+            self.heap.free(f"{unit}.gradient")
+        self.backwards = 0

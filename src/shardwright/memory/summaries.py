@@ -1,0 +1,54 @@
+"""What each piece of a recording adds up to, found once and used for every block it stands for."""
+
+from __future__ import annotations
+
+from shardwright.core.recording import Piece, Recording
+from shardwright.core.timeline import Kind
+from shardwright.memory.ledger import GradientRule, Summary
+
+STAYING: Kind = "unreduced_gradient"
+
+
+class Summaries:
+    """Sums of pieces under a rule for gradients."""
+
+    def __init__(self, recording: Recording, rule: GradientRule) -> None:
+        self.rule = rule
+        self.kinds: dict[int, Kind] = {
+            touch.slot: touch.kind
+            for piece in recording.pieces
+            for touch in piece.touches
+            if touch.what == "take"
+        }
+        self.unit_of = {t.fqn: unit.name for unit in recording.units for t in unit.tensors}
+        self._found: dict[int, Summary] = {}
+
+    def of(self, piece: Piece) -> Summary:
+        """The piece's sums; pieces are told apart by identity."""
+        found = self._found.get(id(piece))
+        if found is None:
+            found = self._found[id(piece)] = self._sum(piece)
+        return found
+
+    def _sum(self, piece: Piece) -> Summary:
+        live: dict[Kind, int] = {}
+        peak: dict[Kind, int] = {}
+        gradients: dict[str, int] = {}
+        total = highest = 0
+        for touch in piece.touches:
+            kind = self.kinds.get(touch.slot, touch.kind)
+            if touch.what == "take":
+                live[kind] = live.get(kind, 0) + touch.nbytes
+                total += touch.nbytes
+                if total > highest:
+                    highest, peak = total, dict(live)
+                continue
+            live[kind] = live.get(kind, 0) - touch.nbytes
+            if touch.what == "gradient" and self.rule == "stays":
+                unit = self.unit_of[touch.name]
+                gradients[unit] = gradients.get(unit, 0) + touch.nbytes
+                live[STAYING] = live.get(STAYING, 0) + touch.nbytes
+            else:
+                total -= touch.nbytes
+        net = {kind: nbytes for kind, nbytes in live.items() if nbytes}
+        return Summary(net, peak, total, highest, gradients)

@@ -1,0 +1,138 @@
+"""A heap that keeps every event: for timelines, for the tensors that are alive at the peak, for
+what each module takes, and for an allocator to replay."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from shardwright.core.footprint import Alive
+from shardwright.core.timeline import Kind, Phase
+from shardwright.memory.ledger import GradientRule, Ledger, Scene, Summary
+from shardwright.memory.slots import Slots
+from shardwright.memory.summaries import STAYING
+
+
+class Happening(NamedTuple):
+    """Bytes come (positive) or go (negative); ``label`` and ``module`` say what they are."""
+
+    key: Hashable
+    nbytes: int
+    kind: Kind
+    phase: Phase
+    label: str
+    module: str
+    unit: str
+    microbatch: int = 0
+
+
+class Tape(Ledger):
+    """A ledger that writes down what it is told. ``slots`` are those of a rank's chunks."""
+
+    def __init__(self, slots: Sequence[Slots]) -> None:
+        super().__init__()
+        self.happenings: list[Happening] = []
+        self._slots = slots
+        self._units = {name: folded for its in slots for name, folded in its.units()}
+        self._passed = 0
+        self._microbatch = 0
+        self._parts: dict[str, list[tuple[Hashable, int]]] = {}
+        self._fresh: list[tuple[Hashable, int]] = []
+        self._alive: dict[Hashable, Happening] = {}
+
+    def take(self, name: str, kind: Kind, nbytes: int) -> None:
+        """Allocate, and note it."""
+        super().take(name, kind, nbytes)
+        unit, _, what = name.rpartition(".")
+        if what.isdigit():  # one of several of a name
+            what = unit.rpartition(".")[2]
+        self._note(name, nbytes, kind, what, self._units.get(unit, ""))
+
+    def hold(self, name: str, kind: Kind, nbytes: int) -> None:
+        """Gradients that have just been counted belong to ``name``."""
+        super().hold(name, kind, nbytes)
+        parts = self._parts.setdefault(name, [])
+        wanted = nbytes
+        while wanted > 0 and self._fresh:
+            key, size = self._fresh.pop(0)
+            parts.append((key, size))
+            wanted -= size
+
+    def free(self, name: str) -> int:
+        """Free, and note it, part by part where it was counted so."""
+        kind = self._held.get(name, ("temporary", 0))[0]
+        nbytes = super().free(name)
+        for key, _ in self._parts.pop(name, [(name, nbytes)]):
+            self._gone(key, kind)
+        return nbytes
+
+    @contextmanager
+    def passing(self, kind: Kind, nbytes: int) -> Iterator[None]:
+        """Bytes that live as long as the block."""
+        self._passed += 1
+        key = ("passing", self._passed)
+        with super().passing(kind, nbytes):
+            self._note(key, nbytes, kind, kind, self._units.get(self.unit, ""))
+            yield
+            self._gone(key, kind)
+
+    def run(self, summary: Summary, scene: Scene, rule: GradientRule) -> None:
+        """Every touch of the piece."""
+        super().run(summary, scene, rule)
+        slots, self._microbatch = self._slots[scene.chunk], scene.microbatch
+        for touch in scene.piece.touches:
+            key = slots.key(touch.slot, scene)
+            if touch.what == "take":
+                module = slots.folded(touch.module)
+                self._note(key, touch.nbytes, touch.kind, touch.name, module)
+            elif touch.what == "free":
+                self._gone(key, touch.kind)
+            else:
+                self._gone(key, touch.kind)
+                if rule == "stays":
+                    module, _, what = slots.folded(touch.name).rpartition(".")
+                    name = ("gradient", key)
+                    self._note(name, touch.nbytes, STAYING, f"gradient of {what}", module)
+                    self._fresh.append((name, touch.nbytes))
+
+    def alive_at_peak(self) -> list[Alive]:
+        """What is alive when most is, largest first; equal tensors of a name together."""
+        live: dict[Hashable, Happening] = {}
+        for event in self.happenings[: self.peak()]:
+            if event.nbytes > 0:
+                live[event.key] = event
+            else:
+                live.pop(event.key, None)
+        found: dict[tuple[str, str, Kind, int], int] = {}
+        for event in live.values():
+            name = (event.label, event.module, event.kind, event.nbytes)
+            found[name] = found.get(name, 0) + 1
+        ordered = sorted(found.items(), key=lambda item: -item[0][3] * item[1])
+        return [
+            Alive(label, module, kind, nbytes * count, count)
+            for (label, module, kind, nbytes), count in ordered
+        ]
+
+    def peak(self) -> int:
+        """How many events have happened when the total is highest."""
+        total = highest = where = 0
+        for index, event in enumerate(self.happenings):
+            total += event.nbytes
+            if total > highest:
+                highest, where = total, index + 1
+        return where
+
+    def _note(self, key: Hashable, nbytes: int, kind: Kind, label: str, module: str) -> None:
+        if nbytes:
+            event = Happening(
+                key, nbytes, kind, self.phase, label, module, self.unit, self._microbatch
+            )
+            self._alive[key] = event
+            self.happenings.append(event)
+
+    def _gone(self, key: Hashable, kind: Kind) -> None:
+        taken = self._alive.pop(key, None)
+        if taken is not None:
+            gone = taken._replace(nbytes=-taken.nbytes, phase=self.phase, unit=self.unit, label="")
+            self.happenings.append(gone)

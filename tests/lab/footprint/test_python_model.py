@@ -1,0 +1,265 @@
+"""Modules of a user's own: few of their layers tell of all of them, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.core.errors import InputError, UnsupportedError
+from shardwright.core.job import Job, degrees_of, memory_of, parse_job
+from shardwright.core.recording import Recording
+from shardwright.core.timeline import Kind, Phase
+from shardwright.lab.footprint.machines import machine_of, optimizer_of, sharding
+from shardwright.lab.footprint.python_model import (
+    python_function,
+    python_recording,
+)
+from shardwright.memory.ledger import Ledger
+from shardwright.memory.rank_step import Chunk, RankStep
+from shardwright.trace.treatment import Treatment
+from shardwright.tracker.memory import MemoryTracker
+
+HERE = Path(__file__).parent
+BATCH, SEQUENCE = 3, 8
+
+
+@pytest.fixture(autouse=True)
+def _beside_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+
+
+def job_of(name: str, arguments: dict[str, Any] | None = None, **memory: Any) -> Job:
+    world = memory.pop("world", 4)
+    return parse_job(
+        {
+            "model": {"python": name, "arguments": arguments or {}},
+            "cluster": {"world_size": world},
+            "batch": {"size": BATCH, "sequence": SEQUENCE},
+            "memory": {"runtime": "fsdp2", "lowering": "cpu", **memory},
+        }
+    )
+
+
+def recorded(job: Job, **options: Any) -> tuple[Recording, int]:
+    section = memory_of(job)
+    treatment = Treatment(section.lowering or "cuda", section.checkpointing)
+    return python_recording(job, treatment, BATCH, **options)
+
+
+def peaks(job: Job, **options: Any) -> dict[Phase, dict[Kind, int]]:
+    section, recording = memory_of(job), recorded(job, **options)[0]
+    found = sharding(section, degrees_of(job, job.cluster.world_size or 1), False)
+    heap = Ledger()
+    RankStep([Chunk(recording)], optimizer=optimizer_of(job)).run(heap, machine_of(section, found))
+    return {
+        phase: {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+        for phase, kinds in heap.peaks.items()
+    }
+
+
+MODELS = {
+    "encoder": "architectures:encoder",
+    "convolutions": "architectures:convolutions",
+    "translator": "architectures:translator",
+    "alternating": "architectures:alternating",
+    "skipping": "architectures:skipping",
+    "taking_turns": "architectures:taking_turns",
+    "looping": "architectures:looping",
+    "adapted": "architectures:adapted",
+    "in_place": "architectures:in_place",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_few_layers_of_each_kind_add_up_to_what_all_of_them_take(name: str) -> None:
+    job = job_of(MODELS[name])
+    recording, parameters = recorded(job)
+    everything, as_many = recorded(job, full=True)
+    assert len(recording.pieces) < len(everything.pieces)
+    assert parameters == as_many
+    assert recording.buffers == everything.buffers
+    assert peaks(job) == peaks(job, full=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        ("encoder", {"checkpointing": "full"}),
+        ("alternating", {"checkpointing": "layers:2", "runtime": "ddp"}),
+        ("skipping", {"checkpointing": "selective", "lowering": "cuda", "param_dtype": "fp32"}),
+        ("recurrent", {"runtime": "ddp"}),
+    ],
+)
+def test_few_layers_add_up_under_every_policy_and_runtime(name: str, memory: Any) -> None:
+    job = job_of(f"architectures:{name}", **memory)
+    assert len(recorded(job)[0].pieces) < len(recorded(job, full=True)[0].pieces)
+    assert peaks(job) == peaks(job, full=True)
+
+
+def test_a_network_fifty_layers_deep_is_recorded_as_one_of_four() -> None:
+    deep = recorded(job_of("architectures:taking_turns", {"depth": 50}))[0]
+    shallow = recorded(job_of("architectures:taking_turns", {"depth": 4}))[0]
+    assert len(deep.pieces) == len(shallow.pieces)
+    assert deep.series[0].names[-1] == "mixers.49"
+    assert deep.series[0].recorded == ("mixers.0", "mixers.1", "mixers.49")
+
+
+def test_names_are_those_of_the_whole_module() -> None:
+    recording = recorded(job_of("architectures:alternating"))[0]
+    assert recording.series[0].recorded[-1] == "layers.layer10"
+    skipped = recorded(job_of("architectures:skipping"))[0]
+    last = next(unit for unit in skipped.units if unit.name == "up.6")
+    assert last.tensors[0].fqn == "up.6.0.weight"
+    modules = {touch.module for piece in skipped.pieces for touch in piece.touches}
+    assert "up.6.1.inner.3" in modules
+    assert "up.2" not in modules
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("numbered", {}, "it does not run with fewer (IndexError: index 3 is out of range)"),
+        ("growing", {}, "what they keep does not go up evenly with their number"),
+        ("skipping", {"more": 2}, "it does not run with fewer (IndexError: pop from empty list)"),
+    ],
+)
+def test_where_few_layers_do_not_tell_all_are_traced_and_a_note_says_so(
+    name: str, arguments: dict[str, Any], reason: str
+) -> None:
+    job = job_of(f"architectures:{name}", arguments)
+    notes = recorded(job)[0].notes
+    assert any(note.endswith(f"not a few of each kind: {reason}") for note in notes)
+    assert peaks(job) == peaks(job, full=True)
+
+
+def test_a_layer_that_stands_twice_is_no_unit_of_its_own() -> None:
+    recording = recorded(job_of("architectures:looping", {"rounds": 1, "twice": True}))[0]
+    names = [unit.name for unit in recording.units]
+    assert "layers.0" not in names
+    assert "layers.1" in names
+    root = next(unit for unit in recording.units if unit.name == "")
+    assert "layers.0.inner.1.weight" in [tensor.fqn for tensor in root.tensors]
+
+
+def test_frozen_parameters_are_in_their_units_and_named() -> None:
+    recording, parameters = recorded(job_of("architectures:adapted"))
+    unit = next(unit for unit in recording.units if unit.name == "1")
+    assert [tensor.fqn for tensor in unit.tensors if tensor.fqn not in recording.frozen] == [
+        "1.down.weight",
+        "1.up.weight",
+    ]
+    assert "1.base.weight" in recording.frozen
+    assert parameters == 30 * 16 + 7 * (64 * 16 + 64 + 64 * 16 + 16 + 2 * 16 + 2 * 64) + 17 * 30
+
+
+def test_parameters_keep_the_dtype_they_were_made_in_beside_that_of_computing() -> None:
+    recording = recorded(job_of("architectures:taking_turns", param_dtype="bf16"))[0]
+    assert {tensor.dtype for unit in recording.units for tensor in unit.tensors} == {"fp32"}
+    taken = [t.nbytes for p in recording.pieces for t in p.touches if t.what == "gradient"]
+    weight = 16 * 16 * 2
+    assert weight in taken
+
+
+@pytest.mark.parametrize("name", ["encoder", "convolutions"])
+def test_a_real_step_takes_what_was_estimated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(
+        f"architectures:{name}",
+        runtime="ddp",
+        world=1,
+        param_dtype="fp32",
+        implementation="foreach",
+    )
+    estimated = peaks(job)
+    sizes = {"batch": BATCH, **({"sequence": SEQUENCE} if name == "encoder" else {})}
+    monkeypatch.syspath_prepend(HERE)
+    model, inputs, *given = python_function(f"architectures:{name}", "")(**sizes)
+    loss = given[0] if given else torch.Tensor.mean
+    measured = _measured(model, inputs, loss)
+    for phase in ("forward", "backward", "step"):
+        assert sum(estimated[phase].values()) == sum(measured[phase].values()), phase
+        for kind in ("weight", "optimizer_state", "buffer"):
+            assert estimated[phase].get(kind) == measured[phase].get(kind), (phase, kind)
+
+
+def _measured(model: nn.Module, inputs: torch.Tensor, loss: Any) -> dict[Phase, dict[Kind, int]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a few thousand numbers: several threads would wait for one another
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def step() -> None:
+        loss(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    targets = [cell.cell_contents for cell in getattr(loss, "__closure__", None) or ()]
+    with MemoryTracker(model, optimizer, inputs=(inputs, targets)) as seen:
+        step()
+    torch.set_num_threads(threads)
+    return seen.peaks
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+REFUSED = {
+    "reads": (
+        "module 'layers.0.1' (Reads): expected a forward that does not read values of tensors,"
+        " got aten._local_scalar_dense.default, as of .item(), .tolist() or an if on a tensor."
+        " Put a number there for the estimate, or compute with the tensor."
+    ),
+    "branches": "module 'layers.0.1' (Branches): expected a forward that does not read values",
+    "masks": (
+        "module 'layers.0.1' (Masks): expected shapes that do not depend on values,"
+        " got aten.nonzero.default, whose result is as large as its values say."
+    ),
+    "counts": "module 'layers.0.1' (Counts): expected shapes that do not depend on values",
+    "points": "module 'layers.0.1' (Points): expected a forward of torch's operators alone",
+    "numpy": "module 'layers.0.1' (Numpy): expected a forward of torch's operators alone",
+    "kernel": (
+        "module 'layers.0.1' (Kernel): expected operators that have a fake implementation,"
+        " got shardwright_tests.without_fake.default. Register one with torch.library.register_fake"
+    ),
+    "raises": "expected a function that returns a module, (module, inputs) or (module, inputs,"
+    " loss), got ValueError: no such flavour. It runs on fake CPU tensors.",
+    "leaves": "got SystemExit: 3.",
+    "number": "expected a module, (module, inputs) or (module, inputs, loss), got int.",
+    "pair": "got (int, Linear).",
+    "wants_images": "Conv2d: expected a module that runs on fake tensors with (int64 [3, 8]), got",
+    "two_inputs": "Two: expected a forward that takes (int64 [3, 8]), got missing a required"
+    " argument: 'mask'. Return (module, inputs) from the function.",
+    "frozen": "its loss: expected a floating-point result that depends on trained parameters, got"
+    " one without a gradient.",
+    "lazy": "got lazy modules, whose sizes a first batch would decide.",
+    "sparse": "module '0' (Embedding): expected a dense gradient, got sparse=True, whose size",
+    "loss_of_many": "its loss: expected one number, got a tensor [2, 4].",
+    "takes_width": "expected arguments that it takes (width), got missing a required argument",
+    "elsewhere": "Embedding, tensor 'weight': expected a tensor on the CPU, where nothing is"
+    " allocated for it, got one on 'cuda:0'.",
+    "NOT_A_FUNCTION": "expected a function 'NOT_A_FUNCTION' in broken, got int.",
+    "nothing": "expected a function 'nothing' in broken, got nothing of that name.",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_traced_is_refused_in_one_line_that_names_it(name: str) -> None:
+    with pytest.raises(InputError) as refused:
+        recorded(job_of(f"broken:{name}"))
+    message = str(refused.value)
+    assert message.startswith(f"model.python 'broken:{name}': ")
+    assert REFUSED[name] in message
+    assert "\n" not in message
+
+
+def test_a_module_that_is_not_there_is_named() -> None:
+    with pytest.raises(InputError, match=r"an importable module 'no_such'.*Run from the folder"):
+        recorded(job_of("no_such:model"))
+
+
+def test_untraceable_modules_are_unsupported_and_end_with_the_code_of_bad_input() -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        recorded(job_of("broken:reads"))
+    assert refused.value.exit_code == 2

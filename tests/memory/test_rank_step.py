@@ -1,0 +1,145 @@
+"""A step of a rank, from a recording made by hand: two blocks of one matrix each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from shardwright.core.pipelining import Pass, order
+from shardwright.core.recording import Piece, RecordedUnit, Recording, Touch
+from shardwright.core.tensor import TensorSpec
+from shardwright.memory.fsdp2 import FSDP2
+from shardwright.memory.ledger import Ledger
+from shardwright.memory.machine import Sharding
+from shardwright.memory.optimizers import optimizer_rule
+from shardwright.memory.rank_step import ONE_PASS, Chunk, RankStep
+from shardwright.memory.replicated import Replicated
+
+NUMEL = 1000
+WEIGHTS = 2 * 4 * NUMEL
+SAVED, PASSING = 300, 70
+STREAM = 90
+Run = Callable[..., Ledger]
+
+
+def block(number: int) -> RecordedUnit:
+    return RecordedUnit(f"{number}", (TensorSpec(f"{number}.w", (NUMEL,)),))
+
+
+def recording() -> Recording:
+    """Each block saves something in its forward and has a gradient after its backward."""
+    forward, backward = [Piece("begin", "", ())], [Piece("backward", "", ())]
+    for number in (0, 1):
+        saved, passing, gradient = (10 * number + k for k in range(3))
+        unit = f"{number}"
+        took = (
+            Touch("take", passing, PASSING, "temporary", "aten.mm", unit),
+            Touch("take", saved, SAVED, "activation", "aten.mm", unit),
+            Touch("free", passing, PASSING, "temporary"),
+        )
+        forward += [Piece("enter", unit, took), Piece("leave", unit, ())]
+        made = (
+            Touch("take", gradient, 4 * NUMEL, "temporary", "aten.mm", unit),
+            Touch("gradient", gradient, 4 * NUMEL, "temporary", f"{unit}.w"),
+            Touch("free", saved, SAVED, "activation"),
+        )
+        backward[1:1] = [Piece("enter_backward", unit, made), Piece("leave_backward", unit, ())]
+    forward.append(Piece("finish", "", ()))
+    return Recording((*forward, *backward), (block(0), block(1)), buffers=11, inputs=22)
+
+
+@pytest.fixture
+def run() -> Run:
+    """The ledger after a step."""
+
+    def step(
+        passes: Sequence[Pass] = ONE_PASS, chunks: int = 1, sent: int = 0, **changes: Any
+    ) -> Ledger:
+        heap, sharding = Ledger(), Sharding(**changes)
+        made = [Chunk(recording(), sent) for _ in range(chunks)]
+        made_step = RankStep(made, tuple(passes), optimizer_rule("adamw", "foreach"))
+        several = sharding.shards > 1
+        made_step.run(heap, lambda h, u, f: (FSDP2 if several else Replicated)(h, u, sharding, f))
+        return heap
+
+    return step
+
+
+def total(heap: Ledger, phase: str) -> int:
+    return sum(heap.peaks[phase].values())  # type: ignore[index]
+
+
+STEADY = 3 * WEIGHTS + 11 + 22
+
+
+def test_a_plain_step_has_its_peaks_where_arithmetic_has_them(run: Run) -> None:
+    heap = run()
+    assert total(heap, "forward") == STEADY + 2 * SAVED + PASSING
+    assert total(heap, "backward") == STEADY + SAVED + WEIGHTS
+    assert total(heap, "step") == STEADY + 2 * WEIGHTS  # gradients, and a list of square roots
+    assert heap.total == STEADY
+
+
+def test_counts_of_steps_are_on_the_device_where_it_is_the_host(run: Run) -> None:
+    on_gpu, on_cpu = run(on_gpu=True), run(on_gpu=False)
+    assert on_cpu.total == on_gpu.total + 2 * 4
+
+
+def test_microbatches_in_flight_keep_their_activations(run: Run) -> None:
+    passes = order("gpipe", 2, 3)[0]
+    assert total(run(passes), "forward") == STEADY + 3 * 2 * SAVED + PASSING
+
+
+def test_gradients_of_one_microbatch_are_there_while_the_next_runs(run: Run) -> None:
+    passes = (*ONE_PASS, Pass("forward", 0, 1), Pass("backward", 0, 1))
+    heap = run(passes)
+    assert total(heap, "forward") == STEADY + WEIGHTS + 2 * SAVED + PASSING
+    assert total(heap, "backward") == STEADY + WEIGHTS + 2 * SAVED + 4 * NUMEL
+    assert heap.total == STEADY
+
+
+def test_the_gradient_that_was_sent_is_there_until_the_next_backward_ends(run: Run) -> None:
+    passes = (*ONE_PASS, Pass("forward", 0, 1), Pass("backward", 0, 1))
+    alone, behind = run(passes), run(passes, sent=STREAM)
+    for phase in ("forward", "backward"):
+        assert total(behind, phase) == total(alone, phase) + STREAM
+    assert total(behind, "step") == total(alone, "step")
+    assert behind.total == alone.total
+
+
+def test_a_split_backward_ends_with_the_weights(run: Run) -> None:
+    split = (
+        Pass("forward", 0, 0),
+        Pass("input_backward", 0, 0),
+        Pass("forward", 0, 1),
+        Pass("weight_backward", 0, 0),
+        Pass("input_backward", 0, 1),
+        Pass("weight_backward", 0, 1),
+    )
+    assert total(run(split), "forward") == STEADY + 2 * 2 * SAVED + PASSING
+    assert run(split).total == STEADY
+
+
+@pytest.mark.parametrize("reduces", ["each", "last", "end"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_every_schedule_ends_as_it_began(run: Run, reduces: str, schedule: str) -> None:
+    changes: dict[str, Any] = {
+        "shards": 4,
+        "reduces": reduces,
+        "param_dtype": "bf16",
+        "reduce_dtype": "fp32",
+    }
+    wanted = run(**changes).total
+    for rank in (0, 1):
+        assert run(order(schedule, 2, 4)[rank], **changes).total == wanted
+
+
+def test_more_shards_never_take_more(run: Run) -> None:
+    peaks = [max(total(heap, phase) for phase in heap.peaks) for heap in map(_on(run), (2, 4, 8))]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def _on(run: Run) -> Callable[[int], Ledger]:
+    return lambda shards: run(shards=shards, param_dtype="bf16", reduce_dtype="fp32")

@@ -1,0 +1,72 @@
+"""Data parallel with whole parameters, on a symbolic heap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardwright.core.tensor import TensorSpec
+from shardwright.memory.ledger import Ledger
+from shardwright.memory.machine import Sharding
+from shardwright.memory.replicated import Replicated
+from shardwright.memory.summaries import STAYING
+
+SHAPES = [(50, 4), (30, 4), (30, 2), (10, 10), (7,)]
+NUMEL = sum(TensorSpec("", shape).numel for shape in SHAPES)
+Make = Callable[..., Replicated]
+
+
+@pytest.fixture
+def machine() -> Make:
+    """Ranks with one unit of five fp32 tensors."""
+
+    def make(**changes: Any) -> Replicated:
+        tensors = tuple(TensorSpec(f"t{k}", shape) for k, shape in enumerate(SHAPES))
+        return Replicated(Ledger(), {"": tensors}, Sharding(**changes))
+
+    return make
+
+
+def test_several_ranks_have_buckets_beside_their_gradients(machine: Make) -> None:
+    assert machine(shards=2).resident() == {"weight": 4 * NUMEL, "communication": 4 * NUMEL}
+    assert machine(replicas=2).resident()["communication"] == 4 * NUMEL
+    assert machine().resident()["communication"] == 0
+
+
+def test_parameters_have_the_dtype_that_is_computed_in(machine: Make) -> None:
+    found = machine(param_dtype="bf16")
+    assert found.resident()["weight"] == 2 * NUMEL
+    assert {each.dtype for each in found.updated()} == {"bf16"}
+
+
+def test_later_gradients_are_added_to_the_first(machine: Make) -> None:
+    found = machine()
+    assert found.rule() == "stays"
+    found.heap.take(".unreduced", STAYING, 4 * NUMEL)
+    found.finish_backward()
+    assert found.rule() == "added"
+    assert found.heap.live == {STAYING: 0, "gradient": 4 * NUMEL}
+    found.finish_backward()
+    found.zero_grad()
+    assert found.heap.total == 0
+    assert found.rule() == "stays"
+
+
+def test_zero_1_gives_each_tensor_to_one_rank(machine: Make) -> None:
+    most = sum(each.numel for each in machine(shards=2).updated())
+    assert NUMEL / 2 <= most < NUMEL
+    alone = machine(shards=len(SHAPES) + 3).updated()
+    assert [each.shape for each in alone] == [max(SHAPES)]
+
+
+def test_ddp_updates_every_tensor_on_every_rank(machine: Make) -> None:
+    found = machine(shards=4, states_sharded=False)
+    assert [each.shape for each in found.updated()] == SHAPES
+
+
+def test_frozen_tensors_have_neither_buckets_nor_states() -> None:
+    tensors = (TensorSpec("trained", (10,)), TensorSpec("still", (20,)))
+    found = Replicated(Ledger(), {"": tensors}, Sharding(shards=2), frozenset(["still"]))
+    assert found.resident() == {"weight": 4 * 30, "communication": 4 * 10}

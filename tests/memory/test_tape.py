@@ -1,0 +1,115 @@
+"""The tape of a step tells what the ledger sums, event by event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwright.core.footprint import RankMemory
+from shardwright.core.job import parse_job
+from shardwright.lab.footprint import footprint
+
+MODEL = {
+    "kind": "llama",
+    "layers": 6,
+    "dim": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_dim": 160,
+    "vocab": 512,
+}
+EXPERTS = {"experts": 4, "experts_per_token": 2}
+
+
+def _worst(
+    device: str = "cuda", model: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> RankMemory:
+    job = {
+        "model": {**MODEL, **(model or {})},
+        "cluster": {"world_size": 8, "compute_device": device},
+        "batch": {"size": 4, "sequence": 64},
+        **sections,
+    }
+    return footprint(parse_job(job), details=True).worst
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "our runtime": {},
+    "FSDP2": {"memory": {"runtime": "fsdp2"}},
+    "DDP": {"memory": {"runtime": "ddp"}},
+    "recomputed": {"memory": {"checkpointing": "full", "runtime": "fsdp2"}},
+    "accumulated": {"parallel": {"microbatches": 4}},
+    "a pipeline": {"parallel": {"pipeline": 2, "tensor": 2}, "memory": {"runtime": "fsdp2"}},
+    "interleaved": {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b"}},
+    "experts that run again": {
+        "model": EXPERTS,
+        "parallel": {"expert": 4},
+        "memory": {"checkpointing": "selective", "runtime": "fsdp2"},
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_alive_at_the_peak_adds_up_to_it(case: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("shardwright.lab.footprint.estimate.LARGEST", 10_000)
+    worst = _worst(**CASES[case])
+    assert sum(alive.bytes for alive in worst.largest) == worst.peak_bytes
+    by_kind: dict[str, int] = {}
+    for alive in worst.largest:
+        by_kind[alive.kind] = by_kind.get(alive.kind, 0) + alive.bytes
+    assert by_kind == worst.by_category
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_timeline_reaches_the_peak_and_ends_as_it_began(case: str) -> None:
+    worst = _worst(**CASES[case])
+    totals = [sum(sample.bytes) for sample in worst.timeline]
+    assert max(totals) == worst.peak_bytes
+    kept = sum(worst.by_category.get(kind, 0) for kind in ("weight", "optimizer_state", "buffer"))
+    assert kept <= totals[-1] <= worst.peak_bytes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_allocator_reserves_at_least_what_is_alive(case: str) -> None:
+    worst = _worst(**CASES[case])
+    assert worst.reserved_bytes >= worst.peak_bytes
+
+
+def test_a_class_that_is_asked_for_is_told_in_detail(monkeypatch: Any) -> None:
+    monkeypatch.setattr("shardwright.lab.footprint.estimate.LARGEST", 10_000)
+    job = {
+        "model": {**MODEL, "layers": 24},
+        "cluster": {"world_size": 8, "compute_device": "cpu"},
+        "batch": {"size": 8, "sequence": 64},
+        "parallel": {"pipeline": 4, "tensor": 2},
+    }
+    found = footprint(parse_job(job), details=True, rank="stage 1")
+    told = next(rank for rank in found.ranks if rank.name == "stage 1")
+    assert told is not found.worst
+    assert sum(alive.bytes for alive in told.largest) == told.peak_bytes
+
+
+def test_a_cpu_has_no_caching_allocator_to_replay() -> None:
+    assert _worst(device="cpu").reserved_bytes == 0
+
+
+def test_modules_tell_parameters_and_what_their_forward_saves() -> None:
+    modules = {module.name: module for module in _worst().modules}
+    block, root = modules["layers.*"], modules[""]
+    assert block.count == 6
+    wide = 3 * 64 * 160 + 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64
+    assert block.parameters == 6 * wide * 4 // 8
+    assert (
+        modules["layers.*.feed_forward"].saved + modules["layers.*.attention"].saved < block.saved
+    )
+    assert block.saved < root.saved
+    assert root.forward_peak >= block.forward_peak > modules["tok_embeddings"].forward_peak
+    assert all(module.backward_peak for module in modules.values() if module.parameters)
+
+
+def test_recomputation_saves_only_what_enters_a_block() -> None:
+    modules = {m.name: m for m in _worst(**CASES["recomputed"]).modules}
+    stream = 4 * 64 * 64 * 2
+    # the input of each block, and the rotations that the cast of its inputs makes
+    assert modules["layers.*"].saved <= 6 * (stream + 2 * 64 * 8 * 2)
