@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwright.core.placement import BlockShard, Owned, Replicate, Shard
     from shardwright.core.plan import Plan, read_plan, write_plan
     from shardwright.lab.compare import compare
+    from shardwright.lab.footprint import footprint as estimate_memory
     from shardwright.planner.explain import explain_tensor as explain
     from shardwright.planner.planner import plan
     from shardwright.runtime.apply import apply
@@ -87,7 +88,10 @@ _HOMES = {
     "save_checkpoint": "runtime.saving",
     "write_plan": "core.plan",
 }
-_RENAMED = {"explain": ("planner.explain", "explain_tensor")}
+_RENAMED = {
+    "estimate_memory": ("lab.footprint", "footprint"),
+    "explain": ("planner.explain", "explain_tensor"),
+}
 
 __all__ = [
     "Batch",
@@ -114,6 +118,7 @@ __all__ = [
     "apply",
     "clip_grad_norm_",
     "compare",
+    "estimate_memory",
     "explain",
     "full_state_dict",
     "fully_shard_flat",

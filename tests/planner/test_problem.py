@@ -159,8 +159,8 @@ def test_tables_alone_have_no_dense_part_to_trace(make_tables: MakeJob) -> None:
         _problem(make_tables(50, planner={"reservation": {"kind": "traced"}}))
     assert str(caught.value) == (
         "planner.reservation.kind: expected another kind for tables alone, got 'traced'. There is "
-        "no dense part to trace: name a [model], or say its bytes in dense_bytes with kind "
-        "'absolute'."
+        "no dense part to trace: name its function in model.python, or say its bytes in "
+        "planner.reservation.nbytes with kind 'absolute'."
     )
 
 

@@ -24,6 +24,8 @@ COMMANDS = {
     "demo": "plan, run, compare and report on this machine, 2 ranks, about a minute",
     "plan": "choose a placement for every table and unit of a job",
     "explain": "every step behind the numbers of a plan",
+    "memory": "what every rank of a job takes, before it runs: by category, module and tensor",
+    "fit": "the largest batch and sequence of a job that fit, and the fewest ranks",
     "train": "run a job or a plan under torchrun on this machine",
     "compare": "predicted against measured, of a finished run",
     "report": "one HTML file about a plan or a run",
@@ -39,7 +41,7 @@ example:
   shardwright explain plan.json --tensor C3
   shardwright train examples/demo.toml -n 2
 
-exit codes: 0 ok, 1 our bug, 2 bad input, 3 no plan fits, 4 outside tolerance or mismatch,
+exit codes: 0 ok, 1 our bug, 2 bad input, 3 nothing fits, 4 outside tolerance or mismatch,
 5 the run failed, 75 stopped by a signal in order, 130 interrupted
 """
 

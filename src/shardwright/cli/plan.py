@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec import UNSET
+
 from shardwright.cli import options as shared
 from shardwright.core.cluster import TIERS
 from shardwright.core.plan import Plan, write_plan
@@ -25,7 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Plan, write, show."""
-    made = plan(shared.job_of(options))
+    job = shared.job_of(options)
+    if job.model.kind == "tables" and job.model.python is not UNSET:
+        from shardwright.lab.dense import with_traced_dense  # only such a job needs torch
+
+        job = with_traced_dense(job)
+    made = plan(job)
     if options.output:
         write_plan(made, options.output)
     found, prices = statistics(made), memory_prices(made)

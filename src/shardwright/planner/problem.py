@@ -176,19 +176,22 @@ def reserve(job: Job, model: ModelSpec, cluster: Cluster) -> reservation.Reserva
                 "Its dense part is simulated to the byte; no multiplier is needed.",
             )
         )
+    section = job.planner.reservation
+    if not model.stages and kind == "traced" and section.nbytes:
+        kind = "absolute"  # the trace has been made, and stands in the job
     if not model.stages and kind == "traced":
         raise UnsupportedError(
             expected(
                 "planner.reservation.kind",
                 "another kind for tables alone",
                 "'traced'",
-                "There is no dense part to trace: name a [model], or say its bytes in "
-                "dense_bytes with kind 'absolute'.",
+                "There is no dense part to trace: name its function in model.python, or say its "
+                "bytes in planner.reservation.nbytes with kind 'absolute'.",
             )
         )
     if kind == "traced":
         return reservation.Reservation((cluster.capacity,))
-    section = msgspec.structs.replace(job.planner.reservation, kind=kind)
+    section = msgspec.structs.replace(section, kind=kind)
     batch = Batch(job.batch.size)
     if cluster.compute_device != "cpu" or job.planner.constants == "torchrec-1.9":
         return reservation.reserve(

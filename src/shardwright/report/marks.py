@@ -75,12 +75,18 @@ def label(
     return element("text", attributes, escaped(text))
 
 
-def box(place: tuple[float, float, float, float], fill: int, prefix: str, tooltip: str = "") -> str:
-    """A filled rectangle (x, y, width, height) in the colour and texture of ``FILLS[fill]``."""
+def box(
+    place: tuple[float, float, float, float],
+    fill: int,
+    prefix: str,
+    tooltip: str = "",
+    fills: Sequence[Fill] = FILLS,
+) -> str:
+    """A filled rectangle (x, y, width, height) in the colour and texture of ``fills[fill]``."""
     x, y, width, height = place
     area: dict[str, str | float] = {"x": x, "y": y, "width": width, "height": height}
-    shapes = [element("rect", {**area, "style": FILLS[fill].style})]
-    if FILLS[fill].texture:
+    shapes = [element("rect", {**area, "style": fills[fill].style})]
+    if fills[fill].texture:
         shapes.append(element("rect", {**area, "fill": f"url(#{prefix}-{fill})"}))
     said = [f"<title>{escaped(tooltip, TEXT_LIMIT)}</title>"] if tooltip else []
     return element("g", {}, *said, *shapes)
@@ -98,7 +104,11 @@ def line(x1: float, y1: float, x2: float, y2: float, dashes: str = "", weight: f
 
 
 def legend(
-    items: Sequence[tuple[str, int]], y: float, prefix: str, x: float = 0
+    items: Sequence[tuple[str, int]],
+    y: float,
+    prefix: str,
+    x: float = 0,
+    fills: Sequence[Fill] = FILLS,
 ) -> tuple[str, float]:
     """Swatches with their words, in as many lines as they need; also the height they take."""
     parts: list[str] = []
@@ -107,7 +117,7 @@ def legend(
         width = 34 + text_width(words)
         if across > x and across + width > WIDTH:
             across, down = x, down + LINE + 2
-        parts.append(box((across, down, 12, 12), fill, prefix))
+        parts.append(box((across, down, 12, 12), fill, prefix, fills=fills))
         parts.append(label(across + 18, down + 10.5, words))
         across += width
     return "".join(parts), down + LINE - y
@@ -118,7 +128,14 @@ def text_width(text: str) -> float:
     return len(text) * _GLYPH
 
 
-def chart(prefix: str, title: str, description: str, height: float, parts: Iterable[str]) -> str:
+def chart(
+    prefix: str,
+    title: str,
+    description: str,
+    height: float,
+    parts: Iterable[str],
+    fills: Sequence[Fill] = FILLS,
+) -> str:
     """The whole picture, its textures named after ``prefix`` so that charts can share a page."""
     textures = "".join(
         element(
@@ -132,7 +149,7 @@ def chart(prefix: str, title: str, description: str, height: float, parts: Itera
                 },
             ),
         )
-        for i, fill in enumerate(FILLS)
+        for i, fill in enumerate(fills)
         if fill.texture
     )
     return element(

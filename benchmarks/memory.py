@@ -1,0 +1,279 @@
+"""Memory estimated in a moment beside what torch's FSDPMemTracker sees of a whole step.
+
+    python benchmarks/memory.py --machine cpu-2-cores
+
+writes ``validation/<machine>/memory.json``; ``--cases speed,large`` runs some. The cases:
+
+* ``random``: llamas of random size, sharding, batch, checkpointing and dtype under FSDP2 on a fake
+  process group, each estimated from its job and tracked in its second step.
+* ``speed``: seconds for 8B on 8 ranks; the trace forgotten before every estimate, and kept.
+* ``policies``: checkpointing policies on that model.
+* ``large``: 405B on 16,384 ranks in a process of its own: seconds after imports, and its memory.
+
+Kernels are those of the CPU, where torch's tracker can run: it proves how pieces are put together,
+not what a GPU keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from memory_truth import fsdp_mem_tracker
+
+from shardwright.core.footprint import RankMemory
+from shardwright.core.job import Job, parse_job
+from shardwright.lab.footprint import footprint
+from shardwright.lab.footprint.llama import forget_recordings
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 2**20
+LIMIT_PERCENT = 1.0
+COLD, CACHED, TRACKED = 9, 31, 3  # repetitions
+MODEL_8B = {
+    "kind": "llama",
+    "layers": 32,
+    "dim": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn_dim": 14336,
+    "vocab": 128256,
+}
+MODEL_405B = MODEL_8B | {"layers": 126, "dim": 16384, "heads": 128, "ffn_dim": 53248}
+MEMORY = {"runtime": "fsdp2", "lowering": "cpu"}
+# What another Llama of the same size takes (its own implementation, tracked warm), in MiB.
+ANOTHER_LLAMA = {"none": 82280, "selective": 40806, "full": 26950}
+POLICIES = ("none", "full", "selective", "selective_op", "core_attention", "layers:2", "layers:3")
+
+
+def random_document(generator: random.Random) -> dict[str, Any]:
+    """A job of one of very many configurations."""
+    pick = generator.choice
+    heads = pick([2, 4, 8])
+    dim = heads * pick([16, 32, 64])
+    model = {
+        "kind": "llama",
+        "layers": generator.randint(1, 12),
+        "dim": dim,
+        "heads": heads,
+        "kv_heads": pick([count for count in (1, 2, 4, 8) if heads % count == 0]),
+        "ffn_dim": pick([2, 3, 4]) * dim + 8 * generator.randint(0, 3),
+        "vocab": pick([512, 1000, 5000, 32000]),
+    }
+    if generator.random() < 0.2:  # one unit for all that is in no block
+        model["tied_embeddings"] = True
+    if generator.random() < 0.15:
+        model |= {"experts": pick([4, 8]), "experts_per_token": 2}
+    world = generator.choice([2, 3, 4, 5, 7, 8, 12, 16, 24, 48, 64, 100, 128])
+    size, microbatches = generator.randint(1, 4), 1
+    if generator.random() < 0.15 and "tied_embeddings" not in model:
+        microbatches = size  # torch's tracker refuses a second forward of a root with a unit
+    parallel: dict[str, Any] = {"microbatches": microbatches}
+    if generator.random() < 0.25:
+        replicas = pick([2, 4])
+        parallel["data_replicate"] = replicas
+        world = replicas * pick([1, 2, 3, 4, 8, 16])
+    memory = {
+        "checkpointing": pick(POLICIES),
+        "param_dtype": pick(["bf16", "fp32"]),
+        "reduce_dtype": pick(["fp32", "fp32", "bf16"]),
+        "reshard_after_forward": pick(["default", True, False]),
+    }
+    return {
+        "model": model,
+        "cluster": {"world_size": world},
+        "batch": {"size": size, "sequence": pick([64, 128, 333, 1024])},
+        "parallel": parallel,
+        "memory": MEMORY | memory,
+    }
+
+
+def compared(document: dict[str, Any]) -> dict[str, Any]:
+    """The estimate of a job beside its truth, in bytes and percent."""
+    job = parse_job(document)
+    truth, estimate = fsdp_mem_tracker(job), estimated(job)
+    off = estimate.peak_bytes - truth.peak
+    return {
+        "estimate_bytes": estimate.peak_bytes,
+        "truth_bytes": truth.peak,
+        "off_bytes": off,
+        "off_percent": round(100 * off / truth.peak, 6),
+        "phase": estimate.peak_phase,
+    }
+
+
+def estimated(job: Job) -> RankMemory:
+    """The only class of ranks of a job without a pipeline."""
+    (rank,) = footprint(job).ranks
+    return rank
+
+
+def random_case(count: int, seed: int) -> dict[str, Any]:
+    """Every configuration with its error."""
+    generator = random.Random(seed)
+    rows = []
+    for number in range(count):
+        document = random_document(generator)
+        row = {**_told(document), **compared(document)}
+        rows.append(row)
+        print(f"{number + 1:4} {row['off_percent']:9.4f} % {json.dumps(row)}", flush=True)
+    errors = [abs(row["off_percent"]) for row in rows]
+    return {
+        "configurations": count,
+        "seed": seed,
+        "worst_percent": max(errors),
+        "median_percent": statistics.median(errors),
+        "to_the_byte": sum(row["off_bytes"] == 0 for row in rows),
+        "within_limit": sum(error <= LIMIT_PERCENT for error in errors),
+        "limit_percent": LIMIT_PERCENT,
+        "rows": rows,
+    }
+
+
+def _told(document: dict[str, Any]) -> dict[str, Any]:
+    found = {name: value for part in document.values() for name, value in part.items()}
+    return {name: value for name, value in found.items() if name not in (*MEMORY, "kind")}
+
+
+def document_8b(checkpointing: str) -> dict[str, Any]:
+    """An 8B model on 8 ranks, a sequence of 8192."""
+    return {
+        "model": MODEL_8B,
+        "cluster": {"world_size": 8},
+        "batch": {"size": 1, "sequence": 8192},
+        "memory": {**MEMORY, "checkpointing": checkpointing},
+    }
+
+
+def speed_case() -> dict[str, Any]:
+    """Seconds of both in this process, and how many times faster the estimate is."""
+    job = parse_job(document_8b("none"))
+    begun = time.perf_counter()
+    estimated(job)
+    first = time.perf_counter() - begun
+    truths = [fsdp_mem_tracker(job) for _ in range(TRACKED)]
+    cold = _seconds(job, COLD, forget_recordings)
+    cached = _seconds(job, CACHED, lambda: None)
+    step = statistics.median(truth.tracked for truth in truths)
+    both = statistics.median(truth.warm + truth.tracked for truth in truths)
+    return {
+        "estimate_first_seconds": round(first, 4),
+        "estimate_cold_seconds": round(cold, 4),
+        "estimate_cached_seconds": round(cached, 5),
+        "tracked_step_seconds": round(step, 3),
+        "warm_and_tracked_seconds": round(both, 3),
+        "times_faster_cold": round(both / cold, 1),
+        "times_faster_cold_than_the_tracked_step": round(step / cold, 1),
+        "times_faster_cached": round(both / cached, 1),
+    }
+
+
+def _seconds(job: Job, repetitions: int, before: Callable[[], None]) -> float:
+    taken = []
+    for _ in range(repetitions):
+        before()
+        begun = time.perf_counter()
+        estimated(job)
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
+
+
+def policies_case() -> dict[str, Any]:
+    """MiB of each policy: estimated, tracked, and of another implementation."""
+    found = {}
+    for name, another in ANOTHER_LLAMA.items():
+        row = compared(document_8b(name))
+        found[name] = {
+            "estimate_mib": round(row["estimate_bytes"] / MIB, 1),
+            "truth_mib": round(row["truth_bytes"] / MIB, 1),
+            "off_percent": row["off_percent"],
+            "another_llama_mib": another,
+            "off_another_percent": round(100 * (row["estimate_bytes"] / MIB / another - 1), 2),
+        }
+    return found
+
+
+def document_405b() -> dict[str, Any]:
+    """405B on 16,384 ranks."""
+    return {
+        "model": MODEL_405B,
+        "cluster": {"world_size": 16384, "compute_device": "cuda"},
+        "batch": {"size": 32, "sequence": 8192},
+        "parallel": {"tensor": 8, "pipeline": 16},
+        "memory": {"runtime": "fsdp2", "checkpointing": "full"},
+    }
+
+
+def large_case() -> dict[str, Any]:
+    """The whole estimate of 405B, in a process of its own."""
+    answer = subprocess.run(
+        [sys.executable, __file__, "--large-here"], capture_output=True, text=True, check=True
+    )
+    return json.loads(answer.stdout)  # type: ignore[no-any-return]
+
+
+def large_here() -> dict[str, Any]:
+    """What :func:`large_case` asks its process for."""
+    import resource
+
+    begun = time.perf_counter()
+    found = footprint(parse_job(document_405b()))
+    seconds = time.perf_counter() - begun
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "parameters": found.parameters,
+        "ranks": found.world_size,
+        "classes_of_ranks": len(found.ranks),
+        "seconds_after_imports": round(seconds, 3),
+        "resident_mib": round(peak / MIB, 1),
+        "peak_mib": {rank.name: round(rank.peak_bytes / MIB, 1) for rank in found.ranks},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--machine", help="the folder under validation/")
+    parser.add_argument("--cases", default="random,speed,policies,large")
+    parser.add_argument("--configurations", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--large-here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.large_here:
+        print(json.dumps(large_here()))
+        return 0
+    if not options.machine:
+        parser.error("--machine is required")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    cases: dict[str, Callable[[], dict[str, Any]]] = {
+        "random": lambda: random_case(options.configurations, options.seed),
+        "speed": speed_case,
+        "policies": policies_case,
+        "large": large_case,
+    }
+    path = ROOT / "validation" / options.machine / "memory.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for name in options.cases.split(","):
+        stamp = {"torch": torch.__version__, "python": sys.version.split()[0]}
+        results[name] = {**cases[name](), **stamp, "date": datetime.date.today().isoformat()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        shown = {key: value for key, value in results[name].items() if key != "rows"}
+        print(json.dumps({name: shown}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""``shardwright fit JOB.toml``: the largest batch and sequence that fit, and the fewest ranks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from shardwright.cli import options as shared
+from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK
+from shardwright.core.fit import Fit
+
+QUIET = 2.0  # seconds before progress is shown
+EVERY = 5.0  # seconds between lines where nobody watches
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``fit``."""
+    parser.epilog = (
+        "A capacity is needed: cluster.preset, or cluster.hbm_cap. Exit code 3: nothing fits, "
+        "under no checkpointing policy."
+    )
+    shared.job_argument(parser)
+    shared.json_option(parser)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Search and show; 3 where no policy lets a single batch fit."""
+    job = shared.job_of(options)
+    from shardwright.lab.fit import fit
+
+    progress = _Progress()
+    try:
+        found = fit(job, tell=progress)
+    finally:
+        progress.end()
+    if options.json:
+        shared.print_json(found)
+    else:
+        from shardwright.report.fit_report import fit_report
+
+        shared.show(fit_report(found))
+    return EXIT_OK if anything_fits(found) else EXIT_NO_PLAN
+
+
+def anything_fits(found: Fit) -> bool:
+    """Whether some policy lets some batch fit."""
+    return any(row.largest_batch.size for row in found.policies)
+
+
+class _Progress:
+    """The last estimate on stderr: one line that is written over, or a line now and then."""
+
+    def __init__(self) -> None:
+        self._begun = self._told = time.monotonic()
+        self._over = sys.stderr.isatty()
+        self._shown = False
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._begun < QUIET or (not self._over and now - self._told < EVERY):
+            return
+        self._told, self._shown = now, True
+        print(f"\r\x1b[K{text}" if self._over else text, end="", file=sys.stderr, flush=True)
+        if not self._over:
+            print(file=sys.stderr)
+
+    def end(self) -> None:
+        """Wipe the line."""
+        if self._shown and self._over:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,147 @@
+"""``shardwright memory JOB.toml``: what every rank takes, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from shardwright.cli import options as shared
+from shardwright.core.document import write_atomically
+from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected
+from shardwright.core.footprint import Footprint, RankMemory
+from shardwright.core.job import Job
+from shardwright.core.tracked import Tracked
+
+PICTURES = (".svg", ".json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``memory``."""
+    parser.epilog = (
+        "Exit code 3: a rank class does not fit its capacity. JSON has the figures of the class "
+        "with the highest peak at the top and every class under 'ranks'; the timeline is only in "
+        "its own file."
+    )
+    shared.job_argument(parser)
+    parser.add_argument("--rank", metavar="NAME", help="the class of ranks to tell in detail")
+    parser.add_argument("--full", action="store_true", help="every class, module and tensor")
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="out.svg|out.json",
+        help="write the step event by event: a picture, or a Chrome trace for Perfetto",
+    )
+    parser.add_argument(
+        "--real",
+        action="store_true",
+        help="also run two steps of a small model in this process and measure",
+    )
+    shared.json_option(parser)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Estimate, write, show; 3 where something is known not to fit."""
+    _check_timeline(options.timeline)
+    job = shared.job_of(options)
+    from shardwright.lab.footprint import footprint
+
+    found = footprint(job, details=True, rank=options.rank or "")
+    rank = _chosen(found, options.rank)
+    if options.timeline:
+        _write_timeline(found, rank, options.timeline)
+    real = _rehearsed(job) if options.real else None
+    if options.json:
+        told = as_report(found, rank)
+        if real:
+            told["real"] = {
+                "predicted": as_report(real[0], real[0].worst),
+                "measured": msgspec.structs.replace(real[1], snapshots=()),
+            }
+        shared.print_json(told)
+    else:
+        _show(found, rank, real, full=options.full)
+    return EXIT_NO_PLAN if found.verdict == "does not fit" else EXIT_OK
+
+
+def _show(
+    footprint: Footprint, rank: RankMemory, real: tuple[Footprint, Tracked] | None, *, full: bool
+) -> None:
+    from shardwright.report.memory_report import memory_report
+
+    shared.show(memory_report(footprint, rank, full=full))
+    if real:
+        from shardwright.report.memory_rehearsal import rehearsal_report
+
+        print()
+        shared.show(rehearsal_report(*real))
+
+
+def _rehearsed(job: Job) -> tuple[Footprint, Tracked]:
+    """The job as one rank of this machine, estimated and measured."""
+    from shardwright.lab.footprint import footprint
+    from shardwright.lab.rehearsal import alone, rehearse
+
+    single = alone(job)
+    predicted = footprint(single)
+    return predicted, rehearse(single, predicted)
+
+
+def as_report(footprint: Footprint, rank: RankMemory) -> dict[str, object]:
+    """All of a footprint but its timeline; figures of ``rank`` at the top."""
+    classes = []
+    for each in footprint.ranks:
+        least, most = footprint.needs(each)
+        told = msgspec.to_builtins(msgspec.structs.replace(each, kinds=(), timeline=()))
+        classes.append(
+            {
+                **told,
+                "verdict": footprint.verdict_of(each),
+                "needs_bytes": {"least": least, "most": most},
+            }
+        )
+    return {
+        **msgspec.to_builtins(msgspec.structs.replace(footprint, ranks=())),
+        "verdict": footprint.verdict,
+        "rank_class": rank.name,
+        "peak_bytes": rank.peak_bytes,
+        "peak_phase": rank.peak_phase,
+        "by_category": rank.by_category,
+        "reserved_bytes": rank.reserved_bytes,
+        "ranks": classes,
+    }
+
+
+def _chosen(footprint: Footprint, name: str | None) -> RankMemory:
+    if name is None:
+        return footprint.worst
+    for rank in footprint.ranks:
+        if rank.name == name:
+            return rank
+    known = ", ".join(f"'{rank.name}'" for rank in footprint.ranks)
+    raise InputError(expected("--rank", f"one of {known}", f"'{name}'"))
+
+
+def _check_timeline(path: Path | None) -> None:
+    if path is not None and path.suffix not in PICTURES:
+        raise InputError(
+            expected("--timeline", "a file that ends in .svg or .json", f"'{path.name}'")
+        )
+
+
+def _write_timeline(footprint: Footprint, rank: RankMemory, path: Path) -> None:
+    from shardwright.report.memory_picture import standalone, timeline_chart
+    from shardwright.report.memory_trace import chrome_trace
+
+    if not rank.timeline:
+        raise InputError(
+            expected("--timeline", "a class whose step was followed", f"'{rank.name}'")
+        )
+    if path.suffix == ".svg":
+        text = standalone(timeline_chart(footprint, rank))
+    else:
+        text = chrome_trace(footprint, rank)
+    write_atomically(path, text.encode())
+    print(f"timeline written to {path}", file=sys.stderr)

@@ -1,0 +1,74 @@
+"""What of a job fits on its ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.fit import Fit
+from shardwright.core.job import Job
+from shardwright.lab.fit.remedies import remedies
+from shardwright.lab.fit.search import search
+from shardwright.lab.fit.variants import Footprints, Variants, at, changed_job, point_of, space_of
+
+__all__ = ["fit"]
+
+
+def fit(
+    job: Job, footprints: Footprints | None = None, tell: Callable[[str], None] = lambda _: None
+) -> Fit:
+    """Search around a job; ``footprints`` estimates one, by default as ``shardwright memory`` does.
+
+    InputError where no capacity is known.
+    """
+    begun = time.perf_counter()
+    variants = Variants(footprints or _footprints(), tell)
+    variants.estimate(job)
+    first = variants.first
+    assert first is not None
+    if first.capacity is None:
+        raise InputError(
+            expected(
+                "job: cluster",
+                "a capacity to fit into",
+                "none",
+                "Name one: --set cluster.preset=h100-8, or --set cluster.hbm_cap='80 GB'.",
+            )
+        )
+    here, space = point_of(job, first.world_size), space_of(job, first.world_size)
+
+    found = search(
+        lambda point: variants.estimate(at(job, point, first.world_size)),
+        here,
+        space,
+        first.capacity,
+    )
+    own = next(row for row in found.rows if row.checkpointing == here.policy)
+    tried = ()
+    if not own.largest_batch.size:
+        small = changed_job(job, "batch", size=space.batch_step)
+        tried = remedies(variants.estimate, small, first.world_size, found.shards)
+    others = first.world_size // here.shards
+    return Fit(
+        model=first.model,
+        capacity=first.capacity,
+        batch=here.batch,
+        sequence=here.sequence,
+        world_size=first.world_size,
+        checkpointing=here.policy,
+        policies=found.rows,
+        longest_sequence=found.sequence,
+        fewest_ranks=None if found.shards is None else found.shards * others,
+        remedies=tried,
+        skipped=found.skipped,
+        assumptions=first.assumptions,
+        estimates=variants.estimates,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def _footprints() -> Footprints:
+    from shardwright.lab.footprint import footprint
+
+    return footprint

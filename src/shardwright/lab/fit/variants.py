@@ -1,0 +1,137 @@
+"""Variants of a job, and what each asks of its fullest rank; every one is estimated once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from shardwright.core.errors import NoPlanError
+from shardwright.core.fit import Estimate
+from shardwright.core.footprint import Footprint
+from shardwright.core.job import MAX_PLANNED, Job, degrees_of, memory_of, parallel_of
+from shardwright.core.model_section import MEMORY_ONLY
+from shardwright.core.parallel import MAX_WORLD
+from shardwright.lab.fit.search import Point, Space
+
+# A policy that keeps less stands further down; a job's own other one comes first. What is planned
+# keeps what backward needs.
+POLICIES = ("none", "core_attention", "selective", "full")
+MOST_SAMPLES = 2**16  # per rank and step
+MOST_TOKENS = 2**22  # per sample
+ROUND = 128  # sequences are looked at in steps of up to so many tokens
+
+Footprints = Callable[[Job], Footprint]
+
+
+class Variants:
+    """``footprints`` with a memory; ``tell`` hears of each new estimate."""
+
+    def __init__(self, footprints: Footprints, tell: Callable[[str], None]) -> None:
+        self._footprints = footprints
+        self._tell = tell
+        self._known: dict[bytes, Estimate] = {}
+        self.estimates = 0
+        self.first: Footprint | None = None
+
+    def estimate(self, job: Job) -> Estimate:
+        """What a job asks of the rank that needs most."""
+        key = msgspec.msgpack.encode(job)
+        if key not in self._known:
+            begun = time.perf_counter()
+            self._known[key] = self._made(job)
+            self.estimates += 1
+            batch, policy = job.batch, memory_of(job).checkpointing
+            self._tell(
+                f"{self.estimates} estimates; {batch.size} x {batch.sequence} on "
+                f"{job.cluster.world_size or self.world_size} ranks, checkpointing {policy}: "
+                f"{time.perf_counter() - begun:.1f} s"
+            )
+        return self._known[key]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job itself."""
+        return self.first.world_size if self.first else 0
+
+    def _made(self, job: Job) -> Estimate:
+        """The estimate; of what has to be planned and cannot be, one that is a byte too large."""
+        if self.first is None:
+            self.first = self._footprints(job)
+            return estimate_of(self.first)
+        try:
+            return estimate_of(self._footprints(job))
+        except NoPlanError:
+            most = (self.first.capacity or 0) + 1
+            return Estimate(most, "", "no plan fits", most, most, "does not fit", {})
+
+
+def estimate_of(footprint: Footprint) -> Estimate:
+    """A footprint's fullest class in short; the verdict is of all."""
+    fullest = max(footprint.ranks, key=lambda rank: footprint.needs(rank)[1])
+    least = max(footprint.needs(rank)[0] for rank in footprint.ranks)
+    return Estimate(
+        peak_bytes=fullest.peak_bytes,
+        peak_phase=fullest.peak_phase,
+        rank_class=fullest.name,
+        least_bytes=least,
+        most_bytes=footprint.needs(fullest)[1],
+        verdict=footprint.verdict,
+        by_category=fullest.by_category,
+    )
+
+
+def point_of(job: Job, world_size: int) -> Point:
+    """Where a job stands among its variants."""
+    shards = degrees_of(job, world_size).data_shard
+    return Point(job.batch.size, job.batch.sequence, shards, memory_of(job).checkpointing)
+
+
+def at(job: Job, point: Point, world_size: int) -> Job:
+    """The job with a point's sizes, on as many ranks as these make."""
+    here = degrees_of(job, world_size).data_shard
+    world = world_size // here * point.shards
+    changed = changed_job(job, "batch", size=point.batch, sequence=point.sequence)
+    if memory_of(job).checkpointing != point.policy:
+        changed = changed_job(changed, "memory", checkpointing=point.policy)
+    if parallel_of(job).data_shard != -1:
+        changed = changed_job(changed, "parallel", data_shard=point.shards)
+    return on_ranks(changed, world)
+
+
+def on_ranks(job: Job, world_size: int) -> Job:
+    """The job on another number of ranks; its ranks per host go where they do not divide it."""
+    local = job.cluster.local_world_size
+    kept = local if local and (world_size <= local or world_size % local == 0) else None
+    return changed_job(job, "cluster", world_size=world_size, local_world_size=kept)
+
+
+def changed_job(job: Job, section: str, **keys: Any) -> Job:
+    """The job with other values in a section."""
+    given = {"memory": memory_of, "parallel": parallel_of}
+    old = given[section](job) if section in given else getattr(job, section)
+    return msgspec.structs.replace(job, **{section: msgspec.structs.replace(old, **keys)})
+
+
+def space_of(job: Job, world_size: int) -> Space:
+    """Which variants of a job there are."""
+    degrees, section = degrees_of(job, world_size), parallel_of(job)
+    own = memory_of(job).checkpointing
+    planned = job.model.kind not in MEMORY_ONLY
+    known = () if planned else POLICIES
+    others = degrees.world_size // degrees.data_shard
+    group = degrees.context * degrees.tensor
+    stream = 2 * group if degrees.context > 1 else group
+    return Space(
+        policies=known if own in known else (own, *known),
+        batch_step=section.microbatches or 1,
+        batch_limit=MOST_SAMPLES,
+        sequence_step=math.lcm(math.gcd(job.batch.sequence, ROUND), stream),
+        sequence_limit=MOST_TOKENS if job.batch.sequence > 1 else 0,
+        shard_step=degrees.expert // math.gcd(degrees.expert, group),
+        shard_limit=(MAX_PLANNED if planned else MAX_WORLD) // others,
+        steady=not planned,
+    )

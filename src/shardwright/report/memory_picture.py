@@ -1,0 +1,241 @@
+"""Live bytes of a step as a picture: one area per category, stacked, from event to event."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from shardwright.core.categories import category, in_order
+from shardwright.core.footprint import Footprint, RankMemory, Sample
+from shardwright.core.timeline import Kind
+from shardwright.core.units import format_bytes
+from shardwright.report.marks import (
+    LINE,
+    WIDTH,
+    Fill,
+    chart,
+    element,
+    escaped,
+    label,
+    legend,
+    line,
+    text_width,
+    ticks,
+)
+from shardwright.report.memory_wording import headline, peak_text, verdict_sentence
+from shardwright.report.wording import counted, shortened
+
+# What belongs together has one hue; a texture tells areas apart without colour.
+FILLS: dict[Kind, Fill] = {
+    "weight": Fill("sw-blue", "#0072b2"),
+    "gathered_weight": Fill("sw-sky", "#56b4e9", "M-1,-1L7,7M-1,5L1,7M5,-1L7,1"),
+    "optimizer_state": Fill("sw-green", "#009e73", "M3,2V4"),
+    "gradient": Fill("sw-orange", "#d98c00", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5"),
+    "unreduced_gradient": Fill("sw-yellow", "#e3cf3f", "M0,3H3"),
+    "activation": Fill("sw-vermilion", "#d55e00"),
+    "temporary": Fill("sw-salmon", "#f0a07a", "M0,3H6M3,0V6"),
+    "all_gather": Fill("sw-purple", "#a8609a", "M0,3H6"),
+    "reduce_scatter": Fill("sw-rose", "#cc79a7", "M3,0V3"),
+    "communication": Fill("sw-plum", "#7a4a8c", "M0,0L6,6M6,0L0,6"),
+    "buffer": Fill("sw-grey", "#7f868f"),
+    "input": Fill("sw-silver", "#a9afb6", "M0,0L6,6"),
+    "output": Fill("sw-slate", "#5d6874", "M2,2H4V4H2Z"),
+}
+SHADES = {"setup": 0.08, "forward": 0.12, "backward": 0.26, "step": 0.4}
+OTHER = Fill("sw-grey", "#7f868f", "M0,1H6M0,4H6")
+LEFT, TOP, HEIGHT = 66.0, 58.0, 300.0
+LONGEST = 64  # characters of what is said of the peak
+MARGIN = 14  # around a file of its own
+BAND = 16.0  # height of the row of phases
+COLUMNS = 420  # that moments are drawn in; the fullest of each is
+FAR = 2.5  # a capacity this many times the peak is told, not drawn
+AXIS = "left to right: allocations and frees, not time"
+_PREFIX = "timeline"
+_VARIABLE = re.compile(r"var\(--[\w-]+,(#[0-9a-fA-F]+)\)")
+_STYLE = (
+    "svg{color:#1d2125}.paper{fill:#fff}"
+    "@media (prefers-color-scheme:dark){svg{color:#e4e6e8}.paper{fill:#1b1f24}}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Where moments and bytes are drawn; ``last`` is one past the last moment."""
+
+    last: int
+    highest: float
+
+    def x(self, moment: float) -> float:
+        return LEFT + (WIDTH - LEFT) * moment / self.last
+
+    def y(self, nbytes: float) -> float:
+        return TOP + HEIGHT * (1 - nbytes / self.highest)
+
+
+def timeline_chart(footprint: Footprint, rank: RankMemory | None = None) -> str:
+    """The picture of a class of ranks, or of the one with the highest peak; an empty text where no
+    timeline was kept."""
+    rank = rank or footprint.worst
+    if not rank.timeline:
+        return ""
+    totals = [sum(sample.bytes) for sample in rank.timeline]
+    top = max(totals)
+    capacity = footprint.capacity or 0
+    drawn = 0 < capacity <= FAR * top
+    frame = _Frame(len(totals), max(top * 1.04, capacity * 1.02 if drawn else 0, 1))
+    bands = _bands(frame, rank.timeline)
+    most = {kind: max(s.bytes[i] for s in rank.timeline) for i, kind in enumerate(rank.kinds)}
+    kinds = [kind for kind in in_order(rank.kinds) if most[kind]]
+    bottom = TOP + HEIGHT
+    swatches, height = legend(
+        [(category(kind), place) for place, kind in enumerate(kinds)],
+        bottom + BAND + 24,
+        _PREFIX,
+        fills=_fills(kinds),
+    )
+    shades, more = _phase_legend(bands, bottom + BAND + 26 + height)
+    title = shortened(f"Live memory of a step: {footprint.model}, {rank.name}", LONGEST)
+    parts = [
+        label(0, 12, title, bold=True),
+        label(WIDTH, 12, AXIS, "end", faint=True),
+        *(_grid(frame, t) for t in ticks(frame.highest, binary=True)),
+        *_areas(frame, rank, kinds),
+        _capacity(frame, capacity, frame.x(totals.index(top))) if drawn else "",
+        _peak(frame, rank, totals, top),
+        *_phases(bands),
+        swatches,
+        shades,
+    ]
+    said = f"{headline(footprint)}. Most is alive in {peak_text(rank)}: {format_bytes(top)}. "
+    said += f"{counted(len(totals), 'event')} from left to right. {verdict_sentence(footprint)}"
+    total = bottom + BAND + 24 + height + more
+    return chart(_PREFIX, title, said, total, parts, fills=_fills(kinds))
+
+
+def standalone(picture: str) -> str:
+    """A chart as a file of its own, readable in light and dark; colours are written out for
+    viewers that know no variables."""
+    width, height = re.findall(r'viewBox="0 0 (\d+) (\d+)"', picture)[0]
+    wide, high = int(width) + 2 * MARGIN, int(height) + 2 * MARGIN
+    size = f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
+    place: dict[str, str | float] = {"x": -MARGIN, "y": -MARGIN, "width": wide, "height": high}
+    paper = element("rect", {**place, "class": "paper", "fill": "#fff"})
+    margin = element("style", {}, _STYLE) + paper
+    framed = picture.replace('viewBox="0 0 ', f'viewBox="{-MARGIN} {-MARGIN} ', 1)
+    framed = framed.replace(f"{width} {height}", f"{wide} {high}", 1)
+    opened, closed, rest = framed.replace("<svg ", size, 1).partition("</defs>")
+    return _VARIABLE.sub(r"\1", f"{opened}{closed}{margin}{rest}") + "\n"
+
+
+def _fills(kinds: Sequence[Kind]) -> tuple[Fill, ...]:
+    return tuple(FILLS.get(kind, OTHER) for kind in kinds)
+
+
+def _grid(frame: _Frame, nbytes: float) -> str:
+    y = frame.y(nbytes)
+    words = format_bytes(nbytes).replace(".00 ", " ")
+    return line(LEFT, y, WIDTH, y) + label(LEFT - 8, y + 4, words, "end", faint=True)
+
+
+def _capacity(frame: _Frame, capacity: int, peak: float) -> str:
+    """A line with its words on the side where the peak's line does not run through them."""
+    y = frame.y(capacity)
+    words = f"capacity {format_bytes(capacity)}"
+    clear = LEFT + 24 + text_width(words) < peak
+    x, anchor = (LEFT + 4, "start") if clear else (WIDTH, "end")
+    return line(LEFT, y, WIDTH, y, "6 3", 1.5) + label(x, y - 5, words, anchor, bold=True)
+
+
+def _peak(frame: _Frame, rank: RankMemory, totals: Sequence[int], top: int) -> str:
+    """A dot on the highest moment and its words above, on the side that has room."""
+    moment = totals.index(top)
+    x, y = frame.x(moment + 0.5), frame.y(top)
+    words = shortened(f"peak {format_bytes(top)}, {peak_text(rank)}", LONGEST)
+    room = x + text_width(words) < WIDTH
+    dot = element("circle", {"cx": x, "cy": y, "r": 3.5, "fill": "currentColor"})
+    at = (x - 4, "start") if room else (min(x + 4, WIDTH), "end")
+    drop = line(x, TOP - 14, x, TOP + HEIGHT, "2 3", 1.2)
+    return drop + dot + label(at[0], TOP - 19, words, at[1], bold=True)
+
+
+def _areas(frame: _Frame, rank: RankMemory, kinds: Sequence[Kind]) -> Iterator[str]:
+    """An area per kind between what is below it and what it adds."""
+    order = [rank.kinds.index(kind) for kind in kinds]
+    columns = _columns(rank.timeline)
+    starts = [frame.x(moment) for moment, _ in columns] + [frame.x(frame.last)]
+    levels = [list(accumulate((s.bytes[i] for i in order), initial=0)) for _, s in columns]
+    fills = _fills(kinds)
+    for place, kind in enumerate(kinds):
+        lower = [frame.y(level[place]) for level in levels]
+        upper = [frame.y(level[place + 1]) for level in levels]
+        path = f"M{_steps(starts, upper)}L{_steps(starts[::-1], lower[::-1])}Z"
+        most = max(sample.bytes[order[place]] for sample in rank.timeline)
+        tip = f"<title>{escaped(f'{category(kind)}: at most {format_bytes(most)}')}</title>"
+        shapes = [element("path", {"d": path, "style": fills[place].style})]
+        if fills[place].texture:
+            shapes.append(element("path", {"d": path, "fill": f"url(#{_PREFIX}-{place})"}))
+        yield element("g", {}, tip, *shapes)
+
+
+def _columns(timeline: Sequence[Sample]) -> list[tuple[int, Sample]]:
+    """Moments to draw with where each begins: all, or of many the fullest of each column."""
+    if len(timeline) <= COLUMNS:
+        return list(enumerate(timeline))
+    found = []
+    for column in range(COLUMNS):
+        begin = column * len(timeline) // COLUMNS
+        end = (column + 1) * len(timeline) // COLUMNS
+        found.append((begin, max(timeline[begin:end], key=lambda sample: sum(sample.bytes))))
+    return found
+
+
+def _steps(edges: Sequence[float], heights: Sequence[float]) -> str:
+    """A line that is level from edge to edge; what does not change is not written again."""
+    written = [f"{edges[0]:.1f},{heights[0]:.1f}"]
+    for place in range(1, len(heights)):
+        if heights[place] != heights[place - 1]:
+            written.append(f"H{edges[place]:.1f}V{heights[place]:.1f}")
+    return "".join(written) + f"H{edges[-1]:.1f}"
+
+
+def _bands(frame: _Frame, timeline: Sequence[Sample]) -> list[tuple[str, float, float]]:
+    """Each stretch of a phase: its name, where it begins, how wide it is."""
+    found, moment = [], 0
+    for phase, samples in groupby(timeline, lambda sample: sample.phase):
+        begin, moment = moment, moment + sum(1 for _ in samples)
+        found.append((phase, frame.x(begin), frame.x(moment) - frame.x(begin)))
+    return found
+
+
+def _phases(bands: Sequence[tuple[str, float, float]]) -> Iterator[str]:
+    """A row below the picture that says which phase is on."""
+    y = TOP + HEIGHT + 4
+    for phase, x, width in bands:
+        title = f"<title>{escaped(phase)}</title>"
+        yield element("g", {}, title, _shade(phase, x, y, width, BAND))
+        if _named(phase, width):
+            yield label(x + width / 2, y + 12, phase, "middle")
+
+
+def _shade(phase: str, x: float, y: float, width: float, height: float) -> str:
+    area: dict[str, str | float] = {"x": x, "y": y, "width": width, "height": height}
+    look: dict[str, str | float] = {"fill": "currentColor", "fill-opacity": SHADES.get(phase, 0.18)}
+    return element("rect", area | look)
+
+
+def _named(phase: str, width: float) -> bool:
+    """Whether a stretch has room for its name."""
+    return text_width(phase) + 6 < width
+
+
+def _phase_legend(bands: Sequence[tuple[str, float, float]], y: float) -> tuple[str, float]:
+    """Phases no stretch of which has room for its name, and the height that they take."""
+    named = {phase for phase, _, width in bands if _named(phase, width)}
+    left = [phase for phase in dict.fromkeys(phase for phase, _, _ in bands) if phase not in named]
+    parts, x = [], 0.0
+    for phase in left:
+        parts += [_shade(phase, x, y, 12, 12), label(x + 18, y + 10.5, phase)]
+        x += 34 + text_width(phase)
+    return "".join(parts), LINE if left else 0.0

@@ -1,0 +1,141 @@
+"""``shardwright memory``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+JOB = """
+[model]
+kind = "llama"
+layers = 4
+dim = 64
+heads = 4
+kv_heads = 2
+ffn_dim = 128
+vocab = 256
+
+[cluster]
+preset = "h100-8"
+
+[batch]
+size = 2
+sequence = 128
+
+[parallel]
+data_shard = -1
+
+[memory]
+runtime = "fsdp2"
+"""
+PIPELINE = ("--set", "parallel.pipeline=2", "--set", "parallel.microbatches=2")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    path = tmp_path / "llama.toml"
+    path.write_text(JOB)
+    return path
+
+
+def test_the_report_names_classes_categories_modules_and_the_verdict(
+    call: Any, llama: Path
+) -> None:
+    answer = call("memory", llama)
+    assert answer.code == 0
+    assert answer.err == ""
+    for words in (
+        "on 8 ranks",
+        "By category",
+        "sharded parameters",
+        "feed_forward",
+        "Largest tensors at the peak",
+        "CUDA context",
+        "to spare.",
+    ):
+        assert words in answer.out
+
+
+def test_json_has_the_names_that_scripts_rely_on(call: Any, llama: Path) -> None:
+    told = call("memory", llama, "--json").json
+    assert told["verdict"] == "fits"
+    assert told["peak_bytes"] == sum(told["by_category"].values()) > 0
+    assert told["peak_phase"] in ("forward", "backward", "step")
+    assert told["reserved_bytes"] >= told["peak_bytes"]
+    for rank in told["ranks"]:
+        assert rank["peak_bytes"] == sum(rank["by_category"].values())
+        assert set(rank["certainty"]) == set(rank["by_category"])
+        assert rank["needs_bytes"]["least"] <= rank["needs_bytes"]["most"]
+        assert rank["verdict"] == "fits"
+        assert rank["timeline"] == []
+    assert told["ranks"][0]["modules"]
+    assert told["schema"] == "shardwright.memory/1"
+
+
+def test_every_stage_is_told_and_one_can_be_chosen(call: Any, llama: Path) -> None:
+    told = call("memory", llama, "--json", *PIPELINE, "--rank", "stage 1").json
+    assert {rank["name"] for rank in told["ranks"]} == {"stage 0", "stage 1"}
+    assert sum(rank["ranks"] for rank in told["ranks"]) == 8
+    chosen = next(rank for rank in told["ranks"] if rank["name"] == "stage 1")
+    assert told["rank_class"] == "stage 1"
+    assert told["peak_bytes"] == chosen["peak_bytes"]
+
+
+def test_a_class_that_is_none_is_refused_with_those_there_are(call: Any, llama: Path) -> None:
+    answer = call("memory", llama, *PIPELINE, "--rank", "stage 9")
+    answer.refuses(2, "--rank", "'stage 0'", "'stage 1'", "'stage 9'")
+
+
+def test_what_does_not_fit_is_3_and_says_what_fills_the_rank(call: Any, llama: Path) -> None:
+    answer = call("memory", llama, "--set", "cluster.hbm_cap=1 MiB")
+    assert answer.code == 3
+    flowed = " ".join(answer.out.split())
+    assert "Does not fit: each rank needs" in flowed
+    assert "The largest are" in flowed
+    assert "shardwright fit" in flowed
+
+
+def test_a_timeline_is_a_picture(call: Any, llama: Path, tmp_path: Path) -> None:
+    target = tmp_path / "pictures" / "step.svg"
+    answer = call("memory", llama, "--timeline", target)
+    assert answer.err == f"timeline written to {target}\n"
+    assert ElementTree.fromstring(target.read_text()).tag.endswith("svg")
+
+
+def test_a_timeline_is_a_chrome_trace(call: Any, llama: Path, tmp_path: Path) -> None:
+    target = tmp_path / "step.json"
+    peak = call("memory", llama, "--json", "--timeline", target).json["peak_bytes"]
+    events = json.loads(target.read_text())["traceEvents"]
+    levels = [event["args"]["bytes"] for event in events if event["name"] == "all"]
+    assert max(levels) == peak
+
+
+def test_a_timeline_of_another_kind_is_refused_before_any_work(call: Any, llama: Path) -> None:
+    answer = call("memory", llama, "--timeline", "step.png")
+    answer.refuses(2, "--timeline", ".svg or .json", "'step.png'")
+
+
+def test_a_step_on_this_machine_takes_what_was_predicted(call: Any, llama: Path) -> None:
+    real = call("memory", llama, "--real", "--json").json["real"]
+    measured = {phase["phase"]: phase["bytes"] for phase in real["measured"]["phases"]}
+    for phase in real["predicted"]["ranks"][0]["phases"]:
+        assert measured[phase["phase"]] == phase["bytes"]
+
+
+def test_a_step_too_large_for_this_machine_is_not_run(call: Any, llama: Path) -> None:
+    answer = call("memory", llama, "--real", "--set", "batch.size=1048576")
+    answer.refuses(2, "--real", "which this machine has left", "model.layers=2")
+
+
+def test_a_planned_model_is_sent_to_train(call: Any, job: Path) -> None:
+    call("memory", job, "--real").refuses(2, "--real", "'llama'", "'dlrm'", "shardwright train")
+
+
+def test_a_planned_model_has_the_memory_of_its_plan(call: Any, job: Path) -> None:
+    told = call("memory", job, "--json").json
+    ranks = call("plan", job, "--json").json["ranks"]
+    assert told["peak_bytes"] == max(rank["peak_bytes"] for rank in ranks)

@@ -1,0 +1,164 @@
+"""``fit`` on jobs, with estimates from one formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardwright.core.errors import InputError, NoPlanError
+from shardwright.core.fit import Fit
+from shardwright.core.footprint import Footprint, RankMemory
+from shardwright.core.job import Job, memory_of, parallel_of, parse_job
+from shardwright.lab.fit import fit
+
+MIB, GIB = 2**20, 2**30
+KEPT = {"none": 8, "core_attention": 7, "selective": 4, "full": 1}  # KiB of a token
+OPTIMIZERS = {"adamw": 16, "adamw_8bit": 10}  # GiB on one rank
+
+
+def job(**sections: dict[str, Any]) -> Job:
+    widths = {"layers": 2, "dim": 64, "heads": 4, "vocab": 256}
+    document = {
+        "model": {"kind": "llama", **widths},
+        "cluster": {"preset": "h100-8"},
+        "batch": {"size": 2, "sequence": 1024},
+        "parallel": {"data_shard": -1},
+    }
+    return parse_job(document | sections)
+
+
+def estimates(capacity: int | None = 4 * GIB) -> Callable[[Job], Footprint]:
+    """States that ranks share, and tokens that tensor ranks share."""
+
+    def footprint(job: Job) -> Footprint:
+        section, degrees = memory_of(job), parallel_of(job)
+        world = job.cluster.world_size or 8
+        tokens = job.batch.size * job.batch.sequence * KEPT[section.checkpointing] * 1024
+        states = 0 if section.offload != "none" else OPTIMIZERS[section.optimizer] * GIB // world
+        peak = states + tokens // degrees.tensor
+        rank = RankMemory(
+            "all ranks",
+            world,
+            {},
+            peak,
+            "backward",
+            {"optimizer_state": states, "activation": peak - states},
+            {},
+            (),
+        )
+        return Footprint("llama", 1, world, {}, {}, (rank,), capacity, assumptions=("a formula",))
+
+    return footprint
+
+
+def found(*, capacity: int | None = 4 * GIB, **sections: dict[str, Any]) -> Fit:
+    return fit(job(**sections), estimates(capacity))
+
+
+def test_each_policy_fits_its_own_batch() -> None:
+    sizes = {row.checkpointing: row.largest_batch.size for row in found().policies}
+    assert sizes == {"none": 256, "core_attention": 292, "selective": 512, "full": 2048}
+
+
+def test_the_longest_sequence_fits_and_one_step_more_does_not() -> None:
+    longest = found().longest_sequence
+    assert longest is not None
+    needs = [2 * tokens * 8 * 1024 + 2 * GIB for tokens in (longest.size, longest.size + 128)]
+    assert needs[0] <= 4 * GIB < needs[1]
+
+
+def test_the_fewest_ranks_hold_the_job() -> None:
+    assert found().fewest_ranks == 5
+
+
+def test_ranks_go_up_by_whole_groups() -> None:
+    assert found(parallel={"tensor": 2}).fewest_ranks == 6
+
+
+def test_a_fixed_degree_of_sharding_is_varied_too() -> None:
+    fixed = {"data_shard": 8}
+    assert found(parallel=fixed, cluster={"hbm_cap": "4 GiB"}).fewest_ranks == 5
+
+
+def test_hosts_that_do_not_fill_up_are_forgotten() -> None:
+    assert found(cluster={"preset": "h100-8", "local_world_size": 4}).fewest_ranks == 5
+
+
+def test_without_a_capacity_there_is_nothing_to_fit_into() -> None:
+    with pytest.raises(InputError, match=r"job: cluster: expected a capacity.*cluster\.hbm_cap"):
+        found(capacity=None)
+
+
+def test_a_job_that_fits_needs_no_way_out() -> None:
+    assert found().remedies == ()
+
+
+def test_the_job_as_it_is_may_not_fit_while_a_smaller_batch_does() -> None:
+    told = found(batch={"size": 1000, "sequence": 1024})
+    assert told.own.estimate.verdict == "does not fit"
+    assert told.own.largest_batch.size == 256
+    assert told.remedies == ()
+
+
+LARGE = {"size": 2, "sequence": 2**20}
+
+
+def test_ways_out_were_tried_and_those_that_fit_come_first() -> None:
+    told = found(batch=LARGE)
+    assert told.own.largest_batch.size == 0
+    verdicts = [remedy.estimate.verdict for remedy in told.remedies]
+    assert verdicts == sorted(verdicts, key=lambda verdict: verdict != "fits")
+    assert told.remedies[0].changes == ("memory.checkpointing = full",)
+    assert told.remedies[0].estimate.verdict == "fits"
+
+
+def test_what_does_not_help_is_not_named() -> None:
+    changes = {change for remedy in found(batch=LARGE).remedies for change in remedy.changes}
+    assert any("parallel.tensor" in change for change in changes)
+    assert not any("memory.loss" in change or "reduce_dtype" in change for change in changes)
+
+
+def test_changes_are_joined_where_none_is_enough_alone() -> None:
+    told = found(batch=LARGE, cluster={"hbm_cap": "1 GiB"}, capacity=GIB + GIB // 8)
+    joined = [remedy for remedy in told.remedies if len(remedy.changes) > 1]
+    assert joined
+    assert {"memory.checkpointing = full", "memory.offload = all"} <= set(joined[0].changes)
+    assert joined[0].estimate.verdict == "fits"
+    assert told.remedies[0] == joined[0]
+
+
+def test_more_ranks_are_named_where_they_are_enough() -> None:
+    told = found(cluster={"hbm_cap": "1 GiB"}, capacity=GIB, batch={"size": 1, "sequence": 4096})
+    assert told.own.largest_batch.size == 0
+    assert told.fewest_ranks
+    named = {change for remedy in told.remedies for change in remedy.changes}
+    assert f"parallel.data_shard = {told.fewest_ranks} ({told.fewest_ranks} ranks)" in named
+
+
+def test_every_variant_is_estimated_once_and_told() -> None:
+    seen: list[Job] = []
+    lines: list[str] = []
+
+    def counting(job: Job) -> Footprint:
+        seen.append(job)
+        return estimates()(job)
+
+    told = fit(job(), counting, lines.append)
+    assert len(seen) == told.estimates == len(lines) <= 40
+    assert len({repr(each) for each in seen}) == len(seen)
+
+
+def test_a_batch_that_cannot_be_planned_does_not_fit() -> None:
+    tables = [{"name": "a", "rows": 100, "dim": 16, "optimizer": "sgd"}]
+
+    def planned(job: Job) -> Footprint:
+        if job.batch.size > 70:
+            raise NoPlanError("no plan found that fits")
+        return estimates()(parse_job({"model": {"kind": "llama"}, "batch": {"size": 1}}))
+
+    told = fit(parse_job({"tables": tables, "batch": {"size": 64}}), planned)
+    assert [row.checkpointing for row in told.policies] == ["none"]
+    assert told.own.largest_batch.size == 70
+    assert told.longest_sequence is None

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import msgspec
+import pytest
+from footprints import GIB
+from rich.console import Console
+
+from shardwright.core.fit import Estimate, Fit, Largest, PolicyFit, Remedy
+from shardwright.core.footprint import Verdict
+from shardwright.report.fit_report import fit_report
+
+
+def estimate(gib: float, verdict: Verdict = "fits") -> Estimate:
+    size = int(gib * GIB)
+    kinds = {"activation": size // 2, "optimizer_state": size // 4}
+    return Estimate(size, "backward", "all ranks", size, size + GIB, verdict, kinds)
+
+
+def made(**changes: Any) -> Fit:
+    fit = Fit(
+        model="llama",
+        capacity=80 * GIB,
+        batch=2,
+        sequence=8192,
+        world_size=8,
+        checkpointing="none",
+        policies=(
+            PolicyFit("none", estimate(70), Largest(2)),
+            PolicyFit("full", estimate(30), Largest(7, next_perhaps=True)),
+        ),
+        longest_sequence=Largest(9088, 128),
+        fewest_ranks=8,
+        skipped=("magic: no such policy",),
+        assumptions=("reserved memory is modelled",),
+        estimates=12,
+        seconds=4.2,
+    )
+    return msgspec.structs.replace(fit, **changes)
+
+
+def flowed(fit: Fit, width: int = 120) -> str:
+    out = io.StringIO()
+    Console(width=width, no_color=True, file=out).print(fit_report(fit))
+    return " ".join(out.getvalue().split())
+
+
+NOTHING = made(
+    policies=(PolicyFit("none", estimate(200, "does not fit"), Largest(0)),),
+    longest_sequence=Largest(0, 128),
+    fewest_ranks=0,
+    remedies=(
+        Remedy(("memory.checkpointing = full",), estimate(60)),
+        Remedy(("memory.offload = all",), estimate(190, "does not fit")),
+    ),
+)
+
+
+def test_every_policy_has_its_largest_batch_and_tokens() -> None:
+    text = flowed(made())
+    assert "none (the job's) 70.00 GiB 70.00 to 71.00 GiB fits 2 16,384" in text
+    assert "full 30.00 GiB 30.00 to 31.00 GiB fits 7, perhaps 8 57,344" in text
+
+
+def test_the_answers_are_sentences() -> None:
+    text = flowed(made())
+    assert "As it is (2 samples of 8,192 tokens, none): fits, needs 70.00 to 71.00 GiB." in text
+    assert "Longest sequence with batch 2, none: 9,088 tokens (in steps of 128)." in text
+    assert "Fewest ranks for 2 samples of 8,192 tokens each, none: 8 ranks." in text
+    assert "12 estimates in 4.2 s" in text
+    assert "magic: no such policy" in text
+
+
+def test_a_limit_that_fits_is_no_answer() -> None:
+    assert "4,096 or more" in flowed(
+        made(policies=(PolicyFit("none", estimate(1), Largest(4096, or_more=True)),))
+    )
+
+
+def test_where_nothing_fits_the_largest_categories_and_ways_out_are_named() -> None:
+    text = flowed(NOTHING)
+    assert "Not even 1 sample per rank fits" in text
+    assert "the largest are activations 100.00 GiB, optimizer states 50.00 GiB" in text
+    assert "memory.checkpointing = full 60.00 GiB" in text
+    assert "Longest sequence with batch 2, none: none fits." in text
+    assert "no number is enough" in text
+
+
+def test_a_job_that_fits_names_no_way_out() -> None:
+    assert "Not even" not in flowed(made())
+    assert "What helps" not in flowed(made())
+
+
+def test_a_job_without_tokens_tells_of_none() -> None:
+    text = flowed(made(sequence=1, longest_sequence=None))
+    assert "token" not in text
+    assert "As it is (2 samples, none)" in text
+
+
+def test_scanned_sizes_are_said() -> None:
+    rows = (PolicyFit("none", estimate(70), Largest(2, even=False)),)
+    assert "A larger batch was seen to need less" in flowed(made(policies=rows))
+    assert "A larger batch" not in flowed(made())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_report_fits_the_width(width: int) -> None:
+    out = io.StringIO()
+    Console(width=width, no_color=True, file=out).print(fit_report(NOTHING))
+    assert max(len(line) for line in out.getvalue().splitlines()) <= width

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import footprints
+import msgspec
+import pytest
+from footprints import GIB, footprint
+from rich.console import Console
+
+from shardwright.core.footprint import Footprint, ModuleMemory
+from shardwright.core.units import format_bytes
+from shardwright.report.memory_report import memory_report
+from shardwright.report.memory_wording import range_text, verdict_sentence
+
+
+def printed(made: Footprint, width: int = 120, **options: Any) -> str:
+    out = io.StringIO()
+    Console(width=width, no_color=True, file=out).print(memory_report(made, **options))
+    return out.getvalue()
+
+
+def flowed(made: Footprint, **options: Any) -> str:
+    """The same on one line, however it was wrapped."""
+    return " ".join(printed(made, **options).split())
+
+
+def worst(**changes: Any) -> Footprint:
+    """The footprint with another worst class."""
+    first = msgspec.structs.replace(footprints.worst(), **changes)
+    return footprint(ranks=(first, *footprint().ranks[1:]))
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_report_fits_the_width_and_no_number_is_cut_short(width: int, full: bool) -> None:
+    text = printed(footprint(), width, full=full)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text
+    assert format_bytes(footprint().worst.peak_bytes) in text
+
+
+def test_what_a_reader_looks_for_is_there() -> None:
+    text = flowed(footprint())
+    for words in (
+        "llama: 8.03 billion parameters on 8 ranks",
+        "data shard 4, pipeline 2",
+        "checkpointing none",
+        "Ranks of 40.00 GiB each",
+        "stage 0 4 22.98 GiB backward, layers.3 23.86 GiB",
+        "stage 1 4 21.98 GiB",
+        "By module",
+        "Largest tensors at the peak",
+        "needs of its device",
+        "Assumptions - cluster.preset not given",
+        "shardwright fit JOB.toml",
+    ):
+        assert words in text
+
+
+def test_degrees_of_one_are_not_told() -> None:
+    assert "data replicate" not in flowed(footprint())
+
+
+def test_categories_have_peoples_names_and_say_how_sure_they_are() -> None:
+    text = flowed(footprint())
+    assert "sharded parameters 3.91 GiB 17.0 % exact" in text
+    assert "unsharded parameters 1.40 GiB 6.1 % exact" in text
+    assert "activations 7.47 GiB 32.5 % modelled" in text
+    assert "all-gather buffers 436.00 MiB" in text
+    assert "together 22.98 GiB" in text
+
+
+def test_modules_stand_below_the_modules_that_hold_them() -> None:
+    lines = printed(footprint()).splitlines()
+    begins = [line[:16].rstrip() for line in lines if " MiB " in line or " GiB " in line]
+    for indented in ("  layers.*", "    attention", "      wq", "  output"):
+        assert indented in begins
+    assert "  layers" not in begins  # the list itself says nothing more than its members
+
+
+def test_alike_modules_are_counted_and_told_together_and_each() -> None:
+    assert "layers.* Block 4 436.00 MiB 5.51 GiB 1.38 GiB 20.00 GiB" in flowed(footprint())
+
+
+def test_of_many_modules_the_rest_is_counted() -> None:
+    modules = tuple(ModuleMemory(f"m{k}", "Linear", 1, 0, 0, 0) for k in range(100))
+    text = flowed(worst(modules=modules))
+    assert "40 more modules: --full." in text
+    assert "m99" not in text
+    assert "m99" in flowed(worst(modules=modules), full=True)
+
+
+def test_of_many_classes_the_fullest_are_shown() -> None:
+    first = footprint().ranks[0]
+    ranks = tuple(
+        msgspec.structs.replace(first, name=f"stage {k}", peak_bytes=first.peak_bytes - k)
+        for k in range(40)
+    )
+    text = flowed(footprint(ranks=ranks))
+    assert "The other 24 classes hold less: --full." in text
+    assert "stage 39" in flowed(footprint(ranks=ranks), full=True)
+
+
+def test_another_class_can_be_told_and_says_who_has_the_details() -> None:
+    made = footprint()
+    text = flowed(made, rank=made.ranks[1])
+    assert "By category, rank class 'stage 1' (4 ranks)" in text
+    assert "Modules, tensors and the timeline are followed for 'stage 0' only." in text
+
+
+def test_what_the_device_needs_is_a_range_from_live_bytes_up() -> None:
+    text = flowed(footprint())
+    assert "rounding, gaps and what is kept 0 B to 900.00 MiB" in text
+    assert "CUDA context 286.10 to 476.84 MiB assumed" in text
+    assert "together 23.44 to 25.25 GiB" in text
+    assert "left 14.75 to 16.56 GiB" in text
+
+
+def test_a_job_that_fits_says_what_is_left() -> None:
+    assert verdict_sentence(footprint()) == "Fits 40.00 GiB with 14.75 GiB to spare."
+
+
+def test_a_job_that_does_not_fit_names_the_class_the_shortfall_and_the_largest() -> None:
+    assert verdict_sentence(footprint(capacity=20 * GIB)) == (
+        "Does not fit: rank class 'stage 0' (4 ranks) needs 23.44 GiB of 20.00 GiB, 3.44 GiB too "
+        "much, in backward, layers.3. The largest are optimizer states 7.81 GiB, activations "
+        "7.47 GiB, sharded parameters 3.91 GiB."
+    )
+
+
+def test_what_hangs_on_a_range_is_perhaps() -> None:
+    text = verdict_sentence(footprint(capacity=24 * GIB))
+    assert text.startswith("Perhaps fits: rank class 'stage 0' (4 ranks) needs 23.44 to 25.25 GiB")
+
+
+def test_without_a_capacity_nothing_is_said_about_fitting() -> None:
+    text = flowed(footprint(capacity=None))
+    assert "No capacity is known" in text
+    assert "unknown" in text
+    assert "Ranks, alike ones as one class" in text
+
+
+def test_too_little_is_said_where_the_rest_is_negative() -> None:
+    assert "(too little)" in flowed(footprint(capacity=20 * GIB))
+
+
+def test_a_range_whose_ends_read_alike_is_one_figure() -> None:
+    assert range_text(GIB, GIB + 1) == "1.00 GiB"
+    assert range_text(0, GIB) == "0 B to 1.00 GiB"
+    assert range_text(GIB, 2 * GIB) == "1.00 to 2.00 GiB"
+
+
+def test_names_are_never_terminal_codes() -> None:
+    hostile = "\x1b[31m\u202ename\n"
+    made = footprint(model=hostile, assumptions=(hostile,), settings={hostile: hostile})
+    text = printed(made)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
