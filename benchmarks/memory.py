@@ -50,7 +50,6 @@ MODEL_8B = {
     "ffn_dim": 14336,
     "vocab": 128256,
 }
-MODEL_405B = MODEL_8B | {"layers": 126, "dim": 16384, "heads": 128, "ffn_dim": 53248}
 MEMORY = {"runtime": "fsdp2", "lowering": "cpu"}
 # What another Llama of the same size takes (its own implementation, tracked warm), in MiB.
 ANOTHER_LLAMA = {"none": 82280, "selective": 40806, "full": 26950}
@@ -162,17 +161,20 @@ def speed_case() -> dict[str, Any]:
     begun = time.perf_counter()
     estimated(job)
     first = time.perf_counter() - begun
-    truths = [fsdp_mem_tracker(job) for _ in range(TRACKED)]
     cold = _seconds(job, COLD, forget_recordings)
     cached = _seconds(job, CACHED, lambda: None)
+    truths = [fsdp_mem_tracker(job) for _ in range(TRACKED)]
+    once = truths[0].built + truths[0].warm + truths[0].tracked
     step = statistics.median(truth.tracked for truth in truths)
     both = statistics.median(truth.warm + truth.tracked for truth in truths)
     return {
         "estimate_first_seconds": round(first, 4),
+        "tracker_first_seconds": round(once, 3),
         "estimate_cold_seconds": round(cold, 4),
         "estimate_cached_seconds": round(cached, 5),
         "tracked_step_seconds": round(step, 3),
         "warm_and_tracked_seconds": round(both, 3),
+        "times_faster_first": round(once / first, 1),
         "times_faster_cold": round(both / cold, 1),
         "times_faster_cold_than_the_tracked_step": round(step / cold, 1),
         "times_faster_cached": round(both / cached, 1),
@@ -204,58 +206,26 @@ def policies_case() -> dict[str, Any]:
     return found
 
 
-def document_405b() -> dict[str, Any]:
-    """405B on 16,384 ranks."""
-    return {
-        "model": MODEL_405B,
-        "cluster": {"world_size": 16384, "compute_device": "cuda"},
-        "batch": {"size": 32, "sequence": 8192},
-        "parallel": {"tensor": 8, "pipeline": 16},
-        "memory": {"runtime": "fsdp2", "checkpointing": "full"},
-    }
-
-
 def large_case() -> dict[str, Any]:
     """The whole estimate of 405B, in a process of its own."""
     answer = subprocess.run(
-        [sys.executable, __file__, "--large-here"], capture_output=True, text=True, check=True
+        [sys.executable, ROOT / "benchmarks" / "memory_once.py"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return json.loads(answer.stdout)  # type: ignore[no-any-return]
-
-
-def large_here() -> dict[str, Any]:
-    """What :func:`large_case` asks its process for."""
-    import resource
-
-    begun = time.perf_counter()
-    found = footprint(parse_job(document_405b()))
-    seconds = time.perf_counter() - begun
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {
-        "parameters": found.parameters,
-        "ranks": found.world_size,
-        "classes_of_ranks": len(found.ranks),
-        "seconds_after_imports": round(seconds, 3),
-        "resident_mib": round(peak / MIB, 1),
-        "peak_mib": {rank.name: round(rank.peak_bytes / MIB, 1) for rank in found.ranks},
-    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--machine", help="the folder under validation/")
+    parser.add_argument("--machine", required=True, help="the folder under validation/")
     parser.add_argument("--cases", default="random,speed,policies,large")
     parser.add_argument("--configurations", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--large-here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.large_here:
-        print(json.dumps(large_here()))
-        return 0
-    if not options.machine:
-        parser.error("--machine is required")
     warnings.filterwarnings("ignore", category=FutureWarning)
     cases: dict[str, Callable[[], dict[str, Any]]] = {
         "random": lambda: random_case(options.configurations, options.seed),

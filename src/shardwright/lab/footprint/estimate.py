@@ -93,8 +93,9 @@ class _Estimate:
             for each in classes
         ]
         found, classes = _ordered(found, classes)
-        for index in self._followed(found, rank if details else ""):
-            self._follow(index, classes, found, details)
+        if details or self.device == "cuda":
+            for index in self._followed(found, rank):
+                self._follow(index, classes, found, details)
         return Footprint(
             model=self.job.model.kind,
             parameters=self.model.parameters,
