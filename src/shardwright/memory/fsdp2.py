@@ -43,7 +43,8 @@ class FSDP2:
     narrow: set[str] = field(default_factory=set)  # shared by few since their forward
     filled: set[str] = field(default_factory=set)  # gathered, not yet copied out
     left: set[str] = field(default_factory=set)  # whose backward is over
-    held: str | None = None
+    buffers: dict[str, str] = field(default_factory=dict)  # of what is filled, by name
+    held: str | None = None  # the buffer that was copied from last
     reducing: str | None = None
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class FSDP2:
             self._fill(unit)
         self._copy_out(unit)
         self._drop_held()  # wait_for_unshard still names it while it copies
-        self.held = unit
+        self.held = self.buffers.pop(unit)
 
     def leave(self, unit: str) -> None:
         """After a forward; the root is left last and lets the last buffer go."""
@@ -119,7 +120,7 @@ class FSDP2:
             if unit not in self.filled:
                 self._fill(unit)
             self._copy_out(unit)
-            self.heap.free(f"{unit}.all_gather")
+            self.heap.free(self.buffers.pop(unit))
         place = self.places[unit].pop() if self.places.get(unit) else 0
         ahead = self.forwards[place - 1] if place else unit
         if ahead not in self.present | self.filled:
@@ -155,7 +156,7 @@ class FSDP2:
         for unit in self.chunk:
             self.heap.free(f"{unit}.scattered")
         for unit in self.filled:
-            self.heap.free(f"{unit}.all_gather")
+            self.heap.free(self.buffers.pop(unit))
         self.filled.clear()
         self.forwards.clear()
         self.places.clear()
@@ -211,7 +212,10 @@ class FSDP2:
         if unit in self.narrow and cast:
             cast = sizes.narrow
         with self.heap.passing("all_gather", cast):
-            self.heap.take(f"{unit}.all_gather", "all_gather", sizes.gathered)
+            # a unit that runs twice in a row has two for a moment
+            again = self.held == f"{unit}.all_gather"
+            self.buffers[unit] = f"{unit}{'.again' if again else ''}.all_gather"
+            self.heap.take(self.buffers[unit], "all_gather", sizes.gathered)
         self.filled.add(unit)
 
     def _copy_out(self, unit: str) -> None:
@@ -230,7 +234,7 @@ class FSDP2:
 
     def _drop_held(self) -> None:
         if self.held is not None:
-            self.heap.free(f"{self.held}.all_gather")
+            self.heap.free(self.held)
             self.held = None
 
     def _drop_reduced(self) -> None:
