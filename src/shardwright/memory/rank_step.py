@@ -113,6 +113,7 @@ class RankStep:
         with heap.during("backward"):
             for chunk in range(len(self.chunks)):
                 heap.free(f"sent.{chunk}")
+        heap.unit = ""
         with heap.during("step"):
             for change in step_temporaries(self.optimizer, machine.updated()):
                 if change.bytes > 0:
