@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.footprint import RankMemory
 from shardwright.core.job import parse_job
 from shardwright.lab.footprint import footprint
@@ -88,6 +89,11 @@ def test_a_class_that_is_asked_for_is_told_in_detail(monkeypatch: Any) -> None:
     told = next(rank for rank in found.ranks if rank.name == "stage 1")
     assert told is not found.worst
     assert sum(alive.bytes for alive in told.largest) == told.peak_bytes
+
+
+def test_compiled_experts_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"memory\.compile: expected false"):
+        _worst(model=EXPERTS, memory={"compile": True})
 
 
 def test_a_cpu_has_no_caching_allocator_to_replay() -> None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import msgspec
 
 from shardwright.core.cluster import Cluster
+from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.footprint import Footprint, RankMemory
 from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
+from shardwright.core.llama import LlamaShape
 from shardwright.core.memory_section import MemorySection, float8_scaling
 from shardwright.core.parallel import Degrees, ParallelSection, Quantile
 from shardwright.cost import constants
@@ -67,6 +69,7 @@ class _Estimate:
 
     def __init__(self, job: Job) -> None:
         self.job, self.section = job, memory_of(job)
+        _refuse_compiled_experts(job)
         self.cluster, self.capacity = _cluster(job)
         self.world = job.cluster.world_size or self.cluster.world_size
         self.degrees = degrees_of(job, self.world)
@@ -82,7 +85,7 @@ class _Estimate:
         )
         self.allocator = AllocatorSettings.parse(self.section.allocator)
         self.model = _model(job, self.degrees, self.treatment)
-        self.assumptions: list[str] = [*optimizer_of(job).assumptions()]
+        self.assumptions = [*optimizer_of(job).assumptions(), *_sharing(job, self.degrees)]
 
     def result(self, details: bool, rank: str) -> Footprint:
         classes = list(self._classes())
@@ -201,12 +204,50 @@ def _ordered(
     return [found[k] for k in order], [classes[k] for k in order]
 
 
+def _refuse_compiled_experts(job: Job) -> None:
+    """A compiled block does not show what the experts in it keep."""
+    shape = job.model.shape
+    if memory_of(job).compile and isinstance(shape, LlamaShape) and shape.moe_layers:
+        raise UnsupportedError(
+            expected(
+                "memory.compile",
+                "false for a model with experts",
+                "true",
+                "Estimate it as it runs eagerly, which takes more.",
+            )
+        )
+
+
+def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
+    """What is assumed of parameters that ranks do not share evenly, or not at all."""
+    section, shape = memory_of(job), job.model.shape
+    if section.runtime == "ddp" or section.zero == 1:
+        yield (
+            f"whole parameters, their gradients and states are kept in {section.param_dtype}, "
+            "without copies in fp32"
+        )
+    experts = shape.experts if isinstance(shape, LlamaShape) and shape.moe_layers else 0
+    if section.runtime == "fsdp2" and degrees.expert == 1 and 0 < experts < degrees.shards:
+        yield (
+            f"FSDP2 gives {experts} experts to {experts} of {degrees.shards} ranks, which are "
+            "told; the others hold less (parallel.expert shares them)"
+        )
+
+
 def _degrees(degrees: Degrees) -> dict[str, int]:
     names = ("data_replicate", "data_shard", "tensor", "pipeline", "context", "expert")
     return {name: getattr(degrees, name) for name in names}
 
 
 def _settings(section: MemorySection, device: str, job: Job) -> dict[str, str]:
+    """What a step is run with; of the rest what is not by default."""
+    rest = ("zero", "compile", "float8", "offload", "loss", "implementation", "allocator")
+    usual = MemorySection()
+    changed = {
+        name: str(getattr(section, name))
+        for name in rest
+        if getattr(section, name) != getattr(usual, name)
+    }
     return {
         "runtime": section.runtime,
         "checkpointing": section.checkpointing,
@@ -216,4 +257,5 @@ def _settings(section: MemorySection, device: str, job: Job) -> dict[str, str]:
         "optimizer": section.optimizer,
         "batch": str(job.batch.size),
         "sequence": str(job.batch.sequence),
+        **changed,
     }
