@@ -35,6 +35,14 @@ def write(mesh: DeviceMesh, folder: str, step: int, seed: int, keep: int | None 
     return final.name
 
 
+def collectives_of_a_save(mesh: DeviceMesh, folder: str) -> int:
+    """How many collectives a save takes."""
+    comm = Comm(mesh)
+    before = comm.sequence
+    write_checkpoint(folder, 1, held_by(mesh, 1), comm, facts={}, scalars={}, keep=1)
+    return comm.sequence - before
+
+
 def write_on_grid(mesh: DeviceMesh, folder: str) -> str:
     """Save from a (replicate, shard) mesh of all four ranks, rows being copies of each other."""
     grid = DeviceMesh("cpu", [[0, 1], [2, 3]])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn, optim
 
 import shardwright as sw
 from shardwright.runtime.checkpoint import read_full
+from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.optimizer_state import fresh_state
 
 OPTIMIZERS: dict[str, Any] = {
@@ -113,6 +116,36 @@ def test_an_optimizer_that_cannot_make_its_state_says_so(tmp_path: Path) -> None
     sw.save_checkpoint(tmp_path, model, saved, step=1)
     with pytest.raises(sw.UnsupportedError, match=r"optimizer LBFGS: expected to take a step on"):
         sw.load_checkpoint(tmp_path, model, optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize("how", ["saved", "loaded"])
+def test_keep_spares_what_another_run_saved_or_loaded_last_as_long_as_it_lives(
+    tmp_path: Path, how: str
+) -> None:
+    own, other = network(1), network(2)
+    sw.save_checkpoint(tmp_path, other if how == "saved" else own, step=1)
+    sw.save_checkpoint(tmp_path, own, step=2)
+    if how == "loaded":
+        sw.load_checkpoint(tmp_path, other, step=1)
+    for step in (5, 6):
+        sw.save_checkpoint(tmp_path, own, step=step, keep=1)
+    assert complete_steps(tmp_path) == [1, 6]
+    del other
+    gc.collect()
+    sw.save_checkpoint(tmp_path, own, step=7, keep=1)
+    assert complete_steps(tmp_path) == [7]
+
+
+def test_a_model_that_is_gone_leaves_no_file_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    model = network(1)
+    for step in range(3):
+        sw.save_checkpoint(tmp_path, model, step=step)
+    sw.load_checkpoint(tmp_path, model)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del model
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_settings_come_back_and_what_carries_a_step_out_does_not(tmp_path: Path) -> None:

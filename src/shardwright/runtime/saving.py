@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,9 @@ from shardwright import __version__
 from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
 from shardwright.runtime.checkpoint import Held, read_checkpoint, write_checkpoint
 from shardwright.runtime.checkpoint.agreement import rank_and_size, reason, together
+from shardwright.runtime.checkpoint.folders import step_folder
+from shardwright.runtime.checkpoint.locks import Newest
+from shardwright.runtime.checkpoint.manifest import list_name
 from shardwright.runtime.checkpoint.stored import Stored
 from shardwright.runtime.holdings import STATE, comm_of, holdings, parts_of, row_sums, settle
 from shardwright.runtime.optimizer_groups import (
@@ -34,6 +39,9 @@ from shardwright.runtime.optimizer_state import Incoming, as_optimizers, held_st
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 log = logging.getLogger(__name__)
+
+# What a model was last saved as or filled from, as long as it lives.
+_NEWEST: weakref.WeakKeyDictionary[nn.Module, Newest] = weakref.WeakKeyDictionary()
 
 
 class Resumed(NamedTuple):
@@ -72,7 +80,8 @@ def save_checkpoint(
     Args:
         extra: this rank's plain values (JSON): a position in the data, a scheduler's state.
         facts: texts that are the same on every rank, such as a plan's fingerprint.
-        keep: remove all but the newest so many checkpoints of ``folder`` afterwards.
+        keep: remove all but the newest so many checkpoints of ``folder`` afterwards, and but those
+            that other processes saved or loaded last.
         mesh: all ranks that save, for a model whose units do not tell; see ``comm_of``.
 
     Raises:
@@ -99,7 +108,14 @@ def save_checkpoint(
     held, scalars = together(comm, "hold", hold, _failure("the model to save"))
     versions = {"torch": str(torch.__version__), "shardwright": __version__}
     return write_checkpoint(
-        folder, step, held, comm, facts={**versions, **(facts or {})}, scalars=scalars, keep=keep
+        folder,
+        step,
+        held,
+        comm,
+        facts={**versions, **(facts or {})},
+        scalars=scalars,
+        keep=keep,
+        newest=_NEWEST.setdefault(model, Newest()),
     )
 
 
@@ -169,6 +185,10 @@ def load_checkpoint(
         set_groups(optimizers, settings)
 
     together(comm, "install", install, _failure("the optimizer to load"))
+    if rank_and_size(comm)[0] == 0:
+        file = step_folder(Path(folder), found.step) / list_name(0)
+        with contextlib.suppress(OSError), _NEWEST.setdefault(model, Newest()).becomes(file):
+            pass  # what a run goes on from is its newest until it saves
     restored = random_state and _restore_random(found.scalars, found.world_size, comm)
     return Resumed(found.step, found.scalars.get("extra"), found.facts, found.world_size, restored)
 

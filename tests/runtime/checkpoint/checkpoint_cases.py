@@ -178,7 +178,7 @@ def all_of(made: Tensors) -> list[Held]:
 def save(folder: Path, step: int, held: Sequence[Sequence[Held]], **facts: str) -> Path:
     """Write as ``len(held)`` ranks would."""
     size = len(held)
-    temporary, final = temporary_folder(folder, step), step_folder(folder, step)
+    temporary, final = temporary_folder(folder, step, 0), step_folder(folder, step)
     temporary.mkdir(parents=True)
     kept = [checked(parts) for parts in held]
     chosen = writers([[claim(p) for p in parts] for parts in kept])

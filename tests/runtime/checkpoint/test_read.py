@@ -124,7 +124,7 @@ def test_the_newest_complete_step_is_read_and_others_by_number(
     assert restored == (10, {"fingerprint": "f10"}, {"rank": 0}, 1)
     assert wanted[0].tensor.tolist() == [10.0] * 3
     assert [r.getMessage() for r in caplog.records] == [
-        f"{tmp_path / 'step-12.tmp'}: a save that did not finish; ignored"
+        f"{tmp_path / 'step-12.tmp'}: a save that is not finished; ignored"
     ]
     assert read_full(tmp_path, 2)["weight"].tolist() == [2.0] * 3
     with pytest.raises(InputError, match=r"step-11: expected a manifest.json, got none"):

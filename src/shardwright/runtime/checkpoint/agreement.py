@@ -62,6 +62,17 @@ def together(
     If any failed, every rank raises the error of the first that did; ``failure`` puts one that is
     not ours into words. Called by all ranks.
     """
+    return together_numbered(comm, label, act, failure, 0)[0]
+
+
+def together_numbered(
+    comm: Group | None,
+    label: str,
+    act: Callable[[], T],
+    failure: Callable[[Exception], ShardwrightError],
+    number: int,
+) -> tuple[T, int]:
+    """The same, and the ``number`` (below 2^63) of rank 0; it takes no collective more."""
     result: T | None = None
     error: ShardwrightError | None = None
     cause: Exception | None = None
@@ -71,27 +82,33 @@ def together(
         error = raised
     except Exception as raised:  # a rank that left here would keep the others waiting
         error, cause = failure(raised), raised
-    _settle(comm, label, error, cause)
-    return result  # type: ignore[return-value]
+    first = _settle(comm, label, error, cause, number)
+    return result, first  # type: ignore[return-value]
 
 
 def _settle(
-    comm: Group | None, label: str, error: ShardwrightError | None, cause: Exception | None
-) -> None:
+    comm: Group | None,
+    label: str,
+    error: ShardwrightError | None,
+    cause: Exception | None,
+    number: int,
+) -> int:
     if comm is None:
         if error is not None:
             raise error from cause
-        return
+        return number
     rank, size = rank_and_size(comm)
-    failed = total(comm, label, {rank: int(error is not None)}, size)
+    own = {rank: int(error is not None)} | ({size: number} if rank == 0 else {})
+    told = total(comm, label, own, size + 1)
+    failed = told[:size]
     if not failed.any():
-        return
+        return int(told[size])
     first = int(failed.nonzero()[0])
     message: dict[int, int] = {}
     if rank == first and error is not None:
-        number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), 0)
+        kind_number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), 0)
         raw = str(error).encode()[:MAX_TEXT]
-        message = dict(enumerate([number, len(raw), *raw]))
+        message = dict(enumerate([kind_number, len(raw), *raw]))
     received = total(comm, label, message, MAX_TEXT + 2).tolist()
     text = bytes(received[2 : 2 + received[1]]).decode(errors="replace")
     kind = _KINDS[received[0]]

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwright.core.document import encode_document
 from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
-from shardwright.runtime.checkpoint.agreement import Group, rank_and_size, reason, together
+from shardwright.runtime.checkpoint.agreement import (
+    Group,
+    rank_and_size,
+    reason,
+    together,
+    together_numbered,
+)
 from shardwright.runtime.checkpoint.folders import (
-    remove_left_over,
+    give_name,
+    new_number,
     retain,
+    room,
     step_folder,
     sync,
     temporary_folder,
 )
 from shardwright.runtime.checkpoint.held import Held, checked
+from shardwright.runtime.checkpoint.locks import Newest
 from shardwright.runtime.checkpoint.manifest import (
     MANIFEST,
     MAX_STEP,
@@ -44,17 +53,20 @@ def write_checkpoint(
     facts: Mapping[str, str],
     scalars: Mapping[str, Any],
     keep: int | None = None,
+    newest: Newest | None = None,
 ) -> Path:
     """Save what all ranks hold as ``folder/step-N`` and return that path. Called by all ranks.
 
     ``facts`` are the same on every rank (plan fingerprint, versions), ``scalars`` are this rank's
     plain values. A part that several ranks list is written by one. ``keep`` removes all but the
-    newest so many checkpoints once this one is committed. Without ``comm`` this process is all.
+    newest so many checkpoints once this one is committed; ``newest`` of rank 0 then keeps it from
+    the ``keep`` of other runs. Without ``comm`` this process is all.
 
     Either the checkpoint is there in full, or every rank raises: InputError for a step that
     exists or parts that cannot be stored, MismatchError for parts that leave gaps or overlap or
     facts that differ, RunError naming the rank that could not write and why. Then nothing was
-    saved, earlier checkpoints are whole, and what is held is as it was.
+    saved, earlier checkpoints are whole, and what is held is as it was. Any number of processes
+    may save into one folder at once.
     """
     rank, size = rank_and_size(comm)
     folder = Path(folder)
@@ -68,20 +80,23 @@ def write_checkpoint(
         remedy = "Nothing was saved; earlier checkpoints are whole, and training can go on."
         return RunError(expected(str(final), "every rank to save its part", found, remedy))
 
-    def prepare() -> tuple[list[Held], dict[str, Any]]:
-        _check_call(step, facts, keep)
-        own = checked(held), plain(scalars)
-        if rank == 0:
-            _make_room(folder, step)
-        return own
+    with contextlib.ExitStack() as until_saved:
+        number = new_number()
 
-    def commit_by_first() -> None:
-        if rank == 0:
-            commit(temporary, final, step, size, facts)
+        def prepare() -> tuple[list[Held], dict[str, Any]]:
+            _check_call(step, facts, keep)
+            own = checked(held), plain(scalars)
+            if rank == 0:
+                until_saved.enter_context(room(folder, step, number))
+            return own
 
-    temporary = temporary_folder(folder, step)
-    try:
-        own, values = together(comm, "prepare", prepare, failure)
+        def commit_by_first() -> None:
+            if rank == 0:
+                with (newest or Newest()).becomes(temporary / list_name(0)):
+                    commit(temporary, final, step, size, facts)
+
+        (own, values), number = together_numbered(comm, "prepare", prepare, failure, number)
+        temporary = temporary_folder(folder, step, number)
         mine = without_copies(own, comm)
         together(
             comm,
@@ -90,12 +105,8 @@ def write_checkpoint(
             failure,
         )
         together(comm, "commit", commit_by_first, failure)
-    except ShardwrightError:
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if rank == 0 and keep is not None:
-        retain(folder, keep, step)
+        if rank == 0 and keep is not None:
+            retain(folder, keep, step)
     return final
 
 
@@ -124,26 +135,12 @@ def commit(
     _write(temporary / MANIFEST, sealed(step, facts, lists))
     open_stored(temporary, step)
     sync(temporary)
-    _refuse_existing(final)
-    temporary.rename(final)
+    give_name(temporary, final)
     try:
         sync(final.parent)
     except OSError:
         final.rename(temporary)  # not known to be on the disk: then it is not saved
         raise
-
-
-def _make_room(folder: Path, step: int) -> None:
-    _refuse_existing(step_folder(folder, step))
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_left_over(folder)
-    temporary_folder(folder, step).mkdir()
-
-
-def _refuse_existing(final: Path) -> None:
-    if os.path.lexists(final):
-        remedy = "A checkpoint is never overwritten; save another step or elsewhere."
-        raise InputError(expected(str(final), "a step that is not saved yet", "one", remedy))
 
 
 def _check_call(step: int, facts: Mapping[str, str], keep: int | None) -> None:
