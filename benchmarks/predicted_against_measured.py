@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.core.job import Job, parse_job, read_job
-from shardwright.lab.session import Session, prepare_data, run
+from shardwright.lab.session import Session, run
 from shardwright.planner.planner import plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +117,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for case, job in jobs(Path(scratch)).items():
             made = plan(job)
-            prepare_data(job)
             result = summary(run(made, Path(job.train.out), sys.stderr))
             target = ROOT / "validation" / options.machine / f"{case}.json"
             target.parent.mkdir(parents=True, exist_ok=True)

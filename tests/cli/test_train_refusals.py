@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -142,3 +144,70 @@ def test_a_text_that_is_too_short_for_its_sequence_is_refused(call: Any, tmp_pat
     (tmp_path / "short.txt").write_text("short")
     answer = call("train", TRANSFORMER, "--set", "data.path=short.txt")
     answer.refuses(2, "short.txt", "at least 129 bytes", "got 5")
+
+
+@pytest.mark.parametrize("name", ["plan.json", "rank-0.log", "store", "torchrun.log"])
+def test_a_folder_of_yours_does_not_become_a_run_folder(
+    train: Any, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text("mine")
+    train(f"{HEADER}\n{ROW}\n", "--set", "train.out=mine").refuses(
+        2,
+        f"mine: expected a new folder, or one of an earlier run, got one with a {name}. "
+        "Choose another train.out.",
+    )
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == [name]
+    assert (tmp_path / "mine" / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["outcome.json", "rank-1.log", "progress.jsonl", "torchrun.log"])
+def test_a_run_does_not_write_over_what_it_reads(call: Any, tmp_path: Path, name: str) -> None:
+    """A text to learn from that is a file of an earlier run."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "launcher.lock").touch()
+    (out / name).write_text("a log " * 1000)
+    (tmp_path / "link.txt").symlink_to(out / name)
+    for path in (out / name, "link.txt"):
+        words = ("--set", f"data.path={path}", "--set", f"train.out={out}")
+        call("train", TRANSFORMER, *words).refuses(
+            2, f"{path}: expected a file that the run does not write over, got one of {out}."
+        )
+    assert (out / name).read_text() == "a log " * 1000
+
+
+@pytest.mark.parametrize("name", ["train.tsv", "test.tsv", "test.facts.json"])
+def test_rows_that_no_run_made_up_stay_and_with_them_the_results(
+    call: Any, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "out" / "data").mkdir(parents=True)
+    mine = tmp_path / "out" / "data" / name
+    mine.write_text("a year of work\n")
+    (tmp_path / "out" / "launcher.lock").touch()
+    for result in ("outcome.json", "measured.json", "rank-0.record.json"):
+        (tmp_path / "out" / result).write_text("of the last run")
+    words = ("data.kind=synthetic", "data.rows=10", "data.test_rows=5", "train.out=out")
+    answer = call("train", CRITEO, *(word for each in words for word in ("--set", each)))
+    answer.refuses(2, f"out/data/{name}: expected ", "Move it away or choose another train.out.")
+    assert mine.read_text() == "a year of work\n"
+    for result in ("outcome.json", "measured.json", "rank-0.record.json"):
+        assert (tmp_path / "out" / result).read_text() == "of the last run"
+
+
+def test_a_run_in_progress_keeps_its_rows_and_files(call: Any, tmp_path: Path) -> None:
+    """Of a second run in the same folder nothing is written: the first one reads its rows."""
+    out = tmp_path / "out"
+    (out / "data").mkdir(parents=True)
+    (out / "data" / "train.tsv").write_text("rows of the first run\n")
+    (out / "plan.json").write_text("the first plan")
+    descriptor = os.open(out / "launcher.lock", os.O_RDWR | os.O_CREAT)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        words = ("data.kind=synthetic", "data.rows=10", "train.out=out")
+        answer = call("train", CRITEO, *(word for each in words for word in ("--set", each)))
+    finally:
+        os.close(descriptor)
+    answer.refuses(2, "out: expected a folder no run is using, got one with a run in progress")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before

@@ -133,6 +133,17 @@ def test_bad_rows_are_counted_where_the_job_says_so(folder: Path) -> None:
     assert "exact bytes equal on 2 of 2 ranks" in done.stdout
 
 
+def test_a_plan_is_trained_again_from_its_run_folder_and_stays_as_it_is(folder: Path) -> None:
+    assert finished(folder, 4).returncode == 0
+    plan = folder / "run" / "plan.json"
+    before = plan.read_bytes()
+    plan.write_bytes(before + b" ")  # not as it would be written
+    line = [sys.executable, "-m", "shardwright", "train", str(plan)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=END_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    assert plan.read_bytes() == before + b" "
+
+
 def test_running_a_plan_imports_no_planner(folder: Path) -> None:
     probe = (
         "import sys, shardwright.lab.training; "

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import hashlib
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from shardwright.core.errors import InputError
 from shardwright.core.job import Job, parse_job
 from shardwright.data.tokens import write_text
 from shardwright.lab.sources import source_of
+from shardwright.lab.sources.made_up import make_up, read_facts
 
 
 def _text(tmp_path: Path, **sections: Any) -> Job:
@@ -143,3 +147,108 @@ def test_clicks_of_one_kind_have_no_auc(tmp_path: Path) -> None:
 def test_without_scores_there_is_no_quality(tmp_path: Path, make: Any) -> None:
     job = make(tmp_path)
     assert source_of(job).quality(job, np.empty((0, 3))) is None
+
+
+def _rows(path: Path, text: str) -> None:
+    def write(part: Path) -> dict[str, float]:
+        part.write_text(text)
+        return {"bayes_log_loss": 0.5}
+
+    make_up(path, write)
+
+
+def test_made_up_rows_are_replaced_by_the_next_ones(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "train.tsv"
+    for text in ("one\n", "two\n", "two\n", "three\n"):
+        _rows(path, text)
+        assert path.read_text() == text
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        assert read_facts(path) == {"bayes_log_loss": 0.5, "sha256": digest}
+    assert sorted(p.name for p in path.parent.iterdir()) == ["train.facts.json", "train.tsv"]
+
+
+def test_rows_that_were_changed_are_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "train.tsv"
+    _rows(path, "one\n")
+    path.write_text("one\nand mine\n")
+    with pytest.raises(InputError, match=r"train.tsv: expected rows that a run made up, got other"):
+        _rows(path, "two\n")
+    assert path.read_text() == "one\nand mine\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["train.facts.json", "train.tsv"]
+
+
+def test_rows_of_an_earlier_version_are_known_if_they_are_made_again(tmp_path: Path) -> None:
+    """Facts had no digest then."""
+    path = tmp_path / "train.tsv"
+    path.write_text("one\n")
+    (tmp_path / "train.facts.json").write_text('{"bayes_log_loss": 0.5}')
+    _rows(path, "one\n")
+    _rows(path, "two\n")
+    assert path.read_text() == "two\n"
+
+
+@pytest.mark.parametrize("what", ["a folder", "a dangling link", "a link to mine"])
+def test_what_is_no_file_of_a_run_is_not_replaced(tmp_path: Path, what: str) -> None:
+    path, mine = tmp_path / "train.tsv", tmp_path / "mine.tsv"
+    if what == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to(mine)
+    if what == "a link to mine":
+        mine.write_text("mine\n")
+    with pytest.raises(
+        InputError, match=r"train.tsv: expected .*\. Move it away or choose another"
+    ):
+        _rows(path, "one\n")
+    assert path.is_dir() or path.is_symlink()
+    assert not mine.exists() or mine.read_text() == "mine\n"
+
+
+KILLED_AT_EACH_POINT = """
+import os, signal, sys
+from pathlib import Path
+from shardwright.lab.sources.made_up import make_up
+
+path, changes = Path(sys.argv[1]), ("unlink", "replace")
+
+def rows(text):
+    def write(part):
+        part.write_text(text)
+        return {"bayes_log_loss": 0.5}
+    make_up(path, write)
+
+rows("first")
+for point in range(int(sys.argv[2])):
+    child = os.fork()
+    if child == 0:
+        passed = []
+        def killing(change):
+            def changes(*arguments):
+                if len(passed) == point:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                passed.append(change(*arguments))
+            return changes
+        for name in changes:
+            setattr(os, name, killing(getattr(os, name)))
+        rows(f"killed at {point}")
+        os._exit(0)
+    print(os.WIFSIGNALED(os.waitpid(child, 0)[1]), path.read_text() if path.exists() else "-")
+    rows(f"after {point}")
+print(path.read_text())
+"""
+
+
+def test_a_run_that_is_killed_as_it_makes_rows_up_leaves_none_that_the_next_refuses(
+    tmp_path: Path,
+) -> None:
+    """Killed before the old rows go, before the facts, before the rows, before the part is gone."""
+    command = [sys.executable, "-c", KILLED_AT_EACH_POINT, str(tmp_path / "train.tsv"), "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "True first",
+        "True -",
+        "True -",
+        "True killed at 3",
+        "after 3",
+    ]

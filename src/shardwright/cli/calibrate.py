@@ -9,6 +9,7 @@ from pathlib import Path
 from shardwright.cli import options as shared
 from shardwright.core.calibration import write_calibration
 from shardwright.core.errors import InputError, expected
+from shardwright.core.outputs import CLUSTER, check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,5 +62,4 @@ def _check_output(path: Path) -> None:
         raise InputError(
             expected(str(path), "a file that can be written", f"'{error.strerror}'")
         ) from None
-    if path.is_dir():
-        raise InputError(expected(str(path), "a file that can be written", "a directory"))
+    check_output(path, CLUSTER)

@@ -10,8 +10,10 @@ from pathlib import Path
 from shardwright.cli import options as shared
 from shardwright.cli.report import write_report
 from shardwright.cli.train import finish
-from shardwright.core.job import read_job
-from shardwright.lab.session import prepare_data, run
+from shardwright.core.job import named_files, read_job
+from shardwright.core.outputs import REPORT, check_output
+from shardwright.core.plan import Plan
+from shardwright.lab.session import check, run
 from shardwright.planner import plan
 from shardwright.report.table import plan_summary
 
@@ -27,19 +29,23 @@ def execute(options: argparse.Namespace) -> int:
     with as_file(files("shardwright.cli") / "demo.toml") as path:
         job = read_job(path, [*options.set, f"train.out={options.out}"])
     folder = Path(job.train.out)
+    report = folder / "report.html"
+    check(job, folder)
+    check_output(report, REPORT, named_files(job), "--out")
     made = plan(job)
     shared.show(plan_summary(made))
-    _say(f"generating {job.data.rows:,} click-log rows from a known click model")
-    prepare_data(job)
-    _say(f"training {job.train.steps} steps on {made.world_size} ranks")
+    print(_announcement(made), file=sys.stderr, flush=True)
     session = run(made, folder, sys.stderr)
     code = finish(session)
     if session.measurement is not None:
-        report = folder / "report.html"
         write_report(folder, report)
         print(f"report: {report}")
     return code
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _announcement(made: Plan) -> str:
+    job = made.job
+    training = f"training {job.train.steps} steps on {made.world_size} ranks"
+    if job.data.kind != "synthetic":
+        return training
+    return f"generating {job.data.rows:,} click-log rows from a known click model, then {training}"

@@ -12,10 +12,11 @@ from shardwright.cli import options as shared
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected
 from shardwright.core.footprint import Footprint, RankMemory
-from shardwright.core.job import Job
+from shardwright.core.job import Job, named_files
+from shardwright.core.outputs import PICTURE, TRACE, check_output
 from shardwright.core.tracked import Tracked
 
-PICTURES = (".svg", ".json")
+PICTURES = {".svg": PICTURE, ".json": TRACE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +47,9 @@ def execute(options: argparse.Namespace) -> int:
     """Estimate, write, show; 3 where something is known not to fit."""
     _check_timeline(options.timeline)
     job = shared.job_of(options)
+    if options.timeline:
+        inputs = (options.job, *named_files(job, options.job))
+        check_output(options.timeline, PICTURES[options.timeline.suffix], inputs, "--timeline")
     from shardwright.lab.footprint import footprint
 
     found = footprint(job, details=True, rank=options.rank or "")

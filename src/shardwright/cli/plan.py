@@ -11,6 +11,8 @@ from msgspec import UNSET
 
 from shardwright.cli import options as shared
 from shardwright.core.cluster import TIERS
+from shardwright.core.job import named_files
+from shardwright.core.outputs import PLAN, check_output
 from shardwright.core.plan import Plan, write_plan
 from shardwright.core.statistics import MemoryPrice, Statistics
 from shardwright.planner import plan
@@ -28,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Plan, write, show."""
     job = shared.job_of(options)
+    if options.output:
+        check_output(options.output, PLAN, (options.job, *named_files(job, options.job)))
     if job.model.kind == "tables" and job.model.python is not UNSET:
         from shardwright.lab.dense import with_traced_dense  # only such a job needs torch
 

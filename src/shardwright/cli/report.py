@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 from shardwright.core.document import write_atomically
+from shardwright.core.job import named_files
 from shardwright.core.measurement import read_measurement
 from shardwright.core.outcome import decode_outcome
+from shardwright.core.outputs import REPORT, check_output
 from shardwright.core.plan import read_plan
 from shardwright.lab.compare import compare
 from shardwright.lab.folder import measurement_file, outcome_file, plan_file
@@ -31,14 +33,17 @@ def write_report(source: Path, output: Path) -> None:
     """A page about a run's folder, or about a plan alone."""
     from shardwright.report.html import render
 
-    if source.is_file():
-        page = render(read_plan(source), None, None)
+    alone = source.is_file()
+    plan_read = source if alone else plan_file(source)
+    measured, ended = measurement_file(source), outcome_file(source)
+    plan = read_plan(plan_read)
+    inputs = (plan_read, *(() if alone else (measured, ended)), *named_files(plan.job))
+    check_output(output, REPORT, inputs)
+    if alone:
+        page = render(plan, None, None)
     else:
-        plan = read_plan(plan_file(source))
-        measured = measurement_file(source)
         measurement = read_measurement(measured) if measured.exists() else None
         comparison = compare(plan, measurement) if measurement else None
-        ended = outcome_file(source)
         text = decode_outcome(ended.read_bytes(), str(ended)).reason if ended.exists() else ""
         page = render(plan, measurement, comparison, text)
     write_atomically(output, page.encode())

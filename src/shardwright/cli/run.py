@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from shardwright.core.errors import InputError, expected
+from shardwright.lab.folder import check_inputs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,7 @@ def execute(options: argparse.Namespace) -> int:
     from shardwright.runtime.pulse import run_worker
 
     rank = int(os.environ["RANK"])
+    check_inputs(options.out, (), options.plan)
     options.out.mkdir(parents=True, exist_ok=True)
     return run_worker(
         options.out,

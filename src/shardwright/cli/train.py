@@ -12,7 +12,7 @@ from shardwright.core.measurement import Quality
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.specs import model_spec
 from shardwright.lab.folder import outcome_file
-from shardwright.lab.session import Session, prepare_data, run
+from shardwright.lab.session import Session, run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Plan unless a plan is given, run, compare; the code is the run's."""
     plan = _plan_of(options)
-    prepare_data(plan.job)
-    session = run(plan, Path(plan.job.train.out), sys.stderr)
+    session = run(plan, Path(plan.job.train.out), sys.stderr, given=options.job)
     return finish(session, json=options.json)
 
 

@@ -82,6 +82,8 @@ def write_atomically(path: Path | str, data: bytes) -> None:
     try:
         if path.is_dir():
             raise InputError(expected(str(path), "a file that can be written", "a directory"))
+        if path.exists() and not path.is_file():  # a device would become a file
+            raise InputError(expected(str(path), "a file that can be written", "no regular file"))
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(data)
         temporary.replace(path)

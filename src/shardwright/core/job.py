@@ -88,10 +88,8 @@ def with_calibration(
         raise InputError(
             expected(f"{where}: cluster.file", "the name of a file", repr(section.file))
         )
-    path = Path(section.file)
-    if not path.exists() and job_path is not None and (job_path.parent / path).exists():
-        path = job_path.parent / path
-    return msgspec.structs.replace(section, measured=read_calibration(path))
+    measured = read_calibration(_beside(section.file, job_path))
+    return msgspec.structs.replace(section, measured=measured)
 
 
 class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,8 +100,9 @@ class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Click logs: a Criteo file, or the synthetic generator that writes one. Or text: any file,
-    whose bytes are the tokens; a made-up one where none is named."""
+    """Click logs: a Criteo file, or synthetic rows, for which no path is named. Or text: any file,
+    whose bytes are the tokens; a made-up one where none is named. What is made up goes into the run
+    folder."""
 
     kind: Literal["criteo", "synthetic", "text"] = "criteo"
     path: str = ""
@@ -173,7 +172,7 @@ class DataFiles(msgspec.Struct, frozen=True):
 
 
 def data_files(job: Job) -> DataFiles:
-    """The files a run reads: those the job names, or where its synthetic rows are written."""
+    """The files a run reads: those the job names, or in the run folder those that are made up."""
     data = job.data
     if data.kind == "criteo":
         return DataFiles(data.path, data.test_path)
@@ -181,8 +180,25 @@ def data_files(job: Job) -> DataFiles:
     if data.kind == "text":
         text = data.path or str(folder / "text.txt")
         return DataFiles(text, text)
-    test = data.test_path or str(folder / "test.tsv")
-    return DataFiles(data.path or str(folder / "train.tsv"), test if data.test_rows else "")
+    test = str(folder / "test.tsv") if data.test_rows else ""
+    return DataFiles(str(folder / "train.tsv"), test)
+
+
+def named_files(job: Job, path: Path | None = None) -> tuple[Path, ...]:
+    """The files that a job names, of which none is ever written; ``path`` is the job's own."""
+    model = job.model
+    config = model.hf_config if isinstance(model.hf_config, str) else ""
+    beside = [name for name in (job.cluster.file, model.tables, config) if name]
+    found = [_beside(name, path) for name in beside]
+    return (*found, *(Path(name) for name in (job.data.path, job.data.test_path) if name))
+
+
+def _beside(name: str, job_path: Path | None) -> Path:
+    """Where a file is found: from the working directory, else beside the job."""
+    found = Path(name)
+    if not found.exists() and job_path is not None and (job_path.parent / found).exists():
+        return job_path.parent / found
+    return found
 
 
 def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:

@@ -1,8 +1,24 @@
-"""What the files of a run folder are called; those of the pulses have their names in ``pulse``."""
+"""The files of a run folder: what they are called, and which of them a run writes over.
+
+Those of the pulses have their names in ``pulse``.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.outputs import same_file
+from shardwright.runtime.pulse import lock_file
+
+REMEDY = "Choose another train.out."
+_OF_A_RUN = {
+    *("plan.json", "outcome.json", "measured.json", "comparison.json"),
+    *("progress.jsonl", "torchrun.log", "launcher.lock", "rendezvous", "store"),
+}
+_OF_A_RANK = re.compile(r"rank-\d+\.(pulse|status\.json|log|record\.json|scores\.npy)")
 
 
 def plan_file(folder: Path) -> Path:
@@ -42,5 +58,45 @@ def facts_file(rows: Path) -> Path:
 
 def results_of_a_run(folder: Path) -> list[Path]:
     """What an earlier run left and the next one would mistake for its own."""
-    ranks = [*folder.glob("rank-*.record.json"), *folder.glob("rank-*.scores.npy")]
+    ranks = files_of_ranks(folder, "record.json", "scores.npy")
     return [*ranks, measurement_file(folder), comparison_file(folder)]
+
+
+def files_of_ranks(folder: Path, *endings: str) -> list[Path]:
+    """The files ``rank-R.ending`` that are there, of any rank."""
+    matches = [(path, _OF_A_RANK.fullmatch(path.name)) for path in folder.glob("rank-*")]
+    return [path for path, match in matches if match and match[1] in endings]
+
+
+def check_inputs(folder: Path, inputs: Iterable[Path], plan: Path | None = None) -> None:
+    """Raise InputError if a run in ``folder`` would write over one of ``inputs`` or over ``plan``.
+
+    Only ``plan`` may be the folder's ``plan.json``: it stays as it is.
+    """
+    written = _written(folder, plan)
+    for path in filter(None, (*inputs, plan)):
+        if any(same_file(path, each) for each in written):
+            wanted = "a file that the run does not write over"
+            raise InputError(expected(str(path), wanted, f"one of {folder}", REMEDY))
+
+
+def check_folder(folder: Path, plan: Path | None = None) -> None:
+    """Raise InputError if no run ever was in ``folder``, and one would write over what is there."""
+    written = _written(folder, plan)
+    if written and not lock_file(folder).exists():
+        wanted = "a new folder, or one of an earlier run"
+        raise InputError(expected(str(folder), wanted, f"one with a {written[0].name}", REMEDY))
+
+
+def _written(folder: Path, plan: Path | None) -> list[Path]:
+    """What is there that a run of ``plan`` would write over."""
+    if not folder.is_dir():
+        return []
+    own = plan_file(folder)
+    kept = plan is not None and same_file(plan, own)
+    names = (path.name for path in folder.iterdir())
+    return sorted(folder / n for n in names if _is_written(n) and not (kept and n == own.name))
+
+
+def _is_written(name: str) -> bool:
+    return name in _OF_A_RUN or _OF_A_RANK.fullmatch(name) is not None

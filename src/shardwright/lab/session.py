@@ -9,16 +9,19 @@ from typing import TextIO
 from shardwright.core.comparison import Comparison
 from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import MismatchError, expected
-from shardwright.core.job import Job, data_files
+from shardwright.core.job import Job, data_files, named_files
 from shardwright.core.measurement import SCHEMA as MEASUREMENT_SCHEMA
 from shardwright.core.measurement import Curve, Measurement, Quality, write_measurement
 from shardwright.core.outcome import Outcome
+from shardwright.core.outputs import same_file
 from shardwright.core.plan import Plan, write_plan
 from shardwright.core.record import SCHEMA as RECORD_SCHEMA
 from shardwright.core.record import Record
 from shardwright.core.timeline import encode
 from shardwright.lab.compare import compare
 from shardwright.lab.folder import (
+    check_folder,
+    check_inputs,
     comparison_file,
     measurement_file,
     plan_file,
@@ -45,13 +48,23 @@ class Session:
     comparison: Comparison | None
 
 
-def run(plan: Plan, folder: Path, stream: TextIO, tolerance: float = 0.1) -> Session:
-    """Execute ``plan`` under torchrun; messages and progress go to ``stream``."""
+def run(
+    plan: Plan, folder: Path, stream: TextIO, tolerance: float = 0.1, given: Path | None = None
+) -> Session:
+    """Execute ``plan`` under torchrun; messages and progress go to ``stream``.
+
+    ``given`` is the file that the plan or its job was read from. Nothing is written before the
+    folder is this run's own, and never over a file that ``given`` or the job names. InputError: the
+    data cannot be used, or the folder cannot.
+    """
+    check(plan.job, folder, given)
 
     def prepare() -> None:
-        write_plan(plan, plan_file(folder))
+        source_of(plan.job).prepare(plan.job)
         for stale in results_of_a_run(folder):
             stale.unlink(missing_ok=True)
+        if given is None or not same_file(given, plan_file(folder)):
+            write_plan(plan, plan_file(folder))
 
     arguments = ("run", str(plan_file(folder)), "--out", str(folder))
     request = Launch(
@@ -70,6 +83,13 @@ def run(plan: Plan, folder: Path, stream: TextIO, tolerance: float = 0.1) -> Ses
     comparison = compare(plan, measurement, tolerance)
     write_document(comparison, comparison_file(folder))
     return Session(folder, plan, outcome, measurement, comparison)
+
+
+def check(job: Job, folder: Path, given: Path | None = None) -> None:
+    """Raise InputError unless the data can be used, and the folder without loss of a file."""
+    source_of(job).check(job)
+    check_inputs(folder, named_files(job, given), given)
+    check_folder(folder, given)
 
 
 def merge(plan: Plan, folder: Path) -> Measurement:
@@ -122,10 +142,3 @@ def _quality(plan: Plan, folder: Path) -> Quality | None:
     scores = np.concatenate([np.load(file, allow_pickle=False) for file in files])
     in_order = scores[np.argsort(scores[:, 0], kind="stable")]
     return source_of(plan.job).quality(plan.job, in_order)
-
-
-def prepare_data(job: Job) -> None:
-    """See that the job's rows can be read; write them first if they are made up."""
-    source = source_of(job)
-    source.check(job)
-    source.prepare(job)

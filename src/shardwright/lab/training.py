@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwright import __version__
 from shardwright.core.document import write_document
 from shardwright.core.errors import InputError, MismatchError, RunError, expected
-from shardwright.core.job import data_files
+from shardwright.core.job import data_files, named_files
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.record import SCHEMA, Record
 from shardwright.core.timeline import Event, Phase
-from shardwright.lab.folder import record_file, scores_file
+from shardwright.lab.folder import check_inputs, record_file, scores_file
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Arrays, Tensors
 from shardwright.runtime import comm
@@ -197,6 +197,7 @@ def train_rank(plan_path: Path, folder: Path, store: Path | None, pulse: Pulse) 
             expected("RANK and WORLD_SIZE", "to be set by torchrun", "none", "Use torchrun.")
         )
     plan = read_plan(plan_path)
+    check_inputs(folder, named_files(plan.job), plan_path)
     if plan.world_size != world_size:
         raise MismatchError(
             expected(

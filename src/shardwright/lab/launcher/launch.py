@@ -33,7 +33,7 @@ from typing import Final, TextIO
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.outcome import Outcome, encode_outcome
-from shardwright.lab.folder import outcome_file
+from shardwright.lab.folder import files_of_ranks, outcome_file
 from shardwright.lab.launcher.processes import MARK, end_run
 from shardwright.lab.launcher.progress import Display, display_for
 from shardwright.lab.launcher.settle import End, outcome_of
@@ -114,38 +114,44 @@ def launch(
 
     Ends within ``timeout`` (or ``setup_timeout``, ``stop_grace``) and about 10 s more. Ctrl-C
     and SIGTERM end the run (130; 75 when every rank stopped in order), a second one at once.
-    ``prepare`` runs once the folder is this run's own. Messages go to ``stream`` (stderr).
-    InputError: the folder is in use or cannot be written.
+    ``prepare`` runs once the folder is this run's own and before anything in it changes; a signal
+    ends it as it ends any program. Messages go to ``stream`` (stderr). InputError: the folder is in
+    use or cannot be written.
     """
-    stream = stream or sys.stderr
     mark = secrets.token_hex(6)
-    command = torchrun_command(request, mark)
-    extra = loopback_environment(request.world_size)
-    with _locked(request.folder), _signals() as caught:
-        _clear(request)
+    with _locked(request.folder):
         if prepare:
             prepare()
-        shown = " ".join(f"{key}={value}" for key, value in extra.items())
-        print(f"{shown} {shlex.join(command)}", file=stream, flush=True)
-        started = time.monotonic()
-        with (request.folder / "torchrun.log").open("wb") as log:
-            torchrun = subprocess.Popen(
-                command,
-                env={**os.environ, **extra, MARK: mark},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        watch = Watch(request.folder, request.world_size, torchrun, mark)
-        try:
-            end = _watched(request, watch, caught, display_for(stream))
-        except BaseException:
-            end_run(torchrun, mark, watch.pids(), None, 0.0)
-            raise
-        seconds = time.monotonic() - started
-        outcome = outcome_of(end, watch, tuple(command), seconds, versions())
-        write_atomically(outcome_file(request.folder), encode_outcome(outcome))
+        with _signals() as caught:
+            return _launched(request, stream or sys.stderr, mark, caught)
+
+
+def _launched(request: Launch, stream: TextIO, mark: str, caught: list[int]) -> Outcome:
+    """Start torchrun in a folder that is held, and see it to its end."""
+    command = torchrun_command(request, mark)
+    extra = loopback_environment(request.world_size)
+    _clear(request)
+    shown = " ".join(f"{key}={value}" for key, value in extra.items())
+    print(f"{shown} {shlex.join(command)}", file=stream, flush=True)
+    started = time.monotonic()
+    with (request.folder / "torchrun.log").open("wb") as log:
+        torchrun = subprocess.Popen(
+            command,
+            env={**os.environ, **extra, MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    watch = Watch(request.folder, request.world_size, torchrun, mark)
+    try:
+        end = _watched(request, watch, caught, display_for(stream))
+    except BaseException:
+        end_run(torchrun, mark, watch.pids(), None, 0.0)
+        raise
+    seconds = time.monotonic() - started
+    outcome = outcome_of(end, watch, tuple(command), seconds, versions())
+    write_atomically(outcome_file(request.folder), encode_outcome(outcome))
     return outcome
 
 
@@ -231,8 +237,7 @@ def _clear(request: Launch) -> None:
     """Take away what an earlier run in this folder left and this one would mistake for its own."""
     paths = [outcome_file(request.folder), pulse.progress_file(request.folder)]
     paths.extend(request.folder / name for name in _STORES)
-    for pattern in ("rank-*.pulse", "rank-*.status.json", "rank-*.log"):
-        paths.extend(request.folder.glob(pattern))
+    paths.extend(files_of_ranks(request.folder, "pulse", "status.json", "log"))
     for path in paths:
         path.unlink(missing_ok=True)
 

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
+from shardwright.core.outputs import Kind, check_output
 from shardwright.lab.published.comparison import compare
-from shardwright.lab.published.sheet import page
+from shardwright.lab.published.sheet import INTRODUCTION, page
+
+PAGE = Kind("page", re.compile(re.escape(INTRODUCTION.encode())))
+ROWS = Kind("comparison", re.compile(rb'\{\s*"rows": \['))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         result = compare(_read(options.file), options.file.name)
-        told = result if options.out is None else _write(result, options.out)
+        told = result if options.out is None else _write(result, options.out, options.file)
     except ShardwrightError as error:
         print(f"shardwright: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
@@ -49,23 +55,20 @@ def _read(path: Path) -> Any:
         raise InputError(expected(str(path), "JSON", str(error))) from None
 
 
-def _write(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _write(result: dict[str, Any], folder: Path, read: Path) -> dict[str, Any]:
     """One file for each framework with its rows, and a page of all; the errors' distribution."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for framework in result["distribution"]["by_framework"]:
-            some = {
-                key: [row for row in result[key] if row["framework"] == framework]
-                for key in ("rows", "left_out")
-            }
-            told = {**some, "distribution": result["distribution"]["by_framework"][framework]}
-            text = json.dumps(told, indent=1) + "\n"
-            (folder / f"{framework}.json").write_text(text, encoding="utf-8")
-        (folder / "README.md").write_text(page(result), encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            expected(str(folder), "a folder that can be written", error.strerror or "an error")
-        ) from None
+    texts = {folder / "README.md": page(result)}
+    for framework in result["distribution"]["by_framework"]:
+        some = {
+            key: [row for row in result[key] if row["framework"] == framework]
+            for key in ("rows", "left_out")
+        }
+        told = {**some, "distribution": result["distribution"]["by_framework"][framework]}
+        texts[folder / f"{framework}.json"] = json.dumps(told, indent=1) + "\n"
+    for path in texts:
+        check_output(path, PAGE if path.suffix == ".md" else ROWS, [read])
+    for path, text in texts.items():
+        write_atomically(path, text.encode())
     distribution: dict[str, Any] = result["distribution"]
     return distribution
 

@@ -1,7 +1,8 @@
 """Where the rows of a job come from, by the kind of its model, before and after a run.
 
 One file for each, all with the same three functions: ``check`` raises before anything starts,
-``prepare`` writes rows that are made up, ``quality`` reads what the ranks scored. Free of torch.
+``prepare`` writes rows that are made up into the run folder, which is held by then, ``quality``
+reads what the ranks scored. Free of torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Source(Protocol):
         ...
 
     def prepare(self, job: Job) -> None:
-        """Write rows that are made up."""
+        """Write rows that are made up, into the run folder."""
         ...
 
     def quality(self, job: Job, scores: NDArray[np.float64]) -> Quality | None:

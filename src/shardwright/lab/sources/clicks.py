@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job, data_files
 from shardwright.core.measurement import Quality
-from shardwright.lab.sources.facts import read_facts, write_facts
+from shardwright.lab.sources.made_up import make_up, read_facts
 
 TABLES_OF_CRITEO = 26
 DENSE_OF_CRITEO = 13
@@ -23,7 +24,9 @@ def check(job: Job) -> None:
             expected("data.kind", "'criteo' or 'synthetic' for a dlrm", f"'{job.data.kind}'")
         )
     _check_model(job)
-    if job.data.kind == "criteo":
+    if job.data.kind == "synthetic":
+        _refuse_paths(job)
+    else:
         from shardwright.data.criteo import check_file
 
         if not job.data.path:
@@ -32,6 +35,20 @@ def check(job: Job) -> None:
             )
         for path in filter(None, (job.data.path, job.data.test_path)):
             check_file(path)
+
+
+def _refuse_paths(job: Job) -> None:
+    """Made-up rows go into the run folder: a path would be one to read or one to write over."""
+    for name in ("path", "test_path"):
+        if named := getattr(job.data, name):
+            raise InputError(
+                expected(
+                    f"data.{name}",
+                    "none for data.kind 'synthetic', whose rows go into train.out",
+                    f"'{named}'",
+                    "To train on a file, set data.kind=criteo.",
+                )
+            )
 
 
 def _check_model(job: Job) -> None:
@@ -65,7 +82,7 @@ def _check_model(job: Job) -> None:
 
 
 def prepare(job: Job) -> None:
-    """Write the rows if they are synthetic."""
+    """Make the rows up if they are synthetic."""
     if job.data.kind == "criteo":
         return
     from shardwright.data.synthetic import ClickModel
@@ -76,11 +93,8 @@ def prepare(job: Job) -> None:
         (files.train, job.data.rows, 0),
         (files.test, job.data.test_rows, job.data.rows),
     ):
-        if not name:
-            continue
-        path = Path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_facts(path, model.write(path, rows, start))
+        if name:
+            make_up(Path(name), partial(model.write, rows=rows, start=start))
 
 
 def quality(job: Job, scores: NDArray[np.float64]) -> Quality | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job, data_files
 from shardwright.core.measurement import Quality
 from shardwright.data.tokens import VOCAB, Text, write_text
-from shardwright.lab.sources.facts import read_facts, write_facts
+from shardwright.lab.sources.made_up import make_up, read_facts
 
 
 def check(job: Job) -> None:
@@ -41,10 +42,10 @@ def check(job: Job) -> None:
 
 
 def prepare(job: Job) -> None:
-    """Write the text if none is named, and see that it is long enough."""
+    """Make the text up if none is named, and see that it is long enough."""
     path = Path(data_files(job).train)
     if not job.data.path:
-        write_facts(path, write_text(path, seed=job.data.seed))
+        make_up(path, partial(write_text, seed=job.data.seed))
     Text(path, job.batch.sequence)
 
 
