@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.core.errors import InputError
 from shardwright.core.outcome import Outcome, decode_outcome
+from shardwright.lab.launcher import launch as launching
 from shardwright.lab.launcher.launch import Launch, launch
 from shardwright.lab.launcher.processes import MARK
 from shardwright.runtime.pulse import read_pulse
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.fixture(autouse=True)
 def workers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
 
 
 def run(folder: Path, fault: str, timeout: float = 20.0) -> tuple[Outcome, str]:
@@ -149,6 +151,40 @@ def test_nobody_outlives_a_killed_launcher(tmp_path: Path) -> None:
     launcher.kill()
     launcher.wait(5.0)
     wait_for(lambda: living(tmp_path) == [], 8.0)
+
+
+def test_the_next_run_in_the_folder_of_a_killed_launcher_outlives_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_LAST_WORKERS", 60.0)
+    launcher = start_launcher(tmp_path)
+    launcher.kill()
+    launcher.wait(5.0)
+    assert living(tmp_path) != []
+    outcome, _ = run(tmp_path, "none")
+    assert (outcome.code, outcome.reason, outcome.step) == (0, "finished", 9)
+
+
+def test_workers_of_a_killed_launcher_that_cannot_end_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = start_launcher(tmp_path)
+    reading = read_pulse(tmp_path / "rank-1.pulse")
+    assert reading is not None
+    os.kill(reading.pid, signal.SIGSTOP)
+    launcher.kill()
+    launcher.wait(5.0)
+    monkeypatch.setattr(launching, "_LAST_WORKERS", 3.0)
+    try:
+        for _ in range(2):
+            with pytest.raises(InputError, match="a run whose launcher is gone: ") as caught:
+                run(tmp_path, "none")
+            assert str(reading.pid) in str(caught.value)
+            assert str(caught.value).endswith("End them or choose another folder.")
+    finally:
+        os.kill(reading.pid, signal.SIGKILL)
+    wait_for(lambda: living(tmp_path) == [], 30.0)
+    assert run(tmp_path, "none")[0].code == 0
 
 
 @pytest.mark.parametrize(

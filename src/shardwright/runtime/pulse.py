@@ -49,6 +49,8 @@ from shardwright.core.outcome import RankOutcome, State
 PHASES: Final = (*timeline.PHASES, "evaluate", "done")
 _INDEX: Final = {phase: index for index, phase in enumerate(PHASES)}
 
+MARK: Final = "SHARDWRIGHT_RUN"  # environment variable with the number of the run, if launched
+
 _SIZE: Final = 64
 _MAGIC: Final = b"SWPULSE1"
 _HEAD: Final = struct.Struct("@8sqq")  # magic, pid, reserved
@@ -138,7 +140,7 @@ def store_file(folder: Path) -> Path:
 
 
 def lock_file(folder: Path) -> Path:
-    """The file a launcher keeps locked as long as it lives."""
+    """The file a launcher keeps locked as long as it lives; it holds the number of its run."""
     return folder / "launcher.lock"
 
 
@@ -228,26 +230,29 @@ class ProgressReader:
 def guard_parent(folder: Path, interval: float = 0.5) -> None:
     """End this process (code 5) soon after its parent or its launcher is gone.
 
-    The parent is watched by its pid, the launcher by the lock it holds, so no signal and no
-    reused pid can fool it. Works while the main thread waits in a collective.
+    The parent is watched by its pid, the launcher by the lock it holds and the number in it, so no
+    signal, no reused pid and no other launcher can fool it. Works while the main thread waits in a
+    collective.
     """
-    parent = os.getppid()
+    parent, mark = os.getppid(), os.environ.get(MARK)
 
     def watch() -> None:
-        while os.getppid() == parent and not _launcher_gone(folder):
+        while os.getppid() == parent and not (mark and _launcher_gone(folder, mark)):
             time.sleep(interval)
         os._exit(EXIT_RUN_FAILED)
 
     threading.Thread(target=watch, name="guard_parent", daemon=True).start()
 
 
-def _launcher_gone(folder: Path) -> bool:
-    """True when there was a launcher and its lock is free; a run without one has no lock file."""
+def _launcher_gone(folder: Path, mark: str) -> bool:
+    """True when the launcher of this run does not hold the folder any more."""
     try:
         descriptor = os.open(lock_file(folder), os.O_RDONLY)
     except OSError:
         return False
     try:
+        if os.pread(descriptor, _SIZE, 0) != mark.encode():
+            return True
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +33,7 @@ from shardwright.lab.launcher.verdict import (
     reason,
 )
 from shardwright.runtime.pulse import (
+    MARK,
     PHASES,
     ProgressLog,
     ProgressReader,
@@ -167,8 +169,33 @@ def test_the_users_thread_count_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
-    with launching._locked(tmp_path), pytest.raises(InputError, match="a folder no run is using"):
+    text = "a folder no run is using"
+    with launching._locked(tmp_path, "0" * 12), pytest.raises(InputError, match=text):
         launch(Launch("w", (), 1, tmp_path), io.StringIO())
+
+
+def test_a_file_of_the_locks_name_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "launcher.lock").write_text("mine")
+    text = r"launcher\.lock: expected the lock of a run, got another file\. Move it away\."
+    with pytest.raises(InputError, match=text):
+        launch(Launch("w", (), 1, tmp_path), io.StringIO())
+    assert (tmp_path / "launcher.lock").read_text() == "mine"
+
+
+def test_a_worker_without_a_launcher_is_not_ended_by_the_lock_of_an_earlier_run(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "launcher.lock").write_text("0123456789ab")
+    script = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from shardwright.runtime.pulse import run_worker\n"
+        "sys.exit(run_worker(Path(sys.argv[1]), 0, lambda pulse: time.sleep(0.3)))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != MARK}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    assert subprocess.run(command, timeout=20, check=False, env=environment).returncode == 0
+    environment[MARK] = "ba9876543210"  # a launcher's that does not hold the folder
+    assert subprocess.run(command, timeout=20, check=False, env=environment).returncode == 5
 
 
 def test_lines_are_sparse_and_the_last_one_is_never_left_out() -> None:

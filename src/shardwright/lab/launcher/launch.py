@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import re
 import secrets
 import shlex
 import signal
@@ -34,7 +35,7 @@ from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.outcome import Outcome, encode_outcome
 from shardwright.lab.folder import files_of_ranks, outcome_file
-from shardwright.lab.launcher.processes import MARK, end_run
+from shardwright.lab.launcher.processes import end_run, run_processes
 from shardwright.lab.launcher.progress import Display, display_for
 from shardwright.lab.launcher.settle import End, outcome_of
 from shardwright.lab.launcher.verdict import in_trouble
@@ -45,6 +46,8 @@ _TICK: Final = 0.1
 _SETTLE: Final = 0.5  # after the first sign of trouble: what the others have to say
 _LEAVE: Final = 15.0  # for torchrun to end once every rank has finished
 _GRACE: Final = 2.0  # for the ranks to end by themselves once the run has failed
+_LAST_WORKERS: Final = 10.0  # for the workers of a launcher that was killed to end
+_LONGEST_MARK: Final = 64
 _STORES: Final = ("rendezvous", "store")
 _PACKAGES: Final = ("shardwright", "torch", "numpy", "msgspec")
 
@@ -119,7 +122,7 @@ def launch(
     use or cannot be written.
     """
     mark = secrets.token_hex(6)
-    with _locked(request.folder):
+    with _locked(request.folder, mark):
         if prepare:
             prepare()
         with _signals() as caught:
@@ -137,7 +140,7 @@ def _launched(request: Launch, stream: TextIO, mark: str, caught: list[int]) -> 
     with (request.folder / "torchrun.log").open("wb") as log:
         torchrun = subprocess.Popen(
             command,
-            env={**os.environ, **extra, MARK: mark},
+            env={**os.environ, **extra, pulse.MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -192,8 +195,8 @@ def _end(request: Launch, watch: Watch, caught: list[int]) -> End:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder: one launcher at a time, and workers see when it is gone."""
+def _locked(folder: Path, mark: str) -> Iterator[None]:
+    """Hold the folder: one launcher at a time, and workers see when theirs is gone."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(pulse.lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)
@@ -208,9 +211,36 @@ def _locked(folder: Path) -> Iterator[None]:
         text = expected(str(folder), "a folder no run is using", "one with a run in progress")
         raise InputError(f"{text} Wait for it or choose another folder.") from None
     try:
+        _take_over(folder, descriptor, mark)
         yield
     finally:
         os.close(descriptor)
+
+
+def _take_over(folder: Path, descriptor: int, mark: str) -> None:
+    """Write the run's number into the lock, and wait for workers of the last one to see it and end.
+
+    There are some if its launcher was killed a moment ago. InputError: they do not end.
+    """
+    before = os.pread(descriptor, _LONGEST_MARK, 0)
+    if before and not re.fullmatch(rb"[0-9a-f]{12}", before):
+        path = str(pulse.lock_file(folder))
+        raise InputError(expected(path, "the lock of a run", "another file", "Move it away."))
+    _write_mark(descriptor, mark.encode())
+    deadline = time.monotonic() + _LAST_WORKERS
+    while before and (left := run_processes(before.decode()) - {os.getpid()}):
+        if time.monotonic() > deadline:
+            _write_mark(descriptor, before)
+            pids = ", ".join(map(str, sorted(left)))
+            found = f"one with processes of a run whose launcher is gone: {pids}"
+            text = expected(str(folder), "a folder no run is using", found)
+            raise InputError(f"{text} End them or choose another folder.")
+        time.sleep(_TICK)
+
+
+def _write_mark(descriptor: int, mark: bytes) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, mark, 0)
 
 
 @contextlib.contextmanager

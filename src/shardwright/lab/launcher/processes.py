@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Literal
 
-MARK: Final = "SHARDWRIGHT_RUN"
+from shardwright.runtime.pulse import MARK
+
 _PROC: Final = Path("/proc")
 
 Process = Literal["alive", "stopped", "gone", "unknown"]
