@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.core.placement import BlockShard, Owned, Placement, Replicate, Shard
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.torch_private import local_of
-from shardwright.runtime.units.buffers import piece_of
+from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.registry import storages_in
@@ -112,7 +112,7 @@ def errors(
             name = named[id(member.parameter)]
             gradient = member.parameter.grad
             assert gradient is not None, name
-            got, wanted = local_of(gradient), piece_of(true[name], piece.offsets, piece.sizes)
+            got, wanted = local_of(gradient), part_of(true[name], piece.offsets, piece.sizes)
             assert got.shape == wanted.shape, (name, got.shape, wanted.shape)
             assert got.dtype == wanted.dtype, (name, got.dtype, wanted.dtype)
             difference = (got.double() - wanted.double()).abs().max().item() if got.numel() else 0.0

@@ -100,11 +100,9 @@ def moved(mesh: DeviceMesh, strategy: str, what: str) -> Any:
             loss_of(model, inputs(0))
             model.load_state_dict(other_values().state_dict())
             reference = other_values()
-        case "replaced":
+        case "a whole one as data":
             whole = torch.full((5, 3), 0.25)
-            model.first.weight = nn.Parameter(whole.clone())
-            if strategy == "flat":  # a plain parameter cannot become a DTensor
-                held = list(model.parameters())
+            model.first.weight.data = whole.clone()
             reference.first.weight.data.copy_(whole)
         case "written through data":
             for parameter in model.parameters():
@@ -113,10 +111,7 @@ def moved(mesh: DeviceMesh, strategy: str, what: str) -> Any:
                 parameter.data.mul_(0.5)
         case "data replaced":
             for parameter in model.parameters():
-                if isinstance(parameter, DTensor):  # torch itself ignores it
-                    parameter.data.mul_(0.5)
-                else:
-                    parameter.data = parameter.data * 0.5
+                parameter.data = parameter.data * 0.5
             for parameter in reference.parameters():
                 parameter.data.mul_(0.5)
         case "written whole":
@@ -147,12 +142,29 @@ MOVES = (
     "load, assigning",
     "load a sharded state",
     "load while kept whole",
-    "replaced",
+    "a whole one as data",
     "written through data",
     "data replaced",
     "written whole",
     "double then half the steps",
 )
+
+
+def blocks_with_their_own(model: Net) -> Iterator[nn.Module]:
+    """The layers of all blocks, in the order in which they are built; a block's own parameters are
+    drawn after those of its layers."""
+    for block in model.blocks:
+        yield from (block.norm, block.up, block.down, _Own(block))
+
+
+class _Own:
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.block.gate.copy_(torch.randn_like(self.block.gate) * 0.3)
+        self.block.scale.fill_(0.7)
 
 
 def from_meta(mesh: DeviceMesh, strategy: str, how: str) -> Any:
@@ -167,6 +179,10 @@ def from_meta(mesh: DeviceMesh, strategy: str, how: str) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if how == "load":
         model.load_state_dict(net().state_dict())
+    elif how == "reset":
+        torch.manual_seed(5)  # as the reference is built
+        for module in (model.first, *blocks_with_their_own(model), model.last):
+            module.reset_parameters()
     elif how == "written whole":
         source = dict(net().named_parameters())
         assert all(unit.byte_storage.device.type == "cpu" for unit in units)
@@ -257,8 +273,6 @@ def thawing(mesh: DeviceMesh, strategy: str) -> Any:
     nothing = model.blocks[1].up.weight.grad is None  # type: ignore[union-attr]
     model.zero_grad()
     model.blocks[1].up.weight.requires_grad_(True)  # type: ignore[union-attr]
-    if strategy == "flat":
-        return nothing, said(lambda: model(inputs(0))), True
     found = [step_error(model, units, mesh, net()) for _ in range(2)]
     return nothing, max(found), inside(units)
 
@@ -327,6 +341,14 @@ def whole_by_torch(mesh: DeviceMesh, strategy: str) -> Any:
             again &= torch.equal(parameter.full_tensor(), reference.get_parameter(name))
             again &= torch.equal(parameter.detach().full_tensor(), reference.get_parameter(name))
     return equal, bool(found), again
+
+
+def replaced(mesh: DeviceMesh, strategy: str) -> str:
+    """What is said of a plain parameter in place of a sharded one."""
+    model = net()
+    shard(model, mesh, strategy)
+    model.first.weight = nn.Parameter(torch.zeros(5, 3))
+    return said(lambda: model(inputs(0)))
 
 
 def a_shared_module(mesh: DeviceMesh) -> str:

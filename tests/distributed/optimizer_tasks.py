@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from gradient_tasks import Net, inputs, loss_of, net, shard
-from probe_tasks import _MESHES, said
+from probe_tasks import _MESHES, said, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -212,8 +212,6 @@ def not_finite(mesh: DeviceMesh, strategy: str, flat: bool) -> tuple[str, float]
         pieces = block.layout.pieces(block.comm.rank)
         index = next(i for i, piece in enumerate(pieces) if piece.numel)
         gradient = block.members[index].parameter.grad
-        if flat:
-            gradient = block.sink.part(0, 0, 1)  # type: ignore[union-attr]
         assert gradient is not None
         local_of(gradient).view(-1)[0] = float("nan")
     text = said(lambda: clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
@@ -226,9 +224,13 @@ def refusals(mesh: DeviceMesh, what: str) -> str:
         return said(lambda: optimizer_parameters(model))
     shard(model, mesh, "flat")
     named = list(model.parameters())
-    if what == "late":
-        loss_of(model, inputs(0)).backward()
+    if what == "taken":
+        optimizer_parameters(model, [{"params": ["blocks.0.up.weight"]}])
         return said(lambda: optimizer_parameters(model))
+    if what == "partly frozen":
+        optimizer_parameters(model)
+        named[0].requires_grad_(False)
+        return said(lambda: model(inputs(0)))
     if what == "twice in groups":
         return said(lambda: optimizer_parameters(model, [{"params": [named[0], named[0]]}]))
     if what == "a stranger":
@@ -244,15 +246,22 @@ def refusals(mesh: DeviceMesh, what: str) -> str:
 
 
 def flat_tensor(mesh: DeviceMesh) -> Any:
-    """Whether the one flat tensor is the memory of all units, and its gradient theirs."""
+    """Whether the one flat tensor is the memory of all units, its gradient that of the parameters,
+    and what was there before is in it."""
     model = net()
     units = shard(model, mesh, "flat")
-    (flat,) = optimizer_parameters(model)
     loss_of(model, inputs(mesh.get_local_rank())).backward()
+    before = [whole(p.grad) for p in model.parameters()]
+    (flat,) = optimizer_parameters(model, per_unit=False)
+    local = local_of(flat)
     same = all(
-        unit.byte_storage.untyped_storage()._cdata == flat.untyped_storage()._cdata
+        unit.byte_storage.untyped_storage()._cdata == local.untyped_storage()._cdata
         for unit in units
     )
-    own = all(p.grad is None for p in model.parameters())
+    after = [whole(p.grad) for p in model.parameters()]
+    moved = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     assert flat.grad is not None
-    return same, own, flat.grad.shape == flat.shape
+    memory = local_of(flat.grad).untyped_storage()._cdata
+    views = all(local_of(p.grad).untyped_storage()._cdata == memory for p in model.parameters())
+    norm = torch.stack([g.norm() for g in before]).norm()
+    return same, moved, views, flat.grad.shape == flat.shape, (flat.grad.norm() - norm).abs() < 1e-5

@@ -73,6 +73,8 @@ def serve(rank: int, store: str, link: Connection) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from shardwright.runtime.comm import Comm
+
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -87,6 +89,7 @@ def serve(rank: int, store: str, link: Connection) -> None:
             world_size, task, arguments = link.recv()
         except EOFError:
             return
+        Comm(meshes[world_size]).forget()  # a task that failed on one rank left another
         try:
             answer = (True, task(meshes[world_size], **arguments))
         except Exception as error:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.core.placement import Owned, Replicate, Shard
 from shardwright.runtime.clip import clip_grad_norm_
 from shardwright.runtime.fully_shard import fully_shard_flat
-from shardwright.runtime.units.buffers import piece_of
+from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.registry import get_dstorage, storages_in
 from shardwright.runtime.units.unit import State
 
@@ -243,8 +243,7 @@ def unused_param_in_group(mesh: DeviceMesh) -> Any:
     module.zero_grad()
     module.use_b = False
     squared(module, inputs(rank)).backward()
-    assert module.b.weight.grad is not None
-    return found, whole(module.b.weight.grad).abs().max().item()
+    return found, [n for n, p in module.named_parameters() if p.grad is None]
 
 
 def ignored_params(mesh: DeviceMesh) -> Any:
@@ -446,7 +445,7 @@ def hsdp(mesh: DeviceMesh, rows: int, strategy: str) -> Any:
         piece = next(p for p in storage.layout.pieces(two.get_local_rank(1)) if p.tensor.fqn == fqn)
         assert parameter.grad is not None
         got = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        wanted = piece_of(true[name], piece.offsets, piece.sizes)
+        wanted = part_of(true[name], piece.offsets, piece.sizes)
         assert got.shape == wanted.shape
         found[name] = (got - wanted).abs().max().item() if got.numel() else 0.0
     shown = model[0].weight

@@ -104,7 +104,7 @@ def optimizers(model: Net, case: Case, rate: float) -> list[Optimizer]:
     if case.form.startswith("flat"):
         rest = [n for n, _ in model.named_parameters() if n not in DECAYED and n != "offset"]
         groups = [{"params": list(DECAYED), "weight_decay": 0.2}, {"params": rest}]
-        flat = sw.optimizer_parameters(model, groups if split else None)
+        flat = sw.optimizer_parameters(model, groups if split else None, per_unit=split)
         return [
             _optimizer(case.kind, flat, rate, True),
             _optimizer(case.kind, [model.offset], rate),
@@ -208,19 +208,19 @@ def load_on_meta(mesh: DeviceMesh, folder: str, case: Case) -> Any:
 def load_while_unsharded(mesh: DeviceMesh, folder: str) -> Any:
     """What views, flat parameters and modules show after loading into a gathered unit."""
     model = shard(network(2), mesh, Case())
-    (flat,) = sw.optimizer_parameters(model)
+    (flat,) = sw.optimizer_parameters(model, per_unit=False)
     unit = sw.get_dstorage(model.last)
     assert unit is not None
-    view, address = unit.get_local_view("weight"), flat.data_ptr()
+    view, address = unit.get_local_view("weight"), flat.to_local().data_ptr()
     unit.unshard()
     sw.load_checkpoint(folder, model, mesh=mesh)
     state = unit.state.value
     true = read_full(folder)["last.weight"]
     piece = next(p for p in unit.layout.pieces(mesh.get_local_rank()) if p.tensor.fqn == "weight")
     own = true.view(-1)[piece.offsets[0] : piece.offsets[0] + piece.numel]
-    same = [torch.equal(t.view(-1), own) for t in (view, model.last.weight, view)]
+    same = [torch.equal(t.view(-1), own) for t in (view, model.last.weight.to_local(), view)]
     unit.unshard()
-    return state, same, torch.equal(model.last.weight, true), flat.data_ptr() == address
+    return state, same, torch.equal(model.last.weight, true), flat.to_local().data_ptr() == address
 
 
 def refusal(mesh: DeviceMesh, folder: str, what: str) -> Any:
@@ -238,7 +238,7 @@ def refusal(mesh: DeviceMesh, folder: str, what: str) -> Any:
     if what == "fewer parameters":
         chosen = chosen[:1]
     if what == "stale optimizer":
-        sw.optimizer_parameters(model)
+        chosen = optimizers(network(2), Case(form="parameters"), 0.05)
     before = {n: t.clone() for n, t in sw.full_state_dict(model).items()}
     text = _error(lambda: sw.load_checkpoint(folder, model, chosen, mesh=mesh))
     after = sw.full_state_dict(model)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.runtime.fully_shard import fully_shard_flat
+from shardwright.runtime.torch_private import C_GRAD
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.registry import storages_in
 from shardwright.runtime.units.unit import State
@@ -38,7 +39,8 @@ def resting(units: list[DStorage]) -> bool:
             unit.state is State.SHARDED
             and unit.buffers.whole.storage.nbytes() == 0
             and unit.buffers.stage.storage.nbytes() == 0
-            and unit.gradients.buffer.storage.nbytes() == 0
+            and all(g.send.storage.nbytes() == 0 for g in unit.gradients.segments)
+            and all(C_GRAD.__get__(whole) is None for whole in unit.buffers.parameters)
         )
         for unit in units
     )
@@ -466,6 +468,8 @@ def exposed(mesh: DeviceMesh, kind: str) -> list[Any]:
         sum(t.square().sum() for t in returned).backward()  # type: ignore[union-attr]
         for name, parameter in module.named_parameters():
             true.setdefault(name, torch.zeros(reference.get_parameter(name).shape))
-            assert parameter.grad is not None
+            assert (parameter.grad is None) == (reference.get_parameter(name).grad is None)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         found.append((worst(errors([unit], module, true)), same, outside))
     return found

@@ -14,10 +14,10 @@ strategies = pytest.mark.parametrize("strategy", tasks.STRATEGIES)
 @strategies
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_states_show_what_they_own(pool: Pool, strategy: str, world_size: int) -> None:
-    kind, dims = ("DTensor", {0, 1, 2}) if strategy != "flat" else ("Tensor", {1})
+    kinds = {"ShardTensor"} if strategy == "flat" else {"ShardTensor", "Tensor"}  # scalars
     for seen, equal, late, equal_again in pool.run(world_size, tasks.states, strategy=strategy):
         first, second, third = seen
-        assert first == third == ("sharded", {kind}, dims, 0)
+        assert first == third == ("sharded", kinds, {0, 1, 2}, 0)
         assert second[:3] == ("unsharded", {"Tensor"}, {0, 1, 2})
         assert second[3] > 0
         assert equal

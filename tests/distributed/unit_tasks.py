@@ -26,6 +26,7 @@ from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.buffers import shard_buffer
 from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.gradients import SegmentGradient
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.registry import get_dstorage, storages_in
 from shardwright.runtime.units.unit import State
@@ -123,7 +124,7 @@ def nothing_new_in_a_step(mesh: DeviceMesh, strategy: str) -> Any:
     shared = all(
         _share_storage(unit.buffers.shard, unit.buffers.locals)
         and _share_storage(unit.buffers.whole.tensor, _whole_views(unit))
-        and _share_storage(unit.gradients.buffer.tensor, unit.gradients.views)
+        and all(_share_storage(g.send.tensor, _sent(g)) for g in unit.gradients.segments)
         for unit in units
     )
     return seen[0] == seen[1] == seen[2] == seen[3], shared
@@ -142,10 +143,16 @@ def _share_storage(buffer: torch.Tensor, parts: list[torch.Tensor]) -> bool:
 
 def _cached(unit: DStorage) -> Any:
     shown = [(id(m.parameter), m.parameter.data_ptr()) for m in unit.members if unit.members]
-    kept = [*unit.buffers.locals, *unit.buffers.parameters, *unit.gradients.views]
-    kept += [t for regroup in unit.buffers.regroups for t in (regroup.shares, *regroup.rows)]
-    storages = (unit.buffers.shard, unit.buffers.whole.tensor, unit.gradients.buffer.tensor)
+    gradients = unit.gradients.segments
+    kept = [*unit.buffers.locals, *unit.buffers.parameters]
+    kept += [view for gradient in gradients for view in _sent(gradient)]
+    kept += [t for together in unit.buffers.assemblies for t in (together.shares, *together.rows)]
+    storages = [unit.buffers.shard, unit.buffers.whole.tensor, *(g.send.tensor for g in gradients)]
     return shown, [id(t) for t in kept], [t.untyped_storage()._cdata for t in storages]
+
+
+def _sent(gradient: SegmentGradient) -> list[torch.Tensor]:
+    return [strip.share for strips in gradient.apart.strips for strip in strips]
 
 
 def shards_of_a_buffer(mesh: DeviceMesh) -> Any:

@@ -15,6 +15,7 @@ from shardwright.memory.summaries import STAYING
 
 NAMES = ("", "first", "last")  # the root's own parameters come first
 NUMEL = 64 * 32
+NOTE = 64  # elements that travel with a unit of one tensor
 Make = Callable[..., FlatUnits]
 
 
@@ -75,38 +76,55 @@ def test_parameters_cut_each_by_itself_arrive_in_a_stage(machine: Make) -> None:
     assert found.heap.live["all_gather"] == 0
 
 
-def test_a_backward_has_room_for_a_gradient_before_there_is_one(machine: Make) -> None:
+def left(machine: FlatUnits, unit: str) -> None:
+    """A unit's backward, which leaves its gradient as autograd makes it."""
+    machine.enter_backward(unit)
+    machine.heap.take(f"{unit}.unreduced", STAYING, 2 * NUMEL)
+    machine.leave_backward(unit)
+
+
+def test_a_gradient_stays_where_it_is_until_its_unit_is_over(machine: Make) -> None:
     found = machine(prefetch=0)
     forward(found)
     found.enter_backward("last")
-    assert found.heap.live[STAYING] == found.heap.live["gathered_weight"] == 2 * NUMEL
-    assert found.rule() == "added"
+    assert found.rule() == "stays"
+    assert found.heap.live.get(STAYING, 0) == 0
+    found.heap.take("last.unreduced", STAYING, 2 * NUMEL)
+    with found.heap.during("backward"):
+        found.leave_backward("last")
+    assert found.heap.live[STAYING] == 0
+    assert found.heap.peaks["backward"]["reduce_scatter"] == 4 * (NUMEL + 4 * NOTE)
 
 
 def test_with_prefetch_a_reduce_is_under_way_until_the_next_one(machine: Make) -> None:
     found = machine(prefetch=1)
     forward(found)
-    for name in ("", "last"):
-        found.enter_backward(name)
-    found.leave_backward("last")
-    assert found.heap.live["reduce_scatter"] == 4 * NUMEL
-    assert found.heap.live[STAYING] == 2 * 2 * NUMEL
+    found.enter_backward("")
+    left(found, "last")
+    assert found.heap.live["reduce_scatter"] == 4 * (NUMEL + 4 * NOTE)
+    assert found.heap.live[STAYING] == 0
     found = machine(prefetch=0)
     forward(found)
-    found.enter_backward("last")
-    found.leave_backward("last")
+    left(found, "last")
     assert found.heap.live["reduce_scatter"] == found.heap.live[STAYING] == 0
-    assert found.heap.live["gradient"] == 4 * NUMEL // 4
+    assert found.heap.live["gradient"] == 4 * (NUMEL // 4 + NOTE)
+
+
+def test_a_gradient_held_back_is_held_in_the_dtype_of_sums(machine: Make) -> None:
+    found = machine(prefetch=0, reduces="last")
+    found.begin(NAMES, last=False)
+    forward(found)
+    left(found, "last")
+    assert found.heap.live[STAYING] == 4 * NUMEL
 
 
 def test_gloo_receives_what_it_sums(machine: Make) -> None:
     on_gpu, on_gloo = machine(), machine(on_gpu=False)
     for found in (on_gpu, on_gloo):
         forward(found)
-        found.enter_backward("last")
-        found.leave_backward("last")
-    assert on_gloo.heap.total == on_gpu.heap.total + 4 * NUMEL
-    assert on_gloo.heap.live["communication"] == 2 * 4 * NUMEL
+        left(found, "last")
+    assert on_gloo.heap.total == on_gpu.heap.total + 4 * (NUMEL + 4 * NOTE)
+    assert on_gloo.heap.live["communication"] == 4 * (NUMEL + 4 * NOTE)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -149,4 +167,4 @@ def test_frozen_tensors_are_gathered_but_have_no_gradients_and_states() -> None:
     assert found.resident() == {"weight": 4 * (256 + 512) // 2}
     assert [each.numel for each in found.updated()] == [256 // 2]
     assert found.sizes["unit"].whole == 4 * (256 + 512)
-    assert found.sizes["unit"].gradient == 4 * 256
+    assert [way.gradient for way in found.sizes["unit"].reduced] == [4 * 256]

@@ -21,22 +21,34 @@ MODEL = ModelSpec(
             "mlp",
             "gather",
             (Work("mlp", 1, (Allocation("out", "activation", 4),)),),
-            (Work("mlp", 1, (Allocation("slope", "temporary", 2, 5),), ("out", "slope")),),
+            (
+                Work(
+                    "mlp",
+                    1,
+                    (
+                        Allocation("slope", "temporary", 2, 5),
+                        Allocation("gradient", "unreduced_gradient", 0, 200),
+                    ),
+                    ("out", "slope"),
+                ),
+            ),
         ),
     ),
     (Allocation("x", "input", 3),),
 )
 BATCH = 10
+NOTE = 8  # bytes that travel with a gradient
 
 
 def _peaks(
     *, sharded: bool, scratch: int = 0, resident: dict[Kind, int] | None = None
 ) -> dict[str, dict[str, int]]:
     names = frozenset({"mlp"}) if sharded else frozenset[str]()
-    unit = UnitBytes(full=208, shard=104 if sharded else 208, replicated=not sharded)
-    if scratch:
-        unit = UnitBytes(208, 104, not sharded, scratch)
-    load = RankLoad(resident or {"weight": unit.shard}, {"mlp": unit}, NO_TABLES, BATCH)
+    kept = 104 if sharded else 208
+    unit = UnitBytes(
+        full=208, row=kept + NOTE, note=NOTE, replicated=not sharded, ranks=2, scratch=scratch
+    )
+    load = RankLoad(resident or {"weight": kept}, {"mlp": unit}, NO_TABLES, BATCH)
     found: Any = phase_peaks(MODEL, Modes(names, names, False, False), load)
     return found
 
@@ -49,11 +61,16 @@ def test_a_replicated_unit_has_its_gradient_whole_from_backward_to_step() -> Non
         "weight": 208,
         "input": 30,
         "activation": 40,
-        "unreduced_gradient": 208,
+        "unreduced_gradient": 200,
         "temporary": 25,
     }
-    assert peaks["reduce"] == {"weight": 208, "input": 30, "unreduced_gradient": 208}
-    assert peaks["step"] == {"weight": 208, "input": 30, "unreduced_gradient": 208}
+    assert peaks["reduce"] == {  # what is sent beside what autograd left, then beside the sum
+        "weight": 208,
+        "input": 30,
+        "reduce_scatter": 208 + NOTE,
+        "gradient": 208 + NOTE,
+    }
+    assert peaks["step"] == {"weight": 208, "input": 30, "gradient": 208 + NOTE}
 
 
 def test_a_sharded_unit_is_whole_only_while_it_is_used() -> None:
@@ -70,19 +87,19 @@ def test_a_sharded_unit_is_whole_only_while_it_is_used() -> None:
         "input": 30,
         "gathered_weight": 208,
         "activation": 40,
-        "unreduced_gradient": 208,
+        "unreduced_gradient": 200,
         "temporary": 25,
     }
-    assert peaks["step"] == {"weight": 104, "input": 30, "gradient": 104}
+    assert peaks["step"] == {"weight": 104, "input": 30, "gradient": 104 + NOTE}
 
 
-def test_a_sharded_gradient_is_reduced_beside_the_whole_one_when_the_weights_are_gone() -> None:
-    assert _peaks(sharded=True, scratch=208)["reduce"] == {
+def test_a_sharded_gradient_is_sent_from_one_buffer_when_weights_and_gradients_are_gone() -> None:
+    assert _peaks(sharded=True, scratch=2 * (104 + NOTE))["reduce"] == {
         "weight": 104,
         "input": 30,
-        "unreduced_gradient": 208,
-        "gradient": 104,
-        "communication": 208,  # the parts of all ranks
+        "reduce_scatter": 2 * (104 + NOTE),
+        "gradient": 104 + NOTE,
+        "communication": 2 * (104 + NOTE),  # the parts of all ranks
     }
 
 
@@ -105,6 +122,11 @@ def test_set_up_is_no_phase_of_a_step() -> None:
     assert set(_peaks(sharded=True)) == {"load", "forward", "backward", "reduce", "step"}
 
 
+def _leaving(name: str) -> Work:
+    """A backward that leaves a gradient of 100 B."""
+    return Work(name, 0, (Allocation(f"gradient.{name}", "unreduced_gradient", 0, 100),))
+
+
 def _layers(prefetch: Prefetch, merged: bool, *, sharded: bool = True) -> dict[str, Any]:
     """Peaks of a chain a, b, c of layers of 100 B without activations; a and b may be one unit."""
     names = ("a", "b", "c")
@@ -112,17 +134,18 @@ def _layers(prefetch: Prefetch, merged: bool, *, sharded: bool = True) -> dict[s
         "chain",
         (),
         tuple(UnitSpec(name, (TensorSpec(f"{name}.w", (25,)),)) for name in names),
-        tuple(Stage(name, "gather", (Work(name),), (Work(name),)) for name in names),
+        tuple(Stage(name, "gather", (Work(name),), (_leaving(name),)) for name in names),
     )
     sizes = {"a-b": 200, "c": 100} if merged else dict.fromkeys(names, 100)
+    kept = {name: size // 2 if sharded else size for name, size in sizes.items()}
     units = {
-        name: UnitBytes(size, size // 2 if sharded else size, not sharded, size if sharded else 0)
+        name: UnitBytes(size, kept[name], 0, not sharded, 2, size if sharded else 0)
         for name, size in sizes.items()
     }
     unit_names = frozenset(sizes) if sharded else frozenset[str]()
     groups = (("a-b", ("a", "b")),) if merged else ()
     modes = Modes(unit_names, unit_names, False, False, prefetch, groups)
-    resident: dict[Kind, int] = {"weight": sum(unit.shard for unit in units.values())}
+    resident: dict[Kind, int] = {"weight": sum(kept.values())}
     found: Any = phase_peaks(model, modes, RankLoad(resident, units, NO_TABLES, 1))
     return found
 
@@ -137,7 +160,7 @@ def test_with_prefetch_two_units_are_whole_at_once() -> None:
     assert _layers(1, merged=True)["forward"]["gathered_weight"] == 300
 
 
-def test_a_reduce_under_way_keeps_its_gradient_and_the_parts_of_all_ranks() -> None:
+def test_a_reduce_under_way_keeps_what_is_sent_and_the_parts_of_all_ranks() -> None:
     assert _layers(0, merged=False)["backward"] == {
         "weight": 150,
         "gathered_weight": 100,
@@ -147,7 +170,8 @@ def test_a_reduce_under_way_keeps_its_gradient_and_the_parts_of_all_ranks() -> N
     assert _layers(1, merged=False)["backward"] == {
         "weight": 150,
         "gathered_weight": 200,  # b and, ahead, a
-        "unreduced_gradient": 200,  # b's, and c's under way
+        "unreduced_gradient": 100,  # b's
+        "reduce_scatter": 100,  # c's under way
         "gradient": 50,
         "communication": 100,
     }
@@ -158,13 +182,13 @@ def test_shards_of_gradients_live_from_their_reduce_to_the_update() -> None:
         assert _layers(prefetch, merged=True)["step"] == {"weight": 150, "gradient": 150}
 
 
-def test_replicas_reduce_in_place_and_hold_whole_gradients_to_the_update() -> None:
+def test_replicas_hold_whole_gradients_to_the_update() -> None:
     for prefetch in (0, 1):
         step = _layers(prefetch, merged=True, sharded=False)["step"]
-        assert step == {"weight": 300, "unreduced_gradient": 300}
+        assert step == {"weight": 300, "gradient": 300}
 
 
-def test_the_gradient_of_a_merged_unit_is_whole_when_its_last_layer_begins() -> None:
+def test_the_gradient_of_a_merged_unit_comes_layer_by_layer() -> None:
     assert _layers(0, merged=True)["backward"] == {
         "weight": 150,
         "gathered_weight": 200,

@@ -30,6 +30,7 @@ from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Repli
 from shardwright.core.tensor import TensorSpec, element_bytes
 
 ALIGNMENT = 32  # bytes; 16 remain where an fp32 buffer is gathered in a dtype of two bytes
+CHECK_BITS = 16  # of what a rank did so far, which travel twice, once turned around
 
 Cut = Literal["flat", "owned", "chunks", "replicated"]
 CUT_ORDER: tuple[Cut, ...] = ("flat", "owned", "chunks", "replicated")  # in the buffer
@@ -96,6 +97,17 @@ class Segment(msgspec.Struct, frozen=True):
         return self.share * element_bytes(self.dtype)
 
     @property
+    def note(self) -> int:
+        """Elements that travel with every rank's share when gradients are summed: what ranks did
+        so far, and which tensors have a gradient."""
+        return -(-(2 * CHECK_BITS + len(self.slots)) // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def sent(self) -> int:
+        """Elements for one rank when gradients are summed: its share and the note."""
+        return self.share + self.note
+
+    @property
     def whole_bytes(self) -> int:
         """Bytes of the unsharded segment, padding included."""
         return self.whole * element_bytes(self.dtype)
@@ -156,6 +168,16 @@ class UnitLayout(msgspec.Struct, frozen=True):
     def shard_bytes(self) -> int:
         """Bytes of one rank's buffer, padding included; equal on every rank."""
         return sum(segment.share_bytes for segment in self.segments)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes for one rank when gradients of the layout's own dtypes are summed."""
+        return sum(s.sent * element_bytes(s.dtype) for s in self.segments if s.trainable)
+
+    @property
+    def note_bytes(self) -> int:
+        """Bytes of these that are no gradients."""
+        return sum(s.note * element_bytes(s.dtype) for s in self.segments if s.trainable)
 
     @property
     def payload_bytes(self) -> int:

@@ -1,15 +1,14 @@
 """Our own runtime on a symbolic heap: the actions of :mod:`shardwright.core.schedule`.
 
 A flat unit is cut evenly and gathered straight into place; one whose parameters are cut each by
-itself arrives in a stage and is put together from there. A unit's gradient is added up in one
-zeroed buffer, so what autograd makes is freed at once, and that buffer is summed over ranks into
-the share that the optimizer reads.
+itself arrives in a stage and is put together from there. Gradients stay where autograd leaves them
+until their unit's backward is over; then they are copied to where each rank's share lies together,
+and summed over ranks into the share that the optimizer reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,7 +17,7 @@ from shardwright.core.placement import Flat, Shard
 from shardwright.core.schedule import Action, Modes, UnitFlow
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
-from shardwright.memory.flat_sizes import UnitSizes, unit_sizes
+from shardwright.memory.flat_sizes import Reduced, UnitSizes, unit_sizes
 from shardwright.memory.ledger import GradientRule, Ledger
 from shardwright.memory.machine import Sharding, Units
 from shardwright.memory.summaries import STAYING
@@ -38,6 +37,7 @@ class FlatUnits:
     flow: UnitFlow = field(init=False)
     chunk: Sequence[str] = ()
     last: bool = True
+    adding: bool = False
     forwards: list[str] = field(default_factory=list)  # as they ended
     waiting: set[str] = field(default_factory=set)  # their shares under way, cast to be sent
     touched: list[str] = field(default_factory=list)  # whose backward is under way
@@ -69,12 +69,14 @@ class FlatUnits:
         ]
 
     def rule(self) -> GradientRule:
-        """Gradients are added to the unit's buffer."""
-        return "added"
+        """A gradient stays until its unit's backward is over, unless one of an earlier microbatch
+        is there, of the same dtype: autograd adds to that."""
+        return "added" if self.adding else "stays"
 
     def begin(self, units: Sequence[str], last: bool) -> None:
         """Only the last microbatch's gradient is reduced, unless every one's is."""
         self.chunk, self.last = units, last or self.sharding.reduces == "each"
+        self.adding = any(self.heap.holds(f"{unit}.unreduced") for unit in units)
         if units not in self.flows:
             self.flows[units] = self._flow(units)
         self.flow = self.flows[units]
@@ -106,12 +108,10 @@ class FlatUnits:
     # ---- backward ------------------------------------------------------------------------------
 
     def enter_backward(self, unit: str) -> None:
-        """Before a backward: gathered, and room for the gradient."""
+        """Before a backward: gathered."""
         self._run(self.flow.enter(unit, "backward"))
         self._arrive(unit)
         self.touched.append(unit)
-        if not self.heap.holds(f"{unit}.unreduced"):
-            self.heap.take(f"{unit}.unreduced", STAYING, self.sizes[unit].gradient)
 
     def leave_backward(self, unit: str) -> None:
         """After a backward."""
@@ -137,8 +137,9 @@ class FlatUnits:
 
     def zero_grad(self) -> None:
         """Gradients go."""
-        for unit in self.sizes:
-            self.heap.free(f"{unit}.gradient")
+        for unit, sizes in self.sizes.items():
+            for index, _ in enumerate(sizes.reduced):
+                self.heap.free(f"{unit}.{index}.gradient")
 
     # ---- actions -------------------------------------------------------------------------------
 
@@ -175,40 +176,51 @@ class FlatUnits:
 
     def _keep(self, unit: str) -> None:
         """Hold a gradient back in the dtype of sums, or let autograd go on adding to it."""
-        held = self.sizes[unit].held
-        if held and not self.heap.holds(f"{unit}.held"):
-            self.heap.take(f"{unit}.held", STAYING, held)
-        if held:
-            self.heap.free(f"{unit}.unreduced")
+        for index, way in enumerate(self.sizes[unit].reduced):
+            if way.held and not self.heap.holds(f"{unit}.{index}.held"):
+                self.heap.take(f"{unit}.{index}.held", STAYING, way.held)
+            if way.held:
+                self._let_go(unit, way)
+
+    def _let_go(self, unit: str, way: Reduced) -> None:
+        """A segment's gradient as autograd left it goes; those of others stay."""
+        rest = self.heap.free(f"{unit}.unreduced") - way.gradient
+        if rest > 0:
+            self.heap.take(f"{unit}.unreduced", STAYING, rest)
 
     def _reduce(self, unit: str, action: Action) -> None:
-        """Begin to sum over ranks."""
-        sizes, heap = self.sizes[unit], self.heap
-        alone = self.sharding.shards_of(unit) == 1
-        kind: Kind = "communication" if sizes.received else "reduce_scatter"
-        if not heap.holds(f"{unit}.held"):
-            heap.take(f"{unit}.summed", kind, sizes.summed)
-        heap.take(f"{unit}.scattered", kind, sizes.scattered)
-        if sizes.scattered:
-            heap.free(f"{unit}.held")
-        heap.take(f"{unit}.share", "gradient", sizes.share)
-        heap.take(f"{unit}.received", "communication", sizes.received)
-        if alone:  # nothing is under way
-            heap.free(f"{unit}.summed")
-            heap.free(f"{unit}.held")
+        """Begin to sum over ranks, segment by segment."""
+        heap = self.heap
+        for index, way in enumerate(self.sizes[unit].reduced):
+            name = f"{unit}.{index}"
+            if heap.holds(f"{name}.held"):  # to which this backward's is added
+                self._let_go(unit, way)
+            heap.take(f"{name}.send", "reduce_scatter", way.send)
+            with heap.passing("temporary", way.note):
+                pass
+            if heap.holds(f"{name}.held"):
+                heap.free(f"{name}.held")
+            else:
+                self._let_go(unit, way)
+            heap.take(f"{name}.row", "gradient", way.row)
+            heap.take(f"{name}.received", "communication", way.received)
         if not self.sharding.prefetch:
             self._collect(unit, action)
 
     def _collect(self, unit: str, action: Action) -> None:
         """The sum is there: what took it there goes, its mean stays."""
-        sizes, heap = self.sizes[unit], self.heap
-        for part in ("received", "summed", "held"):
-            heap.free(f"{unit}.{part}")
-        with ExitStack() as stack:
-            if sizes.mean:
-                stack.enter_context(heap.passing("gradient", sizes.mean))
-            heap.free(f"{unit}.scattered")
-            heap.free(f"{unit}.unreduced")
-            heap.free(f"{unit}.share")
-        if not heap.holds(f"{unit}.gradient"):
-            heap.take(f"{unit}.gradient", "gradient", sizes.mean or sizes.share)
+        heap = self.heap
+        for index, way in enumerate(self.sizes[unit].reduced):
+            name = f"{unit}.{index}"
+            heap.free(f"{name}.received")
+            heap.free(f"{name}.send")
+            if heap.holds(f"{name}.gradient"):  # of an earlier microbatch, to which it is added
+                with heap.passing("gradient", way.mean):
+                    heap.free(f"{name}.row")
+                continue
+            if way.mean:
+                heap.take(f"{name}.gradient", "gradient", way.mean)
+                heap.free(f"{name}.row")
+            else:
+                heap.free(f"{name}.row")
+                heap.take(f"{name}.gradient", "gradient", way.row)

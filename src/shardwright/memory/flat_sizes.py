@@ -11,25 +11,33 @@ from shardwright.memory.machine import Sharding
 
 
 @dataclass(frozen=True, slots=True)
+class Reduced:
+    """A segment of a unit while its gradient is summed: what autograd left, the same ``held`` back
+    in the dtype of sums (0 where that is the same), what is sent with the ``note`` in it, the
+    ``row`` that comes back, the parts ``received`` where the rank itself sums them, and the
+    ``mean`` where its dtype is another one."""
+
+    gradient: int
+    held: int
+    send: int
+    note: int
+    row: int
+    received: int
+    mean: int
+
+
+@dataclass(frozen=True, slots=True)
 class UnitSizes:
     """Of gathering: the whole unit, the ``stage`` that chunks arrive in, shares ``cast`` to be sent
     and the ``parts`` that those are put together from, and what ``few`` ranks keep after a forward.
-    Of reducing: the ``gradient`` that autograd adds to, the same ``held`` back in the dtype of sums
-    (0 where that is the same), the same ``summed`` and ``scattered`` by rank, the ``received`` of
-    an all-to-all, the ``share`` of the sum, and the ``mean`` where its dtype is another one."""
+    Of reducing: its segments. ``stored`` is what the rank keeps."""
 
     whole: int
     stage: int
     cast: int
     parts: int
     few: int
-    gradient: int
-    held: int
-    summed: int
-    scattered: int
-    received: int
-    share: int
-    mean: int
+    reduced: tuple[Reduced, ...]
     stored: int
 
 
@@ -39,21 +47,13 @@ def unit_sizes(layout: UnitLayout, sharding: Sharding, shards: int) -> UnitSizes
     chunked = [way for way in ways if way.segment.cut == "chunks"]
     recast = any(way.cast for way in chunked)
     whole = sum(way.whole for way in ways)
-    trained = [way for way in ways if way.segment.trainable]
-    sends = not sharding.on_gpu and shards > 1  # gloo: an all-to-all, and a sum of what came
     return UnitSizes(
         whole=ceil_div(whole, shards) * shards,
         stage=sum(way.sent * shards for way in chunked),
         cast=sum(w.cast for w in ways if w not in chunked) + recast * sum(w.sent for w in chunked),
         parts=sum(way.cast for way in chunked),
         few=whole // sharding.ranks_after_forward if sharding.ranks_after_forward else 0,
-        gradient=sum(way.whole for way in trained),
-        held=sum(way.summed for way in trained) if any(w.is_summed_apart for w in trained) else 0,
-        summed=sum(w.summed for w in trained if w not in chunked and w.is_summed_apart),
-        scattered=sum(w.share * shards for w in trained if w in chunked),
-        received=sum(way.share * shards for way in trained) if sends else 0,
-        share=sum(way.share for way in trained),
-        mean=sum(w.stored for w in trained) if any(w.share != w.stored for w in trained) else 0,
+        reduced=tuple(way.reduced for way in ways if way.segment.trainable),
         stored=layout.shard_bytes,
     )
 
@@ -65,10 +65,18 @@ class _Way:
         self.segment = segment
         of = TensorSpec("", (1,), segment.dtype)
         computed, reduced = sharding.computed(of), sharding.reduced(of)
+        stored = element_bytes(segment.dtype)
+        payload = sum(slot.tensor.numel for slot in segment.slots)
+        sends = not sharding.on_gpu and shards > 1  # gloo: an all-to-all, and a sum of what came
         self.whole = segment.whole * computed
         self.sent = segment.share * computed
         self.cast = self.sent if sharding.casts(of) else 0
-        self.summed = segment.whole * reduced
-        self.share = segment.share * reduced
-        self.stored = segment.share * element_bytes(segment.dtype)
-        self.is_summed_apart = computed != reduced
+        self.reduced = Reduced(
+            gradient=payload * computed,
+            held=payload * reduced if computed != reduced else 0,
+            send=segment.sent * reduced * shards,
+            note=segment.note * reduced,
+            row=segment.sent * reduced,
+            received=segment.sent * reduced * shards if sends else 0,
+            mean=segment.share * stored if reduced != stored else 0,
+        )

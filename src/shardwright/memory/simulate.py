@@ -13,12 +13,14 @@ from shardwright.memory.route import Traffic
 
 
 class UnitBytes(msgspec.Struct, frozen=True):
-    """A dense unit on a rank: its padded buffer whole, this rank's slice of it, and the room that
-    the parts of all ranks take until they are summed (on gloo)."""
+    """A dense unit on a rank: its padded buffer whole, what a rank gets of its gradient's sum, the
+    note in it, and the parts of all ranks where the rank itself sums them (on gloo)."""
 
     full: int
-    shard: int
+    row: int
+    note: int
     replicated: bool
+    ranks: int = 1
     scratch: int = 0
 
 
@@ -52,7 +54,8 @@ class _Walker:
         self.load = load
         self.prefetch = modes.prefetch
         units = stages_of_units(model, modes)
-        self.begins_backward = {stages[-1]: unit for unit, stages in units.items()}
+        self.unit_of = {stage: unit for unit, stages in units.items() for stage in stages}
+        self.gradients: dict[str, list[str]] = {unit: [] for unit in units}  # that are there
         self.heap = heap
         self.inputs = model.inputs
         self.stages = {stage.name: stage for stage in model.stages}
@@ -76,10 +79,9 @@ class _Walker:
         if action.direction == "forward":
             self._work(stage.forward)
             return
-        if stage.name in self.begins_backward:
-            unit = self.begins_backward[stage.name]
-            self.heap.take(f"{unit}.unreduced", "unreduced_gradient", self.load.units[unit].full)
         self._work(stage.backward)
+        kept = [i.name for w in stage.backward for i in w.takes if i.kind == "unreduced_gradient"]
+        self.gradients.get(self.unit_of.get(stage.name, ""), []).extend(kept)
 
     def _work(self, works: tuple[Work, ...]) -> None:
         for work in works:
@@ -106,17 +108,24 @@ class _Walker:
         if action.target == "tables":
             route.reduce_replicas(self.heap, self.load.traffic)
             return
-        unit = self.load.units[action.target]
-        if not unit.replicated:
-            self.heap.take(f"{action.target}.gradient", "gradient", unit.shard)
-            self.heap.take(f"{action.target}.scratch", "communication", unit.scratch)
+        name, unit = action.target, self.load.units[action.target]
+        ranks = 1 if unit.replicated else unit.ranks
+        self.heap.take(f"{name}.send", "reduce_scatter", unit.row * ranks)
+        with self.heap.passing("temporary", unit.note):
+            pass
+        for gradient in self.gradients[name]:
+            self.heap.free(gradient)
+        self.gradients[name].clear()
+        self.heap.take(f"{name}.gradient", "gradient", unit.row)
+        if unit.replicated:
+            self.heap.free(f"{name}.send")
+        self.heap.take(f"{name}.scratch", "communication", unit.scratch)
         if not self.prefetch:
             self._collect(action)
 
     def _collect(self, action: Action) -> None:
         self.heap.free(f"{action.target}.scratch")
-        if not self.load.units[action.target].replicated:
-            self.heap.free(f"{action.target}.unreduced")
+        self.heap.free(f"{action.target}.send")
 
     def _update(self, action: Action) -> None:
         if action.target == "tables":
@@ -124,4 +133,3 @@ class _Walker:
             self._work(self.stages["tables"].backward)
             return
         self.heap.free(f"{action.target}.gradient")
-        self.heap.free(f"{action.target}.unreduced")

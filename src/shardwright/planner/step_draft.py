@@ -121,9 +121,11 @@ class StepDraft(Draft):
         return {
             u.unit.name: simulate.UnitBytes(
                 full=u.layout.nbytes,
-                shard=u.layout.shard_bytes,
+                row=u.layout.sent_bytes,
+                note=u.layout.note_bytes,
                 replicated=u.replicated,
-                scratch=u.layout.nbytes if on_gloo and not u.replicated else 0,
+                ranks=self.ranks,
+                scratch=u.layout.sent_bytes * self.ranks if on_gloo and not u.replicated else 0,
             )
             for u in self.units
         }

@@ -67,6 +67,11 @@ class UnitChoice:
         """Calls in a step: a gather before forward, one more if it reshards, a reduce."""
         return 1 if self.replicated else 2 + self.reshard
 
+    @property
+    def note_bytes(self) -> int:
+        """Bytes that travel with the gradient to every rank, beside it."""
+        return self.layout.note_bytes * (1 if self.replicated else self.layout.world_size)
+
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Where its parameters live; gradients and states live beside them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -78,6 +79,9 @@ class Comm(Peers):
             **options,
         )
         self.mesh = mesh
+        groups = (mesh.get_group(dim) for dim in range(mesh.ndim))
+        ranks = repr([dist.get_process_group_ranks(group) for group in groups]).encode()
+        self.identity = (self.size, mesh.size(), zlib.crc32(ranks))  # tells it from other ranks
         self.total = mesh.size()
         self.replicas: dist.ProcessGroup | None = None
         self._twins: Peers | None = None

@@ -37,14 +37,14 @@ def fully_shard_flat(
     module: nn.Module | Sequence[nn.Module],
     mesh: DeviceMesh,
     placements: tuple[AnyPlacement, ...] = (Shard(0),),
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool | int | None = None,
     register_hooks: bool = True,
     shard_strategy: str = "per_param",
     shard_placement_fn: PlacementFunction | None = None,
     *,
     precision: Any = None,
     ignored_params: Collection[nn.Parameter] = (),
-    prefetch: int = 1,
+    prefetch: int | None = None,
     cpu_offload: bool = False,
 ) -> DStorage:
     """Shard the parameters of ``module`` over ``mesh`` as one buffer (collective).
@@ -59,7 +59,8 @@ def fully_shard_flat(
         placements: for parameters that nothing below decides: ``Shard(dim)``, ``Owned(rank)``,
             ``BlockShard(size, dim)`` or ``Replicate()``, torch's own included.
         reshard_after_forward: free full parameters after the forward and gather them again in the
-            backward; a number of ranks keeps them shared by so few meanwhile.
+            backward; a number of ranks keeps them shared by so few meanwhile. By default all units
+            do but the root of others, whose backward begins where its forward ends.
         register_hooks: False: the caller drives ``unshard()`` and ``reshard()``.
         shard_strategy: ``"per_param"`` cuts every parameter as ``placements`` say;
             ``"param_boundary"`` gives each whole to one rank, the largest first to the rank with
@@ -67,7 +68,8 @@ def fully_shard_flat(
         shard_placement_fn: the placement of each parameter by name, None for the strategy's.
         precision: a :class:`MixedPrecision`, or torch's ``MixedPrecisionPolicy``.
         ignored_params: stay as they are: neither sharded nor reduced.
-        prefetch: how many units are on their way while one computes, once the order is known.
+        prefetch: how many units are on their way while one computes, once the order is known. By
+            default one on an accelerator and none on the CPU, which has to move bytes itself.
         cpu_offload: accepted where parameters live on the CPU anyway.
 
     Raises:
@@ -75,27 +77,19 @@ def fully_shard_flat(
         UnsupportedError: for what this version cannot do.
         MismatchError: if ranks do not agree.
     """
-    modules = list(module) if isinstance(module, Sequence) else [module]
-    if not modules or not all(isinstance(m, nn.Module) for m in modules):
-        raise InputError(expected("module", "a module, or several", repr(module)[:60]))
-    if register_hooks:
-        _check_forward(modules)
-    comm = Comm(mesh)
+    modules = _modules(module, register_hooks)
+    comm = Comm(_checked_mesh(mesh))
     names = [""] if len(modules) == 1 else [str(index) for index in range(len(modules))]
     unit = " + ".join(type(m).__name__ for m in modules)
     notes = _offload_notes(mesh, cpu_offload)
     _check_reshard(reshard_after_forward, comm.size, unit)
-    if not (isinstance(prefetch, int) and prefetch >= 0):
-        raise InputError(expected("prefetch", "0 or more units", repr(prefetch)))
+    prefetch = _depth(prefetch, mesh)
     members = _members(modules, names, unit, ignored_params)
     chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size)
     shapes = [(m.fqn, tuple(m.shape), str(m.dtype), m.parameter.requires_grad) for m in members]
     precision = as_precision(precision)
     options = (chosen, reshard_after_forward, register_hooks, precision, prefetch)
     comm.agree("fully_shard_flat", {"module": repr(shapes), "options": repr(options)})
-    ignored = [
-        name for m in modules for name, p in m.named_parameters() if _among(p, ignored_params)
-    ]
     storage = attach(
         modules,
         names,
@@ -107,7 +101,7 @@ def fully_shard_flat(
         reshard_after_forward=reshard_after_forward,
         register_hooks=register_hooks,
         precision=precision,
-        ignored=ignored,
+        ignored=[n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params)],
         notes=notes,
     )
     for module, name in zip(modules, names, strict=True):
@@ -115,8 +109,27 @@ def fully_shard_flat(
     return storage
 
 
-def _check_forward(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
+def _checked_mesh(mesh: Any) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        wanted = "a DeviceMesh, such as init_device_mesh gives"
+        raise InputError(expected("mesh", wanted, repr(mesh)[:60]))
+    return mesh
+
+
+def _depth(prefetch: int | None, mesh: DeviceMesh) -> int:
+    if prefetch is None:
+        return int(mesh.device_type != "cpu")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise InputError(expected("prefetch", "0 or more units, or None", repr(prefetch)))
+    return prefetch
+
+
+def _modules(given: nn.Module | Sequence[nn.Module], hooked: bool) -> list[nn.Module]:
+    """The modules of a unit; with hooks they need a forward that hooks can follow."""
+    modules = list(given) if isinstance(given, Sequence) else [given]
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        raise InputError(expected("module", "a module, or several", repr(given)[:60]))
+    for module in modules if hooked else ():
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise InputError(
                 expected(
@@ -126,6 +139,7 @@ def _check_forward(modules: Sequence[nn.Module]) -> None:
                     "Pass its layers as a list, if they run one after the other, or their parent.",
                 )
             )
+    return modules
 
 
 def _name_inner(module: nn.Module, prefix: str) -> None:
@@ -153,15 +167,15 @@ def _offload_notes(mesh: DeviceMesh, cpu_offload: bool) -> list[str]:
     return ["cpu_offload changes nothing: parameters live on the CPU"]
 
 
-def _check_reshard(kind: bool | int, size: int, unit: str) -> None:
-    if isinstance(kind, bool):
+def _check_reshard(kind: bool | int | None, size: int, unit: str) -> None:
+    if kind is None or isinstance(kind, bool):
         return
     if not isinstance(kind, int) or kind < 1 or size % kind:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise InputError(
             expected(
                 f"reshard_after_forward of unit '{unit}'",
-                f"True, False or a number of ranks that divides {size}: "
+                f"True, False, None or a number of ranks that divides {size}: "
                 + ", ".join(map(str, divisors)),
                 repr(kind),
             )
@@ -293,7 +307,7 @@ def attach(
     flow: Flow,
     module_names: Sequence[str] = (),
     leads: bool = True,
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool | int | None = None,
     register_hooks: bool = True,
     precision: Any = None,
     initial: Initial | None = None,
@@ -327,7 +341,7 @@ def attach(
     if register_hooks:
         hooks = UnitHooks(storage)
         if leads:
-            flow.lead(hooks)
+            flow.lead(storage)
         hooks.register(modules)
     return storage
 

@@ -16,6 +16,7 @@ from shardwright.runtime.checkpoint.held import Held, whole
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.parameter import plain_name
 from shardwright.runtime.units.registry import storages_in
 
 STATE = "optimizer/"  # what names of optimizer state begin with
@@ -101,6 +102,7 @@ def parts_of(model: nn.Module) -> list[Part]:
     parts = []
     for name, parameter in model.named_parameters():
         place = places.get(id(parameter))
+        name = plain_name(name)
         if place is None:
             _refuse_dtensor(name, parameter)
             parts.append(Part(whole(name, parameter.detach()), parameter))
@@ -161,7 +163,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            fqn = f"{path}.{name}" if path else name
+            fqn = plain_name(f"{path}.{name}" if path else name)
             _refuse_dtensor(fqn, buffer)
             yield fqn, buffer
 

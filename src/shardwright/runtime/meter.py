@@ -18,7 +18,6 @@ from torch import nn
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import PEAK, Event, Kind, Phase
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.optimizer import FlatSink
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.registry import storages_in
@@ -29,6 +28,7 @@ LASTING: tuple[Kind, ...] = (
     "optimizer_state",
     "gathered_weight",
     "unreduced_gradient",
+    "reduce_scatter",
     "communication",
     "buffer",
 )
@@ -189,14 +189,14 @@ def _unit_events(rank: int, storage: DStorage, optimizer: torch.optim.Optimizer)
     yield Event(rank, 0, "setup", "weight", storage.name, payload)
     padding = buffer - payload
     yield Event(rank, 0, "setup", "padding", f"{storage.name}.parameter", padding)
-    stretches = storage.sink.all if isinstance(storage.sink, FlatSink) else []
     gradient = state = 0
-    for stretch in stretches:
-        size = (stretch.end - stretch.begin) * stretch.flat.element_size()
-        gradient += size if stretch.flat.grad is not None else 0
-        kept = optimizer.state.get(stretch.flat, {}).values()
+    for taker in storage.all_takers:
+        flat = taker.flat.parameter
+        size = taker.run.length * flat.element_size()
+        gradient += size if flat.grad is not None else 0
+        kept = optimizer.state.get(flat, {}).values()
         tensors = [t for t in kept if torch.is_tensor(t)]
-        state += sum(size if t.numel() == stretch.flat.numel() else _bytes(t) for t in tensors)
+        state += sum(size if t.numel() == flat.numel() else _bytes(t) for t in tensors)
     if gradient:
         yield Event(rank, STEADY, "reduce", "gradient", storage.name, gradient - padding)
         yield Event(rank, STEADY, "reduce", "padding", f"{storage.name}.gradient", padding)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,8 @@ from shardwright.runtime.optimizer_state import (
     present,
     uses_of,
 )
-from shardwright.runtime.state import alike, in_chunks
 from shardwright.runtime.torch_private import local_of
-from shardwright.runtime.units.buffers import piece_of
-from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.shard_tensor import OPERATORS
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Named = dict[tuple[str, str], torch.Tensor]  # by fqn and the state's name
@@ -46,11 +44,11 @@ def optimizer_state_dict(
     """State and groups by parameter name, as torch's ``get_optimizer_state_dict`` has them:
     ``{"state": {fqn: {name: tensor}}, "param_groups": [{"params": fqns, ...}]}`` (collective).
 
-    Tensors are DTensors where the model's state dict has them, numbers are scalar tensors; both are
-    what ``torch.distributed.checkpoint`` saves and loads. State of flat cuts is gathered unit by
-    unit. An optimizer that has taken no step is shown with the zeros it would begin with, so that
-    a checkpoint can be loaded into them. Row sums of tables are not among it. ``mesh`` is for
-    models whose units do not tell it, as for ``save_checkpoint``.
+    Tensors are sharded where the model's are and share the optimizer's memory, numbers are scalar
+    tensors; both are what ``torch.distributed.checkpoint`` saves and loads. An optimizer that has
+    taken no step is shown with the zeros it would begin with, so that a checkpoint can be loaded
+    into them. Row sums of tables are not among it. ``mesh`` is for models whose units do not tell
+    it, as for ``save_checkpoint``.
     """
     comm = comm_of(model, mesh)
     settle(model)
@@ -149,72 +147,16 @@ def _dtype_name(value: Any) -> str:
 
 
 def _shown(parts: Sequence[Part], tensors: Named, known: Known) -> dict[str, dict[str, Any]]:
-    gathered = dict(_gathered(parts, tensors, known))
     state: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, (kind, number) in sorted(known.get(part.fqn, {}).items()):
-            key, dtype = (part.fqn, name), getattr(torch, kind)
+            dtype = getattr(torch, kind)
             if number is not None:
                 found = torch.tensor(number, dtype=dtype)
-            elif key in gathered:
-                found = gathered[key]
             else:
-                found = _wrapped(part, tensors.get(key), dtype)
+                found = _wrapped(part, tensors.get((part.fqn, name)), dtype)
             state.setdefault(part.fqn, {})[name] = found
     return state
-
-
-def _gathered(
-    parts: Sequence[Part], tensors: Named, known: Known
-) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-    """The state of every segment under a flat cut, which no DTensor can show as it lies."""
-    by_slot = {(id(part.unit), part.slot): part for part in parts if part.unit is not None}
-    for unit in {id(p.unit): p.unit for p in parts if p.unit is not None}.values():
-        first = 0
-        for number, views in enumerate(unit.buffers.segments):
-            slots = range(first, first + len(views.segment.slots))
-            first = slots.stop
-            if views.segment.cut != "flat":
-                continue
-            own = [by_slot[id(unit), slot] for slot in slots if (id(unit), slot) in by_slot]
-            kinds = {
-                (name, kind)
-                for part in own
-                for name, (kind, value) in known.get(part.fqn, {}).items()
-                if value is None
-            }
-            for name, kind in sorted(kinds):
-                having = [p for p in own if known.get(p.fqn, {}).get(name, ("",))[0] == kind]
-                found = _gather(unit, number, having, name, getattr(torch, kind), tensors)
-                yield from (((fqn, name), tensor) for fqn, tensor in found)
-
-
-def _gather(
-    unit: DStorage,
-    number: int,
-    parts: Sequence[Part],
-    name: str,
-    dtype: torch.dtype,
-    tensors: Named,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """One state of the parameters of a segment, each as a DTensor."""
-    views, comm = unit.buffers.segments[number], unit.comm
-    segment = views.segment
-    share = torch.zeros(segment.share, dtype=dtype, device=views.share.device)
-    pieces = unit.buffers.pieces
-    for part in parts:
-        piece = pieces[part.slot]
-        if piece.numel:
-            begin = segment.begin(piece)
-            share[begin : begin + piece.numel] = tensors[part.fqn, name].reshape(-1)
-    whole = share.new_empty(segment.whole)
-    comm.all_gather(f"{unit.name} {name}", whole.view(torch.uint8), share.view(torch.uint8))
-    starts = {slot.tensor.fqn: slot.start for slot in segment.slots}
-    for part in parts:
-        inner = pieces[part.slot].tensor
-        start = starts[inner.fqn]
-        tensor = whole[start : start + inner.numel].view(inner.shape)
-        yield part.fqn, in_chunks(unit, tensor, inner.fqn)
 
 
 def _wrapped(part: Part, local: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -223,8 +165,7 @@ def _wrapped(part: Part, local: torch.Tensor | None, dtype: torch.dtype) -> torc
         local = torch.empty(part.held.sizes, dtype=dtype, device=part.held.tensor.device)
     if part.unit is None:
         return local
-    faces = [face for segment in part.unit.faces.faces for face in segment]
-    return faces[part.slot].wrap(local.view(part.held.sizes))
+    return part.unit.sharded.wrap(part.slot, local.view(part.held.sizes))
 
 
 # ---- taking --------------------------------------------------------------------------------------
@@ -266,12 +207,10 @@ def _take_numbers(incoming: Incoming, given: Mapping[str, Mapping[str, Any]]) ->
 
 def _copy(given: torch.Tensor, part: Part, room: torch.Tensor | None) -> None:
     """Keep this rank's part of a tensor; every rank takes part where it is a DTensor."""
-    if isinstance(given, DTensor):
-        if part.unit is not None and alike(given, part.parameter, part.unit.comm):
-            if room is not None:
-                room.view(part.held.sizes).copy_(given.to_local())
-            return
-        given = given.full_tensor()
+    cut = None if part.unit is None else part.unit.sharded.cuts[part.slot]
+    if cut is not None:
+        own = OPERATORS.as_part(given.detach(), cut)._local_tensor
+    else:
+        own = given.full_tensor() if isinstance(given, DTensor) else given.detach()
     if room is not None and room.numel():
-        own = piece_of(given.detach(), part.held.offsets, part.held.sizes)
         room.view(part.held.sizes).copy_(own)

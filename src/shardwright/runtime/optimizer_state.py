@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
 from shardwright.runtime.checkpoint.held import Held
+from shardwright.runtime.flat_tensors import FlatHome
 from shardwright.runtime.holdings import STATE, Part
-from shardwright.runtime.optimizer import FlatSink
 from shardwright.runtime.torch_private import local_of
 
 State = dict[str, Any]
@@ -53,14 +53,12 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimiz
 def uses_of(parts: Sequence[Part], optimizer: Optimizer) -> Uses:
     """For every parameter of the optimizer, in its order, the parts of the model it has."""
     known: dict[int, list[Use]] = {id(part.parameter): [Use(part)] for part in parts}
-    sinks = {id(p.unit): p.unit.sink for p in parts if p.unit is not None}
-    for sink in sinks.values():
-        if isinstance(sink, FlatSink):
-            known.update({id(stretch.flat): [] for stretch in sink.all})
+    for unit in {id(p.unit): p.unit for p in parts if p.unit is not None}.values():
+        known.update({id(taker.flat.parameter): [] for taker in unit.all_takers})
     for part in parts:
-        flat, start = _place(part)
-        if flat is not None:
-            known[id(flat)].append(Use(part, start))
+        home = getattr(part.parameter, "home", None)
+        if isinstance(home, FlatHome) and part.numel:
+            known[id(home.flat.parameter)].append(Use(part, home.offset))
     found: Uses = {}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -75,24 +73,6 @@ def uses_of(parts: Sequence[Part], optimizer: Optimizer) -> Uses:
                 )
             found[parameter] = known[id(parameter)]
     return found
-
-
-def _place(part: Part) -> tuple[nn.Parameter | None, int]:
-    """The flat parameter that has a part, and where it begins there."""
-    if part.unit is None or not part.numel or not isinstance(part.unit.sink, FlatSink):
-        return None, 0
-    index = part.slot
-    for number, views in enumerate(part.unit.buffers.segments):
-        count = len(views.segment.slots)
-        if index < count:
-            piece = views.segment.piece(views.segment.slots[index], part.unit.comm.rank)
-            begin = views.segment.begin(piece)
-            for stretch in part.unit.sink.stretches.get(number, ()):
-                if stretch.begin <= begin < stretch.end:
-                    return stretch.flat, stretch.offset + begin - stretch.begin
-            return None, 0
-        index -= count
-    raise AssertionError("a part lies in one segment of its unit")
 
 
 # ---- what there is -------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ Nothing is ever coalesced: gloo refuses it for a device and ignores every later 
 from __future__ import annotations
 
 import os
+import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -38,16 +40,22 @@ from shardwright.runtime.torch_private import Operations, address_of, limit_wait
 
 _BYTES: Final = torch.uint8
 _BACKEND_ONLY: Final = Paths()
+_REMEMBERED: Final = 4  # labels for a message
 _KNOCK: Final = (1 << 30) - 1  # a tag that no letter has
 
 
 class _Channel:
     """What everyone who uses one process group shares; it must not hold the group itself."""
 
-    __slots__ = ("__weakref__", "absence", "limit", "narrowed", "paths", "sequence", "step")
+    __slots__ = (
+        *("__weakref__", "absence", "history", "last", "limit"),
+        *("narrowed", "paths", "sequence", "step"),
+    )
 
     def __init__(self) -> None:
         self.sequence = 0
+        self.history = 0
+        self.last: deque[str] = deque(maxlen=_REMEMBERED)
         self.step: int | None = None
         self.paths: Paths | None = None
         self.limit: timedelta | None = None
@@ -119,6 +127,19 @@ class Peers:
     @step.setter
     def step(self, step: int | None) -> None:
         self._channel.step = step
+
+    def remember(self, label: str) -> int:
+        """A number for all labels that were remembered so far: 32 bits, which are the same on ranks
+        that did the same."""
+        channel = self._channel
+        channel.history = zlib.crc32(label.encode(), channel.history)
+        channel.last.append(label)
+        return channel.history
+
+    def forget(self) -> list[str]:
+        """Begin anew, after ranks were found to differ; the last labels here."""
+        self._channel.history = 0
+        return list(self._channel.last)
 
     @property
     def limit(self) -> timedelta | None:

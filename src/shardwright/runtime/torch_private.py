@@ -11,9 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+no_torch_function = torch._C._disabled_torch_function_impl
+C_DATA: Any = (
+    torch._C.TensorBase.data
+)  # what torch itself reads and writes, whatever a subclass says
+C_GRAD: Any = torch._C.TensorBase.grad
 _OFFSET_BITS = 60  # more than any offset within a storage has
 
 
@@ -25,6 +33,16 @@ def after_backward(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread is running a backward pass, as a recomputed forward does."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def will_accumulate(node: Any, place: int) -> bool:
+    """Whether the running backward adds to the gradient of a leaf, which is the input ``place`` of
+    the function whose ``node`` runs: ``torch.autograd.grad`` for other tensors does not, nor do
+    torch.func's transforms, whose nodes have no inputs to ask."""
+    inputs = getattr(node, "next_functions", None)
+    if not inputs or inputs[place][0] is None:
+        return False
+    return bool(torch._C._will_engine_execute_node(inputs[place][0]))
 
 
 def outside_graphs(function: _Function) -> _Function:
@@ -185,10 +203,12 @@ def address_of(tensor: torch.Tensor) -> int:
     return (tensor.untyped_storage()._cdata << _OFFSET_BITS) + place
 
 
-def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
-    """``local`` as a DTensor with the mesh, placements and shape of the DTensor ``like``."""
-    assert isinstance(like, DTensor)
-    return DTensor(local, like._spec, requires_grad=False)
+def tensor_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """What a DTensor knows of itself."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, dtype))
 
 
 def set_local(parameter: nn.Parameter, local: torch.Tensor) -> None:
@@ -196,7 +216,7 @@ def set_local(parameter: nn.Parameter, local: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
         parameter._local_tensor = local
     else:
-        parameter.data = local
+        C_DATA.__set__(parameter, local)
 
 
 def chunk_cat(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:

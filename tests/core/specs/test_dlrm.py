@@ -128,17 +128,27 @@ def test_a_table_keeps_an_optimizer_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("interaction", ["dot", "cat"])
-def test_a_step_frees_everything_that_it_takes_but_the_loss(interaction: str) -> None:
+def test_a_step_frees_all_that_it_takes_but_the_loss_and_parameters_gradients(
+    interaction: str,
+) -> None:
     model = {"bottom": [8, 16], "top": [6, 5, 1], "interaction": interaction}
     stages = spec(_job(model=model)).stages
     works = [work for stage in stages for work in (*stage.forward, *stage.backward)]
     taken = [item.name for work in works for item in work.takes]
     assert len(taken) == len(set(taken))
     freed = {name for work in works for name in work.frees}
-    assert set(taken) - freed == {"loss"}
+    made = spec(_job(model=model))
+    gradients = {f"gradient.{_linear(t.fqn)}" for unit in made.units for t in unit.tensors}
+    assert set(taken) - freed == {"loss"} | gradients
     # the exchange takes the rows; concatenation hands the bottom a view of a gradient
     views = {"gradient.bottom.2"} if interaction == "cat" else set[str]()
     assert freed - set(taken) == {"rows"} | views
+
+
+def _linear(fqn: str) -> str:
+    """A layer by its own number: every second module of a stack is one."""
+    stack, number, part = fqn.split(".")
+    return f"{stack}.{int(number) // 2}.{part}"
 
 
 @pytest.mark.parametrize(

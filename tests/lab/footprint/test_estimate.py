@@ -103,6 +103,7 @@ def test_fsdp2_takes_what_was_estimated_as_our_tracker_sees_it_in_every_phase() 
 def _ours(job: Job, strategy: str, prefetch: int) -> Iterator[Training]:
     """The job under our runtime on a fake group, wrapped as :func:`memory_truth.training` does."""
     section, batch, shape = memory_of(job), job.batch, job.model.shape
+    kept = section.reshard_after_forward
     assert isinstance(shape, LlamaShape)
     with fake_group(job.cluster.world_size or 1):
         mesh = mesh_of(job)
@@ -118,7 +119,7 @@ def _ours(job: Job, strategy: str, prefetch: int) -> Iterator[Training]:
                     mesh,
                     shard_strategy=strategy,
                     prefetch=prefetch,
-                    reshard_after_forward=section.reshard_after_forward is not False,
+                    reshard_after_forward=None if kept == "default" else kept,
                     precision=MixedPrecision(
                         DTYPES[section.param_dtype], DTYPES[section.reduce_dtype]
                     ),

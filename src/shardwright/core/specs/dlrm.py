@@ -168,14 +168,15 @@ def _mlp(name: str, widths: tuple[int, ...], *, last_relu: bool, saved_input: st
             done = (incoming, f"{name}.{layer}.relu")
             backward.append(Work(f"{name}.{layer}.relu", fan_out, (before,), done))
             incoming = before.name
-        weight = Allocation(f"gradient.{name}.{layer}.weight", "temporary", 0, fan_in * fan_out * 4)
-        bias = Allocation(f"gradient.{name}.{layer}.bias", "temporary", 0, fan_out * FLOAT)
+        own = f"gradient.{name}.{layer}"  # parameters' gradients stay until the unit's is summed
+        weight = Allocation(f"{own}.weight", "unreduced_gradient", 0, fan_in * fan_out * FLOAT)
+        bias = Allocation(f"{own}.bias", "unreduced_gradient", 0, fan_out * FLOAT)
         takes = [weight, bias]
         flops = 2 * fan_in * fan_out
         if layer > 0 or saved_input:
             takes.append(Allocation(_incoming(name, layer), "temporary", fan_in * FLOAT))
             flops *= 2
-        gone = [incoming, weight.name, bias.name]
+        gone = [incoming]
         if not relu:
             gone.append(f"{name}.{layer}.linear")
         if layer == 0 and saved_input:

@@ -106,8 +106,8 @@ def _passing(name: str, numbers: int) -> Allocation:
 
 
 def _of_parameter(name: str, numbers: int) -> Allocation:
-    """A parameter's gradient before it is added to the unit's."""
-    return Allocation(f"gradient.{name}", "temporary", 0, numbers * FLOAT)
+    """A parameter's gradient, which stays until its unit's is summed."""
+    return Allocation(f"gradient.{name}", "unreduced_gradient", 0, numbers * FLOAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,7 @@ class _Linear:
         takes = [_passing(source, self.tokens * self.fan_in), weight]
         if self.bias:
             takes.append(_of_parameter(f"{self.name}.bias", self.fan_out))
-        added = tuple(item.name for item in takes[1:])
-        return Work(self.name, 2 * self.flops, tuple(takes), (*gone, *added))
+        return Work(self.name, 2 * self.flops, tuple(takes), gone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +151,6 @@ class _Norm:
     @property
     def _statistics(self) -> tuple[str, str]:
         return f"{self.name}.mean", f"{self.name}.rstd"
-
-    @property
-    def added(self) -> tuple[str, str]:
-        """The gradients of weight and bias."""
-        return f"gradient.{self.name}.weight", f"gradient.{self.name}.bias"
 
     def forward(self) -> Work:
         rows = tuple(_saved(name, self.tokens) for name in self._statistics)
@@ -248,7 +242,7 @@ class _Block:
         """Back through the norm, whose gradient is added to the one that went past the branch."""
         joined = _passing(source, self.stream)
         branch = f"{norm.name}.input"
-        gone = (f"gradient.{branch}", f"gradient.{after}", *norm.added)
+        gone = (f"gradient.{branch}", f"gradient.{after}")
         return (
             norm.backward(source, branch),
             Work(f"{branch}.add", self.stream, (joined,), gone),
@@ -262,18 +256,17 @@ def _embed(section: ModelSection, tokens: int) -> Stage:
         Work(token.name, 0, (token,)),
         Work(out.name, stream, (out,), (token.name,)),
     )
-    summed = _of_parameter("embed.position", stream)
+    summed = Allocation("gradient.embed.position", "temporary", 0, stream * FLOAT)
     placed = _of_parameter("embed.position.weight", stream)
     of_tokens = _of_parameter("embed.token.weight", section.vocab * section.dim)
     backward = (
         Work("embed.position", stream, (summed,)),
         Work("embed.position.slice", 0, (placed,), (summed.name,)),
-        Work("embed.position.add", 0, (), (placed.name,)),
         Work(
             "embed.token",
             stream,
             (of_tokens,),
-            ("gradient.embed.out", of_tokens.name, "gradient.loss"),
+            ("gradient.embed.out", "gradient.loss"),
         ),
     )
     return Stage("embed", "gather", forward, backward)
@@ -284,7 +277,7 @@ def _head(section: ModelSection, tokens: int, source: str) -> Stage:
     vocab = _Linear("head.vocab", tokens, section.dim, section.vocab, bias=False)
     backward = (
         vocab.backward(norm.name, f"gradient.{vocab.name}", norm.name),
-        norm.backward(source, source, *norm.added),
+        norm.backward(source, source),
     )
     return Stage("head", "gather", (norm.forward(), vocab.forward()), backward)
 
@@ -301,7 +294,7 @@ def _loss(vocab: int, tokens: int) -> Stage:
         Work("loss", tokens, (loss, counted), ("head.vocab",)),
     )
     backward = (
-        Work("loss.ones", 0, (_of_parameter("loss", 1),)),
+        Work("loss.ones", 0, (Allocation("gradient.loss", "temporary", 0, FLOAT),)),
         Work("loss", tokens, (of_logarithms,), (counted.name,)),
         Work(
             "loss.softmax",

@@ -21,11 +21,14 @@ def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding
 
     A pipeline keeps its units whole and reduces once, as TorchTitan does it, unless the job says
     otherwise; FSDP alone reduces every microbatch. FSDP2 keeps the root's own parameters, and by
-    default TorchTitan the head's, whose backward comes next; our runtime frees every unit.
+    default TorchTitan the head's, whose backward comes next; our runtime by default the root's.
     """
     wanted = section.reshard_after_forward
     resharded = degrees.pipeline == 1 if wanted == "default" else bool(wanted)
-    kept = frozenset(KEPT if wanted == "default" else ("",))
+    if section.runtime == "fsdp2":
+        kept = frozenset(KEPT if wanted == "default" else ("",))
+    else:
+        kept = frozenset(("",) if wanted == "default" else ())
     return Sharding(
         shards=degrees.shards,
         expert_shards=degrees.expert_shards,
@@ -33,7 +36,8 @@ def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding
         param_dtype=section.param_dtype,
         reduce_dtype=section.reduce_dtype,
         reshard_after_forward=resharded and section.zero == 3,
-        kept=kept if section.runtime == "fsdp2" else frozenset(),
+        kept=kept,
+        prefetch=1 if on_gpu else 0,
         reduces=_reduces(section, degrees),
         states_sharded=section.runtime != "ddp",
         on_gpu=on_gpu,

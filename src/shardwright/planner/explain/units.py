@@ -158,7 +158,9 @@ def _collectives(
     calls = named("collectives", calls)
     everyone = range(len(choice.padding))
     yield finished(f"{where}: collectives per step", planned.collectives, calls, ranks=everyone)
-    moved = named("bytes_per_step", calls * amounts.buffer(choice), "B")
+    why = "a note for every rank: what ranks did so far, and which tensors have a gradient"
+    notes = leaf(choice.note_bytes, "note_bytes", "B", why)
+    moved = named("bytes_per_step", calls * amounts.buffer(choice) + notes, "B")
     yield finished(
         f"{where}: full buffers of its collectives per step",
         planned.bytes_per_step,

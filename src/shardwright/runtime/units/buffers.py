@@ -10,14 +10,14 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import Segment, Slot, UnitLayout
 from shardwright.runtime.comm import Comm, Pending
+from shardwright.runtime.units.linked import LinkedParameter
 from shardwright.runtime.units.parameter import DTYPES
 from shardwright.runtime.units.precision import MixedPrecision
-from shardwright.runtime.units.regroup import Regroup
+from shardwright.runtime.units.regroup import Together
 
 
 class Elastic:
@@ -125,7 +125,9 @@ class Buffers:
         self.cast = [v for v in self.segments if v.segment.cut == "replicated" and v.needs_room]
         self._make_stage(device)
         self.parameters = [
-            nn.Parameter(views.slice_of(views.whole, slot), requires_grad=views.segment.trainable)
+            LinkedParameter(
+                views.slice_of(views.whole, slot), requires_grad=views.segment.trainable
+            )
             for views in self.segments
             for slot in views.segment.slots
         ]  # one over each tensor's place in the whole unit, in layout order
@@ -147,8 +149,8 @@ class Buffers:
         self.stage = Elastic(row * self.comm.size, device)
         rows = self.stage.tensor.view(self.comm.size, row)
         starts = [0, *itertools.accumulate(sizes)]
-        self.regroups = [
-            Regroup(
+        self.assemblies = [
+            Together(
                 views.segment,
                 [views.slice_of(views.refill, slot) for slot in views.segment.slots],
                 rows[:, begin:end].view(views.computed),
@@ -187,8 +189,8 @@ class Buffers:
         for work in pending:
             work.wait()
         if self.chunked:
-            for regroup in self.regroups:
-                regroup.together()
+            for together in self.assemblies:
+                together()
             self.stage.give()
 
 
@@ -214,13 +216,3 @@ def local_view(segment: Segment, slot: Slot, rank: int, share: torch.Tensor) -> 
     piece = segment.piece(slot, rank)
     begin = segment.begin(piece)
     return share[begin : begin + piece.numel].view(piece.sizes)
-
-
-def piece_of(value: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    """A rectangle of ``value``, or a range of its elements where there is one offset for them."""
-    if len(offsets) != value.dim():
-        return value.reshape(-1)[offsets[0] : offsets[0] + sizes[0]]
-    found = value
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        found = found.narrow(dim, offset, size) if size else found.narrow(dim, 0, 0)
-    return found

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import torch
 
 from shardwright.core.errors import InputError, expected
-from shardwright.runtime.units.buffers import Buffers, piece_of
+from shardwright.runtime.units.buffers import Buffers
+from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.table import table
 from shardwright.runtime.units.unit import FULL_PRECISION, SHARDED, UNSHARDED, Unit
 
@@ -58,18 +59,17 @@ class DStorage(Unit):
     def unshard(self) -> None:
         """Gather the unit and show full parameters (collective); nothing if already so.
 
-        Driven by hand and with gradients on, it also makes room for the gradient that the next
-        ``reshard()`` reduces, on every rank alike.
+        Driven by hand and with gradients on, the next ``reshard()`` reduces, on every rank alike.
         """
         if self.driven_by_hand and torch.is_grad_enabled():
-            self.prepare_gradient()
+            self.gradients.expect()
         if not self.is_present:
             self.start_gather()
         self.finish_gather()
 
     def reshard(self) -> None:
         """Reduce gradients if a backward left some (collective), then free the full parameters."""
-        if self.gradients.is_live and self.flow.synchronise:
+        if self.gradients.expected and self.synchronise:
             self.start_reduce()
             self.finish_reduce()
         self.free()
@@ -81,7 +81,7 @@ class DStorage(Unit):
         self.absorb()
         was = self.state
         if self.buffers.shard.is_meta:
-            raise self._on_meta()
+            raise self.on_meta()
         if not self.is_present:
             self.start_gather()
         self.finish_gather()
@@ -101,7 +101,7 @@ class DStorage(Unit):
         """
         pieces = self.buffers.pieces
         for local, piece, whole in zip(self.buffers.locals, pieces, self._whole, strict=True):
-            now = piece_of(whole.detach(), piece.offsets, piece.sizes)
+            now = part_of(whole.detach(), piece.offsets, piece.sizes)
             if now.dtype is not local.dtype:
                 now = torch.where(now == local.to(now.dtype), local, now.to(local.dtype))
             local.copy_(now)
@@ -109,24 +109,24 @@ class DStorage(Unit):
     def set_requires_gradient_sync(self, synchronise: bool) -> None:
         """Whether backwards reduce gradients; else they are held, whole, until one does. Applies to
         every unit of the same model."""
-        self.flow.synchronise = synchronise
+        self.flow.set("synchronise", bool(synchronise))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside hold their gradients back instead of reducing them."""
-        before, self.flow.synchronise = self.flow.synchronise, False
+        before = {unit: unit.synchronise for unit in self.flow.units()}
+        self.flow.set("synchronise", False)
         try:
             yield
         finally:
-            self.flow.synchronise = before
+            self.flow.set("synchronise", True)
+            for unit, synchronise in before.items():
+                unit.synchronise = synchronise
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of ranks; 1.0 is their sum.
         Applies to every unit of the same model."""
-        if not factor > 0:
-            raise InputError(expected("gradient divide factor", "a number above 0", f"{factor}"))
-        for unit in self.flow.units():
-            unit.gradients.divisor = float(factor)
+        self.flow.set("divisor", divide_factor(factor))
 
     def reset(self) -> None:
         """Drop whatever an exception or an abandoned backward left, in every unit of the same
@@ -150,3 +150,10 @@ class DStorage(Unit):
 
     def __repr__(self) -> str:
         return table(self.flow.units())
+
+
+def divide_factor(factor: float) -> float:
+    """A number that gradients can be divided by."""
+    if not factor > 0:
+        raise InputError(expected("gradient divide factor", "a number above 0", f"{factor}"))
+    return float(factor)

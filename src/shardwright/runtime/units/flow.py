@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from shardwright.core.errors import InputError, expected
 from shardwright.core.schedule import Action
 from shardwright.runtime.torch_private import after_backward, in_backward
 
 if TYPE_CHECKING:
-    from shardwright.runtime.units.hooks import UnitHooks
     from shardwright.runtime.units.unit import Unit
 
 Direction = Literal["forward", "backward"]
@@ -53,8 +53,8 @@ class Flow:
 
     def __init__(self, prefetch: int = 1) -> None:
         self.prefetch = prefetch
-        self.synchronise = True
-        self._leader: weakref.ref[UnitHooks] | None = None
+        self.settings: dict[str, Any] = {}  # what was set for every unit of the model
+        self._leader: weakref.ref[Unit] | None = None
         self._units: dict[int, weakref.ref[Unit]] = {}
         self._next = 0
         self._orders: dict[Direction, Order] = {"forward": Order(), "backward": Order()}
@@ -64,25 +64,49 @@ class Flow:
         self._early: dict[int, Unit] = {}  # gathered for a backward that did not get there
 
     def add(self, unit: Unit) -> int:
-        """Take a unit in; its number in this flow."""
+        """Take a unit in, under the settings of the model; its number in this flow."""
+        for name, value in self.settings.items():
+            setattr(unit, name, value)
         self._units[self._next] = weakref.ref(unit)
         self._next += 1
         return self._next - 1
 
+    def set(self, name: str, value: Any) -> None:
+        """Set an attribute of every unit, of those to come as well."""
+        self.settings[name] = value
+        for unit in self.units():
+            setattr(unit, name, value)
+
     def join(self, other: Flow) -> None:
-        """Take in every unit of another flow, whose forwards are parts of this one's."""
+        """Take in every unit of another flow, whose forwards are parts of this one's. What was set
+        there before this flow began holds here too."""
         other.lead(None)
+        for name, value in other.settings.items():
+            if self.settings.get(name, value) != value:
+                raise InputError(
+                    expected(
+                        f"'{name}' of the units of a model",
+                        f"{self.settings[name]}, as of other ones",
+                        f"{value}",
+                        "Make such settings after the whole model is sharded.",
+                    )
+                )
+            self.set(name, value)
         for unit in list(other.units()):
             unit.enter(self)
 
-    def lead(self, hooks: UnitHooks | None) -> None:
+    def lead(self, unit: Unit | None) -> None:
         """The unit whose forward is the forward of the whole model, if a unit has it."""
-        before = self._leader() if self._leader else None
-        if before is not None:
-            before.is_root = False
-        self._leader = None if hooks is None else weakref.ref(hooks)
-        if hooks is not None:
-            hooks.is_root = True
+        self._leader = None if unit is None else weakref.ref(unit)
+
+    def is_led_by(self, unit: Unit) -> bool:
+        """Whether the forward of ``unit`` is that of the whole model."""
+        return self._leader is not None and self._leader() is unit
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there are other units than the first."""
+        return len(self._units) > 1
 
     def units(self) -> Iterator[Unit]:
         """Every unit that still lives, in order."""
@@ -122,33 +146,41 @@ class Flow:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
         if not unit.is_present:
             self._start(unit, direction)
-        if self.prefetch:
-            for number in self._orders[direction].visit(unit.number, self.prefetch):
-                following = self._units[number]()
-                if following is not None and not following.is_present:
-                    self._start(following, direction)
+        for following in self._following(unit, direction):
+            if not following.is_present and not following.keeps_whole:
+                self._start(following, direction)
         unit.finish_gather()
+
+    def _following(self, unit: Unit, direction: Direction) -> list[Unit]:
+        """The units that are to be on their way while ``unit`` computes."""
+        if unit.ahead[direction] is not None:
+            return [u for u in (reference() for reference in unit.ahead[direction]) if u]
+        if not self.prefetch:
+            return []
+        numbers = self._orders[direction].visit(unit.number, self.prefetch)
+        return [u for u in (self._units[number]() for number in numbers) if u]
 
     def _start(self, unit: Unit, direction: Direction) -> None:
         if direction == "backward":
             self._early[unit.number] = unit
-        unit.start_gather()
+        unit.start_gather(backward=direction == "backward")
         unit.comm.probe.did(Action("gather", unit.name, direction, direction))
 
     # ---- a backward -----------------------------------------------------------------------------
 
-    def enter_backward(self, unit: Unit) -> None:
-        """A backward reaches ``unit``: its whole parameters and a zeroed gradient are there."""
+    def enter_backward(self, unit: Unit, accumulates: bool) -> None:
+        """A backward reaches ``unit``: its whole parameters are there."""
         if not self._in_backward:
             self._in_backward = True
             self._orders["backward"].begin()
             after_backward(self.end_backward)
-        if not unit.keeps_whole:
+        if not unit.keeps_whole and unit.unshard_in_backward:
             self.need(unit, "backward")
         if self._pending is unit:
             self.collect()
         self._touched[unit.number] = unit
-        unit.prepare_gradient()
+        if accumulates:
+            unit.gradients.expect()
 
     def leave_backward(self, unit: Unit) -> None:
         """Every gradient of ``unit`` is there: free its parameters, and sum it over ranks."""
@@ -157,13 +189,15 @@ class Flow:
         did = unit.comm.probe.did
         for name in reversed(unit.module_names):
             did(Action("compute", name, "backward", "backward"))
-        if self.synchronise:
+        if unit.synchronise:
             self.collect()
-        if not unit.keeps_whole:  # before the reduce, which takes memory of its own
-            unit.free()
+        if not unit.keeps_whole and unit.reshard_after_backward:
+            unit.free()  # before the reduce, which takes memory of its own
             did(Action("free", unit.name, "reduce", "backward"))
-        if not self.synchronise:
-            unit.keep_gradient()
+        if not unit.gradients.expected:  # torch.autograd.grad, which asks for others
+            return
+        if not unit.synchronise:
+            unit.gradients.keep()
             return
         unit.start_reduce()
         did(Action("reduce", unit.name, "reduce", "backward"))

@@ -1,269 +1,231 @@
-"""The gradient of a unit: autograd adds to it whole, the ranks sum it, this rank keeps its share.
+"""The gradient of a unit: autograd leaves it on whole parameters, the ranks sum it, this rank keeps
+its share.
 
-Every whole parameter's ``.grad`` is a view of one zeroed buffer before the backward reaches it, so
-what autograd computes is added where it is needed and freed at once, and parameters that no one
-used need no care: their gradient is zero on every rank.
+What autograd computes stays as it is until the unit's backward is over: the gradient of a large
+embedding is there from its first part on and not before. Then the gradients are copied, in the
+dtype of sums, to where each rank's share lies together, and are freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from shardwright.runtime.comm import Comm, Pending
+from shardwright.runtime.torch_private import C_GRAD
 from shardwright.runtime.units.buffers import Buffers, Elastic, SegmentViews
-from shardwright.runtime.units.regroup import Regroup
+from shardwright.runtime.units.note import Note
+from shardwright.runtime.units.regroup import Apart
 
-
-class Sink(Protocol):
-    """Who takes the reduced gradient of a unit: its own parameters, or an optimizer's flat ones."""
-
-    def room(self, index: int) -> torch.Tensor | None:
-        """Where the share of segment ``index`` may be written at once; None: nowhere yet."""
-        ...
-
-    def accept(self, index: int, share: torch.Tensor) -> None:
-        """Take the mean gradient of segment ``index``, which may be what ``room`` gave."""
-        ...
+Accept = Callable[[int, torch.Tensor, Sequence[bool]], None]
 
 
 class Sum(NamedTuple):
     """A segment's gradient on its way: summed over ranks when ``pending`` is done."""
 
     gradient: SegmentGradient
-    share: torch.Tensor
+    row: torch.Tensor
+    note: Note
+    factor: float  # what the sum is multiplied with
     pending: Pending | None
 
 
 class SegmentGradient:
-    """The unreduced gradient of a segment, in the dtype it computes in."""
+    """The unreduced gradient of a segment."""
 
-    def __init__(self, index: int, views: SegmentViews, comm: Comm) -> None:
+    def __init__(
+        self, index: int, views: SegmentViews, wholes: Sequence[nn.Parameter], comm: Comm
+    ) -> None:
         self.index = index
         self.views = views
+        self.wholes = list(wholes)
         self.comm = comm
-        segment = views.segment
-        self.numel = segment.share if segment.cut == "replicated" else segment.whole
-        self.flat = torch.empty(0)
-        self.held: torch.Tensor | None = None  # what earlier backwards left, in the reduce dtype
-        self.scatter: Elastic | None = None
-        payload = sum(slot.tensor.numel for slot in segment.slots)
-        self.pads = payload != comm.size * segment.share  # whether zeros travel along
-        self.regroup: Regroup | None = None
-
-    def view_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Make ``flat`` this segment's gradient; its tensors, in their shapes."""
-        self.flat = flat
-        views = self.views
-        parts = [views.slice_of(flat, slot) for slot in views.segment.slots]
-        if views.segment.cut == "chunks":
-            size = self.comm.size * views.segment.share * views.reduced.itemsize
-            self.scatter = Elastic(size, flat.device)
-            shares = self.scatter.tensor.view(views.reduced).view(self.comm.size, -1)
-            self.regroup = Regroup(views.segment, parts, shares)
-            self.scatter.give()
-        return parts
+        self.is_replicated = views.segment.cut == "replicated"
+        ranks = 1 if self.is_replicated else comm.size
+        sent = views.segment.sent
+        device = views.share.device
+        self.send = Elastic(ranks * sent * views.reduced.itemsize, device)
+        self.apart = Apart(views.segment, self.send.tensor.view(views.reduced).view(ranks, sent))
+        self.send.give()
+        self.held: list[torch.Tensor | None] = [None] * len(self.wholes)
+        self.earlier: list[torch.Tensor | None] = []  # of replicas, which show what they compute
 
     @property
-    def summed_bytes(self) -> int:
-        """Bytes of the buffer that is summed over ranks."""
-        parts = self.comm.size if self.views.segment.cut != "replicated" else 1
-        return self.views.segment.share * parts * self.views.reduced.itemsize
+    def trains(self) -> bool:
+        """Whether any of its tensors requires a gradient now."""
+        return any(whole.requires_grad for whole in self.wholes)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a gradient is here that no reduce has taken."""
+        return any(held is not None for held in self.held) or (
+            not self.is_replicated and any(C_GRAD.__get__(w) is not None for w in self.wholes)
+        )
+
+    def expect(self) -> None:
+        """A backward begins: put aside what replicas show from earlier ones."""
+        if self.is_replicated:
+            self.earlier = [C_GRAD.__get__(whole) for whole in self.wholes]
+            for whole in self.wholes:
+                C_GRAD.__set__(whole, None)
 
     def keep(self) -> None:
-        """Add this backward's gradient to what is held, in the dtype it will be summed in."""
-        if self.held is None:
-            self.held = self.flat.to(self.views.reduced, copy=True)  # the buffer goes
-            self.comm.probe.holds(self.held, "unreduced_gradient")
-        else:
-            self.held.add_(self.flat)
+        """Hold what this backward left, in the dtype it will be summed in. Where that is the dtype
+        it is in, it stays on the whole parameters, and the next backward adds to it."""
+        if not self.is_replicated and self.views.reduced == self.views.computed:
+            return
+        for place, gradient in enumerate(self._taken()):
+            if gradient is None:
+                continue
+            held = self.held[place]
+            if held is None:
+                self.held[place] = gradient.to(self.views.reduced)
+                self.comm.probe.holds(self.held[place], "unreduced_gradient")
+            else:
+                held.add_(gradient)
+        self.restore()
 
-    def start(self, label: str, room: torch.Tensor | None) -> Sum:
+    def _taken(self) -> list[torch.Tensor | None]:
+        """What autograd left, taken off the whole parameters."""
+        taken = []
+        for whole in self.wholes:
+            gradient = C_GRAD.__get__(whole)
+            if gradient is not None:
+                C_GRAD.__set__(whole, None)
+                gradient = gradient.detach()
+                if gradient.layout is not torch.strided:
+                    gradient = gradient.to_dense()
+            taken.append(gradient)
+        return taken
+
+    def restore(self) -> None:
+        """Show again what replicas had before this backward."""
+        for whole, gradient in zip(self.wholes, self.earlier, strict=False):
+            C_GRAD.__set__(whole, gradient)
+        self.earlier = []
+
+    def start(self, unit: str, before: float, after: float) -> Sum:
         """Begin to sum over ranks (collective)."""
-        views, comm = self.views, self.comm
-        whole = self.flat
-        if self.held is not None:
-            whole, self.held = self.held.add_(self.flat), None
-        if views.segment.cut == "replicated":
-            self.flat = self.flat[:0].clone()  # the sum is handed on, not kept here
-            whole = whole.to(views.reduced)
-            return Sum(self, whole, comm.all_reduce(label, whole, wait=False))
-        if self.scatter is not None:
-            whole = self._scattered(whole)
-        if whole.dtype is not views.reduced:
-            whole = whole.to(views.reduced)
-        if room is None or room.dtype != whole.dtype:
-            room = whole.new_empty(views.segment.share)
-        return Sum(self, room, comm.reduce_scatter(label, room, whole, wait=False))
+        comm, views = self.comm, self.views
+        gradients = self._taken()
+        self.restore()
+        for place, held in enumerate(self.held):
+            if held is not None:
+                gradient = gradients[place]
+                gradients[place] = held if gradient is None else held.add_(gradient)
+        self.held = [None] * len(self.wholes)
+        label = f"{unit} reduce"
+        note = Note(comm, label, [gradient is not None for gradient in gradients])
+        self.send.take()
+        rows = self.apart.rows
+        self.apart(gradients, note.rows(*self.apart.rest.shape, rows))
+        del gradients
+        if before != 1.0:
+            rows.mul_(before)
+        if self.is_replicated:
+            row = rows[0].clone()  # the sum is handed on, the buffer is not
+            self.send.give()
+            return Sum(self, row, note, after, comm.all_reduce(label, row, wait=False))
+        row = rows.new_empty(views.segment.sent)
+        pending = comm.reduce_scatter(label, row, rows.view(-1), wait=False)
+        return Sum(self, row, note, after, pending)
 
-    def _scattered(self, whole: torch.Tensor) -> torch.Tensor:
-        """Every rank's chunks one after the other."""
-        scatter, regroup, views = self.scatter, self.regroup, self.views
-        assert scatter is not None
-        assert regroup is not None
-        scatter.take()
-        if self.pads:
-            scatter.tensor.zero_()
-        if whole is not self.flat:
-            parts = [views.slice_of(whole, slot) for slot in views.segment.slots]
-            regroup = Regroup(views.segment, parts, regroup.shares)
-        regroup.apart()
-        return scatter.tensor.view(views.reduced)
+    def drop(self) -> None:
+        """Forget what is here."""
+        if not self.is_replicated or self.earlier:
+            for whole in self.wholes:
+                C_GRAD.__set__(whole, None)
+        self.restore()
+        self.held = [None] * len(self.wholes)
 
 
 class Gradients:
     """The unreduced gradient of a unit and its way to this rank's share."""
 
-    def __init__(self, buffers: Buffers, parameters: list[nn.Parameter], comm: Comm) -> None:
-        device = buffers.shard.device
+    def __init__(self, buffers: Buffers, comm: Comm) -> None:
         self.comm = comm
-        self.divisor = float(comm.total)
-        self.is_live = False
-        self.parameters: list[nn.Parameter] = []
-        self.views: list[torch.Tensor] = []
-        self.cut: list[SegmentGradient] = []
-        self.replicated: list[tuple[SegmentGradient, list[nn.Parameter]]] = []
-        owners = iter(parameters)
-        each = [[next(owners) for _ in views.segment.slots] for views in buffers.segments]
-        room = 0
-        for index, (views, owned) in enumerate(zip(buffers.segments, each, strict=True)):
-            if not views.segment.trainable:
-                continue
-            gradient = SegmentGradient(index, views, comm)
-            if views.segment.cut == "replicated":
-                self.replicated.append((gradient, owned))
-            else:
-                self.cut.append(gradient)
-                self.parameters.extend(owned)
-                room += gradient.numel * views.computed.itemsize
-        self.buffer = Elastic(room, device)
-        begin = 0
-        for gradient in self.cut:
-            end = begin + gradient.numel * gradient.views.computed.itemsize
-            flat = self.buffer.tensor[begin:end].view(gradient.views.computed)
-            self.views.extend(gradient.view_in(flat))
-            begin = end
-        self.buffer.give()
-        self.earlier: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
+        self.expected = False  # a backward is in the unit, and every rank will reduce
+        wholes = iter(buffers.parameters)
+        self.segments = [
+            SegmentGradient(index, views, [next(wholes) for _ in views.segment.slots], comm)
+            for index, views in enumerate(buffers.segments)
+        ]
         self.under_way: list[Sum] = []
+        self.unchecked: list[Note] = []
 
     @property
-    def segments(self) -> list[SegmentGradient]:
-        """Those of all trainable segments."""
-        return [*self.cut, *(gradient for gradient, _ in self.replicated)]
-
-    @property
-    def rows(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Whole parameters of cut segments beside their places in the buffer."""
-        return zip(self.parameters, self.views, strict=True)
-
-    @property
-    def waits(self) -> bool:
+    def is_here(self) -> bool:
         """Whether a gradient is here that no reduce has taken."""
-        return self.is_live or any(gradient.held is not None for gradient in self.segments)
+        return any(gradient.is_here for gradient in self.segments)
 
-    @property
-    def was_cleared(self) -> bool:
-        """Whether someone took away every gradient that autograd was to add to."""
-        held = [parameter.grad for parameter in self.parameters]
-        return self.is_live and bool(held) and all(gradient is None for gradient in held)
-
-    def prepare(self) -> None:
-        """Give every whole parameter a zeroed view to add to; nothing if they have one."""
-        if self.is_live:
-            return
-        self.is_live = True
-        self.buffer.take()
-        self.buffer.tensor.zero_()
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
-        for gradient, owned in self.replicated:  # its sum is kept as it is: fresh memory each time
-            views = gradient.views
-            flat = torch.zeros(gradient.numel, dtype=views.computed, device=views.share.device)
-            self.comm.probe.holds(flat, "unreduced_gradient")
-            for parameter, view in zip(owned, gradient.view_in(flat), strict=True):
-                self.earlier.append((parameter, view, parameter.grad))
-                parameter.grad = view
-
-    def _settle(self) -> None:
-        """See that the buffer has what autograd computed, and take it off the parameters."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            found = parameter.grad
-            if found is not view:
-                _put(found, view)
-            parameter.grad = None
-        for parameter, view, earlier in self.earlier:
-            if parameter.grad is not view:
-                _put(parameter.grad, view)
-            parameter.grad = earlier
-        self.earlier.clear()
+    def expect(self) -> None:
+        """A backward reaches the unit; nothing if one is in it already."""
+        if not self.expected:
+            self.expected = True
+            for gradient in self.segments:
+                gradient.expect()
 
     @torch.no_grad()
     def keep(self) -> None:
         """Hold this backward's gradient, unreduced, until one is reduced."""
-        if not self.is_live:
-            return
-        if all(g.views.reduced == g.views.computed for g in self.cut) and not self.replicated:
-            return  # autograd goes on adding to the buffer
-        self._settle()
+        self.expected = False
         for gradient in self.segments:
             gradient.keep()
-        self.is_live = False
-        self.buffer.give()
 
     @torch.no_grad()
-    def start(self, label: str, sink: Sink) -> None:
-        """Begin to sum over ranks (collective); ``finish`` before the next ``prepare``."""
-        self._settle()
-        self.is_live = False
+    def start(self, unit: str, divisor: float | None) -> None:
+        """Begin to sum over ranks (collective) and to divide by ``divisor``, by default their
+        number; ``finish`` before the next one."""
+        self.expected = False
         for gradient in self.segments:
-            self.under_way.append(gradient.start(label, sink.room(gradient.index)))
+            if gradient.trains:
+                before, after = _factors(gradient.views.reduced, self.comm.total, divisor)
+                self.under_way.append(gradient.start(unit, before, after))
 
     @torch.no_grad()
-    def finish(self, sink: Sink) -> None:
-        """Wait for the sums and hand their means to ``sink``."""
-        for gradient, share, pending in self.under_way:
+    def finish(self, accept: Accept) -> None:
+        """Wait for the sums, and hand out the means: segment, share, which tensors have one."""
+        under_way, self.under_way = self.under_way, []
+        for gradient, row, note, factor, pending in under_way:
             if pending is not None:
                 pending.wait()
-            if self.divisor != 1.0:
-                share.mul_(1.0 / self.divisor)
-            dtype = gradient.views.dtype
-            mean = share if share.dtype is dtype else share.to(dtype)
+            gradient.send.give()
+            views = gradient.views
+            present = note.read(row[views.segment.share :])
+            self.unchecked.append(note)
+            share = row[: views.segment.share]
+            if factor != 1.0:
+                share.mul_(factor)
+            mean = share if share.dtype is views.dtype else share.to(views.dtype)
             self.comm.probe.holds(mean, "gradient")
-            sink.accept(gradient.index, mean)
-        self._give()
+            accept(gradient.index, mean, present)
 
-    def _give(self) -> None:
-        """Let the memory of a reduce that is over go."""
-        self.under_way.clear()
-        self.buffer.give()
-        for gradient in self.cut:
-            if gradient.scatter is not None:
-                gradient.scatter.give()
+    def check(self, *, wait: bool = False) -> None:
+        """Look at what ranks told each other with sums that nothing has waited for yet."""
+        self.unchecked = [note for note in self.unchecked if not note.check(wait=wait)]
 
     def drop(self) -> None:
         """Forget a gradient that will not be reduced."""
-        for _, _, pending in self.under_way:
+        for gradient, _, _, _, pending in self.under_way:
             if pending is not None:
                 pending.wait()
-        if self.is_live:
-            for parameter in self.parameters:
-                parameter.grad = None
-            for parameter, _, earlier in self.earlier:
-                parameter.grad = earlier
-            self.earlier.clear()
-        self.is_live = False
+            gradient.send.give()
+        self.under_way.clear()
+        self.expected = False
         for gradient in self.segments:
-            gradient.held = None
-        self._give()
+            gradient.drop()
 
 
-def _put(found: torch.Tensor | None, view: torch.Tensor) -> None:
-    """Where autograd did not add in place, or someone cleared or replaced the gradient."""
-    if found is None:
-        view.zero_()
-    else:
-        view.copy_(found)
+def _factors(dtype: torch.dtype, ranks: int, divisor: float | None) -> tuple[float, float]:
+    """What gradients are multiplied with before and after they are summed.
+
+    Sums of fp16 would overflow where their mean does not, so about half of the division comes
+    first there, as far as it is one by a power of 2.
+    """
+    first = 1.0
+    while dtype is torch.float16 and ranks / first > first:
+        first *= 2.0
+    return 1.0 / first, first / (ranks if divisor is None else divisor)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.schedule import Action
-from shardwright.runtime.torch_private import in_backward, outside_graphs
+from shardwright.runtime.torch_private import in_backward, outside_graphs, will_accumulate
 from shardwright.runtime.units.dstorage import DStorage
 
 
@@ -21,7 +21,7 @@ class UnitHooks:
 
     def __init__(self, storage: DStorage) -> None:
         self.storage = storage
-        self.is_root = False
+        self.anchor = torch.empty(0, requires_grad=True)  # a leaf of every graph of the unit
 
     def register(self, modules: Sequence[nn.Module]) -> None:
         """Put the hooks on the unit's modules, which run in this order."""
@@ -35,12 +35,13 @@ class UnitHooks:
 
     def announce(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, which tells this unit when a backward reaches it."""
-        marked: torch.Tensor = _BeforeBackward.apply(tensor, self)
+        marked: torch.Tensor = _BeforeBackward.apply(tensor, self.anchor, self)
         return marked
 
-    def enter_backward(self, *_: Any) -> None:
-        """A gradient arrives at an output."""
-        self.storage.flow.enter_backward(self.storage)
+    def enter_backward(self, accumulates: bool) -> None:
+        """A gradient arrives at an output, of a backward that leaves gradients on parameters, or
+        of torch.autograd.grad for others."""
+        self.storage.flow.enter_backward(self.storage, accumulates)
 
     def leave_backward(self) -> None:
         """The gradients of all inputs are there."""
@@ -61,7 +62,7 @@ class _Before:
         hooks, storage = self.hooks, self.hooks.storage
         recomputed = in_backward()
         if not recomputed:
-            if self.first and hooks.is_root:
+            if self.first and storage.is_root:
                 storage.flow.begin()
             else:
                 storage.flow.enter_forward()
@@ -69,6 +70,7 @@ class _Before:
             storage.flow.need(storage, "backward" if recomputed else "forward")
         if not self.first:
             return None
+        storage.watch()
         dtype = storage.precision.param_dtype if storage.precision.cast_forward_inputs else None
         if not torch.is_grad_enabled() and dtype is None:
             return None
@@ -111,15 +113,17 @@ class _After:
         if output is None:  # it raised, or has nothing to say
             if not recomputed:
                 storage.free()
-                if self.hooks.is_root:
+                if storage.is_root:
                     storage.flow.recover(absorb=False)
             return None
+        if self.last:
+            storage.refuse_writes()
         trains = torch.is_grad_enabled()
         output = self._marked(output, module, trains)
         storage.comm.probe.did(Action("compute", self.name, "forward"))
         if not self.last or storage.keeps_whole or recomputed:
             return output
-        if not trains or storage.reshard_after_forward is not False:
+        if not trains or storage.reshards:
             storage.free(after_forward=trains)
             storage.comm.probe.did(Action("free", storage.name, "forward"))
         return output
@@ -138,10 +142,7 @@ class _After:
             tensor = _cast(tensor, dtype)
             if not (trains and tensor.requires_grad):
                 return tensor
-            if self.last:
-                return self.hooks.announce(tensor)
-            tensor.register_hook(self.hooks.enter_backward)
-            return tensor
+            return self.hooks.announce(tensor)
 
         if type(output) is torch.Tensor:
             return mark(output)
@@ -202,24 +203,34 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 class _BeforeBackward(torch.autograd.Function):
     """Identity on an output; its backward is the first thing a unit sees of a backward pass."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, hooks: UnitHooks) -> torch.Tensor:
-        ctx.hooks = hooks
+    def forward(tensor: torch.Tensor, anchor: torch.Tensor, hooks: UnitHooks) -> torch.Tensor:
         return tensor.detach()
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.hooks = inputs[2]
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.hooks.enter_backward()
-        return gradients[0], None
+        ctx.hooks.enter_backward(will_accumulate(ctx, 1))
+        return gradients[0], None, None
 
 
 class _AfterBackward(torch.autograd.Function):
     """Identity on all inputs at once: its backward runs when the unit's gradients are complete."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.hooks = hooks
+    def forward(hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.hooks = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

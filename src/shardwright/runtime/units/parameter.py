@@ -32,6 +32,16 @@ NAMES: dict[torch.dtype, str] = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+
+
+def plain_name(path: str) -> str:
+    """A path without what recomputation and compilation wrappers add to it."""
+    if not any(wrapper in path for wrapper in _WRAPPERS):
+        return path
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
     """A parameter's place: shapes, dtype, placement, and byte offsets in both buffers.
@@ -111,7 +121,7 @@ def find_members(
             for name, parameter in owner._parameters.items():
                 if parameter is None or id(parameter) in left_out:
                     continue
-                fqn = f"{path}.{name}" if path else name
+                fqn = plain_name(f"{path}.{name}" if path else name)
                 member = found.get(id(parameter))
                 if member is None:
                     member = found[id(parameter)] = Member(

@@ -24,9 +24,9 @@ def traffic(unit: Unit) -> UnitTraffic:
     buffers, gradients = unit.buffers, unit.gradients
     gathers = len(buffers.direct) + bool(buffers.chunked)
     gathered = buffers.stage.nbytes + sum(target.nbytes for _, target, _ in buffers.direct)
-    passes = 1 if unit.reshard_after_forward is False else 2
-    sums = gradients.segments
-    summed = sum(g.summed_bytes for g in sums)
+    passes = 1 + unit.reshards
+    sums = [gradient for gradient in gradients.segments if gradient.trains]
+    summed = sum(gradient.send.nbytes for gradient in sums)
     return UnitTraffic(passes * gathers + len(sums), passes * gathered + summed)
 
 

@@ -5,7 +5,7 @@ States are told by the bytes they own:
 * ``SHARDED``: this rank's shard and, after a backward, its reduced gradient. The modules show
   sharded parameters, views of the shard.
 * ``UNSHARDED``: in addition the whole parameters, which the modules show. During a backward also
-  the whole unreduced gradient.
+  what autograd left of their gradients.
 
 A replicated unit is always UNSHARDED: its shard is the whole, it gathers nothing, and sums its
 gradient instead of scattering it.
@@ -14,23 +14,28 @@ gradient instead of scattering it.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import UnitLayout, unit_layout
-from shardwright.core.placement import Flat, Placement
+from shardwright.core.placement import Placement
 from shardwright.runtime.comm import Comm, Pending
-from shardwright.runtime.torch_private import address_of, local_of
-from shardwright.runtime.units.buffers import Buffers, piece_of
-from shardwright.runtime.units.faces import Faces
+from shardwright.runtime.units.buffers import Buffers
+from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.flow import Flow
-from shardwright.runtime.units.gradients import Gradients, Sink
+from shardwright.runtime.units.gradients import Gradients
+from shardwright.runtime.units.linked import AtShard, LinkedParameter
 from shardwright.runtime.units.parameter import DTYPES, Member, ParamInfo
 from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.runtime.units.rebind import find_moved, take_over
+from shardwright.runtime.units.sharded_parameters import ShardedParameters
 
+Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile
 Initial = Callable[[str], torch.Tensor]
 FULL_PRECISION = MixedPrecision()
 
@@ -45,6 +50,18 @@ class State(enum.Enum):
 SHARDED, UNSHARDED = State.SHARDED, State.UNSHARDED
 
 
+class Taker(Protocol):
+    """An optimizer's flat tensor that has a stretch of a unit's shares."""
+
+    def accept(self, share: torch.Tensor) -> None:
+        """Take its stretch of a segment's share of the mean gradient."""
+        ...
+
+    def follow_freezing(self) -> None:
+        """Parameters in it were frozen or unfrozen."""
+        ...
+
+
 class Unit:
     """One unit's buffers on this rank; ``DStorage`` is what users see of it."""
 
@@ -57,7 +74,7 @@ class Unit:
         *,
         name: str,
         module_names: Sequence[str] = (),
-        reshard_after_forward: bool | int = True,
+        reshard_after_forward: bool | int | None = None,
         driven_by_hand: bool = False,
         precision: MixedPrecision = FULL_PRECISION,
         initial: Initial | None = None,
@@ -71,20 +88,26 @@ class Unit:
         self.precision = precision
         self.driven_by_hand = driven_by_hand
         self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.synchronise = True
+        self.divisor: float | None = None  # of summed gradients; None: the number of ranks
+        self.ahead: Ahead = {"forward": None, "backward": None}
         self.ignored = tuple(ignored)
         self.notes = tuple(notes)
         self.placements = dict(placements)
         self.state = State.SHARDED
         self.members = list(members)
-        self.sink: Sink | None = None
+        self.takers: dict[int, list[Taker]] = {}  # of segments' shares, besides the parameters
         self._gathering: list[Pending] | None = None
         self._narrow: torch.Tensor | None = None
+        self._forward_version: int | None = None
         sources = {member.fqn: member.parameter for member in members}
         meta = initial is None and any(p.is_meta for p in sources.values())
         device = torch.device("meta" if meta else comm.mesh.device_type)
-        self._lay_out(device)
-        self._fill({name: _value(p, name, initial) for name, p in sources.items()})
-        self._show_new()
+        self.lay_out(device)
+        self.fill({name: _value(p, name, initial) for name, p in sources.items()})
+        self.show_new()
         self.flow = flow
         self.number = flow.add(self)
         comm.prepare(self.layout.nbytes)
@@ -104,7 +127,7 @@ class Unit:
 
     # ---- construction ---------------------------------------------------------------------------
 
-    def _lay_out(self, device: torch.device, shard: torch.Tensor | None = None) -> None:
+    def lay_out(self, device: torch.device, shard: torch.Tensor | None = None) -> None:
         """Buffers and views for the members as they are now; nothing is shown yet."""
         specs = [member.spec for member in self.members]
         frozen = [m.fqn for m in self.members if not m.parameter.requires_grad]
@@ -116,7 +139,7 @@ class Unit:
         self.keeps_whole = not self.buffers.whole.nbytes and all(
             views.segment.cut == "replicated" for views in self.buffers.segments
         )
-        self.faces = Faces(self.buffers, self.comm, plain=self.keeps_whole)
+        self.sharded = ShardedParameters(self.buffers, self.comm)
         self.param_infos = {info.fqn: info for info in self._infos()}
         probe = self.comm.probe
         probe.holds(self.buffers.shard, "weight")
@@ -140,29 +163,34 @@ class Unit:
                     segment.trainable,
                 )
 
-    def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, values: Mapping[str, torch.Tensor]) -> None:
         """Keep this rank's piece of every whole value."""
         for local, piece in zip(self.buffers.locals, self.buffers.pieces, strict=True):
             value = values[piece.tensor.fqn]
             if not value.is_meta:
-                local.copy_(piece_of(value.detach(), piece.offsets, piece.sizes))
+                local.copy_(part_of(value.detach(), piece.offsets, piece.sizes))
 
-    def _show_new(self) -> None:
+    def show_new(self) -> None:
         """Parameters for users, and whole ones for computing, over the present buffers."""
-        self._whole = self.buffers.parameters
         if self.keeps_whole:
-            self.faces.parameters = _by_segment(self._whole, self.layout)
-            local = self._whole
+            self.sharded.all = list(self.buffers.parameters)
         else:
-            local = self.faces.make()
-        for member, parameter in zip(self.members, local, strict=True):
+            self.sharded.make()
+        for member, parameter in zip(self.members, self.sharded.all, strict=True):
             member.parameter = parameter
-        self._finish_views()
+        self.finish_views()
 
-    def _finish_views(self) -> None:
-        self.gradients = Gradients(self.buffers, self._whole, self.comm)
-        self.comm.probe.holds(self.gradients.buffer.tensor, "unreduced_gradient")
+    def finish_views(self) -> None:
+        """Everything that is made of the buffers and the parameters, and their SHARDED state."""
+        self._whole = self.sharded.all if self.keeps_whole else self.buffers.parameters
+        self.buffers.parameters = self._whole
+        self.gradients = Gradients(self.buffers, self.comm)
+        for gradient in self.gradients.segments:
+            self.comm.probe.holds(gradient.send.tensor, "reduce_scatter")
         rows = list(zip(self.members, self._whole, strict=True))
+        for member, whole in rows:
+            if whole is not member.parameter and isinstance(whole, LinkedParameter):
+                whole.home = AtShard(member.parameter, f"{member.fqn} of unit '{self.name}'")
         self._places = [
             (shown, name, member.parameter, whole)
             for member, whole in rows
@@ -173,9 +201,12 @@ class Unit:
             for member, whole in rows
             for setter, name in member.setters
         ]
-        self._expected = [
-            (*member.places[0], member.parameter, address_of(local))
-            for member, local in zip(self.members, self.buffers.locals, strict=True)
+        self.expected = [
+            (index, *place, member.parameter, local)
+            for index, (member, local) in enumerate(
+                zip(self.members, self.buffers.locals, strict=True)
+            )
+            for place in member.places
         ]
         self._show(UNSHARDED if self.keeps_whole else SHARDED)
 
@@ -193,32 +224,40 @@ class Unit:
                 setattr(module, name, whole if state is UNSHARDED else sharded)
         self.state = state
 
+    def show_sharded(self) -> None:
+        """Let every module have its sharded parameters, whatever the state."""
+        if not self.keeps_whole:
+            state = self.state
+            self._show(SHARDED)
+            self.state = state
+
+    def show_again(self) -> None:
+        """After ``show_sharded``: the parameters of the state."""
+        self._show(self.state)
+
     def _follow_freezing(self) -> None:
         """Full parameters train as the sharded ones do, which users freeze and unfreeze."""
+        changed = False
         for member, whole in zip(self.members, self._whole, strict=True):
-            wanted = member.parameter.requires_grad
-            if whole.requires_grad is wanted:
-                continue
-            if wanted and not self.param_infos[member.fqn].requires_grad:
-                self._make_trainable(member.fqn)
-                return
-            whole.requires_grad_(wanted)
+            if whole.requires_grad is not member.parameter.requires_grad:
+                whole.requires_grad_(member.parameter.requires_grad)
+                changed = True
+        if changed:
+            for taker in self.all_takers:
+                taker.follow_freezing()
 
-    def _make_trainable(self, fqn: str) -> None:
-        """Give parameters that were frozen a place among those that have gradients (collective)."""
-        if self.sink is not None or Flat() in self.placements.values():
-            raise InputError(
-                expected(
-                    f"{fqn} of unit '{self.name}'",
-                    "requires_grad as when it was sharded",
-                    "a frozen parameter that is to train",
-                    "Unfreeze parameters before sharding: flat shards would move.",
-                )
-            )
-        from shardwright.runtime.units.moved import relay
+    @property
+    def is_root(self) -> bool:
+        """Whether its forward is that of the whole model."""
+        return self.flow.is_led_by(self)
 
-        relay(self)
-        self._follow_freezing()
+    @property
+    def reshards(self) -> bool:
+        """Whether the whole unit goes after a forward that trains. Left open, it does unless it is
+        the root of others, whose backward comes at once."""
+        if self.reshard_after_forward is None:
+            return not (self.is_root and self.flow.has_several)
+        return self.reshard_after_forward is not False
 
     # ---- what the flow calls --------------------------------------------------------------------
 
@@ -227,14 +266,20 @@ class Unit:
         """Whether the whole unit is there, or on its way."""
         return self.state is UNSHARDED or self._gathering is not None
 
-    def start_gather(self) -> None:
+    def start_gather(self, *, backward: bool = False) -> None:
         """Begin to gather (collective)."""
         self._refuse_meta()
         label = f"{self.name} gather"
+        self.comm.remember(label)
         if self._narrow is not None:
             self._gathering = self._gather_narrow(label)
-        else:
-            self._gathering = self.buffers.start_gather(label)
+            return
+        version = self.buffers.shard._version
+        if backward and self._forward_version not in (None, version):
+            raise self._changed()
+        if torch.is_grad_enabled() and not backward:
+            self._forward_version = version
+        self._gathering = self.buffers.start_gather(label)
 
     def finish_gather(self) -> None:
         """Wait until the whole unit is there and show it."""
@@ -262,7 +307,7 @@ class Unit:
     def _ranks_after_forward(self) -> int:
         """How many ranks share the whole unit between its forward and its backward."""
         kind = self.reshard_after_forward
-        return self.comm.size if isinstance(kind, bool) else kind
+        return self.comm.size if kind is None or isinstance(kind, bool) else kind
 
     def free(self, *, after_forward: bool = False) -> None:
         """Free the full parameters and show the sharded ones; nothing for a replicated unit."""
@@ -276,78 +321,84 @@ class Unit:
         self.buffers.whole.give()
         self._show(SHARDED)
 
-    def prepare_gradient(self) -> None:
-        """Have room for the gradient of every full parameter, zeroed."""
-        self.gradients.prepare()
-
-    def keep_gradient(self) -> None:
-        """Hold the gradient of this backward, unreduced."""
-        self.gradients.keep()
-
     def start_reduce(self) -> None:
         """Begin to sum the gradient over ranks (collective)."""
         with self.comm.probe.phase("reduce"):
-            self.gradients.start(f"{self.name} reduce", self.sink or self.faces)
+            self.gradients.start(self.name, self.divisor)
 
     def finish_reduce(self) -> None:
         """Hand this rank's mean gradient to its parameters, or to the optimizer's."""
         with self.comm.probe.phase("reduce"):
-            self.gradients.finish(self.sink or self.faces)
+            self.gradients.finish(self._accept)
+
+    def _accept(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
+        for taker in self.takers.get(index, ()):
+            taker.accept(share)
+        self.sharded.accept(index, share, present)
 
     def recover(self, *, failed: bool) -> None:
         """Be SHARDED; after a failed backward also without what it left of a gradient."""
         self._narrow = None if self._gathering is None else self._narrow
         if failed:
-            if self.gradients.was_cleared and self.sink is None:
-                for parameter in self.faces.all:
-                    parameter.grad = None
             self.gradients.drop()
         self.free()
         self._narrow = None
+        self.gradients.check()
 
     def settle(self) -> None:
         """After a backward: reduce what came later than its unit's reduce, or was held back by an
         earlier backward and not touched by this one."""
-        late = []
-        if not self.gradients.is_live and not self.keeps_whole:
-            late = [(p, v, p.grad) for p, v in self.gradients.rows if p.grad is not None]
-        waits = self.flow.synchronise and not self.driven_by_hand and self.gradients.waits
-        if not (late or waits):
-            return
-        for parameter, _, _ in late:
-            parameter.grad = None
-        self.prepare_gradient()
-        for _, view, gradient in late:
-            view.copy_(gradient.detach())
-        self.start_reduce()
-        self.finish_reduce()
+        if self.synchronise and not self.driven_by_hand and self.gradients.is_here:
+            self.start_reduce()
+            self.finish_reduce()
 
-    # ---- parameters that someone moved or replaced ----------------------------------------------
+    # ---- what someone did to parameters ---------------------------------------------------------
 
     def absorb(self) -> None:
         """Take over what was done to the sharded parameters behind the unit's back.
 
-        ``to``, ``to_empty``, assigning loads and replaced parameters leave tensors that are no
-        views of the shard. Their values are copied back; another dtype or device gets new buffers.
-        A parameter that was put in place of another one stays there, unless it is a plain tensor
-        where a DTensor is shown.
+        ``to``, ``to_empty``, ``p.data = x`` and assigning loads leave tensors that are no views of
+        the shard. Their values are copied to new memory; what was here before is left as it is.
         """
         if self.state is UNSHARDED and not self.keeps_whole:
             return
-        moved = [
-            index
-            for index, (shown, name, parameter, address) in enumerate(self._expected)
-            if shown.get(name) is not parameter
-            or address_of(local_of(parameter)) != address
-            or (not address and _is_elsewhere(parameter, self.buffers.locals[index]))
-        ]
+        moved = find_moved(self)
         if moved:
-            from shardwright.runtime.units.moved import absorb_moved
-
-            absorb_moved(self, moved)
+            take_over(self, moved)
         self._follow_freezing()
 
+    def watch(self) -> None:
+        """A forward begins, in which parameters must not be written."""
+        self._watched = self.buffers.whole.tensor._version
+
+    def refuse_writes(self) -> None:
+        """Raise if the forward wrote a parameter, for the write goes with the gathered copy."""
+        if self.keeps_whole or self.buffers.whole.tensor._version == self._watched:
+            return
+        rows = zip(self.members, self._whole, self.buffers.locals, self.buffers.pieces, strict=True)
+        written = [
+            member.fqn
+            for member, whole, local, piece in rows
+            if not part_of(whole.detach(), piece.offsets, piece.sizes).equal(local.to(whole.dtype))
+        ]
+        self.free()
+        raise InputError(
+            expected(
+                f"forward of unit '{self.name}'",
+                "one that only reads its parameters",
+                f"one that writes {', '.join(written) or 'one'} in place",
+                "Keep what a forward changes in a buffer, leave the parameter out "
+                "(ignored_params), or write inside storage.unsharded(write=True).",
+            )
+        )
+
     # ---- small things ---------------------------------------------------------------------------
+
+    @property
+    def all_takers(self) -> Iterator[Taker]:
+        """The optimizers' flat tensors that have something of this unit."""
+        for takers in self.takers.values():
+            yield from takers
 
     def _index(self, fqn: str) -> int:
         for index, member in enumerate(self.members):
@@ -362,13 +413,24 @@ class Unit:
             return False
         return bool(tensor.untyped_storage()._cdata == self.buffers.whole.storage._cdata)
 
+    def _changed(self) -> InputError:
+        return InputError(
+            expected(
+                f"backward of unit '{self.name}'",
+                "the weights of its forward",
+                "weights that were changed in between",
+                "Step the optimizer after the backward, or run the forward again.",
+            )
+        )
+
     def _refuse_meta(self) -> None:
         if self.buffers.shard.is_meta:
             self.absorb()
         if self.buffers.shard.is_meta:
-            raise self._on_meta()
+            raise self.on_meta()
 
-    def _on_meta(self) -> InputError:
+    def on_meta(self) -> InputError:
+        """What to say where memory is asked of a unit without any."""
         return InputError(
             expected(
                 f"{self.members[0].fqn} of unit '{self.name}'",
@@ -381,14 +443,3 @@ class Unit:
 
 def _value(parameter: nn.Parameter, fqn: str, initial: Initial | None) -> torch.Tensor:
     return initial(fqn) if parameter.is_meta and initial is not None else parameter
-
-
-def _by_segment(parameters: list[nn.Parameter], layout: UnitLayout) -> list[list[nn.Parameter]]:
-    rest = iter(parameters)
-    return [[next(rest) for _ in segment.slots] for segment in layout.segments]
-
-
-def _is_elsewhere(parameter: nn.Parameter, local: torch.Tensor) -> bool:
-    """Whether a parameter without an address here was moved or cast."""
-    found = local_of(parameter)
-    return found.dtype is not local.dtype or found.device != local.device

@@ -1,0 +1,153 @@
+"""How one tensor is divided among ranks: what each holds, and how the parts come together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from shardwright.core.layout import Segment, Slot
+from shardwright.core.placement import BlockShard, Shard, describe
+from shardwright.runtime.checkpoint.region import Box, Part, parts
+from shardwright.runtime.comm import Comm
+from shardwright.runtime.torch_private import tensor_spec
+
+Ints = tuple[int, ...]
+Region = tuple[Ints, Ints]  # offsets and sizes; one offset on other shapes: a row-major range
+
+
+class Cut:
+    """One tensor's parts on the ranks of a mesh; every element is in one of them.
+
+    ``offsets`` and ``sizes`` are this rank's part: a rectangle, or with one offset on a tensor of
+    another rank a range of its row-major elements. ``dim`` is the dimension that rectangles cut,
+    None for ranges and for a tensor that is whole on one rank. Two tensors of one ``key`` lie alike
+    on every rank, so that what works element by element needs no communication. ``placements`` are
+    torch's nearest words: who computes parts from them (``distribute_tensor``) gets rows.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        shape: Ints,
+        dim: int | None,
+        region_of: Callable[[int], Region],
+        key: Ints | tuple[Any, ...],
+        comm: Comm,
+    ) -> None:
+        self.fqn = fqn
+        self.shape = torch.Size(shape)
+        self.dim = dim
+        self.key = key
+        self.comm = comm
+        self.offsets, self.sizes = region_of(comm.rank)
+        self._region_of = region_of
+        self._specs: dict[torch.dtype, Any] = {}
+
+    @classmethod
+    def of_slot(cls, segment: Segment, slot: Slot, comm: Comm) -> Cut:
+        """How a segment's layout cuts one of its tensors."""
+
+        def region_of(rank: int) -> Region:
+            piece = segment.piece(slot, rank)
+            return piece.offsets, piece.sizes
+
+        placement, tensor = slot.placement, slot.tensor
+        place = (slot.start, segment.share) if segment.cut == "flat" else (slot.chunk,)
+        key = (tensor.shape, describe(placement), *place, *comm.identity)
+        dim = placement.dim if isinstance(placement, Shard | BlockShard) else None
+        return cls(tensor.fqn, tensor.shape, dim, region_of, key, comm)
+
+    @classmethod
+    def of_runs(cls, name: str, lengths: Ints, comm: Comm) -> Cut:
+        """A 1-D tensor of which every rank r holds ``lengths[r]`` elements, in rank order."""
+
+        def region_of(rank: int) -> Region:
+            return (sum(lengths[:rank]),), (lengths[rank],)
+
+        return cls(name, (sum(lengths),), None, region_of, (name, *lengths, *comm.identity), comm)
+
+    def __deepcopy__(self, memo: Any) -> Cut:
+        return self
+
+    def __reduce__(self) -> Any:
+        regions = tuple(self._region_of(rank) for rank in range(self.comm.size))
+        return (
+            restored_cut,
+            (self.fqn, tuple(self.shape), self.dim, regions, self.key, self.mesh),
+        )
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Where the tensor is sharded; the first dimension of two holds replicas."""
+        return self.comm.mesh
+
+    @property
+    def placements(self) -> tuple[TorchPlacement, ...]:
+        """One placement of torch's for every dimension of the mesh."""
+        replicas = (TorchReplicate() for _ in range(self.mesh.ndim - 1))
+        return (*replicas, TorchShard(self.dim or 0))
+
+    def spec(self, dtype: torch.dtype) -> Any:
+        """What torch's DTensor wants to know."""
+        if dtype not in self._specs:
+            self._specs[dtype] = tensor_spec(self.mesh, self.placements, self.shape, dtype)
+        return self._specs[dtype]
+
+    def spec_of_view(self, view: torch.Tensor) -> Any:
+        """The same of a view of the tensor, of another shape."""
+        every = (TorchReplicate(),) * self.mesh.ndim
+        return tensor_spec(self.mesh, every, view.shape, view.dtype)
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor [shape]; shares memory where that can be."""
+        return part_of(whole, self.offsets, self.sizes)
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole tensor [shape] from every rank's ``local`` part [sizes] (collective)."""
+        if local.is_meta:
+            return local.new_empty(self.shape)
+        sizes = [self._region_of(rank)[1] for rank in range(self.comm.size)]
+        counts = [math.prod(each) for each in sizes]
+        flat = self.comm.gather_uneven(f"whole {self.fqn}", local.reshape(-1), counts)
+        if self.dim is None:
+            return flat.view(self.shape)
+        pieces = zip(flat.split(counts), sizes, strict=True)
+        return torch.cat([piece.view(each) for piece, each in pieces], self.dim)
+
+    def boxes(self) -> Iterator[Part]:
+        """This rank's part as rectangles; every rank has all of a tensor without elements."""
+        if not self.shape.numel():
+            yield Part(Box((0,) * len(self.shape), tuple(self.shape)), 0)
+            return
+        for part in parts(tuple(self.shape), self.offsets, self.sizes):
+            if 0 not in part.box.sizes:
+                yield part
+
+
+def restored_cut(
+    fqn: str,
+    shape: Ints,
+    dim: int | None,
+    regions: tuple[Region, ...],
+    key: tuple[Any, ...],
+    mesh: DeviceMesh,
+) -> Cut:
+    """A cut that was pickled, in a process with the mesh it was made on."""
+    return Cut(fqn, shape, dim, regions.__getitem__, key, Comm(mesh))
+
+
+def part_of(value: torch.Tensor, offsets: Ints, sizes: Ints) -> torch.Tensor:
+    """A rectangle of ``value``, or a range of its elements where there is one offset for them."""
+    if len(offsets) != value.dim():
+        return value.reshape(-1)[offsets[0] : offsets[0] + sizes[0]]
+    found = value
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        found = found.narrow(dim, offset, size) if size else found.narrow(dim, 0, 0)
+    return found

@@ -1,0 +1,91 @@
+"""Parameters whose gradient is somewhere else, and say so to whoever asks or clears it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from shardwright.core.errors import InputError, expected
+from shardwright.runtime.torch_private import C_DATA, C_GRAD
+
+
+class Home(Protocol):
+    """Where the gradient and the memory of a parameter really are."""
+
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient there."""
+        ...
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Put one there, or nothing."""
+        ...
+
+    def refusal(self) -> InputError:
+        """What to say to someone who wants to give the parameter other memory."""
+        ...
+
+
+class LinkedParameter(nn.Parameter):
+    """A plain parameter with a ``home``: what modules compute with while a unit is UNSHARDED.
+
+    ``grad`` is autograd's own while a backward is under way and the one at home otherwise;
+    clearing it clears both. ``data`` shares the version counter, so that writes are noticed.
+    """
+
+    home: Home | None = None
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient, here or at home."""
+        found: torch.Tensor | None = C_GRAD.__get__(self)
+        return self.home.gradient() if found is None and self.home is not None else found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if self.home is None:
+            C_GRAD.__set__(self, value)
+            return
+        C_GRAD.__set__(self, None)
+        self.home.set_gradient(value)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The same memory without a graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if self.home is not None:
+            raise self.home.refusal()
+        C_DATA.__set__(self, value)
+
+
+class AtShard:
+    """The home of a whole parameter: the sharded one."""
+
+    def __init__(self, parameter: nn.Parameter, name: str) -> None:
+        self.parameter = parameter
+        self.name = name
+
+    def gradient(self) -> torch.Tensor | None:
+        """That of the sharded parameter."""
+        return self.parameter.grad
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Only nothing can be put there, for a part is not a whole."""
+        if gradient is not None:
+            raise self.refusal()
+        self.parameter.grad = None
+
+    def refusal(self) -> InputError:
+        """It lives as long as the unit is UNSHARDED."""
+        return InputError(
+            expected(
+                self.name,
+                "to be changed while its unit is sharded",
+                "other memory or a gradient for the gathered parameter",
+                "Write inside storage.unsharded(write=True), or before the forward.",
+            )
+        )

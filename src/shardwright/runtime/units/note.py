@@ -1,0 +1,85 @@
+"""What ranks compare while they sum a gradient, in a few numbers that travel with it.
+
+Gathers of equal size pair up whatever they are of, so a rank that uses other units, or in another
+order, computes with mixed weights and never knows. Therefore every sum carries ``CHECK_BITS`` bits
+of what its rank did so far, each as a pair (bit, 1 - bit): where one of the pair is 0 here the sum
+must be 0, in any dtype and for any number of ranks. After them comes a 1 for every tensor that has
+a gradient here, so that all ranks learn which have one anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwright.core.errors import MismatchError, expected
+from shardwright.core.layout import CHECK_BITS
+from shardwright.runtime.comm import Comm
+
+
+class Note:
+    """One rank's note, and what it becomes when all are added up."""
+
+    def __init__(self, comm: Comm, label: str, present: Sequence[bool]) -> None:
+        self.comm = comm
+        self.label = label
+        self.present = present
+        history = comm.remember(label)
+        bits = [history >> place & 1 for place in range(CHECK_BITS)]
+        self.own = [*bits, *(1 - bit for bit in bits)]
+        self._kept: torch.Tensor | None = None
+        self._arrived: torch.Event | None = None
+
+    def rows(self, ranks: int, length: int, like: torch.Tensor) -> torch.Tensor:
+        """The note for every rank [ranks, length], in dtype and on device of ``like``."""
+        numbers = [*self.own, *self.present]
+        numbers.extend([0] * (length - len(numbers)))
+        row = torch.tensor(numbers, dtype=like.dtype, device=like.device)
+        return row.expand(ranks, length)
+
+    def read(self, row: torch.Tensor) -> Sequence[bool]:
+        """Which tensors have a gradient on any rank, from the sum of all notes [n].
+
+        Raises MismatchError, on every rank, if they did not do the same so far. On an accelerator
+        nothing waits for the sum where the answer is known: ``check`` looks at it later.
+        """
+        if self.comm.is_fake:
+            return self.present
+        if row.device.type == "cpu":
+            self._check(row)
+        else:
+            self._kept = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            self._kept.copy_(row, non_blocking=True)
+            self._arrived = torch.Event(row.device)
+            self._arrived.record()
+            if all(self.present):
+                return self.present
+        first = len(self.own)
+        return [total > 0 for total in row[first : first + len(self.present)].tolist()]
+
+    def check(self, *, wait: bool) -> bool:
+        """Look at a sum that was kept, if it is there or ``wait``; whether that was done."""
+        if self._kept is None or self._arrived is None:
+            return True
+        if wait:
+            self._arrived.synchronize()
+        elif not self._arrived.query():
+            return False
+        kept, self._kept = self._kept, None
+        self._check(kept)
+        return True
+
+    def _check(self, row: torch.Tensor) -> None:
+        sums = row[: len(self.own)].tolist()
+        if any(total and not own for own, total in zip(self.own, sums, strict=True)):
+            last = ", ".join(f"'{label}'" for label in self.comm.forget())
+            raise MismatchError(
+                expected(
+                    f"'{self.label}'",
+                    "every rank to use the same units in the same order",
+                    f"another order on some rank; the last here were {last}",
+                    "Nothing was updated. Let every rank run every unit; SHARDWRIGHT_LOG=debug "
+                    "names the first difference.",
+                )
+            )

@@ -1,0 +1,183 @@
+"""Taking over sharded parameters that were moved, cast or replaced behind their unit's back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.errors import InputError, expected
+from shardwright.runtime.torch_private import address_of, local_of
+from shardwright.runtime.units.buffers import Buffers
+from shardwright.runtime.units.cut import part_of
+from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor
+
+if TYPE_CHECKING:
+    from shardwright.runtime.units.parameter import Member
+    from shardwright.runtime.units.unit import Unit
+
+
+def find_moved(unit: Unit) -> list[int]:
+    """The places of parameters that are not the unit's own, or no views of its shard."""
+    return [
+        index
+        for index, shown, name, parameter, local in unit.expected
+        if shown.get(name) is not parameter or _is_moved(parameter, local)
+    ]
+
+
+def _is_moved(parameter: nn.Parameter, local: torch.Tensor) -> bool:
+    if isinstance(parameter, ShardTensor):
+        return parameter._local_tensor is not local
+    return (
+        address_of(parameter) != address_of(local)
+        or parameter.dtype is not local.dtype
+        or parameter.device != local.device
+    )
+
+
+@torch.no_grad()
+def take_over(unit: Unit, moved: list[int]) -> None:
+    """Give the unit new memory with the values that its parameters have now.
+
+    A new dtype is a collective, for another alignment can move the cuts.
+    """
+    tied = _tied(unit, moved)
+    values = [_current(unit, index) for index in range(len(unit.members))]
+    device = values[moved[0]].device
+    if any(value.device != device for value in values):
+        raise InputError(
+            expected(
+                f"parameters of unit '{unit.name}'",
+                f"all of them on {device}",
+                "some on another device",
+                "Move the whole model at once.",
+            )
+        )
+    if unit.takers:
+        raise InputError(
+            expected(
+                f"unit '{unit.name}'",
+                "its memory, dtype and device as when optimizer_parameters was called",
+                f"another {unit.members[moved[0]].fqn}",
+                "Move or replace parameters first, then make the optimizer; copy_ keeps memory.",
+            )
+        )
+    cast = any(v.dtype != m.dtype for v, m in zip(values, unit.members, strict=True))
+    _rebuild(unit, values, device, tied=tied, cast=cast or bool(tied))
+
+
+def _tied(unit: Unit, moved: list[int]) -> dict[int, int]:
+    """Members that now show another member's parameter: which shows whose."""
+    owners = {id(member.parameter): index for index, member in enumerate(unit.members)}
+    found = {}
+    for index in moved:
+        owner = owners.get(id(unit.members[index].shown()))
+        if owner is not None and owner != index:
+            found[index] = owner
+    return found
+
+
+def _current(unit: Unit, index: int) -> torch.Tensor:
+    """This rank's values of a parameter, wherever they are."""
+    member, piece = unit.members[index], unit.buffers.pieces[index]
+    where = f"{member.fqn} of unit '{unit.name}'"
+    shown = member.shown()
+    if not isinstance(shown, nn.Parameter):
+        raise InputError(
+            expected(
+                where,
+                "a parameter",
+                "none: it was removed or put behind a parametrization",
+                "Change modules before sharding them.",
+            )
+        )
+    if shown.shape != member.shape:
+        wanted = f"shape {tuple(member.shape)}, as when it was sharded"
+        raise InputError(expected(where, wanted, f"{tuple(shown.shape)}"))
+    if unit.sharded.cuts[index] is None:
+        return part_of(local_of(shown).detach(), piece.offsets, piece.sizes)
+    if not isinstance(shown, DTensor):
+        raise InputError(
+            expected(
+                where,
+                "the sharded parameter",
+                "another, whole one in its place, which nothing would shard or reduce",
+                "Copy values (p.copy_(whole) under no_grad), or replace it before sharding.",
+            )
+        )
+    cut = unit.sharded.cuts[index]
+    assert cut is not None
+    return OPERATORS.as_part(shown.detach(), cut)._local_tensor
+
+
+def _rebuild(
+    unit: Unit,
+    values: list[torch.Tensor],
+    device: torch.device,
+    *,
+    tied: dict[int, int],
+    cast: bool,
+) -> None:
+    """New buffers on ``device``, in the dtypes of ``values``, with what modules show."""
+    whole: dict[str, torch.Tensor] = {}
+    if cast and device.type != "meta":
+        whole = _gathered(unit, values, device)
+    by_name = {m.fqn: value for m, value in zip(unit.members, values, strict=True)}
+    for member, value in zip(unit.members, values, strict=True):
+        member.dtype = value.dtype
+        member.parameter = member.shown()
+    for index, owner in tied.items():
+        _join(unit.members[owner], unit.members[index])
+    unit.members = [m for index, m in enumerate(unit.members) if index not in tied]
+    unit.lay_out(device)
+    if whole:
+        unit.fill(whole)
+    elif device.type != "meta":
+        for member, local in zip(unit.members, unit.buffers.locals, strict=True):
+            local.copy_(by_name[member.fqn])
+    follow_objects(unit)
+
+
+def _join(member: Member, other: Member) -> None:
+    """Let ``member`` be shown where ``other`` is, too."""
+    member.aliases.extend([other.fqn, *other.aliases])
+    member.places.extend(other.places)
+    member.setters.extend(other.setters)
+
+
+def follow_objects(unit: Unit) -> None:
+    """Go on with the parameters that the members have, over the present buffers."""
+    for member, cut in zip(unit.members, unit.sharded.cuts, strict=True):
+        parameter = member.parameter
+        if cut is not None and not isinstance(parameter, ShardTensor):
+            OPERATORS.cut_again(parameter, cut)  # torch's, of an assigning load
+    unit.sharded.adopt([member.parameter for member in unit.members])
+    unit.finish_views()
+
+
+def _gathered(
+    unit: Unit, values: list[torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Every whole parameter in its new dtype, by way of the old layout (collective)."""
+    old = Buffers(unit.layout, unit.comm, device, MixedPrecision())
+    for local, value in zip(old.locals, values, strict=True):
+        local.copy_(value)
+    old.finish_gather(old.start_gather(f"{unit.name} cast"))
+    names = [member.fqn for member in unit.members]
+    dtypes = {name: value.dtype for name, value in zip(names, values, strict=True)}
+    return {
+        name: parameter.detach().to(dtypes[name])
+        for name, parameter in zip(names, old.parameters, strict=True)
+    }
+
+
+@torch.no_grad()
+def rebase(unit: Unit, shard: torch.Tensor) -> None:
+    """Let ``shard``, of as many bytes, be the unit's memory from now on, with its values."""
+    shard.copy_(unit.buffers.shard)
+    unit.lay_out(shard.device, shard)
+    follow_objects(unit)

@@ -1,0 +1,95 @@
+"""What a user holds of a unit while it is sharded: one parameter each, made once, that optimizers
+work on and that gets the unit's gradient. All share the unit's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwright.runtime.comm import Comm
+from shardwright.runtime.torch_private import C_GRAD, set_local
+from shardwright.runtime.units.buffers import Buffers, local_view
+from shardwright.runtime.units.cut import Cut
+from shardwright.runtime.units.linked import LinkedParameter
+from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
+
+
+class ShardedParameters:
+    """The parameters of a unit in SHARDED state, in layout order.
+
+    A tensor that is cut is a ShardTensor. One that every rank has whole is a plain parameter, and
+    its cut is None; where ``wholes`` are given it is the one that the unit computes with.
+    """
+
+    def __init__(self, buffers: Buffers, comm: Comm) -> None:
+        self.buffers = buffers
+        segments = [views.segment for views in buffers.segments]
+        self.cuts: list[Cut | None] = [
+            None if segment.cut == "replicated" else Cut.of_slot(segment, slot, comm)
+            for segment in segments
+            for slot in segment.slots
+        ]
+        self.trainable = [segment.trainable for segment in segments for _ in segment.slots]
+        self.all: list[nn.Parameter] = []
+
+    def make(self) -> list[nn.Parameter]:
+        """New parameters over the shard."""
+        rows = zip(self.buffers.locals, self.cuts, self.trainable, strict=True)
+        self.all = [
+            LinkedParameter(local, requires_grad=trains)
+            if cut is None
+            else as_parameter(ShardTensor(local, cut), trains)
+            for local, cut, trains in rows
+        ]
+        return self.all
+
+    def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Go on with ``parameters`` that exist, over the present shard."""
+        self.all = list(parameters)
+        for parameter, local, cut in zip(self.all, self.buffers.locals, self.cuts, strict=True):
+            set_local(parameter, local)
+            if isinstance(parameter, ShardTensor) and cut is not None:
+                parameter.cut, parameter._spec = cut, cut.spec(local.dtype)
+
+    def wrap(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """``local`` [cut.sizes] as part of something cut like the parameter at ``index``."""
+        cut = self.cuts[index]
+        return local if cut is None else ShardTensor(local, cut)
+
+    def accept(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
+        """Take a segment's share of the mean gradient: set or add to ``.grad`` of every parameter
+        that requires it, unless an optimizer's flat tensor has it, and call the hooks on it."""
+        segment = self.buffers.segments[index].segment
+        first = sum(len(views.segment.slots) for views in self.buffers.segments[:index])
+        rank = self.buffers.comm.rank
+        for place, (slot, here) in enumerate(zip(segment.slots, present, strict=True), first):
+            parameter = self.all[place]
+            if not (here and parameter.requires_grad):
+                continue
+            if getattr(parameter, "home", None) is None:
+                part = local_view(segment, slot, rank, share)
+                self._add(parameter, part, self.cuts[place])
+            _call_hooks(parameter)
+
+    def _add(self, parameter: nn.Parameter, part: torch.Tensor, cut: Cut | None) -> None:
+        gradient = part if cut is None else ShardTensor(part, cut)
+        hooks = parameter._backward_hooks
+        for hook in list(hooks.values()) if hooks else ():
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        held = C_GRAD.__get__(parameter)
+        if held is None:
+            C_GRAD.__set__(parameter, gradient)
+        else:
+            held.add_(gradient)
+
+
+def _call_hooks(parameter: nn.Parameter) -> None:
+    """Those that wait for an accumulated gradient, such as an optimizer in the backward."""
+    hooks = parameter._post_accumulate_grad_hooks
+    home = getattr(parameter, "home", None)
+    for hook in list(hooks.values()) if hooks else ():
+        if home is None or hook != home.take_stray:
+            hook(parameter)
