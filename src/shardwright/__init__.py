@@ -38,12 +38,14 @@ if TYPE_CHECKING:
         optimizer_state_dict,
     )
     from shardwright.runtime.saving import Resumed, load_checkpoint, save_checkpoint
+    from shardwright.runtime.sharded_module import ShardedModule
     from shardwright.runtime.state import full_state_dict
     from shardwright.runtime.units.buffers import shard_buffer
     from shardwright.runtime.units.dstorage import DStorage
     from shardwright.runtime.units.parameter import ParamInfo
     from shardwright.runtime.units.precision import MixedPrecision
     from shardwright.runtime.units.registry import get_dstorage
+    from shardwright.runtime.units.shard_tensor import ShardTensor
     from shardwright.runtime.units.unit import State
     from shardwright.tracker.memory import MemoryTracker
 
@@ -66,6 +68,8 @@ _HOMES = {
     "Resumed": "runtime.saving",
     "RunError": "core.errors",
     "Shard": "core.placement",
+    "ShardTensor": "runtime.units.shard_tensor",
+    "ShardedModule": "runtime.sharded_module",
     "ShardwrightError": "core.errors",
     "State": "runtime.units.unit",
     "UnsupportedError": "core.errors",
@@ -112,6 +116,8 @@ __all__ = [
     "Resumed",
     "RunError",
     "Shard",
+    "ShardTensor",
+    "ShardedModule",
     "ShardwrightError",
     "State",
     "UnsupportedError",

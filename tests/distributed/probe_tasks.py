@@ -537,10 +537,17 @@ def state_dict_dcp(mesh: DeviceMesh) -> Any:
 
 
 def deepcopy(mesh: DeviceMesh) -> Any:
+    """A copy trains on its own, and the model as if there were none."""
     model = nested(mlp(), mesh)
-    before = said(lambda: copy.deepcopy(model))
-    squared(model, inputs(mesh.get_local_rank())).backward()
-    return before, differences(model, mean_gradients(mlp(), mesh.size(), squared))
+    twin = copy.deepcopy(model)
+    true = mean_gradients(mlp(), mesh.size(), squared)
+    found = []
+    for each in (twin, model, copy.deepcopy(model)):
+        each.zero_grad()
+        squared(each, inputs(mesh.get_local_rank())).backward()
+        found.append(differences(each, true))
+        torch.optim.SGD(twin.parameters(), lr=1.0).step()
+    return found
 
 
 def compile_explain(mesh: DeviceMesh, what: str) -> Any:

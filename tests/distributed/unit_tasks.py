@@ -201,8 +201,8 @@ def refusal(mesh: DeviceMesh, what: str) -> str:
             )
         case "sparse":
             module[0].weight = nn.Parameter(torch.eye(5).to_sparse())
-        case "complex":
-            module = module.to(torch.complex64)
+        case "a dtype":
+            module.still = nn.Parameter(torch.zeros(3, dtype=torch.uint16), requires_grad=False)
         case "inference":
             with torch.inference_mode():
                 module = nn.Linear(5, 5)
@@ -236,17 +236,13 @@ def refusal(mesh: DeviceMesh, what: str) -> str:
     return said(lambda: fully_shard_flat(module, mesh, **given))
 
 
-class _Box:
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
-
-
 class _Hides(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
 
     def forward(self, x: torch.Tensor) -> Any:
-        return _Box(super().forward(x))
+        found = super().forward(x)
+        return lambda: found
 
 
 # ---- modules of all kinds -----------------------------------------------------------------------

@@ -15,6 +15,8 @@ ELEMENT_BYTES = {
     "fp16": 2,
     "fp8": 1,  # e4m3fn
     "fp8_e5m2": 1,
+    "complex128": 16,
+    "complex64": 8,
     "int64": 8,
     "int32": 4,
     "int16": 2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -72,7 +72,7 @@ def apply(
         return initial_block(fqn, (0,) * len(shapes[fqn]), shapes[fqn])
 
     flow = Flow(plan.prefetch)
-    model.register_forward_pre_hook(lambda module, arguments: flow.begin(), prepend=True)
+    model.register_forward_pre_hook(_Begin(flow), prepend=True)
     for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
         members = unit_members(modules, unit.modules, unit.name)
@@ -91,6 +91,16 @@ def apply(
         )
     _agree_on_replicas(comm, model)
     return model
+
+
+class _Begin:
+    """A forward of the whole model begins."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+
+    def __call__(self, *_: Any) -> None:
+        self.flow.begin()
 
 
 def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import balanced_owners
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.sharded_module import as_sharded, class_name
 from shardwright.runtime.state import follow_state_dict
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.flow import Flow
@@ -80,7 +81,7 @@ def fully_shard_flat(
     modules = _modules(module, register_hooks)
     comm = Comm(_checked_mesh(mesh))
     names = [""] if len(modules) == 1 else [str(index) for index in range(len(modules))]
-    unit = " + ".join(type(m).__name__ for m in modules)
+    unit = " + ".join(map(class_name, modules))
     notes = _offload_notes(mesh, cpu_offload)
     _check_reshard(reshard_after_forward, comm.size, unit)
     prefetch = _depth(prefetch, mesh)
@@ -335,6 +336,7 @@ def attach(
     inner = [s for module in modules for s in storages_in(module)]
     for module, prefix in zip(modules, prefixes, strict=True):
         register(module, storage)
+        as_sharded(module)
         follow_state_dict(module, storage, prefix)
     for other in {id(unit.flow): unit.flow for unit in inner if unit.flow is not flow}.values():
         flow.join(other)

@@ -45,6 +45,18 @@ def will_accumulate(node: Any, place: int) -> bool:
     return bool(torch._C._will_engine_execute_node(inputs[place][0]))
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What torch.func's transforms have wrapped, which alone has memory."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let autograd take ``tensor`` and its views for what they were at ``version``."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def outside_graphs(function: _Function) -> _Function:
     """``function``, which torch.compile calls instead of tracing; torch._dynamo is imported by the
     first call, as by the first optimizer."""

@@ -135,18 +135,21 @@ class DStorage(Unit):
         for unit in self.flow.units():
             unit.gradients.drop()
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise InputError(
-            expected(
-                f"copy of unit '{self.name}'",
-                "a module that is not sharded",
-                "a sharded one",
-                "Copy before sharding, or build another and load this one's state_dict().",
-            )
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> DStorage:
+        made = object.__new__(DStorage)
+        memo[id(self)] = made
+        made.copy_of(self, memo)
+        return made
 
     def __reduce__(self) -> NoReturn:
-        self.__deepcopy__(None)
+        raise InputError(
+            expected(
+                f"a pickle of unit '{self.name}'",
+                "a module that is not sharded",
+                "a sharded one, which needs its ranks",
+                "Pickle state_dict(), or full_state_dict() for use anywhere.",
+            )
+        )
 
     def __repr__(self) -> str:
         return table(self.flow.units())

@@ -53,6 +53,7 @@ class Flow:
 
     def __init__(self, prefetch: int = 1) -> None:
         self.prefetch = prefetch
+        self.after: Any = None  # an event of another stream that a forward waits for
         self.settings: dict[str, Any] = {}  # what was set for every unit of the model
         self._leader: weakref.ref[Unit] | None = None
         self._units: dict[int, weakref.ref[Unit]] = {}
@@ -104,6 +105,11 @@ class Flow:
         return self._leader is not None and self._leader() is unit
 
     @property
+    def has_units(self) -> bool:
+        """Whether there are any."""
+        return bool(self._units)
+
+    @property
     def has_several(self) -> bool:
         """Whether there are other units than the first."""
         return len(self._units) > 1
@@ -115,12 +121,20 @@ class Flow:
             if unit is not None:
                 yield unit
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Flow:
+        made = memo[id(self)] = Flow(self.prefetch)
+        made.settings = dict(self.settings)
+        return made
+
     # ---- a forward ------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A forward of the whole model begins: nothing of an earlier one may be in the way."""
         if in_backward():
             return
+        if self.after is not None:
+            self.after.wait()
+            self.after = None
         self.recover()
         self._orders["forward"].begin()
 

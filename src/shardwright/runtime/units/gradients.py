@@ -128,9 +128,9 @@ class SegmentGradient:
         if self.is_replicated:
             row = rows[0].clone()  # the sum is handed on, the buffer is not
             self.send.give()
-            return Sum(self, row, note, after, comm.all_reduce(label, row, wait=False))
+            return Sum(self, row, note, after, comm.all_reduce(label, _reals(row), wait=False))
         row = rows.new_empty(views.segment.sent)
-        pending = comm.reduce_scatter(label, row, rows.view(-1), wait=False)
+        pending = comm.reduce_scatter(label, _reals(row), _reals(rows.view(-1)), wait=False)
         return Sum(self, row, note, after, pending)
 
     def drop(self) -> None:
@@ -217,6 +217,11 @@ class Gradients:
         self.expected = False
         for gradient in self.segments:
             gradient.drop()
+
+
+def _reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers [n] as pairs [2n], which every backend adds up."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def _factors(dtype: torch.dtype, ranks: int, divisor: float | None) -> tuple[float, float]:

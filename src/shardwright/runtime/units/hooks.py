@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, MutableMapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,8 +12,21 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.schedule import Action
-from shardwright.runtime.torch_private import in_backward, outside_graphs, will_accumulate
+from shardwright.runtime.torch_private import (
+    in_backward,
+    outside_graphs,
+    unwrapped,
+    will_accumulate,
+)
 from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.registry import holder_of
+
+LOOKS = 2  # forwards of a unit whose modules are looked through for stashed tensors
+DEPTH = 4  # of objects in objects, in which tensors are looked for
+_NO_CARRIERS = (int, float, complex, str, bytes, type(None), type, nn.Module, ModuleType)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
 
 
 class UnitHooks:
@@ -22,6 +35,8 @@ class UnitHooks:
     def __init__(self, storage: DStorage) -> None:
         self.storage = storage
         self.anchor = torch.empty(0, requires_grad=True)  # a leaf of every graph of the unit
+        self._looks = LOOKS
+        self._stashes: dict[tuple[int, str], dict[str, Any]] = {}
 
     def register(self, modules: Sequence[nn.Module]) -> None:
         """Put the hooks on the unit's modules, which run in this order."""
@@ -37,6 +52,35 @@ class UnitHooks:
         """``tensor``, which tells this unit when a backward reaches it."""
         marked: torch.Tensor = _BeforeBackward.apply(tensor, self.anchor, self)
         return marked
+
+    def mark_stashed(self, module: nn.Module) -> None:
+        """Announce what a forward leaves in attributes of modules, as auxiliary losses are: their
+        backward may come alone. Where they are is found in the first forwards."""
+        if self._looks:
+            self._looks -= 1
+            for inner in module.modules():
+                if holder_of(inner) is self.storage:
+                    for name, value in vars(inner).items():
+                        if name not in _OF_MODULES and self._unmarked(value):
+                            self._stashes[id(vars(inner)), name] = vars(inner)
+        for (_, name), attributes in self._stashes.items():
+            before = attributes.get(name)
+            if not self._unmarked(before):
+                continue
+            after = _map_tensors(self._announce_once, before, 0)
+            if isinstance(before, list):
+                before[:] = after
+            else:
+                attributes[name] = after
+
+    def _unmarked(self, value: Any) -> bool:
+        """Whether there are tensors with a graph in ``value`` that announce nothing."""
+        if not isinstance(value, torch.Tensor | list | tuple | dict):
+            return False
+        return any(isinstance(t, torch.Tensor) and _is_unmarked(t) for t in tree_flatten(value)[0])
+
+    def _announce_once(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.announce(tensor) if _is_unmarked(tensor) else tensor
 
     def enter_backward(self, accumulates: bool) -> None:
         """A gradient arrives at an output, of a backward that leaves gradients on parameters, or
@@ -120,6 +164,8 @@ class _After:
             storage.refuse_writes()
         trains = torch.is_grad_enabled()
         output = self._marked(output, module, trains)
+        if trains:
+            self.hooks.mark_stashed(module)
         storage.comm.probe.did(Action("compute", self.name, "forward"))
         if not self.last or storage.keeps_whole or recomputed:
             return output
@@ -137,7 +183,7 @@ class _After:
         def mark(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal found
             found += 1
-            if storage.shares_full_buffer(tensor):
+            if storage.shares_full_buffer(unwrapped(tensor)):
                 tensor = tensor.clone()
             tensor = _cast(tensor, dtype)
             if not (trains and tensor.requires_grad):
@@ -152,7 +198,7 @@ class _After:
             raise UnsupportedError(
                 expected(
                     f"output of unit '{name}'",
-                    "tensors, alone or in tuples, lists, dicts and dataclasses",
+                    "tensors, alone, in containers or in attributes of objects",
                     f"a {type(output).__name__} without any that can be found",
                     "Return tensors, or run under torch.no_grad().",
                 )
@@ -160,31 +206,44 @@ class _After:
         return output
 
 
-def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with every tensor changed, in mappings and dataclasses of any type too."""
+def _is_unmarked(tensor: torch.Tensor) -> bool:
+    node = tensor.grad_fn
+    return node is not None and type(node).__name__ != f"{_BeforeBackward.__name__}Backward"
+
+
+def _map_tensors(
+    change: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: int = DEPTH
+) -> Any:
+    """``value`` with every tensor changed: in containers that torch knows, in mappings of any type,
+    and in the attributes of objects, dataclasses among them, which are changed in place."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if _is_dataclass(value):
-        for field in dataclasses.fields(value):
-            before = getattr(value, field.name)
-            after = _map_tensors(change, before)
-            if after is not before:
-                try:
-                    setattr(value, field.name, after)
-                except dataclasses.FrozenInstanceError:
-                    object.__setattr__(value, field.name, after)
-        return value
-    leaves, shape = tree_flatten(value, is_leaf=_is_dataclass)
+    leaves, shape = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
-        if isinstance(value, MutableMapping):
-            for key in list(value):
-                value[key] = _map_tensors(change, value[key])
+        if depth and not isinstance(value, _NO_CARRIERS):
+            _map_inside(change, value, depth - 1)
         return value
-    return tree_unflatten([_map_tensors(change, leaf) for leaf in leaves], shape)
+    return tree_unflatten([_map_tensors(change, leaf, depth) for leaf in leaves], shape)
 
 
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def _map_inside(change: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: int) -> None:
+    if isinstance(value, MutableMapping):
+        for key in list(value):
+            value[key] = _map_tensors(change, value[key], depth)
+    for name, before in _attributes(value):
+        after = _map_tensors(change, before, depth)
+        if after is not before:
+            try:
+                setattr(value, name, after)
+            except AttributeError:  # frozen
+                object.__setattr__(value, name, after)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """What an object has, in a dictionary or in slots."""
+    names = [n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ())]
+    slots = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return [*getattr(value, "__dict__", {}).items(), *slots]
 
 
 def _is_plain(value: Any) -> bool:

@@ -46,6 +46,7 @@ class Note:
         """
         if self.comm.is_fake:
             return self.present
+        row = row.real if row.is_complex() else row
         if row.device.type == "cpu":
             self._check(row)
         else:

@@ -12,11 +12,12 @@ Which rule holds depends on nothing that differs between ranks, for most of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -98,7 +99,10 @@ class Operators:
             *[self._local(v, cut) for v in args],
             **{name: self._local(v, cut) for name, v in kwargs.items()},
         )
-        return target if target is not None else self._wrapped(found, cut)
+        if target is None:
+            return self._wrapped(found, cut)
+        increment_version(target._local_tensor)  # beneath autograd nobody else does
+        return target
 
     def _local(self, value: Any, cut: Cut) -> Any:
         """What meets the local part of a tensor that is cut like ``cut``."""
@@ -137,6 +141,7 @@ class Operators:
             return [self._at(cut, v) for cut, v in zip(cuts, value, strict=False)]
 
         found = func(*map(local, args), **{name: local(v) for name, v in kwargs.items()})
+        increment_version([t._local_tensor for t in _flat(targets) if type(t) is self.kind])
         if not isinstance(found, list | tuple) or targets:
             return found
         return [
@@ -222,6 +227,7 @@ class Operators:
         if like:
             return self.kind(cut.part(whole).clone(), cut)
         local.copy_(cut.part(whole))
+        increment_version(local)
         return tensor
 
     def _new(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -294,10 +300,11 @@ class Operators:
         found = func(*args, **kwargs)
         if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards):
             _refuse_training(shards, func, found)
-        for target in (t for group in targets for t in _listed(group)):
+        for target in _flat(targets):
             if type(target) is self.kind:
                 base = target.view_of_base.base if target.view_of_base else target
                 base._local_tensor.copy_(base.cut.part(wholes[id(base)]))
+                increment_version(base._local_tensor)
         if len(targets) == 1 and isinstance(found, torch.Tensor):
             return targets[0]
         return found
@@ -378,5 +385,7 @@ def _of_names(func: Any, args: Any, kwargs: Any, names: Sequence[str]) -> list[A
     return [bound[name] for name in names if bound.get(name) is not None]
 
 
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Arguments, and what is in those that are lists."""
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ NAMES: dict[torch.dtype, str] = {
     torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8_e5m2",
+    torch.complex128: "complex128",
+    torch.complex64: "complex64",
     torch.int64: "int64",
     torch.int32: "int32",
     torch.int16: "int16",
@@ -88,6 +91,17 @@ class Member:
         self.places.append((module._parameters, name))
         if type(module).__setattr__ is not nn.Module.__setattr__:
             self.setters.append((weakref.ref(module), name))
+
+    def copied(self, memo: dict[int, Any]) -> Member:
+        """The same of the copies of modules that ``memo`` collects."""
+        made = Member(self.fqn, copy.deepcopy(self.parameter, memo), self.shape, self.dtype)
+        made.aliases = list(self.aliases)
+        made.places = [(copy.deepcopy(shown, memo), name) for shown, name in self.places]
+        for reference, name in self.setters:
+            module = reference()
+            if module is not None:
+                made.setters.append((weakref.ref(copy.deepcopy(module, memo)), name))
+        return made
 
     def shown(self) -> Any:
         """What the first module shows now."""

@@ -41,7 +41,8 @@ class MixedPrecision:
 
     def reduced(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that the gradient of a parameter of ``dtype`` is summed in."""
-        return self.reduce_dtype or self.computed(dtype)
+        wanted = self.reduce_dtype if dtype.is_floating_point else None
+        return wanted or self.computed(dtype)
 
 
 def as_precision(given: object) -> MixedPrecision:

@@ -13,18 +13,21 @@ gradient instead of scattering it.
 
 from __future__ import annotations
 
+import copy
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.placement import Placement
 from shardwright.runtime.comm import Comm, Pending
+from shardwright.runtime.torch_private import set_version
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.flow import Flow
@@ -32,7 +35,7 @@ from shardwright.runtime.units.gradients import Gradients
 from shardwright.runtime.units.linked import AtShard, LinkedParameter
 from shardwright.runtime.units.parameter import DTYPES, Member, ParamInfo
 from shardwright.runtime.units.precision import MixedPrecision
-from shardwright.runtime.units.rebind import find_moved, take_over
+from shardwright.runtime.units.rebind import find_moved, follow_objects, take_over
 from shardwright.runtime.units.sharded_parameters import ShardedParameters
 
 Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile
@@ -101,7 +104,9 @@ class Unit:
         self.takers: dict[int, list[Taker]] = {}  # of segments' shares, besides the parameters
         self._gathering: list[Pending] | None = None
         self._narrow: torch.Tensor | None = None
-        self._forward_version: int | None = None
+        self._forward_version: int | None = None  # of the shard, when it was gathered to train
+        self._gathered_version = -1  # of the shard, when it was gathered last
+        self._whole_version = 0  # of the whole unit, as long as it is there
         sources = {member.fqn: member.parameter for member in members}
         meta = initial is None and any(p.is_meta for p in sources.values())
         device = torch.device("meta" if meta else comm.mesh.device_type)
@@ -111,6 +116,25 @@ class Unit:
         self.flow = flow
         self.number = flow.add(self)
         comm.prepare(self.layout.nbytes)
+
+    def copy_of(self, other: Unit, memo: dict[int, Any]) -> None:
+        """Be a copy of ``other``, of modules that are being copied: memory and flow are its own,
+        the ranks the same. No optimizer has its parameters yet."""
+        other.free()
+        other.absorb()
+        self.__dict__.update(other.__dict__)
+        self.ahead = {"forward": None, "backward": None}
+        self.placements = dict(other.placements)
+        self.takers = {}
+        self._gathering = self._narrow = self._forward_version = None
+        self.members = [member.copied(memo) for member in other.members]
+        self.lay_out(other.buffers.shard.device)
+        self.buffers.shard.copy_(other.buffers.shard)
+        follow_objects(self)
+        self.flow = copy.deepcopy(other.flow, memo)
+        if other.is_root or not self.flow.has_units:
+            self.flow.lead(self)
+        self.number = self.flow.add(self)
 
     def enter(self, flow: Flow) -> None:
         """Share another flow from now on."""
@@ -279,6 +303,7 @@ class Unit:
             raise self._changed()
         if torch.is_grad_enabled() and not backward:
             self._forward_version = version
+        self._gathered_version = version
         self._gathering = self.buffers.start_gather(label)
 
     def finish_gather(self) -> None:
@@ -292,6 +317,7 @@ class Unit:
             self._narrow = None
         else:
             self.buffers.finish_gather(pending)
+        set_version(self.buffers.whole.tensor, self._whole_version)
         self._show(UNSHARDED)
 
     def _gather_narrow(self, label: str) -> list[Pending]:
@@ -319,6 +345,10 @@ class Unit:
             self._narrow = self.buffers.whole.tensor.view(near.size, -1)[near.rank].clone()
             self.comm.probe.holds(self._narrow, "gathered_weight")
         self.buffers.whole.give()
+        # Whatever a graph has saved of the unit is refused by autograd until the unit is there
+        # again: reading it would end the process.
+        self._whole_version = self.buffers.whole.tensor._version
+        increment_version(self.buffers.whole.tensor)
         self._show(SHARDED)
 
     def start_reduce(self) -> None:
@@ -341,7 +371,9 @@ class Unit:
         self._narrow = None if self._gathering is None else self._narrow
         if failed:
             self.gradients.drop()
-        self.free()
+        fresh = self.buffers.shard._version == self._gathered_version
+        if failed or self.reshard_after_backward or not fresh:
+            self.free()
         self._narrow = None
         self.gradients.check()
 
@@ -399,6 +431,10 @@ class Unit:
         """The optimizers' flat tensors that have something of this unit."""
         for takers in self.takers.values():
             yield from takers
+
+    def set_ahead(self, direction: str, units: Sequence[Unit]) -> None:
+        """Gather ``units`` while this one computes, instead of those that came next last time."""
+        self.ahead[direction] = [weakref.ref(unit) for unit in units]
 
     def _index(self, fqn: str) -> int:
         for index, member in enumerate(self.members):

@@ -1,0 +1,193 @@
+"""What can be said to a sharded module: the methods that FSDP2 gives its modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.runtime.units.dstorage import DStorage, divide_factor
+from shardwright.runtime.units.registry import get_dstorage, register, storages_in
+
+
+class ShardedModule:
+    """Mixed into the class of every module that ``fully_shard_flat`` or ``apply`` has sharded.
+
+    ``isinstance(module, ShardedModule)`` tells such modules. Settings with ``recurse`` hold for all
+    units below; :class:`DStorage` has those that hold for the whole model. A copy (``deepcopy``) is
+    a sharded model of its own, on the same ranks.
+    """
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own unit (collective); with ``async_op`` only begin to."""
+        storage = _own(self)
+        if not async_op:
+            storage.unshard()
+            return None
+        if not storage.is_present:
+            storage.start_gather()
+        return UnshardHandle(storage)
+
+    def reshard(self) -> None:
+        """Free this module's own unit; driven by hand also reduce gradients."""
+        _own(self).reshard()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backwards reduce gradients; else they are held, whole, until one does."""
+        for storage in _units(self, recurse):
+            storage.synchronise = bool(requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """As ``set_requires_gradient_sync``: gradients that are not to be summed over replicas yet
+        are held, whole."""
+        self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted and not needed: a backward leaves nothing that a later one would have to end."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether full parameters go after a forward and are gathered again in the backward."""
+        for storage in _units(self, recurse):
+            storage.reshard_after_forward = bool(reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether full parameters go after a backward. Kept ones serve the next forward, until the
+        weights change."""
+        for storage in _units(self, recurse):
+            storage.reshard_after_backward = bool(reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: this unit's backward does without its parameters, as that of an embedding."""
+        _own(self).unshard_in_backward = bool(unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The sharded modules to gather while this one computes its forward, instead of those that
+        came next last time."""
+        _own(self).set_ahead("forward", [_sharded(module) for module in modules])
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The same for its backward."""
+        _own(self).set_ahead("backward", [_sharded(module) for module in modules])
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients of all units below by ``factor`` instead of the number of
+        ranks."""
+        for storage in _units(self, recurse=True):
+            storage.divisor = divide_factor(factor)
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted and not needed: reductions are sums on every backend."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted; buffers stay those of the unit, which are resized and never allocated anew."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Wait for ``event`` of an optimizer on another stream before the next forward."""
+        _own(self).flow.after = event
+
+    def set_all_reduce_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: sums over replicas are part of the reduction."""
+        raise _refused("set_all_reduce_hook")
+
+    def set_custom_all_gather(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: the ways of a collective are chosen by measurement."""
+        raise _refused("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: the ways of a collective are chosen by measurement."""
+        raise _refused("set_custom_reduce_scatter")
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
+        """A new module of the class, as a slice of a container is, is not sharded."""
+        plain = cls.__mro__[2]
+        made = plain.__new__(plain)
+        made.__init__(*arguments, **keywords)  # type: ignore[misc]
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        storage = _own(self)
+        storage.flow.recover()
+        made = object.__new__(self.__class__)
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = copy.deepcopy(value, memo)
+        register(made, copy.deepcopy(storage, memo))  # type: ignore[arg-type]
+        return made
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            expected(
+                f"a pickle of unit '{_own(self).name}'",
+                "a module that is not sharded",
+                "a sharded one, which needs its ranks",
+                "Pickle state_dict(), or full_state_dict() for use anywhere.",
+            )
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__reduce__()
+
+
+class UnshardHandle:
+    """A gather under way."""
+
+    def __init__(self, storage: DStorage) -> None:
+        self._storage = storage
+
+    def wait(self) -> None:
+        """Until the unit is there."""
+        self._storage.finish_gather()
+
+
+def as_sharded(module: nn.Module) -> None:
+    """Mix ``ShardedModule`` into the class of ``module``, whose name gets 'Sharded' before it."""
+    kind = type(module)
+    if not isinstance(module, ShardedModule):
+        module.__class__ = _CLASSES.setdefault(
+            kind, type(f"Sharded{kind.__name__}", (ShardedModule, kind), {})
+        )
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of the class that the module had before it was sharded."""
+    kind = type(module)
+    return (kind.__mro__[2] if isinstance(module, ShardedModule) else kind).__name__
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _own(module: Any) -> DStorage:
+    found = get_dstorage(module)
+    assert found is not None, "a sharded module has a storage"
+    return found
+
+
+def _sharded(module: nn.Module) -> DStorage:
+    found = get_dstorage(module)
+    if found is None:
+        raise InputError(
+            expected("modules to prefetch", "sharded modules", f"a {type(module).__name__}")
+        )
+    return found
+
+
+def _units(module: Any, recurse: bool) -> Iterator[DStorage]:
+    if recurse:
+        yield from storages_in(module)
+    else:
+        yield _own(module)
+
+
+def _refused(name: str) -> UnsupportedError:
+    wanted = "no such hook; storage.comm.paths tells the ways of collectives"
+    return UnsupportedError(expected(name, wanted, "one"))
