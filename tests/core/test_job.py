@@ -184,7 +184,7 @@ def test_a_bad_value_is_named_with_what_was_expected(
         (
             {"dtype": "fp31"},
             "tables[0] 'a'.dtype: expected one of fp64, fp32, bf16, fp16, fp8, fp8_e5m2, "
-            "int64, int32, int16, int8, uint8, bool, got 'fp31'.",
+            "complex128, complex64, int64, int32, int16, int8, uint8, bool, got 'fp31'.",
         ),
         (
             {"pooling_factors": [1.0, 2.0], "num_poolings": [1.0]},
@@ -225,7 +225,7 @@ def test_a_bad_value_is_named_with_what_was_expected(
         (
             {"output_dtype": "half"},
             "tables[0] 'a'.output_dtype: expected one of fp64, fp32, bf16, fp16, fp8, fp8_e5m2, "
-            "int64, int32, int16, int8, uint8, bool, got 'half'.",
+            "complex128, complex64, int64, int32, int16, int8, uint8, bool, got 'half'.",
         ),
         (
             {"kv_l1_mb": -1},

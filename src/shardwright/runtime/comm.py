@@ -137,6 +137,23 @@ class Comm(Peers):
         pending.then(reduce)
         return pending.returned(wait)
 
+    def differs(self, label: str, numbers: torch.Tensor, *, everywhere: bool) -> bool:
+        """Whether ``numbers`` [n] int64 are not the same on all ranks, or on all replicas."""
+        pair = torch.cat([numbers, -numbers])
+        if everywhere:
+            self.all_reduce(label, pair, largest=True)
+        elif self._twins is not None:
+            self._twins.all_reduce(label, pair, largest=True)
+        largest, smallest = pair.chunk(2)
+        return not torch.equal(largest, -smallest)
+
+    def broadcast_replicas(self, label: str, tensor: torch.Tensor, *, everywhere: bool) -> None:
+        """``tensor`` becomes what it is on the first of all ranks, or of all replicas."""
+        if self._twins is not None:
+            self._twins.broadcast(label, tensor, 0)
+        if everywhere:
+            self.broadcast(label, tensor, 0)
+
     def agree(self, what: str, facts: Mapping[str, str]) -> None:
         """Raise on every rank, naming the ranks and the first fact on which they differ."""
         if self.is_fake:

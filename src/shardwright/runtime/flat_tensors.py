@@ -108,7 +108,9 @@ class FlatTensor:
         else:
             lengths = tuple(map(sum, zip(*(run.lengths for run in runs), strict=True)))
             self.cut = Cut.of_runs(name, lengths, unit.comm)
-            self.parameter = as_parameter(ShardTensor(memory, self.cut), trains)
+            own = Cut.of_runs(name, lengths, unit.comm)
+            own.is_of_many = True
+            self.parameter = as_parameter(ShardTensor(memory, own), trains)
         self.homes: list[FlatHome] = []
         self.cleared = 0  # homes whose gradient is nothing
         offset = 0

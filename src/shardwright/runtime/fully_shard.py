@@ -18,6 +18,7 @@ from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Repli
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.sharded_module import as_sharded, class_name
 from shardwright.runtime.state import follow_state_dict
+from shardwright.runtime.units import replicas
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.hooks import UnitHooks
@@ -107,6 +108,8 @@ def fully_shard_flat(
     )
     for module, name in zip(modules, names, strict=True):
         _name_inner(module, name)
+    if replicas.differ(storage.name, storage.buffers, storage.comm):
+        replicas.level(storage.name, storage.buffers, storage.comm)
     return storage
 
 
@@ -183,6 +186,10 @@ def _check_reshard(kind: bool | int | None, size: int, unit: str) -> None:
         )
 
 
+def _is_unit(module: nn.Module) -> bool:
+    return get_dstorage(module) is not None
+
+
 def _members(
     modules: Sequence[nn.Module],
     prefixes: Sequence[str],
@@ -195,7 +202,7 @@ def _members(
             raise InputError(
                 expected(f"unit '{unit}'", "modules that are not sharded yet", "one that is")
             )
-    members = find_members(modules, prefixes, ignored, lambda m: get_dstorage(m) is not None)
+    members = find_members(modules, prefixes, ignored, _is_unit)
     inside = {
         id(inner._parameters): holder
         for module in modules
@@ -335,6 +342,7 @@ def attach(
         _TAKEN[parameter] = (fqn, name)
     inner = [s for module in modules for s in storages_in(module)]
     for module, prefix in zip(modules, prefixes, strict=True):
+        storage.structure.add(module, prefix, _is_unit)
         register(module, storage)
         as_sharded(module)
         follow_state_dict(module, storage, prefix)

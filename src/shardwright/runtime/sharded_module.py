@@ -120,7 +120,9 @@ class ShardedModule:
         memo[id(self)] = made
         for name, value in self.__dict__.items():
             made.__dict__[name] = copy.deepcopy(value, memo)
-        register(made, copy.deepcopy(storage, memo))  # type: ignore[arg-type]
+        copied = copy.deepcopy(storage, memo)
+        register(made, copied)  # type: ignore[arg-type]
+        copied.structure.add(made, "", lambda m: m is not made and get_dstorage(m) is not None)  # type: ignore[arg-type]
         return made
 
     def __reduce__(self) -> NoReturn:

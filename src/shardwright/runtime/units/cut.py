@@ -46,6 +46,7 @@ class Cut:
         self.dim = dim
         self.key = key
         self.comm = comm
+        self.is_of_many = False  # whether it is the memory of many parameters
         self.offsets, self.sizes = region_of(comm.rank)
         self._region_of = region_of
         self._specs: dict[torch.dtype, Any] = {}

@@ -158,6 +158,8 @@ class Flow:
 
     def need(self, unit: Unit, direction: Direction) -> None:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
+        if direction == "forward" and unit.is_stale:
+            unit.free()
         if not unit.is_present:
             self._start(unit, direction)
         for following in self._following(unit, direction):

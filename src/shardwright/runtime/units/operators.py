@@ -245,6 +245,8 @@ class Operators:
         if other is not None and other.shape != tensor.shape:
             return self._on_wholes((), func, args, kwargs)
         cut = tensor.cut
+        if cut.is_of_many and how is reductions.norm:
+            raise _refused_norm(cut)
         if other is not None:
             bound["other"] = self._local(other, cut)
         found = how(tensor._local_tensor, cut, bound)
@@ -258,6 +260,8 @@ class Operators:
         parts = []
         for tensor in given:
             if type(tensor) is self.kind and tensor.view_of_base is None:
+                if tensor.cut.is_of_many:
+                    raise _refused_norm(tensor.cut)
                 parts.append((tensor._local_tensor, tensor.cut.comm))
             else:
                 plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -341,6 +345,11 @@ def refused(cut: Cut, what: str, remedy: str = "") -> UnsupportedError:
     return UnsupportedError(
         expected(cut.fqn, "a use that a sharded tensor has an answer to", what, remedy or usual)
     )
+
+
+def _refused_norm(cut: Cut) -> UnsupportedError:
+    what = "the norm of a flat tensor, as optimizers take that scale each tensor by it"
+    return refused(cut, what, "Give Adafactor, LAMB and the like model.parameters().")
 
 
 def _refuse_training(shards: Sequence[ShardTensor], func: Any, found: Any) -> None:

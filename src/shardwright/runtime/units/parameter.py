@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.placement import Owned, Placement
 from shardwright.core.tensor import TensorSpec
-from shardwright.runtime.torch_private import is_plain
+from shardwright.runtime.torch_private import address_of, is_plain
 
 NAMES: dict[torch.dtype, str] = {
     torch.float64: "fp64",
@@ -131,7 +132,7 @@ def find_members(
     left_out = {id(parameter) for parameter in ignored}  # the caller keeps them alive meanwhile
     found: dict[int, Member] = {}
     for module, prefix in zip(modules, prefixes, strict=True):
-        for path, owner in _own_modules(module, prefix, is_taken):
+        for path, owner in own_modules(module, prefix, is_taken):
             for name, parameter in owner._parameters.items():
                 if parameter is None or id(parameter) in left_out:
                     continue
@@ -147,9 +148,10 @@ def find_members(
     return list(found.values())
 
 
-def _own_modules(
+def own_modules(
     module: nn.Module, path: str, is_taken: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
+    """``module`` and what is below it but for inner units, by path."""
     seen: set[int] = set()
     stack = [(path, module)]
     while stack:
@@ -164,6 +166,30 @@ def _own_modules(
             if child is not None and not is_taken(child)
         ]
         stack.extend(reversed(children))
+
+
+def _refuse_overlaps(members: Sequence[Member], unit: str) -> None:
+    """Two parameters over one piece of memory would become two tensors."""
+    places: dict[int, list[tuple[int, int, str]]] = {}
+    for member in members:
+        data = member.parameter.detach()
+        if data.numel() and not data.is_meta:
+            begin = address_of(data)
+            extent = sum((n - 1) * abs(s) for n, s in zip(data.shape, data.stride(), strict=True))
+            end = begin + (extent + 1) * data.element_size()
+            places.setdefault(data.untyped_storage()._cdata, []).append((begin, end, member.fqn))
+    for found in places.values():
+        found.sort()
+        for (_, end, first), (begin, _, second) in pairwise(found):
+            if begin < end:
+                raise InputError(
+                    expected(
+                        f"{second} of unit '{unit}'",
+                        "memory of its own, or to be the same parameter",
+                        f"memory of {first} in another parameter",
+                        f"Tie them (let both modules have one Parameter), or clone {second}.",
+                    )
+                )
 
 
 def check_materials(members: Sequence[Member], unit: str) -> None:
@@ -202,3 +228,4 @@ def check_materials(members: Sequence[Member], unit: str) -> None:
                     "Build the module outside of torch.inference_mode().",
                 )
             )
+    _refuse_overlaps(members, unit)

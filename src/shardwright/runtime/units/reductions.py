@@ -104,7 +104,8 @@ def _equal(local: torch.Tensor, cut: Cut, bound: Bound) -> bool:
     return bool(_all(same, cut, {}))
 
 
-def _norm(local: torch.Tensor, cut: Cut, bound: Bound) -> torch.Tensor:
+def norm(local: torch.Tensor, cut: Cut, bound: Bound) -> torch.Tensor:
+    """The norm of everything."""
     order = bound.get("ord", bound.get("p"))
     (found,) = norms([(local, cut.comm)], 2.0 if order is None else float(order))
     real = local.dtype.to_real() if local.is_complex() else local.dtype
@@ -124,8 +125,8 @@ WHOLE: dict[Any, Reduction] = {
     aten.dot: _dot,
     aten.vdot: _vdot,
     aten.equal: _equal,
-    aten.norm: _norm,
-    aten.linalg_vector_norm: _norm,
+    aten.norm: norm,
+    aten.linalg_vector_norm: norm,
 }
 WITH_INDICES = {aten.max.dim, aten.min.dim, aten.max.other, aten.min.other}
 OF_LISTS = {  # of every element of a list, without a rule of their own

@@ -28,6 +28,7 @@ from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.placement import Placement
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.torch_private import set_version
+from shardwright.runtime.units import replicas
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.flow import Flow
@@ -37,6 +38,7 @@ from shardwright.runtime.units.parameter import DTYPES, Member, ParamInfo
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.rebind import find_moved, follow_objects, take_over
 from shardwright.runtime.units.sharded_parameters import ShardedParameters
+from shardwright.runtime.units.structure import Structure
 
 Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile
 Initial = Callable[[str], torch.Tensor]
@@ -102,6 +104,8 @@ class Unit:
         self.state = State.SHARDED
         self.members = list(members)
         self.takers: dict[int, list[Taker]] = {}  # of segments' shares, besides the parameters
+        self.structure = Structure()
+        self._is_alike = False  # whether replicas were seen to be equal since they got values
         self._gathering: list[Pending] | None = None
         self._narrow: torch.Tensor | None = None
         self._forward_version: int | None = None  # of the shard, when it was gathered to train
@@ -126,6 +130,7 @@ class Unit:
         self.ahead = {"forward": None, "backward": None}
         self.placements = dict(other.placements)
         self.takers = {}
+        self.structure = Structure()
         self._gathering = self._narrow = self._forward_version = None
         self.members = [member.copied(memo) for member in other.members]
         self.lay_out(other.buffers.shard.device)
@@ -206,6 +211,7 @@ class Unit:
 
     def finish_views(self) -> None:
         """Everything that is made of the buffers and the parameters, and their SHARDED state."""
+        self._is_alike = False
         self._whole = self.sharded.all if self.keeps_whole else self.buffers.parameters
         self.buffers.parameters = self._whole
         self.gradients = Gradients(self.buffers, self.comm)
@@ -290,6 +296,11 @@ class Unit:
         """Whether the whole unit is there, or on its way."""
         return self.state is UNSHARDED or self._gathering is not None
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the whole unit is there, and its shards were changed since it was gathered."""
+        return self.is_present and self.buffers.shard._version != self._gathered_version
+
     def start_gather(self, *, backward: bool = False) -> None:
         """Begin to gather (collective)."""
         self._refuse_meta()
@@ -371,8 +382,7 @@ class Unit:
         self._narrow = None if self._gathering is None else self._narrow
         if failed:
             self.gradients.drop()
-        fresh = self.buffers.shard._version == self._gathered_version
-        if failed or self.reshard_after_backward or not fresh:
+        if failed or self.reshard_after_backward or self.is_stale:
             self.free()
         self._narrow = None
         self.gradients.check()
@@ -400,8 +410,14 @@ class Unit:
         self._follow_freezing()
 
     def watch(self) -> None:
-        """A forward begins, in which parameters must not be written."""
+        """A forward begins, in which parameters must not be written; one that trains needs all of
+        them sharded, and replicas that are alike."""
         self._watched = self.buffers.whole.tensor._version
+        if torch.is_grad_enabled():
+            self.structure.check(self.name)
+        if not self._is_alike:
+            self._is_alike = True
+            replicas.check(self.name, self.buffers, self.comm)
 
     def refuse_writes(self) -> None:
         """Raise if the forward wrote a parameter, for the write goes with the gathered copy."""
