@@ -52,6 +52,10 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+# What runs inside is no part of the function that torch.func transforms.
+outside_of_transforms = torch._C._DisableFuncTorch
+
+
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Let autograd take ``tensor`` and its views for what they were at ``version``."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

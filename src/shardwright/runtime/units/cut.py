@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.layout import Segment, Slot
 from shardwright.core.placement import BlockShard, Shard, describe
 from shardwright.runtime.checkpoint.region import Box, Part, parts
@@ -95,6 +96,12 @@ class Cut:
         replicas = (TorchReplicate() for _ in range(self.mesh.ndim - 1))
         return (*replicas, TorchShard(self.dim or 0))
 
+    @property
+    def parts_for_torch(self) -> tuple[TorchPlacement, ...]:
+        """``placements`` that answer which part a rank has, or refuse to."""
+        *replicas, shard = self.placements
+        return (*replicas, PartShard(shard.dim, self))
+
     def spec(self, dtype: torch.dtype) -> Any:
         """What torch's DTensor wants to know."""
         if dtype not in self._specs:
@@ -130,6 +137,38 @@ class Cut:
         for part in parts(tuple(self.shape), self.offsets, self.sizes):
             if 0 not in part.box.sizes:
                 yield part
+
+
+class PartShard(TorchShard):
+    """``Shard`` to torch, for which a rank's part is what its ``Cut`` says.
+
+    torch slices a whole tensor by it where one rank gives it to all (``broadcast_from_rank0``).
+    """
+
+    def __new__(cls, dim: int, cut: Cut) -> PartShard:
+        return super().__new__(cls, dim)
+
+    def __init__(self, dim: int, cut: Cut) -> None:
+        super().__init__(dim)
+        self.cut = cut
+
+    def __reduce__(self) -> Any:
+        return TorchShard, (self.dim,)
+
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, int]:
+        sizes, offsets = self.cut.sizes, self.cut.offsets
+        if len(sizes) != len(self.cut.shape):
+            raise UnsupportedError(
+                expected(
+                    self.cut.fqn,
+                    "a part that is a slice of the whole tensor",
+                    "a range of its elements, which torch has no word for",
+                    "Load the whole state on every rank, or shard with 'per_param'.",
+                )
+            )
+        return sizes[self.dim], offsets[self.dim]
 
 
 def restored_cut(

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.schedule import Action
-from shardwright.runtime.torch_private import after_backward, in_backward
+from shardwright.runtime.torch_private import (
+    after_backward,
+    in_backward,
+    outside_of_transforms,
+)
 
 if TYPE_CHECKING:
     from shardwright.runtime.units.unit import Unit
@@ -158,14 +162,15 @@ class Flow:
 
     def need(self, unit: Unit, direction: Direction) -> None:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
-        if direction == "forward" and unit.is_stale:
-            unit.free()
-        if not unit.is_present:
-            self._start(unit, direction)
-        for following in self._following(unit, direction):
-            if not following.is_present and not following.keeps_whole:
-                self._start(following, direction)
-        unit.finish_gather()
+        with outside_of_transforms():
+            if direction == "forward" and unit.is_stale:
+                unit.free()
+            if not unit.is_present:
+                self._start(unit, direction)
+            for following in self._following(unit, direction):
+                if not following.is_present and not following.keeps_whole:
+                    self._start(following, direction)
+            unit.finish_gather()
 
     def _following(self, unit: Unit, direction: Direction) -> list[Unit]:
         """The units that are to be on their way while ``unit`` computes."""

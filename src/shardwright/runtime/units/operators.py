@@ -206,8 +206,10 @@ class Operators:
                 return found if place is None else found[place]
 
             view = self.view(earlier.base, (*earlier.steps, step))
-            spec = tensor.cut.spec_of_view(result)
-            return self.kind(tensor._local_tensor, tensor.cut, view=view, spec=spec)
+            spec, local = tensor.cut.spec_of_view(result), tensor._local_tensor
+            if result.dtype is not local.dtype:  # a wrapper says its part's dtype
+                local = local.new_empty(0, dtype=result.dtype)
+            return self.kind(local, tensor.cut, view=view, spec=spec)
 
         if isinstance(probe, torch.Tensor):
             return made(probe)

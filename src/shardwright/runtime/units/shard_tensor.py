@@ -124,6 +124,12 @@ class ShardTensor(DTensor):
             return whole
         return whole.redistribute(mesh, wanted, **options)
 
+    @property
+    def placements(self) -> tuple[TorchPlacement, ...]:
+        """Torch's nearest words for the cut: ``Shard(dim)``, and ``Replicate()`` over replicas."""
+        whole = self.view_of_base is None
+        return self.cut.parts_for_torch if whole else self._spec.placements
+
     # ---- memory and gradients ------------------------------------------------------------------
 
     @property

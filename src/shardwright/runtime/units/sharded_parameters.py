@@ -53,6 +53,13 @@ class ShardedParameters:
             if isinstance(parameter, ShardTensor) and cut is not None:
                 parameter.cut, parameter._spec = cut, cut.spec(local.dtype)
 
+    def rename(self, path: str) -> None:
+        """Parameters are called by their path from the root, of which the unit is at ``path``."""
+        slots = (slot for views in self.buffers.segments for slot in views.segment.slots)
+        for cut, slot in zip(self.cuts, slots, strict=True):
+            if cut is not None:
+                cut.fqn = f"{path}.{slot.tensor.fqn}"
+
     def wrap(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """``local`` [cut.sizes] as part of something cut like the parameter at ``index``."""
         cut = self.cuts[index]

@@ -153,6 +153,8 @@ class Unit:
         alike = number.isdigit() and first.rpartition(".")[0] == parent
         self.module_names = tuple(paths)
         self.name = first if len(paths) == 1 else f"{first}-{number}" if alike else "+".join(paths)
+        if len(paths) == 1:
+            self.sharded.rename(first)
 
     # ---- construction ---------------------------------------------------------------------------
 

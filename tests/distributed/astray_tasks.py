@@ -1,0 +1,265 @@
+"""What goes wrong in silence where nobody looks: ranks that differ, memory that is shared, writes
+that are lost; and the odd things that are refused by name."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from probe_tasks import _MESHES, make_grids, said
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from worlds import World, net, step, weights, whole
+
+import shardwright as sw
+from shardwright.core.placement import Placement, Replicate
+
+Model = nn.Module
+
+
+class Branches(nn.Module):
+    """Two parts of one shape, of which each rank may run its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(2))
+        self.order = [0, 1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.parts[index](x).tanh()
+        return x
+
+
+def branches(mesh: DeviceMesh, strategy: str, orders: dict[int, list[int]]) -> tuple[str, bool]:
+    """What a step raises on ranks that run ``orders[rank]``, and whether weights stayed."""
+    world = World(mesh, strategy)
+    model = Branches()
+    for part in model.parts:
+        world.unit(part)
+    world.unit(model)
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.order = orders[world.rank]
+
+    def steps() -> None:
+        for number in range(2):
+            step(world, model, number)
+            optimizer.step()
+
+    error = said(steps)
+    now = {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    return error, all(torch.equal(now[name], before[name]) for name in before)
+
+
+def seeded_apart(mesh: DeviceMesh, grid: bool) -> float:
+    """How far the whole weights are from those of the first replica's seed."""
+    if grid:
+        make_grids(mesh)
+        mesh = _MESHES[2, 2]
+    torch.manual_seed(torch.distributed.get_rank())
+    model = nn.Linear(8, 4).double()
+    placement: Placement | None = None if grid else Replicate()
+    sw.fully_shard_flat(model, mesh, shard_placement_fn=lambda *_: placement)
+    torch.manual_seed(0)
+    first = nn.Linear(8, 4).double()
+    if grid:  # rank 0 and the ranks beside it each drew their own
+        mine = model.weight.full_tensor()
+        every = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(every, mine)
+        return max((one - every[0]).abs().max().item() for one in every)
+    return (whole(model.weight) - first.weight).abs().max().item()
+
+
+def replicas_diverge(mesh: DeviceMesh) -> str:
+    """What a forward says of replicas that were initialised apart, from the meta device."""
+    with torch.device("meta"):
+        model = nn.Linear(8, 4)
+    sw.fully_shard_flat(model, mesh, shard_placement_fn=lambda *_: Replicate())
+    model.to_empty(device="cpu")
+    torch.manual_seed(mesh.get_local_rank())
+    model.reset_parameters()
+    return said(lambda: model(torch.ones(2, 8)))
+
+
+class _Book(nn.Module):
+    """A codebook that moves while it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Parameter(torch.ones(4, 8).double(), requires_grad=False)
+        self.linear = nn.Linear(8, 8).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.words.lerp_(x[:1].expand(4, 8), 0.5)
+        found: torch.Tensor = self.linear(x) + self.words[0]
+        return found
+
+
+def refusal(mesh: DeviceMesh, what: str, strategy: str = "flat") -> str:
+    """What is said of one thing that cannot be."""
+    world = World(mesh, strategy)
+    return said(lambda: _REFUSED[what](world))
+
+
+def _overlapping(world: World) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    world.unit(model)
+
+
+def _largest_norm(world: World) -> None:
+    model = nn.Embedding(16, 8, max_norm=0.1)
+    world.unit(model)
+    model(torch.arange(4))
+
+
+def _codebook(world: World) -> None:
+    model = _Book()
+    world.unit(model)
+    model(world.inputs())
+
+
+def _pickled(world: World) -> None:
+    pickle.dumps(world.shard(net()))
+
+
+def _parallel_first(world: World) -> None:
+    model = nn.Linear(8, 8)
+    part = distribute_tensor(model.weight.data, world.mesh, [Shard(0)])
+    model.weight = nn.Parameter(part)
+    world.unit(model)
+
+
+def _trained_outside(world: World) -> None:
+    model = world.shard(net())
+    loss = model(world.inputs()).square().mean() + 0.1 * (model[0].weight @ model[0].weight).sum()
+    loss.backward()
+
+
+def _flat_adafactor(world: World) -> None:
+    model = world.shard(net())
+    optimizer = torch.optim.Adafactor(sw.optimizer_parameters(model), lr=0.1)
+    step(world, model)
+    optimizer.step()
+
+
+def _flat_muon(world: World) -> None:
+    torch.optim.Muon(sw.optimizer_parameters(world.shard(net())), lr=0.1)
+
+
+def _half_frozen(world: World) -> None:
+    model = world.shard(net())
+    optimizer = torch.optim.SGD(sw.optimizer_parameters(model), lr=0.1)
+    model[0].weight.requires_grad_(False)
+    step(world, model)
+    optimizer.step()
+
+
+def _taken_twice(world: World) -> None:
+    model = world.shard(net())
+    sw.optimizer_parameters(model)
+    sw.optimizer_parameters(model, [{"params": ["0.weight"]}])
+
+
+_REFUSED: dict[str, Callable[[World], None]] = {
+    "two parameters over one memory": _overlapping,
+    "an embedding with max_norm": _largest_norm,
+    "a codebook": _codebook,
+    "a module pickled": _pickled,
+    "tensor parallel first": _parallel_first,
+    "training outside of the forward": _trained_outside,
+    "Adafactor over flat tensors": _flat_adafactor,
+    "Muon over flat tensors": _flat_muon,
+    "half of a flat tensor frozen": _half_frozen,
+    "a parameter in two flat tensors": _taken_twice,
+}
+
+
+def saved_by_torch(mesh: DeviceMesh, strategy: str) -> tuple[bool, bool]:
+    """Whether ``torch.save`` of a state gives each rank its part again, and a whole one all."""
+    world = World(mesh, strategy)
+    model, other = world.shard(net()), world.shard(net(1))
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    mine, found = weights(model), weights(other)
+    file = io.BytesIO()
+    torch.save(sw.full_state_dict(model), file)
+    file.seek(0)
+    plain = net(2)
+    plain.load_state_dict(torch.load(file))
+    return (
+        all(torch.equal(found[name], mine[name]) for name in mine),
+        all(torch.equal(value, mine[name]) for name, value in plain.named_parameters()),
+    )
+
+
+def clipped_over_two_meshes(mesh: DeviceMesh) -> tuple[float, float]:
+    """The norm of two units on different meshes without a root, and the true one."""
+    make_grids(mesh)
+    model, reference = net(), net()
+    sw.fully_shard_flat(model[0], _MESHES[2, 2]["shard"])
+    sw.fully_shard_flat(model[2], mesh)
+    x = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    for each in (model, reference):
+        each(x).square().mean().backward()
+    true = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    found = sw.clip_grad_norm_(model, 0.01)
+    return float(found), float(true)
+
+
+def frozen_by_the_group(mesh: DeviceMesh, strategy: str) -> dict[str, float]:
+    """How far parameters move in groups of a function: one frozen for a while, one left out."""
+    world = World(mesh, strategy)
+    model = world.shard(net())
+
+    def group_of(name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
+        if name == "2.bias":
+            return None
+        return {"weight_decay": 0.5 if parameter.ndim > 1 else 0.0, "lr": 0.1}
+
+    groups = sw.optimizer_parameters(model, group_of)
+    optimizer = torch.optim.AdamW(groups)
+    moved = {name: 0.0 for name, _ in model.named_parameters()}
+    before = weights(model)
+    for flat in groups[0]["params"]:
+        flat.requires_grad_(False)
+    for number in range(4):
+        if number == 2:
+            for flat in groups[0]["params"]:
+                flat.requires_grad_(True)
+        optimizer.zero_grad()
+        step(world, model, number)
+        optimizer.step()
+        if number == 1:
+            still = weights(model)
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1:
+                    moved[f"{name} while frozen"] = _largest(still[name], before[name])
+    after = weights(model)
+    moved.update({name: _largest(after[name], before[name]) for name in before})
+    return moved
+
+
+def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
+    return (one - two).abs().max().item()
+
+
+def torchs_tensors(mesh: DeviceMesh) -> bool:
+    """Whether parameters are DTensors of the whole shape under every strategy."""
+    found = []
+    for strategy in ("flat", "per_param", "param_boundary"):
+        model = World(mesh, strategy).shard(net())
+        found += [
+            isinstance(p, DTensor) and isinstance(p, sw.ShardTensor) for p in model.parameters()
+        ]
+        found += [tuple(model[0].weight.shape) == (8, 8), model[0].weight.numel() == 64]
+    return all(found)

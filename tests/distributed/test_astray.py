@@ -1,0 +1,86 @@
+"""What would be wrong in silence is caught, and what cannot be is refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+from astray_tasks import (
+    branches,
+    clipped_over_two_meshes,
+    frozen_by_the_group,
+    refusal,
+    replicas_diverge,
+    saved_by_torch,
+    seeded_apart,
+    torchs_tensors,
+)
+from pool import Pool
+
+STRATEGIES = ("flat", "per_param", "param_boundary")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("orders", [{0: [0], 1: [1]}, {0: [0, 1], 1: [1, 0]}], ids=str)
+def test_ranks_that_run_other_units_are_told_apart(
+    pool: Pool, orders: dict[int, list[int]], strategy: str
+) -> None:
+    for error, unchanged in pool.run(2, branches, strategy=strategy, orders=orders):
+        assert error.startswith(("MismatchError", "PeerError")), error
+        assert unchanged
+
+
+@pytest.mark.parametrize(("size", "grid"), [(2, False), (3, False), (4, True)])
+def test_replicas_that_were_seeded_apart_begin_alike(pool: Pool, size: int, grid: bool) -> None:
+    assert pool.run(size, seeded_apart, grid=grid) == [0.0] * size
+
+
+def test_replicas_that_differ_later_are_refused(pool: Pool) -> None:
+    for error in pool.run(2, replicas_diverge):
+        assert "replicas of unit 'Linear': expected the same values on every rank" in error
+
+
+REFUSALS = {
+    "two parameters over one memory": "1.weight of unit 'Sequential': expected memory of its own, "
+    "or to be the same parameter, got memory of 0.weight in another parameter",
+    "an embedding with max_norm": "forward of unit 'Embedding': expected one that only reads",
+    "a codebook": "forward of unit '_Book': expected one that only reads",
+    "a module pickled": "a pickle of unit 'Sequential': expected a module that is not sharded",
+    "tensor parallel first": "weight: expected a plain tensor, got a DTensor",
+    "training outside of the forward": "0.weight: expected a use that a sharded tensor has an "
+    "answer to, got mm with a graph",
+    "Adafactor over flat tensors": "the norm of a flat tensor",
+    "Muon over flat tensors": "2D",
+    "half of a flat tensor frozen": "bias of unit '0': expected to be frozen or unfrozen with all",
+    "a parameter in two flat tensors": "weight of unit '0': expected a parameter that no other "
+    "flat tensor has",
+}
+
+
+@pytest.mark.parametrize("strategy", ["flat", "per_param"])
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_cannot_be_is_refused_in_one_line(pool: Pool, what: str, strategy: str) -> None:
+    for error in pool.run(2, refusal, what=what, strategy=strategy):
+        assert error != "accepted"
+        assert REFUSALS[what] in error
+        assert "\n" not in error
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_goes_through_torch_save(pool: Pool, strategy: str) -> None:
+    assert pool.run(2, saved_by_torch, strategy=strategy) == [(True, True)] * 2
+
+
+def test_one_norm_over_units_on_different_meshes(pool: Pool) -> None:
+    for found, true in pool.run(4, clipped_over_two_meshes):
+        assert found == pytest.approx(true, rel=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_groups_by_a_function_are_frozen_and_unfrozen(pool: Pool, strategy: str) -> None:
+    for moved in pool.run(2, frozen_by_the_group, strategy=strategy):
+        assert moved["0.weight while frozen"] == moved["2.weight while frozen"] == 0.0
+        assert moved["2.bias"] == 0.0
+        assert min(moved["0.weight"], moved["2.weight"], moved["0.bias"]) > 0.05
+
+
+def test_parameters_are_tensors_of_the_whole_shape(pool: Pool) -> None:
+    assert pool.run(2, torchs_tensors) == [True] * 2

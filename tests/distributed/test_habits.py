@@ -1,0 +1,61 @@
+"""Habits of FSDP2's users on sharded models, beside the same on whole ones: right, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from habit_tasks import HABITS, OF_ALL, every, furthest
+from pool import Pool
+
+WAYS = ("flat", "per_param", "param_boundary", "owned")
+REFUSED = {  # and how
+    "a_parameter_is_replaced": "weight of unit '2': expected the sharded parameter",
+    "a_module_that_trains_is_added": "2.1.weight of unit 'Sequential': expected a parameter that "
+    "was there when the unit was sharded",
+    "weights_change_between_the_passes": "backward of unit '2': expected the weights of its "
+    "forward",
+}
+FSDP2_DIFFERS = {  # torch 2.13: wrong, silent, or refused
+    *("a_module_that_trains_is_added", "a_parameter_is_replaced", "adafactor"),
+    *("averaged_model", "copied_and_trained_apart", "from_the_meta_device"),
+    *("weights_change_between_the_passes", "weights_drawn_by_init"),
+    *("weights_swapped_for_their_average", "the_methods_of_fsdp2"),
+}
+
+
+REFUSED_BY_RANGES = {  # which are no slices of a tensor
+    "full_state_from_one_rank": "weight: expected a part that is a slice of the whole tensor",
+}
+
+
+def _check(habit: str, way: str, found: Any) -> None:
+    refused = {**REFUSED, **(REFUSED_BY_RANGES if way == "flat" else {})}
+    if habit in refused:
+        assert isinstance(found, str)
+        assert refused[habit] in found
+        assert "\n" not in found
+    else:
+        assert found == {}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("habit", [habit for habit in HABITS if habit not in OF_ALL])
+def test_a_habit_is_right_or_refused(pool: Pool, habit: str, way: str) -> None:
+    for found in pool.run(2, furthest, habit=habit, way=way):
+        _check(habit, way, found)
+
+
+@pytest.mark.parametrize(("size", "way"), [(1, "per_param"), (3, "flat"), (4, "owned")])
+def test_on_other_numbers_of_ranks(pool: Pool, size: int, way: str) -> None:
+    for of_rank in pool.run(size, every, way=way):
+        for habit, found in of_rank.items():
+            _check(habit, way, found)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="figures of torch 2.13")
+def test_fsdp2_differs_where_the_guide_says_so(pool: Pool) -> None:
+    every_rank = pool.run(2, every, way="fsdp2")
+    differs = {habit for found in every_rank for habit, each in found.items() if each != {}}
+    assert differs == FSDP2_DIFFERS

@@ -1,0 +1,18 @@
+"""Sharded tensors answer as the whole tensor would, whatever the cut."""
+
+from __future__ import annotations
+
+import pytest
+from pool import Pool
+from shard_tensor_tasks import differing, says
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_operator_is_that_of_the_whole_tensor(pool: Pool, size: int) -> None:
+    assert pool.run(size, differing) == [[]] * size
+
+
+def test_it_shows_its_part_and_its_whole(pool: Pool) -> None:
+    first, second = pool.run(2, says)
+    assert "(2, 2) from (0, 0) of (3, 2) on rank 0 of 2, w" in first
+    assert "(1, 2) from (2, 0) of (3, 2) on rank 1 of 2, w" in second
