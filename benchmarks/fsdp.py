@@ -8,6 +8,7 @@ over steps, every comparison a ratio within one run. The cases:
 
 * ``overhead``: fake process group of 8 ranks, no data moves: CPU time a unit costs per step.
 * ``tiny``, ``mid``: two gloo ranks, wall and CPU time, peak of live bytes over what rests.
+* ``gpt2``: the same of GPT-2's shape, a small and a large vocabulary, tied and not, with defaults.
 * ``optimizer``: one step over 288 sharded tensors, and clipping their norm.
 * ``granularity``: one, two, four and eight layers to a unit, with small and with large layers.
 """
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from fsdp_contestants import (
+    GPT2_SIZES,
     SIZES,
     Contestant,
     adamw,
@@ -62,6 +64,7 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
     ),
     "mid": ("gloo", "mid", 2, ["fsdp2", "flat", "per_param", "flat prefetch", "planned"]),
 }
+DEFAULTS = ["fsdp2 defaults", "per_param defaults", "flat defaults"]
 
 
 class Run:
@@ -104,15 +107,15 @@ class Run:
         gc.collect()
         tracker = MemoryTracker()
         for found in gc.get_objects():
-            if type(found) in (torch.Tensor, nn.Parameter):
+            if isinstance(found, DTensor):
+                tracker.adopt(found._local_tensor, "weight")
+            elif isinstance(found, torch.Tensor):
                 tracker.adopt(found, "weight")
-            elif isinstance(found, DTensor):
-                tracker.adopt(found.to_local(), "weight")
         resting = tracker.total
         with tracker:
             self.step(0)
         tracker.close()
-        return max(tracker.highest.values()) - resting
+        return max(sum(kinds.values()) for kinds in tracker.peaks.values()) - resting
 
     def figures(self) -> dict[str, Any]:
         """Medians in milliseconds."""
@@ -189,7 +192,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 def measured_case(name: str, plan: str, steps: int, rounds: int) -> dict[str, Any]:
     """One of ``CASES`` with its figures and the ratios that are claimed."""
-    backend, size, world_size, names = CASES[name]
+    backend, size, world_size, names = CASES.get(name) or ("gloo", name, 2, DEFAULTS)
     case = {
         "backend": backend,
         "size": size,
@@ -202,7 +205,7 @@ def measured_case(name: str, plan: str, steps: int, rounds: int) -> dict[str, An
         case["plan"] = plan
     figures = run_case(case)
     found: dict[str, Any] = {"setting": {**case, "plan": bool(plan)}, "figures": figures}
-    peer = figures["fsdp2"]
+    peer = figures[next(contestant for contestant in names if contestant.startswith("fsdp2"))]
     found["ratios_to_fsdp2"] = {
         other: {
             "wall": round(row["wall_ms"] / peer["wall_ms"], 3),
@@ -316,7 +319,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--machine", required=True, help="the folder under validation/")
-    parser.add_argument("--cases", default=",".join([*CASES, "optimizer", "granularity"]))
+    parser.add_argument("--cases", default=",".join([*CASES, "gpt2", "optimizer", "granularity"]))
     parser.add_argument("--cluster", type=Path, help="a cluster file; measured first if left out")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=4)
@@ -342,6 +345,8 @@ def _one(name: str, cluster: Path | None, folder: Path, steps: int, rounds: int)
         return optimizer_case()
     if name == "granularity":
         return granularity_case(steps, rounds)
+    if name == "gpt2":
+        return {size: measured_case(size, "", steps // 4, rounds) for size in GPT2_SIZES}
     if cluster is None or name == "overhead":
         return measured_case(name, "", 3 * steps, rounds)
     plan, chosen = planned_here(CASES[name][1], cluster, folder)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +27,55 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 24, "dim": 64, "heads": 4, "vocab": 256, "sequence": 16, "batch": 2},
     "mid": {"layers": 8, "dim": 512, "heads": 8, "vocab": 512, "sequence": 64, "batch": 2},
 }
+_GPT2 = {"layers": 10, "dim": 320, "heads": 8, "sequence": 64, "batch": 4}
+GPT2_SIZES: dict[str, dict[str, int]] = {
+    f"gpt2 {vocab}{' tied' if tied else ''}": {**_GPT2, "vocab": vocab, "tied": tied}
+    for vocab in (500, 16000)
+    for tied in (0, 1)
+}
+
+
+class Block(nn.Module):
+    """A layer of GPT-2."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.c_attn, self.c_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.c_fc, self.c_out = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, dim] to the same."""
+        batch, length, dim = x.shape
+        parts = self.c_attn(self.ln_1(x)).split(dim, 2)
+        q, k, v = (p.view(batch, length, self.heads, -1).transpose(1, 2) for p in parts)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.c_proj(seen.reshape(batch, length, dim))
+        found: torch.Tensor = x + self.c_out(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+        return found
+
+
+class GPT2(nn.Module):
+    """A language model of GPT-2's shape, whose head may be its embedding."""
+
+    def __init__(self, keys: dict[str, int]) -> None:
+        super().__init__()
+        dim, vocab = keys["dim"], keys["vocab"]
+        self.wte, self.wpe = nn.Embedding(vocab, dim), nn.Embedding(keys["sequence"], dim)
+        self.layers = nn.ModuleList(Block(dim, keys["heads"]) for _ in range(keys["layers"]))
+        self.ln_f, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
+        if keys["tied"]:
+            nn.init.normal_(self.wte.weight, std=0.02)
+            self.head.weight = self.wte.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, vocab] of tokens [B, T]."""
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        found: torch.Tensor = self.head(self.ln_f(x))
+        return found
 
 
 def job_of(size: str, world_size: int, cluster: dict[str, Any] | None = None) -> Job:
@@ -83,6 +133,24 @@ def _ours(model: Any, mesh: DeviceMesh, *, merged: int = 1, **options: Any) -> n
     return model  # type: ignore[no-any-return]
 
 
+def _defaults(shard: Callable[..., Any], model: Any, mesh: DeviceMesh) -> nn.Module:
+    """What a first user writes: no option but the mesh."""
+    for layer in model.layers:
+        shard(layer, mesh=mesh)
+    shard(model, mesh=mesh)
+    return model  # type: ignore[no-any-return]
+
+
+def _torchs(module: nn.Module, *, mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, mesh=mesh)
+
+
+def _flat_strategy(module: nn.Module, *, mesh: DeviceMesh) -> None:
+    sw.fully_shard_flat(module, mesh, shard_strategy="flat")
+
+
 def flat_case(strategy: str = "flat", **options: Any) -> Contestant:
     options.setdefault("prefetch", 0)
     return Contestant(functools.partial(_ours, shard_strategy=strategy, **options), _flat)
@@ -95,6 +163,9 @@ def contestants() -> dict[str, Contestant]:
         "fsdp2": Contestant(_fsdp2, _fused),
         "fsdp2 kept": Contestant(functools.partial(_fsdp2, reshard=False), _fused),
         "fsdp2 merged 4": Contestant(functools.partial(_fsdp2, merged=4), _fused),
+        "fsdp2 defaults": Contestant(functools.partial(_defaults, _torchs), _fused),
+        "per_param defaults": Contestant(functools.partial(_defaults, sw.fully_shard_flat), _fused),
+        "flat defaults": Contestant(functools.partial(_defaults, _flat_strategy), _flat),
         "flat": flat_case(),
         "per_param": flat_case("per_param"),
         "param_boundary": flat_case("param_boundary"),
@@ -116,12 +187,15 @@ def planned(plan: sw.Plan) -> Contestant:
 
 def model_of(size: str) -> nn.Module:
     """The same start on every rank and for every contestant."""
+    if size in GPT2_SIZES:
+        torch.manual_seed(0)
+        return GPT2(GPT2_SIZES[size])
     return Transformer(job_of(size, 1))
 
 
 def batch_of(size: str, step: int, rank: int, world_size: int) -> tuple[torch.Tensor, ...]:
     """Tokens and targets [B, T] of one rank."""
-    keys = SIZES[size]
+    keys = SIZES.get(size) or GPT2_SIZES[size]
     generator = torch.Generator().manual_seed(1000 + step)
     shape = (keys["batch"] * world_size, keys["sequence"] + 1)
     tokens = torch.randint(keys["vocab"], shape, generator=generator)
