@@ -9,19 +9,16 @@ from shardwright.planner.search.bound import ROUNDING
 from shardwright.planner.search.least import least_memory
 from shardwright.planner.search.search import Outcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
-from shardwright.planner.search.state import restored
 
 
 def search_widening(
     space: Space,
     narrow: Callable[[Item, ItemOption], bool],
     deadline: float = float("inf"),
-    first: Assignment | None = None,
 ) -> Outcome:
-    """First among the ``narrow`` options, then, from what that found or from ``first``, among all:
-    looking at more never makes a plan worse. Where nothing fits, memory alone is looked at before
-    giving up."""
-    outcome = _widened(space, narrow, deadline, first)
+    """First among the ``narrow`` options, then, from what that found, among all: looking at more
+    never makes a plan worse. Where nothing fits, memory alone is looked at before giving up."""
+    outcome = _widened(space, narrow, deadline)
     if outcome.best is not None or not outcome.bound.usable:
         return outcome
     least = least_memory(space)
@@ -36,30 +33,23 @@ def search_widening(
     )
 
 
-def _widened(
-    space: Space,
-    narrow: Callable[[Item, ItemOption], bool],
-    deadline: float,
-    first: Assignment | None,
-) -> Outcome:
+def _widened(space: Space, narrow: Callable[[Item, ItemOption], bool], deadline: float) -> Outcome:
     kept = [
         [number for number, option in enumerate(item.options) if narrow(item, option)]
         or list(range(len(item.options)))
         for item in space.items
     ]
     if all(len(k) == len(i.options) for k, i in zip(kept, space.items, strict=True)):
-        return search(space, deadline, first)
+        return search(space, deadline)
     items = tuple(
         replace(item, options=tuple(item.options[number] for number in numbers), floor=None)
         for item, numbers in zip(space.items, kept, strict=True)
     )
     inner = search(replace(space, items=items), deadline)
-    begun = first
-    if inner.best is not None:
-        options = tuple(kept[item][option] for item, option in enumerate(inner.best.options))
-        found = Assignment(options, inner.best.slots)
-        if first is None or inner.seconds < restored(space, 1.0, 1.0, first).worst:
-            begun = found
-    known = inner.bound.seconds if inner.best is not None else float("inf")
-    outer = search(space, deadline, begun, known_bound=known)
+    first = inner.best
+    if first is not None:
+        options = tuple(kept[item][option] for item, option in enumerate(first.options))
+        first = Assignment(options, first.slots)
+    known = inner.bound.seconds if first is not None else float("inf")
+    outer = search(space, deadline, first, known_bound=known)
     return replace(outer, tried=outer.tried + inner.tried, feasible=outer.feasible + inner.feasible)

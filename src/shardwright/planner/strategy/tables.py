@@ -14,7 +14,7 @@ from shardwright.planner.larger_caches import bounded_tables
 from shardwright.planner.options.torchrec import TORCHREC_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
-from shardwright.planner.search.search import Outcome
+from shardwright.planner.search.search import Outcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.widening import search_widening
 from shardwright.planner.strategy.found import Found
@@ -56,10 +56,12 @@ def search_tables(job: Job, model: ModelSpec, deadline: float) -> Found:
         problem = make_problem(job, model, slow=True)
         if _options(problem) > _options(done.problem):
             space = space_of(problem, problem.tables, problem.capacity)
-            first = _again(done, space)
-            done = _Searched(
-                problem, space, search_widening(space, _narrow(space), deadline, first)
-            )
+            if done.draft is None:
+                outcome = search_widening(space, _narrow(space), deadline)
+            else:
+                known = done.outcome.bound.seconds
+                outcome = search(space, deadline, _again(done, space), known_bound=known)
+            done = _Searched(problem, space, outcome)
             tried, feasible = tried + done.outcome.tried, feasible + done.outcome.feasible
     bound = done.outcome.bound.seconds
     return Found(done.problem, done.draft, bound, "bounded", tried, feasible)
@@ -85,11 +87,10 @@ def _memory_matters(done: _Searched) -> bool:
     return hbm > NEARLY_FULL and done.outcome.seconds > bound.seconds * (1 + WIDE_GAP)
 
 
-def _again(done: _Searched, space: Space) -> Assignment | None:
+def _again(done: _Searched, space: Space) -> Assignment:
     """What was found, in a space of more options."""
     best = done.outcome.best
-    if best is None:
-        return None
+    assert best is not None
     numbers = []
     for before, item, number in zip(done.space.items, space.items, best.options, strict=True):
         wanted = _ways(before.options[number])
