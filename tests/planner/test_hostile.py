@@ -277,16 +277,16 @@ def test_tables_of_thousands_of_shards_on_thousands_of_ranks_are_planned(plan: P
 
 
 @pytest.mark.parametrize(
-    ("narrowest", "hosts"),
+    ("limits", "hosts"),
     [
-        pytest.param(4, 4096, id="different shards of all grids"),
-        pytest.param(16, 128, id="like shards of the finest cuts"),
+        pytest.param({}, 4096, id="different shards of all grids"),
+        pytest.param({"min_partition": 16}, 128, id="like shards of the finest cuts"),
     ],
 )
 def test_more_shards_than_the_planner_can_hold_are_refused(
-    plan: Plan, narrowest: int, hosts: int
+    plan: Plan, limits: dict[str, int], hosts: int
 ) -> None:
-    table = {"rows": 10**7, "dim": 65536, "min_partition": narrowest}
+    table = {"rows": 10**7, "dim": 65536} | limits
     cluster = HOST | {"world_size": 4096, "local_world_size": 4096 // hosts}
     text = _job(*[table] * 1000, cluster=cluster)
     plan(text).refuses(EXIT_INPUT, "tables: expected at most 3,000,000 shards to choose from", "'t")
