@@ -46,7 +46,7 @@ def reevaluate() -> Callable[[Sequence[Step]], None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start training processes share one worker of ``--dist loadgroup``.
 
-    So there is one pool of them, and no two of those that watch the clock run side by side.
+    So there is one pool of them, and no two of those that wait for a lost rank run side by side.
     """
     for item in items:
         if {"distributed", "faults"} & set(item.path.parts):

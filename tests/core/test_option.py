@@ -102,15 +102,25 @@ def test_a_column_width_divides_the_table_and_is_wide_enough(dim: int, least: in
         (64, 64, ()),
         (4, None, ()),
         (6, None, ()),
-        (24, None, (12,)),  # 6 is no multiple of 4
-        (100, None, ()),
-        (200, None, (100,)),
+        (24, None, (12, 8, 4)),  # 6 is no multiple of 4
+        (100, None, (20, 4)),
+        (200, None, (100, 40, 20, 8, 4)),
+        (200, 30, (100, 40)),
+        (65_536, 16_384, (32_768, 16_384)),
     ],
 )
-def test_a_table_is_halved_down_to_its_narrowest_width(
+def test_a_table_is_cut_evenly_into_multiples_of_four_columns(
     dim: int, least: int | None, widths: tuple[int, ...]
 ) -> None:
     assert column_widths(TableSpec("t", 3, dim, min_partition=least)) == widths
+
+
+@given(st.integers(1, 3000), st.integers(0, 200))
+@settings(deadline=None)
+def test_no_width_of_an_even_cut_is_left_out(dim: int, least: int) -> None:
+    narrowest = max(least, 4)
+    wanted = [w for w in range(dim - 1, narrowest - 1, -1) if dim % w == 0 and w % 4 == 0]
+    assert column_widths(TableSpec("t", 3, dim, min_partition=least)) == tuple(wanted)
 
 
 @pytest.mark.parametrize(

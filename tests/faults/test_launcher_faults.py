@@ -21,6 +21,7 @@ from shardwright.lab.launcher.processes import MARK
 from shardwright.runtime.pulse import read_pulse
 
 HERE = Path(__file__).parent
+HANGS = 60.0  # seconds after which nothing will come; an endless worker lives for 100
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -73,7 +74,7 @@ def start_launcher(folder: Path) -> subprocess.Popen[bytes]:
     )
     with (folder / "said.txt").open("wb") as said:
         process = subprocess.Popen([sys.executable, "-c", code], stderr=said)
-    wait_for(lambda: all(moving(folder, rank) for rank in (0, 1)), 30.0)
+    wait_for(lambda: all(moving(folder, rank) for rank in (0, 1)), HANGS)
     return process
 
 
@@ -128,9 +129,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path, victim: int) -> 
 
 
 def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
-    started = time.monotonic()
     outcome, _ = run(tmp_path, "stop_1", timeout=3.0)
-    assert time.monotonic() - started < 25.0
     assert outcome.code == 5
     assert outcome.reason.startswith("rank 1 made no progress for ")
     assert "(the process is stopped); step 7, exchange_rows, collective 8" in outcome.reason
@@ -149,8 +148,8 @@ def test_a_worker_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
 def test_nobody_outlives_a_killed_launcher(tmp_path: Path) -> None:
     launcher = start_launcher(tmp_path)
     launcher.kill()
-    launcher.wait(5.0)
-    wait_for(lambda: living(tmp_path) == [], 8.0)
+    launcher.wait(HANGS)
+    wait_for(lambda: living(tmp_path) == [], HANGS)
 
 
 def test_the_next_run_in_the_folder_of_a_killed_launcher_outlives_its_workers(
@@ -195,7 +194,7 @@ def test_a_signal_ends_everything_in_order(
 ) -> None:
     launcher = start_launcher(tmp_path)
     launcher.send_signal(number)
-    assert launcher.wait(10.0) == code
+    assert launcher.wait(HANGS) == code
     assert living(tmp_path) == []
     outcome = decode_outcome((tmp_path / "outcome.json").read_bytes())
     assert outcome.code == code

@@ -31,7 +31,7 @@ def body(pulse: Pulse) -> None:
 
     store = dist.FileStore(str(store_file(FOLDER)), SIZE)
     dist.init_process_group(
-        "gloo", store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=5)
+        "gloo", store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=60)
     )
     progress = ProgressLog(FOLDER)
     for step in range(STEPS):

@@ -67,7 +67,7 @@ def test_types_are_tried_in_the_order_in_which_they_are_named() -> None:
     assert _types(wide_options(table, _cluster(), slow=False)) == ["row_wise", "data_parallel"]
 
 
-def test_a_table_is_cut_in_halves_down_to_four_shards_for_each_rank() -> None:
+def test_a_table_is_cut_down_to_four_shards_for_each_rank() -> None:
     for ranks, widths in ((1, [32, 16]), (2, [32, 16, 8]), (8, [32, 16, 8, 4])):
         assert _widths(wide_options(_table(), _cluster(ranks), slow=False)) == widths
 
@@ -76,11 +76,12 @@ def test_no_shard_is_narrower_than_asked() -> None:
     assert _widths(wide_options(_table(min_partition=16), _cluster(), slow=False)) == [32, 16]
 
 
-def test_a_width_that_is_no_half_is_tried_where_it_is_the_narrowest() -> None:
-    table = _table(dim=192, min_partition=12)  # halves are 96, 48, 24, 12
-    assert _widths(wide_options(table, _cluster(2), slow=False)) == [96, 48, 24, 12]
-    table = _table(dim=160, min_partition=32)  # 80 and 40 are halves, 32 is a fifth
-    assert _widths(wide_options(table, _cluster(), slow=False)) == [80, 40, 32]
+def test_every_even_cut_is_tried_up_to_the_first_of_four_shards_for_each_rank() -> None:
+    table = _table(dim=192, min_partition=12)
+    assert _widths(wide_options(table, _cluster(), slow=False)) == [96, 64, 48, 32, 24, 16, 12]
+    assert _widths(wide_options(table, _cluster(1), slow=False)) == [96, 64, 48, 12]
+    table = _table(dim=808)  # 2, 101 and 202 shards
+    assert _widths(wide_options(table, _cluster(2), slow=False)) == [404, 8]
 
 
 @pytest.mark.parametrize("dim", [1, 4, 6])
@@ -95,9 +96,14 @@ def test_a_table_too_narrow_to_cut_is_one_shard_where_only_columns_are_allowed()
 
 
 def test_a_grid_has_as_many_columns_of_shards_as_hosts_or_two() -> None:
-    for hosts, widths in ((2, [32]), (4, [32, 16]), (16, [32, 16, 8, 4])):
+    for hosts, widths in ((2, [32]), (3, [32, 16]), (4, [32, 16]), (16, [32, 16, 8, 4])):
         options = wide_options(_table(), _cluster(8 * hosts), slow=False)
         assert _widths(options, "grid_shard") == widths
+
+
+def test_a_grid_of_few_rows_has_as_many_columns_of_shards_as_fill_all_ranks() -> None:
+    options = wide_options(_table(rows=3), _cluster(16), slow=False)  # three ranks of each host
+    assert _widths(options, "grid_shard") == [32, 16, 8]
 
 
 def test_kernels_of_host_memory_are_looked_at_only_on_request() -> None:
@@ -232,7 +238,7 @@ def test_what_runs_is_what_the_runtime_can_carry_out(optimizer: Any) -> None:
 
 def test_what_runs_is_cut_in_halves_where_no_width_is_named() -> None:
     assert _widths(runnable_options(_table(dim=64), 4)) == [32]
-    assert _widths(runnable_options(_table(dim=64, min_partition=8), 4)) == [8]
+    assert _widths(runnable_options(_table(dim=64, min_partition=8), 4)) == [32, 16, 8]
 
 
 def test_columns_that_cannot_be_cut_are_refused_where_nothing_else_is_allowed() -> None:

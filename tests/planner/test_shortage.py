@@ -1,19 +1,19 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from counting import at_most
 
 from shardwright.core.errors import EXIT_NO_PLAN, InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model import TableSpec
 from shardwright.core.plan import Plan
 from shardwright.core.specs import model_spec
-from shardwright.planner import plan
+from shardwright.planner import plan, shortage
 from shardwright.planner.problem import make_problem
 from shardwright.planner.strategy.steps import smallest
 
@@ -238,7 +238,9 @@ def test_a_refusal_of_tables_names_rank_need_capacity_and_shortfall(
     refused: tuple[Job, str],
 ) -> None:
     _, message = refused
-    assert re.match(r"no plan (can fit|found that fits): rank \d+ is the fullest and ", message)
+    known = r"( of TorchRec's options)?"
+    start = rf"no plan({known} can fit| found that fits): rank \d+ is the fullest and "
+    assert re.match(start, message)
     need, capacity = _number("needs # B", message), _number(r"needs [^)]*\) of # B", message)
     assert _number(", # B too much", message) == need - capacity > 0
     assert 0 < _number(r"its largest part is t\d+ with # B", message) <= need
@@ -364,15 +366,24 @@ def test_four_huge_tables_on_eight_ranks_are_told_the_bytes_they_lack() -> None:
         _fitting(_with_way(job, way))
 
 
-def test_a_shortage_is_told_in_a_few_seconds_for_many_tables_on_many_ranks() -> None:
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine finds the same ways out as an idle one."""
+    for limit in ("SECONDS_FOR_LEAST", "SECONDS_FOR_A_WAY"):
+        monkeypatch.setattr(shortage, limit, 100 * getattr(shortage, limit))
+
+
+def test_a_shortage_of_many_tables_on_many_ranks_is_told_without_trying_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
     tables = [
         {"rows": 10_000_000 + 1000 * i, "dim": 128, "pooling_factors": [1.0 + i % 9]}
         for i in range(120)
     ]
     job = _tables(*tables, cluster=_h100(24, hbm_cap=8 * GIB, ddr_cap=8 * GIB))
-    started = time.perf_counter()
-    message = _refusal(job)
-    assert time.perf_counter() - started < 40
+    with at_most(100_000_000):
+        message = _refusal(job)
     assert "rank " in message
 
 

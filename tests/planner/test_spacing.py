@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardwright.core.specs import model_spec
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.search import search
-from shardwright.planner.search.space import Assignment, Space
+from shardwright.planner.search.space import Assignment, Space, item_option
 from shardwright.planner.search.state import restored
 from shardwright.planner.strategy.spacing import placed_tables, space_of
 
@@ -65,8 +66,29 @@ def test_tables_that_are_kept_together_are_one_item(make_tables: MakeJob) -> Non
             for option in item.options:
                 assert option.widths == (1,)
                 assert {c.option.sharding_type for c in option.choices} == {"table_wise"}
-                kernels = [c.option.compute_kernel for c in option.choices]
-                assert len(set(kernels)) == 1
+            kernels = {tuple(c.option.compute_kernel for c in o.choices) for o in item.options}
+            known = ("fused", "fused_uvm", "fused_uvm_caching")
+            assert kernels == set(itertools.product(known, repeat=2))
+
+
+def test_what_many_tables_together_may_take_is_not_above_any_combination(
+    make_tables: MakeJob,
+) -> None:
+    names = [f"t{i}" for i in range(6)]
+    problem, space = _ruled(make_tables, together=[names])
+    (item,) = space.items
+    assert len(item.options) == 3  # of one kernel each
+    assert item.floor is not None
+    whole = [
+        [c for c in problem.tables[table] if c.option.sharding_type == "table_wise"]
+        for table in item.tables
+    ]
+    for kernels in itertools.product(*whole):
+        option = item_option(kernels, space.ranks, space.group)
+        assert item.floor.total_seconds <= option.total_seconds * (1 + 1e-12)
+        assert item.floor.largest <= option.largest * (1 + 1e-12)
+        for least, size in zip(item.floor.total_storage, option.total_storage, strict=True):
+            assert least <= size
 
 
 def test_tables_together_cost_what_they_cost_alone(make_tables: MakeJob) -> None:
@@ -123,6 +145,21 @@ def test_a_table_with_rules_uses_no_type_of_all_ranks(
     assert {"row_wise", "data_parallel"} <= free
 
 
+def test_a_table_that_may_use_every_rank_is_not_ruled(make_tables: MakeJob) -> None:
+    _, space = _ruled(make_tables, ranks={"t0": [2, 0, 1, 3]})
+    assert not space.constrained
+    types = {o.choices[0].option.sharding_type for o in space.items[_item(space, 0)].options}
+    assert {"row_wise", "data_parallel"} <= types
+
+
+def test_columns_beside_a_table_that_is_kept_apart_may_share_ranks(make_tables: MakeJob) -> None:
+    cluster = {"preset": "h100-8", "world_size": 2}
+    rules = {"constraints": {"apart": [["t0", "t1"]]}}
+    _, space = _space(make_tables(50, 60, dim=64, cluster=cluster, planner=rules))
+    counts = {len(option.widths) for option in space.items[0].options}
+    assert {1, 2, 4} <= counts
+
+
 def test_on_one_rank_rules_leave_every_type(make_tables: MakeJob) -> None:
     _, space = _ruled(make_tables, world=1, ranks={"t0": [0]})
     types = {o.choices[0].option.sharding_type for o in space.items[_item(space, 0)].options}
@@ -140,7 +177,7 @@ def test_rules_that_leave_a_table_no_type_are_refused(make_tables: MakeJob) -> N
         )
     assert str(caught.value) == (
         "planner.constraints of 't0': expected a sharding type that leaves room for its rules, "
-        "got only types that use every rank. Allow table_wise or column_wise."
+        "got only types that use more ranks. Allow table_wise or column_wise."
     )
 
 
@@ -150,6 +187,15 @@ def test_columns_of_one_host_are_left_out_beside_columns_anywhere(make_tables: M
     _, space = _space(make_tables(50, dim=128, cluster=cluster, table=table))
     types = {o.choices[0].option.sharding_type for o in space.items[0].options}
     assert types == {"column_wise"}
+
+
+def test_columns_of_one_host_may_use_some_of_its_ranks(make_tables: MakeJob) -> None:
+    cluster = {"preset": "h100-8", "world_size": 16}
+    table = {"sharding_types": ["table_column_wise"], "compute_kernels": ["fused"]}
+    table["min_partition"] = 32
+    _, space = _space(make_tables(50, dim=128, cluster=cluster, table=table))
+    widths = [(o.choices[0].option.count, o.widths) for o in space.items[0].options]
+    assert widths == [(1, (1,)), (2, (2,)), (2, (1,)), (4, (4,)), (4, (2,)), (4, (1,))]
 
 
 tables = st.lists(

@@ -6,12 +6,12 @@ describe on 8 ranks and on 8,000.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
 
-from shardwright.core.amount import ceil_div
 from shardwright.core.block import Block
 from shardwright.core.model import ShardingType, TableSpec
 
@@ -103,20 +103,24 @@ def shard_runs(
         case "table_row_wise":
             return row_runs(rows, dim, group)
         case "grid_shard":
-            starts = range(0, dim, width)
-            return tuple(run for start in starts for run in row_runs(rows, width, group, start))
+            own = row_runs(rows, width, group)
+            return tuple(
+                ShardRun(run.rows, width, run.count, run.row, column, run.row_step)
+                for column in range(0, dim, width)
+                for run in own
+            )
 
 
-def row_runs(rows: int, columns: int, parts: int, column: int = 0) -> tuple[ShardRun, ...]:
+def row_runs(rows: int, columns: int, parts: int) -> tuple[ShardRun, ...]:
     """``parts`` row shards of ``ceil(rows / parts)`` rows; the last ones hold less or nothing."""
-    chunk = ceil_div(rows, parts)
+    chunk = -(-rows // parts)
     full = rows // chunk
-    runs = [ShardRun(chunk, columns, full, 0, column, chunk if full > 1 else 0)]
+    runs = [ShardRun(chunk, columns, full, 0, 0, chunk if full > 1 else 0)]
     if rest := rows - full * chunk:
-        runs.append(ShardRun(rest, columns, 1, full * chunk, column))
+        runs.append(ShardRun(rest, columns, 1, full * chunk))
     empty = parts - full - bool(rest)
     if empty:
-        runs.append(ShardRun(0, columns, empty, rows, column))
+        runs.append(ShardRun(0, columns, empty, rows))
     return tuple(runs)
 
 
@@ -127,14 +131,13 @@ def column_width(table: TableSpec, least: int) -> int:
 
 
 def column_widths(table: TableSpec) -> tuple[int, ...]:
-    """Every width by halving ``dim`` that a column cut may have, widest first."""
+    """Every width of equal column shards, widest first: it divides ``dim``, is a multiple of 4 and
+    at least ``min_partition``."""
     least = table.min_partition or DEFAULT_MIN_PARTITION
-    widths = []
-    width = table.dim
-    while width % 2 == 0 and width // 2 >= least and width // 2 % 4 == 0:
-        width //= 2
-        widths.append(width)
-    return tuple(widths)
+    divisors = [d for d in range(1, math.isqrt(table.dim) + 1) if table.dim % d == 0]
+    widths = {table.dim // d for d in divisors} | set(divisors)
+    cuts = (w for w in widths if w % 4 == 0 and least <= w < table.dim)
+    return tuple(sorted(cuts, reverse=True))
 
 
 def place(option: Option, ranks: Iterable[int], table: TableSpec) -> tuple[Block, ...]:

@@ -159,9 +159,9 @@ class Reserved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the plan was found.
 
-    ``options`` were looked at, ``slow_kernels`` says whether kernels with weights in host memory
-    were among them. ``proved_seconds`` is a bound that the search itself has proved. ``skipped``
-    says what was not tried, and why.
+    ``options`` were looked at, ``slow_kernels`` says whether all kernels with weights in host
+    memory were among them, or only those that no faster one replaces. ``proved_seconds`` is a bound
+    that the search itself has proved. ``skipped`` says what was not tried, and why.
     """
 
     name: str

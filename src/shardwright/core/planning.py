@@ -104,3 +104,8 @@ class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     constraints: ConstraintsSection = ConstraintsSection()
     units: dict[str, Literal["shard", "replicate"]] = {}
     dense: DenseSection = DenseSection()
+
+    @property
+    def as_torchrec(self) -> bool:
+        """Whether only what TorchRec's planner looks at may be chosen."""
+        return self.options == "torchrec" or self.search == "proposers"

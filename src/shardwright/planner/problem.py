@@ -13,26 +13,21 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, TableSpec
-from shardwright.core.option import Option
 from shardwright.core.planning import EstimatorSection
 from shardwright.cost import constants, reservation
-from shardwright.planner.choice import Choice
-from shardwright.planner.options.own import runnable_options, wide_options
-from shardwright.planner.options.torchrec import torchrec_options
-from shardwright.planner.pricing import additive, native, torchrec
+from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.pricing.setting import Setting
 from shardwright.planner.unit_choice import DenseSetting, UnitChoice
 from shardwright.planner.units import UnitSpace
 
-MAX_SHARDS = 500_000  # replicas and cuts over all ranks apart
-
-Tables = tuple[tuple[Choice, ...], ...]
-
 
 @dataclass(frozen=True)
 class Problem:
-    """A job on its cluster, and every choice there is; ``slow`` says whether kernels with weights
-    in host memory are among them."""
+    """A job on its cluster, and every choice there is.
+
+    Where it is not ``slow``, kernels with weights in host memory are among them only as far as they
+    can help while HBM is not scarce.
+    """
 
     job: Job
     setting: Setting
@@ -120,7 +115,8 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
     unit_space.check()
     _check_pinned_ranks(job, cluster)
     reserved = reserve(job, model, cluster)
-    tables = table_choices(model, job, setting, slow=slow)
+    capacity = reserved.capacities[0]
+    tables = table_choices(model, job, setting, slow=slow, capacity=capacity)
     notes = (*assumptions, *_assumptions(job, unit_space))
     return Problem(job, setting, model, tables, unit_space, reserved, notes, slow)
 
@@ -206,62 +202,6 @@ def reserve(job: Job, model: ModelSpec, cluster: Cluster) -> reservation.Reserva
         found.dense and (found.dense[1], found.dense[0]),
         found.kjt and (found.kjt[1], found.kjt[0]),
     )
-
-
-def table_choices(model: ModelSpec, job: Job, setting: Setting, *, slow: bool) -> Tables:
-    """Every allowed option of every table, priced by the job's profile."""
-    options = [_options(table, model, job, setting.cluster, slow=slow) for table in model.tables]
-    _check_shards(options)
-    cases = [
-        (table, option)
-        for table, found in zip(model.tables, options, strict=True)
-        for option in found
-    ]
-    priced = price(job, setting, cases)
-    remaining = iter(priced)
-    return tuple(tuple(next(remaining) for _ in found) for found in options)
-
-
-def _check_shards(options: Sequence[Sequence[Option]]) -> None:
-    """Raise InputError where tables could be cut into more pieces than anyone can place."""
-    pieces = sum(
-        max((o.count for o in found if o.partition != "uniform"), default=0) for found in options
-    )
-    if pieces > MAX_SHARDS:
-        raise InputError(
-            expected(
-                "tables",
-                f"at most {MAX_SHARDS:,} shards in all",
-                f"up to {pieces:,}",
-                "Raise min_partition.",
-            )
-        )
-
-
-def price(job: Job, setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[Choice]:
-    """What options cost by the job's profile; tables alone carry their exchange buffers."""
-    match job.planner.constants:
-        case "torchrec-1.9":
-            return torchrec.price(setting, cases)
-        case "additive":
-            return additive.price(setting, cases)
-        case "cluster":
-            return native.price(setting, cases, exchange=job.model.kind == "tables")
-
-
-def _options(
-    table: TableSpec, model: ModelSpec, job: Job, cluster: Cluster, *, slow: bool
-) -> tuple[Option, ...]:
-    if model.stages:
-        return runnable_options(table, cluster.world_size)
-    if job.planner.constants == "additive":
-        allowed = table.sharding_types or ("table_wise", "column_wise")
-        types = tuple(t for t in allowed if t in ("table_wise", "column_wise"))
-        table = msgspec.structs.replace(table, sharding_types=types, compute_kernels=("fused",))
-        return wide_options(table, cluster, slow=False)
-    if job.planner.options == "torchrec" or job.planner.search == "proposers":
-        return torchrec_options(table, cluster)
-    return wide_options(table, cluster, slow=slow)
 
 
 def _check_pinned_ranks(job: Job, cluster: Cluster) -> None:

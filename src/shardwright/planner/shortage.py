@@ -17,6 +17,7 @@ from shardwright.core.units import format_bytes
 from shardwright.memory import simulate
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.search.bound import ROUNDING
 from shardwright.planner.search.least import fits_somehow, least_memory
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.spacing import placed_tables, space_of
@@ -55,7 +56,7 @@ def _least(problem: Problem) -> tuple[TablesDraft | None, bool]:
     fits."""
     space = space_of(problem, problem.tables, problem.capacity)
     found = least_memory(space, time.perf_counter() + SECONDS_FOR_LEAST)
-    proven = found.bound.usable and found.bound.seconds > 1
+    proven = found.bound.seconds > 1 + ROUNDING
     if found.best is None:
         return None, proven
     return TablesDraft(problem, placed_tables(space, found.best), ()), proven
@@ -63,7 +64,8 @@ def _least(problem: Problem) -> tuple[TablesDraft | None, bool]:
 
 def _refusal(problem: Problem, draft: Draft, *, proven: bool) -> NoPlanError:
     tier, rank, need, capacity = _fullest(problem, draft)
-    what = "no plan can fit" if proven else "no plan found that fits"
+    known = " of TorchRec's options" if problem.job.planner.as_torchrec else ""
+    what = f"no plan{known} can fit" if proven else "no plan found that fits"
     ways = [f"cluster.{tier}_cap {way}" for way in _larger_memory(problem, draft)]
     ways += _ways(problem)
     told = f"What would help: {'; '.join(ways)}." if ways else "No way out was found."

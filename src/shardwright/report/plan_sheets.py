@@ -50,12 +50,13 @@ def headline(plan: Plan) -> str:
 def search_line(plan: Plan) -> str:
     """How good the plan is and what finding it took, in one line."""
     slowest = f"The slowest rank takes {format_seconds(plan.max_rank_seconds)} per step"
+    known = " of TorchRec's options" if plan.job.planner.as_torchrec else ""
     proven = (
-        f"; no plan can take less than {format_seconds(plan.lower_bound_seconds)} "
+        f"; no plan{known} can take less than {format_seconds(plan.lower_bound_seconds)} "
         f"(gap {percent(plan.gap)})."
     )
     if plan.gap < NO_GAP:
-        proven = ", and no plan can take less (gap 0 %)."
+        proven = f", and no plan{known} can take less (gap 0 %)."
     return (
         f"{slowest}{proven} The search ({printable(plan.search.name)}) tried "
         f"{counted(plan.search.proposals, 'proposal')}, {plan.search.feasible:,} of which fit, "

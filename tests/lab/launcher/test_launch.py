@@ -296,7 +296,7 @@ def test_a_worker_leaves_a_last_word(
         f"def body(pulse):\n    pulse.begin('forward', 3)\n    {body}\n"
         "sys.exit(run_worker(Path(sys.argv[1]), 0, body))"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=20, check=False)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=False)
     status = read_status(tmp_path, 0)
     assert done.returncode == code
     assert status is not None

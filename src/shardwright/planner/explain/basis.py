@@ -185,7 +185,9 @@ def _step(plan: Plan) -> Iterator[Fact]:
 def _kernels(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
     counts = Counter(table.compute_kernel for table in plan.tables)
     told = ", ".join(f"{kernel} ({count})" for kernel, count in counts.items())
-    slow = "" if plan.search.slow_kernels else "; kernels in host memory were not needed"
+    slow = (
+        "" if plan.search.slow_kernels else "; in host memory only what no faster kernel replaces"
+    )
     yield Fact(
         "kernels chosen",
         told + (slow if plan.cluster.compute_device == "cuda" else ""),

@@ -70,7 +70,7 @@ def _of_machine(problem: Problem, table: TableSpec, wanted: str) -> typing.Itera
         if wanted == "column_wise" and table.optimizer == "rowwise_adagrad":
             yield "it needs sgd: the sums of row-wise Adagrad would span ranks"
         return
-    if _as_torchrec(problem):
+    if problem.job.planner.as_torchrec:
         if not table.pooled and wanted not in SEQUENCE_TYPES:
             yield "TorchRec cuts no sequence table that way; it pools what it looks up"
         if cluster.compute_device == "cpu" and wanted in (
@@ -85,11 +85,6 @@ def _of_machine(problem: Problem, table: TableSpec, wanted: str) -> typing.Itera
             f"all {cluster.world_size} ranks are one host, where it is the same as "
             f"{plain.get(wanted, 'row_wise of column blocks')}"
         )
-
-
-def _as_torchrec(problem: Problem) -> bool:
-    planner = problem.job.planner
-    return planner.options == "torchrec" or planner.search == "proposers"
 
 
 def _not_cut(problem: Problem, table: TableSpec) -> str:

@@ -13,6 +13,7 @@ from shardwright.core.amount import Amount, leaf, maximum, minimum, named
 from shardwright.core.cluster import TIERS
 from shardwright.planner.explain.explanation import Explanation, alike, finished, summed
 from shardwright.planner.explain.subject import RELATIVE, Subject
+from shardwright.planner.larger_caches import bounded_tables
 from shardwright.planner.problem import Problem
 from shardwright.planner.search.bound import Bound, Table, cheapest, lower_bound, table
 from shardwright.planner.search.space import Floats, Space
@@ -47,8 +48,9 @@ def explain(subject: Subject) -> Iterator[Explanation]:
         bound = maximum(bound, proved)
     bound = named("lower_bound", minimum(bound, slowest), "s")
     notes = [RELAXED, f"binding: {found.binding}"]
+    known = " and TorchRec's options" if problem.job.planner.as_torchrec else ""
     yield finished(
-        "seconds per step that no plan of this job can beat",
+        f"seconds per step that no plan of this job{known} can beat",
         plan.lower_bound_seconds,
         bound,
         notes=notes,
@@ -88,7 +90,7 @@ def relaxation(problem: Problem, capacity: tuple[int, int, int], suffix: str) ->
     if not problem.tables:
         why = "no tables: the least of every unit"
         return Relaxation(leaf(0.0, f"relaxed{suffix}", "s", why), why)
-    space = space_of(problem, problem.tables, problem.capacity)
+    space = space_of(problem, bounded_tables(problem), problem.capacity)
     space = dataclasses.replace(space, capacity=capacity)
     options = table(space)
     bound = lower_bound(space, options)

@@ -15,9 +15,10 @@ from shardwright.core.tables import check_constraints, check_tables
 from shardwright.core.timeline import decode
 from shardwright.planner.assemble import assemble
 from shardwright.planner.choice import Choice
+from shardwright.planner.choices import price
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain.explanation import same
-from shardwright.planner.problem import Problem, make_problem, price
+from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.statistics.holdings import as_planned, ranks_of
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy import bound_of

@@ -18,10 +18,11 @@ from shardwright.core.plan import Plan
 from shardwright.core.specs import model_spec
 from shardwright.core.units import format_bytes, format_seconds
 from shardwright.planner.choice import Choice
+from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain import exclusion
 from shardwright.planner.explain.recompute import draft_of
-from shardwright.planner.problem import Problem, Tables, make_problem, table_choices
+from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.space import Item, Space, shard_ranks
 from shardwright.planner.search.state import State
 from shardwright.planner.step_draft import StepDraft

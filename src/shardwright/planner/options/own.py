@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
+
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ComputeKernel, ShardingType, TableSpec
@@ -43,16 +47,16 @@ def runnable_options(table: TableSpec, world_size: int) -> tuple[Option, ...]:
             )
         )
     least = table.min_partition or max(DEFAULT_MIN_PARTITION, table.dim // 2)
-    width = column_width(table, least)
+    cuts = column_widths(msgspec.structs.replace(table, min_partition=least))
     options = []
     for sharding_type in types:
         kernel: ComputeKernel = "dense" if sharding_type == "data_parallel" else "fused"
         if table.compute_kernels is not None and kernel not in table.compute_kernels:
             continue
-        if sharding_type == "column_wise" and width == table.dim:
-            continue  # one column shard is table_wise
-        runs = shard_runs(table, sharding_type, world_size, world_size, width)
-        options.append(Option(table.name, sharding_type, kernel, runs))
+        # columns that are not cut are table_wise
+        for width in cuts if sharding_type == "column_wise" else (table.dim,):
+            runs = shard_runs(table, sharding_type, world_size, world_size, width)
+            options.append(Option(table.name, sharding_type, kernel, runs))
     if not options:
         types_text = list(table.sharding_types or RUNNABLE)
         raise InputError(
@@ -60,7 +64,7 @@ def runnable_options(table: TableSpec, world_size: int) -> tuple[Option, ...]:
                 f"tables '{table.name}'",
                 "a sharding type and kernel that this version runs",
                 f"types {types_text}, kernels {list(table.compute_kernels or ('any',))}",
-                f"{_no_cut(table, types, width)}Allow table_wise or row_wise with kernel fused, or "
+                f"{_no_cut(table, types, cuts)}Allow table_wise or row_wise with kernel fused, or "
                 "data_parallel with dense.",
             )
         )
@@ -73,18 +77,20 @@ def _why_no_columns(table: TableSpec) -> str:
     return ""
 
 
-def _no_cut(table: TableSpec, types: list[ShardingType], width: int) -> str:
-    if "column_wise" in types and width == table.dim:
+def _no_cut(table: TableSpec, types: list[ShardingType], cuts: Sequence[int]) -> str:
+    if "column_wise" in types and not cuts:
         return f"No cut of {table.dim} columns is a multiple of 4 and at least min_partition. "
     return ""
 
 
-def wide_options(table: TableSpec, cluster: Cluster, *, slow: bool) -> tuple[Option, ...]:
-    """Every sharding type, column splits by halving, and every kernel of the device.
+def wide_options(
+    table: TableSpec, cluster: Cluster, *, slow: bool, every_cut: bool = False
+) -> tuple[Option, ...]:
+    """Every sharding type, even cut of columns and kernel of the device that can be of use.
 
-    ``slow``: also the kernels whose weights lie in host memory; they can only help where the
-    accelerators' memory is short. A key-value store and kernels of quantised tables have to be
-    named. The types that keep a table's shards on a host are for pooled tables.
+    ``slow``: also the kernels whose weights lie in host memory where none is named. ``every_cut``:
+    also cuts so fine that no bound depends on them. A key-value store and kernels of quantised
+    tables have to be named. The types that keep a table's shards on a host are for pooled tables.
     """
     types = WIDE if table.sharding_types is None else table.sharding_types
     options = []
@@ -94,7 +100,7 @@ def wide_options(table: TableSpec, cluster: Cluster, *, slow: bool) -> tuple[Opt
         one_host = cluster.group >= cluster.world_size
         if one_host and sharding_type in ON_A_HOST and table.sharding_types is None:
             continue  # the same as the type without its host
-        for width in _widths(table, sharding_type, cluster):
+        for width in _widths(table, sharding_type, cluster, every_cut=every_cut):
             runs = shard_runs(table, sharding_type, cluster.world_size, cluster.group, width)
             options += [
                 Option(table.name, sharding_type, kernel, runs)
@@ -113,14 +119,17 @@ def wide_options(table: TableSpec, cluster: Cluster, *, slow: bool) -> tuple[Opt
     return tuple(options)
 
 
-def _widths(table: TableSpec, sharding_type: ShardingType, cluster: Cluster) -> tuple[int, ...]:
-    """Column widths to try; more shards than a rank can use four times over are none."""
+def _widths(
+    table: TableSpec, sharding_type: ShardingType, cluster: Cluster, *, every_cut: bool
+) -> tuple[int, ...]:
+    """Column widths to try, widest first. Shards by the thousand on few ranks are none, but for
+    ``every_cut``."""
     if sharding_type not in ("column_wise", "table_column_wise", "grid_shard"):
         return (table.dim,)
-    most = 4 * cluster.world_size
-    if sharding_type == "grid_shard":
-        most = cluster.world_size // cluster.group
-    widths = [w for w in column_widths(table) if table.dim // w <= max(most, 2)]
+    most = _enough_cuts(table, sharding_type, cluster)
+    cuts = column_widths(table)
+    coarse = [width for width in cuts if table.dim // width < most]
+    widths = list(cuts if every_cut else cuts[: len(coarse) + 1])
     narrow = column_width(table, table.min_partition or TORCHREC_MIN_PARTITION)
     if narrow < table.dim and table.dim // narrow <= max(most, MOST_PIECES):
         widths = sorted({*widths, narrow}, reverse=True)
@@ -128,6 +137,21 @@ def _widths(table: TableSpec, sharding_type: ShardingType, cluster: Cluster) -> 
     if named is not None and not ("table_wise" in named and sharding_type != "grid_shard"):
         widths = [table.dim, *widths]  # asked for; uncut it is no other type that may be chosen
     return tuple(widths)
+
+
+def _enough_cuts(table: TableSpec, sharding_type: ShardingType, cluster: Cluster) -> int:
+    """Column shards of which no bound needs more.
+
+    Cut further, a table takes as much work and memory or more. If one of ``n`` equal shards is
+    longer than a whole step or larger than a rank, all ``n`` are more than the ranks can hold as
+    soon as ``n`` is the number of ranks; four times as many are tried, so that they even out.
+    Finer ones may even out by a little more. A column block of a grid lies on as many ranks of a
+    host as it has full row shards.
+    """
+    if sharding_type != "grid_shard":
+        return 4 * cluster.world_size
+    full = table.rows // -(-table.rows // cluster.group)
+    return max(-(-cluster.world_size // full), 2)
 
 
 def _kernels(

@@ -30,6 +30,7 @@ from shardwright.planner.pricing.evaluate import (
     traffic,
 )
 from shardwright.planner.pricing.group import Group
+from shardwright.planner.pricing.rivals import faster_kernels
 from shardwright.planner.pricing.setting import Derived, Setting
 
 MIB = 2**20
@@ -88,7 +89,7 @@ def price(
         number = numbers.setdefault(id(table), len(facts))
         if number == len(facts):
             facts.append(_facts(setting, table, ranks, setting.values, bare))
-        scheme = _scheme(setting, table, option)
+        scheme = _scheme(setting, table, option.sharding_type, option.compute_kernel)
         group = groups.get(scheme)
         if group is None:
             group = groups[scheme] = _Group(scheme)
@@ -110,7 +111,7 @@ def derive(
 ) -> Derived:
     """The price of one shard of a run as derivations, by the formulas that priced it."""
     c = constants_of(setting.cluster)
-    scheme = _scheme(setting, table, option)
+    scheme = _scheme(setting, table, option.sharding_type, option.compute_kernel)
     mesh = _mesh(setting, leaf)
     facts = _facts(setting, table, mesh.ranks, c, leaf)
     parts = embedding.row_parts(scheme.sharding_type, *mesh)
@@ -119,6 +120,24 @@ def derive(
     storage = _storage(setting, scheme, demand, facts.output, mesh, exchange, leaf)
     spent = named("seconds_per_step", total(seconds.values()), "s")
     return Derived(spent, tier_totals(storage))
+
+
+def faster(
+    setting: Setting, cases: Sequence[tuple[TableSpec, Option]], kernels: Sequence[str]
+) -> set[tuple[int, str]]:
+    """Cases of which some shard takes less time with one of ``kernels``: number and kernel."""
+    c, mesh = setting.values, _mesh(setting, bare)
+
+    def seconds(scheme: Scheme, columns: Sequence[Any]) -> Any:
+        return sum(_seconds(setting, scheme, _arrays(scheme, columns, c), mesh, c).values())
+
+    return faster_kernels(
+        cases,
+        kernels,
+        lambda table: _facts(setting, table, mesh.ranks, c, bare),
+        lambda table, sharding_type, kernel: _scheme(setting, table, sharding_type, kernel),
+        seconds,
+    )
 
 
 class _Group(Group[Scheme]):
@@ -225,8 +244,7 @@ def _mesh(setting: Setting, lift: Lift) -> Mesh:
     return Mesh(ranks, lift(cluster.group, "ranks_of_host", "", source))
 
 
-def _scheme(setting: Setting, table: TableSpec, option: Option) -> Scheme:
-    kernel = option.compute_kernel
+def _scheme(setting: Setting, table: TableSpec, sharding_type: str, kernel: str) -> Scheme:
     estimator = setting.estimator
     prefetch, limited = False, False
     if kernel in CACHED_KERNELS:
@@ -235,7 +253,7 @@ def _scheme(setting: Setting, table: TableSpec, option: Option) -> Scheme:
         prefetch = estimator.pipeline_type == PREFETCHING if asked is None else asked
         limited = kernel == "key_value" and table.kv_l1_mb is not None
     kind = table.optimizer or "none"
-    return Scheme(option.sharding_type, kernel, table.dtype, kind, prefetch, limited)
+    return Scheme(sharding_type, kernel, table.dtype, kind, prefetch, limited)
 
 
 def _facts(setting: Setting, table: TableSpec, ranks: Any, c: Any, lift: Lift) -> Facts:

@@ -21,6 +21,7 @@ from shardwright.cost import torchrec, torchrec_storage, torchrec_time
 from shardwright.cost.torchrec import ROW_TYPES, Ranks, Scheme, Shards
 from shardwright.planner.choice import Choice, cost
 from shardwright.planner.pricing.group import Group
+from shardwright.planner.pricing.rivals import faster_kernels
 from shardwright.planner.pricing.setting import Derived, Setting
 
 MIB = 2**20
@@ -48,7 +49,9 @@ def price(setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[C
         key = (option.sharding_type, option.compute_kernel, *_flags(setting, table))
         group = groups.get(key)
         if group is None:
-            group = groups[key] = _Group(_scheme(setting, table, option))
+            group = groups[key] = _Group(
+                _scheme(setting, table, option.sharding_type, option.compute_kernel)
+            )
         placed.append((group, group.add(number, option)))
     if not facts:
         return []
@@ -59,6 +62,25 @@ def price(setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[C
         Choice(table, option, tuple([group.costs[slot] for slot in slots]))
         for (table, option), (group, slots) in zip(cases, placed, strict=True)
     ]
+
+
+def faster(
+    setting: Setting, cases: Sequence[tuple[TableSpec, Option]], kernels: Sequence[str]
+) -> set[tuple[int, str]]:
+    """Cases of which some shard takes less time with one of ``kernels``: number and kernel."""
+    ranks, c = _ranks(setting, _bare), setting.values
+
+    def seconds(scheme: Scheme, columns: Sequence[Any]) -> Any:
+        parts = torchrec_time.shard_seconds(scheme, Shards(*columns), ranks, c)
+        return sum(parts[part] for part in torchrec_time.PARTS)
+
+    return faster_kernels(
+        cases,
+        kernels,
+        lambda table: _facts(setting, table, c, _bare),
+        lambda table, sharding_type, kernel: _scheme(setting, table, sharding_type, kernel),
+        seconds,
+    )
 
 
 class _Group(Group[Scheme]):
@@ -102,7 +124,7 @@ def derive(setting: Setting, table: TableSpec, option: Option, run_index: int) -
     q = Shards(None, None, *facts)
     rows, columns = _sizes(option, run_index, q, ranks)
     q = q._replace(rows=rows, columns=columns)
-    scheme = _scheme(setting, table, option)
+    scheme = _scheme(setting, table, option.sharding_type, option.compute_kernel)
     seconds = torchrec_time.total_seconds(torchrec_time.shard_seconds(scheme, q, ranks, c))
     storage = torchrec_storage.shard_bytes(scheme, q, ranks, c)
     return Derived(seconds, {tier: _tier_total(tier, storage.get(tier, {})) for tier in TIERS})
@@ -151,11 +173,11 @@ def _flags(setting: Setting, table: TableSpec) -> tuple[bool, bool, bool, bool]:
     return table.pooled, weighted, prefetched, counted
 
 
-def _scheme(setting: Setting, table: TableSpec, option: Option) -> Scheme:
+def _scheme(setting: Setting, table: TableSpec, sharding_type: str, kernel: str) -> Scheme:
     estimator = setting.estimator
     return Scheme(
-        option.sharding_type,
-        option.compute_kernel,
+        sharding_type,
+        kernel,
         setting.cluster.compute_device,
         *_flags(setting, table),
         pipeline=estimator.pipeline_type,

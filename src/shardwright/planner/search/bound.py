@@ -18,6 +18,8 @@ from shardwright.planner.search.space import Bools, Floats, Space
 
 BISECTIONS = 40
 ROUNDS = 3  # over the tiers, where more than one is scarce
+ROUNDING = 1e-12  # of a sum of doubles, relative, and more
+LEAST_PRICE = 1e-30  # seconds per byte; the first that is tried where nothing takes any time
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Table:
-    """All options of all items in one row each, item after item."""
+    """All options of all items in one row each, item after item; an item's floor, which is not
+    ``listed``, comes last."""
 
     starts: NDArray[np.int64]
     seconds: Floats
@@ -39,12 +42,14 @@ class Table:
     largest: Floats
     largest_storage: Floats
     fits: Bools
+    listed: Bools
 
 
 def table(space: Space) -> Table:
     """The options as arrays; an option with a shard that fits no rank does not ``fit``."""
-    counts = [len(item.options) for item in space.items]
-    options = [option for item in space.items for option in item.options]
+    rows = [(*item.options, item.floor) if item.floor else item.options for item in space.items]
+    counts = [len(row) for row in rows]
+    options = [option for row in rows for option in row]
     largest_bytes = np.array([o.largest_storage for o in options], dtype=np.float64)
     capacity = np.array(space.capacity, dtype=np.float64)
     fits: Bools = np.logical_and.reduce(largest_bytes <= capacity, axis=1)
@@ -55,14 +60,18 @@ def table(space: Space) -> Table:
         np.array([o.largest for o in options]),
         largest_bytes,
         fits,
+        np.array([bool(o.choices) for o in options]),
     )
 
 
-def lower_bound(space: Space, options: Table) -> Bound:
-    """The bound over all plans whose shards fit a rank each."""
+def lower_bound(space: Space, options: Table, *, roomy: bool = False) -> Bound:
+    """The bound over all plans whose shards fit a rank each; ``roomy``: as if the ranks together
+    had memory for any of them."""
     if not np.logical_or.reduceat(options.fits, options.starts).all():
         return Bound(0.0, np.zeros(3), usable=False)
     limit = np.array(space.capacity, dtype=np.float64) * space.ranks
+    if roomy:
+        limit = np.full(3, np.inf)
     sizes = np.where(options.fits, options.largest, np.inf)
     floor = float(np.minimum.reduceat(sizes, options.starts).max())
     levels = np.unique(sizes[np.isfinite(sizes) & (sizes >= floor)])
@@ -93,10 +102,11 @@ def _cheapest(seconds: Floats, options: Table, limit: Floats) -> Bound:
     prices = np.zeros(3)
     if _excess(seconds, options, limit, prices).max(initial=-np.inf) <= 0:
         return Bound(_value(seconds, options, limit, prices), prices, usable=True)
-    if any(_least(seconds, options, options.storage[:, t]) > limit[t] for t in scarce):
+    most = limit * (1 + ROUNDING)
+    if any(_least(seconds, options, options.storage[:, t]) > most[t] for t in scarce):
         return Bound(np.inf, prices, usable=False)
     shares = (options.storage[:, scarce] / np.maximum(limit[scarce], 1.0)).sum(axis=1)
-    if _least(seconds, options, shares) > len(scarce):  # more than all tiers together hold
+    if _least(seconds, options, shares) > len(scarce) * (1 + ROUNDING):  # more than all tiers hold
         return Bound(np.inf, prices, usable=False)
     best, best_prices = _value(seconds, options, limit, prices), prices.copy()
     for _ in range(ROUNDS if len(scarce) > 1 else 1):
@@ -114,7 +124,7 @@ def _settle(seconds: Floats, options: Table, limit: Floats, prices: Floats, tier
     if _excess(seconds, options, limit, prices)[tier] <= 0:
         return
     finite = seconds[np.isfinite(seconds)]
-    low, high = 0.0, float(finite.max() / max(limit[tier], 1.0))
+    low, high = 0.0, max(float(finite.max() / max(limit[tier], 1.0)), LEAST_PRICE)
     prices[tier] = high
     while _excess(seconds, options, limit, prices)[tier] > 0 and high < 1e30:
         high *= 8
@@ -129,8 +139,10 @@ def _settle(seconds: Floats, options: Table, limit: Floats, prices: Floats, tier
 
 
 def _value(seconds: Floats, options: Table, limit: Floats, prices: Floats) -> float:
+    """The least work and priced bytes, less what all ranks' bytes are worth; never rounded up."""
     priced = seconds + options.storage @ prices
-    return float(np.minimum.reduceat(priced, options.starts).sum() - limit @ prices)
+    worth = float(limit[prices > 0] @ prices[prices > 0])
+    return float(np.minimum.reduceat(priced, options.starts).sum()) - worth * (1 + ROUNDING)
 
 
 def _excess(seconds: Floats, options: Table, limit: Floats, prices: Floats) -> Floats:

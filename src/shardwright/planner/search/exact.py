@@ -22,11 +22,15 @@ RELATIVE_GAP = 1e-4
 MAX_VARIABLES = 500_000
 SLACK = 1e-6  # the solver's tolerance, above what is known to be reached
 SAFETY = 1e-9  # the solver's tolerance, taken off its bound
+NO_OPTION = -1
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A variable: how many of an option's blocks lie at ``slot``; slot -1 is the choice itself."""
+    """A variable: how many of an option's blocks lie at ``slot``; slot -1 is the choice itself.
+
+    Without an option: whether the item lies on rank ``slot``, or, at slot -1, in some group.
+    """
 
     item: int
     option: int
@@ -54,7 +58,8 @@ class _Program:
 
 
 def solve(space: Space, start: Outcome, seconds: float) -> tuple[Assignment | None, float]:
-    """The best assignment found in ``seconds`` of solving, and a proven lower bound.
+    """The best assignment of listed options found in ``seconds`` of solving, and a lower bound
+    that is proven of these.
 
     :raises UnsupportedError: HiGHS is not installed, or the program would be too large.
     """
@@ -152,7 +157,23 @@ def _counts(
         if allowed is None or allowed[slot : slot + width].all()
     ]
     program.row([*((c, 1.0) for c, _ in found), (choice, -float(count))], 0.0, 0.0)
+    if option.close:
+        _keep_close(program, space, found, choice, count)
     return found
+
+
+def _keep_close(
+    program: _Program, space: Space, found: Sequence[tuple[int, int]], choice: int, count: int
+) -> None:
+    """All blocks of an option in one group of ranks."""
+    item = program.columns[choice].item
+    homes = {}
+    for column, slot in found:
+        home = slot // space.group
+        if home not in homes:
+            homes[home] = program.column(item, NO_OPTION, -1, 1.0)
+        program.row([(column, 1.0), (homes[home], -float(count))], -np.inf, 0.0)
+    program.row([*((home, 1.0) for home in homes.values()), (choice, -1.0)], -np.inf, 0.0)
 
 
 def _add_block(
@@ -187,7 +208,7 @@ def _keep_apart(program: _Program, space: Space) -> None:
                 at.setdefault((column.item, rank), []).append(index)
     present = {}
     for (item, rank), columns in at.items():
-        there = program.column(item, -1, rank, 1.0)
+        there = program.column(item, NO_OPTION, rank, 1.0)
         present[item, rank] = there
         for index in columns:
             program.row([(index, 1.0), (there, -program.upper[index])], -np.inf, 0.0)

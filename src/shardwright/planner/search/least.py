@@ -1,44 +1,82 @@
 """The assignment that asks least of the fullest rank, whatever its memory: the same search, with
-the share of a rank's capacity in the place of seconds."""
+the share of a rank's capacity in the place of seconds.
+
+A shard counts with the larger of its shares. So the search knows too much of a rank that is filled
+in two memories at once, and the bound is worked out for each memory and for all on average.
+"""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
+import numpy as np
+
 from shardwright.planner.choice import Choice
+from shardwright.planner.search.bound import ROUNDING, Bound, Table, lower_bound, table
 from shardwright.planner.search.search import Outcome, search
-from shardwright.planner.search.space import Item, Space, item_option
+from shardwright.planner.search.space import Floats, Space, item_option
 from shardwright.planner.search.state import restored
 
 UNLIMITED = 2**62
 
 
 def least_memory(space: Space, deadline: float = float("inf")) -> Outcome:
-    """``seconds`` and the bound are shares of a rank's capacity; above 1 does not fit. A bound
-    above 1 proves that nothing fits."""
-    return search(_weighed_space(space), deadline)
+    """``seconds`` and the bound are shares of a rank's capacity. ``seconds`` are at least the share
+    of the fullest rank; a bound above 1 proves that nothing fits."""
+    found = search(_weighed_space(space), deadline)
+    return replace(found, bound=least_share(space))
+
+
+def least_share(space: Space) -> Bound:
+    """The share of its capacity that the fullest rank has at least."""
+    options = table(space)
+    tiers = [tier for tier, _ in space.used_tiers]
+    weights = [np.eye(3)[tier] for tier in tiers]
+    weights.append(np.eye(3)[tiers].sum(axis=0) / max(len(tiers), 1))
+    unlimited = replace(space, capacity=(UNLIMITED,) * 3)
+    found = [lower_bound(unlimited, _weighed(space, options, own)) for own in weights]
+    return max(found, key=lambda bound: bound.seconds)
+
+
+def _weighed(space: Space, options: Table, weights: Floats) -> Table:
+    """The options with a weighed sum of shares of a capacity for seconds."""
+    shares = weights / space.capacity_array
+    return replace(
+        options,
+        seconds=options.storage @ shares,
+        largest=(options.largest_storage * shares).max(axis=1),
+        storage=np.zeros_like(options.storage),
+        fits=np.ones_like(options.fits),
+    )
 
 
 def fits_somehow(space: Space, deadline: float) -> bool:
     """Whether an assignment is found that no rank is too small for."""
-    found = search(_weighed_space(space), deadline, enough=1.0, hopeless=1.0)
-    return found.best is not None and restored(space, 1.0, 2.0, found.best).fits
+    if least_share(space).seconds > 1 + ROUNDING or time.perf_counter() > deadline:
+        return False
+    found = search(_weighed_space(space), deadline, enough=1.0)
+    if found.best is not None and restored(space, 1.0, 2.0, found.best).fits:
+        return True
+    if len(space.used_tiers) < 2:
+        return False
+    return search(space, deadline, found.best, enough=float("inf")).best is not None
 
 
 def _weighed_space(space: Space) -> Space:
     items = tuple(
-        Item(
-            item.tables,
-            tuple(
+        replace(
+            item,
+            options=tuple(
                 item_option(
-                    [_weighed(choice, space.capacity) for choice in option.choices],
+                    [_with_shares(choice, space.capacity) for choice in option.choices],
                     space.ranks,
                     space.group,
+                    option.widths,
                 )
                 for option in item.options
             ),
-            item.allowed,
-            item.apart_from,
+            floor=None,
         )
         for item in space.items
     )
@@ -46,7 +84,7 @@ def _weighed_space(space: Space) -> Space:
     return Space(items, space.ranks, space.group, unlimited, space.constrained)
 
 
-def _weighed(choice: Choice, capacity: tuple[int, int, int]) -> Choice:
+def _with_shares(choice: Choice, capacity: tuple[int, int, int]) -> Choice:
     def share(storage: tuple[int, int, int]) -> float:
         pairs = zip(storage, capacity, strict=True)
         return max((size / max(limit, 1) for size, limit in pairs if size), default=0.0)

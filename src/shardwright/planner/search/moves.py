@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.planner.search.space import Floats, Ints
-from shardwright.planner.search.state import State
+from shardwright.planner.search.state import Singles, State
 
 FOLLOWED = 40  # cheapest changes of option that are tried with a relocation after them
 MAX_FOLLOWED_ITEMS = 400
 MAX_WORK, WORK_SLACK = 1.5, 0.5  # times an option's cheapest work, and of the target
 SWAP_PARTNERS = 64  # ranks of lowest cost whose blocks are looked at
+FEW_BLOCKS = 100
 EPSILON = 1e-12
 
 
@@ -36,7 +37,7 @@ class Move:
 def relocation(state: State, rank: int, costs: Floats) -> Move | None:
     """The best place for one of the rank's single blocks."""
     singles = state.singles()
-    own = np.flatnonzero(singles.rank == rank)
+    own = _one_of_each(singles, np.flatnonzero(singles.rank == rank))
     if not len(own) or state.space.ranks == 1:
         return None
     seconds, storage = singles.seconds[own], singles.storage[own]
@@ -58,17 +59,27 @@ def relocation(state: State, rank: int, costs: Floats) -> Move | None:
     return Move(float(change.flat[best]), (block,))
 
 
+def _one_of_each(singles: Singles, numbers: Ints) -> Ints:
+    """Of the blocks of an item that lie on one rank, and are alike, the first; all of a few."""
+    if len(numbers) <= FEW_BLOCKS:
+        return numbers
+    place = singles.item[numbers] * (int(singles.rank.max(initial=0)) + 1) + singles.rank[numbers]
+    first = np.sort(np.unique(place, return_index=True)[1])
+    kept: Ints = numbers[first]
+    return kept
+
+
 def exchange(state: State, rank: int, costs: Floats) -> Move | None:
     """The best swap of one of the rank's single blocks with one of another rank."""
     singles = state.singles()
-    own = np.flatnonzero(singles.rank == rank)
+    own = _one_of_each(singles, np.flatnonzero(singles.rank == rank))
     if not len(own) or state.space.ranks == 1:
         return None
     others = np.flatnonzero(singles.rank != rank)
     if state.space.ranks > SWAP_PARTNERS:
         near = np.zeros(state.space.ranks, bool)
         near[np.argpartition(costs, SWAP_PARTNERS)[:SWAP_PARTNERS]] = True
-        others = others[near[singles.rank[others]]]
+        others = _one_of_each(singles, others[near[singles.rank[others]]])
     if not len(others):
         return None
     there = singles.rank[others]

@@ -55,19 +55,17 @@ def search(
     deadline: float = float("inf"),
     first: Assignment | None = None,
     enough: float = 0.0,
-    hopeless: float = float("inf"),
     known_bound: float = float("inf"),
 ) -> Outcome:
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
     ``first`` is improved before any other start, so the outcome is never worse than it. At
-    ``enough`` seconds nothing better is looked for; nothing at all above a bound of ``hopeless``.
-    Where the bound is not below ``known_bound``, that of the space which ``first`` is from, one
-    more start is all that is tried.
+    ``enough`` seconds nothing better is looked for. Where the bound is not below ``known_bound``,
+    that of the space which ``first`` is from, one more start is all that is tried.
     """
     options = bounds.table(space)
     found = bounds.lower_bound(space, options)
-    if not found.usable or found.seconds > hopeless:
+    if not found.usable:
         return Outcome(None, float("inf"), found, 0, 0)
     target = max(found.seconds, TINY)
     begun = [] if first is None else [restored(space, target, POWERS[0], first)]
@@ -108,9 +106,10 @@ def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator
     scale = target / space.capacity_array
     seen = set()
     for factor, slack, reach in STARTS:
-        usable = options.fits & (options.largest <= target * reach)
+        fitting = options.fits & options.listed
+        usable = fitting & (options.largest <= target * reach)
         if not np.logical_or.reduceat(usable, options.starts).all():
-            usable = options.fits if options.fits.any() else np.ones(len(options.fits), bool)
+            usable = fitting if fitting.any() else options.listed
         prices = found.prices * factor + scale * BYTE_PRICE * (factor - 1)
         priced = np.where(usable, options.seconds + options.storage @ prices, np.inf)
         if slack:

@@ -8,8 +8,10 @@ are interchangeable, so one set of moves serves every sharding type.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,7 @@ from shardwright.planner.choice import Choice
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
+Storage = tuple[int, int, int]  # bytes of HBM, DDR and SSD
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +37,39 @@ class Block:
 class ItemOption:
     """One way to shard an item: ``choices`` of its tables, and their blocks in order.
 
-    Seconds are those of all ranks together, ``everywhere`` included; bytes likewise.
+    Seconds are those of all ranks together, ``everywhere`` included; bytes likewise. Blocks of one
+    rank each are alike. If they are ``close``, they lie in one group of ranks; only the exact
+    search knows how.
     """
 
     choices: tuple[Choice, ...]
     total_seconds: float
-    total_storage: tuple[int, int, int]
+    total_storage: Storage
     largest: float
-    largest_storage: tuple[int, int, int]
+    largest_storage: Storage
     everywhere: float
     widths: tuple[int, ...]
+    close: bool = False
 
     @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks, made on first use."""
-        return tuple(_make_blocks(self))
+        return _make_blocks(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Tables that are decided together, their options, and the ranks they may use (None: all)."""
+    """Tables that are decided together, their options, and the ranks they may use (None: all).
+
+    ``floor``: where there are more options than are listed, what none of them is below, in seconds
+    nor in bytes of any tier. It counts for bounds and is never chosen.
+    """
 
     tables: tuple[int, ...]
     options: tuple[ItemOption, ...]
     allowed: Bools | None = None
     apart_from: tuple[int, ...] = ()
+    floor: ItemOption | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class Space:
     items: tuple[Item, ...]
     ranks: int
     group: int
-    capacity: tuple[int, int, int]
+    capacity: Storage
     constrained: bool = False
 
     @functools.cached_property
@@ -97,29 +108,80 @@ class Assignment:
     slots: tuple[tuple[int, ...], ...]
 
 
-def item_option(choices: Sequence[Choice], ranks: int, group: int) -> ItemOption:
-    """Several tables' choices as one option; several only where each is one whole shard."""
+def item_option(
+    choices: Sequence[Choice], ranks: int, group: int, widths: tuple[int, ...] = ()
+) -> ItemOption:
+    """Several tables' choices as one option; several only where each is one whole shard. ``widths``
+    are those of its blocks where they do not follow from its type."""
+    sums = [_sums(choice) for choice in choices]
     everywhere = sum(choice.everywhere for choice in choices)
-    storage = [choice.total_storage for choice in choices]
-    widths = tuple(_widths(choices[0], ranks, group))
     return ItemOption(
         tuple(choices),
-        sum(choice.total_seconds for choice in choices) + everywhere * ranks,
-        (sum(s[0] for s in storage), sum(s[1] for s in storage), sum(s[2] for s in storage)),
-        sum(choice.max_seconds for choice in choices) + everywhere,
-        _largest_storage(choices),
+        sum(own.seconds for own in sums) + everywhere * ranks,
+        _added([own.storage for own in sums]),
+        sum(own.most_seconds for own in sums) + everywhere,
+        _added([own.most_storage for own in sums]),
         everywhere,
-        widths,
+        widths or tuple(_widths(choices[0], ranks, group)),
     )
 
 
-def _largest_storage(choices: Sequence[Choice]) -> tuple[int, int, int]:
-    """Bytes of each tier that the shard with most of it needs; whole tables lie together."""
-    hbm, ddr, ssd = (
-        sum(max(cost.storage[tier] for cost in choice.costs) for choice in choices)
-        for tier in range(3)
+class _Sums(NamedTuple):
+    """A choice's seconds and bytes of all shards, and the most that a shard has of each."""
+
+    seconds: float
+    storage: Storage
+    most_seconds: float
+    most_storage: Storage
+
+
+def _sums(choice: Choice) -> _Sums:
+    """Costs that are one object are added up once."""
+    runs, costs = choice.option.runs, choice.costs
+    if len(runs) == 1:
+        cost, count = costs[0], runs[0].count
+        hbm, ddr, ssd = own = cost.storage
+        storage = hbm * count, ddr * count, ssd * count
+        return _Sums(cost.total_seconds * count, storage, cost.total_seconds, own)
+    counts: dict[int, int] = {}
+    for run, cost in zip(runs, costs, strict=True):
+        counts[id(cost)] = counts.get(id(cost), 0) + run.count
+    kinds = [(cost, counts.pop(id(cost))) for cost in costs if id(cost) in counts]
+    seconds = math.fsum(count * cost.total_seconds for cost, count in kinds)
+    hbm, ddr, ssd = (sum(n * cost.storage[tier] for cost, n in kinds) for tier in range(3))
+    most = [max(cost.storage[tier] for cost, _ in kinds) for tier in range(3)]
+    longest = max(cost.total_seconds for cost, _ in kinds)
+    return _Sums(seconds, (hbm, ddr, ssd), longest, (most[0], most[1], most[2]))
+
+
+def _added(sizes: Sequence[Storage]) -> Storage:
+    if len(sizes) == 1:
+        return sizes[0]
+    return sum(s[0] for s in sizes), sum(s[1] for s in sizes), sum(s[2] for s in sizes)
+
+
+def floor_option(options: Sequence[Sequence[ItemOption]]) -> ItemOption:
+    """What no choice of one option for each of several tables on a common rank is below."""
+
+    def least(field: str) -> float:
+        return math.fsum(min(getattr(option, field) for option in own) for own in options)
+
+    def least_bytes(field: str) -> Storage:
+        hbm, ddr, ssd = (
+            sum(min(getattr(option, field)[tier] for option in own) for own in options)
+            for tier in range(3)
+        )
+        return hbm, ddr, ssd
+
+    return ItemOption(
+        (),
+        least("total_seconds"),
+        least_bytes("total_storage"),
+        least("largest"),
+        least_bytes("largest_storage"),
+        least("everywhere"),
+        (1,),
     )
-    return hbm, ddr, ssd
 
 
 def _widths(choice: Choice, ranks: int, group: int) -> list[int]:
@@ -135,19 +197,21 @@ def _widths(choice: Choice, ranks: int, group: int) -> list[int]:
             return [group] * (count // group)
 
 
-def _make_blocks(option: ItemOption) -> list[Block]:
+def _make_blocks(option: ItemOption) -> tuple[Block, ...]:
+    """Every block; blocks that are alike are one object."""
     seconds, storage = _expanded(option.choices[0])
     for choice in option.choices[1:]:
         more = _expanded(choice)
         seconds, storage = seconds + more[0], storage + more[1]
-    if option.choices[0].option.partition == "host" and len(seconds) != option.widths[0]:
-        seconds, storage = _folded(seconds, storage, option.widths[0])
-    blocks, start = [], 0
-    for width in option.widths:
-        stop = start + width
-        blocks.append(Block(width, seconds[start:stop], storage[start:stop]))
-        start = stop
-    return blocks
+    count, width = len(option.widths), option.widths[0]
+    if count == 1 and len(seconds) != width:
+        seconds, storage = _folded(seconds, storage, width)
+    first = Block(width, seconds[:width], storage[:width])
+    shaped = seconds.reshape(count, width), storage.reshape(count, width, 3)
+    if count == 1 or all((values == values[:1]).all() for values in shaped):
+        return (first,) * count
+    assert width > 1
+    return tuple(Block(width, *own) for own in zip(*shaped, strict=True))
 
 
 def _expanded(choice: Choice) -> tuple[Floats, Floats]:

@@ -7,11 +7,14 @@ is seen too), plus a penalty for the share of its capacity that is exceeded.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.planner.search.dealing import deal
 from shardwright.planner.search.space import Assignment, Block, Bools, Floats, Space
 
 OVERFLOW_PENALTY = 1e9  # times what the slowest rank costs
@@ -109,12 +112,18 @@ class State:
         option = self.space.items[item].options[self.options[item]]
         if option.everywhere:
             self.load += sign * option.everywhere
-        for block, slot in zip(option.blocks, self.slots[item], strict=True):
-            ranks = slice(slot, slot + block.width)
-            self.load[ranks] += sign * block.seconds
-            self.memory[ranks] += sign * block.storage
-            if block.width < self.space.ranks:
-                for rank in range(slot, slot + block.width):
+        blocks, slots = option.blocks, self.slots[item]
+        if len(blocks) > 1 and blocks[0].width == 1 and blocks[0] is blocks[-1]:
+            np.add.at(self.load, list(slots), sign * blocks[0].seconds[0])
+            np.add.at(self.memory, list(slots), sign * blocks[0].storage[0])
+        else:
+            for block, slot in zip(blocks, slots, strict=True):
+                ranks = slice(slot, slot + block.width)
+                self.load[ranks] += sign * block.seconds
+                self.memory[ranks] += sign * block.storage
+        if blocks[0].width < self.space.ranks:
+            for slot in set(slots):
+                for rank in range(slot, slot + blocks[0].width):
                     (self.on_rank[rank].add if sign > 0 else self.on_rank[rank].discard)(item)
         self._singles = None
 
@@ -145,23 +154,29 @@ class State:
     def singles(self) -> Singles:
         """The blocks of width 1; ranks are kept up to date by ``move``."""
         if self._singles is None:
-            rows = [
-                (item, number, slot, block)
-                for item, option in enumerate(self.options)
-                if option >= 0
-                for number, (slot, block) in enumerate(
-                    zip(self.slots[item], self.blocks(item), strict=True)
-                )
-                if block.width == 1
-            ]
-            self._singles = Singles(
-                np.array([r[0] for r in rows], dtype=np.int64),
-                np.array([r[1] for r in rows], dtype=np.int64),
-                np.array([r[2] for r in rows], dtype=np.int64),
-                np.array([float(r[3].seconds[0]) for r in rows]),
-                np.array([r[3].storage[0] for r in rows]).reshape(len(rows), 3),
-            )
+            self._singles = self._gathered()
         return self._singles
+
+    def _gathered(self) -> Singles:
+        """The blocks of width 1 as they lie now; those of an item are alike and follow one
+        another."""
+        found = [
+            (item, block)
+            for item, option in enumerate(self.options)
+            if option >= 0
+            and (block := self.space.items[item].options[option].blocks[0]).width == 1
+        ]
+        slots = [self.slots[item] for item, _ in found]
+        counts = np.array([len(own) for own in slots], dtype=np.int64)
+        which = np.arange(len(found)).repeat(counts)
+        before = counts.cumsum() - counts
+        return Singles(
+            np.array([item for item, _ in found], dtype=np.int64)[which],
+            np.arange(len(which)) - before[which],
+            np.fromiter(itertools.chain.from_iterable(slots), np.int64, len(which)),
+            np.array([block.seconds[0] for _, block in found])[which],
+            np.array([block.storage[0] for _, block in found]).reshape(-1, 3)[which],
+        )
 
     def allowed(self, item: int) -> Bools | None:
         """Ranks that the rules leave an item as things stand; None for all."""
@@ -181,9 +196,12 @@ class State:
         mask = self.allowed(item)
         everywhere = self.space.items[item].options[option].everywhere
         load, memory = self.load + everywhere, self.memory.copy()
+        blocks = self.blocks(item, option)
+        if len(blocks) > 1 and blocks[0].width < self.space.ranks and blocks[0] is blocks[-1]:
+            return self._deal(blocks[0], len(blocks), load, memory, mask)
         costs = self.cost(load, memory)
         slots: list[int] = []
-        for block in self.blocks(item, option):
+        for block in blocks:
             slot = self._place(block, load, memory, costs, mask)
             if slot is None:
                 return None
@@ -193,6 +211,27 @@ class State:
             costs[ranks] = self.cost(load[ranks], memory[ranks])
             slots.append(slot)
         return tuple(slots), float(costs.sum())
+
+    def _deal(
+        self, block: Block, count: int, load: Floats, memory: Floats, mask: Bools | None
+    ) -> tuple[tuple[int, ...], float] | None:
+        """``spread`` of ``count`` blocks that are alike."""
+        closed: Bools = np.zeros(self.space.ranks // block.width, bool)
+        if mask is not None:
+            closed = np.logical_or.reduce(~mask.reshape(-1, block.width), axis=1)
+            if closed.all():
+                return None
+        dealt = deal(block, count, load, memory, closed, self.cost, self.cost_of)
+        return dealt.slots, dealt.cost
+
+    def cost_of(self, load: float, memory: Sequence[float]) -> float:
+        """``cost`` of one rank."""
+        result = min(load / self.target, MAX_RATIO)
+        for _ in range(int(self.power).bit_length() - 1):
+            result *= result
+        for tier, scale in self.space.used_tiers:
+            result += max(memory[tier] * scale - 1.0, 0.0) * self.penalty
+        return result
 
     def _place(
         self, block: Block, load: Floats, memory: Floats, costs: Floats, mask: Bools | None

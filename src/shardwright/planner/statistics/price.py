@@ -8,6 +8,7 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.plan import Plan
 from shardwright.core.specs import model_spec
 from shardwright.core.statistics import MemoryPrice
+from shardwright.planner.larger_caches import bounded_tables
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import Bound, Table, lower_bound, table
 from shardwright.planner.search.space import Space
@@ -26,7 +27,7 @@ def prices_of(problem: Problem) -> tuple[MemoryPrice, ...]:
     """The same for a problem that is made already; without tables the bound has no price."""
     if not problem.tables:
         return ()
-    space = space_of(problem, problem.tables, problem.capacity)
+    space = space_of(problem, bounded_tables(problem), problem.capacity)
     now = bound_at(space, problem.capacity)
     found = []
     for index, tier in enumerate(TIERS):

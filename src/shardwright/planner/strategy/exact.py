@@ -11,7 +11,7 @@ from shardwright.planner.problem import make_problem
 from shardwright.planner.search import exact
 from shardwright.planner.search.search import search
 from shardwright.planner.strategy.found import Found
-from shardwright.planner.strategy.spacing import placed_tables, space_of
+from shardwright.planner.strategy.spacing import placed_tables, space_of, with_close_columns
 
 DEFAULT_SECONDS = 60.0
 
@@ -24,7 +24,10 @@ def search_exactly(job: Job, model: ModelSpec, deadline: float) -> Found:
     left = min(DEFAULT_SECONDS, deadline - time.perf_counter())
     if deadline < float("inf"):
         left = max(deadline - time.perf_counter(), 0.1)
+    space = with_close_columns(space)
     assignment, proved = exact.solve(space, start, left)
+    if any(item.floor for item in space.items):
+        proved = 0.0  # options that are not listed may be faster
     drafts = [
         TablesDraft(problem, placed_tables(space, found), ())
         for found in (start.best, assignment)

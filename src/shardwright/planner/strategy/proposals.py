@@ -11,8 +11,9 @@ from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.option import Option
 from shardwright.core.planning import ConstraintsSection
 from shardwright.planner.choice import Choice
+from shardwright.planner.choices import price
 from shardwright.planner.draft import TablesDraft
-from shardwright.planner.problem import Problem, make_problem, price
+from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.proposing.loop import Proposed, propose
 from shardwright.planner.proposing.partitioners.sections import make_partitioner
 from shardwright.planner.proposing.proposers.sections import make_proposers

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from shardwright.core.errors import InputError, expected
 from shardwright.planner.choice import Choice
-from shardwright.planner.problem import Problem, Tables
+from shardwright.planner.choices import Tables
+from shardwright.planner.problem import Problem
 from shardwright.planner.search.space import (
     Assignment,
     Bools,
     Item,
     ItemOption,
     Space,
+    floor_option,
     item_option,
     shard_ranks,
 )
 from shardwright.planner.tally import Placed
+
+MAX_COMBINATIONS = 256  # of kernels of tables that are kept together
 
 
 def space_of(problem: Problem, tables: Tables, capacity: tuple[int, int, int]) -> Space:
@@ -45,24 +52,19 @@ def space_of(problem: Problem, tables: Tables, capacity: tuple[int, int, int]) -
     items = []
     for index, group in enumerate(members):
         allowed = _allowed(problem, group)
-        options = _options(
-            [tables[table] for table in group],
-            cluster.world_size,
-            cluster.group,
-            most=max(cluster.world_size // crowd.get(index, 1), 1),
-            whole=allowed is None and index not in apart,
-        )
+        options, floor = _options([tables[t] for t in group], cluster.world_size, cluster.group)
+        room = cluster.world_size - crowd.get(index, 1) + 1  # ranks that the others leave
+        options = tuple(option for option in options if _may_lie(option, allowed, room))
         if not options:
-            name = problem.model.tables[group[0]].name
             raise InputError(
                 expected(
-                    f"planner.constraints of '{name}'",
+                    f"planner.constraints of '{problem.model.tables[group[0]].name}'",
                     "a sharding type that leaves room for its rules",
-                    "only types that use every rank",
+                    "only types that use more ranks",
                     "Allow table_wise or column_wise.",
                 )
             )
-        items.append(Item(group, options, allowed, tuple(sorted(apart.get(index, ())))))
+        items.append(Item(group, options, allowed, tuple(sorted(apart.get(index, ()))), floor))
     constrained = bool(apart) or any(item.allowed is not None for item in items)
     return Space(tuple(items), cluster.world_size, cluster.group, capacity, constrained)
 
@@ -77,39 +79,70 @@ def _allowed(problem: Problem, group: Sequence[int]) -> Bools | None:
             own = np.zeros(problem.cluster.world_size, bool)
             own[list(ranks)] = True
             mask = own if mask is None else mask & own
-    return mask
+    return None if mask is None or mask.all() else mask
+
+
+def _may_lie(option: ItemOption, allowed: Bools | None, room: int) -> bool:
+    """Whether a block finds ranks that are ``allowed``, and others are left beside ``room``."""
+    width = option.widths[0]
+    if width > room:
+        return False
+    return allowed is None or bool(allowed.reshape(-1, width).all(axis=1).any())
 
 
 def _options(
-    choices: Sequence[tuple[Choice, ...]], ranks: int, group: int, *, most: int, whole: bool
-) -> tuple[ItemOption, ...]:
-    """One table's choices on at most ``most`` ranks, or those that put several whole tables side by
-    side; types that use every rank are left out unless ``whole``."""
+    choices: Sequence[tuple[Choice, ...]], ranks: int, group: int
+) -> tuple[tuple[ItemOption, ...], ItemOption | None]:
+    """One table's choices, or those that put several whole tables side by side; and what no other
+    combination is below where there are too many to list."""
     if len(choices) == 1:
-        options = [item_option((choice,), ranks, group) for choice in _undominated(choices[0])]
-        if whole or ranks == 1:
-            return tuple(options)
-        return tuple(
-            option
-            for option in options
-            if sum(option.widths) <= most and option.choices[0].option.partition != "uniform"
-        )
-    kernels = [
-        {c.option.compute_kernel: c for c in own if c.option.sharding_type == "table_wise"}
-        for own in choices
-    ]
-    return tuple(
-        item_option([own[kernel] for own in kernels], ranks, group)
-        for kernel in kernels[0]
-        if all(kernel in own for own in kernels)
+        found = _undominated(choices[0])
+        return tuple(option for c in found for option in _ways(c, ranks, group)), None
+    whole = [[c for c in own if c.option.sharding_type == "table_wise"] for own in choices]
+    if math.prod(map(len, whole)) <= MAX_COMBINATIONS:
+        return tuple(item_option(c, ranks, group) for c in itertools.product(*whole)), None
+    kernels = dict.fromkeys(c.option.compute_kernel for own in whole for c in own)
+    options = tuple(
+        item_option([_of_kernel(own, kernel) for own in whole], ranks, group) for kernel in kernels
     )
+    return options, floor_option([[item_option([c], ranks, group) for c in own] for own in whole])
+
+
+def _of_kernel(choices: Sequence[Choice], kernel: str) -> Choice:
+    """The choice of a kernel, or the first where there is none."""
+    return next((c for c in choices if c.option.compute_kernel == kernel), choices[0])
+
+
+def _ways(choice: Choice, ranks: int, group: int) -> Iterator[ItemOption]:
+    """A choice as blocks. Columns on one host may lie on all its ranks, on a half, a quarter..."""
+    option = choice.option
+    if option.sharding_type != "table_column_wise":
+        yield item_option((choice,), ranks, group)
+        return
+    for spread in range(min(option.count, group), 0, -1):
+        if group % spread == 0:
+            yield item_option((choice,), ranks, group, (spread,))
+
+
+def with_close_columns(space: Space) -> Space:
+    """The space with every way to lay the columns of a table_column_wise shard on one host, after
+    the ways that are there."""
+    items = []
+    for item in space.items:
+        close = {
+            id(o.choices[0]): replace(o, widths=(1,) * o.choices[0].option.count, close=True)
+            for o in item.options
+            if o.choices[0].option.sharding_type == "table_column_wise"
+        }
+        items.append(replace(item, options=(*item.options, *close.values())))
+    return replace(space, items=tuple(items))
 
 
 def _undominated(choices: Sequence[Choice]) -> list[Choice]:
     """Without what costs the same as another choice and may go to fewer ranks: the columns of a
     table_column_wise shard lie on one host, those of a column_wise one anywhere."""
     free = {
-        (c.option.compute_kernel, c.option.runs)
+        (c.option.compute_kernel, c.option.runs): c.costs
         for c in choices
         if c.option.sharding_type == "column_wise"
     }
@@ -117,7 +150,7 @@ def _undominated(choices: Sequence[Choice]) -> list[Choice]:
         c
         for c in choices
         if c.option.sharding_type != "table_column_wise"
-        or (c.option.compute_kernel, c.option.runs) not in free
+        or free.get((c.option.compute_kernel, c.option.runs)) != c.costs
     ]
 
 

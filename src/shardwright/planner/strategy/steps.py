@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from shardwright.core.errors import InputError
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, ShardingType
 from shardwright.core.schedule import Prefetch
-from shardwright.planner.problem import Problem, Tables, make_problem
+from shardwright.planner.choices import Tables
+from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.least import least_memory
 from shardwright.planner.search.search import search
@@ -183,11 +185,19 @@ class _Seeker:
             return None
         key = variant, room
         if key not in self.known:
-            tables = without(self.problem.tables, left_out)
-            space = space_of(self.problem, tables, _room(self.problem, room))
-            found = search(space, self.deadline).best
-            self.known[key] = None if found is None else placed_tables(space, found)
+            self.known[key] = self._placed(left_out, room)
         return self.known[key]
+
+    def _placed(self, left_out: tuple[ShardingType, ...], room: int) -> tuple[Placed, ...] | None:
+        tables = without(self.problem.tables, left_out)
+        try:
+            space = space_of(self.problem, tables, _room(self.problem, room))
+        except InputError:
+            if left_out:  # what is left breaks the job's rules
+                return None
+            raise
+        found = search(space, self.deadline).best
+        return None if found is None else placed_tables(space, found)
 
 
 def without(tables: Tables, types: tuple[ShardingType, ...]) -> Tables:

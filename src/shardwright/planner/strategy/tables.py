@@ -2,56 +2,124 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.option import column_width
 from shardwright.planner.draft import TablesDraft
+from shardwright.planner.larger_caches import bounded_tables
 from shardwright.planner.options.torchrec import TORCHREC_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
-from shardwright.planner.search.space import ItemOption
+from shardwright.planner.search.search import Outcome, search
+from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.widening import search_widening
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import placed_tables, space_of
 
+SAME_BOUND = 1e-12
+WIDE_GAP = 0.01  # above the bound, where a rank is
+NEARLY_FULL = 0.8  # of its HBM: other kernels may help though all ranks together have room
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """A problem's space and what its search brought."""
+
+    problem: Problem
+    space: Space
+    outcome: Outcome
+
+    @cached_property
+    def draft(self) -> TablesDraft | None:
+        """What was found, if it fits to the byte: the search adds doubles."""
+        if self.outcome.best is None:
+            return None
+        draft = TablesDraft(self.problem, placed_tables(self.space, self.outcome.best), ())
+        return draft if draft.fits else None
+
 
 def search_tables(job: Job, model: ModelSpec, deadline: float) -> Found:
-    """The fastest plan found. Kernels with weights in host memory are slower on every rank, so they
-    are looked at only where accelerator memory has a price."""
-    found, short = _search(make_problem(job, model, slow=False), deadline)
-    if short:
-        problem = make_problem(job, model, slow=True)
-        if problem.tables != found.problem.tables:
-            found, _ = _search(problem, deadline)
-    return found
+    """The fastest plan found.
 
-
-def _search(problem: Problem, deadline: float) -> tuple[Found, bool]:
-    """What was found, and whether memory is short."""
+    Kernels with weights in host memory are looked at first only where they are faster or nothing
+    else fits a rank, then all of them, unless memory is no matter.
+    """
+    problem = make_problem(job, model, slow=False)
     space = space_of(problem, problem.tables, problem.capacity)
-    outcome = search_widening(space, _narrow, deadline)
-    draft = None
-    if outcome.best is not None:
-        draft = TablesDraft(problem, placed_tables(space, outcome.best), ())
-        if not draft.fits:  # by less than the last digit of the doubles that the search adds
-            draft = None
-    bound = outcome.bound
-    found = Found(problem, draft, bound.seconds, "bounded", outcome.tried, outcome.feasible)
-    return found, draft is None or bool(bound.prices.any())
+    done = _Searched(problem, space, search_widening(space, _narrow(space), deadline))
+    tried, feasible = done.outcome.tried, done.outcome.feasible
+    if _memory_matters(done):
+        problem = make_problem(job, model, slow=True)
+        if _options(problem) > _options(done.problem):
+            space = space_of(problem, problem.tables, problem.capacity)
+            if done.draft is None:
+                outcome = search_widening(space, _narrow(space), deadline)
+            else:
+                known = done.outcome.bound.seconds
+                outcome = search(space, deadline, _again(done, space), known_bound=known)
+            done = _Searched(problem, space, outcome)
+            tried, feasible = tried + done.outcome.tried, feasible + done.outcome.feasible
+    bound = done.outcome.bound.seconds
+    return Found(done.problem, done.draft, bound, "bounded", tried, feasible)
 
 
-def _narrow(option: ItemOption) -> bool:
-    """Whether TorchRec's planner would look at it: one column split, no grid."""
-    choice = option.choices[0]
-    sharding_type = choice.option.sharding_type
-    if sharding_type == "column_wise":
-        table = choice.table
-        width = column_width(table, table.min_partition or TORCHREC_MIN_PARTITION)
-        return choice.option.runs[0].columns == width
-    return sharding_type != "grid_shard"
+def _options(problem: Problem) -> int:
+    return sum(map(len, problem.tables))
+
+
+def _memory_matters(done: _Searched) -> bool:
+    """Whether the bound, or the plan found, would be another with more memory.
+
+    Where the bound is the same without a limit on the bytes of all ranks together, it holds for
+    slower kernels as well: each takes as long as the fused one that fits, or longer.
+    """
+    draft, bound = done.draft, done.outcome.bound
+    if draft is None or not bound.usable:
+        return True
+    roomy = lower_bound(done.space, table(done.space), roomy=True)
+    if bound.seconds > roomy.seconds * (1 + SAME_BOUND):
+        return True
+    hbm = max(draft.tier_bytes["hbm"]) / max(done.problem.capacity[0], 1)
+    return hbm > NEARLY_FULL and done.outcome.seconds > bound.seconds * (1 + WIDE_GAP)
+
+
+def _again(done: _Searched, space: Space) -> Assignment:
+    """What was found, in a space of more options."""
+    best = done.outcome.best
+    assert best is not None
+    numbers = []
+    for before, item, number in zip(done.space.items, space.items, best.options, strict=True):
+        wanted = _ways(before.options[number])
+        numbers.append(next(n for n, o in enumerate(item.options) if _ways(o) == wanted))
+    return Assignment(tuple(numbers), best.slots)
+
+
+def _ways(option: ItemOption) -> tuple[object, ...]:
+    return (option.widths, *(choice.option for choice in option.choices))
+
+
+def _narrow(space: Space) -> Callable[[Item, ItemOption], bool]:
+    """Whether TorchRec's planner would look at an option, one column split and no grid, and rules
+    that keep tables apart leave ranks to all of them."""
+
+    def narrow(item: Item, option: ItemOption) -> bool:
+        choice = option.choices[0]
+        if item.apart_from and sum(option.widths) * (len(item.apart_from) + 1) > space.ranks:
+            return False
+        if choice.option.sharding_type == "column_wise":
+            table = choice.table
+            width = column_width(table, table.min_partition or TORCHREC_MIN_PARTITION)
+            return choice.option.runs[0].columns == width
+        return choice.option.sharding_type != "grid_shard"
+
+    return narrow
 
 
 def tables_bound(problem: Problem) -> float:
     """No plan of these tables is faster."""
-    space = space_of(problem, problem.tables, problem.capacity)
+    space = space_of(problem, bounded_tables(problem), problem.capacity)
     return lower_bound(space, table(space)).seconds

@@ -1,0 +1,153 @@
+"""Every way to shard every table that a job allows, priced by the job's profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from shardwright.core.cluster import Cluster
+from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job
+from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.option import Option
+from shardwright.planner.choice import Choice
+from shardwright.planner.options.own import SLOW_KERNELS, runnable_options, wide_options
+from shardwright.planner.options.torchrec import torchrec_options
+from shardwright.planner.pricing import additive, native, torchrec
+from shardwright.planner.pricing.setting import Setting
+
+MAX_SHARDS = 3_000_000  # to list (like neighbours are one) or, in the finest cuts, to place: 1 GiB
+
+Tables = tuple[tuple[Choice, ...], ...]
+Case = tuple[TableSpec, Option]
+
+
+def table_choices(
+    model: ModelSpec,
+    job: Job,
+    setting: Setting,
+    *,
+    slow: bool,
+    capacity: tuple[int, int, int] | None = None,
+) -> Tables:
+    """Every allowed option of every table.
+
+    Without ``slow`` kernels with weights in host memory are left out where they can only help if
+    ranks of ``capacity`` bytes have too little HBM for all tables together. They stay where the
+    same shards of a fused kernel are larger than a rank or take longer.
+    """
+    own = _listed(model, job, setting.cluster, slow=slow)
+    tables = _priced(job, setting, model.tables, own)
+    if slow or model.stages or capacity is None:
+        return tables
+    more = _needed_anyway(model.tables, tables, job, setting, capacity)
+    found = _priced(job, setting, model.tables, more) if any(more) else ((),) * len(tables)
+    return tuple((*first, *then) for first, then in zip(tables, found, strict=True))
+
+
+def _priced(
+    job: Job, setting: Setting, tables: Sequence[TableSpec], options: Sequence[Sequence[Option]]
+) -> Tables:
+    cases = [(t, option) for t, found in zip(tables, options, strict=True) for option in found]
+    remaining = iter(price(job, setting, cases))
+    return tuple(tuple(next(remaining) for _ in found) for found in options)
+
+
+def _needed_anyway(
+    tables: Sequence[TableSpec],
+    choices: Tables,
+    job: Job,
+    setting: Setting,
+    capacity: tuple[int, int, int],
+) -> list[list[Option]]:
+    """Options of kernels with weights in host memory that no option of a fused one stands for: it
+    is larger than a rank, or slower, or its table shares a rank with others."""
+    joined = {name for group in job.planner.constraints.together for name in group}
+    fused = [
+        (number, choice)
+        for number, (table, own) in enumerate(zip(tables, choices, strict=True))
+        if _has_slow_kernels(table, job, setting.cluster)
+        for choice in own
+        if choice.option.compute_kernel == "fused"
+    ]
+    cases = [(tables[number], choice.option) for number, choice in fused]
+    faster = _faster(job)(setting, cases, SLOW_KERNELS) if cases else set()
+    found: list[list[Option]] = [[] for _ in tables]
+    for case, (number, choice) in enumerate(fused):
+        always = tables[number].name in joined or not _fits(choice, capacity)
+        found[number] += [
+            msgspec.structs.replace(choice.option, compute_kernel=kernel)
+            for kernel in SLOW_KERNELS
+            if always or (case, kernel) in faster
+        ]
+    return found
+
+
+def _has_slow_kernels(table: TableSpec, job: Job, cluster: Cluster) -> bool:
+    """Whether kernels with weights in host memory are offered though nobody named any."""
+    unnamed = table.compute_kernels is None and job.planner.constants != "additive"
+    return unnamed and cluster.compute_device == "cuda" and not job.planner.as_torchrec
+
+
+def _fits(choice: Choice, capacity: tuple[int, int, int]) -> bool:
+    """Whether a rank can hold any shard."""
+    return all(
+        size <= most
+        for cost in choice.costs
+        for size, most in zip(cost.storage, capacity, strict=True)
+    )
+
+
+def _faster(job: Job) -> Callable[[Setting, Sequence[Case], Sequence[str]], set[tuple[int, str]]]:
+    return torchrec.faster if job.planner.constants == "torchrec-1.9" else native.faster
+
+
+def _listed(
+    model: ModelSpec, job: Job, cluster: Cluster, *, slow: bool
+) -> list[tuple[Option, ...]]:
+    """The options of every table; raises InputError before they fill the planner's own memory."""
+    found: list[tuple[Option, ...]] = []
+    shards = 0
+    for table in model.tables:
+        options = _options(table, model, job, cluster, slow=slow)
+        pieces = max((o.count for o in options if o.partition != "uniform"), default=0)
+        shards += max(pieces, sum(len(option.runs) for option in options))
+        if shards > MAX_SHARDS:
+            raise InputError(
+                expected(
+                    "tables",
+                    f"at most {MAX_SHARDS:,} shards to choose from",
+                    f"more up to '{table.name}', {len(found):,} tables before it",
+                    "Raise min_partition, name fewer sharding_types, or set planner.options to "
+                    "'torchrec'.",
+                )
+            )
+        found.append(options)
+    return found
+
+
+def price(job: Job, setting: Setting, cases: Sequence[Case]) -> list[Choice]:
+    """What options cost by the job's profile; tables alone carry their exchange buffers."""
+    match job.planner.constants:
+        case "torchrec-1.9":
+            return torchrec.price(setting, cases)
+        case "additive":
+            return additive.price(setting, cases)
+        case "cluster":
+            return native.price(setting, cases, exchange=job.model.kind == "tables")
+
+
+def _options(
+    table: TableSpec, model: ModelSpec, job: Job, cluster: Cluster, *, slow: bool
+) -> tuple[Option, ...]:
+    if model.stages:
+        return runnable_options(table, cluster.world_size)
+    if job.planner.constants == "additive":
+        allowed = table.sharding_types or ("table_wise", "column_wise")
+        types = tuple(t for t in allowed if t in ("table_wise", "column_wise"))
+        table = msgspec.structs.replace(table, sharding_types=types, compute_kernels=("fused",))
+    elif job.planner.as_torchrec:
+        return torchrec_options(table, cluster)
+    every_cut = job.planner.search == "exact"
+    return wide_options(table, cluster, slow=slow, every_cut=every_cut)

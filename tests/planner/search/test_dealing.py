@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from shardwright.planner.search.dealing import MANY, Dealt, deal
+from shardwright.planner.search.space import Block, Bools, Floats, Space
+from shardwright.planner.search.state import State
+
+GROUP = 4
+
+
+def _state(draw: random.Random, ranks: int, space: Space) -> State:
+    """Ranks that have something to do already; memory is short on some."""
+    space = Space(space.items, ranks, GROUP, (1000, 1000, 1000))
+    state = State(space, target=1.0, power=draw.choice([8.0, 16.0, 64.0]))
+    state.load = np.array([draw.choice([0.0, draw.uniform(0, 1.5)]) for _ in range(ranks)])
+    state.memory = np.array([[draw.randint(0, 1200), draw.randint(0, 1200), 0] for _ in state.load])
+    state.memory = state.memory.astype(float)
+    return state
+
+
+def _block(draw: random.Random, width: int) -> Block:
+    storage = [[float(draw.randint(0, 90)), float(draw.randint(0, 90)), 0.0] for _ in range(width)]
+    return Block(
+        width, np.array([draw.uniform(0.01, 0.2) for _ in range(width)]), np.array(storage)
+    )
+
+
+def _dealt(state: State, block: Block, count: int, closed: Bools) -> Dealt:
+    load, memory = state.load.copy(), state.memory.copy()
+    return deal(block, count, load, memory, closed, state.cost, state.cost_of)
+
+
+def _greedily(state: State, block: Block, count: int, closed: Bools) -> tuple[list[int], Floats]:
+    """One after the other, each where it adds least; and what the ranks cost then."""
+    load, memory, width = state.load.copy(), state.memory.copy(), block.width
+    slots = []
+    for _ in range(count):
+        added = []
+        for slot in range(0, len(load), width):
+            ranks = slice(slot, slot + width)
+            before = state.cost(load[ranks], memory[ranks]).sum()
+            after = state.cost(load[ranks] + block.seconds, memory[ranks] + block.storage).sum()
+            added.append(np.inf if closed[slot // width] else after - before)
+        slot = int(np.argmin(added)) * width
+        load[slot : slot + width] += block.seconds
+        memory[slot : slot + width] += block.storage
+        slots.append(slot)
+    return slots, state.cost(load, memory)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, MANY, MANY + 1, 3 * MANY])
+@pytest.mark.parametrize("width", [1, GROUP])
+@pytest.mark.parametrize("seed", range(4))
+def test_like_blocks_lie_as_if_placed_one_after_the_other(
+    space: Space, seed: int, width: int, count: int
+) -> None:
+    draw = random.Random(f"{seed} {width} {count}")
+    state = _state(draw, draw.choice([GROUP, 3 * GROUP, 10 * GROUP]), space)
+    closed = np.array([draw.random() < 0.3 for _ in range(state.space.ranks // width)])
+    closed[draw.randrange(len(closed))] = False
+    block = _block(draw, width)
+    slots, costs = _greedily(state, block, count, closed)
+    dealt = _dealt(state, block, count, closed)
+    assert sorted(dealt.slots) == sorted(slots)
+    assert dealt.cost == pytest.approx(costs.sum(), rel=1e-9)
+
+
+def test_blocks_that_cost_nothing_are_dealt_as_well(space: Space) -> None:
+    state = _state(random.Random(0), 8, space)
+    block = Block(1, np.zeros(1), np.zeros((1, 3)))
+    for count in (3, 2 * MANY):
+        dealt = _dealt(state, block, count, np.zeros(8, bool))
+        assert len(dealt.slots) == count
+        assert dealt.cost == pytest.approx(float(state.rank_costs().sum()))
+
+
+def test_thousands_of_blocks_on_few_ranks_are_dealt(space: Space) -> None:
+    state = _state(random.Random(1), 4, space)
+    state.load[:], state.memory[:] = 0, 0
+    dealt = _dealt(state, _block(random.Random(2), 1), 4000, np.array([False, True, False, False]))
+    assert np.bincount(dealt.slots, minlength=4)[1] == 0
+    assert np.ptp(np.bincount(dealt.slots, minlength=4)[[0, 2, 3]]) <= 1
+
+
+@pytest.fixture
+def space(space_of_seed: object) -> Space:
+    """Any space whose options fill two tiers."""
+    assert callable(space_of_seed)
+    found: Space = next(
+        s for s in map(space_of_seed, range(100)) if [t for t, _ in s.used_tiers] == [0, 1]
+    )
+    return found

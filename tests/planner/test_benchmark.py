@@ -1,0 +1,48 @@
+"""The largest problem of the comparison with TorchRec, by the benchmark's own scripts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.core.job import read_job
+from shardwright.core.plan import read_plan
+from shardwright.planner import plan
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import planner_check  # noqa: E402
+import planner_problems  # noqa: E402
+
+MIB = 2**20
+
+
+@pytest.mark.slow
+def test_five_thousand_tables_on_512_ranks_are_planned_by_default(tmp_path: Path) -> None:
+    """Their tables may be cut into more than a million pieces."""
+    problem = max(planner_problems.PROBLEMS, key=lambda p: p.count)
+    assert (problem.count, problem.ranks) == (5000, 512)
+    job = planner_problems.write_job(problem, "wide", tmp_path)
+    command = [sys.executable, str(BENCHMARKS / "planner_once.py"), str(job), str(tmp_path / "p")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["peak_rss_bytes"] < 600 * MIB
+    made = read_plan(tmp_path / "p")
+    assert planner_check.check(made, problem.tables, problem.ranks)["wrong"] == []
+    assert made.gap < 0.002
+
+
+@pytest.mark.parametrize("options", ["torchrec", "wide"])
+def test_a_hundred_tables_on_16_ranks_are_planned_close_to_their_bound(
+    tmp_path: Path, options: str
+) -> None:
+    problem = next(p for p in planner_problems.PROBLEMS if p.count == 100)
+    job = planner_problems.write_job(problem, options, tmp_path)
+    made = plan(read_job(job))
+    assert planner_check.check(made, problem.tables, problem.ranks)["wrong"] == []
+    assert made.gap < 0.005
