@@ -34,7 +34,7 @@ class Guard:
 
     def forget(self) -> None:
         """Begin a step: nothing was seen, and nothing waits."""
-        self._names: list[str] = []
+        self._names: list[str] = []  # in the order in which a backward comes to them
         self._found: tuple[int, float] | None = None  # place in names, largest absolute value
         self._waiting: list[Update] = []
 

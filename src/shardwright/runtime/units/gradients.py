@@ -9,6 +9,7 @@ dtype of sums, to where each rank's share lies together, and are freed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,8 @@ class SegmentGradient:
         self.views = views
         self.wholes = list(wholes)
         self.comm = comm
-        self.names = [slot.tensor.fqn for slot in views.segment.slots]
+        names = [slot.tensor.fqn for slot in views.segment.slots]
+        self.names = names[::-1]  # as a backward comes to them
         self.is_replicated = views.segment.cut == "replicated"
         ranks = 1 if self.is_replicated else comm.size
         sent = views.segment.sent
@@ -125,7 +127,7 @@ class SegmentGradient:
         rows = self.apart.rows
         self.apart(gradients, note.rows(*self.apart.rest.shape, rows))
         if guard is not None:
-            guard.look(rows, self.names, lambda given=gradients: given)
+            guard.look(rows, self.names, partial(reversed, gradients))
         del gradients
         if before != 1.0:
             rows.mul_(before)
