@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import __version__
 from shardwright.core.document import write_document
-from shardwright.core.errors import InputError, MismatchError, RunError, expected
+from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import data_files, named_files
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.record import SCHEMA, Record
@@ -125,7 +125,7 @@ class Training:
         with meter.phase("forward"):
             loss = self.task.loss(model, batch)
         value = loss.item()
-        self._check_finite(value)
+        self.guard.look(loss.detach(), ["loss"], lambda: [loss.detach()])
         with meter.phase("backward"):
             loss.backward()
         if self.step in MEMORY_STEPS and not self.exact:
@@ -135,18 +135,6 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
         return value
-
-    def _check_finite(self, loss: float) -> None:
-        """Stop before a backward changes any weight."""
-        if not np.isfinite(loss):
-            raise RunError(
-                expected(
-                    f"loss of step {self.step} on rank {self.rank}",
-                    "a finite number",
-                    f"{loss}",
-                    "Lower train.learning_rate or look at the data.",
-                )
-            )
 
     def _tensors(self, arrays: Arrays) -> Tensors:
         tensors = []

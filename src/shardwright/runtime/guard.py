@@ -17,7 +17,8 @@ from shardwright.runtime.comm import Comm
 
 Update = Callable[[], None]
 _FINE = 0
-_FIRST = 2**62  # what rank found first is the largest number: this less its place
+_FIRST = 2**62  # less the place of what a rank found: the first is the largest number
+_DOTTED = (torch.float32, torch.float64)
 
 
 class Guard:
@@ -44,8 +45,11 @@ class Guard:
         names: Sequence[str],
         parts: Callable[[], Iterable[torch.Tensor | None]],
     ) -> None:
-        """Look at this rank's gradients ``values`` [any], of ``names``; ``parts`` gives each its
-        own, and is asked for where something is wrong only. The same on every rank."""
+        """Look at numbers of this rank, ``values`` [any]; the same on every rank.
+
+        ``names`` are those of its parts, "gradient of top.0.weight" and the like; ``parts`` gives
+        the parts themselves and is called where something is wrong only.
+        """
         first = len(self._names)
         self._names.extend(names)
         if self._found is not None or _is_finite(values):
@@ -70,8 +74,9 @@ class Guard:
         own = _FINE if found is None else _FIRST - found[0]
         worst = torch.tensor([own], device=self.comm.mesh.device_type)
         self.comm.all_reduce("whether gradients are finite", worst, largest=True)
-        place = _FIRST - int(worst.item())
-        if place != _FIRST - _FINE:
+        word = int(worst.item())
+        if word != _FINE:
+            place = _FIRST - word
             ranks, largest = self._whose(found, place)
             raise not_finite(names[place], ranks, largest, self.comm.step)
         for update in waiting:
@@ -93,14 +98,14 @@ class Guard:
 def not_finite(
     name: str, ranks: Sequence[int], largest: Sequence[float], step: int | None
 ) -> RunError:
-    """What to say of a gradient whose ``largest`` value on ``ranks`` is that, or is none (-1)."""
+    """What to say of numbers whose ``largest`` on ``ranks`` are these; -1 stands for nan."""
     on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     when = "" if step is None else f" in step {step}"
     size = max(largest)
     found = "inf" if size > torch.finfo(torch.float32).max else f"numbers as large as {size:.3g}"
     return RunError(
         expected(
-            f"gradient of {name} on {on}{when}",
+            f"{name} on {on}{when}",
             "finite numbers with a finite sum of squares",
             "nan" if min(largest) < 0 else found,
             "It updated nothing: lower the learning rate or look at the data.",
@@ -114,10 +119,9 @@ def _largest(part: torch.Tensor) -> float:
 
 def _is_finite(values: torch.Tensor) -> bool:
     """Whether the squares of ``values`` add up to a finite number, in one pass without a copy."""
-    by_stride = sorted(range(values.dim()), key=lambda dim: -values.stride(dim))
-    flat = values.permute(by_stride).reshape(-1)
-    if flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64):
-        return math.isfinite(flat.dot(flat).item())
-    wide = torch.float32 if flat.dtype.itemsize < torch.float32.itemsize else None
-    norm = torch.linalg.vector_norm(flat, dtype=wide)
-    return bool(torch.isfinite(norm.square()).item())
+    dense = values.permute(sorted(range(values.dim()), key=lambda dim: -values.stride(dim)))
+    if values.device.type == "cpu" and values.dtype in _DOTTED and dense.is_contiguous():
+        flat = dense.view(-1)
+        return math.isfinite(flat.dot(flat).item())  # BLAS, in half the time of a norm
+    wide = torch.float32 if values.dtype.itemsize < torch.float32.itemsize else None
+    return bool(torch.linalg.vector_norm(values, dtype=wide).square().isfinite().item())

@@ -57,6 +57,7 @@ class ShardedTables(nn.Module):
         self.learning_rate = learning_rate
         self.guard = guard  # updates wait for it; without one they are made in the backward
         self.dim = tables[0].dim
+        self.gradient_names = [f"gradient of {table.fqn}" for table in tables]
         device = torch.device(comm.mesh.device_type)
         self.device = device
         self.stores = [
@@ -207,7 +208,7 @@ class ShardedTables(nn.Module):
         self._refuse_mixed_trips(trip)
         probe = self.comm.probe
         guard = self.guard or Guard(self.comm)
-        guard.look(gradient, [table.fqn for table in self.tables], gradient.unbind)
+        guard.look(gradient, self.gradient_names, gradient.unbind)
         if self.guard is None:
             guard.settle()
         dense, arrived = None, []

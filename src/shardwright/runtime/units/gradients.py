@@ -45,7 +45,7 @@ class SegmentGradient:
         self.views = views
         self.wholes = list(wholes)
         self.comm = comm
-        names = [slot.tensor.fqn for slot in views.segment.slots]
+        names = [f"gradient of {slot.tensor.fqn}" for slot in views.segment.slots]
         self.names = names[::-1]  # as a backward comes to them
         self.is_replicated = views.segment.cut == "replicated"
         ranks = 1 if self.is_replicated else comm.size
