@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.core.job import Job
 from shardwright.core.plan import Plan
 from shardwright.lab.tasks import task_of
+from shardwright.lab.tasks.task import Task
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import apply
 from shardwright.runtime.comm import Comm
@@ -82,6 +84,14 @@ def steps(
     return text, same, not all(map(torch.equal, before, kept(model, optimizer)))
 
 
+def _clicks_loss(batch: Any, model: nn.Module) -> torch.Tensor:
+    return loss_of(model, batch)
+
+
+def _task_loss(task: Task, batch: Any, model: nn.Module) -> torch.Tensor:
+    return task.loss(model, batch)
+
+
 def clicks(
     mesh: DeviceMesh,
     job: Job,
@@ -103,10 +113,7 @@ def clicks(
         def bad(model: nn.Module = model, path: str = path, place: Any = place) -> Any:
             return spoil(model.get_submodule(path), value, *place) if rank in bad_ranks else None
 
-        losses = [
-            lambda m, b=share(batch, rank, size): loss_of(m, b)  # type: ignore[misc]
-            for batch in batches(job)
-        ]
+        losses = [partial(_clicks_loss, share(batch, rank, size)) for batch in batches(job)]
         found.append(steps(model, job, guard, losses, bad))
         comm.step = None
     return found
@@ -119,10 +126,8 @@ def language(mesh: DeviceMesh, job: Job, made: Plan, path: str) -> tuple[str, bo
     task = task_of(job, rank, size)
     model = apply(task.model(torch.device("cpu")), made, mesh, guard=guard)
     arrays = task.batches()
-    losses = [
-        lambda m, b=tuple(map(torch.from_numpy, next(arrays))): task.loss(m, b)  # type: ignore[misc]
-        for _ in range(BAD_STEP + 1)
-    ]
+    made_batches = [tuple(map(torch.from_numpy, next(arrays))) for _ in range(BAD_STEP + 1)]
+    losses = [partial(_task_loss, task, batch) for batch in made_batches]
 
     def bad() -> Any:
         found = model.get_submodule(path)

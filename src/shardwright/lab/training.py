@@ -125,7 +125,7 @@ class Training:
         with meter.phase("forward"):
             loss = self.task.loss(model, batch)
         value = loss.item()
-        self.guard.look(loss.detach(), ["loss"], lambda: [loss.detach()])
+        self.guard.look([loss.detach()], ["loss"], lambda: [loss.detach()])
         with meter.phase("backward"):
             loss.backward()
         if self.step in MEMORY_STEPS and not self.exact:

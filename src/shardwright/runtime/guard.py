@@ -41,18 +41,18 @@ class Guard:
 
     def look(
         self,
-        values: torch.Tensor,
+        values: Sequence[torch.Tensor],
         names: Sequence[str],
         parts: Callable[[], Iterable[torch.Tensor | None]],
     ) -> None:
-        """Look at numbers of this rank, ``values`` [any]; the same on every rank.
+        """Look at numbers of this rank, ``values`` [any], quickest where they are contiguous.
 
-        ``names`` are those of its parts, "gradient of top.0.weight" and the like; ``parts`` gives
-        the parts themselves and is called where something is wrong only.
+        ``names`` are those of all they are of, "gradient of top.0.weight" and the like, the same on
+        every rank; ``parts`` gives the numbers of each and is called where some are wrong only.
         """
         first = len(self._names)
         self._names.extend(names)
-        if self._found is not None or _is_finite(values):
+        if self._found is not None or all(map(_is_finite, values)):
             return
         largest = [0.0 if p is None else _largest(p) for p in parts()]
         bad = [place for place, size in enumerate(largest) if not math.isfinite(size)]
@@ -119,9 +119,8 @@ def _largest(part: torch.Tensor) -> float:
 
 def _is_finite(values: torch.Tensor) -> bool:
     """Whether the squares of ``values`` add up to a finite number, in one pass without a copy."""
-    dense = values.permute(sorted(range(values.dim()), key=lambda dim: -values.stride(dim)))
-    if values.device.type == "cpu" and values.dtype in _DOTTED and dense.is_contiguous():
-        flat = dense.view(-1)
+    if values.device.type == "cpu" and values.dtype in _DOTTED and values.is_contiguous():
+        flat = values.view(-1)
         return math.isfinite(flat.dot(flat).item())  # BLAS, in half the time of a norm
     wide = torch.float32 if values.dtype.itemsize < torch.float32.itemsize else None
     return bool(torch.linalg.vector_norm(values, dtype=wide).square().isfinite().item())

@@ -208,16 +208,15 @@ class ShardedTables(nn.Module):
         self._refuse_mixed_trips(trip)
         probe = self.comm.probe
         guard = self.guard or Guard(self.comm)
-        guard.look(gradient, self.gradient_names, gradient.unbind)
-        if self.guard is None:
-            guard.settle()
         dense, arrived = None, []
         with probe.phase("reduce"):
             if self.replicas.held:
-                dense = self._replica_gradient(gradient, trip)
+                dense = self._replica_gradient(gradient, trip, guard)
             if self.stores:
-                arrived = self._return(gradient, trip, dense if self.rides else None)
+                arrived = self._return(gradient, trip, dense if self.rides else None, guard)
                 probe.did(Action("exchange", "row_gradients", "reduce", "backward"))
+            elif self.guard is None:
+                guard.settle()
             if dense is not None:
                 if not self.rides:
                     self.comm.all_reduce("reduce replicated tables", dense)
@@ -261,13 +260,16 @@ class ShardedTables(nn.Module):
             )
 
     def _return(
-        self, gradient: torch.Tensor, trip: _Trip, dense: torch.Tensor | None
+        self, gradient: torch.Tensor, trip: _Trip, dense: torch.Tensor | None, guard: Guard
     ) -> list[torch.Tensor]:
         """Row gradients at the rows' owners, group by group; ``dense`` rides and is summed."""
         ordered = [
             guide.take(gradient, order).view(-1)
             for guide, order in zip(self.guides, trip.orders, strict=True)
         ]
+        guard.look(ordered, self.gradient_names, gradient.unbind)
+        if self.guard is None:
+            guard.settle()
         out, into = self._floats(trip.counts), self._floats(trip.served)
         if dense is None:
             sent = interleave(ordered, out)
@@ -281,13 +283,14 @@ class ShardedTables(nn.Module):
         torch.sum(everyone.view(self.comm.size, -1), 0, out=ride)
         return arrived
 
-    def _replica_gradient(self, gradient: torch.Tensor, trip: _Trip) -> torch.Tensor:
+    def _replica_gradient(self, gradient: torch.Tensor, trip: _Trip, guard: Guard) -> torch.Tensor:
         """This rank's dense gradient of all replicas [rows, D]."""
         assert trip.replica_rows is not None
         dense = torch.zeros_like(self.replicas.weight)
         self.comm.probe.holds(dense, "gradient")
         self.replica_gradient_bytes = dense.untyped_storage().nbytes()
         own = gradient.index_select(0, self.replica_features).reshape(-1, self.dim)
+        guard.look([own], self.gradient_names, gradient.unbind)
         dense.scatter_add_(0, trip.replica_rows.unsqueeze(1).expand_as(own), own)
         return dense
 

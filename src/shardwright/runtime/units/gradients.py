@@ -127,7 +127,7 @@ class SegmentGradient:
         rows = self.apart.rows
         self.apart(gradients, note.rows(*self.apart.rest.shape, rows))
         if guard is not None:
-            guard.look(rows, self.names, partial(reversed, gradients))
+            guard.look([rows], self.names, partial(reversed, gradients))
         del gradients
         if before != 1.0:
             rows.mul_(before)
