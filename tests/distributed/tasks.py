@@ -13,6 +13,8 @@ from shardwright.core.plan import Plan
 from shardwright.models.dlrm import DLRM
 from shardwright.planner import plan
 from shardwright.runtime.apply import apply
+from shardwright.runtime.comm import Comm
+from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter, exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
@@ -52,8 +54,8 @@ def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
     on a busy machine a step can show more than it needs.
     """
     rank, size = mesh.get_local_rank(), mesh.size()
-    meter = Meter(rank)
-    model = apply(DLRM(job, device="meta"), made, mesh, probe=meter)
+    meter, guard = Meter(rank), Guard(Comm(mesh))
+    model = apply(DLRM(job, device="meta"), made, mesh, probe=meter, guard=guard)
     rate = job.train.learning_rate
     optimizer = make_optimizer(
         job.train.optimizer, optimizer_parameters(model, per_unit=True), rate
@@ -75,6 +77,7 @@ def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
                 loss.backward()
             exact = exact_events(rank, model, optimizer)
             with meter.phase("step"):
+                guard.settle()
                 optimizer.step()
                 optimizer.zero_grad()
             del loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,9 +62,11 @@ def command(folder: Path, steps: int, data: str = "data.csv", extra: str = "") -
     return [sys.executable, "-m", "shardwright", "train", str(job), "-n", "2"]
 
 
-def finished(folder: Path, steps: int, **kwargs: str) -> subprocess.CompletedProcess[str]:
+def finished(
+    folder: Path, steps: int, env: dict[str, str] | None = None, **kwargs: str
+) -> subprocess.CompletedProcess[str]:
     line = command(folder, steps, **kwargs)
-    return subprocess.run(line, capture_output=True, text=True, timeout=HANGS, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=HANGS, env=env, check=False)
 
 
 def outcome(folder: Path) -> Outcome:
@@ -129,6 +132,34 @@ def test_bad_rows_are_counted_where_the_job_says_so(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 bad rows were left out" in done.stdout
     assert "exact bytes equal on 2 of 2 ranks" in done.stdout
+
+
+NOT_FINITE = {
+    "tables": "gradient of tables.C4.weight on rank 1 in step 3: expected finite numbers",
+    "bottom.0": "gradient of bottom.0.bias on rank 1 in step 3: expected finite numbers",
+    "loss": "loss on rank 1 in step 3: expected finite numbers",
+}
+
+
+@pytest.mark.parametrize("what", NOT_FINITE)
+def test_a_gradient_or_loss_that_is_not_finite_ends_the_run_and_updates_nothing(
+    folder: Path, what: str
+) -> None:
+    """A module of Python's own start lets rank 1 go wrong, and every rank compare its weights."""
+    shutil.copy(Path(__file__).parent / "spoilt_step.py", folder / "sitecustomize.py")
+    path = os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    env = {**os.environ, "PYTHONPATH": path, "SPOILT": what, "SPOILT_FOLDER": str(folder)}
+    done = finished(folder, 6, env=env)
+    assert done.returncode == 5
+    (line,) = [text for text in done.stderr.splitlines() if NOT_FINITE[what] in text]
+    assert "rank 1" in line
+    assert "Traceback" not in done.stderr
+    assert outcome(folder).code == 5
+    for rank in (0, 1):
+        assert (folder / f"rank-{rank}.kept").read_text() == "as before step 3"
+    assert not list((folder / "run").glob("*.record.json")) + [
+        name for name in ("measured.json", "comparison.json") if (folder / "run" / name).exists()
+    ]
 
 
 def test_a_plan_is_trained_again_from_its_run_folder_and_stays_as_it_is(folder: Path) -> None:

@@ -160,6 +160,11 @@ def test_an_adagrad_replica_squares_its_gradient() -> None:
     assert _peak(route.update, traffic) == 640 + 10 * FLOAT
 
 
+def test_what_arrived_and_its_rows_wait_for_the_update_and_the_order_of_ids_does_not() -> None:
+    way = (route.exchange_ids, route.return_gradients, route.forget_trip)
+    assert _left(_traffic(), *way) == 12 * ID + 12 * 16 * FLOAT
+
+
 @pytest.mark.parametrize("traffic", [_traffic(), WHOLE, TWO_GROUPS, REPLICAS])
 def test_nothing_of_the_exchange_outlives_the_update_but_the_rows(traffic: Traffic) -> None:
     left = _left(
@@ -170,6 +175,7 @@ def test_nothing_of_the_exchange_outlives_the_update_but_the_rows(traffic: Traff
         route.assemble,
         route.return_gradients,
         route.reduce_replicas,
+        route.forget_trip,
         route.update,
     )
     assert left == traffic.features * traffic.batch * traffic.dim * FLOAT

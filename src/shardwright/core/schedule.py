@@ -83,8 +83,8 @@ def training_step(model: ModelSpec, modes: Modes) -> tuple[Action, ...]:
     A sharded unit is gathered before its first forward, freed after its last one if it reshards,
     gathered again before its backward, and freed and reduced right after. With prefetch the next
     sharded unit is gathered as well when one is entered, and a reduce only begins: it is collected
-    before the next one begins, the last before the updates. Tables are updated inside their
-    backward, dense units at the end of the step.
+    before the next one begins, the last before the updates. Everything is updated at the end of
+    the step, when all ranks know that every gradient is finite: tables first.
     """
     return tuple(_Walk(model, modes).actions())
 
@@ -151,6 +151,9 @@ class _Walk:
         for stage in reversed(self.model.stages):
             yield from self._backward(stage)
         yield from self.flow.collect()
+        for stage in self.model.stages:
+            if stage.access == "route":
+                yield Action("update", stage.name, "step", "backward")
         names = (self.unit_of.get(unit.name, unit.name) for unit in self.model.units)
         for unit in dict.fromkeys(names):
             yield Action("update", unit, "step", "backward")
@@ -177,7 +180,6 @@ class _Walk:
                 yield Action("exchange", "row_gradients", "reduce", "backward")
             if self.modes.replicated_tables:
                 yield Action("reduce", "tables", "reduce", "backward")
-            yield Action("update", "tables", "step", "backward")
             return
         unit = self.unit_of.get(stage.name, "")
         if unit and stage.name == self.units[unit][-1]:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import __version__
 from shardwright.core.document import write_document
-from shardwright.core.errors import InputError, MismatchError, RunError, expected
+from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import data_files, named_files
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.record import SCHEMA, Record
@@ -31,6 +31,7 @@ from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Arrays, Tensors
 from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
+from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter, exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.pulse import ProgressLog, Pulse
@@ -70,7 +71,9 @@ class Training:
         """Train to the end and leave a record; scores too where there is a test file."""
         mesh = init_device_mesh(self.device.type, (self.plan.world_size,))
         self.ranks = comm.Comm(mesh)
-        model = apply(self.task.model(self.device), self.plan, mesh, probe=self.meter)
+        self.guard = Guard(self.ranks)
+        empty = self.task.model(self.device)
+        model = apply(empty, self.plan, mesh, probe=self.meter, guard=self.guard)
         parameters = optimizer_parameters(model, per_unit=True)
         rate = self.job.train.learning_rate
         optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)
@@ -122,27 +125,16 @@ class Training:
         with meter.phase("forward"):
             loss = self.task.loss(model, batch)
         value = loss.item()
-        self._check_finite(value)
+        self.guard.look([loss.detach()], ["loss"], lambda: [loss.detach()])
         with meter.phase("backward"):
             loss.backward()
         if self.step in MEMORY_STEPS and not self.exact:
             self.exact = exact_events(self.rank, model, optimizer)
         with meter.phase("step"):
+            self.guard.settle()  # tables are updated here, or nothing is
             optimizer.step()
             optimizer.zero_grad()
         return value
-
-    def _check_finite(self, loss: float) -> None:
-        """Stop before a backward changes any weight."""
-        if not np.isfinite(loss):
-            raise RunError(
-                expected(
-                    f"loss of step {self.step} on rank {self.rank}",
-                    "a finite number",
-                    f"{loss}",
-                    "Lower train.learning_rate or look at the data.",
-                )
-            )
 
     def _tensors(self, arrays: Arrays) -> Tensors:
         tensors = []

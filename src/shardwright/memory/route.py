@@ -58,7 +58,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
-    """Sort by owner, send; the order and the rows served stay until backward."""
+    """Sort by owner, send; the order stays until backward, the rows served until the update."""
     if not traffic.requests:
         return
     several = len(traffic.requests) > 1
@@ -146,6 +146,13 @@ def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
         pass
 
 
+def forget_trip(heap: Ledger, traffic: Traffic) -> None:
+    """The backward of tables ends: the way that ids went is not needed any more."""
+    heap.free("replica.rows")
+    for index in range(len(traffic.requests)):
+        heap.free(f"route.order.{index}")
+
+
 def update(heap: Ledger, traffic: Traffic) -> None:
     """Owners update their rows; everything of the exchange is gone afterwards."""
     several = len(traffic.serves) > 1
@@ -158,7 +165,5 @@ def update(heap: Ledger, traffic: Traffic) -> None:
     if traffic.replica_ids and traffic.adagrad:
         with heap.passing("temporary", traffic.replica_bytes + traffic.replica_rows * FLOAT):
             pass
-    for name in ("route.arrived", "route.rows", "replica.rows", "replica.gradient"):
+    for name in ("route.arrived", "route.rows", "replica.gradient"):
         heap.free(name)
-    for index in range(len(traffic.requests)):
-        heap.free(f"route.order.{index}")

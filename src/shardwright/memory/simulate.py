@@ -53,6 +53,7 @@ class _Walker:
     def __init__(self, model: ModelSpec, modes: Modes, load: RankLoad, heap: Ledger) -> None:
         self.load = load
         self.prefetch = modes.prefetch
+        self.replicated_tables = modes.replicated_tables
         units = stages_of_units(model, modes)
         self.unit_of = {stage: unit for unit, stages in units.items() for stage in stages}
         self.gradients: dict[str, list[str]] = {unit: [] for unit in units}  # that are there
@@ -97,6 +98,13 @@ class _Walker:
             route.exchange_rows(self.heap, self.load.traffic)
         else:
             route.return_gradients(self.heap, self.load.traffic)
+            if not self.replicated_tables:
+                self._end_of_tables()
+
+    def _end_of_tables(self) -> None:
+        """Their backward is over; what arrived stays until the update."""
+        route.forget_trip(self.heap, self.load.traffic)
+        self._work(self.stages["tables"].backward)
 
     def _lookup(self, action: Action) -> None:
         route.look_up(self.heap, self.load.traffic)
@@ -107,6 +115,7 @@ class _Walker:
     def _reduce(self, action: Action) -> None:
         if action.target == "tables":
             route.reduce_replicas(self.heap, self.load.traffic)
+            self._end_of_tables()
             return
         name, unit = action.target, self.load.units[action.target]
         ranks = 1 if unit.replicated else unit.ranks
@@ -130,6 +139,5 @@ class _Walker:
     def _update(self, action: Action) -> None:
         if action.target == "tables":
             route.update(self.heap, self.load.traffic)
-            self._work(self.stages["tables"].backward)
             return
         self.heap.free(f"{action.target}.gradient")

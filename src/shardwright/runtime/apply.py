@@ -21,6 +21,7 @@ from shardwright.runtime.embeddings.route import make_route
 from shardwright.runtime.embeddings.store import InitialBlock
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.fully_shard import attach, unit_members
+from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.registry import storages_in
@@ -38,11 +39,18 @@ class Initialised(Protocol):
 
 
 def apply(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh, *, probe: Probe | None = None
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    probe: Probe | None = None,
+    guard: Guard | None = None,
 ) -> nn.Module:
     """Shard ``model`` in place as ``plan`` says and return it (collective).
 
-    Weights start from the model's own, or, on the meta device, from ``model.initial_block``. Raises
+    Weights start from the model's own, or, on the meta device, from ``model.initial_block``. Tables
+    are updated inside their backward, which raises :class:`RunError` on every rank, and updates no
+    row, where a row gradient is not finite; with a ``guard`` when that is settled. Raises
     :class:`MismatchError` before anything moves if ranks disagree on plan, model or versions, or if
     the mesh or the model is not the plan's; :class:`UnsupportedError` for what this version plans
     but does not run.
@@ -65,13 +73,13 @@ def apply(
         _check_unit_blocks(unit, blocks, comm, model)
     initial_block = _initial(model)
     if plan.tables:
-        _shard_tables(model, plan, blocks, comm, initial_block)
+        _shard_tables(model, plan, blocks, comm, initial_block, guard)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
 
     def initial(fqn: str) -> torch.Tensor:
         return initial_block(fqn, (0,) * len(shapes[fqn]), shapes[fqn])
 
-    flow = Flow(plan.prefetch)
+    flow = Flow(plan.prefetch, guard)
     model.register_forward_pre_hook(_Begin(flow), prepend=True)
     for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
@@ -195,7 +203,12 @@ def _check_unit_blocks(unit: UnitPlan, blocks: list[Block], comm: Comm, model: n
 
 
 def _shard_tables(
-    model: nn.Module, plan: Plan, blocks: list[Block], comm: Comm, initial: InitialBlock
+    model: nn.Module,
+    plan: Plan,
+    blocks: list[Block],
+    comm: Comm,
+    initial: InitialBlock,
+    guard: Guard | None,
 ) -> None:
     path = _tables_path(plan)
     tables = ShardedTables(
@@ -204,6 +217,7 @@ def _shard_tables(
         comm,
         initial,
         plan.job.train.table_learning_rate or plan.job.train.learning_rate,
+        guard,
     )
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, tables)

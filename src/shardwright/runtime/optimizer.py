@@ -52,7 +52,7 @@ def optimizer_parameters(
     Gradients of ``model.parameters()`` are views of the flat ones from then on: clipping and
     clearing either does both. The flat tensors are sharded tensors: norms over them are those of
     the whole. A parameter is frozen or unfrozen with all of its flat tensor. Tables are not among
-    them: they are updated inside their backward.
+    them: they are updated inside their backward, or when a guard is settled.
 
     Raises InputError for parameters that other flat tensors have; the same call again gives the
     same tensors.

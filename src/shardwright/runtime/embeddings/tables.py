@@ -2,13 +2,15 @@
 
 Forward: every rank sorts its ids by owner, sends row numbers, serves the rows it is asked for, and
 puts what comes back in order. Backward retraces the same route with gradients, and the owner
-updates its rows at once: a table never has a dense gradient unless it is replicated.
+updates its rows at once, or when a guard lets it: a table never has a dense gradient unless it is
+replicated. Gradients that are not finite on some rank update nothing.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.guide import Guide, integers, interleave, regroup
 from shardwright.runtime.embeddings.route import Held, Route
 from shardwright.runtime.embeddings.store import InitialBlock, Store
+from shardwright.runtime.guard import Guard
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -45,13 +48,16 @@ class ShardedTables(nn.Module):
         comm: Comm,
         initial: InitialBlock,
         learning_rate: float,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__()
         self.tables = tables
         self.route = route
         self.comm = comm
         self.learning_rate = learning_rate
+        self.guard = guard  # updates wait for it; without one they are made in the backward
         self.dim = tables[0].dim
+        self.gradient_names = [f"gradient of {table.fqn}" for table in tables]
         device = torch.device(comm.mesh.device_type)
         self.device = device
         self.stores = [
@@ -194,26 +200,48 @@ class ShardedTables(nn.Module):
     # ---- backward ------------------------------------------------------------------------------
 
     def retrace(self, gradient: torch.Tensor, trip: _Trip) -> None:
-        """Send gradients [F, B, D] back along ``trip`` and update the rows they belong to."""
+        """Send gradients [F, B, D] back along ``trip`` and update the rows they belong to.
+
+        RunError on every rank, before anything is sent, where there is no guard to wait for and one
+        of them is not finite.
+        """
         self._refuse_mixed_trips(trip)
         probe = self.comm.probe
-        rate = self.learning_rate
-        scale = 1.0 / self.comm.size  # gradients are of each rank's own mean loss
+        guard = self.guard or Guard(self.comm)
         dense, arrived = None, []
         with probe.phase("reduce"):
             if self.replicas.held:
-                dense = self._replica_gradient(gradient, trip)
+                dense = self._replica_gradient(gradient, trip, guard)
             if self.stores:
-                arrived = self._return(gradient, trip, dense if self.rides else None)
+                arrived = self._return(gradient, trip, dense if self.rides else None, guard)
                 probe.did(Action("exchange", "row_gradients", "reduce", "backward"))
+            elif self.guard is None:
+                guard.settle()
             if dense is not None:
                 if not self.rides:
                     self.comm.all_reduce("reduce replicated tables", dense)
                 probe.did(Action("reduce", "tables", "reduce", "backward"))
+        update = partial(self._update, trip.rows, trip.served, arrived, dense)
+        if self.guard is None:
+            update()
+        else:
+            guard.defer(update)
+
+    @torch.no_grad()
+    def _update(
+        self,
+        rows: torch.Tensor,
+        served: list[list[int]],
+        arrived: list[torch.Tensor],
+        dense: torch.Tensor | None,
+    ) -> None:
+        """Apply what arrived for the ``rows`` that were served, and the replicas' gradient."""
+        probe, rate = self.comm.probe, self.learning_rate
+        scale = 1.0 / self.comm.size  # gradients are of each rank's own mean loss
         with probe.phase("step"):
-            numbers = regroup(trip.rows, trip.served) if self.stores else []
-            for store, rows, part in zip(self.stores, numbers, arrived, strict=True):
-                store.update(rows, part.view(-1, store.width).mul_(scale), rate)
+            numbers = regroup(rows, served) if self.stores else []
+            for store, own, part in zip(self.stores, numbers, arrived, strict=True):
+                store.update(own, part.view(-1, store.width).mul_(scale), rate)
             if dense is not None:
                 self.replicas.update_all(dense.mul_(scale), rate)
         probe.did(Action("update", "tables", "step", "backward"))
@@ -232,13 +260,16 @@ class ShardedTables(nn.Module):
             )
 
     def _return(
-        self, gradient: torch.Tensor, trip: _Trip, dense: torch.Tensor | None
+        self, gradient: torch.Tensor, trip: _Trip, dense: torch.Tensor | None, guard: Guard
     ) -> list[torch.Tensor]:
         """Row gradients at the rows' owners, group by group; ``dense`` rides and is summed."""
         ordered = [
             guide.take(gradient, order).view(-1)
             for guide, order in zip(self.guides, trip.orders, strict=True)
         ]
+        guard.look(ordered, self.gradient_names, gradient.unbind)
+        if self.guard is None:
+            guard.settle()
         out, into = self._floats(trip.counts), self._floats(trip.served)
         if dense is None:
             sent = interleave(ordered, out)
@@ -252,13 +283,14 @@ class ShardedTables(nn.Module):
         torch.sum(everyone.view(self.comm.size, -1), 0, out=ride)
         return arrived
 
-    def _replica_gradient(self, gradient: torch.Tensor, trip: _Trip) -> torch.Tensor:
+    def _replica_gradient(self, gradient: torch.Tensor, trip: _Trip, guard: Guard) -> torch.Tensor:
         """This rank's dense gradient of all replicas [rows, D]."""
         assert trip.replica_rows is not None
         dense = torch.zeros_like(self.replicas.weight)
         self.comm.probe.holds(dense, "gradient")
         self.replica_gradient_bytes = dense.untyped_storage().nbytes()
         own = gradient.index_select(0, self.replica_features).reshape(-1, self.dim)
+        guard.look([own], self.gradient_names, gradient.unbind)
         dense.scatter_add_(0, trip.replica_rows.unsqueeze(1).expand_as(own), own)
         return dense
 

@@ -20,6 +20,7 @@ from shardwright.runtime.torch_private import (
 )
 
 if TYPE_CHECKING:
+    from shardwright.runtime.guard import Guard
     from shardwright.runtime.units.unit import Unit
 
 Direction = Literal["forward", "backward"]
@@ -55,8 +56,9 @@ class Order:
 class Flow:
     """The units of a model in the order they were added, held weakly, and the pass they are in."""
 
-    def __init__(self, prefetch: int = 1) -> None:
+    def __init__(self, prefetch: int = 1, guard: Guard | None = None) -> None:
         self.prefetch = prefetch
+        self.guard = guard  # looks at every gradient before it is summed
         self.after: Any = None  # an event of another stream that a forward waits for
         self.settings: dict[str, Any] = {}  # what was set for every unit of the model
         self._leader: weakref.ref[Unit] | None = None
@@ -126,7 +128,7 @@ class Flow:
                 yield unit
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Flow:
-        made = memo[id(self)] = Flow(self.prefetch)
+        made = memo[id(self)] = Flow(self.prefetch, self.guard)
         made.settings = dict(self.settings)
         return made
 

@@ -9,12 +9,14 @@ dtype of sums, to where each rank's share lies together, and are freed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from shardwright.runtime.comm import Comm, Pending
+from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import C_GRAD
 from shardwright.runtime.units.buffers import Buffers, Elastic, SegmentViews
 from shardwright.runtime.units.note import Note
@@ -43,6 +45,8 @@ class SegmentGradient:
         self.views = views
         self.wholes = list(wholes)
         self.comm = comm
+        names = [f"gradient of {slot.tensor.fqn}" for slot in views.segment.slots]
+        self.names = names[::-1]  # as a backward comes to them
         self.is_replicated = views.segment.cut == "replicated"
         ranks = 1 if self.is_replicated else comm.size
         sent = views.segment.sent
@@ -107,7 +111,7 @@ class SegmentGradient:
             C_GRAD.__set__(whole, gradient)
         self.earlier = []
 
-    def start(self, unit: str, before: float, after: float) -> Sum:
+    def start(self, unit: str, before: float, after: float, guard: Guard | None) -> Sum:
         """Begin to sum over ranks (collective)."""
         comm, views = self.comm, self.views
         gradients = self._taken()
@@ -122,6 +126,8 @@ class SegmentGradient:
         self.send.take()
         rows = self.apart.rows
         self.apart(gradients, note.rows(*self.apart.rest.shape, rows))
+        if guard is not None:
+            guard.look([rows], self.names, partial(reversed, gradients))
         del gradients
         if before != 1.0:
             rows.mul_(before)
@@ -176,14 +182,14 @@ class Gradients:
             gradient.keep()
 
     @torch.no_grad()
-    def start(self, unit: str, divisor: float | None) -> None:
+    def start(self, unit: str, divisor: float | None, guard: Guard | None) -> None:
         """Begin to sum over ranks (collective) and to divide by ``divisor``, by default their
-        number; ``finish`` before the next one."""
+        number; ``finish`` before the next one. ``guard`` looks at what is summed."""
         self.expected = False
         for gradient in self.segments:
             if gradient.trains:
                 before, after = _factors(gradient.views.reduced, self.comm.total, divisor)
-                self.under_way.append(gradient.start(unit, before, after))
+                self.under_way.append(gradient.start(unit, before, after, guard))
 
     @torch.no_grad()
     def finish(self, accept: Accept) -> None:

@@ -367,7 +367,7 @@ class Unit:
     def start_reduce(self) -> None:
         """Begin to sum the gradient over ranks (collective)."""
         with self.comm.probe.phase("reduce"):
-            self.gradients.start(self.name, self.divisor)
+            self.gradients.start(self.name, self.divisor, self.flow.guard)
 
     def finish_reduce(self) -> None:
         """Hand this rank's mean gradient to its parameters, or to the optimizer's."""
