@@ -195,8 +195,8 @@ def compare(mesh: DeviceMesh, line: int) -> dict[str, dict[str, float]]:
     fence = next(fence for fence in fences() if fence.line == line)
     other = reference_of(fence)
     found = {}
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
         dist.broadcast_object_list(shared, 0, mesh.get_group())
         there: dict[str, Any] = {}
         if other is not None:
@@ -212,8 +212,9 @@ def compare(mesh: DeviceMesh, line: int) -> dict[str, dict[str, float]]:
                 missing = {n for n in here.keys() ^ there.keys() if not n.startswith("<")}
                 found[strategy].update(dict.fromkeys(missing, float("inf")))
                 start = build().state_dict()
-                kept = [difference(here[n], start[n]) for n in start if n in here]
-                found[strategy]["moved"] = max(kept)
+                own = [n for n in here if not n.startswith("<")]
+                new = torch.tensor(float("inf"))
+                found[strategy]["moved"] = max(difference(here[n], start.get(n, new)) for n in own)
         dist.barrier(mesh.get_group())
     return found
 
