@@ -1,4 +1,4 @@
-"""Runs the code fences of docs/from-fsdp2.md: with torch's FSDP2, DDP or one process, and with ours.
+"""Runs the code fences of docs/from-fsdp2.md: with FSDP2, DDP or in one process, and with ours.
 
 Every fence begins with a comment that says whose it is. A fence of ``both`` runs as it stands on a
 model that FSDP2 sharded and on one of ours.
@@ -25,6 +25,7 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.units.registry import storages_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-fsdp2.md"
+GUIDE = PAGE.with_name("runtime.md")
 OURS = ("here", "here only")
 BOTH = ("both", "both, per_param")
 THEIRS = ("FSDP2", "DDP", "one process")
@@ -223,6 +224,50 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         return float("inf")
     return float((one - other).abs().max()) if one.numel() else 0.0
+
+
+def guide(mesh: DeviceMesh) -> tuple[int, float, list[float], list[int]]:
+    """The snippets of docs/runtime.md one after the other: how many there are, by how much the first
+    is off from one process, and of the groups of the others the weight decay and the elements."""
+    codes = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    names = {**given(mesh, ""), "world_size": mesh.size(), "batch": batches_of(mesh.get_rank())[0]}
+    exec(codes[0], names)
+    here = sw.full_state_dict(names["model"])
+    reference = build()
+    optimizer = torch.optim.AdamW(reference.parameters())
+    for rank in range(mesh.size()):
+        (loss_of(reference, batches_of(rank)[0]) / mesh.size()).backward()
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    optimizer.step()
+    off = max(difference(here[n], p.detach()) for n, p in reference.named_parameters())
+    for code in codes[1:]:
+        names["model"] = build()
+        shard(names["model"], mesh, "flat")
+        exec(code, names)
+    decays = [group["weight_decay"] for group in names["decayed"]]
+    sizes = [sum(p.numel() for p in group["params"]) for group in names["by_name"]]
+    return len(codes), off, decays, sizes
+
+
+def taken_while_whole(mesh: DeviceMesh, strategy: str) -> tuple[str, float]:
+    """What an optimizer says that was made of gathered parameters, and how far the weights are from
+    those that one made at the right time leaves afterwards."""
+    model, reference = build(), build()
+    for each in (model, reference):
+        shard(each, mesh, strategy)
+    loss = loss_of(model, batches_of(mesh.get_rank())[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # the root is whole now
+    loss.backward()
+    try:
+        optimizer.step()
+        said = "nothing"
+    except sw.InputError as error:
+        said = str(error)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    loss_of(reference, batches_of(mesh.get_rank())[0]).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    here, there = sw.full_state_dict(model), sw.full_state_dict(reference)
+    return said, max(difference(here[name], there[name]) for name in there)
 
 
 def refuse(mesh: DeviceMesh, line: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What docs/from-fsdp2.md says is so: its snippets run, and leave what FSDP2, DDP or one process do."""
+"""Every snippet of docs/from-fsdp2.md runs, and leaves what FSDP2, DDP or one process leave."""
 
 from __future__ import annotations
 
@@ -46,3 +46,21 @@ def test_refusals_say_what_is_written_under_them(pool: Pool, fence: tasks.Fence)
     for found in pool.run(2, tasks.refuse, line=fence.line):
         assert len(found) == len(tasks.STRATEGIES)
         assert [said for said in found.values() if not said.startswith(text)] == []
+
+
+def test_the_snippets_of_the_guide_run(pool: Pool) -> None:
+    for count, off, decays, (head, others) in pool.run(4, tasks.guide):
+        assert count == 3
+        assert off < TOLERANCE
+        assert sorted(decays) == [0.0, 0.1]
+        assert 66 <= head < 66 + 4 * 32  # with padding
+        assert others > 500
+
+
+@pytest.mark.parametrize("strategy", tasks.STRATEGIES)
+def test_an_optimizer_made_between_forward_and_backward_is_refused(
+    pool: Pool, strategy: str
+) -> None:
+    for said, off in pool.run(2, tasks.taken_while_whole, strategy=strategy):
+        assert "of unit 'Model': expected the sharded parameter, got the gathered one" in said
+        assert off == 0.0

@@ -1,4 +1,4 @@
-"""The example of a loop of one's own trains, saves, and goes on as if it had not been interrupted."""
+"""The example of a loop of one's own learns, saves, and goes on where it was interrupted."""
 
 from __future__ import annotations
 
