@@ -227,8 +227,8 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def guide(mesh: DeviceMesh) -> tuple[int, float, list[float], list[int]]:
-    """The snippets of docs/runtime.md one after the other: how many there are, by how much the first
-    is off from one process, and of the groups of the others the weight decay and the elements."""
+    """The snippets of docs/runtime.md: how many there are, by how much the first is off from one
+    process, and of the groups of the others the weight decay and the elements."""
     codes = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
     names = {**given(mesh, ""), "world_size": mesh.size(), "batch": batches_of(mesh.get_rank())[0]}
     exec(codes[0], names)
