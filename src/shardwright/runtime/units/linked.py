@@ -63,14 +63,27 @@ class LinkedParameter(nn.Parameter):
 
 
 class AtShard:
-    """The home of a whole parameter: the sharded one."""
+    """The home of a whole parameter: the sharded one. ``memory`` is what the whole one lives in."""
 
-    def __init__(self, parameter: nn.Parameter, name: str) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, name: str, memory: torch.UntypedStorage | None = None
+    ) -> None:
         self.parameter = parameter
         self.name = name
+        self.memory = memory
 
     def gradient(self) -> torch.Tensor | None:
-        """That of the sharded parameter."""
+        """That of the sharded parameter, for as long as the whole one is there: an optimizer that
+        was given the whole one would write memory that is gone."""
+        if self.memory is not None and not self.memory.size() and self.parameter.numel():
+            raise InputError(
+                expected(
+                    self.name,
+                    "the sharded parameter",
+                    "the gathered one, whose memory is freed",
+                    "Make optimizers and lists of parameters before a forward or after a backward.",
+                )
+            )
         return self.parameter.grad
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:

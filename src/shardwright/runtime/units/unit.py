@@ -222,7 +222,8 @@ class Unit:
         rows = list(zip(self.members, self._whole, strict=True))
         for member, whole in rows:
             if whole is not member.parameter and isinstance(whole, LinkedParameter):
-                whole.home = AtShard(member.parameter, f"{member.fqn} of unit '{self.name}'")
+                where = f"{member.fqn} of unit '{self.name}'"
+                whole.home = AtShard(member.parameter, where, self.buffers.whole.storage)
         self._places = [
             (shown, name, member.parameter, whole)
             for member, whole in rows

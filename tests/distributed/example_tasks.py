@@ -1,0 +1,48 @@
+"""Runs the loop of examples/language_model.py on the pool's workers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardwright as sw
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model.py"
+
+
+def _example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("language_model", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(mesh: DeviceMesh, folder: str, steps: int, every: int, stop: int) -> Any:
+    """The evaluated losses, and the whole weights and moments of the last checkpoint."""
+    example = _example()
+    losses = example.train(mesh, Path(folder), steps, every, stop)
+    dist.barrier(mesh.get_group())
+    return losses, _saved(example, mesh, folder)
+
+
+def _saved(example: ModuleType, mesh: DeviceMesh, folder: str) -> dict[str, torch.Tensor]:
+    model = example.LanguageModel(int(example.corpus().max()) + 1)
+    for parameter in model.parameters():
+        parameter.detach().zero_()
+    sw.fully_shard_flat(model, mesh)
+    optimizer = torch.optim.AdamW(
+        sw.optimizer_parameters(model, lambda name, p: {"weight_decay": float(p.ndim > 1)})
+    )
+    sw.load_checkpoint(folder, model, optimizer)
+    found = sw.full_state_dict(model)
+    for name, states in sw.optimizer_state_dict(model, optimizer)["state"].items():
+        found[f"{name}/exp_avg"] = states["exp_avg"].full_tensor()
+    return found

@@ -1,0 +1,68 @@
+"""The example of a loop of one's own learns, saves, and goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import example_tasks as tasks
+import pytest
+import torch
+from pool import Pool
+
+STEPS, EVERY, STOP = 8, 4, 4
+
+
+@pytest.fixture(scope="module")
+def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Losses and saved tensors of a run that nothing interrupts, on two ranks."""
+    folder = str(tmp_path_factory.mktemp("whole"))
+    return pool.run(2, tasks.train, folder=folder, steps=STEPS, every=EVERY, stop=STEPS)[0]
+
+
+def _resumed(pool: Pool, folder: Path, ranks: int) -> Any:
+    options = {"folder": str(folder), "steps": STEPS, "every": EVERY}
+    pool.run(2, tasks.train, **options, stop=STOP)
+    assert [path.name for path in folder.glob("step-*")] == [f"step-{STOP}"]
+    return pool.run(ranks, tasks.train, **options, stop=STEPS)[0]
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, whole: Any) -> None:
+    losses, saved = _resumed(pool, tmp_path, 2)
+    assert losses == {STEPS: whole[0][STEPS]}
+    assert saved.keys() == whole[1].keys()
+    assert [name for name in saved if not saved[name].equal(whole[1][name])] == []
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_goes_on_with_another_number_of_ranks(
+    pool: Pool, tmp_path: Path, whole: Any, ranks: int
+) -> None:
+    losses, saved = _resumed(pool, tmp_path, ranks)
+    assert losses[STEPS] == pytest.approx(whole[0][STEPS], rel=1e-5)
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, whole[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_it_learns_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(tasks.EXAMPLE)]
+    command += ["--folder", str(tmp_path), "--steps", "40", "--every", "20"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[4][:-1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert len(losses) == 2
+    assert losses[0] < 2.8  # letters alone: 2.75, nothing at all: 3.2
+    assert losses[1] < 2.3
+    assert "LanguageModel" in done.stdout
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-20", "step-40"]
