@@ -150,6 +150,14 @@ def _flat_adafactor(world: World) -> None:
     optimizer.step()
 
 
+def _replicated_adafactor(world: World) -> None:
+    model = net()
+    sw.fully_shard_flat(model, world.mesh, (Replicate(),))
+    optimizer = torch.optim.Adafactor(sw.optimizer_parameters(model), lr=0.1)
+    step(world, model)
+    optimizer.step()
+
+
 def _flat_muon(world: World) -> None:
     torch.optim.Muon(sw.optimizer_parameters(world.shard(net())), lr=0.1)
 
@@ -176,6 +184,7 @@ _REFUSED: dict[str, Callable[[World], None]] = {
     "tensor parallel first": _parallel_first,
     "training outside of the forward": _trained_outside,
     "Adafactor over flat tensors": _flat_adafactor,
+    "Adafactor over replicated ones": _replicated_adafactor,
     "Muon over flat tensors": _flat_muon,
     "half of a flat tensor frozen": _half_frozen,
     "a parameter in two flat tensors": _taken_twice,

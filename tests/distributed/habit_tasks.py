@@ -356,6 +356,16 @@ def weights_change_between_the_passes(world: World) -> Found:
     return grads(model)
 
 
+def the_roots_weights_change_between_the_passes(world: World) -> Found:
+    model = world.shard(_Own())
+    own = model.scale
+    loss = model(world.inputs()).square().mean()
+    with torch.no_grad():
+        own.mul_(2.0)
+    loss.backward()
+    return grads(model)
+
+
 class _Ordered(nn.Module):
     def __init__(self) -> None:
         super().__init__()

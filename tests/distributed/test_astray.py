@@ -48,6 +48,7 @@ REFUSALS = {
     "training outside of the forward": "0.weight: expected a use that a sharded tensor has an "
     "answer to, got mm with a graph",
     "Adafactor over flat tensors": "the norm of a flat tensor",
+    "Adafactor over replicated ones": "the norm of a flat tensor",
     "Muon over flat tensors": "2D",
     "half of a flat tensor frozen": "bias of unit '0': expected to be frozen or unfrozen with all",
     "a parameter in two flat tensors": "weight of unit '0': expected a parameter that no other "

@@ -16,12 +16,15 @@ REFUSED = {  # and how
     "was there when the unit was sharded",
     "weights_change_between_the_passes": "backward of unit '2': expected the weights of its "
     "forward",
+    "the_roots_weights_change_between_the_passes": "backward of unit '_Own': expected the weights "
+    "of its forward",
 }
 FSDP2_DIFFERS = {  # torch 2.13: wrong, silent, or refused
     *("a_module_that_trains_is_added", "a_parameter_is_replaced", "adafactor"),
     *("averaged_model", "copied_and_trained_apart", "from_the_meta_device"),
     *("weights_change_between_the_passes", "weights_drawn_by_init"),
     *("weights_swapped_for_their_average", "the_methods_of_fsdp2"),
+    *("the_roots_weights_change_between_the_passes",),
 }
 
 

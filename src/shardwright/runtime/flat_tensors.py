@@ -13,7 +13,7 @@ from shardwright.core.layout import Segment
 from shardwright.runtime.torch_private import C_GRAD, local_of
 from shardwright.runtime.units.cut import Cut
 from shardwright.runtime.units.dstorage import DStorage
-from shardwright.runtime.units.linked import LinkedParameter
+from shardwright.runtime.units.linked import FlatReplica
 from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor, as_parameter
 
 
@@ -104,7 +104,7 @@ class FlatTensor:
         )
         self.cut: Cut | None = None
         if views.segment.cut == "replicated":
-            self.parameter: nn.Parameter = LinkedParameter(memory, requires_grad=trains)
+            self.parameter: nn.Parameter = FlatReplica(memory, requires_grad=trains)
         else:
             lengths = tuple(map(sum, zip(*(run.lengths for run in runs), strict=True)))
             self.cut = Cut.of_runs(name, lengths, unit.comm)

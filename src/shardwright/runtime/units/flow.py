@@ -165,7 +165,9 @@ class Flow:
     def need(self, unit: Unit, direction: Direction) -> None:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
         with outside_of_transforms():
-            if direction == "forward" and unit.is_stale:
+            if unit.is_stale:
+                if direction == "backward":
+                    raise unit.changed()
                 unit.free()
             if not unit.is_present:
                 self._start(unit, direction)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.torch_private import C_DATA, C_GRAD
 
 
@@ -60,6 +60,29 @@ class LinkedParameter(nn.Parameter):
         if self.home is not None:
             raise self.home.refusal()
         C_DATA.__set__(self, value)
+
+
+class FlatReplica(LinkedParameter):
+    """An optimizer's flat tensor of what every rank has whole, the memory of many parameters."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "norm" in getattr(func, "__name__", ""):
+            raise norm_of_many("a flat tensor that every rank has whole")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def norm_of_many(name: str) -> UnsupportedError:
+    """What to say of the norm of many parameters, which optimizers take to scale each by its."""
+    return UnsupportedError(
+        expected(
+            name,
+            "a use that has one answer for all of its parameters",
+            "the norm of a flat tensor, as optimizers take that scale each tensor by it",
+            "Give Adafactor, LAMB and the like model.parameters().",
+        )
+    )
 
 
 class AtShard:

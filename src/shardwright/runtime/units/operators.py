@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.units import reductions
 from shardwright.runtime.units.cut import Cut
+from shardwright.runtime.units.linked import norm_of_many
 
 if TYPE_CHECKING:
     from shardwright.runtime.units.shard_tensor import ShardTensor, View
@@ -248,7 +249,7 @@ class Operators:
             return self._on_wholes((), func, args, kwargs)
         cut = tensor.cut
         if cut.is_of_many and how is reductions.norm:
-            raise _refused_norm(cut)
+            raise norm_of_many(cut.fqn)
         if other is not None:
             bound["other"] = self._local(other, cut)
         found = how(tensor._local_tensor, cut, bound)
@@ -263,7 +264,7 @@ class Operators:
         for tensor in given:
             if type(tensor) is self.kind and tensor.view_of_base is None:
                 if tensor.cut.is_of_many:
-                    raise _refused_norm(tensor.cut)
+                    raise norm_of_many(tensor.cut.fqn)
                 parts.append((tensor._local_tensor, tensor.cut.comm))
             else:
                 plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -347,11 +348,6 @@ def refused(cut: Cut, what: str, remedy: str = "") -> UnsupportedError:
     return UnsupportedError(
         expected(cut.fqn, "a use that a sharded tensor has an answer to", what, remedy or usual)
     )
-
-
-def _refused_norm(cut: Cut) -> UnsupportedError:
-    what = "the norm of a flat tensor, as optimizers take that scale each tensor by it"
-    return refused(cut, what, "Give Adafactor, LAMB and the like model.parameters().")
 
 
 def _refuse_training(shards: Sequence[ShardTensor], func: Any, found: Any) -> None:

@@ -314,7 +314,7 @@ class Unit:
             return
         version = self.buffers.shard._version
         if backward and self._forward_version not in (None, version):
-            raise self._changed()
+            raise self.changed()
         if torch.is_grad_enabled() and not backward:
             self._forward_version = version
         self._gathered_version = version
@@ -413,8 +413,7 @@ class Unit:
         self._follow_freezing()
 
     def watch(self) -> None:
-        """A forward begins, in which parameters must not be written; one that trains needs all of
-        them sharded, and replicas that are alike."""
+        """A forward begins: what must hold of it is checked, and of its parameters."""
         self._watched = self.buffers.whole.tensor._version
         if torch.is_grad_enabled():
             self.structure.check(self.name)
@@ -468,7 +467,8 @@ class Unit:
             return False
         return bool(tensor.untyped_storage()._cdata == self.buffers.whole.storage._cdata)
 
-    def _changed(self) -> InputError:
+    def changed(self) -> InputError:
+        """What to say of a backward whose forward had other weights."""
         return InputError(
             expected(
                 f"backward of unit '{self.name}'",
