@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardwright.runtime.apply import apply
     from shardwright.runtime.clip import clip_grad_norm_
     from shardwright.runtime.fully_shard import fully_shard_flat
+    from shardwright.runtime.guard import Guard
     from shardwright.runtime.optimizer import optimizer_parameters
     from shardwright.runtime.optimizer_dict import (
         load_optimizer_state_dict,
@@ -54,6 +55,7 @@ _HOMES = {
     "BlockShard": "core.placement",
     "Cluster": "core.cluster",
     "DStorage": "runtime.units.dstorage",
+    "Guard": "runtime.guard",
     "InputError": "core.errors",
     "Job": "core.job",
     "Measurement": "core.measurement",
@@ -102,6 +104,7 @@ __all__ = [
     "BlockShard",
     "Cluster",
     "DStorage",
+    "Guard",
     "InputError",
     "Job",
     "Measurement",

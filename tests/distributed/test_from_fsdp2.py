@@ -33,7 +33,7 @@ def test_snippets_leave_what_their_reference_leaves(pool: Pool, fence: tasks.Fen
     changes = re.search(r"\.backward\(\)|seed=3", code)
     everyone = re.search("init_device_mesh|broadcast_from_rank0", code + fence.code)
     for found in pool.run(4 if everyone else 2, tasks.compare, line=fence.line):
-        assert set(found) == set(tasks.STRATEGIES[: 1 if fence.who == tasks.BOTH[1] else 3])
+        assert set(found) == set(tasks.STRATEGIES[: 2 if fence.who == tasks.BOTH[1] else 3])
         for differences in found.values():
             moved = differences.pop("moved", 0.0)
             assert max(differences.values(), default=0.0) < TOLERANCE

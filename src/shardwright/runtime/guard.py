@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.errors import RunError, expected
 from shardwright.runtime.comm import Comm
@@ -25,12 +26,12 @@ class Guard:
     """What a rank has seen of a step's gradients, and the updates that wait for all ranks' word.
 
     Given to ``apply``, it is over units and tables: call ``settle`` after every backward and before
-    the optimizer's step. What it refuses is a gradient whose squares do not add up to a finite
+    the optimizer's step, and ``forget`` after an exception of your own in between. What it refuses is a gradient whose squares do not add up to a finite
     number, for such squares are what optimizers keep and sums over ranks stay finite without them.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+    def __init__(self, mesh: DeviceMesh | Comm) -> None:
+        self.comm = mesh if isinstance(mesh, Comm) else Comm(mesh)
         self.forget()
 
     def forget(self) -> None:

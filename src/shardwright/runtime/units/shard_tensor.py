@@ -127,8 +127,8 @@ class ShardTensor(DTensor):
     @property
     def placements(self) -> tuple[TorchPlacement, ...]:
         """Torch's nearest words for the cut: ``Shard(dim)``, and ``Replicate()`` over replicas."""
-        whole = self.view_of_base is None
-        return self.cut.parts_for_torch if whole else self._spec.placements
+        has_part = self.view_of_base is None and not self._local_tensor.is_meta
+        return self.cut.parts_for_torch if has_part else self._spec.placements
 
     # ---- memory and gradients ------------------------------------------------------------------
 
