@@ -26,8 +26,9 @@ class Guard:
     """What a rank has seen of a step's gradients, and the updates that wait for all ranks' word.
 
     Given to ``apply``, it is over units and tables: call ``settle`` after every backward and before
-    the optimizer's step, and ``forget`` after an exception of your own in between. What it refuses is a gradient whose squares do not add up to a finite
-    number, for such squares are what optimizers keep and sums over ranks stay finite without them.
+    the optimizer's step, and ``forget`` after an exception of your own in between. What it refuses
+    is a gradient whose squares do not add up to a finite number, for such squares are what
+    optimizers keep, and sums over ranks stay finite without them.
     """
 
     def __init__(self, mesh: DeviceMesh | Comm) -> None:
