@@ -113,7 +113,7 @@ def apart(found: Any, true: Any) -> float:
             return torch.inf
         return (found - true).abs().max().item() if true.numel() else 0.0
     if isinstance(true, list):
-        return max(map(apart, found, true))
+        return max(map(apart, found, true), default=0.0)
     if isinstance(true, float):
         return abs(found - true)
     return 0.0 if type(found) is type(true) and found == true else torch.inf

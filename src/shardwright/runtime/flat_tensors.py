@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import Segment
@@ -111,6 +114,7 @@ class FlatTensor:
             own = Cut.of_runs(name, lengths, unit.comm)
             own.is_of_many = True
             self.parameter = as_parameter(ShardTensor(memory, own), trains)
+        _FLATS[self.parameter] = weakref.ref(self)
         self.homes: list[FlatHome] = []
         self.cleared = 0  # homes whose gradient is nothing
         offset = 0
@@ -158,6 +162,22 @@ class FlatTensor:
             self.set_gradient(found)
         return found
 
+    def check(self) -> None:
+        """Before an optimizer's step: all of it has a gradient or nothing, for all of it moves."""
+        if not self.cleared or self.local_gradient is None:
+            return
+        for home in self.homes:
+            if home.is_cleared and home.parameter.requires_grad and home.parameter.numel():
+                raise InputError(
+                    expected(
+                        home.where,
+                        "a gradient, as others of its flat optimizer tensor have",
+                        "none, and weight decay and momentum would move it",
+                        "Give it a group of its own in optimizer_parameters, freeze it, or give "
+                        "the optimizer model.parameters().",
+                    )
+                )
+
     def follow_freezing(self) -> None:
         """All of it trains or nothing, for an optimizer's step changes all of it."""
         trains = [home.parameter.requires_grad for home in self.homes]
@@ -176,6 +196,19 @@ class FlatTensor:
             C_GRAD.__set__(self.parameter, None)
 
 
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            reference = _FLATS.get(parameter) if _FLATS else None
+            flat = None if reference is None else reference()
+            if flat is not None:
+                flat.check()
+
+
+_FLATS = WeakTensorKeyDictionary()  # by their parameter
+register_optimizer_step_pre_hook(_before_step)
+
+
 class Stretch(NamedTuple):
     """Where a flat tensor has a run: from ``offset``."""
 
@@ -184,18 +217,21 @@ class Stretch(NamedTuple):
     offset: int
     homes: Sequence[FlatHome]
 
-    def accept(self, share: torch.Tensor) -> None:
-        """Take the mean gradient of the run out of that of its segment."""
+    def accept(self, share: torch.Tensor, present: Sequence[bool]) -> None:
+        """Take the mean gradient of the run out of that of its segment, whose tensors have one
+        where ``present``."""
         flat, run = self.flat, self.run
-        if not flat.parameter.requires_grad:
+        first = sum(len(v.segment.slots) for v in run.unit.buffers.segments[: run.segment])
+        here = [present[place - first] for place in run.places]
+        if not flat.parameter.requires_grad or not any(here):
             return
         part = share[run.begin : run.begin + run.length]
         if flat.local_gradient is None and len(part) == len(local_of(flat.parameter)):
             flat.set_gradient(part)
         else:
             flat.gradient_to_write()[self.offset : self.offset + run.length].add_(part)
-        for home in self.homes:
-            home.is_cleared = False
+        for home, has_one in zip(self.homes, here, strict=True):
+            home.is_cleared = home.is_cleared and not has_one
         flat.cleared = sum(home.is_cleared for home in flat.homes)
         hooks = flat.parameter._post_accumulate_grad_hooks
         for hook in list(hooks.values()) if hooks else ():

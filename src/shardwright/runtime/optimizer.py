@@ -180,6 +180,7 @@ def _matching(given: Any, named: Mapping[str, nn.Parameter]) -> tuple[list[Any],
     """The parameters that someone means, and whether it was a pattern."""
     if not isinstance(given, str):
         return [given], False
+    given = plain_name(given)
     if given in named:
         return [named[given]], False
     return [named[name] for name in named if fnmatch.fnmatchcase(name, given)], True

@@ -53,6 +53,19 @@ class ShardedParameters:
             if isinstance(parameter, ShardTensor) and cut is not None:
                 parameter.cut, parameter._spec = cut, cut.spec(local.dtype)
 
+    def follow_freezing(self, wholes: Sequence[nn.Parameter]) -> bool:
+        """Whoever changed since both were alike, the sharded or the whole parameter, is followed by
+        the other; whether any did."""
+        changed = False
+        for place, (sharded, whole) in enumerate(zip(self.all, wholes, strict=True)):
+            if sharded.requires_grad is not whole.requires_grad:
+                changed = True
+                was = self.trainable[place]
+                one, other = (sharded, whole) if whole.requires_grad is was else (whole, sharded)
+                other.requires_grad_(one.requires_grad)
+            self.trainable[place] = sharded.requires_grad
+        return changed
+
     def rename(self, path: str) -> None:
         """Parameters are called by their path from the root, of which the unit is at ``path``."""
         slots = (slot for views in self.buffers.segments for slot in views.segment.slots)

@@ -58,8 +58,8 @@ SHARDED, UNSHARDED = State.SHARDED, State.UNSHARDED
 class Taker(Protocol):
     """An optimizer's flat tensor that has a stretch of a unit's shares."""
 
-    def accept(self, share: torch.Tensor) -> None:
-        """Take its stretch of a segment's share of the mean gradient."""
+    def accept(self, share: torch.Tensor, present: Sequence[bool]) -> None:
+        """Take its stretch of a segment's mean gradient, of tensors that have one."""
         ...
 
     def follow_freezing(self) -> None:
@@ -105,6 +105,7 @@ class Unit:
         self.members = list(members)
         self.takers: dict[int, list[Taker]] = {}  # of segments' shares, besides the parameters
         self.structure = Structure()
+        self.frozen = [m.fqn for m in members if not m.parameter.requires_grad]  # when sharded
         self._is_alike = False  # whether replicas were seen to be equal since they got values
         self._gathering: list[Pending] | None = None
         self._narrow: torch.Tensor | None = None
@@ -129,8 +130,7 @@ class Unit:
         self.__dict__.update(other.__dict__)
         self.ahead = {"forward": None, "backward": None}
         self.placements = dict(other.placements)
-        self.takers = {}
-        self.structure = Structure()
+        self.takers, self.structure, self.frozen = {}, Structure(), other.frozen
         self._gathering = self._narrow = self._forward_version = None
         self.members = [member.copied(memo) for member in other.members]
         self.lay_out(other.buffers.shard.device)
@@ -161,8 +161,7 @@ class Unit:
     def lay_out(self, device: torch.device, shard: torch.Tensor | None = None) -> None:
         """Buffers and views for the members as they are now; nothing is shown yet."""
         specs = [member.spec for member in self.members]
-        frozen = [m.fqn for m in self.members if not m.parameter.requires_grad]
-        layout = unit_layout(specs, self.placements, self.comm.size, frozen)
+        layout = unit_layout(specs, self.placements, self.comm.size, self.frozen)
         order = {slot.tensor.fqn: index for index, slot in enumerate(layout.slots)}
         self.members.sort(key=lambda member: order[member.fqn])
         self.layout: UnitLayout = layout
@@ -269,13 +268,8 @@ class Unit:
         self._show(self.state)
 
     def _follow_freezing(self) -> None:
-        """Full parameters train as the sharded ones do, which users freeze and unfreeze."""
-        changed = False
-        for member, whole in zip(self.members, self._whole, strict=True):
-            if whole.requires_grad is not member.parameter.requires_grad:
-                whole.requires_grad_(member.parameter.requires_grad)
-                changed = True
-        if changed:
+        """Full parameters train as the sharded ones do; users freeze whichever is shown."""
+        if self.sharded.follow_freezing(self._whole):
             for taker in self.all_takers:
                 taker.follow_freezing()
 
@@ -354,6 +348,7 @@ class Unit:
         if self.keeps_whole or not self.is_present:
             return
         self.finish_gather()
+        self._follow_freezing()
         if after_forward and self._ranks_after_forward != self.comm.size:
             near = self.comm.narrow(self._ranks_after_forward)
             self._narrow = self.buffers.whole.tensor.view(near.size, -1)[near.rank].clone()
@@ -377,7 +372,7 @@ class Unit:
 
     def _accept(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         for taker in self.takers.get(index, ()):
-            taker.accept(share)
+            taker.accept(share, present)
         self.sharded.accept(index, share, present)
 
     def recover(self, *, failed: bool) -> None:
