@@ -141,13 +141,11 @@ def _run(heap: Ledger, job: Job, work: Any) -> None:
 
 
 def _known(job: Job, tracker: MemoryTracker) -> tuple[torch.Tensor, torch.Tensor, Transformer]:
-    """A batch and a model whose gradients are there before the backward, as a unit's are."""
+    """A batch and a model that has no gradients yet, as a unit before its backward."""
     inputs, targets = _batch(job)
     built = Transformer(job)
     for parameter in built.parameters():
-        parameter.grad = torch.zeros_like(parameter)
         tracker.adopt(parameter.detach(), "weight")
-        tracker.adopt(parameter.grad, "gradient")
     for tensor in (inputs, targets):
         tracker.adopt(tensor, "input")
     return inputs, targets, built
@@ -158,9 +156,7 @@ def _measured_bytes(job: Job) -> list[int]:
     recorder, tracker = Recorder(), MemoryTracker()
     inputs, targets, built = _known(job, tracker)
     tracker.close()
-    kept = (t for p in built.parameters() for t in (p.detach(), p.grad))
-    for tensor in (inputs, targets, *kept):
-        assert tensor is not None
+    for tensor in (inputs, targets, *(p.detach() for p in built.parameters())):
         recorder.adopt(tensor)
     with recorder:
         loss = next_token_loss(built(inputs), targets)
