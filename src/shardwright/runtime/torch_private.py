@@ -15,6 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from shardwright.core.errors import UnsupportedError, expected
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 no_torch_function = torch._C._disabled_torch_function_impl
@@ -238,3 +242,53 @@ def set_local(parameter: nn.Parameter, local: torch.Tensor) -> None:
 def chunk_cat(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:
     """Row r of ``rows`` [W, n] becomes the r-th of W equal parts of every tensor, in one kernel."""
     torch._chunk_cat(tensors, 0, rows.shape[0], out=rows)
+
+
+def _hears_of_operators() -> bool:
+    """Whether a subclass of DTensor is asked what operators do with it; torch 2.11 asks none."""
+    try:
+        return bool(DTensor.__torch_dispatch__(lambda: True, (), (), {}))
+    except NotImplementedError:
+        return False
+
+
+HEARS_OF_OPERATORS = _hears_of_operators()
+
+
+class Listening(TorchDispatchMode):
+    """Gives operators on a class of tensors to ``dispatch``, where torch does not."""
+
+    def __init__(self, kind: type[torch.Tensor], dispatch: Callable[..., Any]) -> None:
+        super().__init__()
+        self.kind, self.dispatch = kind, dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C._EnableTorchFunction():
+            if any(isinstance(leaf, self.kind) for leaf in tree_flatten((args, kwargs))[0]):
+                return self.dispatch(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+
+def listen(
+    kind: type[torch.Tensor], dispatch: Callable[..., Any], func: Any, args: Any, kwargs: Any
+) -> Any:
+    """Call what torch's Python offers, and answer the operators that come of it. A backward's come
+    from elsewhere, so what has a graph is refused once a backward comes to it."""
+    with torch._C.DisableTorchFunctionSubclass(), Listening(kind, dispatch):
+        found = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            for leaf in tree_flatten(found)[0]:
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(_refuse_backward)
+    return found
+
+
+def _refuse_backward(_: torch.Tensor) -> None:
+    raise UnsupportedError(
+        expected(
+            "backward through an operator on a sharded tensor",
+            "torch 2.13 or later",
+            torch.__version__,
+            "Compute with full_tensor(), or in its unit's forward.",
+        )
+    )

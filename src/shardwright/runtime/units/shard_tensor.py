@@ -14,7 +14,13 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from shardwright.core.errors import InputError, expected
 from shardwright.runtime.checkpoint.held import window
-from shardwright.runtime.torch_private import C_DATA, C_GRAD, no_torch_function
+from shardwright.runtime.torch_private import (
+    C_DATA,
+    C_GRAD,
+    HEARS_OF_OPERATORS,
+    listen,
+    no_torch_function,
+)
 from shardwright.runtime.units.cut import Cut, restored_cut
 from shardwright.runtime.units.linked import Home
 from shardwright.runtime.units.operators import Operators, refused
@@ -35,6 +41,11 @@ class View(NamedTuple):
         return whole
 
 
+@classmethod  # type: ignore[misc]
+def _listening(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return listen(cls, OPERATORS.dispatch, func, args, kwargs)
+
+
 class ShardTensor(DTensor):
     """This rank's part of a tensor that is sharded as ``cut`` says, which need not be by rows.
 
@@ -51,7 +62,7 @@ class ShardTensor(DTensor):
     home: Home | None
     _local_tensor: torch.Tensor
     __slots__ = ("cut", "home", "view_of_base")
-    __torch_function__ = no_torch_function
+    __torch_function__ = no_torch_function if HEARS_OF_OPERATORS else _listening
 
     def __new__(
         cls,
