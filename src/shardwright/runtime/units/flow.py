@@ -250,3 +250,5 @@ class Flow:
         self._orders["forward"].begin()
         for unit in self.units():
             unit.settle()
+            if unit.reshard_after_backward and not unit.driven_by_hand:
+                unit.free()  # kept after a forward, and no part of this backward
