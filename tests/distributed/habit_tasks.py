@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from worlds import Found, World, apart, grads, net, step, train, weights, whole
 
 import shardwright as sw
@@ -364,6 +365,33 @@ def the_roots_weights_change_between_the_passes(world: World) -> Found:
         own.mul_(2.0)
     loss.backward()
     return grads(model)
+
+
+def a_backward_of_weights_before_a_step(world: World) -> Found:
+    model = world.shard(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    older = model(world.inputs()).square().mean()
+    older.backward(retain_graph=True)
+    optimizer.step()
+    step(world, model, 1)
+    older.backward()
+    return grads(model)
+
+
+def recomputation_in_every_other_step(world: World) -> Found:
+    model = world.shard(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(4):
+        optimizer.zero_grad()
+        x = world.inputs(number).requires_grad_()
+        if number % 2:
+            for module in model:
+                x = checkpoint(module, x, use_reentrant=True)
+        else:
+            x = model(x)
+        x.square().mean().backward()
+        optimizer.step()
+    return weights(model)
 
 
 class _Ordered(nn.Module):

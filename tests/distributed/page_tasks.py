@@ -285,7 +285,7 @@ def refuse(mesh: DeviceMesh, line: int) -> dict[str, str]:
         try:
             exec(last, names)
             found[strategy] = "nothing"
-        except sw.ShardwrightError as error:
+        except (sw.ShardwrightError, RuntimeError) as error:
             found[strategy] = f"{type(error).__name__}: {error}"
         for unit in storages_in(names["model"]):
             unit.reset()

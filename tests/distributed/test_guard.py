@@ -10,7 +10,7 @@ import pytest
 from pool import Pool
 from reference import small_job
 
-from shardwright.core.job import parse_job
+from shardwright.core.job import Job, parse_job
 from shardwright.data.tokens import write_text
 from shardwright.planner import plan
 
@@ -26,14 +26,18 @@ UNIT_PLACES = {  # the last unit of a backward, which tables must wait for, and 
 REMEDY = "It updated nothing: lower the learning rate or look at the data."
 
 
+def job_for(world_size: int, optimizer: str) -> Job:
+    """Six tables of every sharding type that runs with ``optimizer``, and two units."""
+    types = TYPES if optimizer == "sgd" else ROUTED
+    return small_job(types, UNITS[world_size], world_size, optimizer)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_with_a_guard_neither_units_nor_tables_nor_states_change(
     pool: Pool, world_size: int, optimizer: str
 ) -> None:
-    job = small_job(
-        TYPES if optimizer == "sgd" else ROUTED, UNITS[world_size], world_size, optimizer
-    )
+    job = job_for(world_size, optimizer)
     places = ROWS | UNIT_PLACES
     rank, value = world_size - 1, VALUES[world_size]
     results = pool.run(
@@ -62,9 +66,7 @@ def test_with_a_guard_neither_units_nor_tables_nor_states_change(
 def test_in_a_loop_of_ones_own_no_row_is_updated_by_a_bad_row_gradient(
     pool: Pool, world_size: int, optimizer: str
 ) -> None:
-    job = small_job(
-        TYPES if optimizer == "sgd" else ROUTED, UNITS[world_size], world_size, optimizer
-    )
+    job = job_for(world_size, optimizer)
     results = pool.run(
         world_size,
         tasks.clicks,

@@ -11,6 +11,7 @@ from pool import Pool
 
 WAYS = ("flat", "per_param", "param_boundary", "owned")
 REFUSED = {  # and how
+    "a_backward_of_weights_before_a_step": "modified by an inplace operation",  # as on one process
     "a_parameter_is_replaced": "weight of unit '2': expected the sharded parameter",
     "a_module_that_trains_is_added": "2.1.weight of unit 'Sequential': expected a parameter that "
     "was there when the unit was sharded",
@@ -20,6 +21,7 @@ REFUSED = {  # and how
     "of its forward",
 }
 FSDP2_DIFFERS = {  # torch 2.13: wrong, silent, or refused
+    "a_backward_of_weights_before_a_step",
     *("a_module_that_trains_is_added", "a_parameter_is_replaced", "adafactor"),
     *("averaged_model", "copied_and_trained_apart", "from_the_meta_device"),
     *("weights_change_between_the_passes", "weights_drawn_by_init"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,16 +23,8 @@ from shardwright.planner.choice import Choice
 from shardwright.planner.choices import price
 from shardwright.planner.problem import Problem, make_problem
 
-TYPES: tuple[ShardingType, ...] = (
-    "data_parallel",
-    "table_wise",
-    "column_wise",
-    "row_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
-)
-OF_SEQUENCES = TYPES[:4]
+TYPES: tuple[ShardingType, ...] = get_args(ShardingType)
+OF_SEQUENCES = ("data_parallel", "table_wise", "column_wise", "row_wise")
 CUT_BY_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
 MOST_WAYS = 2000  # of one table
 MOST_TRIED = 300_000  # ways of a table beside what is chosen of others

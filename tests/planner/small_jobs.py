@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 from shardwright.core.job import Job, parse_job
+from shardwright.core.model import ShardingType
 
-TYPES = (
-    "data_parallel",
-    "table_wise",
-    "column_wise",
-    "row_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
-)
+TYPES: tuple[str, ...] = get_args(ShardingType)
 KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value")
 PRESETS = {"cuda": ("h100-8", "v100-8", "a100-8"), "cpu": ("cpu-host", "local")}
 RATES = ("hbm_mem_bw", "ddr_mem_bw", "hbm_to_ddr_mem_bw", "intra_host_bw", "inter_host_bw")

@@ -68,7 +68,6 @@ class Flow:
         self._in_backward = False
         self._pending: Unit | None = None
         self._touched: dict[int, Unit] = {}
-        self._early: dict[int, Unit] = {}  # gathered for a backward that did not get there
 
     def add(self, unit: Unit) -> int:
         """Take a unit in, under the settings of the model; its number in this flow."""
@@ -156,7 +155,6 @@ class Flow:
         self._pending = None
         self._in_backward = False
         self._touched.clear()
-        self._early.clear()
         for unit in self.units():
             unit.recover(failed=failed)
             if absorb:
@@ -165,7 +163,7 @@ class Flow:
     def need(self, unit: Unit, direction: Direction) -> None:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
         with outside_of_transforms():
-            if unit.is_stale:
+            if unit.is_changed:
                 if direction == "backward":
                     raise unit.changed()
                 unit.free()
@@ -186,9 +184,7 @@ class Flow:
         return [u for u in (self._units[number]() for number in numbers) if u]
 
     def _start(self, unit: Unit, direction: Direction) -> None:
-        if direction == "backward":
-            self._early[unit.number] = unit
-        unit.start_gather(backward=direction == "backward")
+        unit.start_gather()
         unit.comm.probe.did(Action("gather", unit.name, direction, direction))
 
     # ---- a backward -----------------------------------------------------------------------------
@@ -243,9 +239,6 @@ class Flow:
         for unit in list(self._touched.values()):
             self.leave_backward(unit)
         self.collect()
-        for unit in self._early.values():
-            unit.free()
-        self._early.clear()
         self._in_backward = False
         self._orders["forward"].begin()
         for unit in self.units():

@@ -109,9 +109,7 @@ class Unit:
         self._is_alike = False  # whether replicas were seen to be equal since they got values
         self._gathering: list[Pending] | None = None
         self._narrow: torch.Tensor | None = None
-        self._forward_version: int | None = None  # of the shard, when it was gathered to train
-        self._gathered_version = -1  # of the shard, when it was gathered last
-        self._whole_version = 0  # of the whole unit, as long as it is there
+        self._whole_version = 0  # of the whole unit's values, which autograd saves with a graph
         sources = {member.fqn: member.parameter for member in members}
         meta = initial is None and any(p.is_meta for p in sources.values())
         device = torch.device("meta" if meta else comm.mesh.device_type)
@@ -131,7 +129,7 @@ class Unit:
         self.ahead = {"forward": None, "backward": None}
         self.placements = dict(other.placements)
         self.takers, self.structure, self.frozen = {}, Structure(), other.frozen
-        self._gathering = self._narrow = self._forward_version = None
+        self._gathering = self._narrow = None
         self.members = [member.copied(memo) for member in other.members]
         self.lay_out(other.buffers.shard.device)
         self.buffers.shard.copy_(other.buffers.shard)
@@ -165,6 +163,7 @@ class Unit:
         order = {slot.tensor.fqn: index for index, slot in enumerate(layout.slots)}
         self.members.sort(key=lambda member: order[member.fqn])
         self.layout: UnitLayout = layout
+        self._gathered_version = -1  # of the shard, when it was gathered last
         self.buffers = Buffers(layout, self.comm, device, self.precision, shard)
         self.keeps_whole = not self.buffers.whole.nbytes and all(
             views.segment.cut == "replicated" for views in self.buffers.segments
@@ -294,25 +293,29 @@ class Unit:
         return self.state is UNSHARDED or self._gathering is not None
 
     @property
-    def is_stale(self) -> bool:
-        """Whether the whole unit is there, and its shards were changed since it was gathered."""
-        return self.is_present and self.buffers.shard._version != self._gathered_version
+    def is_changed(self) -> bool:
+        """Whether the shards were changed since they were gathered."""
+        return self.buffers.shard._version != self._gathered_version
 
-    def start_gather(self, *, backward: bool = False) -> None:
-        """Begin to gather (collective)."""
+    @property
+    def is_stale(self) -> bool:
+        """Whether the whole unit is there, of shards that were changed since."""
+        return self.is_present and self.is_changed
+
+    def start_gather(self) -> None:
+        """Begin to gather (collective). Values that a graph has saved keep their version as long as
+        the shards are what they were then; else autograd refuses its backward."""
         self._refuse_meta()
         label = f"{self.name} gather"
         self.comm.remember(label)
+        if self.is_changed:
+            self._narrow = None
+            self._gathered_version = self.buffers.shard._version
+            self._whole_version = self.buffers.whole.tensor._version
         if self._narrow is not None:
             self._gathering = self._gather_narrow(label)
-            return
-        version = self.buffers.shard._version
-        if backward and self._forward_version not in (None, version):
-            raise self.changed()
-        if torch.is_grad_enabled() and not backward:
-            self._forward_version = version
-        self._gathered_version = version
-        self._gathering = self.buffers.start_gather(label)
+        else:
+            self._gathering = self.buffers.start_gather(label)
 
     def finish_gather(self) -> None:
         """Wait until the whole unit is there and show it."""
