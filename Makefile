@@ -28,7 +28,7 @@ endif
 help:
 	@printf '%s\n' \
 	  'make demo     plan, train, compare and report on this machine: two ranks, about a minute' \
-	  'make test     run the tests                  ARGS="-k name" goes to pytest' \
+	  'make test     run the tests but the slow ones    ARGS="-k name" goes to pytest' \
 	  'make check    lint, format, types, floors' \
 	  'make setup    only make the environment in $(VENV)' \
 	  '' \
@@ -42,7 +42,7 @@ demo: $(ENVIRONMENT)
 	@$(RUN) -m shardwright demo $(ARGS)
 
 test: $(ENVIRONMENT)
-	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup -m 'not slow' $(ARGS)
 
 check: $(ENVIRONMENT)
 	$(RUN) -m ruff check .

@@ -224,6 +224,7 @@ def test_a_rank_that_never_comes_is_named(pool: Pool, kind: str, way: str) -> No
         assert "no sign of rank 1." in again
 
 
+@pytest.mark.slow
 def test_a_rank_that_only_waits_for_the_lost_one_is_not_blamed(pool: Pool) -> None:
     texts = [text for text in pool.run(4, tasks.gone) if text is not None]
     assert len(texts) == 3

@@ -52,6 +52,7 @@ def test_a_habit_is_right_or_refused(pool: Pool, habit: str, way: str) -> None:
         _check(habit, way, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "way"), [(1, "per_param"), (3, "flat"), (4, "owned")])
 def test_on_other_numbers_of_ranks(pool: Pool, size: int, way: str) -> None:
     for of_rank in pool.run(size, every, way=way):
@@ -59,6 +60,7 @@ def test_on_other_numbers_of_ranks(pool: Pool, size: int, way: str) -> None:
             _check(habit, way, found)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="figures of torch 2.13")
 def test_fsdp2_differs_where_the_guide_says_so(pool: Pool) -> None:
     every_rank = pool.run(2, every, way="fsdp2")

@@ -47,6 +47,7 @@ def test_it_goes_on_with_another_number_of_ranks(
         torch.testing.assert_close(tensor, whole[1][name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_learns_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(tasks.EXAMPLE)]

@@ -9,7 +9,12 @@ from random_habit_tasks import differing
 
 @pytest.mark.parametrize(
     ("size", "seeds"),
-    [(1, range(10)), (2, range(10, 30)), (3, range(30, 45)), (4, range(45, 60))],
+    [
+        (1, range(10)),
+        (2, range(10, 30)),
+        pytest.param(3, range(30, 45), marks=pytest.mark.slow),
+        pytest.param(4, range(45, 60), marks=pytest.mark.slow),
+    ],
 )
 def test_random_habits_change_nothing(pool: Pool, size: int, seeds: range) -> None:
     assert pool.run(size, differing, seeds=list(seeds)) == [[]] * size

@@ -99,6 +99,7 @@ def listening(table: str) -> set[str]:
     return {row[1] for row in rows if row[3] == "0A"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_refuses_its_input_is_named_and_not_its_peers(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path, "input_1")
     assert outcome.code == 2
@@ -114,6 +115,7 @@ def test_ranks_that_agree_that_no_plan_fits_end_with_3(tmp_path: Path) -> None:
     assert "plan: expected at most 1 GiB on rank 0, got 2 GiB." in outcome.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path, victim: int) -> None:
     outcome, _ = run(tmp_path, f"kill_{victim}")
@@ -128,6 +130,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path, victim: int) -> 
     assert "at step 7, exchange_rows, collective 8" in other.message
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path, "stop_1", timeout=3.0)
     assert outcome.code == 5
@@ -137,6 +140,7 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     assert outcome.ranks[1].state == "lost"
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path, "import")
     assert outcome.code == 1
@@ -145,6 +149,7 @@ def test_a_worker_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     assert "died before a sign of life" in outcome.reason
 
 
+@pytest.mark.slow
 def test_nobody_outlives_a_killed_launcher(tmp_path: Path) -> None:
     launcher = start_launcher(tmp_path)
     launcher.kill()
@@ -152,6 +157,7 @@ def test_nobody_outlives_a_killed_launcher(tmp_path: Path) -> None:
     wait_for(lambda: living(tmp_path) == [], HANGS)
 
 
+@pytest.mark.slow
 def test_the_next_run_in_the_folder_of_a_killed_launcher_outlives_its_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +170,7 @@ def test_the_next_run_in_the_folder_of_a_killed_launcher_outlives_its_workers(
     assert (outcome.code, outcome.reason, outcome.step) == (0, "finished", 9)
 
 
+@pytest.mark.slow
 def test_workers_of_a_killed_launcher_that_cannot_end_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +193,7 @@ def test_workers_of_a_killed_launcher_that_cannot_end_are_named(
     assert run(tmp_path, "none")[0].code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 75, "SIGTERM")]
 )

@@ -38,6 +38,7 @@ def test_two_jobs_that_save_the_same_steps_lose_nothing(tmp_path: Path, ranks: i
     assert found["left"] == []
 
 
+@pytest.mark.slow
 def test_two_jobs_that_save_steps_of_their_own_save_them_all(tmp_path: Path) -> None:
     found = storm(tmp_path, "--ranks", 2, "--steps", "own", "--rounds", 30)
     assert found["words"] == {}
@@ -45,6 +46,7 @@ def test_two_jobs_that_save_steps_of_their_own_save_them_all(tmp_path: Path) -> 
     assert found["left"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "steps"), [(1, "own"), (2, "same")])
 def test_two_jobs_that_are_killed_again_and_again_lose_nothing(
     tmp_path: Path, ranks: int, steps: str
@@ -57,6 +59,7 @@ def test_two_jobs_that_are_killed_again_and_again_lose_nothing(
     assert found["codes"] == [[0] * ranks] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locks", ["none", "blind"])
 def test_where_locks_do_not_work_a_save_may_be_refused_and_none_is_lost(
     tmp_path: Path, locks: str
@@ -76,6 +79,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_keep_spares_a_living_jobs_newest_checkpoint_and_takes_a_dead_ones(tmp_path: Path) -> None:
     import torch
 

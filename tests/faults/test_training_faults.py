@@ -100,6 +100,7 @@ def wait_for_step(folder: Path, rank: int, process: subprocess.Popen[str]) -> Pu
     raise AssertionError(f"rank {rank} never came to step 20")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_run_and_is_named(folder: Path, rank: int) -> None:
     code, errors = hurt(folder, rank, signal.SIGKILL)
@@ -109,6 +110,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(folder: Path, rank: int) -> Non
     assert outcome(folder).code == 5
 
 
+@pytest.mark.slow
 def test_a_hung_rank_ends_the_run_within_its_timeout_and_is_named(folder: Path) -> None:
     code, errors = hurt(folder, 1, signal.SIGSTOP)
     assert code == 5
@@ -118,6 +120,7 @@ def test_a_hung_rank_ends_the_run_within_its_timeout_and_is_named(folder: Path) 
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_truncated_row_ends_the_run_with_its_line_number(folder: Path) -> None:
     (folder / "bad.csv").write_text(rows(64, {40: "1,2,3"}))
     done = finished(folder, 20, data="bad.csv")
@@ -126,6 +129,7 @@ def test_a_truncated_row_ends_the_run_with_its_line_number(folder: Path) -> None
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_bad_rows_are_counted_where_the_job_says_so(folder: Path) -> None:
     (folder / "bad.csv").write_text(rows(64, {9: "1,2,3", 40: "not a row"}))
     done = finished(folder, 8, data="bad.csv", extra="skip_bad_rows = true\n")
@@ -141,6 +145,7 @@ NOT_FINITE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", NOT_FINITE)
 def test_a_gradient_or_loss_that_is_not_finite_ends_the_run_and_updates_nothing(
     folder: Path, what: str
@@ -162,6 +167,7 @@ def test_a_gradient_or_loss_that_is_not_finite_ends_the_run_and_updates_nothing(
     ]
 
 
+@pytest.mark.slow
 def test_a_plan_is_trained_again_from_its_run_folder_and_stays_as_it_is(folder: Path) -> None:
     assert finished(folder, 4).returncode == 0
     plan = folder / "run" / "plan.json"

@@ -56,6 +56,7 @@ def _found(job: Job) -> Found | None:
         return None
 
 
+@pytest.mark.slow
 @given(seed=seeds)
 @settings(deadline=None, max_examples=120)
 def test_no_plan_at_all_is_faster_than_the_bound(seed: int) -> None:

@@ -117,6 +117,7 @@ profiles = st.sampled_from(PROFILES)
 option_sets = st.sampled_from(["wide", "torchrec"])
 
 
+@pytest.mark.slow
 @given(entries=entries, profile=profiles, options=option_sets, data=st.data())
 @settings(deadline=None, max_examples=25)
 def test_the_order_of_tables_changes_neither_seconds_nor_bound_nor_feasibility(
@@ -146,6 +147,7 @@ def test_the_shards_of_a_plan_tile_every_table(
     check_tiling(made.expanded(), model_spec(job).tensors, made.world_size)
 
 
+@pytest.mark.slow
 @given(entries=entries, profile=profiles, options=option_sets, slack=st.floats(1.0, 3.0))
 @settings(deadline=None, max_examples=20)
 def test_a_rank_holds_the_bytes_and_takes_the_seconds_of_its_shards(
@@ -475,6 +477,7 @@ def test_a_total_within_a_few_percent_of_the_memory_is_planned(profile: str, spa
     assert made is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", PROFILES)
 def test_less_memory_never_makes_a_plan_much_faster(profile: str) -> None:
     cluster = {"world_size": 4, "local_world_size": 4}

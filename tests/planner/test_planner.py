@@ -74,6 +74,7 @@ def _everything(problem: Problem) -> Iterator[StepDraft]:
             yield StepDraft(problem, chosen, units)
 
 
+@pytest.mark.slow
 def test_most_random_jobs_have_a_plan(planned: Planned) -> None:
     assert sum(planned(seed) is not None for seed in SEEDS) >= 18
 
@@ -157,6 +158,7 @@ def test_every_possible_plan_is_above_the_bound_and_the_search_is_near_the_best(
         assert found.max_rank_seconds <= WORST_RATIO * best.max_rank_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [18, 31, 71, 1011, 1027, 1038, 1041])
 def test_a_tight_budget_is_met_and_costs_little_more_than_it_must(
     random_job: MakeJob, seed: int

@@ -373,6 +373,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shortage, limit, 100 * getattr(shortage, limit))
 
 
+@pytest.mark.slow
 def test_a_shortage_of_many_tables_on_many_ranks_is_told_without_trying_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
