@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES
+from public_models import MODELS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from worlds import apart, whole
@@ -30,14 +30,12 @@ def trained_apart(mesh: DeviceMesh, name: str) -> dict[str, dict[str, float]]:
 
 def _built(name: str) -> nn.Module:
     torch.manual_seed(7)
-    model: nn.Module = ARCHITECTURES[name]().double()
+    model: nn.Module = MODELS[name]().double()
     return model
 
 
 def _batch(name: str, rank: int, step: int) -> dict[str, Any]:
-    found: dict[str, Any] = ARCHITECTURES[name].batch(
-        torch.Generator().manual_seed(31 * step + rank)
-    )
+    found: dict[str, Any] = MODELS[name].batch(torch.Generator().manual_seed(31 * step + rank))
     return found
 
 
@@ -88,7 +86,7 @@ def _sharded(mesh: DeviceMesh, name: str, way: str) -> dict[str, Any]:
     options: dict[str, Any] = {"shard_strategy": way if way.startswith("p") else "flat"}
     if way == "owned":
         options = {"shard_placement_fn": lambda fqn, _: _owner(fqn, mesh.size())}
-    units = [m for m in model.modules() if isinstance(m, ARCHITECTURES[name].units)]
+    units = [m for m in model.modules() if isinstance(m, MODELS[name].units)]
     for module in reversed(units) if way != "one unit" else ():
         sw.fully_shard_flat(module, mesh, **options)
     sw.fully_shard_flat(model, mesh, **options)

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import others, text, vision
 
-ARCHITECTURES: dict[str, Any] = {
+MODELS: dict[str, Any] = {
     **{m.__name__: m for m in (text.GPT2, text.Bert, text.Llama, text.T5, text.Mixtral)},
     **{m.__name__: m for m in (text.Mamba, text.LSTM)},
     **{m.__name__: m for m in (vision.ResNet, vision.ViT, vision.ConvNeXt, vision.Swin)},
