@@ -23,12 +23,13 @@ RUN := PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" "$(BIN)/python"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check existing
+.PHONY: help setup demo test test-all check existing
 
 help:
 	@printf '%s\n' \
 	  'make demo     plan, train, compare and report on this machine: two ranks, about a minute' \
-	  'make test     run the tests but the slow ones    ARGS="-k name" goes to pytest' \
+	  'make test     run the tests that are not slow    ARGS="-k name" goes to pytest' \
+	  'make test-all  run all tests' \
 	  'make check    lint, format, types, floors' \
 	  'make setup    only make the environment in $(VENV)' \
 	  '' \
@@ -41,8 +42,9 @@ setup: $(ENVIRONMENT)
 demo: $(ENVIRONMENT)
 	@$(RUN) -m shardwright demo $(ARGS)
 
-test: $(ENVIRONMENT)
-	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup -m 'not slow' $(ARGS)
+test: CHOSEN := -m 'not slow'
+test test-all: $(ENVIRONMENT)
+	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup $(CHOSEN) $(ARGS)
 
 check: $(ENVIRONMENT)
 	$(RUN) -m ruff check .
