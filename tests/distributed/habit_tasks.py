@@ -10,8 +10,10 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import outside_tasks
 import torch
 import torch.distributed as dist
+from outside_tasks import habits_of
 from probe_tasks import said
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -650,13 +652,7 @@ def gradients_written_by_hand(world: World) -> Found:
     return {**found, **weights(model)}
 
 
-HABITS: dict[str, Callable[[World], Found]] = {
-    habit.__name__: habit
-    for habit in list(globals().values())
-    if callable(habit)
-    and getattr(habit, "__annotations__", {}) == {"world": "World", "return": "Found"}
-    and not habit.__name__.startswith("_")
-}
+HABITS = habits_of(dict(globals())) | outside_tasks.HABITS
 
 OF_ALL = {"full_state_from_one_rank"}  # torch's broadcast is one of all ranks there are
 

@@ -133,7 +133,7 @@ class FlatTensor:
             cut = unit.sharded.cuts[place]
             where = f"{member.fqn} of unit '{unit.name}'"
             home = FlatHome(self, member.parameter, where, begin, piece.sizes, cut)
-            if not unit.keeps_whole and member.parameter.dtype.is_floating_point:
+            if cut is not None and member.parameter.dtype.is_floating_point:
                 home.follow_strays()
             homes.append(home)
         self.homes.extend(homes)
@@ -199,12 +199,23 @@ class FlatTensor:
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if TAKEN in vars(parameter):
+                name, unit = vars(parameter)[TAKEN]
+                raise InputError(
+                    expected(
+                        f"an optimizer's {name} of unit '{unit}'",
+                        "the sharded parameter",
+                        "the one from before it was sharded, which nothing trains",
+                        "Make the optimizer after sharding.",
+                    )
+                )
             reference = _FLATS.get(parameter) if _FLATS else None
             flat = None if reference is None else reference()
             if flat is not None:
                 flat.check()
 
 
+TAKEN = "_taken_by"  # what an original parameter says once it is sharded: its name and unit
 _FLATS = WeakTensorKeyDictionary()  # by their parameter
 register_optimizer_step_pre_hook(_before_step)
 
@@ -230,12 +241,33 @@ class Stretch(NamedTuple):
             flat.set_gradient(part)
         else:
             flat.gradient_to_write()[self.offset : self.offset + run.length].add_(part)
+        self._call_hooks()
         for home, has_one in zip(self.homes, here, strict=True):
             home.is_cleared = home.is_cleared and not has_one
         flat.cleared = sum(home.is_cleared for home in flat.homes)
         hooks = flat.parameter._post_accumulate_grad_hooks
         for hook in list(hooks.values()) if hooks else ():
             hook(flat.parameter)
+
+    def _call_hooks(self) -> None:
+        """Those on the flat tensor's gradient, which see it whole."""
+        flat = self.flat
+        hooks = flat.parameter._backward_hooks
+        if not hooks:
+            return
+        if self.run.length != len(local_of(flat.parameter)):
+            raise InputError(
+                expected(
+                    f"a hook on {self.homes[0].where} and others",
+                    "a flat tensor of one unit (per_unit=True)",
+                    "one of several, whose gradient comes in parts",
+                    "Register it on the model's parameters.",
+                )
+            )
+        for hook in list(hooks.values()):
+            changed = hook(flat.parameter.grad)
+            if changed is not None:
+                flat.parameter.grad.copy_(changed)  # type: ignore[union-attr]
 
     def follow_freezing(self) -> None:
         """See :meth:`FlatTensor.follow_freezing`."""

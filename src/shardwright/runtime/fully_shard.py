@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import balanced_owners
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.flat_tensors import TAKEN
 from shardwright.runtime.sharded_module import as_sharded, class_name
 from shardwright.runtime.state import follow_state_dict
 from shardwright.runtime.units import replicas
@@ -31,8 +31,6 @@ STRATEGIES = ("per_param", "param_boundary", "flat")
 
 AnyPlacement = Placement | TorchPlacement
 PlacementFunction = Callable[[str, nn.Parameter], AnyPlacement | None]
-
-_TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> its fqn and unit
 
 
 def fully_shard_flat(
@@ -220,7 +218,7 @@ def _members(
                     "Wrap inner modules first.",
                 )
             )
-        taken = _TAKEN.get(member.parameter)
+        taken = vars(member.parameter).get(TAKEN)
         if taken is not None:
             there, other = taken
             what = "the same parameter" if member.parameter.numel() else "a parameter"
@@ -339,7 +337,7 @@ def attach(
         notes=notes,
     )
     for parameter, fqn in originals:
-        _TAKEN[parameter] = (fqn, name)
+        setattr(parameter, TAKEN, (fqn, name))
     inner = [s for module in modules for s in storages_in(module)]
     for module, prefix in zip(modules, prefixes, strict=True):
         storage.structure.add(module, prefix, _is_unit)

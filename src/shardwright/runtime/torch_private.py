@@ -39,14 +39,25 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def will_accumulate(node: Any, place: int) -> bool:
+def will_accumulate(node: Any, place: int) -> bool | None:
     """Whether the running backward adds to the gradient of a leaf, which is the input ``place`` of
-    the function whose ``node`` runs: ``torch.autograd.grad`` for other tensors does not, nor do
-    torch.func's transforms, whose nodes have no inputs to ask."""
+    the function whose ``node`` runs: ``torch.autograd.grad`` for other tensors does not. None for
+    nodes of torch.func's transforms, which have no inputs to ask."""
     inputs = getattr(node, "next_functions", None)
     if not inputs or inputs[place][0] is None:
-        return False
+        return None
     return bool(torch._C._will_engine_execute_node(inputs[place][0]))
+
+
+def adds_to(leaf: Any) -> bool | None:
+    """Whether the running backward adds to the gradient of ``leaf`` if it reaches it; None where
+    ``torch.autograd.grad`` was asked for it."""
+    with torch.enable_grad():
+        node = leaf.view_as(leaf).grad_fn.next_functions[0][0]
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch's answer for a leaf that torch.autograd.grad was asked for
+        return None
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

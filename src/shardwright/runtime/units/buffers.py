@@ -56,17 +56,23 @@ class SegmentViews:
 
     ``share`` is this rank's part; ``whole`` the unsharded segment in the dtype it computes in, to
     read, and ``refill`` the same to write. A replicated segment that computes in its own dtype has
-    no other memory than its share.
+    no other memory than its share, of which ``replica`` is an alias.
     """
 
-    def __init__(self, segment: Segment, share: torch.Tensor, precision: MixedPrecision) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        share: torch.Tensor,
+        replica: torch.Tensor,
+        precision: MixedPrecision,
+    ) -> None:
         self.segment = segment
         self.dtype = DTYPES[segment.dtype]
         self.computed = precision.computed(self.dtype)
         self.reduced = precision.reduced(self.dtype)
         self.share = share
-        self.whole = share
-        self.refill = share
+        self.whole = replica
+        self.refill = replica
 
     @property
     def needs_room(self) -> bool:
@@ -105,7 +111,11 @@ class Buffers:
         if shard is None:
             shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
         self.shard = shard  # never requires grad: safe to view whatever the grad mode
-        self.segments = [SegmentViews(s, self._share(s), precision) for s in layout.segments]
+        self.replica = shard.data  # what is computed with where it lies; its own version counter
+        self.segments = [
+            SegmentViews(s, _share(s, shard), _share(s, self.replica), precision)
+            for s in layout.segments
+        ]
         room = sum(views.whole_bytes for views in self.segments)
         parts = max(1, comm.size)
         self.whole = Elastic(-(-room // parts) * parts, device)  # also divides by fewer ranks
@@ -138,10 +148,6 @@ class Buffers:
         ]  # what this rank holds of each tensor, in layout order: views of the shard
         self.whole.give()
         self.stage.give()
-
-    def _share(self, segment: Segment) -> torch.Tensor:
-        begin = segment.shard_offset
-        return self.shard[begin : begin + segment.share_bytes].view(DTYPES[segment.dtype])
 
     def _make_stage(self, device: torch.device) -> None:
         sizes = [views.segment.share * views.computed.itemsize for views in self.chunked]
@@ -192,6 +198,11 @@ class Buffers:
             for together in self.assemblies:
                 together()
             self.stage.give()
+
+
+def _share(segment: Segment, shard: torch.Tensor) -> torch.Tensor:
+    begin = segment.shard_offset
+    return shard[begin : begin + segment.share_bytes].view(DTYPES[segment.dtype])
 
 
 def shard_buffer(buffer: torch.Tensor, world_size: int) -> list[torch.Tensor]:

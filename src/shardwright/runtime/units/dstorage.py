@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 
 from shardwright.core.errors import InputError, expected
+from shardwright.runtime.units import writes
 from shardwright.runtime.units.buffers import Buffers
-from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.table import table
 from shardwright.runtime.units.unit import FULL_PRECISION, SHARDED, UNSHARDED, Unit
 
@@ -36,7 +36,7 @@ class DStorage(Unit):
     def get_unsharded_view(self, fqn: str) -> torch.Tensor:
         """The full parameter, a view that dies with the UNSHARDED state: clone it to keep it."""
         index = self._index(fqn)
-        if self.state is not UNSHARDED:
+        if self.state is not UNSHARDED and not self.keeps_whole:
             raise InputError(
                 expected(f"{fqn} of unit '{self.name}'", "state UNSHARDED", "SHARDED")
                 + " Call unshard() first."
@@ -88,23 +88,11 @@ class DStorage(Unit):
         try:
             yield
             if write:
-                self.write_back()
+                writes.keep(self)
         finally:
+            self.forget_writes()
             if was is SHARDED:
                 self.free()
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Keep this rank's part of the full parameters as they are now.
-
-        Where they compute in another dtype, elements that nobody changed keep their precision.
-        """
-        pieces = self.buffers.pieces
-        for local, piece, whole in zip(self.buffers.locals, pieces, self._whole, strict=True):
-            now = part_of(whole.detach(), piece.offsets, piece.sizes)
-            if now.dtype is not local.dtype:
-                now = torch.where(now == local.to(now.dtype), local, now.to(local.dtype))
-            local.copy_(now)
 
     def set_requires_gradient_sync(self, synchronise: bool) -> None:
         """Whether backwards reduce gradients; else they are held, whole, until one does. Applies to

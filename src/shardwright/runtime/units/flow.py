@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwright.core.errors import InputError, expected
 from shardwright.core.schedule import Action
 from shardwright.runtime.torch_private import (
+    adds_to,
     after_backward,
     in_backward,
     outside_of_transforms,
 )
+from shardwright.runtime.units.linked import asked_for
 
 if TYPE_CHECKING:
     from shardwright.runtime.guard import Guard
@@ -163,6 +165,9 @@ class Flow:
     def need(self, unit: Unit, direction: Direction) -> None:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
         with outside_of_transforms():
+            if unit.keeps_whole:  # nothing travels
+                unit.unshard()
+                return
             if unit.is_changed:
                 if direction == "backward":
                     raise unit.changed()
@@ -189,19 +194,38 @@ class Flow:
 
     # ---- a backward -----------------------------------------------------------------------------
 
-    def enter_backward(self, unit: Unit, accumulates: bool) -> None:
+    def enter_backward(self, unit: Unit, accumulates: bool | None) -> None:
         """A backward reaches ``unit``: its whole parameters are there."""
-        if not self._in_backward:
-            self._in_backward = True
-            self._orders["backward"].begin()
-            after_backward(self.end_backward)
-        if not unit.keeps_whole and unit.unshard_in_backward:
+        if accumulates is False:
+            trains = (parameter for parameter in unit.sharded.all if parameter.requires_grad)
+            if any(adds_to(parameter) is not False for parameter in trains):
+                raise asked_for(unit.name)
+        self._begin_backward()
+        if unit.keeps_whole:
+            if unit.is_changed:
+                raise unit.changed()
+        elif unit.unshard_in_backward:
             self.need(unit, "backward")
         if self._pending is unit:
             self.collect()
         self._touched[unit.number] = unit
         if accumulates:
             unit.gradients.expect()
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._orders["backward"].begin()
+            after_backward(self.end_backward)
+
+    def arrive(self, unit: Unit) -> None:
+        """A gradient comes to ``unit`` that none of its outputs announced: what was captured inside
+        of its forward, or a parameter that was used outside of it."""
+        self._begin_backward()
+        if self._pending is unit:
+            self.collect()
+        self._touched[unit.number] = unit
+        unit.gradients.expect()
 
     def leave_backward(self, unit: Unit) -> None:
         """Every gradient of ``unit`` is there: free its parameters, and sum it over ranks."""
@@ -212,9 +236,10 @@ class Flow:
             did(Action("compute", name, "backward", "backward"))
         if unit.synchronise:
             self.collect()
-        if not unit.keeps_whole and unit.reshard_after_backward:
+        if unit.reshard_after_backward:
             unit.free()  # before the reduce, which takes memory of its own
-            did(Action("free", unit.name, "reduce", "backward"))
+            if not unit.keeps_whole:
+                did(Action("free", unit.name, "reduce", "backward"))
         if not unit.gradients.expected:  # torch.autograd.grad, which asks for others
             return
         if not unit.synchronise:
@@ -243,5 +268,6 @@ class Flow:
         self._orders["forward"].begin()
         for unit in self.units():
             unit.settle()
-            if unit.reshard_after_backward and not unit.driven_by_hand:
+            is_running = unit.watched is not None  # torch.autograd.grad inside of its forward
+            if unit.reshard_after_backward and not unit.driven_by_hand and not is_running:
                 unit.free()  # kept after a forward, and no part of this backward

@@ -55,7 +55,6 @@ class SegmentGradient:
         self.apart = Apart(views.segment, self.send.tensor.view(views.reduced).view(ranks, sent))
         self.send.give()
         self.held: list[torch.Tensor | None] = [None] * len(self.wholes)
-        self.earlier: list[torch.Tensor | None] = []  # of replicas, which show what they compute
 
     @property
     def trains(self) -> bool:
@@ -65,32 +64,27 @@ class SegmentGradient:
     @property
     def is_here(self) -> bool:
         """Whether a gradient is here that no reduce has taken."""
-        return any(held is not None for held in self.held) or (
-            not self.is_replicated and any(C_GRAD.__get__(w) is not None for w in self.wholes)
+        return any(held is not None for held in self.held) or any(
+            C_GRAD.__get__(whole) is not None for whole in self.wholes
         )
-
-    def expect(self) -> None:
-        """A backward begins: put aside what replicas show from earlier ones."""
-        if self.is_replicated:
-            self.earlier = [C_GRAD.__get__(whole) for whole in self.wholes]
-            for whole in self.wholes:
-                C_GRAD.__set__(whole, None)
 
     def keep(self) -> None:
         """Hold what this backward left, in the dtype it will be summed in. Where that is the dtype
         it is in, it stays on the whole parameters, and the next backward adds to it."""
-        if not self.is_replicated and self.views.reduced == self.views.computed:
+        if self.views.reduced == self.views.computed:
             return
         for place, gradient in enumerate(self._taken()):
-            if gradient is None:
-                continue
-            held = self.held[place]
-            if held is None:
-                self.held[place] = gradient.to(self.views.reduced)
-                self.comm.probe.holds(self.held[place], "unreduced_gradient")
-            else:
-                held.add_(gradient)
-        self.restore()
+            if gradient is not None:
+                self.hold(place, gradient)
+
+    def hold(self, place: int, gradient: torch.Tensor) -> None:
+        """Hold a gradient of the tensor at ``place`` in the dtype it will be summed in."""
+        held = self.held[place]
+        if held is None:
+            self.held[place] = gradient.to(self.views.reduced)
+            self.comm.probe.holds(self.held[place], "unreduced_gradient")
+        else:
+            held.add_(gradient)
 
     def _taken(self) -> list[torch.Tensor | None]:
         """What autograd left, taken off the whole parameters."""
@@ -105,17 +99,10 @@ class SegmentGradient:
             taken.append(gradient)
         return taken
 
-    def restore(self) -> None:
-        """Show again what replicas had before this backward."""
-        for whole, gradient in zip(self.wholes, self.earlier, strict=False):
-            C_GRAD.__set__(whole, gradient)
-        self.earlier = []
-
     def start(self, unit: str, before: float, after: float, guard: Guard | None) -> Sum:
         """Begin to sum over ranks (collective)."""
         comm, views = self.comm, self.views
         gradients = self._taken()
-        self.restore()
         for place, held in enumerate(self.held):
             if held is not None:
                 gradient = gradients[place]
@@ -141,10 +128,8 @@ class SegmentGradient:
 
     def drop(self) -> None:
         """Forget what is here."""
-        if not self.is_replicated or self.earlier:
-            for whole in self.wholes:
-                C_GRAD.__set__(whole, None)
-        self.restore()
+        for whole in self.wholes:
+            C_GRAD.__set__(whole, None)
         self.held = [None] * len(self.wholes)
 
 
@@ -168,11 +153,17 @@ class Gradients:
         return any(gradient.is_here for gradient in self.segments)
 
     def expect(self) -> None:
-        """A backward reaches the unit; nothing if one is in it already."""
-        if not self.expected:
-            self.expected = True
-            for gradient in self.segments:
-                gradient.expect()
+        """A backward reaches the unit, or is in it already."""
+        self.expected = True
+
+    @torch.no_grad()
+    def hold(self, place: int, gradient: torch.Tensor) -> None:
+        """Sum ``gradient`` of the tensor at ``place`` in the unit's layout with the next reduce."""
+        for segment in self.segments:
+            if place < len(segment.wholes):
+                segment.hold(place, gradient)
+                return
+            place -= len(segment.wholes)
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -18,6 +18,7 @@ from shardwright.runtime.torch_private import (
     unwrapped,
     will_accumulate,
 )
+from shardwright.runtime.units import writes
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.registry import holder_of
 
@@ -82,9 +83,9 @@ class UnitHooks:
     def _announce_once(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.announce(tensor) if _is_unmarked(tensor) else tensor
 
-    def enter_backward(self, accumulates: bool) -> None:
-        """A gradient arrives at an output, of a backward that leaves gradients on parameters, or
-        of torch.autograd.grad for others."""
+    def enter_backward(self, accumulates: bool | None) -> None:
+        """A gradient arrives at an output, of a backward that leaves gradients on parameters, of
+        torch.autograd.grad for others (False), or of one of torch.func's (None)."""
         self.storage.flow.enter_backward(self.storage, accumulates)
 
     def leave_backward(self) -> None:
@@ -110,8 +111,7 @@ class _Before:
                 storage.flow.begin()
             else:
                 storage.flow.enter_forward()
-        if not storage.keeps_whole:
-            storage.flow.need(storage, "backward" if recomputed else "forward")
+        storage.flow.need(storage, "backward" if recomputed else "forward")
         if not self.first:
             return None
         storage.watch()
@@ -126,18 +126,40 @@ class _Before:
         return self._marked((arguments, keywords), dtype)
 
     def _marked(self, given: Any, dtype: torch.dtype | None) -> Any:
+        """``given`` with its tensors cast and marked; None where that changes nothing, for what a
+        caller gave stays the caller's own: a forward may append to it."""
         leaves, shape = tree_flatten(given)
-        spots = []
-        for index, leaf in enumerate(leaves):
-            if torch.is_tensor(leaf):
-                leaves[index] = leaf = _cast(leaf, dtype)
-                if leaf.requires_grad:
-                    spots.append(index)
+        changed = [_cast(leaf, dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+        tensors = [i for i, leaf in enumerate(changed) if torch.is_tensor(leaf)]
+        spots = [i for i in tensors if changed[i].requires_grad]
         if torch.is_grad_enabled() and spots:
-            marked = _AfterBackward.apply(self.hooks, *(leaves[i] for i in spots))
+            marked = _AfterBackward.apply(self.hooks, *(changed[i] for i in spots))
             for index, tensor in zip(spots, marked, strict=True):
-                leaves[index] = tensor
-        return tree_unflatten(leaves, shape)
+                changed[index] = tensor
+        if all(new is old for new, old in zip(changed, leaves, strict=True)):
+            return None
+        if dtype is not None:
+            return tree_unflatten(changed, shape)
+        found = {id(old): new for old, new in zip(leaves, changed, strict=True)}
+        return _put(given, found)
+
+
+def _put(value: Any, found: dict[int, Any]) -> Any:
+    """``value`` with other leaves; lists and dictionaries are the same objects as before."""
+    if id(value) in found:
+        return found[id(value)]
+    if isinstance(value, list):
+        value[:] = [_put(each, found) for each in value]
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            value[key] = _put(each, found)
+    elif isinstance(value, tuple):
+        every = [_put(each, found) for each in value]
+        return type(value)(*every) if hasattr(value, "_fields") else type(value)(every)
+    else:
+        leaves, shape = tree_flatten(value)
+        return tree_unflatten([_put(leaf, found) for leaf in leaves], shape)
+    return value
 
 
 class _After:
@@ -155,23 +177,25 @@ class _After:
         storage = self.hooks.storage
         recomputed = in_backward()
         if output is None:  # it raised, or has nothing to say
+            storage.watched = None
             if not recomputed:
                 storage.free()
                 if storage.is_root:
                     storage.flow.recover(absorb=False)
             return None
         if self.last:
-            storage.refuse_writes()
+            writes.refuse(storage)
         trains = torch.is_grad_enabled()
         output = self._marked(output, module, trains)
         if trains:
             self.hooks.mark_stashed(module)
         storage.comm.probe.did(Action("compute", self.name, "forward"))
-        if not self.last or storage.keeps_whole or recomputed:
+        if not self.last or recomputed:
             return output
         if not trains or storage.reshards:
             storage.free(after_forward=trains)
-            storage.comm.probe.did(Action("free", storage.name, "forward"))
+            if not storage.keeps_whole:
+                storage.comm.probe.did(Action("free", storage.name, "forward"))
         return output
 
     def _marked(self, output: Any, module: nn.Module, trains: bool) -> Any:
@@ -285,7 +309,7 @@ class _AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

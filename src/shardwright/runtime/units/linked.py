@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.runtime.torch_private import C_DATA, C_GRAD
+from shardwright.runtime.torch_private import C_DATA, C_GRAD, adds_to
 
 
 class Home(Protocol):
@@ -60,6 +62,68 @@ class LinkedParameter(nn.Parameter):
         if self.home is not None:
             raise self.home.refusal()
         C_DATA.__set__(self, value)
+
+
+class Arrival:
+    """Hears of every gradient that comes to a whole parameter of a unit, announced or not."""
+
+    def __init__(self, unit: weakref.ref[Any]) -> None:
+        self.unit = unit
+
+    def follow(self, whole: nn.Parameter) -> None:
+        """Hear of gradients of ``whole``."""
+        if whole.is_floating_point() or whole.is_complex():
+            trains = whole.requires_grad
+            whole.requires_grad_(True).register_hook(partial(self._comes, weakref.ref(whole)))
+            whole.requires_grad_(trains)
+
+    def _comes(self, whole: weakref.ref[nn.Parameter], _: torch.Tensor) -> None:
+        unit = self.unit()
+        if unit is None or unit.gradients.expected or unit.driven_by_hand:
+            return
+        if adds_to(whole()) is None:
+            raise asked_for(unit.name)
+        unit.flow.arrive(unit)
+
+
+class Replica(LinkedParameter):
+    """What users hold of a tensor that every rank has whole. Its gradient is the mean over ranks,
+    kept beside autograd's own: that is of a use outside of the unit's forward, such as CLIP's
+    temperature in a loss, and goes to the unit's next sum."""
+
+    unit: weakref.ref[Any] | None = None
+    place = 0  # in the unit's layout
+    mean: torch.Tensor | None = None
+
+    @classmethod
+    def over(cls, memory: torch.Tensor, requires_grad: bool) -> Replica:
+        """A parameter over ``memory``."""
+        made = cls(memory, requires_grad=True)
+        made.register_post_accumulate_grad_hook(_take_stray)
+        made.requires_grad_(requires_grad)
+        return made
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The mean gradient, here or in an optimizer's flat tensor."""
+        return self.mean if self.home is None else self.home.gradient()
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if self.home is not None:
+            self.home.set_gradient(value)
+            return
+        C_GRAD.__set__(self, value)  # which checks it
+        self.mean = value
+        C_GRAD.__set__(self, None)
+
+
+def _take_stray(parameter: Any) -> None:
+    stray = C_GRAD.__get__(parameter)
+    unit = None if parameter.unit is None else parameter.unit()
+    if stray is not None and unit is not None:
+        C_GRAD.__set__(parameter, None)
+        unit.take_stray(parameter, stray)
 
 
 class FlatReplica(LinkedParameter):
@@ -125,3 +189,38 @@ class AtShard:
                 "Write inside storage.unsharded(write=True), or before the forward.",
             )
         )
+
+
+def asked_for(unit: str) -> UnsupportedError:
+    """What to say to someone who asks autograd for gradients of certain parameters of a unit."""
+    return UnsupportedError(
+        expected(
+            f"a backward through unit '{unit}'",
+            "backward() for gradients of parameters, which are summed over ranks",
+            "torch.autograd.grad or backward(inputs=...) for parameters of it",
+            "Call backward() and read .grad; freeze what shall have none.",
+        )
+    )
+
+
+def hooked_twice(where: str) -> InputError:
+    """What to say of hooks on a gradient that comes in two parts."""
+    return InputError(
+        expected(
+            where,
+            "hooks on its gradient, or a use outside of its unit's forward",
+            "both, and each hook would be called twice",
+            "Use it inside of the forward, or change its gradient after the backward.",
+        )
+    )
+
+
+def inherit(parameter: nn.Parameter, original: nn.Parameter) -> None:
+    """Let ``parameter`` have what users gave the one that it stands for: attributes and hooks."""
+    for name, value in vars(original).items():
+        if name not in vars(parameter):
+            setattr(parameter, name, value)
+    for hook in (original._backward_hooks or {}).values():
+        parameter.register_hook(hook)
+    for hook in (original._post_accumulate_grad_hooks or {}).values():
+        parameter.register_post_accumulate_grad_hook(hook)

@@ -38,6 +38,7 @@ ELEMENTWISE = {  # besides those that torch marks so
 }
 SAME = {aten.view, aten._unsafe_view, aten.expand, aten.squeeze, aten._reshape_alias}
 WHOLE = "whole"
+COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 NEW = {aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided}
 
 
@@ -61,6 +62,8 @@ class Operators:
         written = _written(func)
         if func in (aten.detach.default, aten.alias.default):
             return self._alias
+        if func.namespace in COLLECTIVES:
+            return _refuse_collective
         if func.is_view:
             return self._viewed
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -135,6 +138,9 @@ class Operators:
             return self._on_wholes(written, func, args, kwargs)
         targets = _of_names(func, args, kwargs, written)
         cuts = self._cuts(lists, targets)
+        rows = (zip(cuts, v, strict=False) for v in targets if isinstance(v, list | tuple))
+        if any(cut is WHOLE and type(v) is self.kind for row in rows for cut, v in row):
+            return self._on_wholes(written, func, args, kwargs)
 
         def local(value: Any) -> Any:
             if not isinstance(value, list | tuple):
@@ -347,6 +353,16 @@ def refused(cut: Cut, what: str, remedy: str = "") -> UnsupportedError:
     usual = "Use full_tensor(), or its unit's unsharded()."
     return UnsupportedError(
         expected(cut.fqn, "a use that a sharded tensor has an answer to", what, remedy or usual)
+    )
+
+
+def _refuse_collective(func: Any, args: Any, kwargs: Any) -> Any:
+    shard = next(leaf for leaf in tree_flatten((args, kwargs))[0] if hasattr(leaf, "cut"))
+    name = func._schema.name.partition("::")[2].rstrip("_")
+    raise refused(
+        shard.cut,
+        f"{name}, for ranks have different parts",
+        "Gradients are means over ranks already; broadcast or compare full_tensor().",
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.layout import UnitLayout
 from shardwright.core.placement import Owned, Placement
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.torch_private import address_of, is_plain
@@ -68,6 +69,24 @@ class ParamInfo:
         """The rank that has all of it, under ``Owned``."""
         placement = self.placements[-1]
         return placement.rank if isinstance(placement, Owned) else None
+
+
+def infos_of(layout: UnitLayout, rank: int) -> Iterator[ParamInfo]:
+    """The places of a unit's parameters on a rank, in layout order."""
+    for segment in layout.segments:
+        dtype = DTYPES[segment.dtype]
+        for slot in segment.slots:
+            piece = segment.piece(slot, rank)
+            yield ParamInfo(
+                slot.tensor.fqn,
+                torch.Size(slot.tensor.shape),
+                torch.Size(piece.sizes),
+                dtype,
+                (slot.placement,),
+                piece.shard_offset,
+                segment.offset + slot.start * dtype.itemsize,
+                segment.trainable,
+            )
 
 
 @dataclass(slots=True)

@@ -39,6 +39,7 @@ def _is_moved(parameter: nn.Parameter, local: torch.Tensor) -> bool:
     )
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def take_over(unit: Unit, moved: list[int]) -> None:
     """Give the unit new memory with the values that its parameters have now.

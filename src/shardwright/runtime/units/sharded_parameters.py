@@ -3,24 +3,24 @@ work on and that gets the unit's gradient. All share the unit's shard."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.torch_private import C_GRAD, set_local
+from shardwright.runtime.torch_private import set_local
 from shardwright.runtime.units.buffers import Buffers, local_view
 from shardwright.runtime.units.cut import Cut
-from shardwright.runtime.units.linked import LinkedParameter
+from shardwright.runtime.units.linked import Replica
 from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
 
 
 class ShardedParameters:
     """The parameters of a unit in SHARDED state, in layout order.
 
-    A tensor that is cut is a ShardTensor. One that every rank has whole is a plain parameter, and
-    its cut is None; where ``wholes`` are given it is the one that the unit computes with.
+    A tensor that is cut is a ShardTensor. One that every rank has whole is a Replica, and its cut
+    is None.
     """
 
     def __init__(self, buffers: Buffers, comm: Comm) -> None:
@@ -38,7 +38,7 @@ class ShardedParameters:
         """New parameters over the shard."""
         rows = zip(self.buffers.locals, self.cuts, self.trainable, strict=True)
         self.all = [
-            LinkedParameter(local, requires_grad=trains)
+            Replica.over(local, trains)
             if cut is None
             else as_parameter(ShardTensor(local, cut), trains)
             for local, cut, trains in rows
@@ -78,38 +78,40 @@ class ShardedParameters:
         cut = self.cuts[index]
         return local if cut is None else ShardTensor(local, cut)
 
+    def hooked(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
+        """Let the hooks on the parameters of a segment change their parts of its mean gradient."""
+        for place, part in self._parts(index, share, present):
+            hooks = self.all[place]._backward_hooks
+            if not hooks:
+                continue
+            gradient = self.wrap(place, part)
+            for hook in list(hooks.values()):
+                changed = hook(gradient)
+                if changed is not None and changed is not gradient:
+                    gradient.copy_(changed)
+
     def accept(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         """Take a segment's share of the mean gradient: set or add to ``.grad`` of every parameter
-        that requires it, unless an optimizer's flat tensor has it, and call the hooks on it."""
+        that requires it, unless an optimizer's flat tensor has it, and call the hooks that wait
+        for it, such as an optimizer in the backward."""
+        for place, part in self._parts(index, share, present):
+            parameter = self.all[place]
+            if getattr(parameter, "home", None) is None:
+                held = parameter.grad
+                if held is None:
+                    parameter.grad = self.wrap(place, part)
+                else:
+                    held.add_(self.wrap(place, part))
+            hooks = parameter._post_accumulate_grad_hooks
+            for hook in list(hooks.values()) if hooks else ():
+                hook(parameter)
+
+    def _parts(
+        self, index: int, share: torch.Tensor, present: Sequence[bool]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """The place of every parameter of a segment that gets a gradient, and its part."""
         segment = self.buffers.segments[index].segment
         first = sum(len(views.segment.slots) for views in self.buffers.segments[:index])
-        rank = self.buffers.comm.rank
         for place, (slot, here) in enumerate(zip(segment.slots, present, strict=True), first):
-            parameter = self.all[place]
-            if not (here and parameter.requires_grad):
-                continue
-            if getattr(parameter, "home", None) is None:
-                part = local_view(segment, slot, rank, share)
-                self._add(parameter, part, self.cuts[place])
-            _call_hooks(parameter)
-
-    def _add(self, parameter: nn.Parameter, part: torch.Tensor, cut: Cut | None) -> None:
-        gradient = part if cut is None else ShardTensor(part, cut)
-        hooks = parameter._backward_hooks
-        for hook in list(hooks.values()) if hooks else ():
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        held = C_GRAD.__get__(parameter)
-        if held is None:
-            C_GRAD.__set__(parameter, gradient)
-        else:
-            held.add_(gradient)
-
-
-def _call_hooks(parameter: nn.Parameter) -> None:
-    """Those that wait for an accumulated gradient, such as an optimizer in the backward."""
-    hooks = parameter._post_accumulate_grad_hooks
-    home = getattr(parameter, "home", None)
-    for hook in list(hooks.values()) if hooks else ():
-        if home is None or hook != home.take_stray:
-            hook(parameter)
+            if here and self.all[place].requires_grad:
+                yield place, local_view(segment, slot, self.buffers.comm.rank, share)

@@ -7,8 +7,8 @@ States are told by the bytes they own:
 * ``UNSHARDED``: in addition the whole parameters, which the modules show. During a backward also
   what autograd left of their gradients.
 
-A replicated unit is always UNSHARDED: its shard is the whole, it gathers nothing, and sums its
-gradient instead of scattering it.
+The shard of a replicated unit is the whole: it gathers nothing, and sums its gradient instead of
+scattering it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.placement import Placement
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.torch_private import set_version
-from shardwright.runtime.units import replicas
+from shardwright.runtime.units import replicas, writes
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.gradients import Gradients
-from shardwright.runtime.units.linked import AtShard, LinkedParameter
-from shardwright.runtime.units.parameter import DTYPES, Member, ParamInfo
+from shardwright.runtime.units.linked import Arrival, AtShard, Replica, hooked_twice, inherit
+from shardwright.runtime.units.parameter import Member, infos_of
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.rebind import find_moved, follow_objects, take_over
 from shardwright.runtime.units.sharded_parameters import ShardedParameters
@@ -106,10 +106,12 @@ class Unit:
         self.takers: dict[int, list[Taker]] = {}  # of segments' shares, besides the parameters
         self.structure = Structure()
         self.frozen = [m.fqn for m in members if not m.parameter.requires_grad]  # when sharded
+        self.watched: tuple[int, int] | None = None  # versions, while a forward is under way
         self._is_alike = False  # whether replicas were seen to be equal since they got values
         self._gathering: list[Pending] | None = None
         self._narrow: torch.Tensor | None = None
         self._whole_version = 0  # of the whole unit's values, which autograd saves with a graph
+        self._replica_version = 0
         sources = {member.fqn: member.parameter for member in members}
         meta = initial is None and any(p.is_meta for p in sources.values())
         device = torch.device("meta" if meta else comm.mesh.device_type)
@@ -169,28 +171,11 @@ class Unit:
             views.segment.cut == "replicated" for views in self.buffers.segments
         )
         self.sharded = ShardedParameters(self.buffers, self.comm)
-        self.param_infos = {info.fqn: info for info in self._infos()}
+        self.param_infos = {i.fqn: i for i in infos_of(layout, self.comm.rank)}
         probe = self.comm.probe
         probe.holds(self.buffers.shard, "weight")
         probe.holds(self.buffers.whole.tensor, "gathered_weight")
         probe.holds(self.buffers.stage.tensor, "communication")
-
-    def _infos(self) -> Iterator[ParamInfo]:
-        for views in self.buffers.segments:
-            segment = views.segment
-            for slot in segment.slots:
-                piece = segment.piece(slot, self.comm.rank)
-                size = DTYPES[segment.dtype].itemsize
-                yield ParamInfo(
-                    slot.tensor.fqn,
-                    torch.Size(slot.tensor.shape),
-                    torch.Size(piece.sizes),
-                    DTYPES[segment.dtype],
-                    (slot.placement,),
-                    piece.shard_offset,
-                    segment.offset + slot.start * size,
-                    segment.trainable,
-                )
 
     def fill(self, values: Mapping[str, torch.Tensor]) -> None:
         """Keep this rank's piece of every whole value."""
@@ -201,27 +186,28 @@ class Unit:
 
     def show_new(self) -> None:
         """Parameters for users, and whole ones for computing, over the present buffers."""
-        if self.keeps_whole:
-            self.sharded.all = list(self.buffers.parameters)
-        else:
-            self.sharded.make()
-        for member, parameter in zip(self.members, self.sharded.all, strict=True):
+        for member, parameter in zip(self.members, self.sharded.make(), strict=True):
+            inherit(parameter, member.parameter)
             member.parameter = parameter
         self.finish_views()
 
     def finish_views(self) -> None:
         """Everything that is made of the buffers and the parameters, and their SHARDED state."""
         self._is_alike = False
-        self._whole = self.sharded.all if self.keeps_whole else self.buffers.parameters
-        self.buffers.parameters = self._whole
+        self._whole = self.buffers.parameters
         self.gradients = Gradients(self.buffers, self.comm)
         for gradient in self.gradients.segments:
             self.comm.probe.holds(gradient.send.tensor, "reduce_scatter")
         rows = list(zip(self.members, self._whole, strict=True))
-        for member, whole in rows:
-            if whole is not member.parameter and isinstance(whole, LinkedParameter):
-                where = f"{member.fqn} of unit '{self.name}'"
-                whole.home = AtShard(member.parameter, where, self.buffers.whole.storage)
+        arrival = Arrival(weakref.ref(self))
+        rooms = [v.needs_room for v in self.buffers.segments for _ in v.segment.slots]
+        for place, ((member, whole), needs_room) in enumerate(zip(rows, rooms, strict=True)):
+            memory = self.buffers.whole.storage if needs_room else None
+            where = f"{member.fqn} of unit '{self.name}'"
+            whole.home = AtShard(member.parameter, where, memory)
+            arrival.follow(whole)
+            if isinstance(member.parameter, Replica):
+                member.parameter.unit, member.parameter.place = weakref.ref(self), place
         self._places = [
             (shown, name, member.parameter, whole)
             for member, whole in rows
@@ -239,7 +225,7 @@ class Unit:
             )
             for place in member.places
         ]
-        self._show(UNSHARDED if self.keeps_whole else SHARDED)
+        self._show(SHARDED)
 
     def _show(self, state: State) -> None:
         """Let every module have the parameters of ``state``."""
@@ -257,10 +243,9 @@ class Unit:
 
     def show_sharded(self) -> None:
         """Let every module have its sharded parameters, whatever the state."""
-        if not self.keeps_whole:
-            state = self.state
-            self._show(SHARDED)
-            self.state = state
+        state = self.state
+        self._show(SHARDED)
+        self.state = state
 
     def show_again(self) -> None:
         """After ``show_sharded``: the parameters of the state."""
@@ -281,8 +266,8 @@ class Unit:
     def reshards(self) -> bool:
         """Whether the whole unit goes after a forward that trains. Left open, it does unless it is
         the root of others, whose backward comes at once."""
-        if self.reshard_after_forward is None:
-            return not (self.is_root and self.flow.has_several)
+        if self.reshard_after_forward is None or self.keeps_whole:
+            return self.keeps_whole or not (self.is_root and self.flow.has_several)
         return self.reshard_after_forward is not False
 
     # ---- what the flow calls --------------------------------------------------------------------
@@ -302,16 +287,28 @@ class Unit:
         """Whether the whole unit is there, of shards that were changed since."""
         return self.is_present and self.is_changed
 
+    @property
+    def whole_is_written(self) -> bool:
+        """Whether someone wrote a whole parameter since it was gathered."""
+        return writes.versions(self) != (self._whole_version, self._replica_version)
+
+    def forget_writes(self) -> None:
+        """Let what was written to whole parameters go with them."""
+        set_version(self.buffers.whole.tensor, self._whole_version)
+        self._replica_version = self.buffers.replica._version
+
     def start_gather(self) -> None:
         """Begin to gather (collective). Values that a graph has saved keep their version as long as
         the shards are what they were then; else autograd refuses its backward."""
         self._refuse_meta()
         label = f"{self.name} gather"
-        self.comm.remember(label)
+        if not self.keeps_whole:
+            self.comm.remember(label)
         if self.is_changed:
             self._narrow = None
             self._gathered_version = self.buffers.shard._version
             self._whole_version = self.buffers.whole.tensor._version
+            increment_version(self.buffers.replica)
         if self._narrow is not None:
             self._gathering = self._gather_narrow(label)
         else:
@@ -328,7 +325,7 @@ class Unit:
             self._narrow = None
         else:
             self.buffers.finish_gather(pending)
-        set_version(self.buffers.whole.tensor, self._whole_version)
+        self.forget_writes()
         self._show(UNSHARDED)
 
     def _gather_narrow(self, label: str) -> list[Pending]:
@@ -347,12 +344,15 @@ class Unit:
         return self.comm.size if kind is None or isinstance(kind, bool) else kind
 
     def free(self, *, after_forward: bool = False) -> None:
-        """Free the full parameters and show the sharded ones; nothing for a replicated unit."""
-        if self.keeps_whole or not self.is_present:
+        """Free the full parameters and show the sharded ones."""
+        if not self.is_present:
             return
         self.finish_gather()
+        if self.whole_is_written:
+            writes.keep(self)
         self._follow_freezing()
-        if after_forward and self._ranks_after_forward != self.comm.size:
+        few = after_forward and self._ranks_after_forward != self.comm.size
+        if few and not self.keeps_whole:
             near = self.comm.narrow(self._ranks_after_forward)
             self._narrow = self.buffers.whole.tensor.view(near.size, -1)[near.rank].clone()
             self.comm.probe.holds(self._narrow, "gathered_weight")
@@ -374,6 +374,7 @@ class Unit:
             self.gradients.finish(self._accept)
 
     def _accept(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
+        self.sharded.hooked(index, share, present)
         for taker in self.takers.get(index, ()):
             taker.accept(share, present)
         self.sharded.accept(index, share, present)
@@ -403,7 +404,7 @@ class Unit:
         ``to``, ``to_empty``, ``p.data = x`` and assigning loads leave tensors that are no views of
         the shard. Their values are copied to new memory; what was here before is left as it is.
         """
-        if self.state is UNSHARDED and not self.keeps_whole:
+        if self.state is UNSHARDED:
             return
         moved = find_moved(self)
         if moved:
@@ -412,33 +413,22 @@ class Unit:
 
     def watch(self) -> None:
         """A forward begins: what must hold of it is checked, and of its parameters."""
-        self._watched = self.buffers.whole.tensor._version
+        self.watched = writes.versions(self)
         if torch.is_grad_enabled():
             self.structure.check(self.name)
         if not self._is_alike:
             self._is_alike = True
             replicas.check(self.name, self.buffers, self.comm)
 
-    def refuse_writes(self) -> None:
-        """Raise if the forward wrote a parameter, for the write goes with the gathered copy."""
-        if self.keeps_whole or self.buffers.whole.tensor._version == self._watched:
-            return
-        rows = zip(self.members, self._whole, self.buffers.locals, self.buffers.pieces, strict=True)
-        written = [
-            member.fqn
-            for member, whole, local, piece in rows
-            if not part_of(whole.detach(), piece.offsets, piece.sizes).equal(local.to(whole.dtype))
-        ]
-        self.free()
-        raise InputError(
-            expected(
-                f"forward of unit '{self.name}'",
-                "one that only reads its parameters",
-                f"one that writes {', '.join(written) or 'one'} in place",
-                "Keep what a forward changes in a buffer, leave the parameter out "
-                "(ignored_params), or write inside storage.unsharded(write=True).",
-            )
-        )
+    def take_stray(self, parameter: Replica, gradient: torch.Tensor) -> None:
+        """A gradient of a use outside of the unit's forward: it is summed with the unit's."""
+        if parameter._backward_hooks:
+            raise hooked_twice(f"{self.members[parameter.place].fqn} of unit '{self.name}'")
+        self.gradients.hold(parameter.place, gradient)
+        if self.driven_by_hand:
+            self.gradients.expect()
+        else:
+            self.flow.arrive(self)
 
     # ---- small things ---------------------------------------------------------------------------
 
@@ -461,8 +451,6 @@ class Unit:
 
     def shares_full_buffer(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` would point to freed memory once the unit is resharded."""
-        if self.keeps_whole:
-            return False
         return bool(tensor.untyped_storage()._cdata == self.buffers.whole.storage._cdata)
 
     def changed(self) -> InputError:
