@@ -152,7 +152,7 @@ def _cached(unit: DStorage) -> Any:
 
 
 def _sent(gradient: SegmentGradient) -> list[torch.Tensor]:
-    return [strip.share for strips in gradient.apart.strips for strip in strips]
+    return [share for strips in gradient.apart.strips for share in strips.shares]
 
 
 def shards_of_a_buffer(mesh: DeviceMesh) -> Any:

@@ -93,7 +93,8 @@ class SegmentGradient:
             gradient = C_GRAD.__get__(whole)
             if gradient is not None:
                 C_GRAD.__set__(whole, None)
-                gradient = gradient.detach()
+                if gradient.requires_grad:
+                    gradient = gradient.detach()
                 if gradient.layout is not torch.strided:
                     gradient = gradient.to_dense()
             taken.append(gradient)

@@ -283,7 +283,18 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype)
 
 
-class _BeforeBackward(torch.autograd.Function):
+class _Mark(torch.autograd.Function):
+    """A function that is applied as quickly as those that torch.func does not know."""
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        """Without the look at the signature of ``forward`` that torch takes every time."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*arguments)
+        return super(torch.autograd.Function, cls).apply(*arguments)
+
+
+class _BeforeBackward(_Mark):
     """Identity on an output; its backward is the first thing a unit sees of a backward pass."""
 
     generate_vmap_rule = True
@@ -302,7 +313,7 @@ class _BeforeBackward(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class _AfterBackward(torch.autograd.Function):
+class _AfterBackward(_Mark):
     """Identity on all inputs at once: its backward runs when the unit's gradients are complete."""
 
     generate_vmap_rule = True

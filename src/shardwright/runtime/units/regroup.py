@@ -12,20 +12,20 @@ from shardwright.core.placement import BlockShard, Shard
 from shardwright.runtime.torch_private import chunk_cat
 
 
-class Strip(NamedTuple):
-    """Elements of a whole tensor in all ranks' shares: a view of the shares, and ``of`` takes the
-    same elements of a whole tensor in the same shape."""
+class Strips(NamedTuple):
+    """Where the elements of a whole tensor are in all ranks' shares: views of the shares, three at
+    most whatever the number of ranks, and ``of`` takes the same elements of a whole tensor, in the
+    same shapes."""
 
-    share: torch.Tensor
-    of: Callable[[torch.Tensor], torch.Tensor]
+    shares: list[torch.Tensor]
+    of: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
-def strips_of(segment: Segment, shares: torch.Tensor) -> list[list[Strip]]:
-    """For every tensor of a segment its strips in ``shares`` [W, n]; whatever the number of ranks
-    three at most."""
+def strips_of(segment: Segment, shares: torch.Tensor) -> list[Strips]:
+    """The strips of every tensor of a segment in ``shares`` [W, n]."""
     if segment.cut == "chunks":
-        return [list(_chunks(slot, shares)) for slot in segment.slots]
-    return [list(_ranges(slot, shares)) for slot in segment.slots]
+        return [_chunks(slot, shares) for slot in segment.slots]
+    return [_ranges(slot, shares) for slot in segment.slots]
 
 
 def pads_of(segment: Segment, shares: torch.Tensor) -> list[torch.Tensor]:
@@ -33,13 +33,13 @@ def pads_of(segment: Segment, shares: torch.Tensor) -> list[torch.Tensor]:
     end, found = 0, []
     bounds = sorted((slot.start, slot.start + slot.tensor.numel) for slot in segment.slots)
     for start, stop in [*bounds, (shares.numel(), shares.numel())]:
-        found.extend(view for view, _ in _rows(shares, end, start))
+        found.extend(_rows(shares, end, start))
         end = stop
     return found
 
 
-def _rows(shares: torch.Tensor, start: int, stop: int) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Elements ``start`` to ``stop`` of all shares in rank order, as views, and which they are."""
+def _rows(shares: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Elements ``start`` to ``stop`` of all shares in rank order, as views."""
     width = shares.shape[1]
     at = start
     while at < stop:
@@ -51,49 +51,58 @@ def _rows(shares: torch.Tensor, start: int, stop: int) -> Iterator[tuple[torch.T
             rows = (stop - at) // width
             end = at + rows * width
             view = shares[row : row + rows]
-        yield view, slice(at - start, end - start)
+        yield view
         at = end
 
 
-def _ranges(slot: Slot, shares: torch.Tensor) -> Iterator[Strip]:
+def _ranges(slot: Slot, shares: torch.Tensor) -> Strips:
     numel, shape = slot.tensor.numel, slot.tensor.shape
-    for view, part in _rows(shares, slot.start, slot.start + numel):
-        if part.stop - part.start == numel and view.dim() == 1:
-            yield Strip(view.view(shape), lambda whole: whole)
-        else:
-            yield Strip(view, _range_of(part, view.shape))
+    found = list(_rows(shares, slot.start, slot.start + numel))
+    if len(found) == 1 and found[0].dim() == 1:
+        return Strips([found[0].view(shape)], lambda whole: (whole,))
+    sizes = [view.numel() for view in found]
+    deep = [(place, view.shape) for place, view in enumerate(found) if view.dim() > 1]
+
+    def parts(whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        taken = whole.reshape(-1).split(sizes)
+        if deep:
+            taken = list(taken)
+            for place, shape in deep:
+                taken[place] = taken[place].view(shape)
+        return taken
+
+    return Strips(found, parts)
 
 
-def _range_of(part: slice, shape: torch.Size) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda whole: whole.reshape(-1)[part].view(shape)
-
-
-def _chunks(slot: Slot, shares: torch.Tensor) -> Iterator[Strip]:
+def _chunks(slot: Slot, shares: torch.Tensor) -> Strips:
     """Ranks with a full chunk make one strip, the rank with the rest another."""
     placement, shape = slot.placement, slot.tensor.shape
     assert isinstance(placement, Shard | BlockShard)
     dim, chunk = placement.dim, slot.chunk
     if not slot.tensor.numel:
-        return
+        return Strips([], lambda whole: ())
     extent = shape[dim]
     before, after = torch.Size(shape[:dim]).numel(), torch.Size(shape[dim + 1 :]).numel()
     full, rest = divmod(extent, chunk)
-
-    def flat(whole: torch.Tensor) -> torch.Tensor:
-        return whole.reshape(before, extent, after)
-
-    def full_of(whole: torch.Tensor) -> torch.Tensor:
-        return flat(whole)[:, : full * chunk].unflatten(1, (full, chunk)).transpose(0, 1)
-
-    def rest_of(whole: torch.Tensor) -> torch.Tensor:
-        return flat(whole)[:, full * chunk :]
-
+    found = []
     if full:
         share = shares[:full, slot.inner : slot.inner + before * chunk * after]
-        yield Strip(share.unflatten(1, (before, chunk, after)), full_of)
+        found.append(share.unflatten(1, (before, chunk, after)))
     if rest:
         share = shares[full, slot.inner : slot.inner + before * rest * after]
-        yield Strip(share.view(before, rest, after), rest_of)
+        found.append(share.view(before, rest, after))
+
+    def parts(whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        flat = whole.reshape(before, extent, after)
+        taken = []
+        if full:
+            even = flat[:, : full * chunk] if rest else flat
+            taken.append(even.unflatten(1, (full, chunk)).transpose(0, 1))
+        if rest:
+            taken.append(flat[:, full * chunk :])
+        return taken
+
+    return Strips(found, parts)
 
 
 def is_even(segment: Segment, ranks: int) -> bool:
@@ -116,8 +125,8 @@ class Together:
         self.sizes = [whole.numel() // ranks for whole in wholes]
         self.rows = [w.view(ranks, -1) for w in wholes] if is_even(segment, ranks) else []
         pairs = list(zip(strips_of(segment, shares), wholes, strict=True))
-        self.sources = [strip.share for strips, _ in pairs for strip in strips]
-        self.targets = [strip.of(whole) for strips, whole in pairs for strip in strips]
+        self.sources = [share for strips, _ in pairs for share in strips.shares]
+        self.targets = [part for strips, whole in pairs for part in strips.of(whole)]
 
     def __call__(self) -> None:
         """Write the whole tensors."""
@@ -155,10 +164,10 @@ class Apart:
         targets, sources, empty = [], [], list(self.pads)
         for strips, whole in zip(self.strips, wholes, strict=True):
             if whole is None:
-                empty.extend(strip.share for strip in strips)
+                empty.extend(strips.shares)
             else:
-                targets.extend(strip.share for strip in strips)
-                sources.extend(strip.of(whole) for strip in strips)
+                targets.extend(strips.shares)
+                sources.extend(strips.of(whole))
         if empty:
             torch._foreach_zero_(empty)
         if targets:

@@ -3,14 +3,15 @@ work on and that gets the unit's gradient. All share the unit's shard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import set_local
-from shardwright.runtime.units.buffers import Buffers, local_view
+from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import Cut
 from shardwright.runtime.units.linked import Replica
 from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
@@ -33,6 +34,15 @@ class ShardedParameters:
         ]
         self.trainable = [segment.trainable for segment in segments for _ in segment.slots]
         self.all: list[nn.Parameter] = []
+        places = itertools.count()
+        self.places = [[next(places) for _ in segment.slots] for segment in segments]
+        self.spans = [
+            (begin, begin + piece.numel, piece.sizes)
+            for segment in segments
+            for slot in segment.slots
+            for piece in (segment.piece(slot, comm.rank),)
+            for begin in (segment.begin(piece),)
+        ]
 
     def make(self) -> list[nn.Parameter]:
         """New parameters over the shard."""
@@ -56,15 +66,18 @@ class ShardedParameters:
     def follow_freezing(self, wholes: Sequence[nn.Parameter]) -> bool:
         """Whoever changed since both were alike, the sharded or the whole parameter, is followed by
         the other; whether any did."""
-        changed = False
+        shown = [sharded.requires_grad for sharded in self.all]
+        hidden = [whole.requires_grad for whole in wholes]
+        if shown == hidden:
+            self.trainable = shown
+            return False
         for place, (sharded, whole) in enumerate(zip(self.all, wholes, strict=True)):
-            if sharded.requires_grad is not whole.requires_grad:
-                changed = True
+            if shown[place] is not hidden[place]:
                 was = self.trainable[place]
                 one, other = (sharded, whole) if whole.requires_grad is was else (whole, sharded)
                 other.requires_grad_(one.requires_grad)
             self.trainable[place] = sharded.requires_grad
-        return changed
+        return True
 
     def rename(self, path: str) -> None:
         """Parameters are called by their path from the root, of which the unit is at ``path``."""
@@ -80,11 +93,11 @@ class ShardedParameters:
 
     def hooked(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         """Let the hooks on the parameters of a segment change their parts of its mean gradient."""
-        for place, part in self._parts(index, share, present):
-            hooks = self.all[place]._backward_hooks
-            if not hooks:
-                continue
-            gradient = self.wrap(place, part)
+        if not any(self.all[place]._backward_hooks for place in self.places[index]):
+            return
+        for place in self._with_gradient(index, present):
+            hooks = self.all[place]._backward_hooks or {}
+            gradient = self._part(place, share)
             for hook in list(hooks.values()):
                 changed = hook(gradient)
                 if changed is not None and changed is not gradient:
@@ -94,24 +107,26 @@ class ShardedParameters:
         """Take a segment's share of the mean gradient: set or add to ``.grad`` of every parameter
         that requires it, unless an optimizer's flat tensor has it, and call the hooks that wait
         for it, such as an optimizer in the backward."""
-        for place, part in self._parts(index, share, present):
+        for place in self._with_gradient(index, present):
             parameter = self.all[place]
             if getattr(parameter, "home", None) is None:
                 held = parameter.grad
                 if held is None:
-                    parameter.grad = self.wrap(place, part)
+                    parameter.grad = self._part(place, share)
                 else:
-                    held.add_(self.wrap(place, part))
+                    held.add_(self._part(place, share))
             hooks = parameter._post_accumulate_grad_hooks
             for hook in list(hooks.values()) if hooks else ():
                 hook(parameter)
 
-    def _parts(
-        self, index: int, share: torch.Tensor, present: Sequence[bool]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """The place of every parameter of a segment that gets a gradient, and its part."""
-        segment = self.buffers.segments[index].segment
-        first = sum(len(views.segment.slots) for views in self.buffers.segments[:index])
-        for place, (slot, here) in enumerate(zip(segment.slots, present, strict=True), first):
-            if here and self.all[place].requires_grad:
-                yield place, local_view(segment, slot, self.buffers.comm.rank, share)
+    def _with_gradient(self, index: int, present: Sequence[bool]) -> list[int]:
+        """The places of a segment's parameters that get a gradient."""
+        places = self.places[index]
+        return [
+            p for p, here in zip(places, present, strict=True) if here and self.all[p].requires_grad
+        ]
+
+    def _part(self, place: int, share: torch.Tensor) -> torch.Tensor:
+        """A parameter's part of a share of its segment."""
+        begin, end, sizes = self.spans[place]
+        return self.wrap(place, share[begin:end].view(sizes))

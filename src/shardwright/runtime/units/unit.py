@@ -350,7 +350,8 @@ class Unit:
         self.finish_gather()
         if self.whole_is_written:
             writes.keep(self)
-        self._follow_freezing()
+        if not after_forward:
+            self._follow_freezing()
         few = after_forward and self._ranks_after_forward != self.comm.size
         if few and not self.keeps_whole:
             near = self.comm.narrow(self._ranks_after_forward)
