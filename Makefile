@@ -5,7 +5,7 @@
 PYTHON ?= python3
 ARGS ?=
 PYTHON_ENV ?=
-# Processes that run tests; those that start training processes of their own all run in one of them.
+# Processes that run tests.
 JOBS ?= 2
 
 VENV := .venv
@@ -44,7 +44,7 @@ demo: $(ENVIRONMENT)
 
 test: CHOSEN := -m 'not slow'
 test test-all: $(ENVIRONMENT)
-	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup $(CHOSEN) $(ARGS)
+	@$(RUN) -m pytest -n $(JOBS) $(CHOSEN) $(ARGS)
 
 check: $(ENVIRONMENT)
 	$(RUN) -m ruff check .

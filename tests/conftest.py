@@ -40,14 +40,3 @@ def _reevaluate(steps: Sequence[Step]) -> None:
 def reevaluate() -> Callable[[Sequence[Step]], None]:
     """Fails unless every printed line of a derivation evaluates to the value it states."""
     return _reevaluate
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start training processes share one worker of ``--dist loadgroup``.
-
-    So there is one pool of them, and no two of those that wait for a lost rank run side by side.
-    """
-    for item in items:
-        if {"distributed", "faults"} & set(item.path.parts):
-            item.add_marker(pytest.mark.xdist_group("processes"))

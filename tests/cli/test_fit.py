@@ -50,6 +50,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(call: Any, llama: Path) ->
     assert verdicts[1] != "fits"
 
 
+@pytest.mark.slow
 def test_keeping_less_fits_more(call: Any, llama: Path) -> None:
     rows = call("fit", llama, "--json").json["policies"]
     sizes = {row["checkpointing"]: row["largest_batch"]["size"] for row in rows}
@@ -57,6 +58,7 @@ def test_keeping_less_fits_more(call: Any, llama: Path) -> None:
     assert sizes["none"] <= sizes["selective"] <= sizes["full"]
 
 
+@pytest.mark.slow
 def test_the_report_answers_in_sentences(call: Any, llama: Path) -> None:
     answer = call("fit", llama)
     assert answer.code == 0

@@ -12,8 +12,8 @@ from random_habit_tasks import differing
     [
         (1, range(10)),
         (2, range(10, 30)),
-        pytest.param(3, range(30, 45), marks=pytest.mark.slow),
-        pytest.param(4, range(45, 60), marks=pytest.mark.slow),
+        (3, range(30, 45)),
+        (4, range(45, 60)),
     ],
 )
 def test_random_habits_change_nothing(pool: Pool, size: int, seeds: range) -> None:

@@ -66,7 +66,7 @@ def test_fewer_ranks_go_on(
     hold(pool.run(world_size, tasks.resume, folder=str(folder), case=other), wanted)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 @pytest.mark.parametrize("source", STRATEGIES)
 @pytest.mark.parametrize("target", STRATEGIES)
 def test_another_strategy_and_another_view_of_the_optimizer_go_on(

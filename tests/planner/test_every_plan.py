@@ -70,6 +70,7 @@ def test_no_plan_at_all_is_faster_than_the_bound(seed: int) -> None:
         assert found.draft.max_rank_seconds >= best * (1 - ROUNDED)
 
 
+@pytest.mark.slow
 @given(seed=seeds)
 @settings(deadline=None, max_examples=60)
 def test_it_is_proven_that_nothing_fits_only_where_nothing_fits(seed: int) -> None:

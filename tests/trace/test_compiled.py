@@ -24,6 +24,7 @@ SUMS, RANDOM_STATE = 1 * MIB, 24
 Step = Callable[..., tuple[int, int, set[str]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "selective", "full"])
 def test_a_compiled_block_keeps_and_takes_no_more_than_an_eager_one(step: Step, name: str) -> None:
     cuda = partial(lowering, "cuda")

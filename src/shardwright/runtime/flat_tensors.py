@@ -232,7 +232,7 @@ class Stretch(NamedTuple):
         """Take the mean gradient of the run out of that of its segment, whose tensors have one
         where ``present``."""
         flat, run = self.flat, self.run
-        first = sum(len(v.segment.slots) for v in run.unit.buffers.segments[: run.segment])
+        first = run.unit.sharded.places[run.segment][0]
         here = [present[place - first] for place in run.places]
         if not flat.parameter.requires_grad or not any(here):
             return

@@ -84,7 +84,7 @@ def fully_shard_flat(
     notes = _offload_notes(mesh, cpu_offload)
     _check_reshard(reshard_after_forward, comm.size, unit)
     prefetch = _depth(prefetch, mesh)
-    members = _members(modules, names, unit, ignored_params)
+    members = unit_members(modules, names, unit, ignored_params)
     chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size)
     shapes = [(m.fqn, tuple(m.shape), str(m.dtype), m.parameter.requires_grad) for m in members]
     precision = as_precision(precision)
@@ -188,7 +188,7 @@ def _is_unit(module: nn.Module) -> bool:
     return get_dstorage(module) is not None
 
 
-def _members(
+def unit_members(
     modules: Sequence[nn.Module],
     prefixes: Sequence[str],
     unit: str,
@@ -352,8 +352,3 @@ def attach(
             flow.lead(storage)
         hooks.register(modules)
     return storage
-
-
-def unit_members(modules: Sequence[nn.Module], prefixes: Sequence[str], unit: str) -> list[Member]:
-    """The parameters of a unit that a plan names, by their names in the whole model."""
-    return _members(modules, prefixes, unit)

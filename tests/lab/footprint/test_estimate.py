@@ -84,6 +84,7 @@ def estimated(job: Job) -> RankMemory:
     return rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_fsdp2_takes_what_was_estimated_as_torchs_tracker_sees_it(case: str) -> None:
     job = job_of(CASES[case])

@@ -103,11 +103,13 @@ class DStorage(Unit):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside hold their gradients back instead of reducing them."""
         before = {unit: unit.synchronise for unit in self.flow.units()}
+        settings = dict(self.flow.settings)
         self.flow.set("synchronise", False)
         try:
             yield
         finally:
-            self.flow.set("synchronise", True)
+            self.flow.set("synchronise", settings.get("synchronise", True))
+            self.flow.settings = settings
             for unit, synchronise in before.items():
                 unit.synchronise = synchronise
 

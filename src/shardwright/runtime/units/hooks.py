@@ -62,23 +62,17 @@ class UnitHooks:
             for inner in module.modules():
                 if holder_of(inner) is self.storage:
                     for name, value in vars(inner).items():
-                        if name not in _OF_MODULES and self._unmarked(value):
+                        if name not in _OF_MODULES and _has_unmarked(value):
                             self._stashes[id(vars(inner)), name] = vars(inner)
         for (_, name), attributes in self._stashes.items():
             before = attributes.get(name)
-            if not self._unmarked(before):
+            if not _has_unmarked(before):
                 continue
             after = _map_tensors(self._announce_once, before, 0)
             if isinstance(before, list):
                 before[:] = after
             else:
                 attributes[name] = after
-
-    def _unmarked(self, value: Any) -> bool:
-        """Whether there are tensors with a graph in ``value`` that announce nothing."""
-        if not isinstance(value, torch.Tensor | list | tuple | dict):
-            return False
-        return any(isinstance(t, torch.Tensor) and _is_unmarked(t) for t in tree_flatten(value)[0])
 
     def _announce_once(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.announce(tensor) if _is_unmarked(tensor) else tensor
@@ -233,6 +227,13 @@ class _After:
 def _is_unmarked(tensor: torch.Tensor) -> bool:
     node = tensor.grad_fn
     return node is not None and type(node).__name__ != f"{_BeforeBackward.__name__}Backward"
+
+
+def _has_unmarked(value: Any) -> bool:
+    """Whether there are tensors with a graph in ``value`` that announce nothing."""
+    if not isinstance(value, torch.Tensor | list | tuple | dict):
+        return False
+    return any(isinstance(t, torch.Tensor) and _is_unmarked(t) for t in tree_flatten(value)[0])
 
 
 def _map_tensors(
