@@ -4,6 +4,7 @@ were captured, hooks, writes, states and gradients of whole tensors."""
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,25 @@ def a_number_used_by_another_method(world: World) -> Found:
         model.logits(world.inputs(number)).square().mean().backward()
         optimizer.step()
     return weights(model)
+
+
+def a_copy_with_a_temperature_in_the_loss(world: World) -> Found:
+    model = world.shard(_Scaled(inside=False))
+    found: Found = {}
+    for each in (copy.deepcopy(model), model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        (each(world.inputs()) * each.scale.exp()).square().mean().backward()
+        optimizer.step()
+        found |= weights(each, prefix=f"{len(found)} ")
+    return found
+
+
+def a_number_through_torch_save(world: World) -> Found:
+    model = world.shard(_Scaled(inside=True))
+    file = io.BytesIO()
+    torch.save(model.scale, file)
+    file.seek(0)
+    return {"scale": torch.load(file).detach()}
 
 
 def hooks_on_a_number(world: World) -> Found:

@@ -117,6 +117,16 @@ class Replica(LinkedParameter):
         self.mean = value
         C_GRAD.__set__(self, None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
+        if id(self) not in memo:
+            made = memo[id(self)] = Replica.over(self.detach().clone(), self.requires_grad)
+            made.mean = None if self.mean is None else self.mean.detach().clone()
+        found: Replica = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter, (self.detach().clone(), self.requires_grad)  # not the unit's buffer
+
 
 def _take_stray(parameter: Any) -> None:
     stray = C_GRAD.__get__(parameter)
