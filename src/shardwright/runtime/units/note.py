@@ -9,7 +9,6 @@ a gradient here, so that all ranks learn which have one anywhere.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -36,8 +35,8 @@ class Note:
         """The note for every rank [ranks, length], in dtype and on device of ``like``."""
         numbers = [*self.own, *self.present]
         numbers.extend([0] * (length - len(numbers)))
-        row = torch.frombuffer(array("f", numbers), dtype=torch.float32)  # no list to look through
-        return row.to(like.device, like.dtype).expand(ranks, length)
+        row = torch.tensor(numbers, dtype=like.dtype, device=like.device)
+        return row.expand(ranks, length)
 
     def read(self, row: torch.Tensor) -> Sequence[bool]:
         """Which tensors have a gradient on any rank, from the sum of all notes [n].
