@@ -262,7 +262,7 @@ def _optimizer_worker(rank: int, steps: int, out: str) -> None:
     one = known["flat"].wrap(model_of("tiny"), mesh)
     subjects["flat, one tensor"] = (
         one,
-        adamw(sw.optimizer_parameters(one), fused=True),
+        adamw(sw.optimizer_parameters(one, per_unit=False), fused=True),
         sw.clip_grad_norm_,
     )
     clocks: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in subjects}

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import Segment
@@ -114,7 +113,7 @@ class FlatTensor:
             own = Cut.of_runs(name, lengths, unit.comm)
             own.is_of_many = True
             self.parameter = as_parameter(ShardTensor(memory, own), trains)
-        _FLATS[self.parameter] = weakref.ref(self)
+        setattr(self.parameter, FLAT, weakref.ref(self))
         self.homes: list[FlatHome] = []
         self.cleared = 0  # homes whose gradient is nothing
         offset = 0
@@ -199,8 +198,9 @@ class FlatTensor:
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if TAKEN in vars(parameter):
-                name, unit = vars(parameter)[TAKEN]
+            own = vars(parameter)
+            if TAKEN in own:
+                name, unit = own[TAKEN]
                 raise InputError(
                     expected(
                         f"an optimizer's {name} of unit '{unit}'",
@@ -209,14 +209,13 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                         "Make the optimizer after sharding.",
                     )
                 )
-            reference = _FLATS.get(parameter) if _FLATS else None
-            flat = None if reference is None else reference()
+            flat = own[FLAT]() if FLAT in own else None
             if flat is not None:
                 flat.check()
 
 
 TAKEN = "_taken_by"  # what an original parameter says once it is sharded: its name and unit
-_FLATS = WeakTensorKeyDictionary()  # by their parameter
+FLAT = "_flat_tensor"  # what a flat tensor's parameter says: whose it is
 register_optimizer_step_pre_hook(_before_step)
 
 

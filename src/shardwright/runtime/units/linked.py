@@ -63,6 +63,9 @@ class LinkedParameter(nn.Parameter):
             raise self.home.refusal()
         C_DATA.__set__(self, value)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter, (self.detach().clone(), self.requires_grad)  # not the unit's buffer
+
 
 class Arrival:
     """Hears of every gradient that comes to a whole parameter of a unit, announced or not."""
@@ -123,9 +126,6 @@ class Replica(LinkedParameter):
             made.mean = None if self.mean is None else self.mean.detach().clone()
         found: Replica = memo[id(self)]
         return found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter, (self.detach().clone(), self.requires_grad)  # not the unit's buffer
 
 
 def _take_stray(parameter: Any) -> None:
