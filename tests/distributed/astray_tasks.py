@@ -126,6 +126,10 @@ def _codebook(world: World) -> None:
     model(world.inputs())
 
 
+def _lazy(world: World) -> None:
+    world.unit(nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(4)))
+
+
 def _pickled(world: World) -> None:
     pickle.dumps(world.shard(net()))
 
@@ -177,6 +181,7 @@ def _taken_twice(world: World) -> None:
 
 
 _REFUSED: dict[str, Callable[[World], None]] = {
+    "a lazy module": _lazy,
     "two parameters over one memory": _overlapping,
     "an embedding with max_norm": _largest_norm,
     "a codebook": _codebook,

@@ -39,6 +39,7 @@ def test_replicas_that_differ_later_are_refused(pool: Pool) -> None:
 
 
 REFUSALS = {
+    "a lazy module": "1.weight: expected a parameter with a shape, got one of a lazy module",
     "two parameters over one memory": "1.weight of unit 'Sequential': expected memory of its own, "
     "or to be the same parameter, got memory of 0.weight in another parameter",
     "an embedding with max_norm": "forward of unit 'Embedding': expected one that only reads",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import UnitLayout
@@ -156,6 +157,15 @@ def find_members(
                 if parameter is None or id(parameter) in left_out:
                     continue
                 fqn = plain_name(f"{path}.{name}" if path else name)
+                if is_lazy(parameter):
+                    raise InputError(
+                        expected(
+                            fqn,
+                            "a parameter with a shape",
+                            "one of a lazy module that has not run yet",
+                            "Run a batch through the model before sharding it.",
+                        )
+                    )
                 member = found.get(id(parameter))
                 if member is None:
                     member = found[id(parameter)] = Member(
