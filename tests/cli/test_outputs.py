@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from shardwright.lab.published.__main__ import main as published
+from published.__main__ import main as published
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 TABLES = '{"tables": [{"name": "a", "rows": 100, "dim": 16}, {"name": "b", "rows": 9, "dim": 16}]}'

@@ -4,11 +4,10 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-
-from shardwright.memory.megatron.arguments import describe
-from shardwright.memory.megatron.description import Device, Run
-from shardwright.memory.megatron.states import fp8_copies, state_bytes, state_parts
-from shardwright.memory.megatron.weights import Weight, rank_weights
+from published.megatron.arguments import describe
+from published.megatron.description import Device, Run
+from published.megatron.states import fp8_copies, state_bytes, state_parts
+from published.megatron.weights import Weight, rank_weights
 
 A100 = Device("A100", 80 * 2**30, "ampere")
 GB200 = Device("GB200", 184 * 2**30, "blackwell")

@@ -7,8 +7,8 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from published.prediction import Prediction
 from shardwright.core.errors import UnsupportedError
-from shardwright.lab.published.prediction import Prediction
 
 Predictor = Callable[[Mapping[str, Any]], Prediction]
 
@@ -16,13 +16,13 @@ FRAMEWORKS = {
     "torchtitan": "predict_torchtitan",
     "megatron": "predict_megatron",
 }
-"""Lists of a file of published rows, which are modules of this package, and their functions."""
+"""Lists of a file of published rows, and the functions of the modules that are named for them."""
 
 
 def predictor(framework: str) -> Predictor:
     """The function that predicts the rows of a framework; a framework whose module is not there
     leaves every row out."""
-    name = f"shardwright.lab.published.{framework}"
+    name = f"published.{framework}_rows"
     if importlib.util.find_spec(name) is None:
         return _absent(f"{framework}: no predictor for its rows in this version")
     try:

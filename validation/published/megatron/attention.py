@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
-from shardwright.memory.megatron.description import Run
-from shardwright.memory.megatron.kept import BlockMemory, Kept, size
+from published.megatron.description import Run
+from published.megatron.kept import BlockMemory, Kept, size
 
 FP32 = 4
 MASK = 1

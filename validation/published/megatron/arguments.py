@@ -13,8 +13,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.memory.megatron.description import (
+from published.megatron.description import (
     Device,
     Optimizer,
     Parallel,
@@ -22,10 +21,11 @@ from shardwright.memory.megatron.description import (
     Recompute,
     Run,
 )
-from shardwright.memory.megatron.flags import Flags
-from shardwright.memory.megatron.kernel_arguments import cublas_workspace, read_kernels
-from shardwright.memory.megatron.model_arguments import read_shape
-from shardwright.memory.megatron.stages import last_rank_chunks, virtual_stages
+from published.megatron.flags import Flags
+from published.megatron.kernel_arguments import cublas_workspace, read_kernels
+from published.megatron.model_arguments import read_shape
+from published.megatron.stages import last_rank_chunks, virtual_stages
+from shardwright.core.errors import InputError, UnsupportedError, expected
 
 UNSUPPORTED = {
     "encoder-num-layers": "a model with an encoder",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from published.megatron.description import Parallel, Shape
+from published.megatron.flags import Flags
+from published.megatron.layout import Chunk, even_stages, expand
 from shardwright.core.errors import InputError, expected
-from shardwright.memory.megatron.description import Parallel, Shape
-from shardwright.memory.megatron.flags import Flags
-from shardwright.memory.megatron.layout import Chunk, even_stages, expand
 
 _COUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 

@@ -7,9 +7,9 @@ fp32 and become probabilities in place, which stay for the backward), ``core/fus
 
 from __future__ import annotations
 
-from shardwright.memory.megatron.attention import FP32, norm_kept
-from shardwright.memory.megatron.description import Run
-from shardwright.memory.megatron.kept import BlockMemory, Kept, size
+from published.megatron.attention import FP32, norm_kept
+from published.megatron.description import Run
+from published.megatron.kept import BlockMemory, Kept, size
 
 
 def logits(run: Run) -> int:

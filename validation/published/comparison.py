@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from published.frameworks import FRAMEWORKS, predictor
+from published.megatron.fitted import FIRST_LOOK, FITTED
+from published.prediction import LeftOut, Row
 from shardwright.core.errors import InputError, ShardwrightError, expected
-from shardwright.lab.published.frameworks import FRAMEWORKS, predictor
-from shardwright.lab.published.prediction import LeftOut, Row
-from shardwright.memory.megatron.fitted import FIRST_LOOK, FITTED
 
 CAVEATS = (
     "megatron: values are those of the last rank, which holds the last pipeline stage and is "

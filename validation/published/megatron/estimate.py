@@ -6,13 +6,13 @@ from collections import Counter
 
 import msgspec
 
-from shardwright.memory.megatron.blocks import chunk_blocks
-from shardwright.memory.megatron.description import Run
-from shardwright.memory.megatron.kept import BlockMemory
-from shardwright.memory.megatron.lasting import gathered_part, lasting_parts
-from shardwright.memory.megatron.schedule import Turn, turns
-from shardwright.memory.megatron.states import Part, fp8_copies, state_parts
-from shardwright.memory.megatron.weights import rank_weights
+from published.megatron.blocks import chunk_blocks
+from published.megatron.description import Run
+from published.megatron.kept import BlockMemory
+from published.megatron.lasting import gathered_part, lasting_parts
+from published.megatron.schedule import Turn, turns
+from published.megatron.states import Part, fp8_copies, state_parts
+from published.megatron.weights import rank_weights
 
 
 class Phase(msgspec.Struct, frozen=True):

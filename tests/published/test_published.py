@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from shardwright.core.errors import EXIT_INPUT, InputError
-from shardwright.lab.published.__main__ import main
-from shardwright.lab.published.comparison import (
+from published.__main__ import main
+from published.comparison import (
     compare,
     distribution,
     fit_check,
     noise_floor,
     quantile,
 )
-from shardwright.lab.published.devices import device_of, ranks_of
-from shardwright.lab.published.megatron import old_engine, test_of
-from shardwright.lab.published.prediction import Prediction, Row
-from shardwright.lab.published.sheet import page
+from published.devices import device_of, ranks_of
+from published.megatron_rows import old_engine, test_of
+from published.prediction import Prediction, Row
+from published.sheet import page
+
+from shardwright.core.errors import EXIT_INPUT, InputError
 
 test_of.__test__ = False  # type: ignore[attr-defined]
 GIB = 2**30

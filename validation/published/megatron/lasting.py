@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+from published.megatron.attention import scores
+from published.megatron.description import Run
+from published.megatron.feedforward import expert_streams
+from published.megatron.kept import size
+from published.megatron.states import Part
+from published.megatron.weights import Weight
 from shardwright.core.footprint import Certainty
-from shardwright.memory.megatron.attention import scores
-from shardwright.memory.megatron.description import Run
-from shardwright.memory.megatron.feedforward import expert_streams
-from shardwright.memory.megatron.kept import size
-from shardwright.memory.megatron.states import Part
-from shardwright.memory.megatron.weights import Weight
 
 ENGINE_WORKSPACE = 4 * 2**20
 ENGINE_WORKSPACE_HOPPER = 32 * 2**20 + 1024

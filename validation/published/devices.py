@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardwright.memory.megatron.description import Device
+from published.megatron.description import Device
 
 GIB = 2**30
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from shardwright.memory.megatron.attention import attention, linear_attention
-from shardwright.memory.megatron.description import Run
-from shardwright.memory.megatron.feedforward import mlp, moe
-from shardwright.memory.megatron.head import embedding, head, prediction_input
-from shardwright.memory.megatron.kept import BlockMemory
-from shardwright.memory.megatron.layout import Block, Chunk
-from shardwright.memory.megatron.mamba import mamba
+from published.megatron.attention import attention, linear_attention
+from published.megatron.description import Run
+from published.megatron.feedforward import mlp, moe
+from published.megatron.head import embedding, head, prediction_input
+from published.megatron.kept import BlockMemory
+from published.megatron.layout import Block, Chunk
+from published.megatron.mamba import mamba
 
 
 def chunk_blocks(run: Run, chunk: Chunk) -> list[BlockMemory]:

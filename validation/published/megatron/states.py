@@ -13,10 +13,10 @@ from fractions import Fraction
 
 import msgspec
 
+from published.megatron.description import Run
+from published.megatron.weights import Weight
 from shardwright.core.footprint import Certainty
 from shardwright.core.timeline import Kind
-from shardwright.memory.megatron.description import Run
-from shardwright.memory.megatron.weights import Weight
 
 BUCKET_MULTIPLE = 128
 """Elements that a gradient buffer of the distributed optimizer is padded to for each rank, so that

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from shardwright.memory.megatron.layout import Chunk, Layer
+from published.megatron.layout import Chunk, Layer
 
 Attention = Literal["flash", "fused", "unfused", "local"]
 Dispatcher = Literal["allgather", "alltoall", "flex"]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from shardwright.core.errors import InputError, expected
-from shardwright.memory.megatron.description import (
+from published.megatron.description import (
     Delta,
     Dispatcher,
     Experts,
@@ -18,8 +17,9 @@ from shardwright.memory.megatron.description import (
     Mamba,
     Shape,
 )
-from shardwright.memory.megatron.flags import Flags, layer_pattern
-from shardwright.memory.megatron.layout import Block, Layer, hybrid_layers
+from published.megatron.flags import Flags, layer_pattern
+from published.megatron.layout import Block, Layer, hybrid_layers
+from shardwright.core.errors import InputError, expected
 
 GPT2_VOCABULARY = 50257
 NEMOTRON_256K_VOCABULARY = 256000

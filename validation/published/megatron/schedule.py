@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from shardwright.memory.megatron.description import Run
+from published.megatron.description import Run
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -3,15 +3,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from shardwright.memory.megatron.arguments import describe
-from shardwright.memory.megatron.attention import attention
-from shardwright.memory.megatron.blocks import chunk_blocks
-from shardwright.memory.megatron.description import Device, Run
-from shardwright.memory.megatron.estimate import estimate
-from shardwright.memory.megatron.feedforward import mlp, moe
-from shardwright.memory.megatron.kept import BlockMemory
-from shardwright.memory.megatron.lasting import lasting_parts
+from published.megatron.arguments import describe
+from published.megatron.attention import attention
+from published.megatron.blocks import chunk_blocks
+from published.megatron.description import Device, Run
+from published.megatron.estimate import estimate
+from published.megatron.feedforward import mlp, moe
+from published.megatron.kept import BlockMemory
+from published.megatron.lasting import lasting_parts
 
 H100 = Device("H100", 80 * 2**30, "hopper")
 A100 = Device("A100", 80 * 2**30, "ampere")

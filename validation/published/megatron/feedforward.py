@@ -7,14 +7,14 @@ spread evenly over the experts.
 
 from __future__ import annotations
 
-from shardwright.memory.megatron.attention import (
+from published.megatron.attention import (
     FP32,
     hidden_dropout,
     linear_input,
     norm_kept,
 )
-from shardwright.memory.megatron.description import Experts, Run
-from shardwright.memory.megatron.kept import BlockMemory, Kept, size
+from published.megatron.description import Experts, Run
+from published.megatron.kept import BlockMemory, Kept, size
 
 INDEX = 8
 ROUTER_TENSORS = 3

@@ -6,9 +6,9 @@ mamba-ssm, which keeps its whole input and its output and makes the rest again i
 
 from __future__ import annotations
 
-from shardwright.memory.megatron.attention import FP32, hidden_dropout, linear_input, norm_kept
-from shardwright.memory.megatron.description import Run
-from shardwright.memory.megatron.kept import BlockMemory, Kept, size
+from published.megatron.attention import FP32, hidden_dropout, linear_input, norm_kept
+from published.megatron.description import Run
+from published.megatron.kept import BlockMemory, Kept, size
 
 CHUNK = 128
 """Tokens for which the scan keeps one state (``chunk_size`` of the mixer)."""

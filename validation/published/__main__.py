@@ -1,4 +1,4 @@
-"""``python -m shardwright.lab.published FILE.json [-o DIR]``: predict published rows.
+"""``PYTHONPATH=validation python -m published FILE.json [-o DIR]``: predict published rows.
 
 Prints one JSON object; with ``-o`` it goes into files of DIR instead, one for each framework and a
 page beside them, and the distribution of the errors is printed.
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from published.comparison import compare
+from published.sheet import INTRODUCTION, page
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
 from shardwright.core.outputs import Kind, check_output
-from shardwright.lab.published.comparison import compare
-from shardwright.lab.published.sheet import INTRODUCTION, page
 
 PAGE = Kind("page", re.compile(re.escape(INTRODUCTION.encode())))
 ROWS = Kind("comparison", re.compile(rb'\{\s*"rows": \['))
@@ -27,7 +27,7 @@ ROWS = Kind("comparison", re.compile(rb'\{\s*"rows": \['))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the process's exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m shardwright.lab.published",
+        prog="python -m published",
         description="Predicts published measurements of memory and compares.",
     )
     parser.add_argument("file", type=Path, help="JSON file with lists of published rows")

@@ -8,8 +8,9 @@ from typing import Any
 MIB = 2**20
 INTRODUCTION = """# Predicted beside published memory
 
-Made by `python -m shardwright.lab.published FILE.json -o DIR` from measurements that others have
-published; this page carries figures only. Sizes are MiB, errors signed shares of the measurement.
+Made by `PYTHONPATH=validation python -m published FILE.json -o DIR` from measurements that others
+have published; this page carries figures only. Sizes are MiB, errors signed shares of the
+measurement.
 """
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from published.devices import device_of, ranks_of
+from published.megatron.arguments import describe
+from published.megatron.description import Run
+from published.megatron.estimate import estimate
+from published.prediction import Prediction
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.lab.published.devices import device_of, ranks_of
-from shardwright.lab.published.prediction import Prediction
-from shardwright.memory.megatron.arguments import describe
-from shardwright.memory.megatron.description import Run
-from shardwright.memory.megatron.estimate import estimate
 
 FAMILIES = {
     "t5": "an encoder beside the decoder is not described",

@@ -3,13 +3,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from published.megatron.arguments import describe
+from published.megatron.description import Device, Run
+from published.megatron.flags import Flags, layer_pattern
+from published.megatron.layout import even_stages, expand, hybrid_layers
+from published.megatron.schedule import turns
 
 from shardwright.core.errors import InputError
-from shardwright.memory.megatron.arguments import describe
-from shardwright.memory.megatron.description import Device, Run
-from shardwright.memory.megatron.flags import Flags, layer_pattern
-from shardwright.memory.megatron.layout import even_stages, expand, hybrid_layers
-from shardwright.memory.megatron.schedule import turns
 
 H100 = Device("H100", 80 * 2**30, "hopper")
 GPT = {

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from published.devices import device_of
+from published.prediction import Prediction
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import parse_job
 from shardwright.lab.footprint import footprint
-from shardwright.lab.published.devices import device_of
-from shardwright.lab.published.prediction import Prediction
 
 GIB = 2**30
 Sizes = dict[str, int]
@@ -59,7 +59,7 @@ def predict_torchtitan(row: Mapping[str, Any]) -> Prediction:
         predicted=worst.reserved_bytes,
         measured=round(measured * GIB),
         parts={
-            **worst.by_category,
+            **{str(category): size for category, size in worst.by_category.items()},
             "cached by the allocator": worst.reserved_bytes - worst.peak_bytes,
         },
         assumptions=(*assumptions, *named, *found.assumptions),

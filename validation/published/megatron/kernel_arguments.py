@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from shardwright.memory.megatron.description import Attention, Device, Kernels, Shape
-from shardwright.memory.megatron.flags import Flags
+from published.megatron.description import Attention, Device, Kernels, Shape
+from published.megatron.flags import Flags
 
 CUBLAS_WORKSPACE_HOPPER = 32 * 2**20
 CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) * 2**10

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shardwright.memory.megatron.description import Experts, Run, Shape
-from shardwright.memory.megatron.layout import Block, Chunk
+from published.megatron.description import Experts, Run, Shape
+from published.megatron.layout import Block, Chunk
 
 
 class Weight(msgspec.Struct, frozen=True):
