@@ -192,6 +192,98 @@ def whole_gradients_for_a_fused_step(world: World) -> Found:
     return weights(model)
 
 
+def hooks_on_flat_tensors_over_two_backwards(world: World) -> Found:
+    model = world.shard(net())
+    flat = world.flat(model)
+    for parameter in flat:
+        parameter.register_hook(lambda gradient: gradient * 2)
+    for number in range(2):
+        step(world, model, number)
+    torch.optim.SGD(flat, lr=0.1).step()
+    return weights(model)
+
+
+def a_counter_that_acts_with_a_temperature_in_the_loss(world: World) -> Found:
+    model = world.shard(_Scaled(inside=False))
+    calls: list[int] = []
+    model.scale.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    (model(world.inputs()) * model.scale.exp()).square().mean().backward()
+    return {"calls": float(len(calls))}
+
+
+class _WithCount(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 4).double()
+        self.count = nn.Parameter(torch.tensor(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(x) * self.count
+        return found
+
+
+def a_whole_number_as_a_parameter(world: World) -> Found:
+    model = _WithCount()
+    world.unit(model)
+    train(world, model, torch.optim.SGD(model.linear.parameters(), lr=0.1))
+    return weights(model)
+
+
+def a_number_copied_alone(world: World) -> Found:
+    model = world.shard(_Scaled(inside=True))
+    alone = copy.deepcopy(model.scale)
+    (alone * 3).square().backward()
+    (alone * 3).square().backward()
+    return {"gradient": alone.grad}
+
+
+class _Keyed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 4).double()
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = self.linear(batch["x"])
+        return found
+
+
+def a_leaf_in_the_callers_dictionary(world: World) -> Found:
+    model = _Keyed()
+    world.unit(model)
+    x = world.inputs().requires_grad_()
+    batch = {"x": x}
+    for _ in range(2):
+        model(batch).square().mean().backward()
+    return {"same": batch["x"] is x, "seen": x.grad is not None, **grads(model)}
+
+
+def a_state_after_a_dry_run(world: World) -> Found:
+    model = _root_with_its_own(world)
+    model(world.inputs())
+    nn.init.constant_(model[2].bias, 0.25)
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def clipping_after_another_forward(world: World) -> Found:
+    model = _root_with_its_own(world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(world, model)
+    model(world.inputs(9))
+    clip = sw.clip_grad_norm_ if world.ours else _clip
+    norm = clip(model, 0.1)
+    optimizer.step()
+    model.zero_grad()
+    with torch.no_grad():
+        model(world.inputs())
+    return {"norm": whole(norm), **weights(model)}
+
+
+def _clip(model: nn.Module, most: float) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), most)
+
+
 class _Appends(nn.Module):
     def __init__(self) -> None:
         super().__init__()

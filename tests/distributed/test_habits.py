@@ -39,6 +39,7 @@ FSDP2_DIFFERS = {  # torch 2.13: wrong, silent, or refused
 
 
 FSDP2_IS_RIGHT = {  # of what reaches in from outside
+    "a_leaf_in_the_callers_dictionary",
     *("a_later_part_of_a_list_alone", "a_loss_on_a_captured_activation", "a_vectorized_model"),
     "optimizer_in_the_backward_of_replicas",
 }
@@ -48,9 +49,14 @@ REFUSED_BY_RANGES = {  # which are no slices of a tensor, and cut numbers too
     "full_state_from_one_rank": "weight: expected a part that is a slice of the whole tensor",
 }
 
+REFUSED_OF_REPLICAS = {  # what a flat buffer cuts, others have whole
+    "a_counter_that_acts_with_a_temperature_in_the_loss": "scale of unit '_Scaled': expected hooks "
+    "on its gradient, or a use outside",
+}
+
 
 def _check(habit: str, way: str, found: Any) -> None:
-    refused = {**REFUSED, **(REFUSED_BY_RANGES if way == "flat" else {})}
+    refused = {**REFUSED, **(REFUSED_BY_RANGES if way == "flat" else REFUSED_OF_REPLICAS)}
     if habit in refused:
         assert isinstance(found, str)
         assert refused[habit] in found

@@ -54,7 +54,9 @@ def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
     for flat in flats.values():
         if flat.parameter.grad is not None:
             yield flat.parameter.grad
-    for parameter in model.parameters():
+    sharded = [m.parameter for unit in storages_in(model) for m in unit.members]  # whatever shows
+    known = set(map(id, sharded))
+    for parameter in (*sharded, *(p for p in model.parameters() if id(p) not in known)):
         if getattr(parameter, "home", None) is None and parameter.grad is not None:
             yield parameter.grad
 

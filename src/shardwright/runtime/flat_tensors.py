@@ -236,11 +236,11 @@ class Stretch(NamedTuple):
         if not flat.parameter.requires_grad or not any(here):
             return
         part = share[run.begin : run.begin + run.length]
+        self._call_hooks(part)
         if flat.local_gradient is None and len(part) == len(local_of(flat.parameter)):
             flat.set_gradient(part)
         else:
             flat.gradient_to_write()[self.offset : self.offset + run.length].add_(part)
-        self._call_hooks()
         for home, has_one in zip(self.homes, here, strict=True):
             home.is_cleared = home.is_cleared and not has_one
         flat.cleared = sum(home.is_cleared for home in flat.homes)
@@ -248,8 +248,8 @@ class Stretch(NamedTuple):
         for hook in list(hooks.values()) if hooks else ():
             hook(flat.parameter)
 
-    def _call_hooks(self) -> None:
-        """Those on the flat tensor's gradient, which see it whole."""
+    def _call_hooks(self, part: torch.Tensor) -> None:
+        """Those on the flat tensor's gradient, which see all of this one."""
         flat = self.flat
         hooks = flat.parameter._backward_hooks
         if not hooks:
@@ -263,10 +263,11 @@ class Stretch(NamedTuple):
                     "Register it on the model's parameters.",
                 )
             )
+        gradient = part if flat.cut is None else ShardTensor(part, flat.cut)
         for hook in list(hooks.values()):
-            changed = hook(flat.parameter.grad)
-            if changed is not None:
-                flat.parameter.grad.copy_(changed)  # type: ignore[union-attr]
+            changed = hook(gradient)
+            if changed is not None and changed is not gradient:
+                gradient.copy_(changed)
 
     def follow_freezing(self) -> None:
         """See :meth:`FlatTensor.follow_freezing`."""

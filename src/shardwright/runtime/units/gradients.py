@@ -80,6 +80,8 @@ class SegmentGradient:
     def hold(self, place: int, gradient: torch.Tensor) -> None:
         """Hold a gradient of the tensor at ``place`` in the dtype it will be summed in."""
         held = self.held[place]
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
         if held is None:
             self.held[place] = gradient.to(self.views.reduced)
             self.comm.probe.holds(self.held[place], "unreduced_gradient")

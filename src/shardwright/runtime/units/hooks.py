@@ -36,6 +36,7 @@ class UnitHooks:
     def __init__(self, storage: DStorage) -> None:
         self.storage = storage
         self.anchor = torch.empty(0, requires_grad=True)  # a leaf of every graph of the unit
+        self.lent: Lent = []  # callers' containers that have marked tensors during a forward
         self._looks = LOOKS
         self._stashes: dict[tuple[int, str], dict[str, Any]] = {}
 
@@ -120,9 +121,10 @@ class _Before:
         return self._marked((arguments, keywords), dtype)
 
     def _marked(self, given: Any, dtype: torch.dtype | None) -> Any:
-        """``given`` with its tensors cast and marked; None where that changes nothing, for what a
-        caller gave stays the caller's own: a forward may append to it."""
-        leaves, shape = tree_flatten(given)
+        """``given`` with its tensors cast and marked, None where that changes nothing. Lists and
+        dictionaries stay the caller's own, for a forward may append to them, and get back after it
+        what they had."""
+        leaves = tree_flatten(given)[0]
         changed = [_cast(leaf, dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves]
         tensors = [i for i, leaf in enumerate(changed) if torch.is_tensor(leaf)]
         spots = [i for i in tensors if changed[i].requires_grad]
@@ -132,28 +134,41 @@ class _Before:
                 changed[index] = tensor
         if all(new is old for new, old in zip(changed, leaves, strict=True)):
             return None
-        if dtype is not None:
-            return tree_unflatten(changed, shape)
         found = {id(old): new for old, new in zip(leaves, changed, strict=True)}
-        return _put(given, found)
+        return _put(given, found, self.hooks.lent)
 
 
-def _put(value: Any, found: dict[int, Any]) -> Any:
+Lent = list[tuple[Any, Any, Any, Any]]  # a container, where in it, what it had and what it has
+
+
+def _put(value: Any, found: dict[int, Any], lent: Lent) -> Any:
     """``value`` with other leaves; lists and dictionaries are the same objects as before."""
     if id(value) in found:
         return found[id(value)]
-    if isinstance(value, list):
-        value[:] = [_put(each, found) for each in value]
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            value[key] = _put(each, found)
+    if isinstance(value, list | dict):
+        places = enumerate(value) if isinstance(value, list) else value.items()
+        for key, before in list(places):
+            after = _put(before, found, lent)
+            if after is not before:
+                value[key] = after
+                lent.append((value, key, before, after))
     elif isinstance(value, tuple):
-        every = [_put(each, found) for each in value]
+        every = [_put(each, found, lent) for each in value]
         return type(value)(*every) if hasattr(value, "_fields") else type(value)(every)
     else:
         leaves, shape = tree_flatten(value)
-        return tree_unflatten([_put(leaf, found) for leaf in leaves], shape)
+        return tree_unflatten([_put(leaf, found, lent) for leaf in leaves], shape)
     return value
+
+
+def _give_back(lent: Lent) -> None:
+    """Let callers' containers have their own again, where a forward left what it was given."""
+    for value, key, before, after in reversed(lent):
+        places = enumerate(value) if isinstance(value, list) else [(key, value.get(key))]
+        for place, each in list(places):
+            if each is after:
+                value[place] = before
+    lent.clear()
 
 
 class _After:
@@ -170,6 +185,7 @@ class _After:
     def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
         storage = self.hooks.storage
         recomputed = in_backward()
+        _give_back(self.hooks.lent)
         if output is None:  # it raised, or has nothing to say
             storage.watched = None
             if not recomputed:

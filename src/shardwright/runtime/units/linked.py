@@ -52,6 +52,10 @@ class LinkedParameter(nn.Parameter):
         C_GRAD.__set__(self, None)
         self.home.set_gradient(value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The same memory without a graph."""
@@ -101,9 +105,11 @@ class Replica(LinkedParameter):
     @classmethod
     def over(cls, memory: torch.Tensor, requires_grad: bool) -> Replica:
         """A parameter over ``memory``."""
-        made = cls(memory, requires_grad=True)
-        made.register_post_accumulate_grad_hook(_take_stray)
-        made.requires_grad_(requires_grad)
+        trains = memory.is_floating_point() or memory.is_complex()
+        made = cls(memory, requires_grad=trains)
+        if trains:
+            made.register_post_accumulate_grad_hook(_take_stray)
+            made.requires_grad_(requires_grad)
         return made
 
     @property
@@ -120,10 +126,13 @@ class Replica(LinkedParameter):
         self.mean = value
         C_GRAD.__set__(self, None)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
         if id(self) not in memo:
-            made = memo[id(self)] = Replica.over(self.detach().clone(), self.requires_grad)
-            made.mean = None if self.mean is None else self.mean.detach().clone()
+            memo[id(self)] = Replica.over(self.detach().clone(), self.requires_grad)
         found: Replica = memo[id(self)]
         return found
 
@@ -131,9 +140,15 @@ class Replica(LinkedParameter):
 def _take_stray(parameter: Any) -> None:
     stray = C_GRAD.__get__(parameter)
     unit = None if parameter.unit is None else parameter.unit()
-    if stray is not None and unit is not None:
-        C_GRAD.__set__(parameter, None)
+    if stray is None:
+        return
+    C_GRAD.__set__(parameter, None)
+    if unit is not None:
         unit.take_stray(parameter, stray)
+    elif parameter.mean is None:  # a copy, which is of no unit
+        parameter.mean = stray
+    else:
+        parameter.mean = parameter.mean + stray
 
 
 class FlatReplica(LinkedParameter):

@@ -114,10 +114,10 @@ class Operators:
             return value._local_tensor
         if not isinstance(value, torch.Tensor):
             return value
-        if not value.dim() and not isinstance(value, DTensor):
-            return value
         if torch.is_grad_enabled() and value.requires_grad:
             raise refused(cut, f"an operand of shape {tuple(value.shape)} that is not cut like it")
+        if not value.dim() and not isinstance(value, DTensor):
+            return value
         if isinstance(value, DTensor):
             value = value.full_tensor()
         if value.numel() == 1:

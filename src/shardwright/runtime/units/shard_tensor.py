@@ -172,6 +172,10 @@ class ShardTensor(DTensor):
         else:
             self.home.set_gradient(value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     # ---- copies and files ----------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
@@ -180,10 +184,10 @@ class ShardTensor(DTensor):
             return found
         made = ShardTensor(self._local_tensor.detach().clone(), self.cut)
         made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
         if isinstance(self, nn.Parameter):
             made._is_param = True  # type: ignore[attr-defined]
-        memo[id(self)] = made
-        if self.grad is not None:
+        elif self.grad is not None:  # torch's parameters leave it behind
             made.grad = ShardTensor(self.grad._local_tensor.detach().clone(), self.cut)  # type: ignore[attr-defined]
         return made
 

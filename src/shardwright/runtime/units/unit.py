@@ -244,6 +244,7 @@ class Unit:
     def show_sharded(self) -> None:
         """Let every module have its sharded parameters, whatever the state."""
         state = self.state
+        self.absorb()
         self._show(SHARDED)
         self.state = state
 
@@ -296,6 +297,11 @@ class Unit:
         """Let what was written to whole parameters go with them."""
         set_version(self.buffers.whole.tensor, self._whole_version)
         self._replica_version = self.buffers.replica._version
+
+    def accept_writes(self) -> None:
+        """The shards have what was written to whole parameters."""
+        self._whole_version, self._replica_version = writes.versions(self)
+        self._gathered_version = self.buffers.shard._version
 
     def start_gather(self) -> None:
         """Begin to gather (collective). Values that a graph has saved keep their version as long as
@@ -406,6 +412,8 @@ class Unit:
         the shard. Their values are copied to new memory; what was here before is left as it is.
         """
         if self.state is UNSHARDED:
+            if self.whole_is_written:
+                writes.keep(self)
             return
         moved = find_moved(self)
         if moved:
@@ -423,7 +431,7 @@ class Unit:
 
     def take_stray(self, parameter: Replica, gradient: torch.Tensor) -> None:
         """A gradient of a use outside of the unit's forward: it is summed with the unit's."""
-        if parameter._backward_hooks:
+        if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1:
             raise hooked_twice(f"{self.members[parameter.place].fqn} of unit '{self.name}'")
         self.gradients.hold(parameter.place, gradient)
         if self.driven_by_hand:

@@ -39,6 +39,7 @@ def keep(unit: Unit) -> None:
         if now.dtype is not local.dtype:
             now = torch.where(now == local.to(now.dtype), local, now.to(local.dtype))
         local.copy_(now)
+    unit.accept_writes()
 
 
 def refuse(unit: Unit) -> None:
