@@ -27,7 +27,7 @@ from shardwright.cost.torchrec_constants import (
     SSD_CAP,
     TORCHREC,
 )
-from shardwright.planner.pricing.setting import Setting
+from shardwright.planner.pricing.context import PricingContext
 
 Kind = Literal["shards", "plans", "imbalance"]
 Record = dict[str, Any]
@@ -128,10 +128,10 @@ def estimator(record: Record | None, qcomm: Any = None, fused: Any = None) -> Es
     return EstimatorSection(**given(record), **given(fused), communication=communication)
 
 
-def setting(case: Record) -> Setting:
+def setting(case: Record) -> PricingContext:
     """The machine, the batch of a rank and the estimator of a case."""
     found = estimator(case.get("estimator"), case.get("qcomm"), case.get("fused_params"))
-    return Setting(cluster(case["topology"]), Batch(case["batch_size"]), found)
+    return PricingContext(cluster(case["topology"]), Batch(case["batch_size"]), found)
 
 
 def repeated(rows: list[list[Any]]) -> Iterator[list[Any]]:

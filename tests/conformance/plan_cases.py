@@ -19,7 +19,7 @@ from shardwright.cost.imbalance import Imbalance, imbalance
 from shardwright.cost.reservation import Reservation, reserve
 from shardwright.planner.choice import Choice
 from shardwright.planner.options.torchrec import torchrec_options
-from shardwright.planner.pricing.setting import Setting
+from shardwright.planner.pricing.context import PricingContext
 from shardwright.planner.pricing.torchrec import price
 from shardwright.planner.proposing.loop import Proposed, propose
 from shardwright.planner.proposing.partitioners.sections import make_partitioner
@@ -119,7 +119,9 @@ def compare_plan(case: Record) -> None:
     compare_ranks(found, expected, cluster)
 
 
-def plan(case: Record, priced: Setting, tables: Sequence[TableSpec], room: Reservation) -> Proposed:
+def plan(
+    case: Record, priced: PricingContext, tables: Sequence[TableSpec], room: Reservation
+) -> Proposed:
     """What this package plans for a case."""
     cases = [(t, option) for t in tables for option in torchrec_options(t, priced.cluster)]
     choices: dict[str, list[Choice]] = {}

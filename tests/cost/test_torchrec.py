@@ -20,7 +20,7 @@ from shardwright.cost import torchrec, torchrec_storage, torchrec_time
 from shardwright.cost.torchrec import Ranks, Scheme, Shards
 from shardwright.cost.torchrec_constants import DDR_CAP, HBM_CAP, SSD_CAP, TORCHREC
 from shardwright.planner.options.torchrec import QUANTIZED_TYPES, torchrec_options
-from shardwright.planner.pricing.setting import Setting
+from shardwright.planner.pricing.context import PricingContext
 from shardwright.planner.pricing.torchrec import derive, price
 
 TYPES = (
@@ -293,7 +293,7 @@ def test_an_explanation_ends_in_the_price(
     reevaluate: Callable[[Sequence[Step]], None], name: str, device: str, estimator: str
 ) -> None:
     table = TABLES[name]
-    setting = Setting(_cluster(device), Batch(256), ESTIMATORS[estimator])
+    setting = PricingContext(_cluster(device), Batch(256), ESTIMATORS[estimator])
     choices = price(setting, [(table, o) for o in torchrec_options(table, setting.cluster)])
     for choice in choices:
         assert len(choice.costs) == len(choice.option.runs)
@@ -308,7 +308,7 @@ def test_an_explanation_ends_in_the_price(
 
 
 def test_an_explanation_says_where_every_input_is_from() -> None:
-    setting = Setting(_cluster("cuda"), Batch(256), ESTIMATORS["prefetch"])
+    setting = PricingContext(_cluster("cuda"), Batch(256), ESTIMATORS["prefetch"])
     for table in TABLES.values():
         for option in torchrec_options(table, setting.cluster):
             found = derive(setting, table, option, 0)
@@ -319,7 +319,7 @@ def test_an_explanation_says_where_every_input_is_from() -> None:
 
 def test_equal_shards_of_an_option_share_a_cost() -> None:
     table = TableSpec("t", 1000, 64, sharding_types=("grid_shard",), min_partition=16)
-    setting = Setting(_cluster("cuda"), Batch(256))
+    setting = PricingContext(_cluster("cuda"), Batch(256))
     options = torchrec_options(table, setting.cluster)
     (choice, *_) = price(setting, [(table, option) for option in options])
     assert len(choice.option.runs) == 4
@@ -359,10 +359,10 @@ def test_rows_of_quantised_tables_travel_as_they_are() -> None:
     table = msgspec.structs.replace(TABLES["quantised"], cache=CacheSpec(load_factor=0.5))
     options = torchrec_options(table, _cluster("cuda"))
     cases = [(table, option) for option in options]
-    plain = price(Setting(_cluster("cuda"), Batch(256), EstimatorSection()), cases)
+    plain = price(PricingContext(_cluster("cuda"), Batch(256), EstimatorSection()), cases)
     coded = EstimatorSection(communication=("fp16", "bf16"))
-    assert price(Setting(_cluster("cuda"), Batch(256), coded), cases) == plain
+    assert price(PricingContext(_cluster("cuda"), Batch(256), coded), cases) == plain
 
 
 def test_nothing_is_priced_at_nothing() -> None:
-    assert price(Setting(_cluster("cuda"), Batch(256)), []) == []
+    assert price(PricingContext(_cluster("cuda"), Batch(256)), []) == []

@@ -16,11 +16,11 @@ from shardwright.core.model import ShardingType, TableSpec
 from shardwright.core.option import Option, shard_runs
 from shardwright.cost.constants import cluster
 from shardwright.planner.pricing import additive
-from shardwright.planner.pricing.setting import Setting
+from shardwright.planner.pricing.context import PricingContext
 
 
-def _setting(batch: int = 4096, **section: Any) -> Setting:
-    return Setting(cluster(ClusterSection(**section), "additive")[0], Batch(batch))
+def _setting(batch: int = 4096, **section: Any) -> PricingContext:
+    return PricingContext(cluster(ClusterSection(**section), "additive")[0], Batch(batch))
 
 
 def _option(table: TableSpec, sharding_type: ShardingType, parts: int = 2) -> Option:

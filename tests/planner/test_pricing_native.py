@@ -23,8 +23,8 @@ from shardwright.core.option import Option, shard_runs
 from shardwright.core.planning import EstimatorSection, PipelineType
 from shardwright.cost.constants import cluster
 from shardwright.planner.pricing import native
+from shardwright.planner.pricing.context import PricingContext
 from shardwright.planner.pricing.evaluate import bare, traffic
-from shardwright.planner.pricing.setting import Setting
 
 TYPES: tuple[ShardingType, ...] = get_args(ShardingType)
 KERNELS: tuple[ComputeKernel, ...] = get_args(ComputeKernel)
@@ -33,13 +33,13 @@ TABLE = TableSpec("t", 1000, 64, optimizer="rowwise_adagrad")
 
 def _setting(
     preset: str = "h100-8", world_size: int = 16, batch: int = 32, **estimator: Any
-) -> Setting:
+) -> PricingContext:
     found, _ = cluster(ClusterSection(preset=preset, world_size=world_size))
-    return Setting(found, Batch(batch), EstimatorSection(**estimator))
+    return PricingContext(found, Batch(batch), EstimatorSection(**estimator))
 
 
 def _option(
-    setting: Setting,
+    setting: PricingContext,
     table: TableSpec,
     sharding_type: ShardingType,
     kernel: ComputeKernel = "fused",
@@ -104,7 +104,7 @@ SETTINGS = st.builds(
 @settings(deadline=None, max_examples=150)
 def test_a_derivation_leads_to_the_price(
     reevaluate: Callable[[Sequence[Step]], None],
-    setting: Setting,
+    setting: PricingContext,
     table: TableSpec,
     sharding_type: ShardingType,
     kernel: ComputeKernel,
@@ -122,7 +122,7 @@ def test_a_derivation_leads_to_the_price(
 
 @given(setting=SETTINGS, table=TABLES)
 @settings(deadline=None)
-def test_traffic_is_that_of_the_batch(setting: Setting, table: TableSpec) -> None:
+def test_traffic_is_that_of_the_batch(setting: PricingContext, table: TableSpec) -> None:
     asked = lookups(table, setting.batch), outputs(table, setting.batch)
     assert traffic(setting, table, bare) == asked
 
@@ -130,7 +130,7 @@ def test_traffic_is_that_of_the_batch(setting: Setting, table: TableSpec) -> Non
 @given(tables=st.lists(TABLES, min_size=1, max_size=6), setting=SETTINGS)
 @settings(deadline=None)
 def test_prices_do_not_depend_on_what_is_priced_beside(
-    tables: list[TableSpec], setting: Setting
+    tables: list[TableSpec], setting: PricingContext
 ) -> None:
     cases = [
         (table, _option(setting, table, sharding_type))
@@ -167,7 +167,7 @@ def test_bytes_are_exact_integers() -> None:
 
 
 def _cost(
-    setting: Setting, option: Option, table: TableSpec = TABLE, exchange: bool = False
+    setting: PricingContext, option: Option, table: TableSpec = TABLE, exchange: bool = False
 ) -> Any:
     return native.price(setting, [(table, option)], exchange=exchange)[0].costs[0]
 

@@ -21,7 +21,7 @@ from shardwright.planner.explain import draft_of
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
-from shardwright.planner.unit_choice import DenseSetting, merged
+from shardwright.planner.unit_choice import DenseContext, merged
 from shardwright.planner.unit_floor import unit_floors
 from shardwright.planner.units import WORTH, Arrangement, UnitSpace, choose_units, cut_evenly
 
@@ -29,7 +29,7 @@ MakeJob = Callable[..., Job]
 TINY, MID = 50_000 * 4, 3_150_000 * 4  # bytes of a layer of width 64 and of width 512
 SHARDED = {"embed": "shard", "layers": "shard", "head": "shard"}
 VALUES = {name: constant.value for name, constant in LOCAL.items()}
-PAIR = DenseSetting(ranks=2, local=None, batch=1, c=VALUES)
+PAIR = DenseContext(ranks=2, local=None, batch=1, c=VALUES)
 
 
 def make_layers(layers: int = 6, dim: int = 16, ranks: int = 2, **sections: Any) -> Job:
@@ -138,7 +138,7 @@ def test_merging_beyond_what_malloc_keeps_costs_new_memory() -> None:
     keeps every buffer they are not."""
 
     def seconds(size: int, c: dict[str, float]) -> float:
-        setting = DenseSetting(2, None, 1, c)
+        setting = DenseContext(2, None, 1, c)
         section = DenseSection(layers_per_unit=size, prefetch=0, reshard=True)
         found = choose_units([MID] * 8, [0] * 8, setting, section=section)
         assert found is not None
@@ -153,7 +153,7 @@ def test_latency_decides_how_many_layers_share_a_unit() -> None:
     sizes = []
     for latency in (1e-6, 1e-4, 1e-2):
         links = {f"{kind}_latency": latency for kind in ("all_gather", "reduce_scatter")}
-        setting = DenseSetting(2, None, 1, VALUES | links)
+        setting = DenseContext(2, None, 1, VALUES | links)
         sizes.append(max(_sizes(choose_units([10**6] * 12, [10**7] * 12, setting))))
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]

@@ -10,7 +10,7 @@ from footprints import GIB, footprint
 from rich.console import Console
 
 from shardwright.core.footprint import Footprint, ModuleMemory
-from shardwright.core.units import format_bytes
+from shardwright.core.quantities import format_bytes
 from shardwright.report.memory_report import memory_report
 from shardwright.report.memory_wording import range_text, verdict_sentence
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from shardwright.core.job import parse_job
 from shardwright.core.plan import Plan
+from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.statistics import MemoryPrice
-from shardwright.core.units import format_bytes, format_seconds
 from shardwright.planner import plan
 from shardwright.planner.statistics import statistics
 from shardwright.report.plan_report import plan_report

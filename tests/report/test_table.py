@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from shardwright.core.comparison import Line
 from shardwright.core.option import ShardRun
-from shardwright.core.units import format_bytes
+from shardwright.core.quantities import format_bytes
 from shardwright.report.plan_sheets import table_seconds
 from shardwright.report.table import (
     comparison_summary,

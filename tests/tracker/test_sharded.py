@@ -13,8 +13,8 @@ from tracker_tasks import BATCH, LENGTH, Case, fake_world, sharded
 
 from shardwright.runtime.optimizer import optimizer_parameters
 from shardwright.runtime.units.registry import storages_in
+from shardwright.tracker.announce import told
 from shardwright.tracker.memory import MemoryTracker
-from shardwright.tracker.told import told
 
 RANKS = 4
 

@@ -11,9 +11,9 @@ from shardwright.core.amount import Step
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
 from shardwright.core.plan import Plan, RankTotals, read_plan
+from shardwright.core.quantities import format_bytes
 from shardwright.core.specs import model_spec
 from shardwright.core.timeline import PHASES, decode, phase_peaks
-from shardwright.core.units import format_bytes
 from shardwright.planner import explain
 from shardwright.planner.statistics.times import ORDER
 from shardwright.report.wording import TEXT_LIMIT, printable, ranks_text

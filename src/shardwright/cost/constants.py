@@ -9,7 +9,7 @@ from shardwright.core.cluster import Cluster, Constant, Device
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import ClusterSection, with_calibration
 from shardwright.core.planning import Profile
-from shardwright.core.units import parse_bytes
+from shardwright.core.quantities import parse_bytes
 from shardwright.cost.calibrated import calibrated
 from shardwright.cost.presets import HARDWARE, MODELS, PRESETS, Preset
 

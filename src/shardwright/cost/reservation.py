@@ -16,7 +16,7 @@ from shardwright.core.cluster import Device
 from shardwright.core.errors import NoPlanError, UnsupportedError, expected
 from shardwright.core.model import TableSpec
 from shardwright.core.planning import ReservationSection
-from shardwright.core.units import format_bytes
+from shardwright.core.quantities import format_bytes
 from shardwright.cost.torchrec_storage import rounded
 
 PIPELINED_BATCHES = 2  # batches alive at once in training

@@ -19,8 +19,8 @@ from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.parallel import ParallelSection
+from shardwright.core.quantities import format_bytes
 from shardwright.core.tracked import Tracked
-from shardwright.core.units import format_bytes
 from shardwright.models.llama import Llama
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.treatment import Treatment

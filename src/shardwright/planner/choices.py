@@ -15,7 +15,7 @@ from shardwright.planner.choice import Choice
 from shardwright.planner.options.own import SLOW_KERNELS, runnable_options, wide_options
 from shardwright.planner.options.torchrec import torchrec_options
 from shardwright.planner.pricing import additive, native, torchrec
-from shardwright.planner.pricing.setting import Setting
+from shardwright.planner.pricing.context import PricingContext
 
 MAX_SHARDS = 3_000_000  # to list (like neighbours are one) or, in the finest cuts, to place: 1 GiB
 
@@ -26,7 +26,7 @@ Case = tuple[TableSpec, Option]
 def table_choices(
     model: ModelSpec,
     job: Job,
-    setting: Setting,
+    context: PricingContext,
     *,
     slow: bool,
     capacity: tuple[int, int, int] | None = None,
@@ -37,20 +37,23 @@ def table_choices(
     ranks of ``capacity`` bytes have too little HBM for all tables together. They stay where the
     same shards of a fused kernel are larger than a rank or take longer.
     """
-    own = _listed(model, job, setting.cluster, slow=slow)
-    tables = _priced(job, setting, model.tables, own)
+    own = _listed(model, job, context.cluster, slow=slow)
+    tables = _priced(job, context, model.tables, own)
     if slow or model.stages or capacity is None:
         return tables
-    more = _needed_anyway(model.tables, tables, job, setting, capacity)
-    found = _priced(job, setting, model.tables, more) if any(more) else ((),) * len(tables)
+    more = _needed_anyway(model.tables, tables, job, context, capacity)
+    found = _priced(job, context, model.tables, more) if any(more) else ((),) * len(tables)
     return tuple((*first, *then) for first, then in zip(tables, found, strict=True))
 
 
 def _priced(
-    job: Job, setting: Setting, tables: Sequence[TableSpec], options: Sequence[Sequence[Option]]
+    job: Job,
+    context: PricingContext,
+    tables: Sequence[TableSpec],
+    options: Sequence[Sequence[Option]],
 ) -> Tables:
     cases = [(t, option) for t, found in zip(tables, options, strict=True) for option in found]
-    remaining = iter(price(job, setting, cases))
+    remaining = iter(price(job, context, cases))
     return tuple(tuple(next(remaining) for _ in found) for found in options)
 
 
@@ -58,7 +61,7 @@ def _needed_anyway(
     tables: Sequence[TableSpec],
     choices: Tables,
     job: Job,
-    setting: Setting,
+    context: PricingContext,
     capacity: tuple[int, int, int],
 ) -> list[list[Option]]:
     """Options of kernels with weights in host memory that no option of a fused one stands for: it
@@ -67,12 +70,12 @@ def _needed_anyway(
     fused = [
         (number, choice)
         for number, (table, own) in enumerate(zip(tables, choices, strict=True))
-        if _has_slow_kernels(table, job, setting.cluster)
+        if _has_slow_kernels(table, job, context.cluster)
         for choice in own
         if choice.option.compute_kernel == "fused"
     ]
     cases = [(tables[number], choice.option) for number, choice in fused]
-    faster = _faster(job)(setting, cases, SLOW_KERNELS) if cases else set()
+    faster = _faster(job)(context, cases, SLOW_KERNELS) if cases else set()
     found: list[list[Option]] = [[] for _ in tables]
     for case, (number, choice) in enumerate(fused):
         always = tables[number].name in joined or not _fits(choice, capacity)
@@ -99,7 +102,9 @@ def _fits(choice: Choice, capacity: tuple[int, int, int]) -> bool:
     )
 
 
-def _faster(job: Job) -> Callable[[Setting, Sequence[Case], Sequence[str]], set[tuple[int, str]]]:
+def _faster(
+    job: Job,
+) -> Callable[[PricingContext, Sequence[Case], Sequence[str]], set[tuple[int, str]]]:
     return torchrec.faster if job.planner.constants == "torchrec-1.9" else native.faster
 
 
@@ -127,15 +132,15 @@ def _listed(
     return found
 
 
-def price(job: Job, setting: Setting, cases: Sequence[Case]) -> list[Choice]:
+def price(job: Job, context: PricingContext, cases: Sequence[Case]) -> list[Choice]:
     """What options cost by the job's profile; tables alone carry their exchange buffers."""
     match job.planner.constants:
         case "torchrec-1.9":
-            return torchrec.price(setting, cases)
+            return torchrec.price(context, cases)
         case "additive":
-            return additive.price(setting, cases)
+            return additive.price(context, cases)
         case "cluster":
-            return native.price(setting, cases, exchange=job.model.kind == "tables")
+            return native.price(context, cases, exchange=job.model.kind == "tables")
 
 
 def _options(

@@ -31,10 +31,10 @@ def _enlarged(problem: Problem, choices: tuple[Choice, ...]) -> tuple[Choice, ..
         whole.append((choice.table, msgspec.structs.replace(choice.option, compute_kernel=WHOLE)))
     relaxed = {
         choice.option: replace(choice, costs=tuple(map(_least, choice.costs, other.costs)))
-        for choice, other in zip(cached, price(problem.job, problem.setting, full), strict=True)
+        for choice, other in zip(cached, price(problem.job, problem.context, full), strict=True)
     }
     kept = {choice.option for choice in choices}
-    more = [c for c in price(problem.job, problem.setting, whole) if c.option not in kept]
+    more = [c for c in price(problem.job, problem.context, whole) if c.option not in kept]
     return (*(relaxed.get(choice.option, choice) for choice in choices), *more)
 
 

@@ -16,8 +16,8 @@ from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.planning import EstimatorSection
 from shardwright.cost import constants, reservation
 from shardwright.planner.choices import Tables, table_choices
-from shardwright.planner.pricing.setting import Setting
-from shardwright.planner.unit_choice import DenseSetting, UnitChoice
+from shardwright.planner.pricing.context import PricingContext
+from shardwright.planner.unit_choice import DenseContext, UnitChoice
 from shardwright.planner.units import UnitSpace
 
 
@@ -30,7 +30,7 @@ class Problem:
     """
 
     job: Job
-    setting: Setting
+    context: PricingContext
     model: ModelSpec
     tables: Tables
     unit_space: UnitSpace
@@ -41,7 +41,7 @@ class Problem:
     @property
     def cluster(self) -> Cluster:
         """The machine."""
-        return self.setting.cluster
+        return self.context.cluster
 
     @property
     def units(self) -> tuple[tuple[UnitChoice, ...], ...]:
@@ -51,12 +51,12 @@ class Problem:
     @property
     def batch(self) -> Batch:
         """The batch of one rank."""
-        return self.setting.batch
+        return self.context.batch
 
     @property
     def values(self) -> dict[str, float]:
         """The machine's constants by name."""
-        return self.setting.values
+        return self.context.values
 
     @property
     def capacity(self) -> tuple[int, int, int]:
@@ -107,18 +107,20 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
             )
         )
     cluster, assumptions = constants.cluster(job.cluster, profile)
-    setting = Setting(cluster, Batch(job.batch.size, job.batch.sequence), job.planner.estimator)
-    dense = DenseSetting(
-        cluster.world_size, ranks_per_host(cluster), job.batch.size, setting.values
+    context = PricingContext(
+        cluster, Batch(job.batch.size, job.batch.sequence), job.planner.estimator
+    )
+    dense = DenseContext(
+        cluster.world_size, ranks_per_host(cluster), job.batch.size, context.values
     )
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
     unit_space.check()
     _check_pinned_ranks(job, cluster)
     reserved = reserve(job, model, cluster)
     capacity = reserved.capacities[0]
-    tables = table_choices(model, job, setting, slow=slow, capacity=capacity)
+    tables = table_choices(model, job, context, slow=slow, capacity=capacity)
     notes = (*assumptions, *_assumptions(job, unit_space))
-    return Problem(job, setting, model, tables, unit_space, reserved, notes, slow)
+    return Problem(job, context, model, tables, unit_space, reserved, notes, slow)
 
 
 def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:

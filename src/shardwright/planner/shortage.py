@@ -12,8 +12,8 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.errors import NoPlanError, ShardwrightError
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.quantities import format_bytes
 from shardwright.core.specs import model_spec
-from shardwright.core.units import format_bytes
 from shardwright.memory import simulate
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.problem import Problem, make_problem

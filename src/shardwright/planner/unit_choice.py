@@ -18,7 +18,7 @@ ROLES = 3  # weights, gradients and states, which an update reads or writes
 
 
 @dataclass(frozen=True, slots=True)
-class DenseSetting:
+class DenseContext:
     """Everything but a unit and its placement that the unit's seconds depend on.
 
     ``local`` of the ranks are linked closely, all where it is None; ``c`` are constants by name.
@@ -88,14 +88,14 @@ class UnitChoice:
         return tuple(self.layout.shard_bytes - nbytes for nbytes in held)
 
 
-def stage_seconds(model: ModelSpec, setting: DenseSetting) -> dict[str, StageSeconds]:
+def stage_seconds(model: ModelSpec, context: DenseContext) -> dict[str, StageSeconds]:
     """Seconds that every stage of ``model`` computes, by name."""
     found = {}
     for stage in model.stages:
-        forward, calls, backward, back_calls = dense.stage_flops(stage, setting.batch)
+        forward, calls, backward, back_calls = dense.stage_flops(stage, context.batch)
         found[stage.name] = StageSeconds(
-            dense.compute_seconds(forward, calls, setting.c),
-            dense.compute_seconds(backward, back_calls, setting.c),
+            dense.compute_seconds(forward, calls, context.c),
+            dense.compute_seconds(backward, back_calls, context.c),
         )
     return found
 
@@ -111,7 +111,7 @@ def merged(units: Sequence[UnitSpec]) -> UnitSpec:
 
 
 def unit_choices(
-    units: Sequence[UnitSpec], stages: Mapping[str, StageSeconds], setting: DenseSetting
+    units: Sequence[UnitSpec], stages: Mapping[str, StageSeconds], context: DenseContext
 ) -> tuple[UnitChoice, ...]:
     """Neighbours as one unit: replicated, sharded and kept after forward, sharded and resharded.
 
@@ -122,8 +122,8 @@ def unit_choices(
     computing = StageSeconds(
         sum(stages[name].forward for name in names), sum(stages[name].backward for name in names)
     )
-    whole, cut = (unit_layout(unit.tensors, p, setting.ranks) for p in (Replicate(), Flat()))
-    replica, sharded = _spent(whole, setting, sharded=False), _spent(cut, setting, sharded=True)
+    whole, cut = (unit_layout(unit.tensors, p, context.ranks) for p in (Replicate(), Flat()))
+    replica, sharded = _spent(whole, context, sharded=False), _spent(cut, context, sharded=True)
     return (
         UnitChoice(unit, names, Replicate(), False, whole, replica, computing),
         UnitChoice(unit, names, Flat(), False, cut, sharded, computing),
@@ -131,11 +131,11 @@ def unit_choices(
     )
 
 
-def _spent(layout: UnitLayout, setting: DenseSetting, *, sharded: bool) -> UnitSeconds:
-    c = setting.c
+def _spent(layout: UnitLayout, context: DenseContext, *, sharded: bool) -> UnitSeconds:
+    c = context.c
     nbytes, shard = layout.nbytes, layout.shard_bytes
     traffic = dense.communication_seconds(
-        nbytes, shard, setting.ranks, sharded=sharded, c=c, local=setting.local
+        nbytes, shard, context.ranks, sharded=sharded, c=c, local=context.local
     )
     return UnitSeconds(
         gather=traffic["gather"],

@@ -46,35 +46,35 @@ def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
     Compute cannot hide, nor can the share of a collective that needs the same cores. Resharding,
     padding and more collectives only add to that.
     """
-    setting = space.setting
+    context = space.context
     for unit in run:
         choices = space.choices((unit,))
         moved = min(_bytes_of(space, choice) for choice in choices)
         payload = choices[0].layout.payload_bytes
-        own = sum(choices[0].computing) + dense.gradient_seconds(payload, setting.c)
+        own = sum(choices[0].computing) + dense.gradient_seconds(payload, context.c)
         yield Floor(unit.name, own + moved, ANYHOW)
     placements = {choice.replicated for choice in space.choices(run[:1])}
     waits = [
-        sum(network.latency_seconds(k, setting.ranks, setting.c, setting.local) for k in KINDS[p])
+        sum(network.latency_seconds(k, context.ranks, context.c, context.local) for k in KINDS[p])
         for p in placements
     ]
-    once = _shown(space) * min(waits) + dense.update_seconds(0, setting.c)
+    once = _shown(space) * min(waits) + dense.update_seconds(0, context.c)
     yield Floor(f"{run[0].series or run[0].name}, once", once, ONCE)
 
 
 def _shown(space: UnitSpace) -> float:
     """The share of a collective that costs compute."""
-    return 1 - space.setting.c["overlap"] if 1 in space.prefetches else 1.0
+    return 1 - space.context.c["overlap"] if 1 in space.prefetches else 1.0
 
 
 def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
     """Transfers and update of a unit that every rank keeps, or that all ranks share."""
-    setting = space.setting
+    context = space.context
     payload = choice.layout.payload_bytes
     moved = 0.0
     for kind in KINDS[choice.replicated]:
-        moved += network.transfer_seconds(kind, payload, setting.ranks, setting.c, setting.local)
+        moved += network.transfer_seconds(kind, payload, context.ranks, context.c, context.local)
     if not choice.replicated:
-        moved += len(KINDS[False]) * dense.fresh_seconds(payload, setting.c)
-    held = payload if choice.replicated else payload / setting.ranks
-    return _shown(space) * moved + held * ROLES / setting.c["memory_rate"]
+        moved += len(KINDS[False]) * dense.fresh_seconds(payload, context.c)
+    held = payload if choice.replicated else payload / context.ranks
+    return _shown(space) * moved + held * ROLES / context.c["memory_rate"]

@@ -20,7 +20,7 @@ from shardwright.core.schedule import Modes, Prefetch
 from shardwright.core.tensor import TensorSpec
 from shardwright.cost import optimizer
 from shardwright.cost.pipeline import Spent, StageSeconds, walk
-from shardwright.planner.unit_choice import DenseSetting, UnitChoice, stage_seconds, unit_choices
+from shardwright.planner.unit_choice import DenseContext, UnitChoice, stage_seconds, unit_choices
 
 MAX_COMBINATIONS = 81  # of ways to place each run of units; beyond, all runs are placed alike
 # Constants are not known better: larger units, or units gathered ahead, have to save this share
@@ -100,7 +100,7 @@ class UnitSpace:
     "shard" or to "replicate"."""
 
     model: ModelSpec
-    setting: DenseSetting
+    context: DenseContext
     forced: Mapping[str, str] = field(default_factory=dict)
     section: DenseSection = FREE
     _known: dict[tuple[str, ...], tuple[UnitChoice, ...]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class UnitSpace:
     @cached_property
     def stages(self) -> dict[str, StageSeconds]:
         """Seconds that every stage computes."""
-        return stage_seconds(self.model, self.setting)
+        return stage_seconds(self.model, self.context)
 
     @cached_property
     def runs(self) -> tuple[Unit, ...]:
@@ -146,7 +146,7 @@ class UnitSpace:
 
     def _allowed(self, units: Unit) -> Iterator[UnitChoice]:
         wanted, reshard = self._wanted(units[0]), self.section.reshard
-        for choice in unit_choices(units, self.stages, self.setting):
+        for choice in unit_choices(units, self.stages, self.context):
             if wanted in (None, "replicate" if choice.replicated else "shard") and (
                 choice.replicated or reshard in (None, choice.reshard)
             ):
@@ -179,7 +179,7 @@ class UnitSpace:
     def walk(self, units: Sequence[UnitChoice], modes: Modes) -> list[Spent]:
         """The seconds of every action of ``units`` and of the stages between them."""
         spent = {choice.unit.name: choice.spent for choice in units}
-        return walk(self.model, modes, spent, self.stages, self.setting.c["overlap"])
+        return walk(self.model, modes, spent, self.stages, self.context.c["overlap"])
 
     def check(self) -> None:
         """Raise InputError for what is forced of units that there are not."""
@@ -218,7 +218,7 @@ def cut_evenly(run: Unit, size: int) -> list[Unit]:
 def choose_units(
     nbytes: Sequence[int],
     flops: Sequence[int],
-    setting: DenseSetting,
+    context: DenseContext,
     *,
     memory: int | None = None,
     operations: int = 1,
@@ -243,7 +243,7 @@ def choose_units(
         for name, work in zip(names, flops, strict=True)
     )
     model = ModelSpec("layers", (), units, stages)
-    space = UnitSpace(model, setting, {"layers": forced} if forced else {}, section)
+    space = UnitSpace(model, context, {"layers": forced} if forced else {}, section)
     found = [a for a in space.arrangements() if memory is None or a.footprint <= memory]
     fastest = min(found, key=lambda a: a.seconds, default=None)
     return fastest and next(worthwhile(found, fastest, fastest.seconds), fastest)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwright.core.comparison import Comparison, Line
+from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import PHASES
-from shardwright.core.units import format_bytes
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import (
     TEXT_LIMIT,

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from shardwright.core.fit import Estimate, Fit, Largest
-from shardwright.core.units import format_bytes, format_seconds
+from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report.memory_wording import VERDICT_STYLES, largest_text, range_text
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.table import drawn, listed, spaced

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from shardwright.core.comparison import Comparison
 from shardwright.core.measurement import Measurement, Quality
 from shardwright.core.plan import Plan
-from shardwright.core.units import format_bytes, format_seconds
+from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets, plan_sheets, svg
 from shardwright.report.figures import measured_peaks, slowest, step_seconds
 from shardwright.report.sheet import Column, Sheet

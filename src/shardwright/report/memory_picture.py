@@ -9,8 +9,8 @@ from itertools import accumulate, groupby
 
 from shardwright.core.categories import category, in_order
 from shardwright.core.footprint import Footprint, RankMemory, Sample
+from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind
-from shardwright.core.units import format_bytes
 from shardwright.report.marks import (
     LINE,
     WIDTH,

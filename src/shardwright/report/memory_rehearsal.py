@@ -9,9 +9,9 @@ from rich.text import Text
 
 from shardwright.core.categories import category, in_order
 from shardwright.core.footprint import Footprint
+from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind
 from shardwright.core.tracked import Tracked
-from shardwright.core.units import format_bytes
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.table import drawn, spaced
 from shardwright.report.wording import percent, printable, signed_bytes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardwright.core.categories import category, in_order
 from shardwright.core.footprint import Footprint, ModuleMemory, RankMemory
-from shardwright.core.units import format_bytes
+from shardwright.core.quantities import format_bytes
 from shardwright.report.memory_wording import (
     class_text,
     peak_text,

@@ -9,7 +9,7 @@ from itertools import groupby
 from shardwright.core.cluster import TIERS
 from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
-from shardwright.core.units import format_bytes, format_seconds
+from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import (
     TEXT_LIMIT,

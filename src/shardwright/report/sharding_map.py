@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwright.core.block import Block, BlockRun, decode
 from shardwright.core.model import ShardingType
 from shardwright.core.plan import Plan, TablePlan
-from shardwright.core.units import format_bytes
+from shardwright.core.quantities import format_bytes
 from shardwright.report.marks import WIDTH, box, chart, element, label, legend, line, text_width
 from shardwright.report.plan_sheets import table_bytes
 from shardwright.report.wording import counted, percent, printable, shortened

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shardwright.core.plan import Plan
+from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.statistics import (
     Bottleneck,
     Ledger,
@@ -13,7 +14,6 @@ from shardwright.core.statistics import (
     RankStatistics,
     Statistics,
 )
-from shardwright.core.units import format_bytes, format_seconds
 from shardwright.report.plan_sheets import MOST_RANKS, alike, worst
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import kind_text, percent, printable, ranks_text

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from shardwright.core.measurement import Curve, Measurement, Quality
 from shardwright.core.plan import Plan
+from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.timeline import PHASES
-from shardwright.core.units import format_bytes, format_seconds
 from shardwright.report.figures import (
     PARTS,
     Peak,

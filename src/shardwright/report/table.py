@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shardwright.core.comparison import Comparison
 from shardwright.core.plan import Plan
-from shardwright.core.units import format_bytes, format_seconds
+from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets, plan_sheets
 from shardwright.report.difference import Difference, Unit, Value, differences
 from shardwright.report.sheet import Column, Sheet

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.plan import Plan
+from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.statistics import KernelStatistics, Statistics, TableStatistics
-from shardwright.core.units import format_bytes, format_seconds
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.statistics_sheets import PART_TITLES
 from shardwright.report.wording import percent, printable, ranks_text

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
-from shardwright.core.units import format_seconds
+from shardwright.core.quantities import format_seconds
 
 KIND_WORDS = {
     "weight": "weights",

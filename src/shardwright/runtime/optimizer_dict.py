@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.runtime.checkpoint.agreement import reason, together
-from shardwright.runtime.holdings import Part, comm_of, parts_of, settle
+from shardwright.runtime.model_parts import Part, comm_of, parts_of, settle
 from shardwright.runtime.optimizer_groups import (
     Group,
     everyones,

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
 from shardwright.runtime.checkpoint.held import Held
 from shardwright.runtime.flat_tensors import FlatHome
-from shardwright.runtime.holdings import STATE, Part
+from shardwright.runtime.model_parts import STATE, Part
 from shardwright.runtime.torch_private import local_of
 
 State = dict[str, Any]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.core.errors import InputError, expected
-from shardwright.runtime import roll_call
+from shardwright.runtime import desync
 from shardwright.runtime.capabilities import (
     ALL_TO_ALL,
     MIB,
@@ -34,7 +34,7 @@ from shardwright.runtime.capabilities import (
     sum_parts,
     way_at,
 )
-from shardwright.runtime.pending import Letters, Pending
+from shardwright.runtime.pending import Pending, PointToPoint
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.torch_private import Operations, address_of, limit_waits, sub_group
 
@@ -60,7 +60,7 @@ class _Channel:
         self.paths: Paths | None = None
         self.limit: timedelta | None = None
         self.narrowed: dict[int, dist.ProcessGroup] = {}
-        self.absence: roll_call.Absence | None = None
+        self.absence: desync.Absence | None = None
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, _Channel] = WeakKeyDictionary()
@@ -188,7 +188,7 @@ class Peers:
                 part = shard if shard.dtype is _BYTES else shard.view(_BYTES)
                 steps = (self._forced or self._channel.paths or self._usual).all_gather
                 if steps and way_at(steps, nbytes) == POINT_TO_POINT:
-                    pending = Letters.of(pending)
+                    pending = PointToPoint.of(pending)
                     letters = gather_point_to_point(
                         self._operations, self.rank, self.size, whole, part, self.sequence
                     )
@@ -339,9 +339,9 @@ class Peers:
         channel.sequence = sequence = channel.sequence + 1
         pending = Pending(self, label, sequence)
         if self._checked:
-            entry = roll_call.Entry(sequence, kind, nbytes if alike else 0, label)
+            entry = desync.Entry(sequence, kind, nbytes if alike else 0, label)
             try:
-                roll_call.compare(entry, self._ranks(), self._rows)
+                desync.compare(entry, self._ranks(), self._rows)
             except RuntimeError as error:
                 pending.blame(error)
         return pending
@@ -372,18 +372,18 @@ class Peers:
 
         The first time for a group this asks who is missing, which takes seconds.
         """
-        if self.group is None or not roll_call.is_lost(error):
+        if self.group is None or not desync.is_lost(error):
             return
         channel = self._channel
         ranks = self._ranks()
         if channel.absence is None:
             word = f"collective {sequence} ({label})"
-            absence = roll_call.missing(self.group, ranks, ranks[self.rank], word)
-            if self._gloo and absence.silent and not roll_call.timed_out(error):
+            absence = desync.missing(self.group, ranks, ranks[self.rank], word)
+            if self._gloo and absence.silent and not desync.timed_out(error):
                 gone = tuple(r for r in absence.silent if not self._reaches(ranks.index(r)))
                 absence = replace(absence, silent=gone or absence.silent)
             channel.absence = absence
-        raise roll_call.peer_error(label, channel.step, sequence, channel.absence, ranks) from error
+        raise desync.peer_error(label, channel.step, sequence, channel.absence, ranks) from error
 
     def _reaches(self, rank: int) -> bool:
         """Whether the connection to ``rank`` still stands: it may only be waiting for another."""

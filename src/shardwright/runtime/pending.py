@@ -76,14 +76,14 @@ def _both(first: Callable[[], object], second: Callable[[], object]) -> None:
     second()
 
 
-class Letters(Pending):
+class PointToPoint(Pending):
     """Sends and receives. Where nobody waits for them, a thread does: gloo writes into the tensors
     of a receive until it is complete, and has no hold on them."""
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, pending: Pending) -> Letters:
+    def of(cls, pending: Pending) -> PointToPoint:
         return cls(pending._peers, pending._label, pending._sequence)
 
     def _join(self) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Kind, Phase
-from shardwright.tracker.told import told
+from shardwright.tracker.announce import told
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -24,7 +24,7 @@ from shardwright.runtime.checkpoint.folders import step_folder
 from shardwright.runtime.checkpoint.locks import Newest
 from shardwright.runtime.checkpoint.manifest import list_name
 from shardwright.runtime.checkpoint.stored import Stored
-from shardwright.runtime.holdings import STATE, comm_of, holdings, parts_of, row_sums, settle
+from shardwright.runtime.model_parts import STATE, comm_of, holdings, parts_of, row_sums, settle
 from shardwright.runtime.optimizer_groups import (
     Group,
     as_scalars,

@@ -21,6 +21,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.footprint import Alive, ModuleMemory, PhasePeak, Sample
 from shardwright.core.timeline import Kind, Phase
 from shardwright.core.tracked import DeviceMemory, Snapshot, Tracked
+from shardwright.tracker.announce import is_listening, listening
 from shardwright.tracker.device import DeviceMeter, meter_for
 from shardwright.tracker.log import GUESSED, MOVED, TOLD, Holding, Log
 from shardwright.tracker.owners import Owners, is_constant
@@ -36,7 +37,6 @@ from shardwright.tracker.private import (
 from shardwright.tracker.reading import Reading
 from shardwright.tracker.storages import Storages, device_type_of
 from shardwright.tracker.table import as_text
-from shardwright.tracker.told import is_listening, listening
 
 _DEFAULT: dict[str, Kind] = {
     "exchange_ids": "communication",

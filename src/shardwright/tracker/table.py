@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardwright.core.categories import category, in_order
+from shardwright.core.quantities import format_bytes
 from shardwright.core.tracked import Tracked
-from shardwright.core.units import format_bytes
 
 _WIDEST = 48  # characters of a name
 

@@ -23,7 +23,7 @@ from shardwright.adapters.torchrec.tables import Constraints, Sharders
 from shardwright.core.errors import MismatchError, PeerError, expected
 from shardwright.core.job import parse_job
 from shardwright.core.plan import Plan
-from shardwright.core.units import format_seconds
+from shardwright.core.quantities import format_seconds
 from shardwright.planner.planner import plan as make_plan
 
 WHERE = "model"

@@ -11,8 +11,8 @@ from shardwright.core.job import Job
 from shardwright.core.model import TableSpec
 from shardwright.core.plan import Plan
 from shardwright.core.planning import EstimatorSection, ReservationSection
+from shardwright.core.quantities import format_bytes
 from shardwright.core.specs import model_spec
-from shardwright.core.units import format_bytes
 from shardwright.planner.problem import reservation_kind
 from shardwright.planner.statistics.tables import load_factor
 

@@ -13,8 +13,8 @@ from shardwright.planner.explain.explanation import Explanation, finished, ranks
 from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.explain.units import explain_unit
 from shardwright.planner.pricing import additive, native, torchrec
+from shardwright.planner.pricing.context import Derived
 from shardwright.planner.pricing.evaluate import constants_of, traffic
-from shardwright.planner.pricing.setting import Derived
 from shardwright.planner.problem import Problem
 from shardwright.planner.statistics.traffic import shard_traffic
 from shardwright.planner.step_draft import StepDraft
@@ -37,16 +37,16 @@ def explain_tensor(plan: Plan, name: str) -> list[Explanation]:
 
 def derived(problem: Problem, placed: Placed, run_index: int) -> Derived:
     """The price of one shard of a run as derivations, by the job's profile."""
-    setting, choice = problem.setting, placed.choice
+    context, choice = problem.context, placed.choice
     table, option = choice.table, choice.option
     match problem.job.planner.constants:
         case "torchrec-1.9":
-            return torchrec.derive(setting, table, option, run_index)
+            return torchrec.derive(context, table, option, run_index)
         case "additive":
-            return additive.derive(setting, table, option, run_index)
+            return additive.derive(context, table, option, run_index)
         case "cluster":
             exchange = not problem.model.stages
-            return native.derive(setting, table, option, run_index, exchange=exchange)
+            return native.derive(context, table, option, run_index, exchange=exchange)
 
 
 def _explain_table(
@@ -101,7 +101,7 @@ def _explain_shard(
 
 
 def _everywhere(plan: Plan, problem: Problem, chosen: TablePlan, placed: Placed) -> Explanation:
-    ids, _ = traffic(problem.setting, placed.choice.table, leaf)
+    ids, _ = traffic(problem.context, placed.choice.table, leaf)
     constants = constants_of(problem.cluster)
     spent = embedding.request_seconds(ids, chosen.sharding_type, constants)
     return finished(

@@ -94,7 +94,7 @@ def _choices(problem: Problem, index: int, chosen: TablePlan) -> Sequence[Choice
     if planned == table:
         return problem.tables[index]
     cases = [(planned, choice.option) for choice in problem.tables[index]]
-    return price(problem.job, problem.setting, cases)
+    return price(problem.job, problem.context, cases)
 
 
 def _identity(sharding_type: str, kernel: str, columns: int) -> str:

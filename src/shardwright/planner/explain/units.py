@@ -45,7 +45,7 @@ class UnitAmounts:
     @cached_property
     def local(self) -> Amount | None:
         """How many of them are linked closely; None where all are."""
-        local = self.draft.problem.unit_space.setting.local
+        local = self.draft.problem.unit_space.context.local
         if local is None:
             return None
         return leaf(local, "ranks_of_host", "", "cluster.local_world_size")

@@ -15,8 +15,8 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ComputeKernel, ShardingType
 from shardwright.core.plan import Plan
+from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.specs import model_spec
-from shardwright.core.units import format_bytes, format_seconds
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.draft import Draft, TablesDraft
@@ -134,7 +134,7 @@ def _choices(problem: Problem, index: int, wanted: str) -> tuple[tuple[Choice, .
     table = msgspec.structs.replace(problem.model.tables[index], **{field: (wanted,)})
     model = msgspec.structs.replace(problem.model, tables=(table,))
     try:
-        asked = table_choices(model, problem.job, problem.setting, slow=True)[0]
+        asked = table_choices(model, problem.job, problem.context, slow=True)[0]
     except InputError as error:
         return (), str(error)
     original = problem.model.tables[index]

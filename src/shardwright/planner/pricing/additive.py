@@ -13,6 +13,7 @@ from shardwright.core.option import Option
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import additive
 from shardwright.planner.choice import Choice, Cost, cost
+from shardwright.planner.pricing.context import Derived, PricingContext
 from shardwright.planner.pricing.evaluate import (
     Lift,
     bare,
@@ -21,10 +22,9 @@ from shardwright.planner.pricing.evaluate import (
     tier_totals,
     traffic,
 )
-from shardwright.planner.pricing.setting import Derived, Setting
 
 
-def price(setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[Choice]:
+def price(context: PricingContext, cases: Sequence[tuple[TableSpec, Option]]) -> list[Choice]:
     """What each option costs, in the order of ``cases``."""
     choices = []
     for table, option in cases:
@@ -33,19 +33,19 @@ def price(setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[C
         for run in option.runs:
             shape = run.rows, run.columns
             if shape not in known:
-                seconds, storage = _evaluate(setting, table, *shape, setting.values, bare)
+                seconds, storage = _evaluate(context, table, *shape, context.values, bare)
                 known[shape] = cost(seconds, **storage)
         costs = tuple([known[run.rows, run.columns] for run in option.runs])
         choices.append(Choice(table, option, costs))
     return choices
 
 
-def derive(setting: Setting, table: TableSpec, option: Option, run_index: int) -> Derived:
+def derive(context: PricingContext, table: TableSpec, option: Option, run_index: int) -> Derived:
     """The price of one shard of a run as derivations, by the formulas that priced it."""
     _check(table, option)
-    c = constants_of(setting.cluster)
+    c = constants_of(context.cluster)
     rows, columns = shard_shape(table, option, run_index, None)
-    seconds, storage = _evaluate(setting, table, rows, columns, c, leaf)
+    seconds, storage = _evaluate(context, table, rows, columns, c, leaf)
     spent = named("seconds_per_step", total(seconds.values()), "s")
     return Derived(spent, tier_totals(storage))
 
@@ -62,15 +62,15 @@ def _check(table: TableSpec, option: Option) -> None:
 
 
 def _evaluate(
-    setting: Setting, table: TableSpec, rows: Any, columns: Any, c: Any, lift: Lift
+    context: PricingContext, table: TableSpec, rows: Any, columns: Any, c: Any, lift: Lift
 ) -> tuple[dict[str, Any], dict[Tier, dict[str, Any]]]:
     """Seconds of a shard by part, and its bytes by tier and kind."""
-    cluster = setting.cluster
+    cluster = context.cluster
     tier: Tier = "ddr" if cluster.compute_device == "cpu" else "hbm"
     where = f"tables.{table.name}"
     size = lift(ELEMENT_BYTES[table.dtype], "element_bytes", "B", f"{where}.dtype {table.dtype}")
     ranks = lift(cluster.world_size, "ranks", "", "cluster.world_size")
-    samples = lift(setting.batch.size, "samples", "samples", "batch.size")
-    ids, _ = traffic(setting, table, lift)
+    samples = lift(context.batch.size, "samples", "samples", "batch.size")
+    ids, _ = traffic(context, table, lift)
     seconds = additive.shard_seconds(ids, samples, columns, size, ranks, c)
     return seconds, {tier: {"weight": additive.weight_bytes(rows, columns, size)}}

@@ -13,7 +13,7 @@ from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
 from shardwright.cost.embedding import ROW_TYPES
 from shardwright.planner.choice import Cost, cost
-from shardwright.planner.pricing.setting import Setting
+from shardwright.planner.pricing.context import PricingContext
 
 # A number and what explain says about it: value, name, unit, source.
 Lift = Callable[[Any, str, str, str], Any]
@@ -65,10 +65,10 @@ def _tier_total(tier: Tier, kinds: Mapping[str, Any]) -> Any:
     return named(name, total(kinds.values()), "B")
 
 
-def traffic(setting: Setting, table: TableSpec, lift: Lift) -> tuple[Any, Any]:
+def traffic(context: PricingContext, table: TableSpec, lift: Lift) -> tuple[Any, Any]:
     """Ids of one rank's batch for ``table``, and the rows it gets back for them."""
     where = f"tables.{table.name}"
-    sizes = table.batch_sizes or (setting.batch.size,) * len(table.pooling_factors)
+    sizes = table.batch_sizes or (context.batch.size,) * len(table.pooling_factors)
     origin = f"{where}.batch_sizes" if table.batch_sizes else "batch.size"
     ids, bags = [], []
     features = zip(table.pooling_factors, table.poolings, sizes, strict=True)

@@ -20,6 +20,7 @@ from shardwright.cost import embedding, optimizer
 from shardwright.cost.cache import Cache, cache_bytes, cached_rows
 from shardwright.cost.embedding import CACHED_KERNELS, REPLICATED, Demand
 from shardwright.planner.choice import Choice
+from shardwright.planner.pricing.context import Derived, PricingContext
 from shardwright.planner.pricing.evaluate import (
     Lift,
     bare,
@@ -31,7 +32,6 @@ from shardwright.planner.pricing.evaluate import (
 )
 from shardwright.planner.pricing.group import Group
 from shardwright.planner.pricing.rivals import faster_kernels
-from shardwright.planner.pricing.setting import Derived, Setting
 
 MIB = 2**20
 PREFETCHING = "train_prefetch_sparse_dist"
@@ -77,10 +77,10 @@ class Mesh(NamedTuple):
 
 
 def price(
-    setting: Setting, cases: Sequence[tuple[TableSpec, Option]], *, exchange: bool
+    context: PricingContext, cases: Sequence[tuple[TableSpec, Option]], *, exchange: bool
 ) -> list[Choice]:
     """What each option costs, in the order of ``cases``; ``exchange`` adds transient buffers."""
-    ranks = setting.cluster.world_size
+    ranks = context.cluster.world_size
     numbers: dict[int, int] = {}
     facts: list[Facts] = []
     groups: dict[Scheme, _Group] = {}
@@ -88,18 +88,18 @@ def price(
     for table, option in cases:
         number = numbers.setdefault(id(table), len(facts))
         if number == len(facts):
-            facts.append(_facts(setting, table, ranks, setting.values, bare))
-        scheme = _scheme(setting, table, option.sharding_type, option.compute_kernel)
+            facts.append(_facts(context, table, ranks, context.values, bare))
+        scheme = _scheme(context, table, option.sharding_type, option.compute_kernel)
         group = groups.get(scheme)
         if group is None:
             group = groups[scheme] = _Group(scheme)
-        everywhere = _everywhere(setting, option, facts[number])
+        everywhere = _everywhere(context, option, facts[number])
         placed.append((group, group.add(number, option), everywhere))
     if not facts:
         return []
     quantities = np.array(facts, dtype=object).T
     for group in groups.values():
-        group.evaluate(setting, quantities, exchange)
+        group.evaluate(context, quantities, exchange)
     return [
         Choice(table, option, tuple([group.costs[slot] for slot in slots]), everywhere)
         for (table, option), (group, slots, everywhere) in zip(cases, placed, strict=True)
@@ -107,35 +107,35 @@ def price(
 
 
 def derive(
-    setting: Setting, table: TableSpec, option: Option, run_index: int, *, exchange: bool
+    context: PricingContext, table: TableSpec, option: Option, run_index: int, *, exchange: bool
 ) -> Derived:
     """The price of one shard of a run as derivations, by the formulas that priced it."""
-    c = constants_of(setting.cluster)
-    scheme = _scheme(setting, table, option.sharding_type, option.compute_kernel)
-    mesh = _mesh(setting, leaf)
-    facts = _facts(setting, table, mesh.ranks, c, leaf)
+    c = constants_of(context.cluster)
+    scheme = _scheme(context, table, option.sharding_type, option.compute_kernel)
+    mesh = _mesh(context, leaf)
+    facts = _facts(context, table, mesh.ranks, c, leaf)
     parts = embedding.row_parts(scheme.sharding_type, *mesh)
     demand = _demand(scheme, *shard_shape(table, option, run_index, parts), facts, c)
-    seconds = _seconds(setting, scheme, demand, mesh, c)
-    storage = _storage(setting, scheme, demand, facts.output, mesh, exchange, leaf)
+    seconds = _seconds(context, scheme, demand, mesh, c)
+    storage = _storage(context, scheme, demand, facts.output, mesh, exchange, leaf)
     spent = named("seconds_per_step", total(seconds.values()), "s")
     return Derived(spent, tier_totals(storage))
 
 
 def faster(
-    setting: Setting, cases: Sequence[tuple[TableSpec, Option]], kernels: Sequence[str]
+    context: PricingContext, cases: Sequence[tuple[TableSpec, Option]], kernels: Sequence[str]
 ) -> set[tuple[int, str]]:
     """Cases of which some shard takes less time with one of ``kernels``: number and kernel."""
-    c, mesh = setting.values, _mesh(setting, bare)
+    c, mesh = context.values, _mesh(context, bare)
 
     def seconds(scheme: Scheme, columns: Sequence[Any]) -> Any:
-        return sum(_seconds(setting, scheme, _arrays(scheme, columns, c), mesh, c).values())
+        return sum(_seconds(context, scheme, _arrays(scheme, columns, c), mesh, c).values())
 
     return faster_kernels(
         cases,
         kernels,
-        lambda table: _facts(setting, table, mesh.ranks, c, bare),
-        lambda table, sharding_type, kernel: _scheme(setting, table, sharding_type, kernel),
+        lambda table: _facts(context, table, mesh.ranks, c, bare),
+        lambda table, sharding_type, kernel: _scheme(context, table, sharding_type, kernel),
         seconds,
     )
 
@@ -143,16 +143,16 @@ def faster(
 class _Group(Group[Scheme]):
     """Evaluated over arrays of all its shards."""
 
-    def evaluate(self, setting: Setting, facts: Any, exchange: bool) -> None:
+    def evaluate(self, context: PricingContext, facts: Any, exchange: bool) -> None:
         """Fill in the costs; ``facts`` are the quantities of all tables, one row for each."""
-        scheme, c, mesh = self.scheme, setting.values, _mesh(setting, bare)
+        scheme, c, mesh = self.scheme, context.values, _mesh(context, bare)
         sizes = [np.array(sizes, dtype=object) for sizes in (self.rows, self.columns)]
         exact = [*sizes, *facts[:, self.tables]]
         fast = [values.astype(np.float64) for values in exact]
         output = exact[2:][Facts._fields.index("output")]
-        seconds = _seconds(setting, scheme, _arrays(scheme, fast, c), mesh, c)
+        seconds = _seconds(context, scheme, _arrays(scheme, fast, c), mesh, c)
         kept = _arrays(scheme, exact, c)
-        storage = _storage(setting, scheme, kept, output, mesh, exchange, bare)
+        storage = _storage(context, scheme, kept, output, mesh, exchange, bare)
         self.costs = costs(seconds, storage, len(self.rows))
 
 
@@ -174,7 +174,7 @@ def _demand(scheme: Scheme, rows: Any, columns: Any, facts: Facts, c: Any) -> De
     return Demand(ids, bags, rows, columns, row, forward, backward, passes, cache)
 
 
-def _seconds(setting: Setting, scheme: Scheme, demand: Demand, mesh: Mesh, c: Any) -> Any:
+def _seconds(context: PricingContext, scheme: Scheme, demand: Demand, mesh: Mesh, c: Any) -> Any:
     return embedding.shard_seconds(
         demand,
         scheme.sharding_type,
@@ -182,13 +182,13 @@ def _seconds(setting: Setting, scheme: Scheme, demand: Demand, mesh: Mesh, c: An
         mesh.ranks,
         c,
         local=mesh.local,
-        training=not setting.estimator.is_inference,
+        training=not context.estimator.is_inference,
         prefetch=scheme.prefetch,
     )
 
 
 def _storage(
-    setting: Setting,
+    context: PricingContext,
     scheme: Scheme,
     demand: Demand,
     output: Any,
@@ -197,7 +197,7 @@ def _storage(
     lift: Lift,
 ) -> dict[Tier, dict[str, Any]]:
     """Bytes of a shard by tier and kind."""
-    device = setting.cluster.compute_device
+    device = context.cluster.compute_device
     near: Tier = "ddr" if device == "cpu" else "hbm"
     kept = embedding.shard_bytes(
         demand.rows,
@@ -205,14 +205,14 @@ def _storage(
         scheme.dtype,
         scheme.optimizer,
         scheme.kernel,
-        training=not setting.estimator.is_inference,
+        training=not context.estimator.is_inference,
     )
     found: dict[Tier, dict[str, Any]] = {near: {}}
     found[embedding.home(scheme.kernel, device)] = kept
     if demand.cache is not None:
         found[near]["cache"] = cache_bytes(demand.rows, demand.cache.rows, demand.row_bytes)
     if exchange:
-        pipeline = setting.estimator.pipeline_type
+        pipeline = context.estimator.pipeline_type
         batches = lift(
             embedding.INPUTS_IN_FLIGHT[pipeline],
             "batches_in_flight",
@@ -225,16 +225,16 @@ def _storage(
     return found
 
 
-def _everywhere(setting: Setting, option: Option, facts: Facts) -> float:
+def _everywhere(context: PricingContext, option: Option, facts: Facts) -> float:
     """Seconds that every rank spends to address its own ids."""
     if option.sharding_type == REPLICATED:
         return 0.0
-    seconds: float = embedding.request_seconds(facts.ids, option.sharding_type, setting.values)
+    seconds: float = embedding.request_seconds(facts.ids, option.sharding_type, context.values)
     return seconds
 
 
-def _mesh(setting: Setting, lift: Lift) -> Mesh:
-    cluster = setting.cluster
+def _mesh(context: PricingContext, lift: Lift) -> Mesh:
+    cluster = context.cluster
     ranks = lift(cluster.world_size, "ranks", "", "cluster.world_size")
     if cluster.group >= cluster.world_size:
         return Mesh(ranks, None)
@@ -244,8 +244,8 @@ def _mesh(setting: Setting, lift: Lift) -> Mesh:
     return Mesh(ranks, lift(cluster.group, "ranks_of_host", "", source))
 
 
-def _scheme(setting: Setting, table: TableSpec, sharding_type: str, kernel: str) -> Scheme:
-    estimator = setting.estimator
+def _scheme(context: PricingContext, table: TableSpec, sharding_type: str, kernel: str) -> Scheme:
+    estimator = context.estimator
     prefetch, limited = False, False
     if kernel in CACHED_KERNELS:
         asked = table.cache.prefetch_pipeline if table.cache else None
@@ -256,30 +256,30 @@ def _scheme(setting: Setting, table: TableSpec, sharding_type: str, kernel: str)
     return Scheme(sharding_type, kernel, table.dtype, kind, prefetch, limited)
 
 
-def _facts(setting: Setting, table: TableSpec, ranks: Any, c: Any, lift: Lift) -> Facts:
+def _facts(context: PricingContext, table: TableSpec, ranks: Any, c: Any, lift: Lift) -> Facts:
     where = f"tables.{table.name}"
-    ids, bags = traffic(setting, table, lift)
+    ids, bags = traffic(context, table, lift)
     dtype, source = table.dtype, f"{where}.dtype"
     if table.output_dtype is not None:
         dtype, source = table.output_dtype, f"{where}.output_dtype"
     output = lift(ELEMENT_BYTES[dtype], "output_element_bytes", "B", f"{source} {dtype}")
     forward = backward = output
-    if setting.estimator.communication is not None:
+    if context.estimator.communication is not None:
         forward, backward = (
             lift(ELEMENT_BYTES[kind], name, "B", f"planner.estimator.communication {kind}")
             for name, kind in zip(
                 ("forward_element_bytes", "backward_element_bytes"),
-                setting.estimator.communication,
+                context.estimator.communication,
                 strict=True,
             )
         )
     distinct = named("ids_of_all_ranks", ids * ranks, "ids")
-    cache = _cache_facts(setting, table, distinct, c, lift)
+    cache = _cache_facts(context, table, distinct, c, lift)
     return Facts(ids, bags, forward, backward, output, *cache)
 
 
 def _cache_facts(
-    setting: Setting, table: TableSpec, distinct: Any, c: Any, lift: Lift
+    context: PricingContext, table: TableSpec, distinct: Any, c: Any, lift: Lift
 ) -> tuple[Any, Any, Any, Any]:
     """Load factor, largest size, miss rate without a cache, and different rows per step:
     ``distinct`` where no statistics are given."""
@@ -288,9 +288,9 @@ def _cache_facts(
     load_factor = c["cache_load_factor"]
     if cache is not None and cache.load_factor is not None:
         load_factor = lift(cache.load_factor, "load_factor", "", f"{where}.cache.load_factor")
-    elif setting.estimator.cache_load_factor is not None:
+    elif context.estimator.cache_load_factor is not None:
         source = "planner.estimator.cache_load_factor"
-        load_factor = lift(setting.estimator.cache_load_factor, "load_factor", "", source)
+        load_factor = lift(context.estimator.cache_load_factor, "load_factor", "", source)
     limit = lift((table.kv_l1_mb or 0) * MIB, "largest_cache_bytes", "B", f"{where}.kv_l1_mb")
     if cache is not None and cache.stats is not None:
         lookups, _, misses = cache.stats

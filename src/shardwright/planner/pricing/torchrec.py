@@ -20,9 +20,9 @@ from shardwright.core.tensor import ELEMENT_BYTES, element_bytes
 from shardwright.cost import torchrec, torchrec_storage, torchrec_time
 from shardwright.cost.torchrec import ROW_TYPES, Ranks, Scheme, Shards
 from shardwright.planner.choice import Choice, cost
+from shardwright.planner.pricing.context import Derived, PricingContext
 from shardwright.planner.pricing.group import Group
 from shardwright.planner.pricing.rivals import faster_kernels
-from shardwright.planner.pricing.setting import Derived, Setting
 
 MIB = 2**20
 REDUCED = {"fp8": "fp16"}  # what TorchRec reduces in instead of a dtype that cannot be summed
@@ -36,7 +36,7 @@ def _bare(value: Any, name: str, unit: str, source: str) -> Any:
     return value
 
 
-def price(setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[Choice]:
+def price(context: PricingContext, cases: Sequence[tuple[TableSpec, Option]]) -> list[Choice]:
     """What each option costs, in the order of ``cases``."""
     groups: dict[tuple[object, ...], _Group] = {}
     tables: dict[int, int] = {}
@@ -45,19 +45,19 @@ def price(setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[C
     for table, option in cases:
         number = tables.setdefault(id(table), len(facts))
         if number == len(facts):
-            facts.append(_facts(setting, table, setting.values, _bare))
-        key = (option.sharding_type, option.compute_kernel, *_flags(setting, table))
+            facts.append(_facts(context, table, context.values, _bare))
+        key = (option.sharding_type, option.compute_kernel, *_flags(context, table))
         group = groups.get(key)
         if group is None:
             group = groups[key] = _Group(
-                _scheme(setting, table, option.sharding_type, option.compute_kernel)
+                _scheme(context, table, option.sharding_type, option.compute_kernel)
             )
         placed.append((group, group.add(number, option)))
     if not facts:
         return []
     quantities = np.array(facts, dtype=object).T
     for group in groups.values():
-        group.evaluate(setting, quantities)
+        group.evaluate(context, quantities)
     return [
         Choice(table, option, tuple([group.costs[slot] for slot in slots]))
         for (table, option), (group, slots) in zip(cases, placed, strict=True)
@@ -65,10 +65,10 @@ def price(setting: Setting, cases: Sequence[tuple[TableSpec, Option]]) -> list[C
 
 
 def faster(
-    setting: Setting, cases: Sequence[tuple[TableSpec, Option]], kernels: Sequence[str]
+    context: PricingContext, cases: Sequence[tuple[TableSpec, Option]], kernels: Sequence[str]
 ) -> set[tuple[int, str]]:
     """Cases of which some shard takes less time with one of ``kernels``: number and kernel."""
-    ranks, c = _ranks(setting, _bare), setting.values
+    ranks, c = _ranks(context, _bare), context.values
 
     def seconds(scheme: Scheme, columns: Sequence[Any]) -> Any:
         parts = torchrec_time.shard_seconds(scheme, Shards(*columns), ranks, c)
@@ -77,8 +77,8 @@ def faster(
     return faster_kernels(
         cases,
         kernels,
-        lambda table: _facts(setting, table, c, _bare),
-        lambda table, sharding_type, kernel: _scheme(setting, table, sharding_type, kernel),
+        lambda table: _facts(context, table, c, _bare),
+        lambda table, sharding_type, kernel: _scheme(context, table, sharding_type, kernel),
         seconds,
     )
 
@@ -86,12 +86,12 @@ def faster(
 class _Group(Group[Scheme]):
     """Evaluated over arrays of all its shards."""
 
-    def evaluate(self, setting: Setting, facts: Any) -> None:
+    def evaluate(self, context: PricingContext, facts: Any) -> None:
         """Fill in the costs; ``facts`` are the quantities of all tables, one row for each."""
         own = [np.array(sizes, dtype=object) for sizes in (self.rows, self.columns)]
         exact = Shards(*own, *facts[:, self.tables])
         fast = Shards(*(np.asarray(values, dtype=np.float64) for values in exact))
-        ranks, c = _ranks(setting, _bare), setting.values
+        ranks, c = _ranks(context, _bare), context.values
         seconds = _rows(torchrec_time.shard_seconds(self.scheme, fast, ranks, c), len(self.rows))
         storage = torchrec_storage.shard_bytes(self.scheme, exact, ranks, c)
         tiers = [_rows(storage.get(tier, {}), len(self.rows)) for tier in TIERS]
@@ -115,16 +115,16 @@ def _held(kinds: dict[str, int]) -> dict[str, int]:
     return {kind: nbytes for kind, nbytes in kinds.items() if nbytes} if kinds else kinds
 
 
-def derive(setting: Setting, table: TableSpec, option: Option, run_index: int) -> Derived:
+def derive(context: PricingContext, table: TableSpec, option: Option, run_index: int) -> Derived:
     """The price of one shard of a run as derivations, by the formulas that priced it."""
-    constants = setting.cluster.constants.items()
+    constants = context.cluster.constants.items()
     c = {n: leaf(k.value, n, k.unit, f"{k.source}, {k.date}") for n, k in constants}
-    ranks = _ranks(setting, leaf)
-    facts = _facts(setting, table, c, leaf)
+    ranks = _ranks(context, leaf)
+    facts = _facts(context, table, c, leaf)
     q = Shards(None, None, *facts)
     rows, columns = _sizes(option, run_index, q, ranks)
     q = q._replace(rows=rows, columns=columns)
-    scheme = _scheme(setting, table, option.sharding_type, option.compute_kernel)
+    scheme = _scheme(context, table, option.sharding_type, option.compute_kernel)
     seconds = torchrec_time.total_seconds(torchrec_time.shard_seconds(scheme, q, ranks, c))
     storage = torchrec_storage.shard_bytes(scheme, q, ranks, c)
     return Derived(seconds, {tier: _tier_total(tier, storage.get(tier, {})) for tier in TIERS})
@@ -153,8 +153,8 @@ def _sizes(option: Option, run_index: int, q: Shards, ranks: Ranks) -> tuple[Any
     return rows, columns
 
 
-def _ranks(setting: Setting, lift: Lift) -> Ranks:
-    cluster = setting.cluster
+def _ranks(context: PricingContext, lift: Lift) -> Ranks:
+    cluster = context.cluster
     return Ranks(
         lift(cluster.world_size, "ranks", "", "cluster.world_size"),
         lift(cluster.local_world_size, "ranks_of_host", "", "cluster.local_world_size"),
@@ -162,38 +162,38 @@ def _ranks(setting: Setting, lift: Lift) -> Ranks:
     )
 
 
-def _flags(setting: Setting, table: TableSpec) -> tuple[bool, bool, bool, bool]:
+def _flags(context: PricingContext, table: TableSpec) -> tuple[bool, bool, bool, bool]:
     """What a table adds to a scheme: pooled, weighted, prefetched, counted."""
     cache = table.cache
     weighted = table.module_weighted if table.pooled else table.constraint_weighted
     if cache is None:
-        return table.pooled, weighted, bool(setting.estimator.prefetch_pipeline), False
-    prefetched = bool(cache.prefetch_pipeline or setting.estimator.prefetch_pipeline)
-    counted = cache.stats is not None and _load_factor(setting, table)[0] is not None
+        return table.pooled, weighted, bool(context.estimator.prefetch_pipeline), False
+    prefetched = bool(cache.prefetch_pipeline or context.estimator.prefetch_pipeline)
+    counted = cache.stats is not None and _load_factor(context, table)[0] is not None
     return table.pooled, weighted, prefetched, counted
 
 
-def _scheme(setting: Setting, table: TableSpec, sharding_type: str, kernel: str) -> Scheme:
-    estimator = setting.estimator
+def _scheme(context: PricingContext, table: TableSpec, sharding_type: str, kernel: str) -> Scheme:
+    estimator = context.estimator
     return Scheme(
         sharding_type,
         kernel,
-        setting.cluster.compute_device,
-        *_flags(setting, table),
+        context.cluster.compute_device,
+        *_flags(context, table),
         pipeline=estimator.pipeline_type,
         ephemeral=estimator.count_ephemeral,
         inference=estimator.is_inference,
     )
 
 
-def _load_factor(setting: Setting, table: TableSpec) -> tuple[float | None, str]:
+def _load_factor(context: PricingContext, table: TableSpec) -> tuple[float | None, str]:
     """The cached share of a table's rows that somebody asked for, and where."""
     if table.cache is not None and table.cache.load_factor is not None:
         return table.cache.load_factor, f"tables.{table.name}.cache.load_factor"
-    return setting.estimator.cache_load_factor, "planner.estimator.cache_load_factor"
+    return context.estimator.cache_load_factor, "planner.estimator.cache_load_factor"
 
 
-def _facts(setting: Setting, table: TableSpec, c: Any, lift: Lift) -> tuple[Any, ...]:
+def _facts(context: PricingContext, table: TableSpec, c: Any, lift: Lift) -> tuple[Any, ...]:
     """The quantities of a table, as in Shards after rows and columns."""
     where = f"tables.{table.name}"
     dim = lift(table.dim, "dim", "columns", f"{where}.dim")
@@ -206,19 +206,19 @@ def _facts(setting: Setting, table: TableSpec, c: Any, lift: Lift) -> tuple[Any,
     return (
         lift(table.rows, "rows", "rows", f"{where}.rows"),
         dim,
-        *_traffic(setting, table, lift),
+        *_traffic(context, table, lift),
         element,
         output,
-        *_wire(setting, table, element, lift),
+        *_wire(context, table, element, lift),
         torchrec.state_share(table.optimizer or "none", dim, c),
-        *_cache(setting, table, c, lift),
+        *_cache(context, table, c, lift),
     )
 
 
-def _traffic(setting: Setting, table: TableSpec, lift: Lift) -> tuple[Any, Any]:
+def _traffic(context: PricingContext, table: TableSpec, lift: Lift) -> tuple[Any, Any]:
     """Lookups and outputs of one rank's batch."""
     where = f"tables.{table.name}"
-    samples = feature_batches(table, setting.batch)
+    samples = feature_batches(table, context.batch)
     origin = f"{where}.batch_sizes" if table.batch_sizes else "batch.size"
     bagged = f"{where}.num_poolings" if table.num_poolings else "one bag where nothing is said"
     lengths, poolings, sizes = [], [], []
@@ -234,13 +234,13 @@ def _traffic(setting: Setting, table: TableSpec, lift: Lift) -> tuple[Any, Any]:
     return lookups, torchrec.batch_outputs(lengths, poolings, sizes)
 
 
-def _wire(setting: Setting, table: TableSpec, element: Any, lift: Lift) -> tuple[Any, ...]:
+def _wire(context: PricingContext, table: TableSpec, element: Any, lift: Lift) -> tuple[Any, ...]:
     """Bytes of an element in the exchange, forward and backward, and in the reduce-scatter.
 
     TorchRec has no codecs for fp32 both ways: rows travel in the table's own dtype. Only pooled
     tables are reduced.
     """
-    dtypes = setting.estimator.communication
+    dtypes = context.estimator.communication
     if dtypes is None or set(dtypes) == {"fp32"}:
         return (element,) * 4
     there, back = dtypes
@@ -262,14 +262,14 @@ def _wire_bytes(name: str, asked: str, used: str, lift: Lift) -> Any:
     return lift(ELEMENT_BYTES[used], name, "B", f"planner.estimator.communication {note}")
 
 
-def _cache(setting: Setting, table: TableSpec, c: Any, lift: Lift) -> tuple[Any, ...]:
+def _cache(context: PricingContext, table: TableSpec, c: Any, lift: Lift) -> tuple[Any, ...]:
     """Load factors by times, by bytes and of a key-value cache, its size, passes, statistics."""
     where = f"tables.{table.name}"
     cache = table.cache or CacheSpec()
-    share, source = _load_factor(setting, table)
+    share, source = _load_factor(context, table)
     default = c["cache_load_factor"]
     asked = default if share is None else lift(share, "load_factor", "", source)
-    shared = setting.estimator.cache_load_factor
+    shared = context.estimator.cache_load_factor
     origin = "planner.estimator.cache_load_factor"
     lookups, _, misses = cache.stats or (0.0, 0.0, 0.0)
     return (

@@ -36,7 +36,7 @@ def search_proposals(job: Job, model: ModelSpec, deadline: float) -> Found:
     section = job.planner
 
     def priced(cases: Sequence[tuple[TableSpec, Option]]) -> Sequence[Choice]:
-        return price(problem.job, problem.setting, cases)
+        return price(problem.job, problem.context, cases)
 
     found = propose(
         problem.tables,

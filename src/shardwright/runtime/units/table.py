@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwright.core.placement import describe
-from shardwright.core.units import format_bytes
+from shardwright.core.quantities import format_bytes
 
 if TYPE_CHECKING:
     from shardwright.runtime.units.unit import Unit

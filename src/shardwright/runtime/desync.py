@@ -103,7 +103,7 @@ def missing(group: dist.ProcessGroup, ranks: Sequence[int], own: int, word: str)
             return
         done.set()
 
-    thread = threading.Thread(target=ask, name="roll_call", daemon=True)
+    thread = threading.Thread(target=ask, name="desync", daemon=True)
     thread.start()
     thread.join(SECONDS + _GRACE)
     heard = dict(answers)
@@ -116,7 +116,7 @@ def missing(group: dist.ProcessGroup, ranks: Sequence[int], own: int, word: str)
 
 def _ask(group: str, others: Sequence[int], own: int, word: str, answers: dict[int, str]) -> None:
     store = default_store()
-    prefix = f"shardwright/roll_call/{group}/{min([own, *others])}"
+    prefix = f"shardwright/desync/{group}/{min([own, *others])}"
     store.set(f"{prefix}/{own}", word)
     end = time.monotonic() + SECONDS
     while len(answers) < len(others) and time.monotonic() < end:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
-from shardwright.core.units import format_bytes, format_seconds, parse_bytes
+from shardwright.core.quantities import format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(

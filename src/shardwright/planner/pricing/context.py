@@ -12,7 +12,7 @@ from shardwright.core.planning import EstimatorSection
 
 
 @dataclass(frozen=True)
-class Setting:
+class PricingContext:
     """The machine, the batch of one rank, and what a step keeps alive."""
 
     cluster: Cluster
