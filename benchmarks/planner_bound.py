@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.core.job import Job
-from shardwright.core.specs import model_spec
+from shardwright.lab.recordings import described
 from shardwright.planner.problem import make_problem
 
 RELATIVE_GAP = 1e-4
@@ -55,7 +55,7 @@ def bound(job: Job, seconds: float) -> dict[str, Any]:
 
 def _program(job: Job, highspy: Any) -> Any:
     """The program in ms: the last column is T; rows are tables, slowest shards, time, bytes."""
-    problem = make_problem(job, model_spec(job), slow=False)
+    problem = make_problem(job, described(job), slow=False)
     capacity, ranks = problem.capacity[0], problem.cluster.world_size
     columns = []
     for number, choices in enumerate(problem.tables):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shardwright.core.job import read_job
 from shardwright.core.plan import write_plan
-from shardwright.planner.planner import plan
+from shardwright.lab.recordings import plan
 
 
 def main() -> None:

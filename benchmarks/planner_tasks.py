@@ -23,7 +23,7 @@ from planner_check import shards_of
 from shardwright.core.errors import NoPlanError
 from shardwright.core.job import parse_job
 from shardwright.core.plan import Plan
-from shardwright.planner.planner import plan
+from shardwright.lab.recordings import plan
 
 VARIABLE = "SHARDWRIGHT_TASKS"
 GIB = 2**30

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.core.job import Job, parse_job, read_job
+from shardwright.lab.recordings import plan
 from shardwright.lab.session import Session, run
-from shardwright.planner.planner import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo.toml"

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from shardwright.core.amount import Step
+
+# Recordings of models are made once for all tests of a run, whatever an earlier one has left.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["SHARDWRIGHT_CACHE"] = tempfile.mkdtemp(prefix="shardwright-cache-")
+    atexit.register(shutil.rmtree, os.environ["SHARDWRIGHT_CACHE"], ignore_errors=True)
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil_div": lambda a, b: -(-a // b),

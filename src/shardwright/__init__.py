@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from shardwright.core.plan import Plan, read_plan, write_plan
     from shardwright.lab.compare import compare
     from shardwright.lab.footprint import footprint as estimate_memory
+    from shardwright.lab.recordings import plan
     from shardwright.planner.explain import explain_tensor as explain
-    from shardwright.planner.planner import plan
     from shardwright.runtime.apply import apply
     from shardwright.runtime.clip import clip_grad_norm_
     from shardwright.runtime.fully_shard import fully_shard_flat
@@ -86,7 +86,7 @@ _HOMES = {
     "optimizer_parameters": "runtime.optimizer",
     "optimizer_state_dict": "runtime.optimizer_dict",
     "parse_job": "core.job",
-    "plan": "planner.planner",
+    "plan": "lab.recordings",
     "read_job": "core.job",
     "read_measurement": "core.measurement",
     "read_plan": "core.plan",

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 from shardwright.adapters.torchrec import job_of, write_job
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.job import parse_job, read_job
-from shardwright.planner.planner import plan as make_plan
+from shardwright.lab.recordings import plan as make_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TorchRec's reservations
 

@@ -20,7 +20,7 @@ from shardwright.core.job import (
 )
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.parallel import ParallelSection
-from shardwright.core.specs import model_spec
+from shardwright.lab.recordings import described
 
 LLAMA = {"kind": "llama"}
 TABLE = {"name": "a", "rows": 10, "dim": 16}
@@ -216,7 +216,7 @@ def test_a_bad_value_of_memory_is_named(memory: dict[str, Any], message: str) ->
 @pytest.mark.parametrize("model", [LLAMA, {"python": "package.module:make"}])
 def test_a_plan_of_a_model_that_is_only_estimated_is_refused(model: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        model_spec(_job(model=model))
+        described(_job(model=model))
     kind = model.get("kind", "python")
     assert str(caught.value) == (
         f"model.kind: expected dlrm, transformer or tables for a plan and a run, got '{kind}'. "

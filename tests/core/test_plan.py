@@ -19,8 +19,7 @@ from shardwright.core.plan import (
     write_plan,
 )
 from shardwright.core.schedule import Modes
-from shardwright.core.specs import model_spec
-from shardwright.planner import plan
+from shardwright.lab.recordings import described, plan
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def test_everything_else_is_part_of_the_fingerprint(
 
 def test_a_plan_comes_back_from_its_file(made: Plan, tmp_path: Path) -> None:
     write_plan(made, tmp_path / "plan.json")
-    assert read_plan(tmp_path / "plan.json", model_spec) == made
+    assert read_plan(tmp_path / "plan.json", described) == made
 
 
 def test_an_edited_plan_is_told_both_fingerprints(made: Plan, tmp_path: Path) -> None:
@@ -74,7 +73,7 @@ def test_blocks_that_do_not_tile_the_model_are_refused(made: Plan, tmp_path: Pat
     write_plan(sealed(msgspec.structs.replace(made, blocks=made.blocks[1:])), path)
     assert read_plan(path).blocks == made.blocks[1:]
     with pytest.raises(InputError, match=r"^blocks of tables.a.weight: expected every one of 480"):
-        read_plan(path, model_spec)
+        read_plan(path, described)
 
 
 def test_blocks_are_kept_run_length_encoded(made: Plan) -> None:
@@ -95,7 +94,7 @@ def of_tables() -> Plan:
 
 def test_a_plan_of_tables_alone_comes_back_from_its_file(of_tables: Plan, tmp_path: Path) -> None:
     write_plan(of_tables, tmp_path / "plan.json")
-    assert read_plan(tmp_path / "plan.json", model_spec) == of_tables
+    assert read_plan(tmp_path / "plan.json", described) == of_tables
 
 
 def test_a_plan_of_the_schema_before_is_refused(made: Plan, tmp_path: Path) -> None:

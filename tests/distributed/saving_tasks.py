@@ -19,8 +19,8 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import shardwright as sw
 from shardwright.core.job import Job
+from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM
-from shardwright.planner import plan
 from shardwright.runtime.checkpoint import read_full
 from shardwright.runtime.optimizer import make_optimizer
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.job import Job
 from shardwright.core.plan import Plan
+from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM
-from shardwright.planner import plan
 from shardwright.runtime.apply import apply
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.guard import Guard

@@ -12,7 +12,7 @@ from reference import small_job
 
 from shardwright.core.job import Job, parse_job
 from shardwright.data.tokens import write_text
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise", "row_wise", "table_wise")
 ROUTED = ("data_parallel", "table_wise", "row_wise") * 2

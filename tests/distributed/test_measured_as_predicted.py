@@ -10,9 +10,8 @@ from tasks import meter_steps
 
 from shardwright.core.job import Job
 from shardwright.core.schedule import training_step
-from shardwright.core.specs import model_spec
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
-from shardwright.planner import plan
+from shardwright.lab.recordings import described, plan
 
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise", "row_wise", "table_wise")
 ROUTED = ("table_wise", "row_wise", "table_wise", "row_wise", "row_wise", "table_wise")
@@ -46,7 +45,7 @@ def test_bytes_are_exact_and_the_schedule_is_followed(
     wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
     assert {key: size for key, size in exact_bytes(measured).items() if size} == wanted
     for _, _, actions in results:
-        assert actions == [a for a in training_step(model_spec(job), made.modes) if _is_told(a)]
+        assert actions == [a for a in training_step(described(job), made.modes) if _is_told(a)]
 
 
 def _is_told(action: object) -> bool:

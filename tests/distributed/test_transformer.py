@@ -15,7 +15,7 @@ from transformer_tasks import meter_planned, moved_by_units, train_planned, trai
 from shardwright.core.job import Job, parse_job
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
 from shardwright.data.tokens import write_text
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 
 GLOBAL_BATCH = 12
 PLANNERS: dict[str, dict[str, Any]] = {

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from shardwright.core.job import Job
 from shardwright.core.placement import BlockShard, Owned, Shard
+from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM
-from shardwright.planner import plan
 from shardwright.runtime.apply import apply
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.state import full_state_dict

@@ -17,7 +17,7 @@ from shardwright.core.measurement import SCHEMA, Curve, Measurement, Quality
 from shardwright.core.outcome import OUTCOME_SCHEMA, Outcome, RankOutcome, encode_outcome
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import PEAK, Event, encode
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 
 FOLDER = Path(__file__).parent
 KINDS: dict[str, type[msgspec.Struct]] = {

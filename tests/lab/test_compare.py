@@ -9,7 +9,7 @@ from shardwright.core.measurement import Curve, Measurement
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import PEAK, Event, decode, encode
 from shardwright.lab.compare import compare
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.job import Job
 from shardwright.core.model import ShardingType, TableSpec
 from shardwright.core.option import Option, shard_runs
-from shardwright.core.specs import model_spec
+from shardwright.lab.recordings import described
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import price
 from shardwright.planner.problem import Problem, make_problem
@@ -58,7 +58,7 @@ def fastest(job: Job) -> float:
 
     :raises TooManyError: there are too many plans.
     """
-    model = model_spec(job)
+    model = described(job)
     problem = make_problem(job, model)
     ways = [_ways(problem, table) for table in model.tables]
     number = {table.name: index for index, table in enumerate(model.tables)}

@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.core.job import read_job
 from shardwright.core.plan import read_plan
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

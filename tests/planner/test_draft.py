@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.core.batch import expected_distinct
 from shardwright.core.job import Job
-from shardwright.core.specs import model_spec
+from shardwright.lab.recordings import described
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import make_problem
 from shardwright.planner.step_draft import StepDraft
@@ -18,7 +18,7 @@ MakeJob = Callable[..., Job]
 
 
 def _draft(job: Job, *placed: tuple[str, tuple[int, ...]], sharded: bool = False) -> StepDraft:
-    problem = make_problem(job, model_spec(job))
+    problem = make_problem(job, described(job))
     tables = []
     for (kind, ranks), choices in zip(placed, problem.tables, strict=True):
         choice = next(c for c in choices if c.option.sharding_type == kind)
@@ -130,7 +130,7 @@ def test_gradients_are_no_part_of_what_a_step_starts_with(make_job: MakeJob) -> 
 
 
 def _tables(job: Job, *placed: tuple[str, tuple[int, ...]]) -> TablesDraft:
-    problem = make_problem(job, model_spec(job))
+    problem = make_problem(job, described(job))
     tables = []
     for (kind, ranks), choices in zip(placed, problem.tables, strict=True):
         choice = next(c for c in choices if c.option.sharding_type == kind)

@@ -15,7 +15,7 @@ from shardwright.core.block import check_tiling
 from shardwright.core.errors import MismatchError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan, sealed
-from shardwright.core.specs import model_spec
+from shardwright.lab.recordings import described
 from shardwright.planner import explain, plan
 from shardwright.planner.explain.statistics import all_statistics
 from shardwright.planner.statistics import memory_prices, statistics
@@ -107,7 +107,7 @@ def test_a_layer_and_its_tensors_are_explained_by_their_unit() -> None:
 
 
 def test_blocks_of_merged_units_tile_the_model(made: Plan) -> None:
-    check_tiling(made.expanded(), model_spec(made.job).tensors, made.world_size)
+    check_tiling(made.expanded(), described(made.job).tensors, made.world_size)
 
 
 def test_facts_tell_what_was_forced_and_what_was_chosen() -> None:

@@ -20,9 +20,8 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.errors import NoPlanError, ShardwrightError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan
-from shardwright.core.specs import model_spec
 from shardwright.core.timeline import decode, phase_seconds
-from shardwright.planner import plan
+from shardwright.lab.recordings import described, plan
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import make_problem
 from shardwright.planner.strategy import bound_of
@@ -72,7 +71,7 @@ def _job(
 
 def _planned(job: Job) -> Plan | None:
     """The plan, or None where none fits; without the ways out that a refusal tries."""
-    found = search_tables(job, model_spec(job), float("inf"))
+    found = search_tables(job, described(job), float("inf"))
     return None if found.draft is None else plan(job)
 
 
@@ -130,7 +129,7 @@ def test_the_order_of_tables_changes_neither_seconds_nor_bound_nor_feasibility(
     outcomes = []
     for order in (entries, shuffled):
         made = search_tables(
-            job := _job(order, profile, cluster=cluster, **planner), model_spec(job), float("inf")
+            job := _job(order, profile, cluster=cluster, **planner), described(job), float("inf")
         )
         seconds = None if made.draft is None else made.draft.max_rank_seconds
         outcomes.append((seconds, made.bound))
@@ -144,7 +143,7 @@ def test_the_shards_of_a_plan_tile_every_table(
 ) -> None:
     job = _job(entries, profile, options=options)
     made = plan(job)
-    check_tiling(made.expanded(), model_spec(job).tensors, made.world_size)
+    check_tiling(made.expanded(), described(job).tensors, made.world_size)
 
 
 @pytest.mark.slow
@@ -189,7 +188,7 @@ def test_a_plan_is_no_faster_than_its_bound(
     if made.lower_bound_seconds:
         ratio = made.max_rank_seconds / made.lower_bound_seconds
         assert made.gap == pytest.approx(ratio - 1, rel=1e-6, abs=1e-12)
-    slow = make_problem(job, model_spec(job), slow=made.search.slow_kernels)
+    slow = make_problem(job, described(job), slow=made.search.slow_kernels)
     assert made.lower_bound_seconds == pytest.approx(
         min(bound_of(slow), made.max_rank_seconds), rel=1e-12
     )
@@ -292,7 +291,7 @@ def test_every_search_has_a_plan_that_fits(search: str) -> None:
     made = _exact(job) if search == "exact" else plan(job)
     assert made.search.name == search
     assert made.lower_bound_seconds <= made.max_rank_seconds
-    check_tiling(made.expanded(), model_spec(job).tensors, made.world_size)
+    check_tiling(made.expanded(), described(job).tensors, made.world_size)
 
 
 def test_the_exact_search_is_never_slower_than_the_bounded_one() -> None:
@@ -323,7 +322,7 @@ def test_the_exact_search_plans_types_of_all_ranks(sharding_type: str, ranks: in
     job = _job([table, free], cluster={"world_size": ranks}, search="exact", time_limit=2)
     made = _exact(job)
     assert made.tables[0].sharding_type == sharding_type
-    check_tiling(made.expanded(), model_spec(job).tensors, made.world_size)
+    check_tiling(made.expanded(), described(job).tensors, made.world_size)
 
 
 def test_several_hosts_are_told_apart() -> None:
@@ -352,7 +351,7 @@ def test_odd_worlds_are_planned(profile: str, ranks: int) -> None:
     job = _job(TABLES, profile, cluster=cluster)
     made = plan(job)
     assert len(made.ranks) == ranks
-    check_tiling(made.expanded(), model_spec(job).tensors, made.world_size)
+    check_tiling(made.expanded(), described(job).tensors, made.world_size)
 
 
 @pytest.mark.parametrize("profile", ["cluster", "torchrec-1.9"])
@@ -495,7 +494,7 @@ def test_the_best_of_all_placements_is_found(make_tables: MakeJob) -> None:
     job = make_tables(
         30_000, 20_000, 9_000, table={"sharding_types": ["table_wise", "row_wise", "data_parallel"]}
     )
-    problem = make_problem(job, model_spec(job), slow=False)
+    problem = make_problem(job, described(job), slow=False)
     places = [
         [
             Placed(choice, ranks)

@@ -14,11 +14,10 @@ from shardwright.core.errors import UnsupportedError
 from shardwright.core.job import Job
 from shardwright.core.placement import Flat, Replicate
 from shardwright.core.plan import Plan
-from shardwright.core.specs import model_spec
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks, phase_seconds
+from shardwright.lab.recordings import described, plan
 from shardwright.planner.assemble import assemble
 from shardwright.planner.choice import Choice
-from shardwright.planner.planner import plan
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
@@ -37,11 +36,11 @@ MEMORY_TO_SPARE = 1.12
 
 
 def _problem(job: Job) -> Problem:
-    return make_problem(job, model_spec(job))
+    return make_problem(job, described(job))
 
 
 def _search(job: Job) -> Found:
-    return search_steps(job, model_spec(job), float("inf"))
+    return search_steps(job, described(job), float("inf"))
 
 
 def _planned(job: Job) -> Plan | None:
@@ -83,7 +82,7 @@ def test_most_random_jobs_have_a_plan(planned: Planned) -> None:
 def test_the_blocks_of_a_plan_tile_the_model(planned: Planned, seed: int) -> None:
     if made := planned(seed):
         blocks = made.expanded()
-        tensors = model_spec(made.job).tensors
+        tensors = described(made.job).tensors
         check_tiling(blocks, tensors, made.world_size)
         dense = {name for unit in made.units for name in unit.tensors}
         for role in ("gradient", "optimizer_state"):

@@ -10,14 +10,14 @@ from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.job import Job
 from shardwright.core.model import TableSpec
 from shardwright.core.placement import Flat, Replicate
-from shardwright.core.specs import model_spec
+from shardwright.lab.recordings import described
 from shardwright.planner.problem import Problem, canonical_order, make_problem, reservation_kind
 
 MakeJob = Callable[..., Job]
 
 
 def _problem(job: Job) -> Problem:
-    return make_problem(job, model_spec(job))
+    return make_problem(job, described(job))
 
 
 def _types(job: Job) -> list[str]:

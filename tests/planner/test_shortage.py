@@ -12,8 +12,7 @@ from shardwright.core.errors import EXIT_NO_PLAN, InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model import TableSpec
 from shardwright.core.plan import Plan
-from shardwright.core.specs import model_spec
-from shardwright.planner import plan, shortage
+from shardwright.lab.recordings import described, plan, shortage
 from shardwright.planner.problem import make_problem
 from shardwright.planner.strategy.steps import smallest
 
@@ -51,7 +50,7 @@ def _changed(job: Job, section: str, **values: Any) -> Job:
 
 def test_a_plan_that_does_not_fit_names_the_fullest_rank(too_large: Job) -> None:
     message = _refusal(too_large)
-    peaks = smallest(make_problem(too_large, model_spec(too_large))).peak_bytes
+    peaks = smallest(make_problem(too_large, described(too_large))).peak_bytes
     rank = _number("rank # is the fullest", message)
     assert peaks[rank] == max(peaks) == _number("needs # B", message)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job, parse_job
-from shardwright.core.specs import model_spec
+from shardwright.lab.recordings import described
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.search import search
@@ -24,7 +24,7 @@ SIZES = (700, 50, 3000, 50, 9, 100_000)
 
 
 def _problem(job: Job) -> Problem:
-    return make_problem(job, model_spec(job))
+    return make_problem(job, described(job))
 
 
 def _space(job: Job) -> tuple[Problem, Space]:

@@ -11,7 +11,7 @@ import pytest
 from counting import at_most
 
 from shardwright.core.job import read_job
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 WITHOUT_TORCH = """
@@ -26,7 +26,7 @@ LOADED = """
 import sys
 from pathlib import Path
 from shardwright.core.job import read_job
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 plan(read_job(Path(sys.argv[1])))
 print(*sys.modules)
 """
@@ -36,7 +36,7 @@ FINGERPRINT = """
 import sys
 from pathlib import Path
 from shardwright.core.job import read_job
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 print(plan(read_job(Path(sys.argv[1]))).fingerprint)
 """
 

@@ -20,7 +20,7 @@ from shardwright.core.plan import (
     read_plan,
     write_plan,
 )
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 from shardwright.planner.explain import draft_of
 from shardwright.planner.statistics import memory_prices, statistics
 

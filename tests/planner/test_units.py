@@ -14,9 +14,8 @@ from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model import UnitSpec
 from shardwright.core.planning import DenseSection
-from shardwright.core.specs import model_spec
 from shardwright.cost.presets import LOCAL
-from shardwright.planner import plan
+from shardwright.lab.recordings import described, plan
 from shardwright.planner.explain import draft_of
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.strategy.found import Found
@@ -52,11 +51,11 @@ def make_layers(layers: int = 6, dim: int = 16, ranks: int = 2, **sections: Any)
 
 
 def _found(job: Job) -> Found:
-    return search_steps(job, model_spec(job), float("inf"))
+    return search_steps(job, described(job), float("inf"))
 
 
 def _problem(job: Job) -> Problem:
-    return make_problem(job, model_spec(job))
+    return make_problem(job, described(job))
 
 
 def _sizes(arrangement: Arrangement | None) -> list[int]:
@@ -84,7 +83,7 @@ def test_a_run_is_cut_into_neighbours_of_sizes_that_differ_by_one_at_most(
 
 
 def test_a_merged_unit_is_named_by_its_first_and_last_layer() -> None:
-    units = model_spec(make_layers()).units
+    units = described(make_layers()).units
     pair = merged(units[2:4])
     assert (pair.name, pair.series) == ("layers.1-2", "layers")
     assert pair.tensors == units[2].tensors + units[3].tensors
@@ -274,7 +273,7 @@ def test_planning_layers_twice_gives_the_same_units() -> None:
 
 
 def test_of_many_runs_of_units_all_are_placed_alike_but_the_last() -> None:
-    model = model_spec(make_layers(8))
+    model = described(make_layers(8))
     alone = tuple(msgspec.structs.replace(unit, series="") for unit in model.units)
     space = UnitSpace(msgspec.structs.replace(model, units=alone), PAIR)
     found = [[u.replicated or u.reshard for u in a.units] for a in space.arrangements()]

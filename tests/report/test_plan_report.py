@@ -13,7 +13,7 @@ from shardwright.core.job import parse_job
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.statistics import MemoryPrice
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 from shardwright.planner.statistics import statistics
 from shardwright.report.plan_report import plan_report
 

@@ -13,8 +13,8 @@ from shardwright.cli.train import finish
 from shardwright.core.job import named_files, read_job
 from shardwright.core.outputs import REPORT, check_output
 from shardwright.core.plan import Plan
+from shardwright.lab.recordings import plan
 from shardwright.lab.session import check, run
-from shardwright.planner import plan
 from shardwright.report.table import plan_summary
 
 

@@ -12,7 +12,6 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
 from shardwright.core.plan import Plan, RankTotals, read_plan
 from shardwright.core.quantities import format_bytes
-from shardwright.core.specs import model_spec
 from shardwright.core.timeline import PHASES, decode, phase_peaks
 from shardwright.planner import explain
 from shardwright.planner.statistics.times import ORDER
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Recompute and print; a number that comes out otherwise than stored is exit 4."""
-    plan = read_plan(options.plan, model_spec)
+    plan = read_plan(options.plan, check=True)
     if options.rank is not None and not 0 <= options.rank < plan.world_size:
         raise InputError(expected("--rank", f"0 to {plan.world_size - 1}", str(options.rank)))
     if options.why_not and options.statistic:

@@ -15,7 +15,7 @@ from shardwright.core.job import named_files
 from shardwright.core.outputs import PLAN, check_output
 from shardwright.core.plan import Plan, write_plan
 from shardwright.core.statistics import MemoryPrice, Statistics
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 from shardwright.planner.statistics import memory_prices, statistics
 
 

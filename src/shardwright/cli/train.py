@@ -10,7 +10,6 @@ from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.measurement import Quality
 from shardwright.core.plan import Plan, read_plan
-from shardwright.core.specs import model_spec
 from shardwright.lab.folder import outcome_file
 from shardwright.lab.session import Session, run
 
@@ -81,14 +80,14 @@ def _quality_line(quality: Quality) -> str:
 
 def _plan_of(options: argparse.Namespace) -> Plan:
     if options.job.suffix != ".json":
-        from shardwright.planner import plan
+        from shardwright.lab.recordings import plan
 
         return plan(shared.job_of(options))
     if options.set:
         raise InputError(
             expected("--set", "a job to override", "a plan", "Plan again with --set, then train.")
         )
-    given = read_plan(options.job, model_spec)
+    given = read_plan(options.job, check=True)
     if options.ranks not in (None, given.world_size):
         raise MismatchError(
             expected(

@@ -1,18 +1,16 @@
-"""A model as a plan sees it: tables reached by route, dense units reached by gather, and the work
-of one step. Free of torch.
-
-A step visits the stages in order and then in reverse. What a stage allocates is told per sample,
-so one description serves every batch size.
+"""A model as a plan sees it: tables reached by route, and a recorded step with dense units that are
+reached by gather. Free of torch.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import msgspec
 
+from shardwright.core.recording import Recording, Unfolded
 from shardwright.core.tensor import TensorSpec, element_bytes
-from shardwright.core.timeline import Kind
 
 ShardingType = Literal[
     "data_parallel",
@@ -98,54 +96,48 @@ class UnitSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Dense parameters that are gathered, reduced and updated together, in execution order.
 
     Neighbours with the same ``series`` may be merged into one unit; with none a unit stays alone.
+    ``modules`` are the paths of its modules, and ``members`` the recorded units that it is made of.
     """
 
     name: str
     tensors: tuple[TensorSpec, ...]
     optimizer: DenseOptimizer = "sgd"
     series: str = ""
+    modules: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
 
 
-class Allocation(msgspec.Struct, frozen=True):
-    """Memory an operation takes: ``per_sample`` bytes for each sample plus ``fixed`` bytes."""
-
-    name: str
-    kind: Kind
-    per_sample: int
-    fixed: int = 0
-
-    def nbytes(self, batch_size: int) -> int:
-        """Bytes for a batch of ``batch_size`` samples."""
-        return self.per_sample * batch_size + self.fixed
+ROOT = "root"  # what is in no other unit is one of its own
 
 
-class Work(msgspec.Struct, frozen=True):
-    """One operation: it takes its allocations, computes, then frees allocations by name."""
-
-    name: str
-    flops_per_sample: int = 0
-    takes: tuple[Allocation, ...] = ()
-    frees: tuple[str, ...] = ()
-
-
-class Stage(msgspec.Struct, frozen=True):
-    """A part of the step: ``gather`` stages name a unit, ``route`` stages stand for the tables."""
-
-    name: str
-    access: Literal["gather", "route", "none"]
-    forward: tuple[Work, ...] = ()
-    backward: tuple[Work, ...] = ()
-
-
-class ModelSpec(msgspec.Struct, frozen=True):
-    """Tables, dense units, and the stages of a step in forward order."""
+class ModelSpec(msgspec.Struct, frozen=True, dict=True):
+    """Tables, and the recording of a step with its dense units; tables alone have none."""
 
     kind: str
     tables: tuple[TableSpec, ...]
-    units: tuple[UnitSpec, ...]
-    stages: tuple[Stage, ...]
-    inputs: tuple[Allocation, ...] = ()
-    buffers: tuple[TensorSpec, ...] = ()
+    recording: Recording | None = None
+    optimizer: DenseOptimizer = "sgd"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there is a step to plan, not tables alone."""
+        return self.recording is not None
+
+    @cached_property
+    def step(self) -> Unfolded:
+        """The recording at its full depth."""
+        return Unfolded(self.recording or Recording((), ()))
+
+    @cached_property
+    def units(self) -> tuple[UnitSpec, ...]:
+        """Dense units in the order in which their forwards begin."""
+        found = self.step.units.items()
+        root = ROOT if ROOT not in self.step.units else f"({ROOT})"
+        return tuple(
+            UnitSpec(name or root, u.tensors, self.optimizer, u.series, u.modules, (name,))
+            for name, u in found
+            if u.tensors
+        )
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

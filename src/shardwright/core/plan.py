@@ -7,7 +7,6 @@ numbers rest on (job, cluster, constants), so it can be explained and run anywhe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -19,14 +18,16 @@ from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import MismatchError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, ShardingType
+from shardwright.core.model_of_job import model_of
 from shardwright.core.option import ShardRun
 from shardwright.core.placement import Placement, Replicate
+from shardwright.core.recording import Recording
 from shardwright.core.schedule import Modes
 from shardwright.core.timeline import EventRun
 
 T = TypeVar("T")
 
-SCHEMA = "shardwright.plan/3"
+SCHEMA = "shardwright.plan/4"
 
 
 class ShardPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -103,13 +104,15 @@ class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was chosen for a dense unit: its modules, a placement for each role, and whether full
     weights go after forward.
 
-    ``modules`` are paths in the order of a step, of layers that share the unit's buffer. A step
+    ``modules`` are paths in the order of a step, of layers that share the unit's buffer, and
+    ``members`` the units of the recording that it is made of. A step
     makes ``collectives`` calls for the unit; ``bytes_per_step`` are the full buffers of all of
     them. ``bytes_per_rank`` and ``padding_bytes`` are those of one role.
     """
 
     name: str
     modules: tuple[str, ...]
+    members: tuple[str, ...]
     tensors: tuple[str, ...]
     parameter: Placement
     gradient: Placement
@@ -177,12 +180,14 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything ``apply`` needs, and everything ``explain`` recomputes.
 
-    ``prefetch`` is how many units are gathered ahead of the one that computes.
+    ``recording`` is that of the model's step, none of tables alone. ``prefetch`` is how many units
+    are gathered ahead of the one that computes.
     """
 
-    schema: Literal["shardwright.plan/3"]
+    schema: Literal["shardwright.plan/4"]
     version: str
     job: Job
+    recording: Recording | None
     cluster: Cluster
     tables: tuple[TablePlan, ...]
     units: tuple[UnitPlan, ...]
@@ -204,6 +209,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.cluster.world_size
 
     @property
+    def model(self) -> ModelSpec:
+        """What was planned: the job's tables and the recorded step."""
+        return model_of(self.job, self.recording)
+
+    @property
     def modes(self) -> Modes:
         """What the plan decides about the order of a step."""
         types = {table.sharding_type for table in self.tables}
@@ -214,7 +224,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             routed=bool(types - {"data_parallel"}),
             replicated_tables="data_parallel" in types,
             prefetch=self.prefetch,
-            merged=tuple((u.name, u.modules) for u in self.units if len(u.modules) > 1),
+            merged=tuple((u.name, u.members) for u in self.units if u.members != (u.name,)),
         )
 
     def expanded(self) -> list[Block]:
@@ -240,9 +250,8 @@ def write_plan(plan: Plan, path: Path | str) -> None:
     write_document(plan, path)
 
 
-def read_plan(path: Path | str, model_of: Callable[[Job], ModelSpec] | None = None) -> Plan:
-    """Read a plan and check its fingerprint; with ``model_of`` also that its blocks tile the model
-    of its job."""
+def read_plan(path: Path | str, *, check: bool = False) -> Plan:
+    """Read a plan and check its fingerprint; with ``check`` also that its blocks tile its model."""
     plan = read_document(path, Plan, SCHEMA, made_by="shardwright plan JOB.toml -o plan.json")
     if plan.fingerprint != fingerprint(plan):
         raise MismatchError(
@@ -253,6 +262,6 @@ def read_plan(path: Path | str, model_of: Callable[[Job], ModelSpec] | None = No
                 "The file was edited after planning; make the plan again from the job.",
             )
         )
-    if model_of is not None:
-        check_tiling(plan.expanded(), model_of(plan.job).tensors, plan.world_size)
+    if check:
+        check_tiling(plan.expanded(), plan.model.tensors, plan.world_size)
     return plan

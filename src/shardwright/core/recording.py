@@ -2,11 +2,15 @@
 
 A recording is cut where units are entered and left: there a runtime gathers, frees and reduces.
 Blocks that repeat are recorded three times, as the first, one between, and the last; the one
-between stands for all that lie between.
+between stands for all that lie between. :func:`moments` unfolds it to every block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Literal
 
 import msgspec
@@ -14,8 +18,20 @@ import msgspec
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
 
+# Of a unit's forward and backward, of the whole module's, and of the exchange with tables: rows are
+# looked up (``lookup``) and put in place (``rows``), and their gradients go back.
 Point = Literal[
-    "begin", "enter", "leave", "finish", "loss", "backward", "enter_backward", "leave_backward"
+    "begin",
+    "enter",
+    "leave",
+    "lookup",
+    "rows",
+    "finish",
+    "loss",
+    "backward",
+    "enter_backward",
+    "leave_backward",
+    "row_gradients",
 ]
 
 
@@ -34,20 +50,35 @@ class Touch(msgspec.Struct, frozen=True, array_like=True):
     module: str = ""
 
 
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """Operators that run: how many, the FLOPs of products, and the bytes that all others read and
+    write."""
+
+    calls: int = 0
+    flops: int = 0
+    moved: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.calls + other.calls, self.flops + other.flops, self.moved + other.moved)
+
+
 class Piece(msgspec.Struct, frozen=True):
     """What happens from where ``unit`` gets to ``point`` until the next such moment."""
 
     point: Point
     unit: str
     touches: tuple[Touch, ...]
+    work: Work = Work()
 
 
 class RecordedUnit(msgspec.Struct, frozen=True):
-    """Parameters that are gathered together; ``series`` names the repeated blocks it is one of."""
+    """Parameters that are gathered together; ``series`` names the repeated blocks it is one of,
+    ``modules`` are the paths of the modules it is entered and left with."""
 
     name: str
     tensors: tuple[TensorSpec, ...]
     series: str = ""
+    modules: tuple[str, ...] = ()
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -86,3 +117,184 @@ class Recording(msgspec.Struct, frozen=True):
     frozen: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A piece where it happens: for ``unit`` by its own name, which is block ``block`` of a
+    series; -1 outside of one."""
+
+    piece: Piece
+    unit: str
+    block: int = -1
+
+
+class Blocks:
+    """Which recorded units belong to which blocks, and what they are called when unfolded."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.series = recording.series
+        self.units = recording.units
+        self._home: dict[str, tuple[Series, int]] = {}
+        names = {piece.unit for piece in recording.pieces} | {u.name for u in recording.units}
+        for series in recording.series:
+            for index, block in enumerate(series.recorded):
+                for name in names:
+                    if name == block or name.startswith(f"{block}."):
+                        self._home[name] = (series, index)
+
+    def home(self, unit: str) -> tuple[Series, int] | None:
+        """The series and the recorded block that a recorded unit belongs to."""
+        return self._home.get(unit)
+
+    def renamed(self, unit: str, series: Series, recorded: int, block: int) -> str:
+        """A recorded unit's name in block ``block``."""
+        return series.names[block] + unit[len(series.recorded[recorded]) :]
+
+    def beside(self, unit: str, moment: Moment) -> str:
+        """A recorded unit's own name, where ``moment`` happens."""
+        home, here = self._home.get(unit), self._home.get(moment.piece.unit)
+        if home is None:
+            return unit
+        series, recorded = home
+        if here is None or here[0] is not series:
+            extra = len(series.names) - len(series.recorded)
+            block = recorded if recorded < series.period else recorded + extra
+        else:
+            block = moment.block + recorded - here[1]
+        return self.renamed(unit, series, recorded, block)
+
+    def unfolded(self) -> Iterator[tuple[str, RecordedUnit]]:
+        """Every unit by its own name, beside the recorded one that stands for it."""
+        done: set[str] = set()
+        for unit in self.units:
+            home = self._home.get(unit.name)
+            if home is None:
+                yield unit.name, unit
+                continue
+            series = home[0]
+            if series.name in done:
+                continue
+            done.add(series.name)
+            for block in range(len(series.names)):
+                recorded = series.template(block)
+                for each in self.units:
+                    at = self._home.get(each.name)
+                    if at is not None and at[0] is series and at[1] == recorded:
+                        yield self.renamed(each.name, series, recorded, block), each
+
+    def own(self, name: str, unit: RecordedUnit) -> RecordedUnit:
+        """The unit called ``name`` that a recorded one stands for, its tensors by their names."""
+        home = self._home.get(unit.name)
+        if home is None or name == unit.name:
+            return unit
+        old = home[0].recorded[home[1]]
+        new = name[: len(name) - len(unit.name) + len(old)]
+
+        def renamed(path: str) -> str:
+            return new + path[len(old) :]
+
+        tensors = tuple(TensorSpec(renamed(t.fqn), t.shape, t.dtype) for t in unit.tensors)
+        return RecordedUnit(name, tensors, unit.series, tuple(map(renamed, unit.modules)))
+
+    def is_middle(self, unit: str) -> bool:
+        """Whether a recorded unit is of the blocks that stand for several."""
+        home = self._home.get(unit)
+        if home is None or len(home[0].names) == len(home[0].recorded):
+            return False
+        return home[0].period <= home[1] < 2 * home[0].period
+
+
+def moments(recording: Recording, blocks: Blocks) -> Iterator[Moment]:
+    """Every piece of a step, in order."""
+    for middle, pieces in groupby(recording.pieces, lambda piece: blocks.is_middle(piece.unit)):
+        if middle:
+            yield from _repeated(tuple(pieces), blocks)
+            continue
+        for piece in pieces:
+            home = blocks.home(piece.unit)
+            if home is None:
+                yield Moment(piece, piece.unit)
+                continue
+            series, recorded = home
+            extra = len(series.names) - len(series.recorded)
+            block = recorded if recorded < series.period else recorded + extra
+            yield Moment(piece, blocks.renamed(piece.unit, series, recorded, block), block)
+
+
+def _repeated(pieces: tuple[Piece, ...], blocks: Blocks) -> Iterator[Moment]:
+    """Middle blocks, forward or backward, as often as it takes; those of several series take turns
+    if they have as many rounds."""
+    for rounds, same in groupby(pieces, lambda piece: _rounds(blocks, piece.unit)):
+        turn = tuple(same)
+        backward = turn[0].point.endswith("backward")
+        for index in reversed(range(rounds)) if backward else range(rounds):
+            for piece in turn:
+                home = blocks.home(piece.unit)
+                assert home is not None
+                series, recorded = home
+                block = recorded + index * series.period
+                yield Moment(piece, blocks.renamed(piece.unit, series, recorded, block), block)
+
+
+def _rounds(blocks: Blocks, unit: str) -> int:
+    """How often the middle block of a unit comes."""
+    home = blocks.home(unit)
+    assert home is not None
+    extra = len(home[0].names) - len(home[0].recorded)
+    return extra // home[0].period + 1
+
+
+class Unfolded:
+    """A recording's step at its full depth, found once: every unit and every piece in order."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.blocks = Blocks(recording)
+
+    @cached_property
+    def units(self) -> dict[str, RecordedUnit]:
+        """Every unit by its own name, in the order in which their forwards begin."""
+        found = {name: self.blocks.own(name, unit) for name, unit in self.blocks.unfolded()}
+        entered = dict.fromkeys(m.unit for m in self.forward if m.piece.point == "enter")
+        return {name: found[name] for name in (*entered, *found) if name in found}
+
+    @cached_property
+    def _moments(self) -> tuple[list[Moment], list[Moment]]:
+        forward: list[Moment] = []
+        backward: list[Moment] = []
+        for moment in moments(self.recording, self.blocks):
+            begun = bool(backward) or moment.piece.point == "backward"
+            (backward if begun else forward).append(moment)
+        return forward, backward
+
+    @property
+    def forward(self) -> list[Moment]:
+        """Up to the loss."""
+        return self._moments[0]
+
+    @property
+    def backward(self) -> list[Moment]:
+        """From the loss on."""
+        return self._moments[1]
+
+    @cached_property
+    def homes(self) -> dict[tuple[str, int], str]:
+        """The unit that is at work in every piece, by direction and place; empty for none."""
+        found: dict[tuple[str, int], str] = {}
+        for direction, pieces in (("forward", self.forward), ("backward", self.backward)):
+            entering, leaving = _AROUND[direction]
+            inside: list[str] = []
+            for place, moment in enumerate(pieces):
+                if moment.piece.point == entering:
+                    inside.append(moment.unit)
+                elif moment.piece.point == leaving and moment.unit in inside:
+                    inside.remove(moment.unit)
+                found[direction, place] = inside[-1] if inside else ""
+        return found
+
+
+_AROUND = {
+    "forward": ("enter", "leave"),
+    "backward": ("enter_backward", "leave_backward"),
+}

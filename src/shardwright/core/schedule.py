@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from shardwright.core.model import ModelSpec, Stage
+from shardwright.core.recording import Point, Unfolded
 from shardwright.core.timeline import Phase
 
 Verb = Literal[
@@ -32,12 +32,14 @@ Direction = Literal["forward", "backward"]
 
 
 class Action(msgspec.Struct, frozen=True, array_like=True):
-    """``verb`` on ``target`` (a stage, a unit, or ``tables``), in the time of ``phase``."""
+    """``verb`` on ``target`` (a unit or ``tables``; empty where a rank computes in no unit), in the
+    time of ``phase``; ``place`` is that of a piece among those of its direction."""
 
     verb: Verb
     target: str
     phase: Phase
     direction: Direction = "forward"
+    place: int = -1
 
 
 # Up to here the gradient of replicated tables rides along with the row gradients, once to every
@@ -53,7 +55,7 @@ def replicas_ride(routed: bool, world_size: int, replica_bytes: int) -> bool:
 class Modes(msgspec.Struct, frozen=True):
     """What a plan decided that changes the order of a step.
 
-    ``merged`` are the units of several stages: a name, and its stages as they follow one another.
+    ``merged`` are the units of several recorded ones: a name, and these as they follow one another.
     With ``prefetch`` 1 a unit is gathered while the one before it computes, and gradients are
     reduced while the next ones are computed.
     """
@@ -66,19 +68,33 @@ class Modes(msgspec.Struct, frozen=True):
     merged: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
-def stages_of_units(model: ModelSpec, modes: Modes) -> dict[str, tuple[str, ...]]:
-    """The stages of every unit, both in the order of a step."""
-    unit_of = {stage: unit for unit, stages in modes.merged for stage in stages}
-    found: dict[str, tuple[str, ...]] = {}
-    for stage in model.stages:
-        if stage.access == "gather":
-            unit = unit_of.get(stage.name, stage.name)
-            found[unit] = (*found.get(unit, ()), stage.name)
-    return found
+class Merged:
+    """Units of several recorded ones: which of them begins a forward, and which ends it."""
+
+    def __init__(self, merged: Iterable[tuple[str, tuple[str, ...]]] = ()) -> None:
+        self.unit_of: dict[str, str] = {}
+        self._first: dict[str, str] = {}
+        self._last: dict[str, str] = {}
+        for name, members in merged:
+            self.unit_of.update(dict.fromkeys(members, name))
+            self._first[name], self._last[name] = members[0], members[-1]
+
+    def name(self, unit: str) -> str:
+        """The unit that a recorded one belongs to."""
+        return self.unit_of.get(unit, unit)
+
+    def at(self, point: str, unit: str) -> str | None:
+        """The unit that gets to ``point`` with the recorded ``unit``; None if another one of its
+        members does."""
+        name = self.unit_of.get(unit)
+        if name is None:
+            return unit
+        ends = self._first if point in ("enter", "leave_backward") else self._last
+        return name if ends[name] == unit else None
 
 
-def training_step(model: ModelSpec, modes: Modes) -> tuple[Action, ...]:
-    """One step: load, forward through the stages, backward through them, then update.
+def training_step(step: Unfolded, modes: Modes) -> tuple[Action, ...]:
+    """One step: load, forward through the recorded pieces, backward through them, then update.
 
     A sharded unit is gathered before its first forward, freed after its last one if it reshards,
     gathered again before its backward, and freed and reduced right after. With prefetch the next
@@ -86,7 +102,7 @@ def training_step(model: ModelSpec, modes: Modes) -> tuple[Action, ...]:
     before the next one begins, the last before the updates. Everything is updated at the end of
     the step, when all ranks know that every gradient is finite: tables first.
     """
-    return tuple(_Walk(model, modes).actions())
+    return tuple(_Walk(step, modes).actions())
 
 
 class UnitFlow:
@@ -135,55 +151,72 @@ class UnitFlow:
 
 
 class _Walk:
-    """A step, stage by stage."""
+    """A step, piece by piece."""
 
-    def __init__(self, model: ModelSpec, modes: Modes) -> None:
-        self.model = model
+    def __init__(self, step: Unfolded, modes: Modes) -> None:
+        self.step = step
         self.modes = modes
-        self.units = stages_of_units(model, modes)
-        self.unit_of = {stage: unit for unit, stages in self.units.items() for stage in stages}
+        self.merged = Merged(modes.merged)
+        self.units = dict.fromkeys(
+            self.merged.name(u) for u, its in step.units.items() if its.tensors
+        )
         self.flow = UnitFlow(self.units, modes)
+        self.touched: dict[str, None] = {}  # whose backward is under way
+        self.left: list[str] = []  # units as their forwards ended
 
     def actions(self) -> Iterator[Action]:
         yield Action("load", "batch", "load")
-        for stage in self.model.stages:
-            yield from self._forward(stage)
-        for stage in reversed(self.model.stages):
-            yield from self._backward(stage)
+        for place, moment in enumerate(self.step.forward):
+            yield from self._reach(moment.piece.point, moment.unit)
+            yield self._compute(place, "forward")
+        self.flow.before = dict(pairwise(reversed(self.left)))
+        for place, moment in enumerate(self.step.backward):
+            yield from self._reach_backward(moment.piece.point, moment.unit)
+            yield self._compute(place, "backward")
+        for unit in list(self.touched):
+            yield from self.flow.reduce(unit)
         yield from self.flow.collect()
-        for stage in self.model.stages:
-            if stage.access == "route":
-                yield Action("update", stage.name, "step", "backward")
-        names = (self.unit_of.get(unit.name, unit.name) for unit in self.model.units)
-        for unit in dict.fromkeys(names):
+        if any(moment.piece.point == "lookup" for moment in self.step.forward):
+            yield Action("update", "tables", "step", "backward")
+        for unit in self.units:
             yield Action("update", unit, "step", "backward")
 
-    def _forward(self, stage: Stage) -> Iterator[Action]:
-        if stage.access == "route":
+    def _compute(self, place: int, direction: Direction) -> Action:
+        home = self.step.homes[direction, place]
+        return Action("compute", self.merged.name(home), direction, direction, place)
+
+    def _reach(self, point: Point, unit: str) -> Iterator[Action]:
+        if point == "lookup":
             if self.modes.routed:
                 yield Action("exchange", "ids", "exchange_ids")
-            yield Action("lookup", stage.name, "lookup")
+            yield Action("lookup", "tables", "lookup")
             if self.modes.routed:
                 yield Action("exchange", "rows", "exchange_rows")
-            yield Action("assemble", stage.name, "exchange_rows")
-            return
-        unit = self.unit_of.get(stage.name, "")
-        if unit and stage.name == self.units[unit][0]:
-            yield from self.flow.enter(unit, "forward")
-        yield Action("compute", stage.name, "forward")
-        if unit and stage.name == self.units[unit][-1]:
-            yield from self.flow.leave(unit)
+        elif point == "rows":
+            yield Action("assemble", "tables", "exchange_rows")
+        elif point in ("enter", "leave"):
+            name = self.merged.at(point, unit)
+            if name is None or name not in self.units:
+                return
+            if point == "enter":
+                yield from self.flow.enter(name, "forward")
+            else:
+                self.left.append(name)
+                yield from self.flow.leave(name)
 
-    def _backward(self, stage: Stage) -> Iterator[Action]:
-        if stage.access == "route":
+    def _reach_backward(self, point: Point, unit: str) -> Iterator[Action]:
+        if point == "row_gradients":
             if self.modes.routed:
                 yield Action("exchange", "row_gradients", "reduce", "backward")
             if self.modes.replicated_tables:
                 yield Action("reduce", "tables", "reduce", "backward")
-            return
-        unit = self.unit_of.get(stage.name, "")
-        if unit and stage.name == self.units[unit][-1]:
-            yield from self.flow.enter(unit, "backward")
-        yield Action("compute", stage.name, "backward", "backward")
-        if unit and stage.name == self.units[unit][0]:
-            yield from self.flow.reduce(unit)
+        elif point in ("enter_backward", "leave_backward"):
+            name = self.merged.at(point, unit)
+            if name is None or name not in self.units:
+                return
+            if point == "enter_backward":
+                self.touched[name] = None
+                yield from self.flow.enter(name, "backward")
+            elif name in self.touched:
+                del self.touched[name]
+                yield from self.flow.reduce(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.core.amount import named, where
-from shardwright.core.model import Stage
 from shardwright.cost import network, optimizer
 
 
@@ -20,9 +19,10 @@ def unit_bytes(payload: Any, padding: Any, kind: str) -> dict[str, Any]:
     }
 
 
-def compute_seconds(flops: Any, operations: Any, c: Any) -> Any:
-    """Seconds of ``flops`` in ``operations`` eager calls."""
-    return flops / c["compute_rate"] + operations * c["operation_latency"]
+def compute_seconds(calls: Any, flops: Any, moved: Any, c: Any) -> Any:
+    """Seconds of ``calls`` of operators: the FLOPs of products, bytes ``moved`` by all others."""
+    products = flops / c["compute_rate"]
+    return products + moved / c["memory_rate"] + calls * c["operation_latency"]
 
 
 def fresh_seconds(nbytes: Any, c: Any, what: str = "buffer") -> Any:
@@ -69,10 +69,3 @@ def gradient_seconds(buffer_bytes: Any, c: Any) -> Any:
 def update_seconds(state_bytes: Any, c: Any) -> Any:
     """Seconds of the optimizer over ``state_bytes`` (weights, gradients and states together)."""
     return named("update_seconds", state_bytes / c["memory_rate"] + c["operation_latency"], "s")
-
-
-def stage_flops(stage: Stage, batch_size: int) -> tuple[int, int, int, int]:
-    """FLOPs and operation counts of a stage: forward FLOPs and calls, backward FLOPs and calls."""
-    forward = sum(work.flops_per_sample for work in stage.forward) * batch_size
-    backward = sum(work.flops_per_sample for work in stage.backward) * batch_size
-    return forward, len(stage.forward), backward, len(stage.backward)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shardwright.core.amount import maximum, named
-from shardwright.core.model import ModelSpec
-from shardwright.core.schedule import Action, Modes, stages_of_units, training_step
+from shardwright.core.recording import Unfolded
+from shardwright.core.schedule import Action, Modes, training_step
 from shardwright.core.timeline import Phase
 
 Settle = Callable[[str, Any], Any]
@@ -30,36 +30,40 @@ class UnitSeconds(NamedTuple):
     update: Any
 
 
-class StageSeconds(NamedTuple):
-    """Seconds that a stage computes."""
+class ComputeSeconds(NamedTuple):
+    """Seconds that a unit computes, or whoever is at work outside of units."""
 
     forward: Any
     backward: Any
 
 
 class Spent(NamedTuple):
-    """What an action takes of the lane that computes; ``unit`` is empty for a stage without one."""
+    """What an action takes of the lane that computes; ``unit`` is empty outside of units."""
 
     action: Action
     unit: str
     seconds: Any
 
 
+# Seconds of the piece at a place among those of a direction.
+PieceSeconds = Callable[[Action], Any]
+
+
 def walk(
-    model: ModelSpec,
+    step: Unfolded,
     modes: Modes,
     units: Mapping[str, UnitSeconds],
-    stages: Mapping[str, StageSeconds],
+    pieces: PieceSeconds,
     overlap: Any,
     settle: Settle = named,
 ) -> list[Spent]:
     """Every action of the step that computes, gathers, reduces or updates a unit.
 
-    ``units`` and ``stages`` have the seconds by name; a unit that has none is left out with its
-    stages. ``settle`` is given the clocks, which otherwise grow into derivations of all that came
-    before.
+    ``units`` has the seconds by name; a unit that has none is left out with its pieces, which
+    ``pieces`` has the seconds of. ``settle`` is given the clocks, which otherwise grow into
+    derivations of all that came before.
     """
-    return list(_Lanes(model, modes, units, stages, overlap, settle).run())
+    return list(_Lanes(step, modes, units, pieces, overlap, settle).run())
 
 
 def by_phase(spent: Iterable[Spent]) -> dict[str, dict[Phase, Any]]:
@@ -77,48 +81,46 @@ class _Lanes:
 
     def __init__(
         self,
-        model: ModelSpec,
+        step: Unfolded,
         modes: Modes,
         units: Mapping[str, UnitSeconds],
-        stages: Mapping[str, StageSeconds],
+        pieces: PieceSeconds,
         overlap: Any,
         settle: Settle,
     ) -> None:
-        self.actions = training_step(model, modes)
+        self.actions = training_step(step, modes)
         self.prefetch = modes.prefetch
         self.units = units
-        self.stages = stages
+        self.pieces = pieces
         self.overlap = overlap
         self.settle = settle
-        members = stages_of_units(model, modes)
-        self.unit_of = {stage: unit for unit, inside in members.items() for stage in inside}
-        self.begins_backward = {inside[-1] for inside in members.values()}
+        self.cleared: set[str] = set()  # units whose backward has begun
         self.computing: Any = 0.0
         self.communicating: Any = 0.0
         self.ready: dict[str, Any] = {}
 
     def run(self) -> Iterator[Spent]:
         for action in self.actions:
-            computes = action.verb == "compute"
-            unit = self.unit_of.get(action.target, "") if computes else action.target
-            ours = unit in self.units and action.verb != "free"
-            if ours or (computes and not unit):
-                yield self._spent(action, unit, getattr(self, f"_{action.verb}"))
+            ours = action.target in self.units and action.verb != "free"
+            if ours or (action.verb == "compute" and not action.target):
+                seconds = getattr(self, f"_{action.verb}")(action, action.target)
+                if seconds is not None:
+                    yield self._spent(action, seconds)
 
-    def _spent(self, action: Action, unit: str, of: Callable[[Action, str], Any]) -> Spent:
-        seconds = of(action, unit)
+    def _spent(self, action: Action, seconds: Any) -> Spent:
         if self.prefetch:
             clock = self.computing + seconds
             self.computing = self.settle(f"clock after {_words(action)}", clock)
-        return Spent(action, unit, seconds)
+        return Spent(action, action.target, seconds)
 
     def _compute(self, action: Action, unit: str) -> Any:
-        stage = self.stages[action.target]
-        seconds = stage.forward if action.direction == "forward" else stage.backward
-        if action.direction == "backward" and action.target in self.begins_backward:
-            seconds = self.units[unit].gradient + seconds
-        waits = self._wait(f"{unit} gathered")
-        return seconds if waits is None else waits + seconds
+        """None where a piece does nothing."""
+        parts = [self.pieces(action), self._wait(f"{unit} gathered")]
+        if action.direction == "backward" and unit and unit not in self.cleared:
+            self.cleared.add(unit)
+            parts.insert(0, self.units[unit].gradient)
+        found = [part for part in parts if part is not None]
+        return sum(found[1:], found[0]) if found else None
 
     def _gather(self, action: Action, unit: str) -> Any:
         return self._communicate(self.units[unit].gather, f"{unit} gathered")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from shardwright.core.layout import UnitLayout, unit_layout
-from shardwright.core.placement import Flat, Shard
+from shardwright.core.placement import Flat, Replicate, Shard
 from shardwright.core.schedule import Action, Modes, UnitFlow
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
@@ -47,7 +47,12 @@ class FlatUnits:
         cut = Flat() if self.sharding.flat else Shard(0)
         ranks = {name: self.sharding.shards_of(name) for name in self.units}
         self.layouts = {
-            name: unit_layout(its, cut, ranks[name], self.frozen)
+            name: unit_layout(
+                its,
+                Replicate() if name in self.sharding.replicated else cut,
+                ranks[name],
+                self.frozen,
+            )
             for name, its in self.units.items()
         }
         self.sizes = {
@@ -83,9 +88,9 @@ class FlatUnits:
 
     def _flow(self, units: Sequence[str]) -> UnitFlow:
         kept = self.sharding.kept if self.sharding.reshard_after_forward else set(units)
-        resharded = frozenset(units) - frozenset(kept)
+        sharded = frozenset(units) - self.sharding.replicated
         return UnitFlow(
-            units, Modes(frozenset(units), resharded, False, False, self.sharding.prefetch)
+            units, Modes(sharded, sharded - frozenset(kept), False, False, self.sharding.prefetch)
         )
 
     # ---- forward -------------------------------------------------------------------------------
@@ -145,7 +150,9 @@ class FlatUnits:
 
     def _run(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            getattr(self, f"_{action.verb}")(action.target, action)
+            phase = "reduce" if action.phase == "reduce" else self.heap.phase
+            with self.heap.during(phase):
+                getattr(self, f"_{action.verb}")(action.target, action)
 
     def _gather(self, unit: str, action: Action) -> None:
         """Take room for the whole unit and begin to fill it."""
@@ -203,6 +210,8 @@ class FlatUnits:
             else:
                 self._let_go(unit, way)
             heap.take(f"{name}.row", "gradient", way.row)
+            if unit in self.sharding.replicated:  # summed where it lies
+                heap.free(f"{name}.send")
             heap.take(f"{name}.received", "communication", way.received)
         if not self.sharding.prefetch:
             self._collect(unit, action)

@@ -40,10 +40,22 @@ class Scene:
 GradientRule = Literal["stays", "added"]
 
 
-class Ledger:
-    """Live bytes by kind; ``peaks`` maps a phase to the kinds at its highest total."""
+# Phases of a step that are not told apart where only forward, backward and step are.
+COARSE: dict[Phase, Phase] = {
+    "load": "forward",
+    "exchange_ids": "forward",
+    "lookup": "forward",
+    "exchange_rows": "forward",
+    "reduce": "backward",
+}
 
-    def __init__(self) -> None:
+
+class Ledger:
+    """Live bytes by kind; ``peaks`` maps a phase to the kinds at its highest total. A ``fine`` one
+    has the phases of a run, others forward, backward and step."""
+
+    def __init__(self, *, fine: bool = False) -> None:
+        self._phases = {} if fine else COARSE
         self.phase: Phase = "setup"
         self.unit = ""  # the unit that is at work
         self.where: dict[Phase, str] = {}  # and which one was at the peak of a phase
@@ -84,7 +96,7 @@ class Ledger:
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """What happens inside belongs to ``phase``."""
-        outer, self.phase = self.phase, phase
+        outer, self.phase = self.phase, self._phases.get(phase, phase)
         self._mark()
         yield
         self.phase = outer

@@ -24,11 +24,11 @@ class Sharding(msgspec.Struct, frozen=True):
     """How parameters are spread over data ranks and in which dtypes they are used.
 
     ``tensors`` of units have the dtype they are stored in; ``param_dtype`` and ``reduce_dtype`` are
-    those of computing and of summing gradients, empty where they are left as they are. Units in
-    ``kept`` stay whole from their forward to their backward; ``ranks_after_forward`` share the
-    others meanwhile, where it is not 0. ``prefetch`` and ``flat`` are of our own runtime: how
-    many units are on their way while one computes, and whether a unit is cut as one buffer or each
-    of its parameters by itself.
+    those of computing and of summing gradients, empty where they are left as they are. Every rank
+    has the ``replicated`` units. Units in ``kept`` stay whole from their forward to their backward;
+    ``ranks_after_forward`` share the others meanwhile, where it is not 0. ``prefetch`` and ``flat``
+    are of our own runtime: how many units are on their way while one computes, and whether a unit
+    is cut as one buffer or each of its parameters by itself.
     """
 
     shards: int = 1
@@ -39,6 +39,7 @@ class Sharding(msgspec.Struct, frozen=True):
     reshard_after_forward: bool = True
     ranks_after_forward: int = 0
     kept: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
     prefetch: Prefetch = 1
     flat: bool = True
     reduces: Reduces = "each"
@@ -48,6 +49,8 @@ class Sharding(msgspec.Struct, frozen=True):
 
     def shards_of(self, unit: str) -> int:
         """Ranks that share a unit: experts that other ranks do not have are shared by fewer."""
+        if unit in self.replicated:
+            return 1
         return self.expert_shards if unit.endswith(EXPERTS) else self.shards
 
     def casts(self, tensor: TensorSpec) -> bool:

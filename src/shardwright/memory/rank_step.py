@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwright.core.pipelining.passes import Pass, PassKind
-from shardwright.core.recording import Recording
+from shardwright.core.recording import Blocks, Moment, Recording, Unfolded
+from shardwright.core.schedule import Merged
 from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.core.timeline import Kind, Phase
+from shardwright.memory import route
 from shardwright.memory.ledger import GradientRule, Ledger, Scene
 from shardwright.memory.machine import Machine, Sharding
 from shardwright.memory.optimizer_step import step_temporaries
 from shardwright.memory.optimizers import OptimizerRule, Place, shared_state_bytes, state_bytes
+from shardwright.memory.route import Traffic
 from shardwright.memory.slots import Slots
 from shardwright.memory.summaries import STAYING, Summaries
 from shardwright.memory.tape import Tape
-from shardwright.memory.unfold import Blocks, Moment, moments
 
+# Moments of the exchange with tables, and the phase of what is recorded there.
+EXCHANGES: dict[str, Phase] = {"lookup": "exchange_rows", "row_gradients": "reduce"}
+EXCHANGES_AND_AFTER = (*EXCHANGES, "rows")
 ENDING: tuple[PassKind, ...] = ("backward", "weight_backward")  # with them a microbatch goes
 ONE_PASS = (Pass("forward", 0, 0), Pass("backward", 0, 0))
 # A runtime on a heap, with the tensors of every unit and the names of those that are not trained.
@@ -33,38 +39,34 @@ class Chunk:
     sent: int = 0
 
     @cached_property
+    def step(self) -> Unfolded:
+        """It at its full depth."""
+        return Unfolded(self.recording)
+
+    @property
     def blocks(self) -> Blocks:
         """Names of its repeated blocks."""
-        return Blocks(self.recording)
+        return self.step.blocks
 
     @cached_property
     def units(self) -> dict[str, tuple[TensorSpec, ...]]:
         """Parameters of every unit."""
-        return {name: unit.tensors for name, unit in self.blocks.unfolded()}
+        return {name: unit.tensors for name, unit in self.step.units.items()}
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Its units in the order in which forwards begin, which is that of their modules."""
         return tuple(dict.fromkeys(m.unit for m in self.forward if m.piece.point == "enter"))
 
-    @cached_property
-    def _moments(self) -> tuple[list[Moment], list[Moment]]:
-        forward: list[Moment] = []
-        backward: list[Moment] = []
-        for moment in moments(self.recording, self.blocks):
-            begun = bool(backward) or moment.piece.point == "backward"
-            (backward if begun else forward).append(moment)
-        return forward, backward
-
     @property
     def forward(self) -> list[Moment]:
         """Up to the loss."""
-        return self._moments[0]
+        return self.step.forward
 
     @property
     def backward(self) -> list[Moment]:
         """From the loss on."""
-        return self._moments[1]
+        return self.step.backward
 
     @cached_property
     def slots(self) -> Slots:
@@ -81,26 +83,38 @@ class Chunk:
 @dataclass
 class RankStep:
     """What a rank does in a step. ``receives`` are bytes of buffers that a pipeline holds for what
-    its neighbours send, for each microbatch that is in flight."""
+    its neighbours send, for each microbatch that is in flight. ``merged`` are units of several
+    recorded ones, ``tables`` a rank's share of the exchange with tables. ``resident`` is what is
+    there between steps, by kind, where it is known better than by the recording."""
 
     chunks: Sequence[Chunk]
     passes: Sequence[Pass] = ONE_PASS
     optimizer: OptimizerRule = field(default_factory=lambda: OptimizerRule("adam"))
     receives: int = 0
+    merged: Merged = field(default_factory=Merged)
+    tables: Traffic | None = None
+    resident: Mapping[Kind, int] | None = None
 
     @cached_property
     def units(self) -> dict[str, tuple[TensorSpec, ...]]:
         """Parameters of every unit, chunk after chunk."""
-        return {name: tensors for chunk in self.chunks for name, tensors in chunk.units.items()}
+        found: dict[str, tuple[TensorSpec, ...]] = {}
+        for chunk in self.chunks:
+            for unit, tensors in chunk.units.items():
+                name = self.merged.name(unit)
+                found[name] = (*found.get(name, ()), *tensors)
+        return found
 
     def run(self, heap: Ledger, make: MakeMachine) -> Machine:
         """A steady step on ``heap``; the machine that it was run with."""
         frozen = frozenset(name for chunk in self.chunks for name in chunk.recording.frozen)
         machine = make(heap, self.units, frozen)
         self._settle(heap, machine)
+        with heap.during("load"):
+            heap.take("inputs", "input", sum(chunk.recording.inputs for chunk in self.chunks))
         last = {each.chunk: each for each in self.passes if each.kind in ENDING}
         for each in self.passes:
-            names = self.chunks[each.chunk].names
+            names = self._names[each.chunk]
             machine.begin(names, last=each is last.get(each.chunk))
             if each.kind == "forward":
                 with heap.during("forward"):
@@ -115,6 +129,8 @@ class RankStep:
                 heap.free(f"sent.{chunk}")
         heap.unit = ""
         with heap.during("step"):
+            if self.tables is not None:
+                route.update(heap, self.tables)
             for change in step_temporaries(self.optimizer, machine.updated()):
                 if change.bytes > 0:
                     heap.take(f"step.{change.name}", "temporary", change.bytes)
@@ -155,8 +171,16 @@ class RankStep:
 
     def _settle(self, heap: Ledger, machine: Machine) -> None:
         """What is there before the step."""
-        for kind, nbytes in machine.resident().items():
+        known = self.resident
+        for kind, nbytes in (machine.resident() if known is None else known).items():
             heap.take(f"resident.{kind}", kind, nbytes)
+        if known is None:
+            self._settle_states(heap, machine)
+        heap.take("buffers", "buffer", max((c.recording.buffers for c in self.chunks), default=0))
+        heap.take("received", "communication", self.receives)
+        heap.peaks.pop("setup", None)
+
+    def _settle_states(self, heap: Ledger, machine: Machine) -> None:
         places: tuple[Place, ...] = ("device",)
         if not machine.sharding.on_gpu:
             places = ("device", "host")  # the host is the device
@@ -166,10 +190,11 @@ class RankStep:
             for place in places
         )
         heap.take("states", "optimizer_state", states + shared_state_bytes(self.optimizer))
-        heap.take("buffers", "buffer", max((c.recording.buffers for c in self.chunks), default=0))
-        heap.take("inputs", "input", sum(chunk.recording.inputs for chunk in self.chunks))
-        heap.take("received", "communication", self.receives)
-        heap.peaks.pop("setup", None)
+
+    @cached_property
+    def _names(self) -> list[tuple[str, ...]]:
+        """Units in the order in which forwards begin, of every chunk."""
+        return [tuple(dict.fromkeys(map(self.merged.name, c.names))) for c in self.chunks]
 
     def _walk(self, heap: Ledger, machine: Machine, each: Pass, where: list[Moment]) -> None:
         chunk = self.chunks[each.chunk]
@@ -186,12 +211,39 @@ class RankStep:
             del acts["leave"]  # a unit that ran again for a backward stays until that is over
         for moment in where:
             heap.unit = moment.unit
-            act = acts.get(moment.piece.point)
+            point = moment.piece.point
+            act = acts.get(point)
             if act is not None:
-                act(moment.unit)
+                name = self.merged.at(point, moment.unit)
+                if name is not None:
+                    act(name)
+            elif self.tables is not None and point in EXCHANGES_AND_AFTER:
+                self._exchange(heap, point, self.tables)
             summary = summaries.of(moment.piece)
             scene = Scene(moment.piece, moment.unit, moment.block, each.chunk, each.microbatch)
-            heap.run(summary, scene, rule)
+            if point in EXCHANGES:
+                with heap.during(EXCHANGES[point]):
+                    heap.run(summary, scene, rule)
+            else:
+                heap.run(summary, scene, rule)
             for unit, nbytes in summary.gradients.items():
-                name = chunk.blocks.beside(unit, moment)
+                name = self.merged.name(chunk.blocks.beside(unit, moment))
                 heap.hold(f"{name}.unreduced", STAYING, nbytes)
+
+    def _exchange(self, heap: Ledger, point: str, tables: Traffic) -> None:
+        """What is between modules and tables when a forward or a backward gets there."""
+        if point == "lookup":
+            with heap.during("exchange_ids"):
+                route.exchange_ids(heap, tables)
+            with heap.during("lookup"):
+                route.look_up(heap, tables)
+            with heap.during("exchange_rows"):
+                route.exchange_rows(heap, tables)
+        elif point == "rows":
+            with heap.during("exchange_rows"):
+                route.assemble(heap, tables)
+        else:
+            with heap.during("reduce"):
+                route.return_gradients(heap, tables)
+                route.reduce_replicas(heap, tables)
+                route.forget_trip(heap, tables)

@@ -97,9 +97,7 @@ def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
 
 
 def assemble(heap: Ledger, traffic: Traffic) -> None:
-    """Everything found is put in feature order; only the result stays."""
-    size = traffic.features * traffic.batch * traffic.dim * FLOAT
-    heap.take("rows", "communication", size)
+    """Everything found is put in feature order; the result is the model's."""
     regrouped = traffic.asked_bytes if len(traffic.requests) > 1 else 0
     for ids, width, cut in traffic.requests:
         inverse = ids * INDEX_BYTES if cut else 0

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from shardwright.core.recording import Recording
+from shardwright.core.recording import Blocks, Recording
 from shardwright.memory.ledger import Scene
-from shardwright.memory.unfold import Blocks
 
 
 class Slots:

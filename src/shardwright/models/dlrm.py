@@ -1,9 +1,8 @@
 """DLRM (Naumov et al., 2019) with one id per table and sample.
 
-The torch-free twin is ``shardwright.core.specs.dlrm``; tests hold the two together. Weights start
-as in the original: MLPs normal with variance 2/(in + out), tables uniform within 1/sqrt(rows). Each
-4,096 rows of a table have a generator of their own, so that any rectangle can be made on the rank
-that keeps it and comes out the same under every plan.
+Weights start as in the original: MLPs normal with variance 2/(in + out), tables uniform
+within 1/sqrt(rows). Each 4,096 rows of a table have a generator of their own, so that any rectangle
+can be made on the rank that keeps it and comes out the same under every plan.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import nn
 
 from shardwright.core.job import Job
 from shardwright.core.model import TableSpec
-from shardwright.core.specs.dlrm import interaction_width
 from shardwright.models.start import Started, generator_of
 
 ROWS_PER_GENERATOR = 4096
@@ -36,6 +34,13 @@ class Tables(nn.Module):
         """Look every feature up in its own table."""
         found = [table(ids[:, feature]) for feature, table in enumerate(self.children())]
         return torch.stack(found, 1)
+
+
+def interaction_width(features: int, dim: int, interaction: str) -> int:
+    """Inputs of the top MLP."""
+    if interaction == "dot":
+        return dim + features * (features + 1) // 2
+    return dim * (features + 1)
 
 
 class Interaction(nn.Module):

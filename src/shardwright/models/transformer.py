@@ -1,9 +1,8 @@
 """A small GPT: embeddings, pre-norm blocks of causal attention and a GELU MLP, a head of its own.
 
-The torch-free twin is ``shardwright.core.specs.transformer``; tests hold the two together. Weights
-start as in GPT-2: normal with deviation 0.02, what is added to the residual stream divided by
-sqrt(2 layers), biases 0, norms 1. Every tensor has a generator of its own, so that a rank can make
-any part of it and it comes out the same under every plan.
+Weights start as in GPT-2: normal with deviation 0.02, what is added to the residual stream
+divided by sqrt(2 layers), biases 0, norms 1. Every tensor has a generator of its own, so that a
+rank can make any part of it and it comes out the same under every plan.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import skip_init
 
 from shardwright.core.job import Job
-from shardwright.core.specs.transformer import feed_forward_width
 from shardwright.models.start import Started, generator_of
 
 DEVIATION = 0.02
@@ -86,7 +84,7 @@ class Transformer(Started):
         self.seed = job.train.seed
         self.embed = Embed(section.vocab, job.batch.sequence, section.dim, device)
         self.layers = nn.ModuleList(
-            Block(section.dim, section.heads, feed_forward_width(section), device)
+            Block(section.dim, section.heads, section.ffn_dim or 4 * section.dim, device)
             for _ in range(section.layers)
         )
         self.head = Head(section.dim, section.vocab, device)

@@ -33,9 +33,10 @@ def assemble(draft: Draft, bound: float, found: Search) -> Plan:
     tables = tuple(_table_plan(placed) for placed in draft.tables)
     return sealed(
         Plan(
-            schema="shardwright.plan/3",
+            schema="shardwright.plan/4",
             version=__version__,
             job=problem.job,
+            recording=problem.model.recording,
             cluster=problem.cluster,
             tables=tables,
             units=tuple(_unit_plans(draft)),
@@ -88,7 +89,8 @@ def _unit_plan(choice: UnitChoice, seconds: float) -> UnitPlan:
     layout = choice.layout
     return UnitPlan(
         name=choice.unit.name,
-        modules=choice.modules,
+        modules=choice.unit.modules,
+        members=choice.unit.members,
         tensors=tuple(tensor.fqn for tensor in choice.unit.tensors),
         parameter=choice.placement,
         gradient=choice.placement,

@@ -39,7 +39,7 @@ def table_choices(
     """
     own = _listed(model, job, context.cluster, slow=slow)
     tables = _priced(job, context, model.tables, own)
-    if slow or model.stages or capacity is None:
+    if slow or model.is_trained or capacity is None:
         return tables
     more = _needed_anyway(model.tables, tables, job, context, capacity)
     found = _priced(job, context, model.tables, more) if any(more) else ((),) * len(tables)
@@ -146,7 +146,7 @@ def price(job: Job, context: PricingContext, cases: Sequence[Case]) -> list[Choi
 def _options(
     table: TableSpec, model: ModelSpec, job: Job, cluster: Cluster, *, slow: bool
 ) -> tuple[Option, ...]:
-    if model.stages:
+    if model.is_trained:
         return runnable_options(table, cluster.world_size)
     if job.planner.constants == "additive":
         allowed = table.sharding_types or ("table_wise", "column_wise")

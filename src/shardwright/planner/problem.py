@@ -14,7 +14,9 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.planning import EstimatorSection
+from shardwright.core.recording import Recording
 from shardwright.cost import constants, reservation
+from shardwright.memory.rank_step import Chunk
 from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.pricing.context import PricingContext
 from shardwright.planner.unit_choice import DenseContext, UnitChoice
@@ -42,6 +44,11 @@ class Problem:
     def cluster(self) -> Cluster:
         """The machine."""
         return self.context.cluster
+
+    @cached_property
+    def chunk(self) -> Chunk:
+        """The recorded step, ready to be run on a heap."""
+        return Chunk(self.model.recording or Recording((), ()))
 
     @property
     def units(self) -> tuple[tuple[UnitChoice, ...], ...]:
@@ -88,7 +95,7 @@ def canonical_order(tables: Sequence[TableSpec]) -> tuple[int, ...]:
 def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
     """Enumerate once what each table and unit could be."""
     profile = job.planner.constants
-    if model.stages and profile != "cluster":
+    if model.is_trained and profile != "cluster":
         raise UnsupportedError(
             expected(
                 "planner.constants",
@@ -97,7 +104,7 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
                 "Leave [model] out to plan the tables alone.",
             )
         )
-    if model.stages and job.planner.estimator != EstimatorSection():
+    if model.is_trained and job.planner.estimator != EstimatorSection():
         raise UnsupportedError(
             expected(
                 "planner.estimator",
@@ -110,9 +117,7 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
     context = PricingContext(
         cluster, Batch(job.batch.size, job.batch.sequence), job.planner.estimator
     )
-    dense = DenseContext(
-        cluster.world_size, ranks_per_host(cluster), job.batch.size, context.values
-    )
+    dense = DenseContext(cluster.world_size, ranks_per_host(cluster), context.values)
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
     unit_space.check()
     _check_pinned_ranks(job, cluster)
@@ -136,7 +141,7 @@ def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
             notes.append(
                 "phases of a step follow one another: no overlap of communication and compute"
             )
-    if not model.stages:
+    if not model.is_trained:
         if job.planner.constants == "cluster" and reservation_kind(job) == "none":
             notes.append("nothing is reserved for a dense part: planner.reservation is not given")
         bare = [
@@ -165,7 +170,7 @@ def reservation_kind(job: Job) -> str:
 def reserve(job: Job, model: ModelSpec, cluster: Cluster) -> reservation.Reservation:
     """What tables may not use; a model with stages has its dense part simulated instead."""
     kind = reservation_kind(job)
-    if model.stages and kind in ("heuristic", "inference"):
+    if model.is_trained and kind in ("heuristic", "inference"):
         raise UnsupportedError(
             expected(
                 "planner.reservation.kind",
@@ -175,9 +180,9 @@ def reserve(job: Job, model: ModelSpec, cluster: Cluster) -> reservation.Reserva
             )
         )
     section = job.planner.reservation
-    if not model.stages and kind == "traced" and section.nbytes:
+    if not model.is_trained and kind == "traced" and section.nbytes:
         kind = "absolute"  # the trace has been made, and stands in the job
-    if not model.stages and kind == "traced":
+    if not model.is_trained and kind == "traced":
         raise UnsupportedError(
             expected(
                 "planner.reservation.kind",

@@ -13,8 +13,6 @@ from shardwright.core.errors import NoPlanError, ShardwrightError
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.quantities import format_bytes
-from shardwright.core.specs import model_spec
-from shardwright.memory import simulate
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import ROUNDING
@@ -29,14 +27,18 @@ SECONDS_FOR_LEAST = 5.0  # of search for what asks least
 SECONDS_FOR_A_WAY = 3.0  # of search, for each kind of way out; none is named untried
 
 
-def error(problem: Problem) -> NoPlanError:
-    """The refusal, from the draft that asks least of its fullest rank."""
-    if problem.model.stages:
-        return _refusal(problem, smallest(problem), proven=False)
+ModelOf = Callable[[Job], ModelSpec]
+
+
+def error(problem: Problem, model_of: ModelOf) -> NoPlanError:
+    """The refusal, from the draft that asks least of its fullest rank; ``model_of`` describes the
+    model of another job."""
+    if problem.model.is_trained:
+        return _refusal(problem, smallest(problem), model_of, proven=False)
     draft, proven = _least(problem)
     if draft is None:
         return _no_ranks(problem)
-    return _refusal(problem, draft, proven=proven)
+    return _refusal(problem, draft, model_of, proven=proven)
 
 
 def _no_ranks(problem: Problem) -> NoPlanError:
@@ -62,12 +64,12 @@ def _least(problem: Problem) -> tuple[TablesDraft | None, bool]:
     return TablesDraft(problem, placed_tables(space, found.best), ()), proven
 
 
-def _refusal(problem: Problem, draft: Draft, *, proven: bool) -> NoPlanError:
+def _refusal(problem: Problem, draft: Draft, model_of: ModelOf, *, proven: bool) -> NoPlanError:
     tier, rank, need, capacity = _fullest(problem, draft)
     known = " of TorchRec's options" if problem.job.planner.as_torchrec else ""
     what = f"no plan{known} can fit" if proven else "no plan found that fits"
-    ways = [f"cluster.{tier}_cap {way}" for way in _larger_memory(problem, draft)]
-    ways += _ways(problem)
+    ways = [f"cluster.{tier}_cap {way}" for way in _larger_memory(problem, draft, model_of)]
+    ways += _ways(problem, model_of)
     told = f"What would help: {'; '.join(ways)}." if ways else "No way out was found."
     return NoPlanError(
         f"{what}: rank {rank} is the fullest and needs {_size(need)} of {_size(capacity)}"
@@ -114,27 +116,28 @@ def _largest(draft: Draft, rank: int) -> str:
     return f"its largest part is {name} with {_size(held[name])}"
 
 
-def _larger_memory(problem: Problem, draft: Draft) -> Iterator[str]:
+def _larger_memory(problem: Problem, draft: Draft, model_of: ModelOf) -> Iterator[str]:
     """The capacity with which the draft fits, with what the reservation takes of it."""
     tier, _, need, capacity = _fullest(problem, draft)
     total = getattr(problem.cluster, f"{tier}_cap")
     for wanted in (need + total - capacity, -(-need * total // max(capacity, 1))):
         job = _with(problem.job, "cluster", **{f"{tier}_cap": wanted})
-        if _fits(job, time.perf_counter() + SECONDS_FOR_A_WAY):
+        if _fits(model_of, job, time.perf_counter() + SECONDS_FOR_A_WAY):
             yield f"of {_size(wanted)} fits"
             return
 
 
-def _ways(problem: Problem) -> Iterator[str]:
+def _ways(problem: Problem, model_of: ModelOf) -> Iterator[str]:
     """More ranks, a smaller batch, host memory, fewer limits: each tried before it is named."""
     for way in (_more_ranks, _smaller_batch, _host_memory, _fewer_limits):
-        found = way(problem.job, problem, time.perf_counter() + SECONDS_FOR_A_WAY)
+        found = way(problem, model_of, time.perf_counter() + SECONDS_FOR_A_WAY)
         if found:
             yield found
 
 
-def _more_ranks(job: Job, problem: Problem, deadline: float) -> str:
+def _more_ranks(problem: Problem, model_of: ModelOf, deadline: float) -> str:
     """The fewest further hosts that fit, or, on one CPU, processes."""
+    job = problem.job
     cluster = problem.cluster
     one_cpu = cluster.compute_device == "cpu" and cluster.group >= cluster.world_size
     unit = 1 if one_cpu else cluster.group
@@ -145,7 +148,10 @@ def _more_ranks(job: Job, problem: Problem, deadline: float) -> str:
 
     most = MAX_RANKS // unit
     count = _first(
-        lambda n: _fits(job_of(n * unit), deadline), cluster.world_size // unit + 1, most, deadline
+        lambda n: _fits(model_of, job_of(n * unit), deadline),
+        cluster.world_size // unit + 1,
+        most,
+        deadline,
     )
     if count is None:
         return ""
@@ -153,27 +159,32 @@ def _more_ranks(job: Job, problem: Problem, deadline: float) -> str:
     return f"{ranks} ranks fit ({ranks - cluster.world_size} more)"
 
 
-def _smaller_batch(job: Job, problem: Problem, deadline: float) -> str:
+def _smaller_batch(problem: Problem, model_of: ModelOf, deadline: float) -> str:
     """The largest smaller batch that fits."""
+    job = problem.job
     size = job.batch.size
     steps = _first(
-        lambda n: _fits(_with(job, "batch", size=max(size // 2**n, 1)), deadline), 1, 31, deadline
+        lambda n: _fits(model_of, _with(job, "batch", size=max(size // 2**n, 1)), deadline),
+        1,
+        31,
+        deadline,
     )
     if steps is None or size == 1:
         return ""
     low, high = max(size // 2**steps, 1), size // 2 ** (steps - 1)
     while high - low > max(1, low // 16) and time.perf_counter() < deadline:  # to about 6 %
         middle = (low + high) // 2
-        if _fits(_with(job, "batch", size=middle), deadline):
+        if _fits(model_of, _with(job, "batch", size=middle), deadline):
             low = middle
         else:
             high = middle
     return f"a batch of {low} per rank fits"
 
 
-def _host_memory(job: Job, problem: Problem, deadline: float) -> str:
+def _host_memory(problem: Problem, model_of: ModelOf, deadline: float) -> str:
     """The fewest of the largest tables that have to live in host memory."""
-    if problem.model.stages or problem.cluster.compute_device == "cpu":
+    job = problem.job
+    if problem.model.is_trained or problem.cluster.compute_device == "cpu":
         return ""
     if job.planner.constants == "additive":
         return ""
@@ -185,7 +196,7 @@ def _host_memory(job: Job, problem: Problem, deadline: float) -> str:
             job, tables=tuple(_offloaded(t) if t.name in moved else t for t in job.tables)
         )
 
-    count = _first(lambda n: _fits(job_of(n), deadline), 1, len(order), deadline)
+    count = _first(lambda n: _fits(model_of, job_of(n), deadline), 1, len(order), deadline)
     if count is None:
         return ""
     names = ", ".join(t.name for t in order[:count][:MAX_NAMED])
@@ -197,15 +208,16 @@ def _offloaded(table: TableSpec) -> TableSpec:
     return msgspec.structs.replace(table, compute_kernels=("fused_uvm",))
 
 
-def _fewer_limits(job: Job, problem: Problem, deadline: float) -> str:
+def _fewer_limits(problem: Problem, model_of: ModelOf, deadline: float) -> str:
     """Whether the limits on types and widths are what is in the way."""
+    job = problem.job
     limited = [t.name for t in job.tables if t.sharding_types is not None or t.min_partition]
     if not limited:
         return ""
     free = tuple(
         msgspec.structs.replace(t, sharding_types=None, min_partition=None) for t in job.tables
     )
-    if not _fits(msgspec.structs.replace(job, tables=free), deadline):
+    if not _fits(model_of, msgspec.structs.replace(job, tables=free), deadline):
         return ""
     names = ", ".join(limited[:MAX_NAMED])
     more = f" and {len(limited) - MAX_NAMED} more" if len(limited) > MAX_NAMED else ""
@@ -236,25 +248,25 @@ def _with(job: Job, section: str, **changes: Any) -> Job:
     return msgspec.structs.replace(job, **{section: changed})
 
 
-def _fits(job: Job, deadline: float) -> bool:
+def _fits(model_of: ModelOf, job: Job, deadline: float) -> bool:
     """Whether a plan of ``job`` is found that fits."""
     try:
-        model = model_spec(job)
+        model = model_of(job)
         problem = make_problem(job, model)
     except ShardwrightError:  # a way out that is none: too small for its own reservation, say
         return False
-    if not model.stages:
+    if not model.is_trained:
         return fits_somehow(space_of(problem, problem.tables, problem.capacity), deadline)
-    return _step_fits(problem, model)
+    return _step_fits(problem)
 
 
-def _step_fits(problem: Problem, model: ModelSpec) -> bool:
+def _step_fits(problem: Problem) -> bool:
     draft = smallest(problem)
     loads = draft.kept_bytes
     fullest = max(range(len(loads)), key=lambda r: loads[r])
     capacity = problem.decisive_capacity
     if loads[fullest] > capacity:
         return False
-    peaks = simulate.phase_peaks(model, draft.modes, draft.load(fullest))
+    peaks = draft.phase_peaks(draft.load(fullest))
     alone = max(sum(kinds.values()) for kinds in peaks.values())
     return alone <= capacity and draft.fits  # one rank can say no for all of them

@@ -14,16 +14,27 @@ from shardwright.core.batch import expected_distinct, lookups
 from shardwright.core.cluster import Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.plan import RankTotals
-from shardwright.core.schedule import Modes, Prefetch, replicas_ride
+from shardwright.core.schedule import Merged, Modes, Prefetch, replicas_ride
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase
 from shardwright.cost import dense, embedding, optimizer
 from shardwright.cost.pipeline import by_phase
-from shardwright.memory import simulate
+from shardwright.memory.flat import FlatUnits
+from shardwright.memory.ledger import Ledger
+from shardwright.memory.machine import Sharding
+from shardwright.memory.optimizers import OptimizerRule
+from shardwright.memory.rank_step import RankStep
 from shardwright.memory.route import Traffic
 from shardwright.planner.draft import Draft
 from shardwright.planner.problem import ranks_per_host
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import dense_modes
+
+
+class RankLoad(msgspec.Struct, frozen=True):
+    """What a rank keeps (``resident`` bytes by kind) and what passes through it in a step."""
+
+    resident: dict[Kind, int]
+    traffic: Traffic
 
 
 @dataclass(frozen=True)
@@ -103,32 +114,41 @@ class StepDraft(Draft):
                         found[rank][key] = found[rank].get(key, 0) + kept[kind]
         return found
 
-    def load(self, rank: int) -> simulate.RankLoad:
+    def load(self, rank: int) -> RankLoad:
         """What the symbolic step of ``rank`` starts from."""
         return self._load(self.exact_of(rank), self.traffic(rank))
 
-    def _load(self, exact: Exact, traffic: Traffic) -> simulate.RankLoad:
+    def _load(self, exact: Exact, traffic: Traffic) -> RankLoad:
         resident: dict[Kind, int] = {}
         for (phase, kind, _), size in exact.items():
             if kind != "gradient" and not (kind == "padding" and phase == "reduce"):
                 resident[kind] = resident.get(kind, 0) + size
-        resident["buffer"] = sum(tensor.nbytes for tensor in self.model.buffers)
-        return simulate.RankLoad(resident, self._unit_bytes, traffic, self.problem.batch.size)
+        return RankLoad(resident, traffic)
 
     @cached_property
-    def _unit_bytes(self) -> dict[str, simulate.UnitBytes]:
-        on_gloo = self.problem.cluster.compute_device == "cpu" and self.ranks > 1
-        return {
-            u.unit.name: simulate.UnitBytes(
-                full=u.layout.nbytes,
-                row=u.layout.sent_bytes,
-                note=u.layout.note_bytes,
-                replicated=u.replicated,
-                ranks=self.ranks,
-                scratch=u.layout.sent_bytes * self.ranks if on_gloo and not u.replicated else 0,
-            )
-            for u in self.units
-        }
+    def _sharding(self) -> Sharding:
+        """What the units' placements are to whoever runs a step on a heap."""
+        return Sharding(
+            shards=self.ranks,
+            kept=frozenset(u.unit.name for u in self.units if not u.reshard),
+            replicated=frozenset(u.unit.name for u in self.units if u.replicated),
+            prefetch=self.prefetch,
+            on_gpu=self.problem.cluster.compute_device != "cpu",
+        )
+
+    def phase_peaks(self, load: RankLoad) -> dict[Phase, dict[Kind, int]]:
+        """Live bytes by kind at the peak of each phase of a steady step of a rank."""
+        heap = Ledger(fine=True)
+        step = RankStep(
+            [self.problem.chunk],
+            optimizer=OptimizerRule(self.problem.job.train.optimizer),
+            merged=Merged(self.modes.merged),
+            tables=load.traffic if self.tables else None,
+            resident=load.resident,
+        )
+        step.run(heap, lambda *made: FlatUnits(made[0], made[1], self._sharding, made[2]))
+        heap.peaks.pop("setup", None)
+        return heap.peaks
 
     @cached_property
     def replicas(self) -> tuple[TableSpec, ...]:
@@ -193,7 +213,7 @@ class StepDraft(Draft):
             load = self.load(rank)
             key = msgspec.msgpack.encode(load)
             if key not in known:
-                known[key] = simulate.phase_peaks(self.model, self.modes, load)
+                known[key] = self.phase_peaks(load)
             found.append(known[key])
         return tuple(found)
 
@@ -212,7 +232,7 @@ class StepDraft(Draft):
         for choice in self.units:
             exact.update(unit_events(choice, 0))
         load = self._load(exact, self.traffic(0))
-        phases = simulate.phase_peaks(self.model, self.modes, load)
+        phases = self.phase_peaks(load)
         return max(sum(kinds.values()) for kinds in phases.values())
 
     @property

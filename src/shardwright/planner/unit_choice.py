@@ -8,11 +8,11 @@ from functools import cached_property
 
 from shardwright.core.block import Block
 from shardwright.core.layout import UnitLayout, unit_layout
-from shardwright.core.model import ModelSpec, UnitSpec
+from shardwright.core.model import UnitSpec
 from shardwright.core.placement import Flat, Placement, Replicate
 from shardwright.core.timeline import Phase
 from shardwright.cost import dense
-from shardwright.cost.pipeline import StageSeconds, UnitSeconds
+from shardwright.cost.pipeline import ComputeSeconds, UnitSeconds
 
 ROLES = 3  # weights, gradients and states, which an update reads or writes
 
@@ -26,7 +26,6 @@ class DenseContext:
 
     ranks: int
     local: int | None
-    batch: int
     c: Mapping[str, float]
 
 
@@ -34,17 +33,15 @@ class DenseContext:
 class UnitChoice:
     """A unit with its placement; bytes and seconds are those of every rank, padding apart.
 
-    ``modules`` are the units of the model that it is made of. ``spent`` is what its collectives,
-    gradient and update take, ``computing`` what its stages do.
+    ``spent`` is what its collectives, gradient and update take, ``computing`` what its modules do.
     """
 
     unit: UnitSpec
-    modules: tuple[str, ...]
     placement: Placement
     reshard: bool
     layout: UnitLayout
     spent: UnitSeconds
-    computing: StageSeconds
+    computing: ComputeSeconds
 
     @property
     def replicated(self) -> bool:
@@ -88,18 +85,6 @@ class UnitChoice:
         return tuple(self.layout.shard_bytes - nbytes for nbytes in held)
 
 
-def stage_seconds(model: ModelSpec, context: DenseContext) -> dict[str, StageSeconds]:
-    """Seconds that every stage of ``model`` computes, by name."""
-    found = {}
-    for stage in model.stages:
-        forward, calls, backward, back_calls = dense.stage_flops(stage, context.batch)
-        found[stage.name] = StageSeconds(
-            dense.compute_seconds(forward, calls, context.c),
-            dense.compute_seconds(backward, back_calls, context.c),
-        )
-    return found
-
-
 def merged(units: Sequence[UnitSpec]) -> UnitSpec:
     """The unit that neighbours share: ``layers.0-3`` of ``layers.0`` to ``layers.3``."""
     first = units[0]
@@ -107,27 +92,34 @@ def merged(units: Sequence[UnitSpec]) -> UnitSpec:
         return first
     last = units[-1].name.rpartition(".")[2]
     tensors = tuple(tensor for unit in units for tensor in unit.tensors)
-    return UnitSpec(f"{first.name}-{last}", tensors, first.optimizer, first.series)
+    return UnitSpec(
+        f"{first.name}-{last}",
+        tensors,
+        first.optimizer,
+        first.series,
+        tuple(path for unit in units for path in unit.modules),
+        tuple(member for unit in units for member in unit.members),
+    )
 
 
 def unit_choices(
-    units: Sequence[UnitSpec], stages: Mapping[str, StageSeconds], context: DenseContext
+    units: Sequence[UnitSpec], computed: Mapping[str, ComputeSeconds], context: DenseContext
 ) -> tuple[UnitChoice, ...]:
     """Neighbours as one unit: replicated, sharded and kept after forward, sharded and resharded.
 
     Where two cost the same, the earlier one is the simpler one.
     """
     unit = merged(units)
-    names = tuple(member.name for member in units)
-    computing = StageSeconds(
-        sum(stages[name].forward for name in names), sum(stages[name].backward for name in names)
+    computing = ComputeSeconds(
+        sum(computed[member.name].forward for member in units),
+        sum(computed[member.name].backward for member in units),
     )
     whole, cut = (unit_layout(unit.tensors, p, context.ranks) for p in (Replicate(), Flat()))
     replica, sharded = _spent(whole, context, sharded=False), _spent(cut, context, sharded=True)
     return (
-        UnitChoice(unit, names, Replicate(), False, whole, replica, computing),
-        UnitChoice(unit, names, Flat(), False, cut, sharded, computing),
-        UnitChoice(unit, names, Flat(), True, cut, sharded, computing),
+        UnitChoice(unit, Replicate(), False, whole, replica, computing),
+        UnitChoice(unit, Flat(), False, cut, sharded, computing),
+        UnitChoice(unit, Flat(), True, cut, sharded, computing),
     )
 
 

@@ -14,13 +14,13 @@ from itertools import groupby, product
 
 from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import ModelSpec, Stage, UnitSpec, Work
+from shardwright.core.model import ModelSpec, UnitSpec
 from shardwright.core.planning import DenseSection
-from shardwright.core.schedule import Modes, Prefetch
-from shardwright.core.tensor import TensorSpec
-from shardwright.cost import optimizer
-from shardwright.cost.pipeline import Spent, StageSeconds, walk
-from shardwright.planner.unit_choice import DenseContext, UnitChoice, stage_seconds, unit_choices
+from shardwright.core.recording import Moment
+from shardwright.core.schedule import Action, Modes, Prefetch
+from shardwright.cost import dense, optimizer
+from shardwright.cost.pipeline import ComputeSeconds, Spent, walk
+from shardwright.planner.unit_choice import DenseContext, UnitChoice, unit_choices
 
 MAX_COMBINATIONS = 81  # of ways to place each run of units; beyond, all runs are placed alike
 # Constants are not known better: larger units, or units gathered ahead, have to save this share
@@ -90,7 +90,9 @@ def dense_modes(
         routed=routed,
         replicated_tables=replicated_tables,
         prefetch=prefetch,
-        merged=tuple((u.unit.name, u.modules) for u in units if len(u.modules) > 1),
+        merged=tuple(
+            (u.unit.name, u.unit.members) for u in units if u.unit.members != (u.unit.name,)
+        ),
     )
 
 
@@ -106,9 +108,39 @@ class UnitSpace:
     _known: dict[tuple[str, ...], tuple[UnitChoice, ...]] = field(default_factory=dict)
 
     @cached_property
-    def stages(self) -> dict[str, StageSeconds]:
-        """Seconds that every stage computes."""
-        return stage_seconds(self.model, self.context)
+    def pieces(self) -> dict[str, list[float | None]]:
+        """Seconds that every recorded piece computes, by direction; None where it does nothing."""
+        step = self.model.step
+        return {"forward": self._seconds(step.forward), "backward": self._seconds(step.backward)}
+
+    def _seconds(self, moments: Sequence[Moment]) -> list[float | None]:
+        known: dict[int, float | None] = {}
+        for moment in moments:
+            piece, work = moment.piece, moment.piece.work
+            if id(piece) not in known:
+                seconds = dense.compute_seconds(work.calls, work.flops, work.moved, self.context.c)
+                known[id(piece)] = seconds if work.calls else None
+        return [known[id(moment.piece)] for moment in moments]
+
+    def of_piece(self, action: Action) -> float | None:
+        """Seconds of the piece that an action computes."""
+        return self.pieces[action.direction][action.place]
+
+    @cached_property
+    def computed(self) -> dict[str, ComputeSeconds]:
+        """Seconds that every unit computes, apart from what it is merged with."""
+        names = {member: unit.name for unit in self.model.units for member in unit.members}
+        found: dict[str, dict[str, list[float]]] = {
+            unit.name: {"forward": [], "backward": []} for unit in self.model.units
+        }
+        for (direction, place), home in self.model.step.homes.items():
+            seconds = self.pieces[direction][place]
+            if home in names and seconds is not None:
+                found[names[home]][direction].append(seconds)
+        return {
+            name: ComputeSeconds(math.fsum(its["forward"]), math.fsum(its["backward"]))
+            for name, its in found.items()
+        }
 
     @cached_property
     def runs(self) -> tuple[Unit, ...]:
@@ -146,7 +178,7 @@ class UnitSpace:
 
     def _allowed(self, units: Unit) -> Iterator[UnitChoice]:
         wanted, reshard = self._wanted(units[0]), self.section.reshard
-        for choice in unit_choices(units, self.stages, self.context):
+        for choice in unit_choices(units, self.computed, self.context):
             if wanted in (None, "replicate" if choice.replicated else "shard") and (
                 choice.replicated or reshard in (None, choice.reshard)
             ):
@@ -177,9 +209,9 @@ class UnitSpace:
         return [(*(min(way, ways[-1]) for ways in open_ways[:-1]), last) for way, last in alike]
 
     def walk(self, units: Sequence[UnitChoice], modes: Modes) -> list[Spent]:
-        """The seconds of every action of ``units`` and of the stages between them."""
+        """The seconds of every action of ``units`` and of what runs between them."""
         spent = {choice.unit.name: choice.spent for choice in units}
-        return walk(self.model, modes, spent, self.stages, self.context.c["overlap"])
+        return walk(self.model.step, modes, spent, self.of_piece, self.context.c["overlap"])
 
     def check(self) -> None:
         """Raise InputError for what is forced of units that there are not."""
@@ -213,44 +245,6 @@ def cut_evenly(run: Unit, size: int) -> list[Unit]:
         parts.append(run[start:stop])
         start = stop
     return parts
-
-
-def choose_units(
-    nbytes: Sequence[int],
-    flops: Sequence[int],
-    context: DenseContext,
-    *,
-    memory: int | None = None,
-    operations: int = 1,
-    section: DenseSection = FREE,
-    forced: str = "shard",
-) -> Arrangement | None:
-    """The fastest units for layers of ``nbytes`` weights and ``flops`` forward FLOPs each, the
-    planner's own choice without a job; None if nothing fits ``memory`` bytes per rank.
-
-    Layers compute in ``operations`` calls, twice as many and twice the FLOPs backward. Activations
-    are not counted.
-    """
-    names = [f"layers.{index}" for index in range(len(nbytes))]
-    units = tuple(
-        UnitSpec(name, (TensorSpec(f"{name}.weight", (size // 4,)),), series="layers")
-        for name, size in zip(names, nbytes, strict=True)
-    )
-    stages = tuple(
-        Stage(
-            name, "gather", _works(name, work, operations), _works(name, 2 * work, 2 * operations)
-        )
-        for name, work in zip(names, flops, strict=True)
-    )
-    model = ModelSpec("layers", (), units, stages)
-    space = UnitSpace(model, context, {"layers": forced} if forced else {}, section)
-    found = [a for a in space.arrangements() if memory is None or a.footprint <= memory]
-    fastest = min(found, key=lambda a: a.seconds, default=None)
-    return fastest and next(worthwhile(found, fastest, fastest.seconds), fastest)
-
-
-def _works(name: str, flops: int, operations: int) -> tuple[Work, ...]:
-    return tuple(Work(name, flops // operations) for _ in range(operations))
 
 
 def worthwhile(

@@ -15,10 +15,17 @@ from functools import cached_property
 import msgspec
 from torch import nn
 
-from shardwright.core.recording import Piece, RecordedUnit, Recording, Series, Touch
+from shardwright.core.recording import (
+    Blocks,
+    Piece,
+    RecordedUnit,
+    Recording,
+    Series,
+    Touch,
+    moments,
+)
 from shardwright.core.tensor import TensorSpec
 from shardwright.memory.summaries import Summaries
-from shardwright.memory.unfold import Blocks, moments
 from shardwright.trace.checks import Untraceable, first_line
 from shardwright.trace.repeats import FEW
 from shardwright.trace.structure import Container, containers, repeats
@@ -47,12 +54,14 @@ Run = Callable[[Shortened], Recording]
 @dataclass
 class Composer:
     """Records ``model`` by ``run``, which is called while it is shortened; ``every`` is how often
-    a policy picks one of its blocks, ``full`` says that it is not to be shortened at all."""
+    a policy picks one of its blocks, ``full`` says that it is not to be shortened at all. Modules
+    ``apart`` are units of their own beside the parts that repeat."""
 
     model: nn.Module
     run: Run
     every: int = 1
     full: bool = False
+    apart: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
 
     def recording(self) -> Recording:
@@ -124,7 +133,8 @@ class Composer:
             begin += len(container.units)
             _keep(container, kept)
         blocks = [modules[0] for modules in units.values()]
-        inside = {parameter for block in blocks for parameter in block.parameters()}
+        units |= {name: [self.model.get_submodule(name)] for name in self.apart}
+        inside = {p for modules in units.values() for p in modules[0].parameters()}
         if any(parameter not in inside for parameter in self.model.parameters()):
             units[ROOT] = [self.model]
         return Shortened(units, tuple(series), blocks, places)
@@ -154,7 +164,7 @@ def _said(recording: Recording) -> list[object]:
         summary = summaries.of(moment.piece)
         gradients = {blocks.beside(u, moment): n for u, n in summary.gradients.items()}
         sums = (summary.net, summary.peak, gradients)
-        said.append((moment.piece.point, moment.unit, sums))
+        said.append((moment.piece.point, moment.unit, sums, moment.piece.work))
     return said
 
 
@@ -203,12 +213,13 @@ def renamed(recording: Recording, names: Mapping[str, str]) -> Recording:
 
     def unit(old: RecordedUnit) -> RecordedUnit:
         tensors = tuple(TensorSpec(tensor(t.fqn), t.shape, t.dtype) for t in old.tensors)
-        return msgspec.structs.replace(old, tensors=tensors)
+        modules = tuple(names[path] for path in old.modules)
+        return msgspec.structs.replace(old, tensors=tensors, modules=modules)
 
     return msgspec.structs.replace(
         recording,
         pieces=tuple(
-            Piece(p.point, p.unit, tuple(map(touch, p.touches))) for p in recording.pieces
+            Piece(p.point, p.unit, tuple(map(touch, p.touches)), p.work) for p in recording.pieces
         ),
         units=tuple(map(unit, recording.units)),
         frozen=tuple(map(tensor, recording.frozen)),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.recording import Piece, Point, RecordedUnit, Recording, Series, Touch
+from shardwright.core.recording import Piece, Point, RecordedUnit, Recording, Series, Touch, Work
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
 from shardwright.trace.checks import Untraceable
@@ -70,7 +70,7 @@ def record(subject: Subject) -> Recording:
         watched = watching(recorder, module, subject.units, subject.cast)
         with _garbage_stays(), watched, recorder, subject.around():
             returned = _step(recorder, subject)
-        records, given_bytes = list(recorder.records), recorder.given
+        records, works, given_bytes = list(recorder.records), recorder.works, recorder.given
     except ShardwrightError:
         raise
     except Exception as error:  # modules fail in as many ways as they are written
@@ -80,7 +80,7 @@ def record(subject: Subject) -> Recording:
         for parameter in module.parameters():
             parameter.grad = None
     return Recording(
-        pieces=tuple(_pieces(records)),
+        pieces=tuple(_pieces(records, works)),
         units=tuple(recorded_units(module, subject.units, subject.series)),
         series=subject.series,
         buffers=storage_bytes(t for t in held if not isinstance(t, nn.Parameter)),
@@ -157,6 +157,7 @@ def recorded_units(
     names: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters():
         names.setdefault(parameter, name)
+    places = {part: path for path, part in module.named_modules()}
     of_series = {block: s.name for s in series for block in s.recorded}
     taken: set[nn.Parameter] = set()
     found = {}
@@ -165,7 +166,8 @@ def recorded_units(
         left = [p for p in mine if p not in taken]
         taken.update(left)
         tensors = tuple(_spec(names[p], p) for p in left)
-        found[unit] = RecordedUnit(unit, tensors, of_series.get(unit, ""))
+        paths = tuple(places[part] for part in units[unit])
+        found[unit] = RecordedUnit(unit, tensors, of_series.get(unit, ""), paths)
     missing = [names[p] for p in names if p not in taken]
     assert not missing, f"in no unit: {missing}"
     return [found[unit] for unit in units]
@@ -175,7 +177,7 @@ def _spec(name: str, parameter: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(parameter.shape), DTYPE_NAMES[parameter.dtype])
 
 
-def _pieces(records: Sequence[Record]) -> list[Piece]:
+def _pieces(records: Sequence[Record], works: Sequence[Work]) -> list[Piece]:
     """Records between marks; a storage's kind follows from how long it lives."""
     kinds = _kinds(records)
     sizes: dict[int, int] = {}
@@ -185,7 +187,7 @@ def _pieces(records: Sequence[Record]) -> list[Piece]:
     unit, touches = "", []
     for entry in records:
         if entry.what == "mark":
-            pieces.append(Piece(point, unit, tuple(touches)))
+            pieces.append(Piece(point, unit, tuple(touches), works[len(pieces)]))
             point, unit, touches = entry.name, entry.module, []
         elif entry.what == "take":
             sizes[entry.storage] = entry.nbytes
@@ -200,7 +202,7 @@ def _pieces(records: Sequence[Record]) -> list[Piece]:
             kind = kinds[entry.storage]
             size = sizes[entry.storage]
             touches.append(Touch("gradient", entry.storage, size, kind, entry.name))
-    pieces.append(Piece(point, unit, tuple(touches)))
+    pieces.append(Piece(point, unit, tuple(touches), works[len(pieces)]))
     return pieces
 
 

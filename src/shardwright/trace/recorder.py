@@ -18,6 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from shardwright.trace.tables import RoutedRows
+from shardwright.trace.work import NOTHING, work_of
+
 What = Literal["take", "free", "gradient", "mark"]
 
 
@@ -47,6 +50,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.records: list[Record] = []
+        self.works = [NOTHING]  # between marks
         self.operators: set[str] = set()
         self.module = ""
         self.running = 0  # modules whose forward is under way
@@ -66,6 +70,7 @@ class Recorder(TorchDispatchMode):
             self._meet(arguments)
         result = function(*arguments, **(keywords or {}))
         self.operators.add(name)
+        self.works[-1] += work_of(function, arguments, keywords or {}, result)
         if isinstance(result, torch.Tensor):
             self._note(result, name)
         elif isinstance(result, (tuple, list)):
@@ -98,6 +103,7 @@ class Recorder(TorchDispatchMode):
     def mark(self, unit: str, point: str) -> None:
         """A unit gets to a point of its step."""
         self.records.append(Record("mark", -1, 0, point, unit))
+        self.works.append(NOTHING)
 
     def gradient(self, tensor: torch.Tensor, parameter: str) -> None:
         """``tensor`` is the gradient of ``parameter`` from now on."""
@@ -184,6 +190,9 @@ def watching(
     for name, parameter in root.named_parameters():
         if parameter.requires_grad:
             handles.append(parameter.register_post_accumulate_grad_hook(_noting(recorder, name)))
+    for module in root.modules():
+        if isinstance(module, RoutedRows):
+            module.mark = recorder.mark
     for name, modules in units.items():
         boundary = _Boundary(recorder, name, cast)
         for module in modules:
@@ -196,6 +205,9 @@ def watching(
     finally:
         for handle in handles:
             handle.remove()
+        for module in root.modules():
+            if isinstance(module, RoutedRows):
+                module.mark = None
 
 
 def _entering(recorder: Recorder, names: dict[nn.Module, str]) -> Callable[..., None]:

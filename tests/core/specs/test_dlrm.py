@@ -3,12 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from shardwright.core.specs.dlrm import interaction_width, mlp_tensors, spec
 
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model import Stage, Work
-from shardwright.core.specs import model_spec
-from shardwright.core.specs.dlrm import interaction_width, mlp_tensors, spec
+from shardwright.lab.recordings import described
 
 
 def _job(count: int = 3, **sections: Any) -> Job:
@@ -62,7 +62,7 @@ def test_tensors_are_those_of_tables_then_bottom_then_top() -> None:
 
 
 def test_stages_come_in_forward_order() -> None:
-    found = [(stage.name, stage.access) for stage in model_spec(_job()).stages]
+    found = [(stage.name, stage.access) for stage in described(_job()).stages]
     assert found == [
         ("bottom", "gather"),
         ("tables", "route"),

@@ -3,12 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from shardwright.core.specs.transformer import feed_forward_width, spec
 
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model import Stage, Work
-from shardwright.core.specs import model_spec
-from shardwright.core.specs.transformer import feed_forward_width, spec
+from shardwright.lab.recordings import described
 
 
 def _job(size: int = 2, sequence: int = 5, **model: Any) -> Job:
@@ -27,7 +27,7 @@ def _flops(works: tuple[Work, ...]) -> dict[str, int]:
 
 
 def test_stages_come_in_forward_order() -> None:
-    found = [(stage.name, stage.access) for stage in model_spec(_job()).stages]
+    found = [(stage.name, stage.access) for stage in described(_job()).stages]
     assert found == [
         ("embed", "gather"),
         ("layers.0", "gather"),

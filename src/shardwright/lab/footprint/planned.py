@@ -8,7 +8,7 @@ from shardwright.core.footprint import Footprint, PhasePeak, RankMemory
 from shardwright.core.job import Job
 from shardwright.core.plan import Plan, RankTotals
 from shardwright.core.timeline import EXACT_KINDS, decode, phase_peaks
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 
 TABLES_ALONE = "tables"
 
@@ -54,6 +54,4 @@ def _rank(its: list[RankTotals], phases: Iterable[PhasePeak]) -> RankMemory:
 
 def _parameters(made: Plan) -> int:
     """Elements of all parameters."""
-    from shardwright.core.specs import model_spec
-
-    return sum(tensor.numel for tensor in model_spec(made.job).tensors)
+    return sum(tensor.numel for tensor in made.model.tensors)

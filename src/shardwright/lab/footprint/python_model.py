@@ -158,7 +158,7 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recor
     made = {
         name: DTYPE_NAMES[p.dtype] for name, p in module.named_parameters(remove_duplicate=False)
     }
-    _settle(module, mode, TORCH_DTYPES[request.dtype])
+    settle(module, mode, TORCH_DTYPES[request.dtype])
     inputs, keywords = (tree_map(lambda leaf: _fake(leaf, mode), v) for v in built[1:3])
     called = _check_call(module, inputs, keywords, where)
     whole = [tensor for tensor in held_tensors(module) if not isinstance(tensor, nn.Parameter)]
@@ -332,7 +332,7 @@ def _mean(result: Any) -> torch.Tensor | None:
 # ---- tensors of one fake mode --------------------------------------------------------------------
 
 
-def _settle(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
+def settle(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
     """Every tensor of the module becomes one of the mode, on the CPU; parameters compute in
     ``dtype``."""
     done: dict[int, torch.Tensor] = {}

@@ -9,10 +9,10 @@ import msgspec
 
 from shardwright.core.job import Job
 from shardwright.core.model import TableSpec
+from shardwright.core.model_of_job import tables_of
 from shardwright.core.plan import Plan
 from shardwright.core.planning import EstimatorSection, ReservationSection
 from shardwright.core.quantities import format_bytes
-from shardwright.core.specs import model_spec
 from shardwright.planner.problem import reservation_kind
 from shardwright.planner.statistics.tables import load_factor
 
@@ -36,7 +36,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 def basis(plan: Plan) -> tuple[Fact, ...]:
     """All facts, the model first."""
-    tables = model_spec(plan.job).tables
+    tables = tables_of(plan.job)
     return (
         *_model(plan, tables),
         *_machine(plan),
@@ -210,7 +210,7 @@ def _units(plan: Plan) -> Iterator[Fact]:
         given = getattr(section, field) is not None
         return _said(given, f"{where}.{field}", chosen)
 
-    most = max(len(unit.modules) for unit in plan.units)
+    most = max(len(unit.members) for unit in plan.units)
     if most > 1 or section.layers_per_unit is not None:
         yield Fact("layers of a unit", f"{most} at most", origin("layers_per_unit"))
     sharded = [unit for unit in plan.units if unit.collectives > 1]

@@ -28,7 +28,7 @@ def explain_tensor(plan: Plan, name: str) -> list[Explanation]:
         if name in (table.name, table.fqn):
             return list(_explain_table(plan, draft.problem, table, placed))
     for unit, choice in zip(plan.units, draft.units, strict=True):
-        if name == unit.name or name in (*unit.modules, *unit.tensors):
+        if name == unit.name or name in (*unit.members, *unit.modules, *unit.tensors):
             assert isinstance(draft, StepDraft)
             return list(explain_unit(plan, draft, choice))
     known = [t.name for t in plan.tables] + [u.name for u in plan.units]
@@ -45,7 +45,7 @@ def derived(problem: Problem, placed: Placed, run_index: int) -> Derived:
         case "additive":
             return additive.derive(context, table, option, run_index)
         case "cluster":
-            exchange = not problem.model.stages
+            exchange = not problem.model.is_trained
             return native.derive(context, table, option, run_index, exchange=exchange)
 
 

@@ -32,7 +32,7 @@ def reason(problem: Problem, index: int, wanted: str) -> str:
 def _of_type(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator[str]:
     yield _not_named(table, "sharding_types", wanted)
     yield from _of_rules(problem, table, wanted)
-    if problem.model.stages and wanted not in RUNNABLE:
+    if problem.model.is_trained and wanted not in RUNNABLE:
         yield f"this version's runtime carries out {', '.join(RUNNABLE)} only"
     if problem.job.planner.constants == "additive" and wanted not in ADDITIVE_TYPES:
         yield f"the additive costs know {' and '.join(ADDITIVE_TYPES)} only"
@@ -66,7 +66,7 @@ def _of_rules(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterato
 def _of_machine(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator[str]:
     """What the runtime, the device and the hosts rule out."""
     cluster = problem.cluster
-    if problem.model.stages:
+    if problem.model.is_trained:
         if wanted == "column_wise" and table.optimizer == "rowwise_adagrad":
             yield "it needs sgd: the sums of row-wise Adagrad would span ranks"
         return
@@ -89,7 +89,7 @@ def _of_machine(problem: Problem, table: TableSpec, wanted: str) -> typing.Itera
 
 def _not_cut(problem: Problem, table: TableSpec) -> str:
     """Nothing where there is a width to cut to."""
-    if problem.model.stages:
+    if problem.model.is_trained:
         least = table.min_partition or max(DEFAULT_MIN_PARTITION, table.dim // 2)
         cut = column_width(table, least) < table.dim
     else:
@@ -114,7 +114,7 @@ def _of_kernel(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterat
         yield f"only data_parallel is dense, and the job allows {_types(table)}"
     if wanted != "dense" and types is not None and set(types) == {"data_parallel"}:
         yield f"data_parallel is dense, and the job allows {_types(table)}"
-    if problem.model.stages and wanted not in CPU_KERNELS:
+    if problem.model.is_trained and wanted not in CPU_KERNELS:
         yield "this version's runtime carries out fused for routed tables and dense for replicas"
     if cluster.compute_device == "cpu" and wanted not in CPU_KERNELS:
         yield "a CPU has no faster memory beside its host's: fused keeps the table there"

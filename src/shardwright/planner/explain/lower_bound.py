@@ -169,7 +169,7 @@ def _scarce(bound: Bound) -> str:
 
 def _with_the_rest(problem: Problem, tables: Any, suffix: str) -> Any:
     """The bound of a whole step: the least of every unit and what every rank spends on top."""
-    if not problem.model.stages:
+    if not problem.model.is_trained:
         return tables
     terms = [tables]
     floors = list(unit_floors(problem.unit_space))

@@ -10,7 +10,6 @@ import msgspec
 from shardwright.core.errors import MismatchError, ShardwrightError, expected
 from shardwright.core.placement import Placement, describe
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
-from shardwright.core.specs import model_spec
 from shardwright.core.tables import check_constraints, check_tables
 from shardwright.core.timeline import decode
 from shardwright.planner.assemble import assemble
@@ -45,13 +44,13 @@ def draft_of(plan: Plan) -> Draft:
     """The draft a plan was written from; raises MismatchError if its numbers come out otherwise."""
     problem = problem_of(plan)
     same("plan: tables", [t.name for t in plan.tables], [t.name for t in problem.model.tables])
-    modules = [name for unit in plan.units for name in unit.modules]
-    same("plan: units", modules, [u.name for u in problem.model.units])
+    members = [name for unit in plan.units for name in unit.members]
+    same("plan: units", members, [name for u in problem.model.units for name in u.members])
     _check_cut(plan, problem.unit_space)
     tables = tuple(_placed(problem, i, chosen) for i, chosen in enumerate(plan.tables))
     units = tuple(_unit(unit, problem.unit_space) for unit in plan.units)
     draft = StepDraft(problem, tables, units, plan.prefetch)
-    found: Draft = draft if problem.model.stages else TablesDraft(problem, tables, units)
+    found: Draft = draft if problem.model.is_trained else TablesDraft(problem, tables, units)
     _check(plan, found)
     return found
 
@@ -61,7 +60,7 @@ def problem_of(plan: Plan) -> Problem:
     try:
         check_tables(plan.job.tables, "job", plan.job.model.kind)
         check_constraints(plan.job.planner.constraints, plan.job.tables, "job")
-        return make_problem(plan.job, model_spec(plan.job), slow=plan.search.slow_kernels)
+        return make_problem(plan.job, plan.model, slow=plan.search.slow_kernels)
     except ShardwrightError as error:
         wanted = "the job that the plan was made from"
         raise MismatchError(expected("plan: job", wanted, f"'{error}'", AGAIN)) from None
@@ -109,11 +108,11 @@ def _identity_of(choice: Choice) -> str:
 def _unit(unit: UnitPlan, space: UnitSpace) -> UnitChoice:
     """A unit's choice, found by its modules, placement and whether it reshards."""
     where = f"plan: unit '{unit.name}'"
-    members = tuple(found for found in space.model.units if found.name in unit.modules)
+    members = tuple(u for u in space.model.units if set(u.members) <= set(unit.members))
     alike = {(found.series or found.name, found.optimizer) for found in members}
     if len(alike) != 1:
-        told = " and ".join(repr(name) for name in unit.modules[:3]) or "none"
-        raise MismatchError(expected(f"{where} modules", "layers of one series", told, AGAIN))
+        told = " and ".join(repr(name) for name in unit.members[:3]) or "none"
+        raise MismatchError(expected(f"{where} members", "layers of one series", told, AGAIN))
     choices = space.choices(members)
     wanted = _way(unit.parameter, reshard=unit.reshard_after_forward)
     for choice in choices:
@@ -125,10 +124,10 @@ def _unit(unit: UnitPlan, space: UnitSpace) -> UnitChoice:
 
 def _check_cut(plan: Plan, space: UnitSpace) -> None:
     """Layers share units as one of the cuts has them that the job allows."""
-    found = [unit.modules for unit in plan.units]
+    found = [unit.members for unit in plan.units]
     for size in space.sizes:
         cut = (part for run in space.runs for part in cut_evenly(run, size))
-        if found == [tuple(unit.name for unit in part) for part in cut]:
+        if found == [tuple(m for unit in part for m in unit.members) for part in cut]:
             break
     else:
         told = f"layers cut evenly into units of {' or '.join(map(str, space.sizes))} at most"

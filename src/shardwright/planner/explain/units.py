@@ -9,9 +9,10 @@ from typing import Any
 
 from shardwright.core.amount import Amount, leaf, named, total
 from shardwright.core.plan import Plan, UnitPlan
+from shardwright.core.schedule import Action
 from shardwright.core.tensor import element_bytes
 from shardwright.cost import dense
-from shardwright.cost.pipeline import Spent, StageSeconds, UnitSeconds, walk
+from shardwright.cost.pipeline import Spent, UnitSeconds, walk
 from shardwright.planner.explain.explanation import Explanation, finished, ranks_label, summed
 from shardwright.planner.explain.subject import RELATIVE
 from shardwright.planner.pricing.evaluate import constants_of
@@ -50,19 +51,20 @@ class UnitAmounts:
             return None
         return leaf(local, "ranks_of_host", "", "cluster.local_world_size")
 
-    def stage(self, name: str) -> StageSeconds:
-        """A stage's compute, forward and backward."""
-        batch = leaf(self.draft.problem.batch.size, "batch", "samples", "batch.size")
-        stage = next(stage for stage in self.draft.model.stages if stage.name == name)
-        found = []
-        for direction, works in (("forward", stage.forward), ("backward", stage.backward)):
-            flops = sum(work.flops_per_sample for work in works)
-            source = f"{name}, {direction}"
-            each = leaf(flops, f"flops_per_sample[{source}]", "FLOP", "the model's operations")
-            calls = leaf(len(works), f"operations[{source}]", "", "the model's operations")
-            seconds = dense.compute_seconds(each * batch, calls, self.constants)
-            found.append(named(f"compute[{source}]", seconds, "s"))
-        return StageSeconds(*found)
+    def piece(self, action: Action) -> Amount | None:
+        """What is computed between two moments of a step; None where that is nothing."""
+        step = self.draft.model.step
+        moments = step.forward if action.direction == "forward" else step.backward
+        moment = moments[action.place]
+        work, where = moment.piece.work, f"{moment.piece.point} {moment.unit}".strip()
+        if not work.calls:
+            return None
+        calls = leaf(work.calls, f"operators[{where}]", "", "the recorded step")
+        flops = leaf(work.flops, f"flops[{where}]", "FLOP", "its products")
+        moved = leaf(work.moved, f"moved[{where}]", "B", "read and written by other operators")
+        seconds = dense.compute_seconds(calls, flops, moved, self.constants)
+        found: Amount = named(f"compute[{where}]", seconds, "s")
+        return found
 
     def buffer(self, choice: UnitChoice) -> Amount:
         """The whole buffer, padding included."""
@@ -94,12 +96,13 @@ class UnitAmounts:
         """What every action of one unit takes; other units are told by their numbers alone."""
         space, name = self.draft.problem.unit_space, choice.unit.name
         units: dict[str, Any] = {u.unit.name: u.spent for u in self.draft.units}
-        stages: dict[str, Any] = dict(space.stages)
         units[name] = self.unit(choice)
-        stages |= {stage: self.stage(stage) for stage in choice.modules}
-        found = walk(
-            self.draft.model, self.draft.modes, units, stages, self.constants["overlap"], _clock
-        )
+
+        def piece(action: Action) -> Any:
+            return self.piece(action) if action.target == name else space.of_piece(action)
+
+        overlap = self.constants["overlap"]
+        found = walk(self.draft.model.step, self.draft.modes, units, piece, overlap, _clock)
         return [spent for spent in found if spent.unit == name]
 
 
@@ -169,11 +172,16 @@ def _collectives(
     )
 
 
+def _at(action: Action) -> str:
+    """Which of a unit's pieces an action computes."""
+    return f" {action.place}" if action.verb == "compute" else ""
+
+
 def _seconds(
     amounts: UnitAmounts, choice: UnitChoice, where: str, planned: UnitPlan
 ) -> Explanation:
     terms = [
-        named(f"{a.verb} {a.target} {a.direction}", seconds, "s")
+        named(f"{a.verb} {a.target} {a.direction}{_at(a)}", seconds, "s")
         for a, _, seconds in amounts.spent(choice)
     ]
     return finished(

@@ -16,7 +16,6 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ComputeKernel, ShardingType
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
-from shardwright.core.specs import model_spec
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.draft import Draft, TablesDraft
@@ -116,9 +115,9 @@ def why_not(plan: Plan, name: str, wanted: str) -> WhyNot:
 
 def _with_slow_kernels(problem: Problem) -> Problem:
     """The problem with kernels in host memory too, where the search could do without them."""
-    if problem.slow or problem.model.stages:
+    if problem.slow or problem.model.is_trained:
         return problem
-    return make_problem(problem.job, model_spec(problem.job), slow=True)
+    return make_problem(problem.job, problem.model, slow=True)
 
 
 def _choices(problem: Problem, index: int, wanted: str) -> tuple[tuple[Choice, ...], str]:

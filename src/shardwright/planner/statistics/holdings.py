@@ -11,9 +11,9 @@ import msgspec
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.model import TableSpec
+from shardwright.core.model_of_job import tables_of
 from shardwright.core.option import Option
 from shardwright.core.plan import Plan, TablePlan
-from shardwright.core.specs import model_spec
 from shardwright.planner.choice import Choice, cost
 from shardwright.planner.tally import Placed, Tally, tally
 
@@ -27,7 +27,7 @@ class Holdings:
     @cached_property
     def specs(self) -> tuple[TableSpec, ...]:
         """The tables as the job describes them."""
-        return model_spec(self.plan.job).tables
+        return tables_of(self.plan.job)
 
     @cached_property
     def tables(self) -> tuple[Placed, ...]:

@@ -6,7 +6,6 @@ import dataclasses
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.plan import Plan
-from shardwright.core.specs import model_spec
 from shardwright.core.statistics import MemoryPrice
 from shardwright.planner.larger_caches import bounded_tables
 from shardwright.planner.problem import Problem, make_problem
@@ -19,7 +18,7 @@ GIB = 2**30
 
 def memory_prices(plan: Plan) -> tuple[MemoryPrice, ...]:
     """What one more GiB per rank would buy, for every memory that there is."""
-    problem = make_problem(plan.job, model_spec(plan.job), slow=plan.search.slow_kernels)
+    problem = make_problem(plan.job, plan.model, slow=plan.search.slow_kernels)
     return prices_of(problem)
 
 

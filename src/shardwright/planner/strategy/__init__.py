@@ -14,7 +14,7 @@ from shardwright.planner.strategy.tables import search_tables, tables_bound
 def search(job: Job, model: ModelSpec, deadline: float) -> Found:
     """Search as the job asks; ``deadline`` is a time of ``time.perf_counter``."""
     wanted = job.planner.search
-    if model.stages:
+    if model.is_trained:
         if wanted != "bounded":
             raise UnsupportedError(
                 expected(
@@ -38,4 +38,4 @@ def search(job: Job, model: ModelSpec, deadline: float) -> Found:
 
 def bound_of(problem: Problem) -> float:
     """Seconds that no plan of ``problem`` can beat."""
-    return step_bound(problem) if problem.model.stages else tables_bound(problem)
+    return step_bound(problem) if problem.model.is_trained else tables_bound(problem)

@@ -7,8 +7,7 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.core.recording import Piece, RecordedUnit, Recording, Series
-from shardwright.memory.unfold import Blocks, moments
+from shardwright.core.recording import Blocks, Piece, RecordedUnit, Recording, Series, moments
 
 
 def recording(*counts: tuple[int, int], turns: bool = False) -> Recording:

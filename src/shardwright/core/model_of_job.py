@@ -1,0 +1,108 @@
+"""The model that a job describes: its tables with everything filled in, and its recording."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job
+from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.recording import Recording
+
+RUNNABLE_OPTIMIZERS = ("sgd", "rowwise_adagrad")
+# What a DLRM's tables do not have: they are read as they are, unweighted, straight from memory.
+PLAIN: dict[str, object] = {
+    "batch_sizes": None,
+    "output_dtype": None,
+    "module_weighted": False,
+    "constraint_weighted": False,
+    "cache": None,
+    "kv_l1_mb": None,
+}
+
+
+def model_of(job: Job, recording: Recording | None = None) -> ModelSpec:
+    """The model of ``job`` with the recording of its step; tables alone have none."""
+    check_model(job)
+    return ModelSpec(job.model.kind, tables_of(job), recording, job.train.optimizer)
+
+
+def tables_of(job: Job) -> tuple[TableSpec, ...]:
+    """The job's tables by the names of their parameters, with every optimizer filled in."""
+    if job.model.kind == "tables":
+        return tuple(
+            msgspec.structs.replace(table, fqn=table.name, optimizer=table.optimizer or "none")
+            for table in job.tables
+        )
+    usual = "sgd" if job.train.optimizer == "sgd" else "rowwise_adagrad"
+    return tuple(
+        msgspec.structs.replace(
+            table, fqn=f"tables.{table.name}.weight", optimizer=table.optimizer or usual
+        )
+        for table in job.tables
+    )
+
+
+def check_model(job: Job) -> None:
+    """InputError where the widths of a built-in model do not go together."""
+    if job.model.kind == "transformer" and job.model.dim % job.model.heads:
+        wanted = f"a divisor of model.dim = {job.model.dim}"
+        raise InputError(expected("model.heads", wanted, str(job.model.heads)))
+    if job.model.kind == "dlrm":
+        _check_dlrm(job)
+
+
+def _check_dlrm(job: Job) -> None:
+    if job.batch.sequence != 1:
+        raise InputError(
+            expected("batch.sequence", "1, for dlrm has no sequences", str(job.batch.sequence))
+        )
+    for table in job.tables:
+        _check_table(table)
+    _check_dim(job)
+    if not job.model.top:
+        raise InputError(expected("model.top", "at least one width", "no layer"))
+
+
+def _check_table(table: TableSpec) -> None:
+    if table.optimizer not in (None, *RUNNABLE_OPTIMIZERS):
+        raise InputError(
+            expected(
+                f"tables '{table.name}'.optimizer",
+                f"one of {', '.join(RUNNABLE_OPTIMIZERS)} for dlrm",
+                str(table.optimizer),
+            )
+        )
+    for key, plain in PLAIN.items():
+        if getattr(table, key) != plain:
+            raise InputError(
+                expected(
+                    f"tables '{table.name}'.{key}",
+                    "none for dlrm",
+                    str(getattr(table, key)),
+                    "Leave [model] out to plan the tables alone.",
+                )
+            )
+
+
+def _check_dim(job: Job) -> None:
+    dim, bottom = job.tables[0].dim, job.model.bottom
+    for table in job.tables:
+        if table.dim != dim:
+            raise InputError(
+                expected(
+                    f"tables '{table.name}'.dim",
+                    f"{dim}, as the first table's",
+                    str(table.dim),
+                    "dlrm stacks all embeddings: give every table the same dim.",
+                )
+            )
+    if not bottom or bottom[-1] != dim:
+        raise InputError(
+            expected(
+                "model.bottom",
+                f"{dim} as its last width, the tables' dim",
+                str(bottom[-1]) if bottom else "no layer",
+                f"Let model.bottom end with {dim}.",
+            )
+        )

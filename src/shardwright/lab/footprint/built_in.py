@@ -1,0 +1,73 @@
+"""Recordings of the built-in models that train on this runtime: DLRM and a small GPT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwright.core.job import Job
+from shardwright.core.recording import Recording
+from shardwright.lab.footprint.python_model import settle
+from shardwright.models.dlrm import DLRM
+from shardwright.models.transformer import Transformer, next_token_loss
+from shardwright.trace.composed import Composer, Shortened
+from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
+from shardwright.trace.tables import RoutedRows
+from shardwright.trace.treatment import Treatment
+
+
+def built_in_recording(job: Job, treatment: Treatment) -> Recording:
+    """A step of ``job``'s model on one rank, its tables apart."""
+    model: DLRM | Transformer
+    if job.model.kind == "dlrm":
+        model, of = DLRM(job, device="meta"), _dlrm
+        model.tables = RoutedRows(job.tables[0].dim)
+    else:
+        model, of = Transformer(job, device="meta"), _transformer
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        settle(model, mode, torch.float32)
+        return of(model, job, treatment)
+
+
+def _dlrm(model: DLRM, job: Job, treatment: Treatment) -> Recording:
+    batch, features = job.batch.size, len(job.tables)
+    dense = torch.empty(batch, job.model.dense_features)
+    ids = torch.empty(batch, features, dtype=torch.int64)
+    labels = torch.empty(batch)
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(1), labels)
+
+    units = {"bottom": [model.bottom], "top": [model.top]}
+    with treatment.applied(model, [], []) as applied:
+        subject = Subject(model, (dense, ids), units, loss, extra=(labels,), around=applied.around)
+        return record(subject)
+
+
+def _transformer(model: Transformer, job: Job, treatment: Treatment) -> Recording:
+    tokens, targets = (
+        torch.empty(job.batch.size, job.batch.sequence, dtype=torch.int64) for _ in range(2)
+    )
+
+    def run(shortened: Shortened) -> Recording:
+        units: dict[str, Sequence[nn.Module]] = shortened.units
+        with treatment.applied(model, shortened.blocks, range(len(shortened.blocks))) as applied:
+            return record(
+                Subject(
+                    model,
+                    (tokens,),
+                    units,
+                    lambda logits: next_token_loss(logits, targets),
+                    series=shortened.series,
+                    extra=(targets,),
+                    around=applied.around,
+                )
+            )
+
+    found = Composer(model, run, apart=("embed", "head")).recording()
+    whole = [tensor for tensor in held_tensors(model) if not isinstance(tensor, nn.Parameter)]
+    return msgspec.structs.replace(found, buffers=storage_bytes(whole))

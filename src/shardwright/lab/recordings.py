@@ -1,0 +1,73 @@
+"""The recording of a job's model: made once on fake tensors, then read from a cache.
+
+A recording that the cache has needs no torch. It is kept under ``$SHARDWRIGHT_CACHE`` (by default
+``~/.cache/shardwright``, none where that is empty) by everything it depends on: the model, the
+batch, how a step is run, and the versions of torch and of this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from shardwright import __version__
+from shardwright.core.document import write_atomically
+from shardwright.core.job import Job, memory_of
+from shardwright.core.model import ModelSpec
+from shardwright.core.model_of_job import check_model, model_of
+from shardwright.core.plan import Plan
+from shardwright.core.recording import Recording
+from shardwright.cost import constants
+from shardwright.planner.planner import plan as plan_model
+
+
+def plan(job: Job) -> Plan:
+    """The best plan found for ``job``: placements of its tables and dense units.
+
+    Raises NoPlanError with the shortfall if none fits, InputError for what cannot be planned.
+    """
+    return plan_model(job, described)
+
+
+def described(job: Job) -> ModelSpec:
+    """The model of ``job`` with its recording; tables alone have none."""
+    check_model(job)
+    return model_of(job, None if job.model.kind == "tables" else recorded(job))
+
+
+def recorded(job: Job) -> Recording:
+    """A step of ``job``'s model on one rank."""
+    cluster, _ = constants.cluster(job.cluster)
+    device = memory_of(job).lowering or cluster.compute_device
+    path = _path(job, device)
+    if path is not None:
+        with suppress(OSError, msgspec.DecodeError):  # made anew where it cannot be read
+            return msgspec.json.decode(path.read_bytes(), type=Recording)
+    found = _record(job, device)
+    if path is not None:
+        with suppress(OSError):  # a folder that cannot be written is none
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, msgspec.json.encode(found))
+    return found
+
+
+def _record(job: Job, device: str) -> Recording:
+    from shardwright.lab.footprint.built_in import built_in_recording
+    from shardwright.trace.treatment import Treatment
+
+    return built_in_recording(job, Treatment(device, memory_of(job).checkpointing))
+
+
+def _path(job: Job, device: str) -> Path | None:
+    folder = os.environ.get("SHARDWRIGHT_CACHE", str(Path.home() / ".cache" / "shardwright"))
+    if not folder or job.model.kind == "python":  # whose code may change
+        return None
+    tables = [table.dim for table in job.tables]
+    of = (job.model, job.batch, tables, memory_of(job), device, version("torch"), __version__)
+    digest = hashlib.sha256(msgspec.json.encode(of, order="deterministic")).hexdigest()
+    return Path(folder) / "recordings" / f"{digest}.json"

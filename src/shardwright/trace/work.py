@@ -1,0 +1,74 @@
+"""What an operator computes and moves: FLOPs of products, bytes of everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from shardwright.core.recording import Work
+
+aten = torch.ops.aten
+NOTHING = Work()
+# Operators that touch no element: they make, alias or describe memory.
+_FREE = frozenset(
+    packet
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
+    if (packet := getattr(aten, name, None)) is not None
+) | {aten.lift_fresh, aten._local_scalar_dense}
+
+
+def work_of(function: Any, arguments: Any, keywords: Any, result: Any) -> Work:
+    """The work of one call of an operator, as it was dispatched."""
+    packet = function._overloadpacket
+    if function.namespace == "prim" or packet in _FREE or _is_view(function, arguments, result):
+        return NOTHING
+    counted = flop_registry.get(packet)
+    if counted is not None:
+        return Work(1, int(counted(*arguments, **keywords, out_val=result)), 0)
+    attention = _ATTENTION.get(packet)
+    if attention is not None:
+        return Work(1, attention(arguments), 0)
+    return Work(1, 0, sum(_bytes(arguments)) + sum(_bytes(result)))
+
+
+def _is_view(function: Any, arguments: Any, result: Any) -> bool:
+    """Whether an operator gives memory back that it was given, and changes none of it."""
+    if function.is_view:
+        return True
+    if function._schema.is_mutable or not isinstance(result, torch.Tensor):
+        return False
+    own = result.untyped_storage()._cdata
+    given = (a for a in arguments if isinstance(a, torch.Tensor))
+    return any(tensor.untyped_storage()._cdata == own for tensor in given)
+
+
+def _attention(arguments: Any) -> int:
+    query, key, value = (part.shape for part in arguments[:3])
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(arguments: Any) -> int:
+    gradient, query, key, value = (part.shape for part in arguments[:4])
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+# Attention on a CPU, which torch's own counter does not know.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def _bytes(value: Any) -> Iterable[int]:
+    if isinstance(value, torch.Tensor):
+        yield value.numel() * value.element_size()
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _bytes(item)
