@@ -67,7 +67,7 @@ class ShardwrightPlanner(ShardingPlanner):
         found, tables = document(module, sharders, self._request)
         if not tables:
             return ShardingPlan({})
-        self.made = make_plan(parse_job(found, WHERE))
+        self.made = make_plan(parse_job(found, WHERE), model_of)
         logger.info(_summary(self.made))
         return sharding_plan(self.made, tables, self._request.topology)
 
