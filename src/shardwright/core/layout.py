@@ -174,6 +174,12 @@ class UnitLayout(msgspec.Struct, frozen=True):
         """Bytes for one rank when gradients of the layout's own dtypes are summed."""
         return sum(s.sent * element_bytes(s.dtype) for s in self.segments if s.trainable)
 
+    def whole_bytes(self, dtype: str = "", *, trained: bool = False) -> int:
+        """Bytes of the unsharded buffer in ``dtype``, each segment in its own where that is empty;
+        of segments that get a gradient alone where ``trained``."""
+        segments = [s for s in self.segments if s.trainable or not trained]
+        return sum(s.whole * element_bytes(dtype or s.dtype) for s in segments)
+
     @property
     def note_bytes(self) -> int:
         """Bytes of these that are no gradients."""

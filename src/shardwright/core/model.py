@@ -96,7 +96,8 @@ class UnitSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Dense parameters that are gathered, reduced and updated together, in execution order.
 
     Neighbours with the same ``series`` may be merged into one unit; with none a unit stays alone.
-    ``modules`` are the paths of its modules, and ``members`` the recorded units that it is made of.
+    ``modules`` are the paths of its modules, and ``members`` the recorded units that it is made of;
+    ``frozen`` names tensors without gradients.
     """
 
     name: str
@@ -105,6 +106,7 @@ class UnitSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     series: str = ""
     modules: tuple[str, ...] = ()
     members: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
 
 
 ROOT = "root"  # what is in no other unit is one of its own
@@ -134,7 +136,9 @@ class ModelSpec(msgspec.Struct, frozen=True, dict=True):
         found = self.step.units.items()
         root = ROOT if ROOT not in self.step.units else f"({ROOT})"
         return tuple(
-            UnitSpec(name or root, u.tensors, self.optimizer, u.series, u.modules, (name,))
+            UnitSpec(
+                name or root, u.tensors, self.optimizer, u.series, u.modules, (name,), u.frozen
+            )
             for name, u in found
             if u.tensors
         )

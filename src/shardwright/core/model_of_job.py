@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job
+from shardwright.core.job import Job, memory_of
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.recording import Recording
 
 RUNNABLE_OPTIMIZERS = ("sgd", "rowwise_adagrad")
+RECORDED = ("llama", "python")  # kinds of model that compute in the dtype that a job says
 # What a DLRM's tables do not have: they are read as they are, unweighted, straight from memory.
 PLAIN: dict[str, object] = {
     "batch_sizes": None,
@@ -41,6 +42,15 @@ def tables_of(job: Job) -> tuple[TableSpec, ...]:
         )
         for table in job.tables
     )
+
+
+def step_dtypes(job: Job) -> tuple[str, str]:
+    """What units compute in and what gradients are summed in; empty where each tensor keeps its
+    own."""
+    if job.model.kind not in RECORDED:
+        return "", ""
+    section = memory_of(job)
+    return section.param_dtype, section.reduce_dtype
 
 
 def check_model(job: Job) -> None:

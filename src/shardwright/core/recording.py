@@ -73,12 +73,14 @@ class Piece(msgspec.Struct, frozen=True):
 
 class RecordedUnit(msgspec.Struct, frozen=True):
     """Parameters that are gathered together; ``series`` names the repeated blocks it is one of,
-    ``modules`` are the paths of the modules it is entered and left with."""
+    ``modules`` are the paths of the modules it is entered and left with, ``frozen`` names tensors
+    without gradients."""
 
     name: str
     tensors: tuple[TensorSpec, ...]
     series: str = ""
     modules: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -104,8 +106,8 @@ class Series(msgspec.Struct, frozen=True):
 class Recording(msgspec.Struct, frozen=True):
     """The pieces in order, the units in the order of their forward, and what was there before.
 
-    ``buffers`` and ``inputs`` are bytes, and ``result`` those that a stage sends on. ``frozen``
-    names parameters without gradients, ``operators`` what ran; ``notes`` say what is not exact.
+    ``buffers`` and ``inputs`` are bytes, and ``result`` those that a stage sends on. ``operators``
+    are what ran; ``notes`` say what is not exact.
     """
 
     pieces: tuple[Piece, ...]
@@ -114,7 +116,6 @@ class Recording(msgspec.Struct, frozen=True):
     buffers: int = 0
     inputs: int = 0
     result: int = 0
-    frozen: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
 
@@ -195,7 +196,8 @@ class Blocks:
             return new + path[len(old) :]
 
         tensors = tuple(TensorSpec(renamed(t.fqn), t.shape, t.dtype) for t in unit.tensors)
-        return RecordedUnit(name, tensors, unit.series, tuple(map(renamed, unit.modules)))
+        modules, frozen = (tuple(map(renamed, names)) for names in (unit.modules, unit.frozen))
+        return RecordedUnit(name, tensors, unit.series, modules, frozen)
 
     def is_middle(self, unit: str) -> bool:
         """Whether a recorded unit is of the blocks that stand for several."""

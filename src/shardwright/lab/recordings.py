@@ -19,7 +19,7 @@ from shardwright import __version__
 from shardwright.core.document import write_atomically
 from shardwright.core.job import Job, memory_of
 from shardwright.core.model import ModelSpec
-from shardwright.core.model_of_job import check_model, model_of
+from shardwright.core.model_of_job import RECORDED, check_model, model_of
 from shardwright.core.plan import Plan
 from shardwright.core.recording import Recording
 from shardwright.cost import constants
@@ -58,9 +58,13 @@ def recorded(job: Job) -> Recording:
 
 def _record(job: Job, device: str) -> Recording:
     from shardwright.lab.footprint.built_in import built_in_recording
+    from shardwright.lab.footprint.models import recorded_whole
     from shardwright.trace.treatment import Treatment
 
-    return built_in_recording(job, Treatment(device, memory_of(job).checkpointing))
+    treatment = Treatment(device, memory_of(job).checkpointing)
+    if job.model.kind in RECORDED:
+        return recorded_whole(job, treatment)
+    return built_in_recording(job, treatment)
 
 
 def _path(job: Job, device: str) -> Path | None:

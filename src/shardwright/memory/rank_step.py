@@ -107,7 +107,8 @@ class RankStep:
 
     def run(self, heap: Ledger, make: MakeMachine) -> Machine:
         """A steady step on ``heap``; the machine that it was run with."""
-        frozen = frozenset(name for chunk in self.chunks for name in chunk.recording.frozen)
+        units = (unit for chunk in self.chunks for unit in chunk.step.units.values())
+        frozen = frozenset(name for unit in units for name in unit.frozen)
         machine = make(heap, self.units, frozen)
         self._settle(heap, machine)
         with heap.during("load"):

@@ -101,7 +101,7 @@ def _unit_plan(choice: UnitChoice, seconds: float) -> UnitPlan:
         bytes_per_rank=layout.shard_bytes,
         padding_bytes=layout.nbytes - layout.payload_bytes,
         collectives=choice.collectives,
-        bytes_per_step=choice.collectives * layout.nbytes + choice.note_bytes,
+        bytes_per_step=choice.moved_bytes + choice.note_bytes,
     )
 
 

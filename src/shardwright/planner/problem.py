@@ -13,6 +13,7 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.planning import EstimatorSection
 from shardwright.core.recording import Recording
 from shardwright.cost import constants, reservation
@@ -117,7 +118,8 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
     context = PricingContext(
         cluster, Batch(job.batch.size, job.batch.sequence), job.planner.estimator
     )
-    dense = DenseContext(cluster.world_size, ranks_per_host(cluster), context.values)
+    dtypes = step_dtypes(job)
+    dense = DenseContext(cluster.world_size, ranks_per_host(cluster), context.values, *dtypes)
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
     unit_space.check()
     _check_pinned_ranks(job, cluster)

@@ -132,6 +132,8 @@ class StepDraft(Draft):
             shards=self.ranks,
             kept=frozenset(u.unit.name for u in self.units if not u.reshard),
             replicated=frozenset(u.unit.name for u in self.units if u.replicated),
+            param_dtype=self.problem.unit_space.context.param_dtype,
+            reduce_dtype=self.problem.unit_space.context.reduce_dtype,
             prefetch=self.prefetch,
             on_gpu=self.problem.cluster.compute_device != "cpu",
         )

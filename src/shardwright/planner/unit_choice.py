@@ -22,11 +22,15 @@ class DenseContext:
     """Everything but a unit and its placement that the unit's seconds depend on.
 
     ``local`` of the ranks are linked closely, all where it is None; ``c`` are constants by name.
+    Units compute in ``param_dtype`` and sum gradients in ``reduce_dtype``, each tensor in its own
+    where that is empty.
     """
 
     ranks: int
     local: int | None
     c: Mapping[str, float]
+    param_dtype: str = ""
+    reduce_dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class UnitChoice:
     """A unit with its placement; bytes and seconds are those of every rank, padding apart.
 
     ``spent`` is what its collectives, gradient and update take, ``computing`` what its modules do.
+    ``gathered`` and ``reduced`` are bytes of the whole buffer as it is gathered and summed.
     """
 
     unit: UnitSpec
@@ -42,6 +47,8 @@ class UnitChoice:
     layout: UnitLayout
     spent: UnitSeconds
     computing: ComputeSeconds
+    gathered: int
+    reduced: int
 
     @property
     def replicated(self) -> bool:
@@ -63,6 +70,11 @@ class UnitChoice:
     def collectives(self) -> int:
         """Calls in a step: a gather before forward, one more if it reshards, a reduce."""
         return 1 if self.replicated else 2 + self.reshard
+
+    @property
+    def moved_bytes(self) -> int:
+        """Full buffers of all collectives of a step."""
+        return (self.collectives - 1) * self.gathered + self.reduced
 
     @property
     def note_bytes(self) -> int:
@@ -99,6 +111,7 @@ def merged(units: Sequence[UnitSpec]) -> UnitSpec:
         first.series,
         tuple(path for unit in units for path in unit.modules),
         tuple(member for unit in units for member in unit.members),
+        tuple(name for unit in units for name in unit.frozen),
     )
 
 
@@ -114,24 +127,43 @@ def unit_choices(
         sum(computed[member.name].forward for member in units),
         sum(computed[member.name].backward for member in units),
     )
-    whole, cut = (unit_layout(unit.tensors, p, context.ranks) for p in (Replicate(), Flat()))
-    replica, sharded = _spent(whole, context, sharded=False), _spent(cut, context, sharded=True)
+    whole, cut = (
+        unit_layout(unit.tensors, p, context.ranks, unit.frozen) for p in (Replicate(), Flat())
+    )
+
+    def choice(placement: Placement, layout: UnitLayout, *, reshard: bool) -> UnitChoice:
+        gathered, reduced = buffers(layout, context)
+        spent = _spent(layout, gathered, reduced, context, sharded=layout is cut)
+        return UnitChoice(unit, placement, reshard, layout, spent, computing, gathered, reduced)
+
     return (
-        UnitChoice(unit, Replicate(), False, whole, replica, computing),
-        UnitChoice(unit, Flat(), False, cut, sharded, computing),
-        UnitChoice(unit, Flat(), True, cut, sharded, computing),
+        choice(Replicate(), whole, reshard=False),
+        choice(Flat(), cut, reshard=False),
+        choice(Flat(), cut, reshard=True),
     )
 
 
-def _spent(layout: UnitLayout, context: DenseContext, *, sharded: bool) -> UnitSeconds:
-    c = context.c
-    nbytes, shard = layout.nbytes, layout.shard_bytes
-    traffic = dense.communication_seconds(
-        nbytes, shard, context.ranks, sharded=sharded, c=c, local=context.local
+def buffers(layout: UnitLayout, context: DenseContext) -> tuple[int, int]:
+    """Bytes of the whole buffer as it is gathered, and of its gradient as it is summed."""
+    return (
+        layout.whole_bytes(context.param_dtype),
+        layout.whole_bytes(context.reduce_dtype or context.param_dtype, trained=True),
+    )
+
+
+def _spent(
+    layout: UnitLayout, gathered: int, reduced: int, context: DenseContext, *, sharded: bool
+) -> UnitSeconds:
+    c, shard = context.c, layout.shard_bytes
+    gather, reduce = (
+        dense.communication_seconds(
+            nbytes, shard, context.ranks, sharded=sharded, c=c, local=context.local
+        )
+        for nbytes in (gathered, reduced)
     )
     return UnitSeconds(
-        gather=traffic["gather"],
-        reduce=traffic["reduce"],
-        gradient=dense.gradient_seconds(nbytes, c),
+        gather=gather["gather"],
+        reduce=reduce["reduce"],
+        gradient=dense.gradient_seconds(gathered, c),
         update=dense.update_seconds(ROLES * shard, c),
     )

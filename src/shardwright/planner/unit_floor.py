@@ -50,8 +50,8 @@ def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
     for unit in run:
         choices = space.choices((unit,))
         moved = min(_bytes_of(space, choice) for choice in choices)
-        payload = choices[0].layout.payload_bytes
-        own = sum(choices[0].computing) + dense.gradient_seconds(payload, context.c)
+        gathered = _payload(choices[0], choices[0].gathered)
+        own = sum(choices[0].computing) + dense.gradient_seconds(gathered, context.c)
         yield Floor(unit.name, own + moved, ANYHOW)
     placements = {choice.replicated for choice in space.choices(run[:1])}
     waits = [
@@ -73,8 +73,16 @@ def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
     payload = choice.layout.payload_bytes
     moved = 0.0
     for kind in KINDS[choice.replicated]:
-        moved += network.transfer_seconds(kind, payload, context.ranks, context.c, context.local)
-    if not choice.replicated:
-        moved += len(KINDS[False]) * dense.fresh_seconds(payload, context.c)
+        whole = choice.gathered if kind == "all_gather" else choice.reduced
+        sent = _payload(choice, whole)
+        moved += network.transfer_seconds(kind, sent, context.ranks, context.c, context.local)
+        if not choice.replicated:
+            moved += dense.fresh_seconds(sent, context.c)
     held = payload if choice.replicated else payload / context.ranks
     return _shown(space) * moved + held * ROLES / context.c["memory_rate"]
+
+
+def _payload(choice: UnitChoice, whole: int) -> int:
+    """Bytes of the tensors alone in a buffer of ``whole`` bytes, rounded down."""
+    layout = choice.layout
+    return layout.payload_bytes * whole // layout.nbytes if layout.nbytes else 0

@@ -65,9 +65,9 @@ class Arrangement:
     def footprint(self) -> int:
         """About how many bytes of a rank it fills at most, activations apart: everything kept, and
         the largest units that are whole at once."""
-        whole = sum(u.layout.nbytes for u in self.units if not (u.replicated or u.reshard))
-        passing = sorted(u.layout.nbytes for u in self.units if u.reshard)
-        unreduced = sorted(u.layout.nbytes for u in self.units if not u.replicated)
+        whole = sum(u.gathered for u in self.units if not (u.replicated or u.reshard))
+        passing = sorted(u.gathered for u in self.units if u.reshard)
+        unreduced = sorted(u.reduced for u in self.units if not u.replicated)
         ahead = 1 + self.prefetch
         return self.kept + whole + sum(passing[-ahead:]) + 2 * sum(unreduced[-ahead:])
 

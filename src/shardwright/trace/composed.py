@@ -214,7 +214,8 @@ def renamed(recording: Recording, names: Mapping[str, str]) -> Recording:
     def unit(old: RecordedUnit) -> RecordedUnit:
         tensors = tuple(TensorSpec(tensor(t.fqn), t.shape, t.dtype) for t in old.tensors)
         modules = tuple(names[path] for path in old.modules)
-        return msgspec.structs.replace(old, tensors=tensors, modules=modules)
+        frozen = tuple(map(tensor, old.frozen))
+        return msgspec.structs.replace(old, tensors=tensors, modules=modules, frozen=frozen)
 
     return msgspec.structs.replace(
         recording,
@@ -222,5 +223,4 @@ def renamed(recording: Recording, names: Mapping[str, str]) -> Recording:
             Piece(p.point, p.unit, tuple(map(touch, p.touches)), p.work) for p in recording.pieces
         ),
         units=tuple(map(unit, recording.units)),
-        frozen=tuple(map(tensor, recording.frozen)),
     )

@@ -86,7 +86,6 @@ def record(subject: Subject) -> Recording:
         buffers=storage_bytes(t for t in held if not isinstance(t, nn.Parameter)),
         inputs=storage_bytes(before) + given_bytes,
         result=returned,
-        frozen=tuple(name for name, p in module.named_parameters() if not p.requires_grad),
         operators=tuple(sorted(recorder.operators)),
     )
 
@@ -167,7 +166,8 @@ def recorded_units(
         taken.update(left)
         tensors = tuple(_spec(names[p], p) for p in left)
         paths = tuple(places[part] for part in units[unit])
-        found[unit] = RecordedUnit(unit, tensors, of_series.get(unit, ""), paths)
+        frozen = tuple(names[p] for p in left if not p.requires_grad)
+        found[unit] = RecordedUnit(unit, tensors, of_series.get(unit, ""), paths, frozen)
     missing = [names[p] for p in names if p not in taken]
     assert not missing, f"in no unit: {missing}"
     return [found[unit] for unit in units]

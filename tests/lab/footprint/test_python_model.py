@@ -148,11 +148,11 @@ def test_a_layer_that_stands_twice_is_no_unit_of_its_own() -> None:
 def test_frozen_parameters_are_in_their_units_and_named() -> None:
     recording, parameters = recorded(job_of("architectures:adapted"))
     unit = next(unit for unit in recording.units if unit.name == "1")
-    assert [tensor.fqn for tensor in unit.tensors if tensor.fqn not in recording.frozen] == [
+    assert [tensor.fqn for tensor in unit.tensors if tensor.fqn not in unit.frozen] == [
         "1.down.weight",
         "1.up.weight",
     ]
-    assert "1.base.weight" in recording.frozen
+    assert "1.base.weight" in unit.frozen
     assert parameters == 30 * 16 + 7 * (64 * 16 + 64 + 64 * 16 + 16 + 2 * 16 + 2 * 64) + 17 * 30
 
 

@@ -22,6 +22,7 @@ from shardwright.adapters.torchrec.sharding import sharding_plan
 from shardwright.adapters.torchrec.tables import Constraints, Sharders
 from shardwright.core.errors import MismatchError, PeerError, expected
 from shardwright.core.job import parse_job
+from shardwright.core.model_of_job import model_of
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_seconds
 from shardwright.planner.planner import plan as make_plan

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from shardwright.core.batch import INDEX_BYTES
-from shardwright.core.job import Job, memory_of
+from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
 from shardwright.core.parallel import Degrees, ParallelSection, local_shape
 from shardwright.core.recording import RecordedUnit, Recording
@@ -38,6 +38,14 @@ class RecordedModel(Protocol):
     def recorded(self, parallel: ParallelSection, stage: Stage) -> RecordedStage:
         """The recording of a stage under degrees that ``parallel`` refines for some ranks."""
         ...
+
+
+def recorded_whole(job: Job, treatment: Treatment) -> Recording:
+    """The whole model of a job as each of its ranks runs it, divided among data ranks alone."""
+    degrees = degrees_of(job, 1)
+    kind = LlamaModel if job.model.kind == "llama" else PythonModel
+    model: RecordedModel = kind(job, degrees, treatment)
+    return model.recorded(parallel_of(job), Stage((0, model.layers), True, True)).recording
 
 
 class LlamaModel:

@@ -71,6 +71,14 @@ class UnitAmounts:
         source = "tensors at their alignment, cut evenly"
         return leaf(choice.layout.nbytes, "buffer_bytes", "B", source)
 
+    def gathered(self, choice: UnitChoice) -> Amount:
+        """The whole buffer as it is gathered."""
+        return leaf(choice.gathered, "gathered_bytes", "B", "the buffer in the dtype of computing")
+
+    def reduced(self, choice: UnitChoice) -> Amount:
+        """The whole gradient as it is summed."""
+        return leaf(choice.reduced, "reduced_bytes", "B", "the gradient in the dtype of sums")
+
     def slice(self, choice: UnitChoice) -> Amount:
         """A rank's slice of the buffer."""
         count = 1 if choice.replicated else self.draft.ranks
@@ -80,15 +88,19 @@ class UnitAmounts:
 
     def unit(self, choice: UnitChoice) -> UnitSeconds:
         """One gather, one reduce, the gradient's buffer and the update."""
-        buffer, own, c = self.buffer(choice), self.slice(choice), self.constants
-        traffic = dense.communication_seconds(
-            buffer, own, self.ranks, sharded=not choice.replicated, c=c, local=self.local
+        gathered, reduced = self.gathered(choice), self.reduced(choice)
+        own, c = self.slice(choice), self.constants
+        gather, reduce = (
+            dense.communication_seconds(
+                buffer, own, self.ranks, sharded=not choice.replicated, c=c, local=self.local
+            )
+            for buffer in (gathered, reduced)
         )
         roles = leaf(ROLES, "roles", "", "weights, gradients and states")
         return UnitSeconds(
-            gather=traffic["gather"],
-            reduce=traffic["reduce"],
-            gradient=dense.gradient_seconds(buffer, c),
+            gather=gather["gather"],
+            reduce=reduce["reduce"],
+            gradient=dense.gradient_seconds(gathered, c),
             update=dense.update_seconds(roles * own, c),
         )
 
@@ -163,7 +175,9 @@ def _collectives(
     yield finished(f"{where}: collectives per step", planned.collectives, calls, ranks=everyone)
     why = "a note for every rank: what ranks did so far, and which tensors have a gradient"
     notes = leaf(choice.note_bytes, "note_bytes", "B", why)
-    moved = named("bytes_per_step", calls * amounts.buffer(choice) + notes, "B")
+    gathers = calls - leaf(1, "the_reduce", "", "the last of them")
+    buffers = gathers * amounts.gathered(choice) + amounts.reduced(choice)
+    moved = named("bytes_per_step", buffers + notes, "B")
     yield finished(
         f"{where}: full buffers of its collectives per step",
         planned.bytes_per_step,
