@@ -19,6 +19,7 @@ from shardwright.core.model_section import (
     MEMORY_ONLY,
     WITHOUT_TABLES,
     ModelSection,
+    check_function,
     completed,
     with_kind,
 )
@@ -102,9 +103,11 @@ class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Click logs: a Criteo file, or synthetic rows, for which no path is named. Or text: any file,
     whose bytes are the tokens; a made-up one where none is named. What is made up goes into the run
-    folder."""
+    folder. Or ``python``: a function that gives batches; without one those of the model's own
+    function."""
 
-    kind: Literal["criteo", "synthetic", "text"] = "criteo"
+    kind: Literal["criteo", "synthetic", "text", "python"] = "criteo"
+    python: str | UnsetType = UNSET
     path: str = ""
     test_path: str = ""
     skip_bad_rows: bool = False
@@ -174,7 +177,7 @@ class DataFiles(msgspec.Struct, frozen=True):
 def data_files(job: Job) -> DataFiles:
     """The files a run reads: those the job names, or in the run folder those that are made up."""
     data = job.data
-    if data.kind == "criteo":
+    if data.kind in ("criteo", "python"):
         return DataFiles(data.path, data.test_path)
     folder = Path(job.train.out) / "data"
     if data.kind == "text":
@@ -224,6 +227,8 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
         section = with_calibration(job.cluster, where, path)
         job = msgspec.structs.replace(job, cluster=section)
     job = msgspec.structs.replace(job, model=completed(job.model, where, path))
+    if job.data.python is not UNSET:
+        check_function(job.data.python, f"{where}: data.python")
     check_tables(job.tables, where, job.model.kind)
     check_constraints(job.planner.constraints, job.tables, where)
     if job.memory is not UNSET:
@@ -269,12 +274,14 @@ def _with_tables(document: dict[str, Any], where: str, path: Path | None) -> dic
 
 
 def _with_kinds(document: dict[str, Any]) -> dict[str, Any]:
-    """A transformer has no tables and reads text, unless the job says something else."""
+    """A language model has no tables and reads text, unless the job says something else; a model
+    of the user's own has batches of its own."""
     model, data = document.get("model", {}), document.get("data", {})
     if not (isinstance(model, dict) and model.get("kind") in WITHOUT_TABLES):
         return document
-    if isinstance(data, dict) and model["kind"] == "transformer":
-        document = {**document, "data": {"kind": "text", **data}}
+    if isinstance(data, dict):
+        kind = "python" if model["kind"] == "python" else "text"
+        document = {**document, "data": {"kind": kind, **data}}
     return {"tables": [], **document}
 
 

@@ -113,7 +113,7 @@ def completed(model: ModelSection, where: str, job_path: Path | None) -> ModelSe
     """The section with the shape of its llama; InputError where keys contradict one another."""
     refuse_foreign_keys(model, where)
     if model.kind == "python" or model.python is not UNSET:
-        _check_python(model, where)
+        check_function(model.python, f"{where}: model.python", "a module")
     if model.kind != "llama":
         return model
     if model.hf_config is UNSET:
@@ -179,13 +179,13 @@ def _refuse_widths(model: ModelSection, where: str) -> None:
             )
 
 
-def _check_python(model: ModelSection, where: str) -> None:
-    name = model.python
+def check_function(name: str | UnsetType, where: str, returns: str = "batches") -> None:
+    """InputError unless ``name`` has the form of a function of the user's own."""
     if name is UNSET or not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
         raise InputError(
             expected(
-                f"{where}: model.python",
-                "'package.module:function' of a function that returns a module",
+                where,
+                f"'package.module:function' of a function that returns {returns}",
                 "none" if name is UNSET else repr(name),
             )
         )

@@ -14,10 +14,8 @@ from shardwright.core.job import Job, degrees_of, memory_of, parse_job
 from shardwright.core.recording import Recording
 from shardwright.core.timeline import Kind, Phase
 from shardwright.lab.footprint.machines import machine_of, optimizer_of, sharding
-from shardwright.lab.footprint.python_model import (
-    python_function,
-    python_recording,
-)
+from shardwright.lab.footprint.python_model import python_recording
+from shardwright.lab.python_model import python_function
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.rank_step import Chunk, RankStep
 from shardwright.trace.treatment import Treatment
@@ -223,10 +221,12 @@ REFUSED = {
         "module 'layers.0.1' (Kernel): expected operators that have a fake implementation,"
         " got shardwright_tests.without_fake.default. Register one with torch.library.register_fake"
     ),
-    "raises": "expected a function that returns a module, (module, inputs) or (module, inputs,"
-    " loss), got ValueError: no such flavour. It runs on fake CPU tensors.",
+    "raises": "expected a function that returns a module, (module, inputs), (module, inputs, loss)"
+    " or (module, inputs, loss, targets), got ValueError: no such flavour. It runs on fake CPU"
+    " tensors.",
     "leaves": "got SystemExit: 3.",
-    "number": "expected a module, (module, inputs) or (module, inputs, loss), got int.",
+    "number": "expected a module, (module, inputs), (module, inputs, loss) or (module, inputs, loss,"
+    " targets), got int.",
     "pair": "got (int, Linear).",
     "wants_images": "Conv2d: expected a module that runs on fake tensors with (int64 [3, 8]), got",
     "two_inputs": "Two: expected a forward that takes (int64 [3, 8]), got missing a required"

@@ -1,4 +1,4 @@
-"""A transformer on the bytes of a text."""
+"""A transformer or a llama on the bytes of a text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from shardwright.core.job import Job, data_files
+from shardwright.core.llama import LlamaShape
 from shardwright.data.tokens import Text, TextReader, TokenBatch, held_out_batches
-from shardwright.lab.tasks.task import Arrays, Tensors
+from shardwright.lab.tasks.task import Batch
+from shardwright.models.llama import Llama
 from shardwright.models.transformer import Transformer, next_token_loss
 
 
@@ -20,34 +22,39 @@ class Language:
 
     bad_rows = 0
 
-    def __init__(self, job: Job, rank: int, world_size: int) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
-        self.rank = rank
-        self.world_size = world_size
 
     def model(self, device: torch.device) -> nn.Module:
-        """A transformer, which has no buffers."""
-        return Transformer(self.job, device="meta")
+        """The model; a llama's positions are its only buffers."""
+        job = self.job
+        if not isinstance(job.model.shape, LlamaShape):
+            return Transformer(job, device="meta")
+        llama = Llama(
+            job.model.shape, sequence=job.batch.sequence, device="meta", seed=job.train.seed
+        )
+        llama.set_positions(device)
+        return llama
 
-    def batches(self) -> Iterator[Arrays]:
+    def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
         """Inputs and targets [B, T]."""
         job = self.job
-        reader = TextReader(self._text(), job.batch.size, self.rank, self.world_size, job.data.seed)
+        reader = TextReader(self._text(), job.batch.size, rank, world_size, job.data.seed)
         return map(_arrays, reader)
 
-    def loss(self, model: nn.Module, batch: Tensors) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Mean over all tokens, in nats."""
         inputs, targets = batch
         return next_token_loss(model(inputs), targets)
 
-    def held_out(self) -> Iterator[tuple[Arrays, NDArray[np.int64]]]:
+    def held_out(self, rank: int, world_size: int) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
         """The last part of the text."""
-        batches = held_out_batches(self._text(), self.job.batch.size, self.rank, self.world_size)
+        batches = held_out_batches(self._text(), self.job.batch.size, rank, world_size)
         for batch, numbers in batches:
             yield _arrays(batch), numbers
 
     def scores(
-        self, model: nn.Module, batch: Tensors, numbers: NDArray[np.int64]
+        self, model: nn.Module, batch: Batch, numbers: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Window, its tokens, and their losses together; windows that only fill up are left out."""
         inputs, targets = batch
@@ -61,5 +68,5 @@ class Language:
         return Text(data_files(self.job).train, self.job.batch.sequence)
 
 
-def _arrays(batch: TokenBatch) -> Arrays:
+def _arrays(batch: TokenBatch) -> Batch:
     return batch.inputs, batch.targets

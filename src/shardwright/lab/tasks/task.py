@@ -1,42 +1,51 @@
-"""What the training loop asks of a task; one object per rank."""
+"""What the training loop asks of a task."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-Arrays = tuple[NDArray[Any], ...]
-Tensors = tuple[torch.Tensor, ...]
+Batch = Any  # tensors or arrays, alone or in tuples, lists and dictionaries
 
 
+@runtime_checkable
 class Task(Protocol):
-    """A model, its batches, and its loss; rows of scores for what is held out."""
+    """A model, its batches, and its loss; rows of scores for what is held out.
+
+    Every rank has a task of its own. A batch is made of tensors or arrays, alone or in tuples,
+    lists and dictionaries; ``loss`` and ``scores`` get it as tensors on the model's device. The
+    function that a job names as ``[model] python`` may return one.
+    """
 
     def model(self, device: torch.device) -> nn.Module:
-        """The model, parameters on the meta device and buffers on ``device``."""
+        """The model, the same on every rank, with its buffers on ``device``; parameters may be on
+        the meta device where the model has ``initial_block``, as ``apply`` asks."""
         ...
 
-    def batches(self) -> Iterator[Arrays]:
-        """This rank's batches, without end."""
+    def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
+        """The batches of a rank, without end."""
         ...
 
-    def loss(self, model: nn.Module, batch: Tensors) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The mean loss of a batch, a scalar."""
         ...
 
-    def held_out(self) -> Iterator[tuple[Arrays, NDArray[np.int64]]]:
-        """This rank's batches of what is held out, with row numbers; as many on every rank."""
+    def held_out(
+        self, rank: int, world_size: int
+    ) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+        """A rank's batches of what is held out, with row numbers; as many on every rank."""
         ...
 
     def scores(
-        self, model: nn.Module, batch: Tensors, numbers: NDArray[np.int64]
+        self, model: nn.Module, batch: Batch, numbers: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Three columns for each held-out row, its number first."""
+        """Three columns for each held-out row, its number first: of a task that a user wrote then
+        its weight (tokens, say), and its loss times that."""
         ...
 
     @property

@@ -94,9 +94,8 @@ class Llama(Started):
                 shape.dim, local.vocab(shape), bias=False, device=device, dtype=dtype
             )
         self._tie()
-        cos, sin = rotations(sequence, shape.head_dim, shape.rope_theta, device)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.sequence = sequence
+        self.set_positions(device)
         if all(has_data(parameter) for parameter in self.parameters()):
             self.reset_parameters()
 
@@ -130,10 +129,18 @@ class Llama(Started):
         """Starting values of parameters and positions, such as after ``to_empty``, which unties."""
         self._tie()
         super().reset_parameters()
-        head_dim, theta = self.shape.head_dim, self.shape.rope_theta
-        cos, sin = rotations(len(self.cos), head_dim, theta, self.cos.device)
+        cos, sin = self._rotations(self.cos.device)
         self.cos.copy_(cos)
         self.sin.copy_(sin)
+
+    def set_positions(self, device: Device) -> None:
+        """Have the positions, which are buffers, on ``device``; parameters stay where they are."""
+        cos, sin = self._rotations(device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def _rotations(self, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotations(self.sequence, self.shape.head_dim, self.shape.rope_theta, device)
 
     def _tie(self) -> None:
         if self.shape.tied_embeddings and self.local.first and self.local.last:
