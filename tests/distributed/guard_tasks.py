@@ -123,9 +123,9 @@ def language(mesh: DeviceMesh, job: Job, made: Plan, path: str) -> tuple[str, bo
     """A transformer whose module ``path`` gets a bad gradient on the last rank."""
     rank, size = mesh.get_local_rank(), mesh.size()
     guard = Guard(Comm(mesh))
-    task = task_of(job, rank, size)
+    task = task_of(job)
     model = apply(task.model(torch.device("cpu")), made, mesh, guard=guard)
-    arrays = task.batches()
+    arrays = task.batches(rank, size)
     made_batches = [tuple(map(torch.from_numpy, next(arrays))) for _ in range(BAD_STEP + 1)]
     losses = [partial(_task_loss, task, batch) for batch in made_batches]
 

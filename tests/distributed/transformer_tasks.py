@@ -21,9 +21,9 @@ from shardwright.runtime.units.table import traffic
 
 def train_whole(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights of one process, on batches of ``job.batch.size``."""
-    task, model = task_of(job, 0, 1), Transformer(job)
+    task, model = task_of(job), Transformer(job)
     optimizer = torch.optim.SGD(model.parameters(), lr=job.train.learning_rate)
-    losses, batches = [], task.batches()
+    losses, batches = [], task.batches(0, 1)
     for _ in range(job.train.steps):
         loss = task.loss(model, tuple(map(torch.from_numpy, next(batches))))
         loss.backward()
@@ -36,13 +36,13 @@ def train_whole(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
 def train_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
     """Losses (mean over ranks), whole final weights, and this rank's held-out scores."""
     rank, size = mesh.get_local_rank(), mesh.size()
-    task = task_of(job, rank, size)
+    task = task_of(job)
     model = apply(task.model(torch.device("cpu")), made, mesh)
     rate = job.train.learning_rate
     optimizer = make_optimizer(
         job.train.optimizer, optimizer_parameters(model, per_unit=True), rate
     )
-    losses, batches = [], task.batches()
+    losses, batches = [], task.batches(rank, size)
     for _ in range(job.train.steps):
         loss = task.loss(model, tuple(map(torch.from_numpy, next(batches))))
         loss.backward()
@@ -54,7 +54,7 @@ def train_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
     with torch.no_grad():
         scores = [
             task.scores(model, tuple(map(torch.from_numpy, arrays)), numbers)
-            for arrays, numbers in task.held_out()
+            for arrays, numbers in task.held_out(rank, size)
         ]
     return losses, full_state_dict(model), scores
 
@@ -62,7 +62,7 @@ def train_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
 def meter_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
     """Exact events, and the events of each metered step."""
     rank, size = mesh.get_local_rank(), mesh.size()
-    meter, task = Meter(rank), task_of(job, rank, size)
+    meter, task = Meter(rank), task_of(job)
     model = apply(task.model(torch.device("cpu")), made, mesh, probe=meter)
     rate = job.train.learning_rate
     optimizer = make_optimizer(
@@ -70,7 +70,7 @@ def meter_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
     )
     exact: Any = []
     by_step = []
-    batches = task.batches()
+    batches = task.batches(rank, size)
     for step in range(1, 6):
         around = meter.metered_step(optimizer, model) if step > 2 else meter.timed_step()
         with around:
@@ -95,6 +95,6 @@ def meter_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
 
 def moved_by_units(mesh: DeviceMesh, made: Plan) -> dict[str, tuple[int, int]]:
     """Collectives and bytes that the runtime's table tells of every unit."""
-    task = task_of(made.job, mesh.get_local_rank(), mesh.size())
+    task = task_of(made.job)
     model = apply(task.model(torch.device("cpu")), made, mesh)
     return {unit.name: tuple(traffic(unit)) for unit in storages_in(model)}  # type: ignore[misc]

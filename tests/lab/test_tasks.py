@@ -50,9 +50,10 @@ def _tensors(arrays: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.from_numpy(array) for array in arrays)
 
 
-def _scores(task: Task, model: torch.nn.Module) -> np.ndarray:
+def _scores(task: Task, model: torch.nn.Module, rank: int = 0, size: int = 1) -> np.ndarray:
     with torch.no_grad():
-        found = [task.scores(model, _tensors(a), numbers) for a, numbers in task.held_out()]
+        held_out = task.held_out(rank, size)
+        found = [task.scores(model, _tensors(a), numbers) for a, numbers in held_out]
     return np.concatenate(found)
 
 
@@ -60,7 +61,7 @@ def _scores(task: Task, model: torch.nn.Module) -> np.ndarray:
 def test_a_model_is_on_the_meta_device_but_for_its_buffers(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
-    model = task_of(request.getfixturevalue(kind), 0, 1).model(CPU)
+    model = task_of(request.getfixturevalue(kind)).model(CPU)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
 
@@ -70,8 +71,8 @@ def test_the_loss_of_a_batch_can_be_trained_on(
     kind: str, built: Any, request: pytest.FixtureRequest
 ) -> None:
     job = request.getfixturevalue(kind)
-    task, model = task_of(job, 0, 1), built(job)
-    batch = _tensors(next(task.batches()))
+    task, model = task_of(job), built(job)
+    batch = _tensors(next(task.batches(0, 1)))
     first = task.loss(model, batch)
     first.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -86,8 +87,8 @@ def test_two_ranks_together_read_the_batch_of_one(
 ) -> None:
     job = request.getfixturevalue(kind)
     double = msgspec.structs.replace(job, batch=msgspec.structs.replace(job.batch, size=6))
-    whole = task_of(double, 0, 1).batches()
-    ranks = [task_of(job, rank, 2).batches() for rank in (0, 1)]
+    whole = task_of(double).batches(0, 1)
+    ranks = [task_of(job).batches(rank, 2) for rank in (0, 1)]
     for wanted, *parts in islice(zip(whole, *ranks, strict=True), 5):
         for array, *halves in zip(wanted, *parts, strict=True):
             assert np.array_equal(np.concatenate(halves), array)
@@ -95,8 +96,8 @@ def test_two_ranks_together_read_the_batch_of_one(
 
 def test_held_out_losses_are_those_of_each_window(text: Job) -> None:
     model = Transformer(text)
-    found = _scores(task_of(text, 0, 1), model)
-    windows = [w for arrays, _ in task_of(text, 0, 1).held_out() for w in zip(*arrays, strict=True)]
+    found = _scores(task_of(text), model)
+    windows = [w for arrays, _ in task_of(text).held_out(0, 1) for w in zip(*arrays, strict=True)]
     for (number, tokens, nats), (inputs, targets) in zip(found, windows, strict=False):
         rows = torch.from_numpy(inputs)[None], torch.from_numpy(targets)[None]
         loss = next_token_loss(model(rows[0]), rows[1])
@@ -110,8 +111,8 @@ def test_ranks_together_score_every_held_out_row_once(
 ) -> None:
     job = request.getfixturevalue(kind)
     model = built(job)
-    alone = _scores(task_of(job, 0, 1), model)
-    shared = np.concatenate([_scores(task_of(job, rank, 3), model) for rank in range(3)])
+    alone = _scores(task_of(job), model)
+    shared = np.concatenate([_scores(task_of(job), model, rank, 3) for rank in range(3)])
     shared = shared[np.argsort(shared[:, 0], kind="stable")]
     assert alone[:, 0].tolist() == list(range(len(alone)))
     np.testing.assert_allclose(shared, alone, rtol=1e-5)
@@ -120,4 +121,4 @@ def test_ranks_together_score_every_held_out_row_once(
 def test_without_a_test_file_nothing_is_held_out(clicks: Job, tmp_path: Path) -> None:
     document = {"model": {"kind": "dlrm"}, "data": {"kind": "synthetic", "test_rows": 0}}
     job = parse_job(document | {"tables": [{"name": "t", "rows": 4, "dim": 16}]})
-    assert list(task_of(job, 0, 1).held_out()) == []
+    assert list(task_of(job).held_out(0, 1)) == []

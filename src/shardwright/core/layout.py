@@ -202,8 +202,11 @@ class UnitLayout(msgspec.Struct, frozen=True):
         return self.shard_bytes - held
 
     def blocks(self, role: Role) -> Iterable[Block]:
-        """The layout as blocks, tensor by tensor, rank by rank."""
+        """The layout as blocks, tensor by tensor, rank by rank; frozen tensors are parameters
+        alone."""
         for segment in self.segments:
+            if role != "parameter" and not segment.trainable:
+                continue
             for slot in segment.slots:
                 for rank in range(self.world_size):
                     piece = segment.piece(slot, rank)
@@ -326,6 +329,7 @@ def unit_blocks(
     placement: Placement | Mapping[str, Placement],
     role: Role,
     world_size: int,
+    frozen: Collection[str] = (),
 ) -> Iterable[Block]:
     """The blocks of a unit under ``placement``."""
-    return unit_layout(tensors, placement, world_size).blocks(role)
+    return unit_layout(tensors, placement, world_size, frozen).blocks(role)

@@ -9,7 +9,7 @@ from typing import TextIO
 from shardwright.core.comparison import Comparison
 from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import MismatchError, expected
-from shardwright.core.job import Job, data_files, named_files
+from shardwright.core.job import Job, named_files
 from shardwright.core.measurement import SCHEMA as MEASUREMENT_SCHEMA
 from shardwright.core.measurement import Curve, Measurement, Quality, write_measurement
 from shardwright.core.outcome import Outcome
@@ -30,7 +30,7 @@ from shardwright.lab.folder import (
     scores_file,
 )
 from shardwright.lab.launcher.launch import Launch, launch
-from shardwright.lab.sources import source_of
+from shardwright.lab.sources import check_undivided, source_of
 from shardwright.runtime.pulse import store_file
 
 CURVE_POINTS = 500
@@ -88,6 +88,7 @@ def run(
 def check(job: Job, folder: Path, given: Path | None = None) -> None:
     """Raise InputError unless the data can be used, and the folder without loss of a file."""
     source_of(job).check(job)
+    check_undivided(job)
     check_inputs(folder, named_files(job, given), given)
     check_folder(folder, given)
 
@@ -134,8 +135,6 @@ def merge(plan: Plan, folder: Path) -> Measurement:
 
 
 def _quality(plan: Plan, folder: Path) -> Quality | None:
-    if not data_files(plan.job).test:
-        return None
     import numpy as np
 
     files = [scores_file(folder, rank) for rank in range(plan.world_size)]

@@ -13,22 +13,24 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_map
 
 from shardwright import __version__
 from shardwright.core.document import write_document
 from shardwright.core.errors import InputError, MismatchError, expected
-from shardwright.core.job import data_files, named_files
+from shardwright.core.job import named_files
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.record import SCHEMA, Record
 from shardwright.core.timeline import Event, Phase
 from shardwright.lab.folder import check_inputs, record_file, scores_file
 from shardwright.lab.tasks import task_of
-from shardwright.lab.tasks.task import Arrays, Tensors
+from shardwright.lab.tasks.task import Batch
 from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
 from shardwright.runtime.guard import Guard
@@ -48,7 +50,7 @@ class Training:
         self.job = plan.job
         self.folder = folder
         self.rank = rank
-        self.task = task_of(plan.job, rank, plan.world_size)
+        self.task = task_of(plan.job)
         self.pulse = pulse
         self.step = 0
         self.device = torch.device("cpu")
@@ -68,7 +70,7 @@ class Training:
             self.pulse.mark(phase, self.step)
 
     def run(self) -> None:
-        """Train to the end and leave a record; scores too where there is a test file."""
+        """Train to the end and leave a record, and scores of what is held out."""
         mesh = init_device_mesh(self.device.type, (self.plan.world_size,))
         self.ranks = comm.Comm(mesh)
         self.guard = Guard(self.ranks)
@@ -77,13 +79,12 @@ class Training:
         parameters = optimizer_parameters(model, per_unit=True)
         rate = self.job.train.learning_rate
         optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)
-        self._train(model, optimizer, self.task.batches())
-        if data_files(self.job).test:
-            self._evaluate(model)
+        self._train(model, optimizer, self.task.batches(self.rank, self.plan.world_size))
+        self._evaluate(model)
         self._leave_record()
 
     def _train(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Arrays]
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Batch]
     ) -> None:
         progress = ProgressLog(self.folder) if self.rank == 0 else None
         steps = self.job.train.steps
@@ -117,7 +118,7 @@ class Training:
         return 1 < step < MEMORY_STEPS[0] or self.job.train.steps == 1
 
     def _one_step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Arrays]
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Batch]
     ) -> float:
         meter = self.meter
         with meter.phase("load"):
@@ -136,20 +137,27 @@ class Training:
             optimizer.zero_grad()
         return value
 
-    def _tensors(self, arrays: Arrays) -> Tensors:
-        tensors = []
-        for array in arrays:
-            tensor = torch.from_numpy(array).to(self.device)
-            self.meter.holds(tensor, "input")
-            tensors.append(tensor)
-        return tuple(tensors)
+    def _tensors(self, batch: Batch) -> Batch:
+        """The batch as tensors on the device."""
+
+        def there(value: Any) -> Any:
+            if isinstance(value, np.ndarray):
+                value = torch.from_numpy(value)
+            if not isinstance(value, torch.Tensor):
+                return value
+            value = value.to(self.device)
+            self.meter.holds(value, "input")
+            return value
+
+        return tree_map(there, batch)
 
     @torch.no_grad()
     def _evaluate(self, model: nn.Module) -> None:
         self.pulse.mark("evaluate")
+        model.eval()
         rows = [
-            self.task.scores(model, self._tensors(arrays), numbers)
-            for arrays, numbers in self.task.held_out()
+            self.task.scores(model, self._tensors(batch), numbers)
+            for batch, numbers in self.task.held_out(self.rank, self.plan.world_size)
         ]
         found = np.concatenate(rows) if rows else np.empty((0, 3))
         np.save(scores_file(self.folder, self.rank), found, allow_pickle=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import nn
@@ -12,18 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright import __version__
 from shardwright.core.block import Block, Role, check_tiling
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
-from shardwright.core.layout import unit_blocks
-from shardwright.core.placement import Placement
+from shardwright.core.layout import unit_layout
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, fingerprint_of
 from shardwright.runtime.embeddings.route import make_route
 from shardwright.runtime.embeddings.store import InitialBlock
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.fully_shard import attach, unit_members
+from shardwright.runtime.fully_shard import attach, check_members
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.flow import Flow
+from shardwright.runtime.units.parameter import Member, find_members
 from shardwright.runtime.units.registry import storages_in
 
 
@@ -69,36 +70,69 @@ def apply(
     blocks = plan.expanded()
     _check_model(model, plan, blocks)
     _check_supported(plan)
+    members = {m.fqn: m for m in find_members([model], [""], (), lambda _: False)}
     for unit in plan.units:
-        _check_unit_blocks(unit, blocks, comm, model)
+        _check_unit_blocks(unit, blocks, comm, [members[fqn] for fqn in unit.tensors])
     initial_block = _initial(model)
     if plan.tables:
         _shard_tables(model, plan, blocks, comm, initial_block, guard)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    _shard_units(model, plan, comm, members, initial_block, Flow(plan.prefetch, guard))
+    _agree_on_replicas(comm, model)
+    return model
+
+
+def _shard_units(
+    model: nn.Module,
+    plan: Plan,
+    comm: Comm,
+    members: Mapping[str, Member],
+    initial_block: InitialBlock,
+    flow: Flow,
+) -> None:
+    """Every unit with the parameters that the plan gives it, inner ones first: a unit of the whole
+    model has what no other has, and begins the step."""
+    if not any(_leads(unit) for unit in plan.units):
+        model.register_forward_pre_hook(_Begin(flow), prepend=True)
 
     def initial(fqn: str) -> torch.Tensor:
-        return initial_block(fqn, (0,) * len(shapes[fqn]), shapes[fqn])
+        shape = tuple(members[fqn].shape)
+        return initial_block(fqn, (0,) * len(shape), shape)
 
-    flow = Flow(plan.prefetch, guard)
-    model.register_forward_pre_hook(_Begin(flow), prepend=True)
-    for unit in plan.units:
+    for unit in _inner_first(plan.units):
         modules = [model.get_submodule(path) for path in unit.modules]
-        members = unit_members(modules, unit.modules, unit.name)
+        own = [members[fqn] for fqn in unit.tensors]
+        check_members(own, modules, unit.name)
         attach(
             modules,
             unit.modules,
             comm,
-            members,
-            {member.fqn: unit.parameter for member in members},
+            own,
+            dict.fromkeys(unit.tensors, unit.parameter),
             name=unit.name,
             flow=flow,
             module_names=unit.modules,
-            leads=False,
+            leads=_leads(unit),
             reshard_after_forward=unit.reshard_after_forward,
             initial=initial,
         )
-    _agree_on_replicas(comm, model)
-    return model
+
+
+def _leads(unit: UnitPlan) -> bool:
+    """Whether the unit's forward is that of the whole model."""
+    return unit.modules == ("",)
+
+
+def _inner_first(units: Sequence[UnitPlan]) -> list[UnitPlan]:
+    """The units in their order, but for those around others, which come after these."""
+
+    def around(outer: UnitPlan, inner: UnitPlan) -> bool:
+        starts = tuple(f"{path}." if path else "" for path in outer.modules)
+        return outer is not inner and any(path.startswith(starts) for path in inner.modules)
+
+    def depth(unit: UnitPlan) -> int:
+        return max((1 + depth(inner) for inner in units if around(unit, inner)), default=0)
+
+    return sorted(units, key=depth)
 
 
 class _Begin:
@@ -180,17 +214,14 @@ def _check_supported(plan: Plan) -> None:
             )
 
 
-def _check_unit_blocks(unit: UnitPlan, blocks: list[Block], comm: Comm, model: nn.Module) -> None:
+def _check_unit_blocks(
+    unit: UnitPlan, blocks: list[Block], comm: Comm, members: Sequence[Member]
+) -> None:
     """What the unit's layout will do must be what the block list says."""
     planned = {b for b in blocks if b.tensor in unit.tensors}
-    own = dict(model.named_parameters())
-    specs = [TensorSpec(fqn, tuple(own[fqn].shape)) for fqn in unit.tensors]
-    roles: tuple[tuple[Role, Placement], ...] = (
-        ("parameter", unit.parameter),
-        ("gradient", unit.gradient),
-        ("optimizer_state", unit.optimizer_state),
-    )
-    cut = {b for role, kind in roles for b in unit_blocks(specs, kind, role, comm.size)}
+    frozen = [member.fqn for member in members if not member.parameter.requires_grad]
+    layout = unit_layout([member.spec for member in members], unit.parameter, comm.size, frozen)
+    cut = {b for role in get_args(Role) for b in layout.blocks(role)}
     if planned != cut or {unit.parameter, unit.gradient, unit.optimizer_state} != {unit.parameter}:
         raise MismatchError(
             expected(

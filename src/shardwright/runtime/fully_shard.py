@@ -195,11 +195,7 @@ def unit_members(
     ignored: Collection[nn.Parameter] = (),
 ) -> list[Member]:
     """The parameters of a unit to be; those of other units are refused by name."""
-    for module in modules:
-        if get_dstorage(module) is not None:
-            raise InputError(
-                expected(f"unit '{unit}'", "modules that are not sharded yet", "one that is")
-            )
+    _refuse_sharded(modules, unit)
     members = find_members(modules, prefixes, ignored, _is_unit)
     inside = {
         id(inner._parameters): holder
@@ -218,6 +214,14 @@ def unit_members(
                     "Wrap inner modules first.",
                 )
             )
+    check_members(members, modules, unit)
+    return members
+
+
+def check_members(members: Sequence[Member], modules: Sequence[nn.Module], unit: str) -> None:
+    """InputError unless ``members`` can be a unit of ``modules``, of which no other has any."""
+    _refuse_sharded(modules, unit)
+    for member in members:
         taken = vars(member.parameter).get(TAKEN)
         if taken is not None:
             there, other = taken
@@ -233,7 +237,12 @@ def unit_members(
             )
     if members or not any(True for module in modules for _ in storages_in(module)):
         check_materials(members, unit)
-    return members
+
+
+def _refuse_sharded(modules: Sequence[nn.Module], unit: str) -> None:
+    if any(_is_unit(module) for module in modules):
+        wanted = "modules that are not sharded yet"
+        raise InputError(expected(f"unit '{unit}'", wanted, "one that is"))
 
 
 def _placements(

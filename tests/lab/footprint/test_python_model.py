@@ -225,8 +225,8 @@ REFUSED = {
     " or (module, inputs, loss, targets), got ValueError: no such flavour. It runs on fake CPU"
     " tensors.",
     "leaves": "got SystemExit: 3.",
-    "number": "expected a module, (module, inputs), (module, inputs, loss) or (module, inputs, loss,"
-    " targets), got int.",
+    "number": "expected a module, (module, inputs), (module, inputs, loss) or (module, inputs,"
+    " loss, targets), got int.",
     "pair": "got (int, Linear).",
     "wants_images": "Conv2d: expected a module that runs on fake tensors with (int64 [3, 8]), got",
     "two_inputs": "Two: expected a forward that takes (int64 [3, 8]), got missing a required"

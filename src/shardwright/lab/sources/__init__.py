@@ -2,15 +2,15 @@
 
 One file for each, all with the same three functions: ``check`` raises before anything starts,
 ``prepare`` writes rows that are made up into the run folder, which is held by then, ``quality``
-reads what the ranks scored. Free of torch.
+reads what the ranks scored. Free of torch, but for the user's own.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job
+from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.job import Job, parallel_of
 from shardwright.core.measurement import Quality
 
 if TYPE_CHECKING:
@@ -45,6 +45,22 @@ def source_of(job: Job) -> Source:
                 "They can be planned and explained; add a [model] with layers to train.",
             )
         )
-    from shardwright.lab.sources import clicks, text
+    from shardwright.lab.sources import clicks, python, text
 
-    return text if job.model.kind == "transformer" else clicks
+    return {"dlrm": clicks, "python": python}.get(job.model.kind, text)
+
+
+def check_undivided(job: Job) -> None:
+    """Raise UnsupportedError for degrees that no run has: a rank has whole layers and samples."""
+    section = parallel_of(job)
+    for name in ("data_replicate", "tensor", "pipeline", "context", "expert", "microbatches"):
+        degree = getattr(section, name) or 1
+        if degree > 1:
+            raise UnsupportedError(
+                expected(
+                    f"parallel.{name}",
+                    "1 for a run, whose ranks share parameters and batches alone",
+                    str(degree),
+                    "`shardwright memory` estimates it.",
+                )
+            )

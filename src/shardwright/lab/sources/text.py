@@ -1,4 +1,4 @@
-"""Text for a transformer: any file, or a made-up one."""
+"""Text for a transformer or a llama: any file, or a made-up one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from shardwright.core.errors import InputError, expected
@@ -18,8 +19,10 @@ from shardwright.lab.sources.made_up import make_up, read_facts
 
 def check(job: Job) -> None:
     """Raise InputError unless bytes can be the tokens and the file, if named, is long enough."""
+    model = job.model
     if job.data.kind != "text":
-        raise InputError(expected("data.kind", "'text' for a transformer", f"'{job.data.kind}'"))
+        wanted = f"'text' for a {model.kind}"
+        raise InputError(expected("data.kind", wanted, f"'{job.data.kind}'"))
     if job.data.test_path:
         raise InputError(
             expected(
@@ -29,14 +32,10 @@ def check(job: Job) -> None:
                 "The last tenth of data.path is held out.",
             )
         )
-    if job.model.vocab < VOCAB:
-        raise InputError(
-            expected(
-                "model.vocab",
-                f"at least {VOCAB} for text, whose bytes are the tokens",
-                str(job.model.vocab),
-            )
-        )
+    vocab = model.vocab if model.shape is UNSET else model.shape.vocab
+    if vocab < VOCAB:
+        wanted = f"at least {VOCAB} for text, whose bytes are the tokens"
+        raise InputError(expected("model.vocab", wanted, str(vocab)))
     if job.data.path:
         Text(job.data.path, job.batch.sequence)
 

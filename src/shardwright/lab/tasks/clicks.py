@@ -49,9 +49,7 @@ class Clicks:
         dense, ids, labels = batch
         return nn.functional.binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), labels)
 
-    def held_out(
-        self, rank: int, world_size: int
-    ) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+    def held_out(self, rank: int, world_size: int) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
         """The test file, if there is one."""
         if not self.files.test:
             return

@@ -35,9 +35,7 @@ class Task(Protocol):
         """The mean loss of a batch, a scalar."""
         ...
 
-    def held_out(
-        self, rank: int, world_size: int
-    ) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+    def held_out(self, rank: int, world_size: int) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
         """A rank's batches of what is held out, with row numbers; as many on every rank."""
         ...
 

@@ -136,7 +136,7 @@ def _rebuild(
     unit.members = [m for index, m in enumerate(unit.members) if index not in tied]
     unit.lay_out(device)
     if whole:
-        unit.fill(whole)
+        unit.fill(whole.__getitem__)
     elif device.type != "meta":
         for member, local in zip(unit.members, unit.buffers.locals, strict=True):
             local.copy_(by_name[member.fqn])

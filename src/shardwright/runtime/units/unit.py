@@ -116,7 +116,7 @@ class Unit:
         meta = initial is None and any(p.is_meta for p in sources.values())
         device = torch.device("meta" if meta else comm.mesh.device_type)
         self.lay_out(device)
-        self.fill({name: _value(p, name, initial) for name, p in sources.items()})
+        self.fill(lambda name: _value(sources[name], name, initial))
         self.show_new()
         self.flow = flow
         self.number = flow.add(self)
@@ -177,12 +177,13 @@ class Unit:
         probe.holds(self.buffers.whole.tensor, "gathered_weight")
         probe.holds(self.buffers.stage.tensor, "communication")
 
-    def fill(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Keep this rank's piece of every whole value."""
+    def fill(self, value_of: Initial) -> None:
+        """Keep this rank's piece of every whole value, one after the other."""
         for local, piece in zip(self.buffers.locals, self.buffers.pieces, strict=True):
-            value = values[piece.tensor.fqn]
-            if not value.is_meta:
-                local.copy_(part_of(value.detach(), piece.offsets, piece.sizes))
+            if piece.numel:
+                value = value_of(piece.tensor.fqn)
+                if not value.is_meta:
+                    local.copy_(part_of(value.detach(), piece.offsets, piece.sizes))
 
     def show_new(self) -> None:
         """Parameters for users, and whole ones for computing, over the present buffers."""

@@ -1,0 +1,168 @@
+"""A module of the user's own, on batches of a function's own or on the inputs that came with it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from shardwright.core.errors import InputError, ShardwrightError, expected
+from shardwright.core.job import Job
+from shardwright.lab.python_model import (
+    Built,
+    Call,
+    as_call,
+    as_tensors,
+    build,
+    check_call,
+    importable,
+    python_function,
+    returned_by,
+    shown_call,
+    with_names_of,
+)
+from shardwright.lab.tasks.task import Batch, Task
+from shardwright.trace.checks import first_line
+
+
+def python_task(job: Job) -> Task:
+    """The task of a job's own module, or the one that its function returns."""
+    made = Given(job)
+    return made.built.task or made
+
+
+class Given:
+    """What the function of a job gives: ``(module, inputs, loss, targets)`` or less.
+
+    A batch is (arguments, keywords, targets). Nothing is held out.
+    """
+
+    bad_rows = 0
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.call = Call.of(job)
+        with importable():
+            self.function = python_function(self.call.name, self.call.where)
+        self.built = self._build(job.train.seed)
+
+    def _build(self, seed: int) -> Built:
+        with importable():
+            seed_all(seed)
+            return build(self.call, self.function)
+
+    def model(self, device: torch.device) -> nn.Module:
+        """The module, the same on every rank, for its numbers are drawn from ``train.seed``."""
+        check_call(self.built)
+        return self.built.module.to(device)
+
+    def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
+        """Of the data's own function, or the same inputs in every step, others on every rank."""
+        seed = self.job.data.seed + rank
+        if isinstance(self.job.data.python, str):
+            return self._given(self.job.data.python, rank, world_size, seed)
+        drawn = self._build(seed)
+        return repeat((drawn.inputs, drawn.keywords, drawn.targets))
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Of the module's result, and of the batch's targets where there are any."""
+        arguments, keywords, targets = batch
+        return self.built.loss_of(model(*arguments, **keywords), targets)
+
+    def held_out(self, rank: int, world_size: int) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+        """Nothing."""
+        return iter(())
+
+    def scores(
+        self, model: nn.Module, batch: Batch, numbers: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """No rows."""
+        return np.empty((0, 3))
+
+    def _given(self, name: str, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
+        """What the data's function gives, checked."""
+        where = f"data.python '{name}'"
+        sizes = {"batch": self.call.batch, "sequence": self.call.sequence}
+        known = {**sizes, "rank": rank, "world_size": world_size, "seed": self.job.data.seed}
+        with importable():
+            function = python_function(name, where)
+            seed_all(seed)
+            returned = returned_by(function, with_names_of(function, known), where, RETURNS)
+            batches = _iterator(returned, where)
+        for number, batch in enumerate(_each(batches, where, self.job.train.steps), start=1):
+            yield self._checked(batch, f"{where}, batch {number}")
+
+    def _checked(self, batch: Any, where: str) -> Batch:
+        """A batch as the model is called; InputError unless it is made as the model's inputs."""
+        built = self.built
+        inputs, targets = batch, None
+        if built.targets is not None:
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                raise InputError(expected(where, "(inputs, targets)", _kind(batch)))
+            inputs, targets = batch
+        arguments, keywords = as_tensors(as_call(inputs))
+        targets = as_tensors(targets)
+        if _form((arguments, keywords)) != _form(as_tensors((built.inputs, built.keywords))):
+            found = shown_call(arguments, keywords)
+            raise InputError(expected(where, f"inputs like {built.called}", found))
+        if _form(targets) != _form(as_tensors(built.targets)):
+            wanted = f"targets like {shown_call((built.targets,), {})}"
+            raise InputError(expected(where, wanted, shown_call((targets,), {})))
+        return arguments, keywords, targets
+
+
+RETURNS = "batches, such as a generator"
+
+
+def seed_all(seed: int) -> None:
+    """Let everything that draws numbers begin at ``seed``."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _iterator(returned: Any, where: str) -> Iterator[Any]:
+    try:
+        return iter(returned)
+    except TypeError:
+        raise InputError(
+            expected(where, f"a function that returns {RETURNS}", type(returned).__name__)
+        ) from None
+
+
+def _each(batches: Iterator[Any], where: str, steps: int) -> Iterator[Any]:
+    """The batches of a user's own iterator; InputError where it ends or raises."""
+    for number in range(steps):
+        try:
+            batch = next(batches)
+        except StopIteration:
+            remedy = "Let it go on, or lower train.steps."
+            wanted = f"batches for {steps} steps"
+            raise InputError(expected(where, wanted, f"{number}", remedy)) from None
+        except ShardwrightError:
+            raise
+        except (Exception, SystemExit) as error:  # it runs whatever it likes
+            wanted = f"batch {number + 1}"
+            raise InputError(expected(where, wanted, first_line(error))) from error
+        yield batch
+
+
+def _form(value: Any) -> tuple[Any, list[Any]]:
+    """How a nest of tensors is made: its structure, and dtypes and dimensions of the tensors."""
+    leaves, structure = tree_flatten(value)
+    return structure, [
+        (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in leaves
+    ]
+
+
+def _kind(value: Any) -> str:
+    several = isinstance(value, (tuple, list))
+    return f"{type(value).__name__} of {len(value)}" if several else type(value).__name__

@@ -1,0 +1,34 @@
+"""Functions for ``[model] python`` and ``[data] python``: public architectures, as users write
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from public_models import MODELS
+
+LEARNING = 3
+
+
+def build(name: str) -> Any:
+    """A model with its own kind of inputs and the loss that it gives itself."""
+    model = MODELS[name]().double()
+    return model, MODELS[name].batch(torch.default_generator), _loss
+
+
+def _loss(result: Any) -> torch.Tensor:
+    loss: torch.Tensor = result["loss"] if isinstance(result, dict) else result.loss
+    return loss
+
+
+def _batches(rank: int, seed: int, name: str) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    while True:
+        yield MODELS[name].batch(generator)
+
+
+for _name in MODELS:
+    globals()[f"batches_of_{_name}"] = partial(_batches, name=_name)

@@ -1,0 +1,100 @@
+"""Models of a user's own trained through their task: on ranks under a plan, and on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hand_plans import plan_by_hand
+from public_models import MODELS
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from worlds import apart
+
+from shardwright.core.job import Job, parse_job
+from shardwright.lab.python_model import as_tensors
+from shardwright.lab.tasks import Task, task_of
+from shardwright.runtime.apply import apply
+from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
+from shardwright.runtime.state import full_state_dict
+
+CPU = torch.device("cpu")
+STEPS = 3
+
+
+def own_job(name: str, optimizer: str = "sgd", **sections: Any) -> Job:
+    """A job of the public model ``name``, with batches of its own function."""
+    return parse_job(
+        {
+            "model": {"python": "own_models:build", "arguments": {"name": name}},
+            "data": {"python": f"own_models:batches_of_{name}"},
+            "train": {"steps": STEPS, "optimizer": optimizer, "learning_rate": 0.01},
+            **sections,
+        }
+    )
+
+
+def planned_apart(
+    mesh: DeviceMesh, name: str, optimizer: str, options: dict[str, Any]
+) -> dict[str, float]:
+    """What differs from one process by more than 1e-9, and by how much."""
+    job = own_job(name, optimizer)
+    true = alone(task_of(job), job, mesh)
+    model = task_of(job).model(CPU)
+    made = plan_by_hand(job, model, mesh.size(), _units(name, model), **options)
+    found = on_ranks(job, made, mesh)
+    return {key: d for key in true if not (d := apart(found.get(key), true[key])) <= 1e-9}
+
+
+def _units(name: str, model: nn.Module) -> dict[str, list[str]]:
+    """The outermost modules that are units, and what is left."""
+    kinds, found = MODELS[name].units, []
+    for path, module in model.named_modules():
+        if isinstance(module, kinds) and not any(path.startswith(f"{p}.") for p in found):
+            found.append(path)
+    units = {path: [path] for path in found}
+    inside = tuple(f"{path}." for path in found)
+    if any(not n.startswith(inside) for n, _ in model.named_parameters()):
+        units["rest"] = [""]
+    return units
+
+
+def alone(task: Task, job: Job, mesh: DeviceMesh) -> dict[str, Any]:
+    """One process with the batches of all ranks; each rank has buffers of its own."""
+    size, mine = mesh.size(), mesh.get_local_rank()
+    model = task.model(CPU)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer(job.train.optimizer, trained, job.train.learning_rate)
+    buffers = [{n: b.clone() for n, b in model.named_buffers()} for _ in range(size)]
+    batches = [task.batches(rank, size) for rank in range(size)]
+    found: dict[str, Any] = {}
+    for step in range(job.train.steps):
+        for rank in range(size):
+            for key, buffer in model.named_buffers():
+                buffer.copy_(buffers[rank][key])
+            loss = task.loss(model, as_tensors(next(batches[rank])))
+            (loss / size).backward()
+            buffers[rank] = {n: b.clone() for n, b in model.named_buffers()}
+            if rank == mine:
+                found[f"loss {step}"] = loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+    found.update({key: p.detach() for key, p in model.named_parameters()})
+    return {**found, **buffers[mine]}
+
+
+def on_ranks(job: Job, made: Any, mesh: DeviceMesh) -> dict[str, Any]:
+    """The same under a plan."""
+    task = task_of(job)
+    model = apply(task.model(CPU), made, mesh)
+    parameters = optimizer_parameters(model, per_unit=True)
+    optimizer = make_optimizer(job.train.optimizer, parameters, job.train.learning_rate)
+    batches = task.batches(mesh.get_local_rank(), mesh.size())
+    found: dict[str, Any] = {}
+    for step in range(job.train.steps):
+        loss = task.loss(model, as_tensors(next(batches)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"loss {step}"] = loss.item()
+    return {**found, **full_state_dict(model), **dict(model.named_buffers())}

@@ -1,0 +1,32 @@
+"""A model of the user's own, planned and trained on ranks, trains as on one process."""
+
+from __future__ import annotations
+
+import pytest
+from own_tasks import planned_apart
+from pool import Pool
+from public_models import MODELS
+
+QUICK = {"GPT2", "T5", "ResNet", "Wav2Vec2"}
+NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("name", NAMES)
+def test_trains_as_on_one_process(pool: Pool, name: str, optimizer: str) -> None:
+    for found in pool.run(2, planned_apart, name=name, optimizer=optimizer, options={}):
+        assert found == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replicated": ["rest"]},
+        {"replicated": ["h.1"], "prefetch": 1},
+        {"kept": ["rest"], "prefetch": 1},
+        {"kept": ["rest", "h.0", "h.1", "h.2"]},
+    ],
+)
+def test_trains_so_whatever_the_plan(pool: Pool, options: dict[str, object]) -> None:
+    for found in pool.run(2, planned_apart, name="GPT2", optimizer="sgd", options=options):
+        assert found == {}
