@@ -51,6 +51,7 @@ def plan_by_hand(
         plans[name] = UnitPlan(
             name=name,
             modules=tuple(units[name]),
+            members=tuple(units[name]),
             tensors=tuple(tensors),
             parameter=placement,
             gradient=placement,
@@ -65,9 +66,10 @@ def plan_by_hand(
         )
     return sealed(
         Plan(
-            schema="shardwright.plan/3",
+            schema="shardwright.plan/4",
             version=__version__,
             job=job,
+            recording=None,
             cluster=Cluster("hand", world_size, world_size, "cpu", 0, 2**40, 0, world_size, {}),
             tables=(),
             units=tuple(plans[name] for name in units),
