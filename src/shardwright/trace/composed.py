@@ -27,8 +27,9 @@ from shardwright.core.recording import (
 from shardwright.core.tensor import TensorSpec
 from shardwright.memory.summaries import Summaries
 from shardwright.trace.checks import Untraceable, first_line
+from shardwright.trace.module import NoUnitsError
 from shardwright.trace.repeats import FEW
-from shardwright.trace.structure import Container, containers, repeats
+from shardwright.trace.structure import Container, containers, large_parts, repeats
 
 ROOT = ""  # the unit of everything that is in no other
 # The first call of an operator may differ: torch 2.13 remembers of mkldnn's RNN that its gradients
@@ -40,12 +41,14 @@ ALL = 10**6  # periods: more than there are
 @dataclass(frozen=True, slots=True)
 class Shortened:
     """A module while it has few of its parts: ``units`` by their own names, in order, the root's
-    last; ``blocks`` the repeated parts among them and ``places`` which of all of them they are."""
+    last; ``blocks`` the repeated parts among them and ``places`` which of all of them they are;
+    ``apart`` names units that do not repeat."""
 
     units: dict[str, Sequence[nn.Module]]
     series: tuple[Series, ...]
     blocks: list[nn.Module]
     places: list[int]
+    apart: list[str]
 
 
 Run = Callable[[Shortened], Recording]
@@ -55,17 +58,20 @@ Run = Callable[[Shortened], Recording]
 class Composer:
     """Records ``model`` by ``run``, which is called while it is shortened; ``every`` is how often
     a policy picks one of its blocks, ``full`` says that it is not to be shortened at all. Modules
-    ``apart`` are units of their own beside the parts that repeat."""
+    ``apart`` are units of their own beside the parts that repeat, found by their size where it is
+    None; those whose parameters others use as well are none."""
 
     model: nn.Module
     run: Run
     every: int = 1
     full: bool = False
-    apart: Sequence[str] = ()
+    apart: Sequence[str] | None = ()
     notes: list[str] = field(default_factory=list)
 
     def recording(self) -> Recording:
         """The recording, unfolded by its series to every part that the module has."""
+        if self.apart is None:
+            self.apart = large_parts(self.model, self.containers)
         if self.full or not self.left_out:
             return self._run({})
         reason = ""
@@ -113,7 +119,11 @@ class Composer:
         with unchanged(self.model):
             shortened = self._shortened(periods)
             names = {name: real[module] for name, module in self.model.named_modules()}
-            return renamed(self.run(shortened), names)
+            try:
+                return renamed(self.run(shortened), names)
+            except NoUnitsError as error:  # their parameters are the root's
+                self.apart = [name for name in self.apart or () if name not in error.units]
+        return self._run(periods)
 
     def _shortened(self, periods: Mapping[str, int]) -> Shortened:
         units: dict[str, Sequence[nn.Module]] = {}
@@ -133,11 +143,11 @@ class Composer:
             begin += len(container.units)
             _keep(container, kept)
         blocks = [modules[0] for modules in units.values()]
-        units |= {name: [self.model.get_submodule(name)] for name in self.apart}
+        units |= {name: [self.model.get_submodule(name)] for name in self.apart or ()}
         inside = {p for modules in units.values() for p in modules[0].parameters()}
         if any(parameter not in inside for parameter in self.model.parameters()):
             units[ROOT] = [self.model]
-        return Shortened(units, tuple(series), blocks, places)
+        return Shortened(units, tuple(series), blocks, places, list(self.apart or ()))
 
     def _titles(self, container: Container) -> Iterator[tuple[int, str]]:
         """The names of stretches that repeat: of the first, their container's."""

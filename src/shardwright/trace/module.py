@@ -53,6 +53,15 @@ class Subject:
     extra: Sequence[torch.Tensor] = ()  # inputs of the loss
     keywords: Mapping[str, Any] = field(default_factory=dict)  # further inputs of the module
     around: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    apart: Sequence[str] = ()  # units that are one only if nobody else uses their parameters
+
+
+class NoUnitsError(Exception):
+    """Units whose parameters are used outside of their forward, by name."""
+
+    def __init__(self, units: Iterable[str]) -> None:
+        super().__init__(", ".join(sorted(units)))
+        self.units = frozenset(units)
 
 
 def record(subject: Subject) -> Recording:
@@ -61,6 +70,10 @@ def record(subject: Subject) -> Recording:
     Call under the fake mode that the module and its inputs were made in.
     """
     recorder, module = Recorder(), subject.module
+    for unit in subject.apart:
+        for part in subject.units[unit]:
+            for parameter in part.parameters():
+                recorder.homes[parameter.untyped_storage()._cdata] = unit
     given = tree_leaves([list(subject.inputs), dict(subject.keywords), list(subject.extra)])
     before = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     held = list(held_tensors(module))
@@ -79,6 +92,9 @@ def record(subject: Subject) -> Recording:
         recorder.close()
         for parameter in module.parameters():
             parameter.grad = None
+    entered = {entry.module for entry in records if entry.name == "enter"}
+    if strange := recorder.astray | (set(subject.apart) - entered):
+        raise NoUnitsError(strange)
     return Recording(
         pieces=tuple(_pieces(records, works)),
         units=tuple(recorded_units(module, subject.units, subject.series)),

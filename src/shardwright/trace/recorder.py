@@ -55,6 +55,10 @@ class Recorder(TorchDispatchMode):
         self.module = ""
         self.running = 0  # modules whose forward is under way
         self.given = 0
+        # Units whose parameters no one else is to use, by storage; those that someone did use.
+        self.homes: dict[int, str] = {}
+        self.inside: set[str] = set()
+        self.astray: set[str] = set()
         # the module that an error came from, by the error's id: itself would keep tensors alive
         self.failed: tuple[int, str] | None = None
         self._known: dict[int, tuple[int, int]] = {}
@@ -102,6 +106,12 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, unit: str, point: str) -> None:
         """A unit gets to a point of its step."""
+        if point == "enter":
+            self.inside.add(unit)
+        elif point == "leave":
+            self.inside.discard(unit)
+        elif point == "backward":
+            self.homes = {}  # what a backward needs of a unit, its forward has kept
         self.records.append(Record("mark", -1, 0, point, unit))
         self.works.append(NOTHING)
 
@@ -128,6 +138,9 @@ class Recorder(TorchDispatchMode):
     def _meet(self, arguments: Any) -> None:
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
+                home = self.homes.get(argument.untyped_storage()._cdata)
+                if home is not None and home not in self.inside:
+                    self.astray.add(home)
                 if argument.untyped_storage()._cdata not in self._known:
                     self.given += argument.untyped_storage().nbytes()
                     self.adopt(argument)

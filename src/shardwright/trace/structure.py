@@ -59,6 +59,35 @@ def containers(model: nn.Module, every: int = 1) -> list[Container]:
     return told
 
 
+SHARE = 8  # of a model without parts that repeat, a unit of its own has at least one in so many
+
+
+def large_parts(model: nn.Module, found: Sequence[Container]) -> list[str]:
+    """Paths of the modules beside parts that repeat that have as many bytes as the largest of
+    those, or where nothing repeats a good share of the model; outermost first."""
+    blocks = [container.children[k] for container in found for k in container.units]
+    sharing = _Sharing(model)
+    least = max(map(_bytes, blocks), default=-(-_bytes(model) // SHARE))
+    return list(_large(model, "", set(blocks), least, sharing))
+
+
+def _large(
+    module: nn.Module, path: str, blocks: set[nn.Module], least: int, sharing: _Sharing
+) -> Iterator[str]:
+    for name, child in module.named_children():
+        if child in blocks or _bytes(child) < max(least, 1):
+            continue
+        inside = any(part in blocks for part in child.modules())
+        if inside or isinstance(child, (nn.ModuleList, nn.ModuleDict)) or sharing.is_bound(child):
+            yield from _large(child, _joined(path, name), blocks, least, sharing)
+        else:
+            yield _joined(path, name)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
 class _Sharing:
     """Which modules and parameters stand in several places of a model."""
 
@@ -221,4 +250,4 @@ def _called(value: Any, into: Callable[[Any], Hashable]) -> Hashable:
     return None
 
 
-__all__ = ["CONTAINERS", "Container", "containers", "repeats"]
+__all__ = ["CONTAINERS", "Container", "containers", "large_parts", "repeats"]

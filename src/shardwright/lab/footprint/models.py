@@ -43,8 +43,9 @@ class RecordedModel(Protocol):
 def recorded_whole(job: Job, treatment: Treatment) -> Recording:
     """The whole model of a job as each of its ranks runs it, divided among data ranks alone."""
     degrees = degrees_of(job, 1)
-    kind = LlamaModel if job.model.kind == "llama" else PythonModel
-    model: RecordedModel = kind(job, degrees, treatment)
+    if job.model.kind == "python":
+        return python_recording(job, treatment, job.batch.size, planned=True)[0]
+    model = LlamaModel(job, degrees, treatment)
     return model.recorded(parallel_of(job), Stage((0, model.layers), True, True)).recording
 
 

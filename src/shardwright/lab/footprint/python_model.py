@@ -41,18 +41,20 @@ class Request(msgspec.Struct, frozen=True):
     dtype: str
     treatment: Treatment
     full: bool = False
+    planned: bool = False
 
 
 def python_recording(
-    job: Job, treatment: Treatment, batch: int, *, full: bool = False
+    job: Job, treatment: Treatment, batch: int, *, full: bool = False, planned: bool = False
 ) -> tuple[Recording, int]:
     """The recording of a job's own module for ``batch`` samples, and its number of parameters.
 
     Parameters compute in ``memory.param_dtype``; the units tell the dtypes they were made in. With
-    ``full`` every part is recorded, not a few of each kind.
+    ``full`` every part is recorded, not a few of each kind. Of a model to be ``planned`` large
+    parts that do not repeat are units of their own; FSDP2 has them in the root's.
     InputError where the function or its module cannot be used, in one line that says why.
     """
-    request = Request(Call.of(job, batch), memory_of(job).param_dtype, treatment, full)
+    request = Request(Call.of(job, batch), memory_of(job).param_dtype, treatment, full, planned)
     with importable():
         return _recorded(request, python_function(request.call.name, request.call.where))
 
@@ -95,7 +97,8 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recor
         extra=[leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)],
     )
     every = policy(request.treatment.checkpointing).every
-    composer = Composer(module, _run(request, subject), every, request.full)
+    parts = None if request.planned else ()
+    composer = Composer(module, _run(request, subject), every, request.full, parts)
     try:
         found = composer.recording()
     except Untraceable as error:
@@ -129,6 +132,7 @@ def _run(request: Request, subject: Subject) -> Callable[[Shortened], Recording]
                 units=shortened.units,
                 series=shortened.series,
                 cast=dtype,
+                apart=shortened.apart,
                 around=applied.around,
             )
             found = record(here)
