@@ -14,6 +14,7 @@ from shardwright import __version__
 from shardwright.core.block import Block, Role, check_tiling
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
 from shardwright.core.layout import unit_layout
+from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, fingerprint_of
@@ -24,7 +25,8 @@ from shardwright.runtime.fully_shard import attach, check_members
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.flow import Flow
-from shardwright.runtime.units.parameter import Member, find_members
+from shardwright.runtime.units.parameter import DTYPES, Member, find_members
+from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.registry import storages_in
 
 
@@ -98,6 +100,7 @@ def _shard_units(
         shape = tuple(members[fqn].shape)
         return initial_block(fqn, (0,) * len(shape), shape)
 
+    precision = MixedPrecision(*(DTYPES.get(name) for name in step_dtypes(plan.job)))
     for unit in _inner_first(plan.units):
         modules = [model.get_submodule(path) for path in unit.modules]
         own = [members[fqn] for fqn in unit.tensors]
@@ -113,6 +116,7 @@ def _shard_units(
             module_names=unit.modules,
             leads=_leads(unit),
             reshard_after_forward=unit.reshard_after_forward,
+            precision=precision,
             initial=initial,
         )
 
