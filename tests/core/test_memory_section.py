@@ -1,21 +1,13 @@
 from __future__ import annotations
 
-import typing
-
 import pytest
 
 from shardwright.core.errors import InputError
 from shardwright.core.memory_section import (
     MemorySection,
-    OptimizerName,
     check_memory,
     float8_scaling,
 )
-from shardwright.memory.optimizers import OPTIMIZERS
-
-
-def test_a_job_may_name_every_optimizer_that_has_a_rule() -> None:
-    assert set(typing.get_args(OptimizerName)) == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize(

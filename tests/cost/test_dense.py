@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.core.model import DenseOptimizer, Stage, Work
+from shardwright.core.model import Stage, Work
+from shardwright.core.optimizers import TRAINED
 from shardwright.cost import dense
 
 CASES: dict[str, Callable[[Any], Any]] = {
@@ -30,7 +31,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     ),
 } | {
     f"unit_bytes/{kind}": (lambda v, k=kind: dense.unit_bytes(v.payload, v.padding, k))
-    for kind in get_args(DenseOptimizer)
+    for kind in TRAINED
 }
 OF_PLAIN_VALUES = {"stage_flops"}
 SAMPLES = st.lists(

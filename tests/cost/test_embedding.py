@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.core.model import ComputeKernel, ShardingType, TableOptimizer
+from shardwright.core.model import ComputeKernel, ShardingType
+from shardwright.core.optimizers import TABLES
 from shardwright.core.planning import PipelineType
 from shardwright.cost import embedding
 from shardwright.cost.cache import Cache
@@ -16,7 +17,7 @@ from shardwright.cost.embedding import QUANTIZED, Demand
 
 TYPES = get_args(ShardingType)
 KERNELS = get_args(ComputeKernel)
-KINDS = get_args(TableOptimizer)
+KINDS = TABLES
 
 
 def _demand(v: Any) -> Demand:

@@ -2,21 +2,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.core.model import DenseOptimizer, TableOptimizer
+from shardwright.core.optimizers import TABLES, TRAINED
 from shardwright.cost import optimizer
 
 CASES: dict[str, Callable[[Any], Any]] = {
     f"{function.__name__}/{kind}": (lambda v, f=function, k=kind: f(v.nbytes, k))
-    for function in (optimizer.dense_state_bytes, optimizer.dense_padding_state_bytes)
-    for kind in get_args(DenseOptimizer)
+    for function in (
+        optimizer.dense_state_bytes,
+        optimizer.dense_padding_state_bytes,
+        optimizer.dense_update_bytes,
+    )
+    for kind in TRAINED
 }
-for _kind in get_args(TableOptimizer):
+for _kind in TABLES:
     CASES |= {
         f"table_state_bytes/{_kind}": lambda v, k=_kind: optimizer.table_state_bytes(
             v.rows, v.columns, k
@@ -61,13 +65,11 @@ def test_padding_has_state_like_any_element(kind: str, state: int) -> None:
     assert optimizer.dense_padding_state_bytes(12, kind) == state
 
 
-def test_every_optimizer_has_its_state() -> None:
-    by_row = set(optimizer.TABLE_STATE_BYTES_PER_ROW)
-    by_element = set(optimizer.TABLE_STATE_BYTES_PER_ELEMENT)
-    assert by_row | by_element == set(get_args(TableOptimizer))
-    assert not by_row & by_element
-    assert set(optimizer.DENSE_STATES_PER_ELEMENT) == set(get_args(DenseOptimizer))
-    assert set(optimizer.DENSE_STEP_BYTES) == set(get_args(DenseOptimizer))
+@pytest.mark.parametrize(
+    ("kind", "passes"), [("sgd", 3), ("sgd_momentum", 5), ("adagrad", 5), ("adam", 7)]
+)
+def test_an_update_reads_and_writes_every_state(kind: str, passes: int) -> None:
+    assert optimizer.dense_update_bytes(100, kind) == passes * 100
 
 
 @pytest.mark.parametrize(

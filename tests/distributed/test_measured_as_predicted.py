@@ -9,6 +9,7 @@ from reference import small_job
 from tasks import meter_steps
 
 from shardwright.core.job import Job
+from shardwright.core.optimizers import TRAINED
 from shardwright.core.schedule import training_step
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
 from shardwright.lab.recordings import described, plan
@@ -30,7 +31,7 @@ def bigger(
     return msgspec.structs.replace(job, model=section)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("optimizer", TRAINED)
 @pytest.mark.parametrize("units", MODES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bytes_are_exact_and_the_schedule_is_followed(

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from shardwright.core.optimizers import optimizer_named
 from shardwright.core.pipelining import Pass, order
 from shardwright.core.recording import Piece, RecordedUnit, Recording, Touch
 from shardwright.core.tensor import TensorSpec
 from shardwright.memory.fsdp2 import FSDP2
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding
-from shardwright.memory.optimizers import optimizer_rule
 from shardwright.memory.rank_step import ONE_PASS, Chunk, RankStep
 from shardwright.memory.replicated import Replicated
 
@@ -59,7 +59,7 @@ def run() -> Run:
     ) -> Ledger:
         heap, sharding = Ledger(), Sharding(**changes)
         made = [Chunk(recording(), sent) for _ in range(chunks)]
-        made_step = RankStep(made, tuple(passes), optimizer_rule("adamw", "foreach"))
+        made_step = RankStep(made, tuple(passes), optimizer_named("adamw", "foreach"))
         several = sharding.shards > 1
         made_step.run(heap, lambda h, u, f: (FSDP2 if several else Replicated)(h, u, sharding, f))
         return heap

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.core import optimizers
 from shardwright.core.amount import Step, derivation
 from shardwright.core.batch import Batch, lookups, outputs
 from shardwright.core.cluster import TIERS
@@ -16,7 +17,6 @@ from shardwright.core.model import (
     CacheSpec,
     ComputeKernel,
     ShardingType,
-    TableOptimizer,
     TableSpec,
 )
 from shardwright.core.option import Option, shard_runs
@@ -61,7 +61,7 @@ TABLES = st.integers(1, 4).flatmap(
         rows=st.one_of(st.integers(1, 40), st.integers(1, 2**31)),
         dim=st.sampled_from([4, 16, 128]),
         dtype=st.sampled_from(["fp32", "fp16", "int8"]),
-        optimizer=st.sampled_from((None, *get_args(TableOptimizer))),
+        optimizer=st.sampled_from((None, *optimizers.TABLES)),
         pooled=st.booleans(),
         pooling_factors=st.tuples(*[st.floats(0, 40, width=16)] * features),
         num_poolings=st.one_of(st.none(), st.tuples(*[st.floats(0, 3, width=16)] * features)),

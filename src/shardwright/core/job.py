@@ -14,7 +14,7 @@ from shardwright.core.calibration import Calibration, read_calibration
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.memory_section import MemorySection, check_memory
-from shardwright.core.model import DenseOptimizer, TableSpec
+from shardwright.core.model import TableSpec
 from shardwright.core.model_section import (
     MEMORY_ONLY,
     WITHOUT_TABLES,
@@ -23,6 +23,7 @@ from shardwright.core.model_section import (
     completed,
     with_kind,
 )
+from shardwright.core.optimizers import DenseOptimizer
 from shardwright.core.parallel import (
     MAX_WORLD,
     Degrees,

@@ -9,23 +9,11 @@ import msgspec
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama_local import LossKind
+from shardwright.core.optimizers import Implementation, OptimizerName
 
 Runtime = Literal["shardwright", "fsdp2", "ddp"]
 ComputeDtype = Literal["bf16", "fp16", "fp32"]
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
-OptimizerName = Literal[
-    "sgd",
-    "sgd_momentum",
-    "adam",
-    "adamw",
-    "adamw_bf16",
-    "adamw_8bit",
-    "adamw_8bit_bitsandbytes",
-    "muon",
-    "adafactor",
-    "adagrad",
-]
-Implementation = Literal["foreach", "fused", "for_loop"]
 Offload = Literal["none", "states", "all"]
 Float8 = Literal["tensorwise", "rowwise"]
 

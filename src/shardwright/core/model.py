@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from shardwright.core.optimizers import DenseOptimizer, TableOptimizer
 from shardwright.core.recording import Recording, Unfolded
 from shardwright.core.tensor import TensorSpec, element_bytes
 
@@ -31,8 +32,6 @@ ComputeKernel = Literal[
     "quant_uvm",
     "quant_uvm_caching",
 ]
-TableOptimizer = Literal["none", "sgd", "adam", "adagrad", "rowwise_adagrad"]
-DenseOptimizer = Literal["sgd", "adagrad", "adam"]
 
 
 class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

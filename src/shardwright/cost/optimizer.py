@@ -1,45 +1,51 @@
-"""Bytes of optimizer state, as the runtime's optimizers allocate them, and passes of an update."""
+"""Bytes of optimizer state, as the runtime's optimizers allocate them, and what an update moves."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from shardwright.core.amount import named, noted
+from shardwright.core.optimizers import OPTIMIZERS, single
+from shardwright.core.optimizers import rows as by_row
+from shardwright.core.tensor import element_bytes
 
-# A fused SGD keeps nothing of a table, row-wise Adagrad one fp32 sum of squares per row of each
-# shard; Adagrad keeps one fp32 per element, Adam two.
-TABLE_STATE_BYTES_PER_ROW = {"none": 0, "sgd": 0, "rowwise_adagrad": 4}
-TABLE_STATE_BYTES_PER_ELEMENT = {"adagrad": 4, "adam": 8}
-
-# Values per element and one step counter per flat tensor (torch.optim keeps it as an fp32 tensor).
-DENSE_STATES_PER_ELEMENT = {"sgd": 0, "adagrad": 1, "adam": 2}
-DENSE_STEP_BYTES = {"sgd": 0, "adagrad": 4, "adam": 4}
+# An update reads parameter and gradient and writes the parameter; every state is read and written.
+PARAMETER_PASSES = 3
+STATE_PASSES = 2
 
 
 def dense_state_bytes(weight_bytes: Any, kind: str) -> Any:
     """Bytes of state for one flat tensor of ``weight_bytes``, padding apart."""
     source = f"optimizer {kind}"
     states = noted(
-        DENSE_STATES_PER_ELEMENT[kind], "states_per_element", "", source, like=weight_bytes
+        OPTIMIZERS[kind].values_per_element, "states_per_element", "", source, like=weight_bytes
     )
-    step = noted(DENSE_STEP_BYTES[kind], "step_counter_bytes", "B", source, like=weight_bytes)
+    numbers = [state for state in OPTIMIZERS[kind].kept if state.elements is single]
+    nbytes = sum(element_bytes(state.dtype) for state in numbers)
+    step = noted(nbytes, "step_counter_bytes", "B", source, like=weight_bytes)
     return named("optimizer_state_bytes", weight_bytes * states + step, "B")
 
 
 def dense_padding_state_bytes(padding_bytes: Any, kind: str) -> Any:
     """Bytes of state that belong to padding."""
-    return padding_bytes * DENSE_STATES_PER_ELEMENT[kind]
+    return padding_bytes * OPTIMIZERS[kind].values_per_element
+
+
+def dense_update_bytes(weight_bytes: Any, kind: str) -> Any:
+    """Bytes that an update of ``weight_bytes`` reads and writes."""
+    passes = PARAMETER_PASSES + STATE_PASSES * OPTIMIZERS[kind].values_per_element
+    what = "read parameter and gradient, write parameter; read and write each state"
+    return weight_bytes * noted(passes, "update_passes", "", what, like=weight_bytes)
 
 
 def table_state_bytes(rows: Any, columns: Any, kind: str) -> Any:
-    """Bytes of state for a shard of a table."""
-    source = f"optimizer {kind}"
-    if kind in TABLE_STATE_BYTES_PER_ELEMENT:
-        size = TABLE_STATE_BYTES_PER_ELEMENT[kind]
-        per_element = noted(size, "state_bytes_per_element", "B", source, like=rows)
+    """Bytes of state for a shard of a table, which is fp32 whatever the table is."""
+    source, size = f"optimizer {kind}", element_bytes("fp32")
+    if per := OPTIMIZERS[kind].values_per_element:
+        per_element = noted(per * size, "state_bytes_per_element", "B", source, like=rows)
         return named("optimizer_state_bytes", rows * columns * per_element, "B")
-    size = TABLE_STATE_BYTES_PER_ROW[kind]
-    per_row = noted(size, "state_bytes_per_row", "B", source, like=rows)
+    per = sum(state.elements is by_row for state in OPTIMIZERS[kind].kept)
+    per_row = noted(per * size, "state_bytes_per_row", "B", source, like=rows)
     return named("optimizer_state_bytes", rows * per_row, "B")
 
 

@@ -10,7 +10,6 @@ import os
 
 import msgspec
 import torch
-from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.footprint import Footprint
@@ -21,7 +20,9 @@ from shardwright.core.memory_section import MemorySection
 from shardwright.core.parallel import ParallelSection
 from shardwright.core.quantities import format_bytes
 from shardwright.core.tracked import Tracked
+from shardwright.lab.footprint.machines import optimizer_of
 from shardwright.models.llama import Llama
+from shardwright.runtime.optimizer import make_optimizer
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.memory import MemoryTracker
@@ -29,13 +30,6 @@ from shardwright.tracker.memory import MemoryTracker
 STEPS = 2  # the second has the states of the first
 SHARE = 0.8  # of the memory that is free now: more is not tried
 RATE = 1e-3
-_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
-    "sgd": (torch.optim.SGD, {}),
-    "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9}),
-    "adam": (torch.optim.Adam, {}),
-    "adamw": (torch.optim.AdamW, {}),
-    "adagrad": (torch.optim.Adagrad, {}),
-}
 
 
 def alone(job: Job) -> Job:
@@ -57,7 +51,7 @@ def alone(job: Job) -> Job:
         param_dtype="fp32",
         reduce_dtype="fp32",
         optimizer=asked.optimizer,
-        implementation=asked.implementation or "foreach",
+        implementation=asked.implementation,
         loss=asked.loss,
     )
     cluster = msgspec.structs.replace(
@@ -84,7 +78,9 @@ def rehearse(job: Job, predicted: Footprint) -> Tracked:
     section, shape = memory_of(job), job.model.shape
     assert isinstance(shape, LlamaShape)
     model = Llama(shape, LocalShape(loss=section.loss), sequence=job.batch.sequence)
-    optimizer = _optimizer(model, section)
+    how = optimizer_of(job)
+    implementation = how.implementation or how.first
+    optimizer = make_optimizer(how.name, model.parameters(), RATE, implementation)
     size = (job.batch.size, job.batch.sequence)
     tokens, targets = (torch.randint(shape.vocab, size) for _ in range(2))
     every = policy(section.checkpointing).every
@@ -107,23 +103,3 @@ def _step(
     model.loss(model(tokens), targets).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _optimizer(model: nn.Module, section: MemorySection) -> torch.optim.Optimizer:
-    if section.optimizer not in _OPTIMIZERS:
-        raise UnsupportedError(
-            expected(
-                "--real: memory.optimizer",
-                f"one of {', '.join(_OPTIMIZERS)}",
-                f"'{section.optimizer}'",
-            )
-        )
-    kind, options = _OPTIMIZERS[section.optimizer]
-    how = section.implementation
-    return kind(
-        model.parameters(),
-        lr=RATE,
-        foreach=how == "foreach",
-        fused=how == "fused",
-        **options,
-    )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from shardwright.core.optimizers import OPTIMIZERS, Optimizer
 from shardwright.core.pipelining.passes import Pass, PassKind
 from shardwright.core.recording import Blocks, Moment, Recording, Unfolded
 from shardwright.core.schedule import Merged
@@ -14,8 +15,7 @@ from shardwright.core.timeline import Kind, Phase
 from shardwright.memory import route
 from shardwright.memory.ledger import GradientRule, Ledger, Scene
 from shardwright.memory.machine import Machine, Sharding
-from shardwright.memory.optimizer_step import step_temporaries
-from shardwright.memory.optimizers import OptimizerRule, Place, shared_state_bytes, state_bytes
+from shardwright.memory.optimizers import Place, state_bytes, step_temporaries
 from shardwright.memory.route import Traffic
 from shardwright.memory.slots import Slots
 from shardwright.memory.summaries import STAYING, Summaries
@@ -89,7 +89,7 @@ class RankStep:
 
     chunks: Sequence[Chunk]
     passes: Sequence[Pass] = ONE_PASS
-    optimizer: OptimizerRule = field(default_factory=lambda: OptimizerRule("adam"))
+    optimizer: Optimizer = OPTIMIZERS["adam"]
     receives: int = 0
     merged: Merged = field(default_factory=Merged)
     tables: Traffic | None = None
@@ -190,7 +190,7 @@ class RankStep:
             for tensor in machine.updated()
             for place in places
         )
-        heap.take("states", "optimizer_state", states + shared_state_bytes(self.optimizer))
+        heap.take("states", "optimizer_state", states + self.optimizer.shared_bytes)
 
     @cached_property
     def _names(self) -> list[tuple[str, ...]]:

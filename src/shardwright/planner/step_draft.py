@@ -13,6 +13,7 @@ import msgspec
 from shardwright.core.batch import expected_distinct, lookups
 from shardwright.core.cluster import Tier
 from shardwright.core.model import TableSpec
+from shardwright.core.optimizers import trained
 from shardwright.core.plan import RankTotals
 from shardwright.core.schedule import Merged, Modes, Prefetch, replicas_ride
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase
@@ -21,7 +22,6 @@ from shardwright.cost.pipeline import by_phase
 from shardwright.memory.flat import FlatUnits
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding
-from shardwright.memory.optimizers import OptimizerRule
 from shardwright.memory.rank_step import RankStep
 from shardwright.memory.route import Traffic
 from shardwright.planner.draft import Draft
@@ -143,7 +143,7 @@ class StepDraft(Draft):
         heap = Ledger(fine=True)
         step = RankStep(
             [self.problem.chunk],
-            optimizer=OptimizerRule(self.problem.job.train.optimizer),
+            optimizer=trained(self.problem.job.train.optimizer),
             merged=Merged(self.modes.merged),
             tables=load.traffic if self.tables else None,
             resident=load.resident,

@@ -9,12 +9,11 @@ from functools import cached_property
 from shardwright.core.block import Block
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.model import UnitSpec
+from shardwright.core.optimizers import OptimizerName
 from shardwright.core.placement import Flat, Placement, Replicate
 from shardwright.core.timeline import Phase
-from shardwright.cost import dense
+from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import ComputeSeconds, UnitSeconds
-
-ROLES = 3  # weights, gradients and states, which an update reads or writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +126,14 @@ def unit_choices(
         sum(computed[member.name].forward for member in units),
         sum(computed[member.name].backward for member in units),
     )
+    kind = unit.optimizer
     whole, cut = (
         unit_layout(unit.tensors, p, context.ranks, unit.frozen) for p in (Replicate(), Flat())
     )
 
     def choice(placement: Placement, layout: UnitLayout, *, reshard: bool) -> UnitChoice:
         gathered, reduced = buffers(layout, context)
-        spent = _spent(layout, gathered, reduced, context, sharded=layout is cut)
+        spent = _spent(layout, kind, gathered, reduced, context, sharded=layout is cut)
         return UnitChoice(unit, placement, reshard, layout, spent, computing, gathered, reduced)
 
     return (
@@ -152,7 +152,13 @@ def buffers(layout: UnitLayout, context: DenseContext) -> tuple[int, int]:
 
 
 def _spent(
-    layout: UnitLayout, gathered: int, reduced: int, context: DenseContext, *, sharded: bool
+    layout: UnitLayout,
+    kind: OptimizerName,
+    gathered: int,
+    reduced: int,
+    context: DenseContext,
+    *,
+    sharded: bool,
 ) -> UnitSeconds:
     c, shard = context.c, layout.shard_bytes
     gather, reduce = (
@@ -165,5 +171,5 @@ def _spent(
         gather=gather["gather"],
         reduce=reduce["reduce"],
         gradient=dense.gradient_seconds(gathered, c),
-        update=dense.update_seconds(ROLES * shard, c),
+        update=dense.update_seconds(optimizer.dense_update_bytes(shard, kind), c),
     )

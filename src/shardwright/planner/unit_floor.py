@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardwright.cost import dense, network
+from shardwright.cost import dense, network, optimizer
 from shardwright.cost.network import Collective
-from shardwright.planner.unit_choice import ROLES, UnitChoice
+from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import Unit, UnitSpace
 
 ALONE = "its fastest placement"
@@ -79,7 +79,8 @@ def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
         if not choice.replicated:
             moved += dense.fresh_seconds(sent, context.c)
     held = payload if choice.replicated else payload / context.ranks
-    return _shown(space) * moved + held * ROLES / context.c["memory_rate"]
+    updated: float = optimizer.dense_update_bytes(held, choice.unit.optimizer)
+    return _shown(space) * moved + updated / context.c["memory_rate"]
 
 
 def _payload(choice: UnitChoice, whole: int) -> int:

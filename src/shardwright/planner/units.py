@@ -15,10 +15,11 @@ from itertools import groupby, product
 from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ModelSpec, UnitSpec
+from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.planning import DenseSection
 from shardwright.core.recording import Moment
 from shardwright.core.schedule import Action, Modes, Prefetch
-from shardwright.cost import dense, optimizer
+from shardwright.cost import dense
 from shardwright.cost.pipeline import ComputeSeconds, Spent, walk
 from shardwright.planner.unit_choice import DenseContext, UnitChoice, unit_choices
 
@@ -73,7 +74,7 @@ class Arrangement:
 
 
 def _states(choice: UnitChoice) -> int:
-    return optimizer.DENSE_STATES_PER_ELEMENT[choice.unit.optimizer]
+    return OPTIMIZERS[choice.unit.optimizer].values_per_element
 
 
 def dense_modes(

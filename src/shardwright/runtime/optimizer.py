@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import DenseOptimizer
+from shardwright.core.optimizers import MADE, Implementation, OptimizerName, optimizer_named
 from shardwright.runtime.flat_tensors import FlatTensor, Run, runs_of
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.parameter import plain_name
@@ -215,11 +216,21 @@ def _by_function(choose: GroupOf, named: Mapping[str, nn.Parameter]) -> Groups:
 
 
 def make_optimizer(
-    kind: DenseOptimizer, parameters: list[nn.Parameter], learning_rate: float
+    name: OptimizerName,
+    parameters: Iterable[nn.Parameter],
+    learning_rate: float,
+    implementation: Implementation | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer a plan names for its dense units, in torch's fused form."""
-    if kind == "sgd":
-        return torch.optim.SGD(parameters, lr=learning_rate, fused=True)
-    if kind == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=learning_rate, fused=True)
-    return torch.optim.Adam(parameters, lr=learning_rate, fused=True)
+    """The optimizer of a name over ``parameters``, fused where it can be if nothing is said.
+
+    Raises InputError for a name that is unknown or that no single class stands for.
+    """
+    row = optimizer_named(name, implementation, among=MADE)
+    how = implementation or row.runs
+    options = dict(row.settings)
+    if len(row.steps) > 1:  # else it has no choice to be given
+        options |= {each: each == how for each in row.steps if each != "for_loop"}
+    module, _, kind = row.make.partition(":")
+    made: torch.optim.Optimizer
+    made = getattr(importlib.import_module(module), kind)(parameters, lr=learning_rate, **options)
+    return made

@@ -8,11 +8,11 @@ from shardwright.core.errors import InputError
 from shardwright.core.fit import Estimate, Remedy
 from shardwright.core.job import Job, memory_of, parallel_of
 from shardwright.core.memory_section import MemorySection
+from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.lab.fit.variants import changed_job, on_ranks
 
 WORTH = 0.99  # of what was needed: a way out that leaves more is not worth naming
 TENSOR = (2, 4, 8)  # degrees that fit inside a host
-_SMALLER_STATES = ("adam", "adamw", "adamw_bf16")
 
 Way = tuple[tuple[str, ...], Job]
 
@@ -90,8 +90,8 @@ def _memory_keys(section: MemorySection) -> Iterator[tuple[str, str]]:
         yield "checkpointing", "full"
     if section.loss == "gathered":
         yield "loss", "chunked"
-    if section.optimizer in _SMALLER_STATES:
-        yield "optimizer", "adamw_8bit"
+    if smaller := OPTIMIZERS[section.optimizer].smaller:
+        yield "optimizer", smaller
     if section.offload == "none":
         yield "offload", "states"
     if section.offload != "all":

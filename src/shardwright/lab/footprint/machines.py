@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwright.core.job import Job, memory_of
 from shardwright.core.memory_section import MemorySection
+from shardwright.core.optimizers import Optimizer, optimizer_named
 from shardwright.core.parallel import Degrees
 from shardwright.core.tensor import TensorSpec
 from shardwright.lab.footprint.llama import KEPT
@@ -11,7 +12,6 @@ from shardwright.memory.flat import FlatUnits
 from shardwright.memory.fsdp2 import FSDP2
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Machine, Reduces, Sharding
-from shardwright.memory.optimizers import OptimizerRule, optimizer_rule
 from shardwright.memory.rank_step import MakeMachine
 from shardwright.memory.replicated import Replicated
 
@@ -65,9 +65,9 @@ def machine_of(section: MemorySection, found: Sharding) -> MakeMachine:
     return make
 
 
-def optimizer_of(job: Job) -> OptimizerRule:
+def optimizer_of(job: Job) -> Optimizer:
     """The optimizer of a job; on whole parameters in less than fp32 it has no copies."""
     section = memory_of(job)
-    return optimizer_rule(
-        section.optimizer, section.implementation or "", offload=section.offload != "none"
+    return optimizer_named(
+        section.optimizer, section.implementation, offload=section.offload != "none"
     )

@@ -11,13 +11,13 @@ from shardwright.core.amount import Amount, leaf, named, total
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.schedule import Action
 from shardwright.core.tensor import element_bytes
-from shardwright.cost import dense
+from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import Spent, UnitSeconds, walk
 from shardwright.planner.explain.explanation import Explanation, finished, ranks_label, summed
 from shardwright.planner.explain.subject import RELATIVE
 from shardwright.planner.pricing.evaluate import constants_of
 from shardwright.planner.step_draft import StepDraft, unit_events
-from shardwright.planner.unit_choice import ROLES, UnitChoice
+from shardwright.planner.unit_choice import UnitChoice
 
 UNIT_KINDS = ("weight", "gradient", "optimizer_state", "padding")
 SERIAL = "nothing overlaps: the unit's actions follow one another"
@@ -96,12 +96,12 @@ class UnitAmounts:
             )
             for buffer in (gathered, reduced)
         )
-        roles = leaf(ROLES, "roles", "", "weights, gradients and states")
+        moved = optimizer.dense_update_bytes(own, choice.unit.optimizer)
         return UnitSeconds(
             gather=gather["gather"],
             reduce=reduce["reduce"],
             gradient=dense.gradient_seconds(gathered, c),
-            update=dense.update_seconds(roles * own, c),
+            update=dense.update_seconds(moved, c),
         )
 
     def spent(self, choice: UnitChoice) -> list[Spent]:

@@ -1,0 +1,490 @@
+"""The optimizers: what each keeps for a tensor, what its step takes, and how it is made.
+
+One row of ``OPTIMIZERS`` is all that the planner, the estimator, a run and ``fit`` know of an
+optimizer. Rules are those of ``torch.optim`` (read and measured with torch 2.13), of torchao's and
+of bitsandbytes' 8-bit Adam. A tensor is what a rank holds of a parameter, with its local shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.tensor import TensorSpec, element_bytes
+
+Implementation = Literal["foreach", "fused", "for_loop"]
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+
+def whole(tensor: TensorSpec) -> int | None:
+    """As many elements as the tensor."""
+    return tensor.numel
+
+
+def single(tensor: TensorSpec) -> int | None:
+    """One number for the tensor."""
+    return 1
+
+
+def rows(tensor: TensorSpec) -> int | None:
+    """One number for each row of the last dimension; of vectors nothing."""
+    return _factor(tensor, -1)
+
+
+def columns(tensor: TensorSpec) -> int | None:
+    """One number for each column of the last two dimensions; of vectors nothing."""
+    return _factor(tensor, -2)
+
+
+def vector(tensor: TensorSpec) -> int | None:
+    """All elements of a vector or a scalar; of matrices nothing."""
+    return tensor.numel if len(tensor.shape) < 2 else None
+
+
+def _factor(tensor: TensorSpec, dim: int) -> int | None:
+    if len(tensor.shape) < 2:
+        return None
+    return tensor.numel // tensor.shape[dim] if tensor.numel else 0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One tensor of state; ``elements`` is None of a tensor that it is not kept for.
+
+    Without a ``dtype`` it is the optimizer's. ``when`` is a setting that it is kept with. In the
+    place "kernel" it is on the device where a fused kernel reads it, else on the host.
+    """
+
+    name: str
+    elements: Callable[[TensorSpec], int | None] = whole
+    dtype: str = ""
+    when: str = ""
+    place: Literal["device", "host", "kernel"] = "device"
+
+
+COUNTER = State("step", single, "fp32", place="kernel")  # an fp32 tensor per parameter
+
+# torchao/optim/adam.py and bitsandbytes/optim/optimizer.py: tensors of fewer elements keep whole
+# states. torchao keeps them as well where the blocks do not divide the tensor.
+MIN_8BIT_ELEMENTS = 4096
+BLOCK_ELEMENTS = 256  # early bitsandbytes: 2048
+CODES = 256  # fp32 values; torchao has its own with every state
+
+
+def _eight_bit(name: str, *, even: bool, otherwise: str, codes: bool) -> tuple[State, ...]:
+    """An average in one byte per element with an fp32 scale per block; ``otherwise`` is the dtype
+    of a whole one, ``even`` says whether blocks have to divide the tensor."""
+
+    def quantized(tensor: TensorSpec) -> bool:
+        return tensor.numel >= MIN_8BIT_ELEMENTS and not (even and tensor.numel % BLOCK_ELEMENTS)
+
+    def of(elements: Callable[[int], int], *, when: bool) -> Callable[[TensorSpec], int | None]:
+        return lambda tensor: elements(tensor.numel) if quantized(tensor) is when else None
+
+    found = (
+        State(name, of(lambda numel: numel, when=False), otherwise),
+        State(name, of(lambda numel: numel, when=True), "uint8"),
+        State(f"{name}_scale", of(lambda numel: -(-numel // BLOCK_ELEMENTS), when=True), "fp32"),
+    )
+    own = State(f"{name}_codes", of(lambda _: CODES, when=True), "fp32")
+    return (*found, own) if codes else found
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+class Names(Protocol):
+    """The local names of a step: each holds one tensor or one list of them."""
+
+    def bind(self, name: str, *sizes: int) -> None:
+        """Make tensors of so many bytes, then let the name hold them instead of what it held."""
+
+    def drop(self, name: str) -> None:
+        """The name holds nothing any more."""
+
+    def move(self, name: str, to: str) -> None:
+        """What ``name`` holds is held by ``to`` instead of what that held."""
+
+    def passing(self, name: str, size: int) -> None:
+        """A tensor that an expression makes and no name holds."""
+
+
+Step = Callable[["Optimizer", Sequence[TensorSpec], Names], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Optimizer:
+    """A row of the table.
+
+    ``make`` is the class ("module:Class"), called with parameters, ``lr`` and ``settings``; "" of
+    what is estimated alone. ``steps`` has what each implementation takes, PyTorch's choice on a
+    CUDA device first. ``elementwise`` optimizers update every element alone, so flat tensors too.
+    One that ``takes`` some tensors alone leaves the others to ``rest``. ``decoupled`` weight decay
+    takes no memory, another one a copy of the gradient. ``shared_bytes`` are kept once for all
+    tensors; ``smaller`` is the optimizer of the same update that keeps less.
+
+    A job chooses the ``implementation`` (the first one where it is None) and the place: with
+    ``offload`` states live, and are updated, on the host.
+    """
+
+    name: str
+    make: str = ""
+    states: tuple[State, ...] = ()
+    steps: Mapping[Implementation, Step] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    state_dtype: str = ""
+    elementwise: bool = True
+    decoupled: bool = False
+    takes: Callable[[TensorSpec], bool] | None = None
+    rest: str = ""
+    tables: bool = False
+    smaller: str = ""
+    shared_bytes: int = 0
+    assumption: str = ""
+    implementation: Implementation | None = None
+    offload: bool = False
+
+    @property
+    def first(self) -> Implementation:
+        """PyTorch's choice among its implementations."""
+        return next(iter(self.steps))
+
+    @property
+    def runs(self) -> Implementation:
+        """How a run has it: fused where it can be."""
+        return "fused" if "fused" in self.steps else self.first
+
+    @property
+    def step(self) -> Step:
+        """What a step takes under the implementation that was chosen."""
+        return self.steps[self.implementation or self.first]
+
+    @property
+    def fused(self) -> bool:
+        """Whether a step is one kernel."""
+        return self.step is nothing
+
+    def of(self, tensor: TensorSpec) -> Optimizer:
+        """The optimizer that updates ``tensor``: Muon leaves some to AdamW."""
+        if self.takes is None or self.takes(tensor):
+            return self
+        rest = OPTIMIZERS[self.rest]
+        return replace(rest, implementation=self.implementation, offload=self.offload)
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What is taken for granted about it."""
+        offloaded = "states on the host are updated there; no buffer on the device"
+        return tuple(a for a in (self.assumption, offloaded if self.offload else "") if a)
+
+    def value_dtype(self, tensor: TensorSpec) -> str:
+        """The dtype of an average: the optimizer's own, or that of the tensor."""
+        return self.state_dtype or tensor.dtype
+
+    def value_bytes(self, tensor: TensorSpec) -> int:
+        """Bytes of a tensor of averages."""
+        return tensor.numel * element_bytes(self.value_dtype(tensor))
+
+    @property
+    def kept(self) -> tuple[State, ...]:
+        """The states that its settings ask for."""
+        return tuple(s for s in self.states if not s.when or self.settings.get(s.when))
+
+    @property
+    def values_per_element(self) -> int:
+        """States as large as the parameter."""
+        return sum(state.elements is whole for state in self.kept)
+
+    @property
+    def copies_gradient(self) -> bool:
+        """Whether a weight decay is added to the gradient."""
+        return bool(self.settings.get("weight_decay")) and not self.decoupled
+
+    @property
+    def trains_shards(self) -> bool:
+        """Whether a run can give it the flat tensors of sharded units."""
+        return bool(self.make) and self.elementwise and not self.state_dtype
+
+
+def each(step: Callable[[Optimizer, TensorSpec, Names], None]) -> Step:
+    """A step over one tensor after the other; its names outlive the pass."""
+
+    def over(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names) -> None:
+        for tensor in tensors:
+            step(optimizer, tensor, names)
+
+    return over
+
+
+def alike(step: Step, *, ranks: bool = False) -> Step:
+    """A step over lists of one dtype each, of matrices or of vectors alone where ``ranks``."""
+
+    def over(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names) -> None:
+        found: dict[tuple[str, bool], list[TensorSpec]] = {}
+        for tensor in tensors:
+            matrix = ranks and len(tensor.shape) > 1
+            found.setdefault((tensor.dtype, matrix), []).append(tensor)
+        order = {dtype: place for place, (dtype, _) in reversed(list(enumerate(found)))}
+        for key in sorted(found, key=lambda key: (order[key[0]], not key[1])):
+            step(optimizer, found[key], names)
+
+    return over
+
+
+def nothing(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names) -> None:
+    """A fused kernel takes nothing."""
+
+
+def _values(optimizer: Optimizer, tensors: Iterable[TensorSpec]) -> list[int]:
+    return [optimizer.value_bytes(tensor) for tensor in tensors]
+
+
+def _sgd(optimizer: Optimizer, tensor: TensorSpec, names: Names) -> None:
+    names.drop("grad")
+    if optimizer.copies_gradient:
+        names.bind("grad", tensor.nbytes)
+    if optimizer.settings.get("nesterov"):
+        names.bind("grad", tensor.nbytes)
+    elif optimizer.settings.get("momentum"):
+        names.drop("grad")
+
+
+def _sgd_lists(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names) -> None:
+    names.drop("grads")
+    if optimizer.copies_gradient:
+        names.bind("grads", *(tensor.nbytes for tensor in tensors))
+    if optimizer.settings.get("momentum") and not optimizer.settings.get("nesterov"):
+        names.drop("grads")
+
+
+def _adam(optimizer: Optimizer, tensor: TensorSpec, names: Names) -> None:
+    names.drop("grad")
+    if optimizer.copies_gradient:
+        names.bind("grad", tensor.nbytes)
+    names.bind("root", optimizer.value_bytes(tensor))
+    names.bind("denom", optimizer.value_bytes(tensor))
+    names.drop("root")
+
+
+def _adam_lists(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names) -> None:
+    if optimizer.copies_gradient:
+        names.bind("grads", *(tensor.nbytes for tensor in tensors))
+        names.drop("grads")
+    names.bind("exp_avg_sq_sqrt", *_values(optimizer, tensors))
+
+
+def _adagrad(optimizer: Optimizer, tensor: TensorSpec, names: Names) -> None:
+    names.drop("grad")
+    if optimizer.copies_gradient:
+        names.bind("grad", tensor.nbytes)
+    names.bind("std", optimizer.value_bytes(tensor))
+
+
+def _adagrad_lists(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names) -> None:
+    if optimizer.copies_gradient:
+        names.bind("grads", *(tensor.nbytes for tensor in tensors))
+    names.bind("std", *_values(optimizer, tensors))
+    if optimizer.copies_gradient:
+        names.move("grads", "numerator")
+    else:
+        names.bind("numerator", *_values(optimizer, tensors))
+
+
+def _adafactor(optimizer: Optimizer, tensor: TensorSpec, names: Names) -> None:
+    item, numel = element_bytes(tensor.dtype), tensor.numel
+    names.passing("norm", item)
+    over_rows, over_columns = rows(tensor), columns(tensor)
+    if over_rows is None or over_columns is None:
+        names.bind("grad_squared", numel * item)
+        names.bind("var_estimate", numel * item)
+    else:
+        names.bind("row_mean", over_rows * item)
+        names.bind("col_mean", over_columns * item)
+        names.bind("var_estimate", numel * item)
+        names.passing("mean", over_rows // max(1, tensor.shape[-2]) * item)
+    names.move("var_estimate", "update")
+    names.passing("norm", item)
+
+
+def _adafactor_lists(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names) -> None:
+    item = element_bytes(tensors[0].dtype)
+    sizes = [tensor.nbytes for tensor in tensors]
+    for _ in tensors:
+        names.passing("norm", item)
+    if len(tensors[0].shape) > 1:
+        over_rows = [rows(tensor) or 0 for tensor in tensors]
+        names.bind("row_means", *(count * item for count in over_rows))
+        names.drop("row_means")
+        names.bind("col_means", *((columns(tensor) or 0) * item for tensor in tensors))
+        names.drop("col_means")
+        names.bind("var_estimates", *sizes)
+        both = zip(tensors, over_rows, strict=True)
+        names.bind("means", *(count // max(1, t.shape[-2]) * item for t, count in both))
+        names.drop("means")
+    else:
+        names.bind("grads_squared", *sizes)
+        names.drop("grads_squared")
+        names.bind("var_estimates", *sizes)
+    names.move("var_estimates", "updates")
+    for _ in tensors:
+        names.passing("norm", item)
+
+
+NEWTON_SCHULZ_STEPS = 5  # torch.optim.Muon's default
+NEWTON_SCHULZ_DTYPE = "bf16"
+
+
+def _muon(optimizer: Optimizer, tensor: TensorSpec, names: Names) -> None:
+    """A matrix at a time: its update, made orthogonal by Newton-Schulz iterations in bf16."""
+    names.bind("update", tensor.nbytes)
+    item = element_bytes(NEWTON_SCHULZ_DTYPE)
+    if tensor.dtype != NEWTON_SCHULZ_DTYPE:
+        names.bind("ortho_grad", tensor.numel * item)
+    names.bind("norm", item)
+    names.passing("clamped", item)
+    names.drop("norm")
+    gram = min(tensor.shape) ** 2 * item
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        names.bind("gram_matrix", gram)
+        names.bind("gram_update", gram)
+        names.bind("ortho_grad", tensor.numel * item)
+    names.drop("gram_matrix")
+    names.drop("gram_update")
+    names.move("ortho_grad", "update")
+
+
+def orthogonalized(tensor: TensorSpec) -> bool:
+    """Whether Muon takes a tensor: a matrix of a hidden layer, going by its name."""
+    parts = tensor.fqn.split(".")
+    apart = parts[0] in ("output", "head") or any(p == "lm_head" or "embed" in p for p in parts)
+    return len(tensor.shape) == 2 and not apart
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+_AVERAGES = (State("exp_avg"), State("exp_avg_sq"), State("max_exp_avg_sq", when="amsgrad"))
+_ADAM: dict[Implementation, Step] = {
+    "foreach": alike(_adam_lists),
+    "for_loop": each(_adam),
+    "fused": nothing,
+}
+_SGD = Optimizer(
+    "sgd",
+    "torch.optim:SGD",
+    states=(State("momentum_buffer", when="momentum"),),
+    steps={"foreach": alike(_sgd_lists), "for_loop": each(_sgd), "fused": nothing},
+    tables=True,
+)
+_ADAMW = Optimizer(
+    "adamw",
+    "torch.optim:AdamW",
+    states=(COUNTER, *_AVERAGES),
+    steps=_ADAM,
+    decoupled=True,
+    smaller="adamw_8bit",
+)
+_ROWS = (
+    Optimizer("none", tables=True),
+    _SGD,
+    replace(_SGD, name="sgd_momentum", settings={"momentum": 0.9}, tables=False),
+    replace(_ADAMW, name="adam", make="torch.optim:Adam", decoupled=False, tables=True),
+    _ADAMW,
+    replace(_ADAMW, name="adamw_bf16", make="", state_dtype="bf16"),
+    Optimizer(
+        "adamw_8bit",
+        states=(
+            State("step", single, "fp32", place="host"),
+            *_eight_bit("exp_avg", even=True, otherwise="", codes=True),
+            *_eight_bit("exp_avg_sq", even=True, otherwise="", codes=True),
+        ),
+        steps={"fused": nothing},
+        elementwise=False,
+        assumption="the compiled 8-bit update keeps nothing between its kernels",
+    ),
+    Optimizer(
+        "adamw_8bit_bitsandbytes",  # counts steps in a plain number, has two kinds of codes for all
+        states=(
+            *_eight_bit("exp_avg", even=False, otherwise="fp32", codes=False),
+            *_eight_bit("exp_avg_sq", even=False, otherwise="fp32", codes=False),
+        ),
+        steps={"fused": nothing},
+        elementwise=False,
+        shared_bytes=2 * CODES * element_bytes("fp32"),
+    ),
+    Optimizer(
+        "muon",
+        "torch.optim:Muon",
+        states=(State("momentum_buffer"),),
+        steps={"foreach": each(_muon), "for_loop": each(_muon)},
+        elementwise=False,
+        takes=orthogonalized,
+        rest="adamw",
+        assumption=(
+            "Muon takes the matrices that are neither embedding nor output layer, AdamW the rest"
+        ),
+    ),
+    Optimizer(
+        "adafactor",
+        "torch.optim:Adafactor",
+        states=(
+            COUNTER,
+            State("variance", vector),
+            State("row_var", rows),
+            State("col_var", columns),
+        ),
+        steps={"for_loop": each(_adafactor), "foreach": alike(_adafactor_lists, ranks=True)},
+        elementwise=False,
+    ),
+    Optimizer(
+        "adagrad",
+        "torch.optim:Adagrad",
+        states=(COUNTER, State("sum")),
+        steps={"foreach": alike(_adagrad_lists), "for_loop": each(_adagrad), "fused": nothing},
+        tables=True,
+    ),
+    Optimizer("rowwise_adagrad", states=(State("sum", rows),), tables=True),
+)
+OPTIMIZERS = {row.name: row for row in _ROWS}
+DENSE = tuple(row.name for row in _ROWS if row.steps)
+TABLES = tuple(row.name for row in _ROWS if row.tables)
+MADE = tuple(row.name for row in _ROWS if row.make and not row.rest)
+TRAINED = tuple(row.name for row in _ROWS if row.trains_shards)
+
+if TYPE_CHECKING:
+    OptimizerName: TypeAlias = str
+    DenseOptimizer: TypeAlias = str
+    TableOptimizer: TypeAlias = str
+else:  # what a job may say; errors list the names
+    OptimizerName, DenseOptimizer = Literal[DENSE], Literal[TRAINED]
+    TableOptimizer = Literal[TABLES]
+
+
+def optimizer_named(
+    name: str,
+    implementation: Implementation | None = None,
+    *,
+    offload: bool = False,
+    among: Sequence[str] = DENSE,
+    where: str = "train.optimizer",
+) -> Optimizer:
+    """The optimizer of a name as a job writes it.
+
+    Raises InputError for a name that is not ``among`` the known ones, UnsupportedError for an
+    implementation that it does not have.
+    """
+    if name not in among:
+        raise InputError(expected(where, f"one of {', '.join(among)}", f"'{name}'"))
+    row = OPTIMIZERS[name]
+    if implementation and implementation not in row.steps:
+        wanted = f"one that {name} has: {', '.join(row.steps)}"
+        raise UnsupportedError(expected("memory.implementation", wanted, f"'{implementation}'"))
+    return replace(row, implementation=implementation, offload=offload)
+
+
+def trained(name: str) -> Optimizer:
+    """The optimizer as a run has it; InputError where none has."""
+    row = optimizer_named(name, among=TRAINED)
+    return replace(row, implementation=row.runs)
