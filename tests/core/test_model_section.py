@@ -202,7 +202,11 @@ def test_a_job_with_the_sections_comes_back_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ({"optimizer": "adm"}, "job: memory.optimizer: expected one of sgd, sgd_momentum, adam"),
+        (
+            {"optimizer": "adamw"},
+            "job: memory.optimizer: expected no such key, got 'adamw'. "
+            "Name the optimizer as train.optimizer.",
+        ),
         ({"runtime": "fsdp"}, "job: memory.runtime: expected one of shardwright, fsdp2, ddp"),
         ({"checkpointing": "some"}, "job: memory.checkpointing: expected one of none, full"),
         ({"zero": 4}, "job: memory.zero: expected int <= 3, got 4."),
@@ -211,6 +215,45 @@ def test_a_job_with_the_sections_comes_back_as_it_was() -> None:
 )
 def test_a_bad_value_of_memory_is_named(memory: dict[str, Any], message: str) -> None:
     assert _refused(memory=memory).startswith(message)
+
+
+@pytest.mark.parametrize("model", [LLAMA, {"python": "package.module:make"}])
+def test_what_is_only_estimated_learns_with_adamw_unless_it_says_otherwise(
+    model: dict[str, Any],
+) -> None:
+    assert _job(model=model).train.optimizer == "adamw"
+    assert _job(model=model, train={"optimizer": "muon"}).train.optimizer == "muon"
+
+
+def test_what_is_planned_learns_with_sgd_unless_it_says_otherwise() -> None:
+    assert _job(model={"kind": "transformer"}).train.optimizer == "sgd"
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adamw_8bit", "adamw_bf16"])
+def test_an_optimizer_that_no_run_has_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        described(_job(model={"kind": "transformer"}, train={"optimizer": name}))
+    assert str(caught.value) == (
+        f"train.optimizer: expected one of sgd, sgd_momentum, adam, adamw, adagrad, got '{name}'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("param_dtype", "bf16"), ("reduce_dtype", "bf16"), ("checkpointing", "full"), ("zero", 1)],
+)
+def test_what_is_planned_refuses_other_steps_than_it_runs(key: str, value: Any) -> None:
+    message = _refused(model={"kind": "transformer"}, memory={key: value})
+    assert message.startswith(f"job: memory.{key}: expected ")
+    assert message.endswith(f"as steps of kind 'transformer' are planned and run, got {value!r}.")
+
+
+def test_what_is_planned_computes_in_fp32() -> None:
+    job = _job(model={"kind": "transformer"}, memory={"runtime": "shardwright"})
+    assert memory_of(job).param_dtype == "fp32"
+    assert job == _job(
+        model={"kind": "transformer"}, memory={"param_dtype": "fp32", "reduce_dtype": "fp32"}
+    )
 
 
 @pytest.mark.parametrize("model", [LLAMA, {"python": "package.module:make"}])

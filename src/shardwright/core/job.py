@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.calibration import Calibration, read_calibration
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, expected
-from shardwright.core.memory_section import MemorySection, check_memory
+from shardwright.core.memory_section import PLANNED, MemorySection, check_memory, check_planned
 from shardwright.core.model import TableSpec
 from shardwright.core.model_section import (
     MEMORY_ONLY,
@@ -23,7 +23,7 @@ from shardwright.core.model_section import (
     completed,
     with_kind,
 )
-from shardwright.core.optimizers import DenseOptimizer
+from shardwright.core.optimizers import OptimizerName
 from shardwright.core.parallel import (
     MAX_WORLD,
     Degrees,
@@ -120,11 +120,12 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds.
 
+    ``optimizer`` is that of dense parameters, AdamW by default where steps are only estimated.
     Tables learn at ``table_learning_rate``, or like the units where it is not given.
     """
 
     steps: Count = 100
-    optimizer: DenseOptimizer = "sgd"
+    optimizer: OptimizerName = "sgd"
     learning_rate: Rate = 0.1
     table_learning_rate: Rate | None = None
     seed: Whole = 0
@@ -222,7 +223,7 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
 
     ``path`` is the job's own, for files that it names.
     """
-    document = _with_kinds(_with_tables(document, where, path))
+    document = _with_kinds(_with_tables(document, where, path), where)
     job = convert(document, Job, where, hidden=HIDDEN)
     if job.cluster.file:
         section = with_calibration(job.cluster, where, path)
@@ -234,6 +235,8 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     check_constraints(job.planner.constraints, job.tables, where)
     if job.memory is not UNSET:
         check_memory(job.memory, where)
+        if job.model.kind not in MEMORY_ONLY:
+            check_planned(job.memory, job.model.kind, where)
     return _with_world(job, where)
 
 
@@ -274,16 +277,34 @@ def _with_tables(document: dict[str, Any], where: str, path: Path | None) -> dic
     return document
 
 
-def _with_kinds(document: dict[str, Any]) -> dict[str, Any]:
-    """A language model has no tables and reads text, unless the job says something else; a model
-    of the user's own has batches of its own."""
-    model, data = document.get("model", {}), document.get("data", {})
-    if not (isinstance(model, dict) and model.get("kind") in WITHOUT_TABLES):
+def _with_kinds(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """The document with what the kind of its model implies, unless the job says something else.
+
+    A language model has no tables and reads text, a model of the user's own has batches of its own;
+    both learn with AdamW, but for the small built-in one, which computes in fp32 as a DLRM does.
+    """
+    model, memory = document.get("model", {}), document.get("memory")
+    kind = model.get("kind", "dlrm") if isinstance(model, dict) else ""
+    if isinstance(memory, dict):
+        if "optimizer" in memory:
+            named = f"{where}: memory.optimizer", "no such key", repr(memory["optimizer"])
+            raise InputError(expected(*named, "Name the optimizer as train.optimizer."))
+        if kind not in MEMORY_ONLY:
+            document = {**document, "memory": {"param_dtype": PLANNED.param_dtype, **memory}}
+    if kind in WITHOUT_TABLES:
+        data = "python" if kind == "python" else "text"
+        document = _with_default({"tables": [], **document}, "data", "kind", data)
+    if kind in MEMORY_ONLY:
+        document = _with_default(document, "train", "optimizer", "adamw")
+    return document
+
+
+def _with_default(document: dict[str, Any], section: str, key: str, value: str) -> dict[str, Any]:
+    """The document with a key where a section, perhaps none, does not have it."""
+    found = document.get(section, {})
+    if not isinstance(found, dict):
         return document
-    if isinstance(data, dict):
-        kind = "python" if model["kind"] == "python" else "text"
-        document = {**document, "data": {"kind": kind, **data}}
-    return {"tables": [], **document}
+    return {**document, section: {key: value, **found}}
 
 
 def _override(document: dict[str, Any], text: str) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama_local import LossKind
-from shardwright.core.optimizers import Implementation, OptimizerName
+from shardwright.core.optimizers import Implementation
 
 Runtime = Literal["shardwright", "fsdp2", "ddp"]
 ComputeDtype = Literal["bf16", "fp16", "fp32"]
@@ -38,7 +38,6 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runtime: Runtime = "shardwright"
     param_dtype: ComputeDtype = "bf16"
     reduce_dtype: ReduceDtype = "fp32"
-    optimizer: OptimizerName = "adamw"
     implementation: Implementation | None = None
     reshard_after_forward: bool | Literal["default"] = "default"
     zero: Annotated[int, msgspec.Meta(ge=1, le=3)] = 3
@@ -54,6 +53,19 @@ def float8_scaling(section: MemorySection) -> Float8 | None:
     if isinstance(section.float8, bool):
         return "tensorwise" if section.float8 else None
     return section.float8
+
+
+# The steps of a model that is planned and trained: a plan says the rest.
+PLANNED = MemorySection(param_dtype="fp32")
+
+
+def check_planned(section: MemorySection, kind: str, where: str) -> None:
+    """Refuse what steps of a model that is planned and trained are not run with."""
+    for field in msgspec.structs.fields(section):
+        value, run = getattr(section, field.name), getattr(PLANNED, field.name)
+        if value != run:
+            wanted = f"{run!r}, as steps of kind '{kind}' are planned and run"
+            raise InputError(expected(f"{where}: memory.{field.name}", wanted, repr(value)))
 
 
 def check_memory(section: MemorySection, where: str) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from shardwright.core.optimizers import DenseOptimizer, TableOptimizer
+from shardwright.core.optimizers import OptimizerName, TableOptimizer
 from shardwright.core.recording import Recording, Unfolded
 from shardwright.core.tensor import TensorSpec, element_bytes
 
@@ -101,7 +101,7 @@ class UnitSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     tensors: tuple[TensorSpec, ...]
-    optimizer: DenseOptimizer = "sgd"
+    optimizer: OptimizerName = "sgd"
     series: str = ""
     modules: tuple[str, ...] = ()
     members: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class ModelSpec(msgspec.Struct, frozen=True, dict=True):
     kind: str
     tables: tuple[TableSpec, ...]
     recording: Recording | None = None
-    optimizer: DenseOptimizer = "sgd"
+    optimizer: OptimizerName = "sgd"
 
     @property
     def is_trained(self) -> bool:

@@ -455,11 +455,9 @@ TRAINED = tuple(row.name for row in _ROWS if row.trains_shards)
 
 if TYPE_CHECKING:
     OptimizerName: TypeAlias = str
-    DenseOptimizer: TypeAlias = str
     TableOptimizer: TypeAlias = str
 else:  # what a job may say; errors list the names
-    OptimizerName, DenseOptimizer = Literal[DENSE], Literal[TRAINED]
-    TableOptimizer = Literal[TABLES]
+    OptimizerName, TableOptimizer = Literal[DENSE], Literal[TABLES]
 
 
 def optimizer_named(

@@ -50,7 +50,6 @@ def alone(job: Job) -> Job:
         runtime="ddp",
         param_dtype="fp32",
         reduce_dtype="fp32",
-        optimizer=asked.optimizer,
         implementation=asked.implementation,
         loss=asked.loss,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from shardwright.core.errors import InputError
 from shardwright.core.fit import Estimate, Remedy
 from shardwright.core.job import Job, memory_of, parallel_of
-from shardwright.core.memory_section import MemorySection
+from shardwright.core.model_section import MEMORY_ONLY
 from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.lab.fit.variants import changed_job, on_ranks
 
@@ -52,8 +53,8 @@ def _tried(
 
 
 def _ways(job: Job, world_size: int, shards: int | None) -> Iterator[Way]:
-    for key, value in _memory_keys(memory_of(job)):
-        yield (f"memory.{key} = {value}",), changed_job(job, "memory", **{key: value})
+    for key in _memory_keys(job):
+        yield (str(key),), key.set_in(job)
     section = parallel_of(job)
     if shards:
         fixed = section.data_shard != -1
@@ -82,31 +83,46 @@ def _more_tensor(job: Job, world_size: int, tensor: int) -> Iterator[Way]:
         )
 
 
-def _memory_keys(section: MemorySection) -> Iterator[tuple[str, str]]:
-    """Keys of ``[memory]`` that make a step smaller, and their values."""
+class _Key(NamedTuple):
+    """A key of a job with another value."""
+
+    section: str
+    name: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.section}.{self.name} = {self.value}"
+
+    def set_in(self, job: Job) -> Job:
+        return changed_job(job, self.section, **{self.name: self.value})
+
+
+def _memory_keys(job: Job) -> Iterator[_Key]:
+    """Keys that change nothing but what a step keeps; steps that are planned have none of them."""
+    if job.model.kind not in MEMORY_ONLY:
+        return
+    section = memory_of(job)
     if section.runtime == "ddp":
-        yield "runtime", "fsdp2"
+        yield _Key("memory", "runtime", "fsdp2")
     if section.checkpointing != "full":
-        yield "checkpointing", "full"
+        yield _Key("memory", "checkpointing", "full")
     if section.loss == "gathered":
-        yield "loss", "chunked"
-    if smaller := OPTIMIZERS[section.optimizer].smaller:
-        yield "optimizer", smaller
+        yield _Key("memory", "loss", "chunked")
+    if smaller := OPTIMIZERS[job.train.optimizer].smaller:
+        yield _Key("train", "optimizer", smaller)
     if section.offload == "none":
-        yield "offload", "states"
+        yield _Key("memory", "offload", "states")
     if section.offload != "all":
-        yield "offload", "all"
+        yield _Key("memory", "offload", "all")
     if section.reduce_dtype == "fp32" and section.param_dtype != "fp32":
-        yield "reduce_dtype", section.param_dtype
+        yield _Key("memory", "reduce_dtype", section.param_dtype)
 
 
 def _together(job: Job, found: list[Remedy]) -> Way:
-    """All changes of ``[memory]`` that helped; the later of two values of a key."""
+    """All changes of memory alone that helped; the later of two values of a key."""
     helped = {change for remedy in found for change in remedy.changes}
-    keys = {
-        key: value
-        for key, value in _memory_keys(memory_of(job))
-        if f"memory.{key} = {value}" in helped
-    }
-    changes = tuple(f"memory.{key} = {value}" for key, value in keys.items())
-    return changes, changed_job(job, "memory", **keys)
+    keys = {(key.section, key.name): key for key in _memory_keys(job) if str(key) in helped}
+    changed = job
+    for key in keys.values():
+        changed = key.set_in(changed)
+    return tuple(str(key) for key in keys.values()), changed

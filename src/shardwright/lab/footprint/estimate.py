@@ -254,7 +254,7 @@ def _settings(section: MemorySection, device: str, job: Job) -> dict[str, str]:
         "lowering": device,
         "param_dtype": section.param_dtype,
         "reduce_dtype": section.reduce_dtype,
-        "optimizer": section.optimizer,
+        "optimizer": job.train.optimizer,
         "batch": str(job.batch.size),
         "sequence": str(job.batch.sequence),
         **changed,

@@ -69,5 +69,5 @@ def optimizer_of(job: Job) -> Optimizer:
     """The optimizer of a job; on whole parameters in less than fp32 it has no copies."""
     section = memory_of(job)
     return optimizer_named(
-        section.optimizer, section.implementation, offload=section.offload != "none"
+        job.train.optimizer, section.implementation, offload=section.offload != "none"
     )
