@@ -15,6 +15,7 @@ RUNNABLE_OPTIMIZERS = ("sgd", "rowwise_adagrad")
 RECORDED = ("llama", "python")  # kinds of model that compute in the dtype that a job says
 # What a DLRM's tables do not have: they are read as they are, unweighted, straight from memory.
 PLAIN: dict[str, object] = {
+    "dtype": "fp32",
     "batch_sizes": None,
     "output_dtype": None,
     "module_weighted": False,
@@ -93,7 +94,7 @@ def _check_table(table: TableSpec) -> None:
             raise InputError(
                 expected(
                     f"tables '{table.name}'.{key}",
-                    "none for dlrm",
+                    f"{plain or 'none'} for dlrm",
                     str(getattr(table, key)),
                     "Leave [model] out to plan the tables alone.",
                 )

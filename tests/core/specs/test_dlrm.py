@@ -127,6 +127,12 @@ def test_a_table_keeps_an_optimizer_of_its_own() -> None:
     assert made.tables[0].optimizer == "rowwise_adagrad"
 
 
+def test_a_table_of_another_dtype_than_the_run_has_is_refused() -> None:
+    tables = [{"name": "t", "rows": 3, "dim": 16, "dtype": "bf16"}]
+    with pytest.raises(InputError, match=r"tables 't'\.dtype: expected fp32 for dlrm, got bf16"):
+        spec(parse_job({"tables": tables, "train": {}}))
+
+
 @pytest.mark.parametrize("interaction", ["dot", "cat"])
 def test_a_step_frees_all_that_it_takes_but_the_loss_and_parameters_gradients(
     interaction: str,
