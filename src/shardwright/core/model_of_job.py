@@ -7,7 +7,6 @@ import msgspec
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job, memory_of
 from shardwright.core.model import ModelSpec, TableSpec
-from shardwright.core.model_section import MEMORY_ONLY
 from shardwright.core.optimizers import trained
 from shardwright.core.recording import Recording
 
@@ -59,8 +58,7 @@ def step_dtypes(job: Job) -> tuple[str, str]:
 def check_model(job: Job) -> None:
     """InputError where the widths of a built-in model do not go together, or where no run has the
     optimizer."""
-    if job.model.kind not in MEMORY_ONLY:
-        trained(job.train.optimizer)
+    trained(job.train.optimizer)
     if job.model.kind == "transformer" and job.model.dim % job.model.heads:
         wanted = f"a divisor of model.dim = {job.model.dim}"
         raise InputError(expected("model.heads", wanted, str(job.model.heads)))
