@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.core.model import ComputeKernel, ShardingType, TableOptimizer
+from shardwright.core.model import ComputeKernel, TableOptimizer
 from shardwright.core.planning import PipelineType
+from shardwright.core.sharding import ShardingType
 from shardwright.cost import embedding
 from shardwright.cost.cache import Cache
 from shardwright.cost.embedding import QUANTIZED, Demand

@@ -15,12 +15,12 @@ from shardwright.core.job import ClusterSection
 from shardwright.core.model import (
     CacheSpec,
     ComputeKernel,
-    ShardingType,
     TableOptimizer,
     TableSpec,
 )
 from shardwright.core.option import Option, shard_runs
 from shardwright.core.planning import EstimatorSection, PipelineType
+from shardwright.core.sharding import ShardingType
 from shardwright.cost.constants import cluster
 from shardwright.planner.pricing import native
 from shardwright.planner.pricing.context import PricingContext

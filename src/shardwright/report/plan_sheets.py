@@ -10,6 +10,7 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.sharding import traits
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import (
     TEXT_LIMIT,
@@ -104,7 +105,7 @@ class _Bundle:
         first = self.tables[0]
         same_size = len({(t.rows, t.dim) for t in self.tables}) == 1
         same_cut = len({t.shard_sizes for t in self.tables}) == 1
-        replicated = first.sharding_type == "data_parallel"
+        replicated = traits(first.sharding_type).replicated
         return (
             self.label,
             size_text(first.rows, first.dim) if same_size else "various",
