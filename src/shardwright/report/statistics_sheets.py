@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from shardwright.core.categories import category
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.sharding import traits
@@ -17,7 +18,7 @@ from shardwright.core.statistics import (
 )
 from shardwright.report.plan_sheets import MOST_RANKS, alike, worst
 from shardwright.report.sheet import Column, Sheet
-from shardwright.report.wording import kind_text, percent, printable, ranks_text
+from shardwright.report.wording import percent, printable, ranks_text
 
 MEASURE_WORDS: dict[Measure, str] = {
     "seconds": "seconds",
@@ -165,7 +166,7 @@ def ledger_sheet(ledger: Ledger) -> Sheet:
     share = {line.what: line.nbytes / ledger.capacity for line in ledger.lines if ledger.capacity}
     rows = [
         (
-            LEDGER_WORDS.get(line.what) or kind_text(line.what),
+            LEDGER_WORDS.get(line.what) or category(line.what),
             format_bytes(line.nbytes),
             f"{line.nbytes:,}",
             percent(share.get(line.what, 0.0)),
