@@ -37,9 +37,6 @@ def _seconds(v: Any, sharding_type: str, kernel: str, local: Any, **flags: bool)
 
 
 CASES: dict[str, Callable[[Any], Any]] = {
-    "routed_seconds": lambda v: embedding.routed_seconds(
-        _demand(v), "table_wise", "fused", v.hosts, v.c
-    ),
     "replicated_seconds": lambda v: embedding.replicated_seconds(_demand(v), v.hosts, v.c),
     "rows_sent_back": lambda v: embedding.rows_sent_back(v.ids, v.bags, v.hosts),
 }

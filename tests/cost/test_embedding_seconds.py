@@ -50,7 +50,7 @@ def test_only_ids_of_tables_cut_by_rows_are_sorted() -> None:
 def test_a_routed_shard_pays_for_ids_out_rows_back_and_its_update() -> None:
     # 4 ids of 64 B rows on 2 ranks; a row takes 64/64 + 0.5 seconds to touch
     demand = Demand(2, 2, 10, 16, 64, 4, 4, 3.0)
-    assert embedding.routed_seconds(demand, "table_wise", "fused", 2, C) == {
+    assert embedding.shard_seconds(demand, "table_wise", "fused", 2, C) == {
         "exchange_ids": 4 * 8 / 2 / 8,
         "lookup": 4 * 1.5,
         "exchange_rows": 4 * 64 / 2 / 8,

@@ -167,7 +167,7 @@ def touch_seconds(demand: Demand, kernel: str, c: Any) -> Any:
     return named("row_seconds", demand.row_bytes / rate + c["row_latency"], "s")
 
 
-def routed_seconds(
+def shard_seconds(
     demand: Demand,
     sharding_type: str,
     kernel: str,
@@ -178,11 +178,13 @@ def routed_seconds(
     training: bool = True,
     prefetch: bool = False,
 ) -> dict[str, Any]:
-    """Seconds of one routed shard by phase.
+    """Seconds per step of one shard by phase; ``prefetch`` fills a cache ahead of the lookup.
 
     ``c`` maps constant names to numbers or Amounts. Latencies of collectives are per step and
     counted by :func:`step_latencies`.
     """
+    if traits(sharding_type).replicated:
+        return replicated_seconds(demand, ranks, c, local=local, training=training)
     served = ids_at_shard(demand.ids, demand.rows, ranks, sharding_type, local)
     returned = rows_sent_back(served, demand.bags, ranks)
     index = noted(INDEX_BYTES, "index_bytes", "B", "ids travel as int64", like=served)
@@ -248,25 +250,6 @@ def replicated_seconds(
         "reduce": named("all_reduce_seconds", reduced + served * touch, "s"),
         "step": named("update_seconds", table * demand.passes / c["memory_rate"], "s"),
     }
-
-
-def shard_seconds(
-    demand: Demand,
-    sharding_type: str,
-    kernel: str,
-    ranks: Any,
-    c: Any,
-    *,
-    local: Any = None,
-    training: bool = True,
-    prefetch: bool = False,
-) -> dict[str, Any]:
-    """Seconds per step of one shard by phase; ``prefetch`` fills a cache ahead of the lookup."""
-    if traits(sharding_type).replicated:
-        return replicated_seconds(demand, ranks, c, local=local, training=training)
-    return routed_seconds(
-        demand, sharding_type, kernel, ranks, c, local=local, training=training, prefetch=prefetch
-    )
 
 
 # Collectives and eager operations of a step, whatever the number of tables: counts, ids and rows
