@@ -51,7 +51,7 @@ def test_the_report_names_classes_categories_modules_and_the_verdict(
     for words in (
         "on 8 ranks",
         "By category",
-        "sharded parameters",
+        "weights",
         "feed_forward",
         "Largest tensors at the peak",
         "CUDA context",

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from shardwright.core.block import Block, BlockRun, Role, check_tiling, decode, encode
 from shardwright.core.errors import InputError
 from shardwright.core.layout import unit_blocks
-from shardwright.core.model import ShardingType, TableSpec
-from shardwright.core.option import PARTITION, Option, column_widths, place, shard_runs
+from shardwright.core.model import TableSpec
+from shardwright.core.option import Option, column_widths, place, shard_runs
 from shardwright.core.placement import Flat, Replicate
+from shardwright.core.sharding import ShardingType
 from shardwright.core.tensor import TensorSpec
 
 ROLES: tuple[Role, ...] = ("parameter", "gradient", "optimizer_state")
@@ -81,7 +82,7 @@ def test_the_shards_of_every_type_tile_their_table_wherever_they_lie(
 
 def _somewhere(option: Option, ranks: int, group: int, random_: random.Random) -> list[int]:
     """Ranks that the shards of an option may have."""
-    match PARTITION[option.sharding_type]:
+    match option.partition:
         case "uniform":
             return list(range(ranks))
         case "device":

@@ -250,7 +250,7 @@ def test_a_bad_value_is_named_with_what_was_expected(
             "fused, fused_uvm, fused_uvm_caching, key_value, quant, quant_uvm, quant_uvm_caching, "
             "got 'uvm'."),
         ({"sharding_types": ["rowwise"]}, "tables[0].sharding_types[0]: expected one of "
-            "data_parallel, table_wise, column_wise, row_wise, table_row_wise, "
+            "data_parallel, table_wise, row_wise, column_wise, table_row_wise, "
             "table_column_wise, grid_shard, got 'rowwise'."),
     ],
 )  # fmt: skip

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.block import Block
-from shardwright.core.model import ShardingType, TableSpec
+from shardwright.core.model import TableSpec
 from shardwright.core.option import (
-    PARTITION,
     Option,
     ShardRun,
     ShardShape,
@@ -19,6 +18,7 @@ from shardwright.core.option import (
     row_runs,
     shard_runs,
 )
+from shardwright.core.sharding import ShardingType
 
 TYPES: tuple[ShardingType, ...] = get_args(ShardingType)
 
@@ -146,7 +146,6 @@ def test_a_sharding_type_has_its_shards(
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_type_says_which_ranks_its_shards_may_go_to(kind: ShardingType) -> None:
     option = Option("t", kind, "fused", shard_runs(TableSpec("t", 5, 8), kind, 4, 2, 4))
-    assert option.partition == PARTITION[kind]
     assert {"uniform": 4, "host": 2}.get(option.partition, option.count) == option.count
 
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.core.model import ComputeKernel, ShardingType
+from shardwright.core.model import ComputeKernel
 from shardwright.core.optimizers import TABLES
 from shardwright.core.planning import PipelineType
+from shardwright.core.sharding import ShardingType
 from shardwright.cost import embedding
 from shardwright.cost.cache import Cache
 from shardwright.cost.embedding import QUANTIZED, Demand
@@ -37,9 +38,6 @@ def _seconds(v: Any, sharding_type: str, kernel: str, local: Any, **flags: bool)
 
 
 CASES: dict[str, Callable[[Any], Any]] = {
-    "routed_seconds": lambda v: embedding.routed_seconds(
-        _demand(v), "table_wise", "fused", v.hosts, v.c
-    ),
     "replicated_seconds": lambda v: embedding.replicated_seconds(_demand(v), v.hosts, v.c),
     "rows_sent_back": lambda v: embedding.rows_sent_back(v.ids, v.bags, v.hosts),
 }

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.core.model import ComputeKernel, ShardingType
+from shardwright.core.model import ComputeKernel
+from shardwright.core.sharding import ShardingType
 from shardwright.cost import embedding
 from shardwright.cost.cache import Cache
 from shardwright.cost.embedding import CACHED_KERNELS, QUANTIZED, Demand
@@ -41,14 +42,15 @@ C = {
 
 def test_only_ids_of_tables_cut_by_rows_are_sorted() -> None:
     seconds = {t: embedding.request_seconds(10, t, C) for t in ROUTED}
-    assert {t for t, value in seconds.items() if value == 30.0} == set(embedding.ROW_TYPES)
+    cut = {t for t, value in seconds.items() if value == 30.0}
+    assert cut == {"row_wise", "table_row_wise", "grid_shard"}
     assert set(seconds.values()) == {20.0, 30.0}
 
 
 def test_a_routed_shard_pays_for_ids_out_rows_back_and_its_update() -> None:
     # 4 ids of 64 B rows on 2 ranks; a row takes 64/64 + 0.5 seconds to touch
     demand = Demand(2, 2, 10, 16, 64, 4, 4, 3.0)
-    assert embedding.routed_seconds(demand, "table_wise", "fused", 2, C) == {
+    assert embedding.shard_seconds(demand, "table_wise", "fused", 2, C) == {
         "exchange_ids": 4 * 8 / 2 / 8,
         "lookup": 4 * 1.5,
         "exchange_rows": 4 * 64 / 2 / 8,

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.job import Job
-from shardwright.core.model import ShardingType, TableSpec
+from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, shard_runs
+from shardwright.core.sharding import ShardingType
 from shardwright.lab.recordings import described
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import price

@@ -6,7 +6,7 @@ import random
 from typing import Any, get_args
 
 from shardwright.core.job import Job, parse_job
-from shardwright.core.model import ShardingType
+from shardwright.core.sharding import ShardingType
 
 TYPES: tuple[str, ...] = get_args(ShardingType)
 KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value")

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from shardwright.core.block import check_tiling
 from shardwright.core.cluster import Cluster, Device
 from shardwright.core.errors import InputError
-from shardwright.core.model import ComputeKernel, ShardingType, TableSpec
+from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import Option, place
+from shardwright.core.sharding import ShardingType
 from shardwright.planner.options.own import runnable_options, wide_options
 from shardwright.planner.options.torchrec import torchrec_options
 

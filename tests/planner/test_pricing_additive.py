@@ -12,8 +12,9 @@ from shardwright.core.batch import Batch
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import UnsupportedError
 from shardwright.core.job import ClusterSection
-from shardwright.core.model import ShardingType, TableSpec
+from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, shard_runs
+from shardwright.core.sharding import ShardingType
 from shardwright.cost.constants import cluster
 from shardwright.planner.pricing import additive
 from shardwright.planner.pricing.context import PricingContext

@@ -16,11 +16,11 @@ from shardwright.core.job import ClusterSection
 from shardwright.core.model import (
     CacheSpec,
     ComputeKernel,
-    ShardingType,
     TableSpec,
 )
 from shardwright.core.option import Option, shard_runs
 from shardwright.core.planning import EstimatorSection, PipelineType
+from shardwright.core.sharding import ShardingType
 from shardwright.cost.constants import cluster
 from shardwright.planner.pricing import native
 from shardwright.planner.pricing.context import PricingContext

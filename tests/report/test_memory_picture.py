@@ -64,15 +64,15 @@ def test_a_capacity_far_beyond_the_peak_is_told_instead_of_drawn() -> None:
 
 def test_areas_lie_on_each_other_and_reach_the_peak() -> None:
     found = edges(timeline_chart(footprint()))
-    assert found["sharded parameters"][1] == TOP + HEIGHT
-    assert found["optimizer states"][1] == found["sharded parameters"][0]
+    assert found["weights"][1] == TOP + HEIGHT
+    assert found["optimizer states"][1] == found["weights"][0]
     highest = min(top for top, _ in found.values())
     assert round(TOP + HEIGHT - highest) == round(HEIGHT * 22.98 / (40 * 1.02))
 
 
 def test_every_category_that_occurs_is_in_the_legend() -> None:
     words = texts(timeline_chart(footprint()))
-    for name in ("sharded parameters", "unsharded gradients", "reduce-scatter buffers", "inputs"):
+    for name in ("weights", "unreduced gradients", "reduce-scatter buffers", "inputs"):
         assert name in words
     assert "exchange buffers" not in words
 
@@ -100,7 +100,7 @@ def test_of_many_moments_the_fullest_of_each_column_is_drawn() -> None:
     svg = timeline_chart(followed(*many))
     assert len(svg) < 20_000
     assert "peak 2.00 GiB" in "".join(texts(svg))
-    assert edges(svg)["sharded parameters"][0] < TOP + HEIGHT / 2
+    assert edges(svg)["weights"][0] < TOP + HEIGHT / 2
 
 
 def test_a_long_name_is_shortened() -> None:

@@ -65,8 +65,8 @@ def test_degrees_of_one_are_not_told() -> None:
 
 def test_categories_have_peoples_names_and_say_how_sure_they_are() -> None:
     text = flowed(footprint())
-    assert "sharded parameters 3.91 GiB 17.0 % exact" in text
-    assert "unsharded parameters 1.40 GiB 6.1 % exact" in text
+    assert "weights 3.91 GiB 17.0 % exact" in text
+    assert "gathered weights 1.40 GiB 6.1 % exact" in text
     assert "activations 7.47 GiB 32.5 % modelled" in text
     assert "all-gather buffers 436.00 MiB" in text
     assert "together 22.98 GiB" in text
@@ -126,7 +126,7 @@ def test_a_job_that_does_not_fit_names_the_class_the_shortfall_and_the_largest()
     assert verdict_sentence(footprint(capacity=20 * GIB)) == (
         "Does not fit: rank class 'stage 0' (4 ranks) needs 23.44 GiB of 20.00 GiB, 3.44 GiB too "
         "much, in backward, layers.3. The largest are optimizer states 7.81 GiB, activations "
-        "7.47 GiB, sharded parameters 3.91 GiB."
+        "7.47 GiB, weights 3.91 GiB."
     )
 
 

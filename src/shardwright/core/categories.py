@@ -6,17 +6,17 @@ from collections.abc import Iterable
 
 from shardwright.core.timeline import Kind
 
-CATEGORIES: dict[Kind, str] = {
-    "weight": "sharded parameters",
+CATEGORIES: dict[str, str] = {
+    "weight": "weights",
     "optimizer_state": "optimizer states",
-    "gradient": "sharded gradients",
+    "gradient": "gradients",
     "buffer": "buffers",
     "input": "inputs",
     "cache": "caches",
     "padding": "padding",
     "activation": "activations",
-    "gathered_weight": "unsharded parameters",
-    "unreduced_gradient": "unsharded gradients",
+    "gathered_weight": "gathered weights",
+    "unreduced_gradient": "unreduced gradients",
     "all_gather": "all-gather buffers",
     "reduce_scatter": "reduce-scatter buffers",
     "communication": "exchange buffers",
@@ -26,7 +26,7 @@ CATEGORIES: dict[Kind, str] = {
 _PLACES = {kind: place for place, kind in enumerate(CATEGORIES)}
 
 
-def category(kind: Kind) -> str:
+def category(kind: str) -> str:
     """A kind in words."""
     return CATEGORIES.get(kind, kind)
 

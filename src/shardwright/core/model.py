@@ -11,17 +11,9 @@ import msgspec
 
 from shardwright.core.optimizers import OptimizerName, TableOptimizer
 from shardwright.core.recording import Recording, Unfolded
+from shardwright.core.sharding import ShardingType
 from shardwright.core.tensor import TensorSpec, element_bytes
 
-ShardingType = Literal[
-    "data_parallel",
-    "table_wise",
-    "column_wise",
-    "row_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
-]
 ComputeKernel = Literal[
     "dense",
     "fused",

@@ -8,28 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import msgspec
 
 from shardwright.core.block import Block
-from shardwright.core.model import ShardingType, TableSpec
+from shardwright.core.model import TableSpec
+from shardwright.core.sharding import Partition, ShardingType, Traits, traits
 
 DEFAULT_MIN_PARTITION = 4  # columns; the narrowest column shard tried when a job names none
-
-Partition = Literal["uniform", "device", "host", "multi_host"]
-
-# Which ranks the shards of a type may go to: shard k to rank k; each to any rank; all to the ranks
-# of one host; each column block to the ranks of one of several hosts.
-PARTITION: dict[ShardingType, Partition] = {
-    "data_parallel": "uniform",
-    "table_wise": "device",
-    "column_wise": "device",
-    "row_wise": "uniform",
-    "table_row_wise": "host",
-    "table_column_wise": "host",
-    "grid_shard": "multi_host",
-}
 
 
 class ShardShape(msgspec.Struct, frozen=True, array_like=True):
@@ -69,9 +55,14 @@ class Option(msgspec.Struct, frozen=True):
     runs: tuple[ShardRun, ...]
 
     @property
+    def traits(self) -> Traits:
+        """What its sharding type does."""
+        return traits(self.sharding_type)
+
+    @property
     def partition(self) -> Partition:
         """Which ranks the shards may go to."""
-        return PARTITION[self.sharding_type]
+        return self.traits.partition
 
     @property
     def count(self) -> int:
@@ -91,24 +82,20 @@ def shard_runs(
     ranks of a host; column cuts are ``width`` wide, which must divide ``dim``."""
     rows, dim = table.rows, table.dim
     assert dim % width == 0
-    match sharding_type:
-        case "data_parallel":
-            return (ShardRun(rows, dim, world_size),)
-        case "table_wise":
-            return (ShardRun(rows, dim),)
-        case "row_wise":
-            return row_runs(rows, dim, world_size)
-        case "column_wise" | "table_column_wise":
-            return (ShardRun(rows, width, dim // width, column_step=width),)
-        case "table_row_wise":
-            return row_runs(rows, dim, group)
-        case "grid_shard":
-            own = row_runs(rows, width, group)
-            return tuple(
-                ShardRun(run.rows, width, run.count, run.row, column, run.row_step)
-                for column in range(0, dim, width)
-                for run in own
-            )
+    kind = traits(sharding_type)
+    if kind.replicated:
+        return (ShardRun(rows, dim, world_size),)
+    if not kind.cuts_columns:
+        width = dim
+    if not kind.cuts_rows:
+        step = width if kind.cuts_columns else 0
+        return (ShardRun(rows, width, dim // width, column_step=step),)
+    own = row_runs(rows, width, kind.row_parts(world_size, group))
+    return tuple(
+        ShardRun(run.rows, width, run.count, run.row, column, run.row_step)
+        for column in range(0, dim, width)
+        for run in own
+    )
 
 
 def row_runs(rows: int, columns: int, parts: int) -> tuple[ShardRun, ...]:

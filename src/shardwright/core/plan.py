@@ -17,12 +17,13 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import MismatchError, expected
 from shardwright.core.job import Job
-from shardwright.core.model import ModelSpec, ShardingType
+from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import model_of
 from shardwright.core.option import ShardRun
 from shardwright.core.placement import Placement, Replicate
 from shardwright.core.recording import Recording
 from shardwright.core.schedule import Modes
+from shardwright.core.sharding import ShardingType, traits
 from shardwright.core.timeline import EventRun
 
 T = TypeVar("T")
@@ -216,13 +217,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def modes(self) -> Modes:
         """What the plan decides about the order of a step."""
-        types = {table.sharding_type for table in self.tables}
+        replicas = [traits(table.sharding_type).replicated for table in self.tables]
         replicated = [u.name for u in self.units if isinstance(u.parameter, Replicate)]
         return Modes(
             sharded_units=frozenset(u.name for u in self.units) - frozenset(replicated),
             resharded_units=frozenset(u.name for u in self.units if u.reshard_after_forward),
-            routed=bool(types - {"data_parallel"}),
-            replicated_tables="data_parallel" in types,
+            routed=not all(replicas),
+            replicated_tables=any(replicas),
             prefetch=self.prefetch,
             merged=tuple((u.name, u.members) for u in self.units if u.members != (u.name,)),
         )

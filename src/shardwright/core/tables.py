@@ -12,6 +12,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.model import TableSpec
 from shardwright.core.model_section import WITHOUT_TABLES
 from shardwright.core.planning import ConstraintsSection
+from shardwright.core.sharding import traits
 from shardwright.core.tensor import element_bytes
 
 MAX_ROWS = 2**40
@@ -188,12 +189,13 @@ def _check_group(
 
 
 def _check_whole(spot: str, table: TableSpec) -> None:
-    if table.sharding_types is not None and "table_wise" not in table.sharding_types:
+    types = table.sharding_types
+    if types is not None and not any(traits(t).whole for t in types):
         raise InputError(
             expected(
                 spot,
                 "tables that may be table_wise, for each lies whole on the common rank",
-                f"'{table.name}' with {', '.join(table.sharding_types) or 'no type'}",
+                f"'{table.name}' with {', '.join(types) or 'no type'}",
             )
         )
 

@@ -7,7 +7,7 @@ floats from the beginning of a step. Predicted and measured timelines are compar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -78,12 +78,16 @@ def encode(events: Iterable[Event]) -> tuple[EventRun, ...]:
         order.setdefault(rankless, []).append(event.rank)
     runs: list[EventRun] = []
     for rankless, ranks in order.items():
-        for first, count in _stretches(ranks):
+        for first, count in stretches(ranks):
             runs.append(EventRun(msgspec.structs.replace(rankless, rank=first), count))
     return tuple(runs)
 
 
-def _stretches(ranks: list[int]) -> Iterator[tuple[int, int]]:
+def stretches(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranks that follow one another: the first of them, and how many."""
+    if isinstance(ranks, range) and ranks.step == 1:
+        yield ranks.start, len(ranks)
+        return
     first, count = ranks[0], 1
     for rank in ranks[1:]:
         if rank == first + count:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.core.amount import named
+from shardwright.core.sharding import TYPES, traits
 
-SHARDING_TYPES = ("table_wise", "column_wise")
+# Of whole rows, each on any rank.
+SHARDING_TYPES = tuple(t for t in TYPES if traits(t).partition == "device")
 
 
 def weight_bytes(rows: Any, columns: Any, element_bytes: Any) -> Any:

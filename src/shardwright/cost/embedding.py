@@ -17,12 +17,11 @@ from typing import Any
 from shardwright.core.amount import ceil, minimum, named, noted, where
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.cluster import Device, Tier
+from shardwright.core.sharding import traits
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import network, optimizer
 from shardwright.cost.cache import Cache, fetched_rows
 
-REPLICATED = "data_parallel"
-ROW_TYPES = ("row_wise", "table_row_wise", "grid_shard")
 QUANTIZED = ("quant", "quant_uvm", "quant_uvm_caching")
 HOST_KERNELS = ("fused_uvm", "quant_uvm")
 CACHED_KERNELS = ("fused_uvm_caching", "quant_uvm_caching", "key_value")
@@ -97,10 +96,9 @@ def shard_bytes(
 
 def row_parts(sharding_type: str, ranks: Any, local: Any = None) -> Any:
     """How many shards share a table's ids: all ranks, the ranks of a host, or one."""
-    if sharding_type == "row_wise":
-        return ranks
-    if sharding_type in ROW_TYPES:
-        return ranks if local is None else local
+    kind = traits(sharding_type)
+    if kind.cuts_rows:
+        return kind.row_parts(ranks, ranks if local is None else local)
     return noted(1, "row_parts", "", f"{sharding_type}: rows are not cut", like=ranks)
 
 
@@ -109,11 +107,11 @@ def ids_at_shard(ids: Any, rows: Any, ranks: Any, sharding_type: str, local: Any
 
     A replica serves its own rank, a shard that is cut by rows its share of all ranks' ids.
     """
-    if sharding_type in (REPLICATED, "row_wise") or (sharding_type in ROW_TYPES and local is None):
-        served = ids
-    elif sharding_type in ROW_TYPES:
+    kind = traits(sharding_type)
+    served = ids
+    if kind.rows_over == "host" and local is not None:
         served = ids * ranks / local
-    else:
+    elif not (kind.replicated or kind.cuts_rows):
         served = ids * ranks
     return named("ids_at_shard", where(rows > 0, served, 0), "ids")
 
@@ -137,7 +135,7 @@ def exchange_bytes(
     """
     served = ids_at_shard(demand.ids, demand.rows, ranks, sharding_type, local)
     returned = minimum(served, demand.bags)
-    if sharding_type != REPLICATED:
+    if not traits(sharding_type).replicated:
         returned = rows_sent_back(served, demand.bags, ranks)
     index = noted(INDEX_BYTES, "index_bytes", "B", "ids travel as int64", like=demand.ids)
     row = named("output_row_bytes", demand.columns * element_bytes, "B")
@@ -152,7 +150,7 @@ def request_seconds(ids: Any, sharding_type: str, c: Any) -> Any:
 
     Ids of a table that is cut by rows are sorted by owner; others go to one rank as they are.
     """
-    cost = c["sort_cost"] if sharding_type in ROW_TYPES else c["index_cost"]
+    cost = c["sort_cost"] if traits(sharding_type).cuts_rows else c["index_cost"]
     return named("request_seconds", ids * cost, "s")
 
 
@@ -169,7 +167,7 @@ def touch_seconds(demand: Demand, kernel: str, c: Any) -> Any:
     return named("row_seconds", demand.row_bytes / rate + c["row_latency"], "s")
 
 
-def routed_seconds(
+def shard_seconds(
     demand: Demand,
     sharding_type: str,
     kernel: str,
@@ -180,11 +178,13 @@ def routed_seconds(
     training: bool = True,
     prefetch: bool = False,
 ) -> dict[str, Any]:
-    """Seconds of one routed shard by phase.
+    """Seconds per step of one shard by phase; ``prefetch`` fills a cache ahead of the lookup.
 
     ``c`` maps constant names to numbers or Amounts. Latencies of collectives are per step and
     counted by :func:`step_latencies`.
     """
+    if traits(sharding_type).replicated:
+        return replicated_seconds(demand, ranks, c, local=local, training=training)
     served = ids_at_shard(demand.ids, demand.rows, ranks, sharding_type, local)
     returned = rows_sent_back(served, demand.bags, ranks)
     index = noted(INDEX_BYTES, "index_bytes", "B", "ids travel as int64", like=served)
@@ -239,7 +239,7 @@ def replicated_seconds(
 ) -> dict[str, Any]:
     """Seconds of one replica by phase: local lookups, a dense all-reduce, a dense update."""
     touch = touch_seconds(demand, "dense", c)
-    served = ids_at_shard(demand.ids, demand.rows, ranks, REPLICATED, local)
+    served = named("ids_at_shard", where(demand.rows > 0, demand.ids, 0), "ids")
     lookup = named("lookup_seconds", served * touch, "s")
     if not training:
         return {"lookup": lookup}
@@ -250,25 +250,6 @@ def replicated_seconds(
         "reduce": named("all_reduce_seconds", reduced + served * touch, "s"),
         "step": named("update_seconds", table * demand.passes / c["memory_rate"], "s"),
     }
-
-
-def shard_seconds(
-    demand: Demand,
-    sharding_type: str,
-    kernel: str,
-    ranks: Any,
-    c: Any,
-    *,
-    local: Any = None,
-    training: bool = True,
-    prefetch: bool = False,
-) -> dict[str, Any]:
-    """Seconds per step of one shard by phase; ``prefetch`` fills a cache ahead of the lookup."""
-    if sharding_type == REPLICATED:
-        return replicated_seconds(demand, ranks, c, local=local, training=training)
-    return routed_seconds(
-        demand, sharding_type, kernel, ranks, c, local=local, training=training, prefetch=prefetch
-    )
 
 
 # Collectives and eager operations of a step, whatever the number of tables: counts, ids and rows

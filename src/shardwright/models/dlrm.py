@@ -87,11 +87,9 @@ class DLRM(Started):
         self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
         """Starting values of the rectangle ``sizes`` at ``offsets`` of parameter ``fqn``."""
-        shape = self.shapes[fqn]
         if not fqn.startswith("tables."):
-            values = _dense_start(shape, self._generator(fqn, 0))
-            spans = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-            return values[spans]
+            return super().initial_block(fqn, offsets, sizes)
+        shape = self.shapes[fqn]
         bound = math.sqrt(1.0 / shape[0])
         (row, column), (rows, columns) = offsets, sizes
         found = torch.empty(rows, columns)
@@ -106,6 +104,9 @@ class DLRM(Started):
                 begin - low : end - low, column : column + columns
             ]
         return found
+
+    def _start(self, fqn: str) -> torch.Tensor:
+        return _dense_start(self.shapes[fqn], self._generator(fqn, 0))
 
     def _generator(self, fqn: str, index: int) -> torch.Generator:
         return generator_of(self.seed, fqn, index)

@@ -19,11 +19,16 @@ class Started(nn.Module):
             shape = tuple(parameter.shape)
             parameter.copy_(self.initial_block(name, (0,) * len(shape), shape))
 
-    @abstractmethod
     def initial_block(
         self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
         """Starting values of the rectangle ``sizes`` at ``offsets`` of parameter ``fqn``."""
+        values = self._start(fqn)
+        return values[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+
+    @abstractmethod
+    def _start(self, fqn: str) -> torch.Tensor:
+        """All starting values of parameter ``fqn``."""
 
 
 def generator_of(*names: object) -> torch.Generator:

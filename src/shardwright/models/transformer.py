@@ -99,13 +99,6 @@ class Transformer(Started):
             x = layer(x)
         return self.head(x)
 
-    def initial_block(
-        self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Starting values of the rectangle ``sizes`` at ``offsets`` of parameter ``fqn``."""
-        values = self._start(fqn)
-        return values[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
-
     def _start(self, fqn: str) -> torch.Tensor:
         shape = self.shapes[fqn]
         if len(shape) == 1:

@@ -11,6 +11,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.option import Option
+from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.planner.choice import Choice
 from shardwright.planner.options.own import SLOW_KERNELS, runnable_options, wide_options
 from shardwright.planner.options.torchrec import torchrec_options
@@ -149,8 +150,8 @@ def _options(
     if model.is_trained:
         return runnable_options(table, cluster.world_size)
     if job.planner.constants == "additive":
-        allowed = table.sharding_types or ("table_wise", "column_wise")
-        types = tuple(t for t in allowed if t in ("table_wise", "column_wise"))
+        allowed = table.sharding_types or ADDITIVE_TYPES
+        types = tuple(t for t in allowed if t in ADDITIVE_TYPES)
         table = msgspec.structs.replace(table, sharding_types=types, compute_kernels=("fused",))
     elif job.planner.as_torchrec:
         return torchrec_options(table, cluster)

@@ -46,12 +46,12 @@ class StepDraft(Draft):
     @cached_property
     def modes(self) -> Modes:
         """What this draft decides about the order of a step."""
-        types = {placed.choice.option.sharding_type for placed in self.tables}
+        replicas = [placed.choice.option.traits.replicated for placed in self.tables]
         return dense_modes(
             self.units,
             self.prefetch,
-            routed=bool(types - {"data_parallel"}),
-            replicated_tables="data_parallel" in types,
+            routed=not all(replicas),
+            replicated_tables=any(replicas),
         )
 
     @cached_property
@@ -155,7 +155,7 @@ class StepDraft(Draft):
     @cached_property
     def replicas(self) -> tuple[TableSpec, ...]:
         """The tables that every rank keeps whole."""
-        placed = (p.choice for p in self.tables if p.choice.option.sharding_type == "data_parallel")
+        placed = (p.choice for p in self.tables if p.choice.option.traits.replicated)
         return tuple(choice.table for choice in placed)
 
     def traffic(self, rank: int) -> Traffic:
@@ -183,7 +183,7 @@ class StepDraft(Draft):
         """By width, narrowest first: ids every rank asks for, those of them to be sorted, and of
         each rank the ids it serves with the distinct rows among them."""
         world_size = self.problem.cluster.world_size
-        routed = [p for p in self.tables if p.choice.option.sharding_type != "data_parallel"]
+        routed = [p for p in self.tables if not p.choice.option.traits.replicated]
         widths = sorted({s.columns for placed in routed for s in placed.choice.option.shards})
         requests, cut = dict.fromkeys(widths, 0), dict.fromkeys(widths, 0)
         serves = [{width: [0, 0] for width in widths} for _ in range(world_size)]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.option import ShardRun
+from shardwright.core.timeline import stretches
 from shardwright.planner.choice import Choice, Cost
 
 MAX_EXACT = 2**62  # sums below this are exact in int64; above, Python's integers are used
@@ -30,23 +31,9 @@ class Placed:
             ranks = self.ranks[start : start + run.count]
             start += run.count
             done = 0
-            for first, count in _stretches(ranks):
+            for first, count in stretches(ranks):
                 yield first, _part(run, done, count), cost
                 done += count
-
-
-def _stretches(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    if isinstance(ranks, range) and ranks.step == 1:
-        yield ranks.start, len(ranks)
-        return
-    first, count = ranks[0], 1
-    for rank in ranks[1:]:
-        if rank == first + count:
-            count += 1
-        else:
-            yield first, count
-            first, count = rank, 1
-    yield first, count
 
 
 def _part(run: ShardRun, start: int, count: int) -> ShardRun:

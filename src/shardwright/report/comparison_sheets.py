@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shardwright.core.categories import category
 from shardwright.core.comparison import Comparison, Line
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import PHASES
@@ -12,7 +13,6 @@ from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import (
     TEXT_LIMIT,
     counted,
-    kind_text,
     percent,
     printable,
     ranks_text,
@@ -102,7 +102,7 @@ def _exact_row(kind: str, lines: list[Line]) -> tuple[str, ...]:
     difference = sum(line.difference for line in lines)
     said = "equal" if not wrong else f"{difference:+,.0f} B ({wrong} of {len(lines)} differ)"
     return (
-        kind_text(kind),
+        printable(category(kind)),
         f"{sum(predicted):,.0f}" if predicted else "not predicted",
         f"{sum(measured):,.0f}" if measured else "not measured",
         said,
@@ -130,7 +130,7 @@ def unequal_sheet(comparison: Comparison) -> Sheet | None:
             (
                 str(line.rank),
                 printable(line.phase),
-                kind_text(line.kind),
+                printable(category(line.kind)),
                 printable(line.name),
                 _plain(line.predicted, "not predicted"),
                 _plain(line.measured, "not measured"),

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shardwright.core.categories import category
 from shardwright.core.measurement import Measurement
 from shardwright.core.plan import Plan
-from shardwright.core.timeline import PHASES, EventRun, decode, phase_peaks, phase_seconds
+from shardwright.core.timeline import (
+    EXACT_KINDS,
+    PHASES,
+    EventRun,
+    decode,
+    phase_peaks,
+    phase_seconds,
+)
 
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("weights", ("weight",)),
-    ("gradients", ("gradient",)),
-    ("optimizer states", ("optimizer_state",)),
-    ("padding", ("padding",)),
+    *((category(kind), (kind,)) for kind in EXACT_KINDS),
     ("gathered and exchanged", ("gathered_weight", "unreduced_gradient", "communication", "cache")),
     ("activations", ("activation", "temporary", "output")),
     ("batch and other", ()),

@@ -117,7 +117,7 @@ def modules_sheet(rank: RankMemory, most: int = MOST_MODULES) -> Sheet | None:
         Column("module"),
         Column("class", under="module"),
         Column("times", numeric=True),
-        Column("parameters", numeric=True),
+        Column("weights", numeric=True),
         Column("kept for backward", numeric=True),
         Column("by each", numeric=True, under="kept for backward"),
         Column("rank's peak in forward", numeric=True),

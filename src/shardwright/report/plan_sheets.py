@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from shardwright.core.categories import category
 from shardwright.core.cluster import TIERS
 from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.sharding import traits
+from shardwright.core.timeline import EXACT_KINDS, Kind
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import (
     TEXT_LIMIT,
@@ -25,6 +28,14 @@ from shardwright.report.wording import (
 MOST_TABLES = 40
 MOST_RANKS = 16
 NO_GAP = 1e-9  # a smaller one is rounding
+TABLE_KINDS: tuple[Kind, ...] = (
+    "weight",
+    "gradient",
+    "optimizer_state",
+    "cache",
+    "input",
+    "output",
+)
 AHEAD = ", the next unit's are gathered while one computes"
 
 
@@ -104,7 +115,7 @@ class _Bundle:
         first = self.tables[0]
         same_size = len({(t.rows, t.dim) for t in self.tables}) == 1
         same_cut = len({t.shard_sizes for t in self.tables}) == 1
-        replicated = first.sharding_type == "data_parallel"
+        replicated = traits(first.sharding_type).replicated
         return (
             self.label,
             size_text(first.rows, first.dim) if same_size else "various",
@@ -284,13 +295,18 @@ def worst(plan: Plan, groups: Groups, most: int) -> Groups:
     return [groups[index] for index in sorted(chosen[:most])]
 
 
+def _kinds(plan: Plan) -> tuple[Kind, ...]:
+    """The kinds of bytes that have a column of their own."""
+    return EXACT_KINDS if plan.units else TABLE_KINDS
+
+
 def _rank_columns(plan: Plan) -> tuple[Column, ...]:
     tail: tuple[Column, ...] = (Column("s/step", numeric=True),)
-    kinds: tuple[str, ...] = ("weights", "gradients", "states", "caches", "inputs", "outputs")
+    kinds = [category(kind).removeprefix("optimizer ") for kind in _kinds(plan)]
     below = {"states": "weights", "outputs": "inputs"}
     if plan.units:
         below = {}
-        kinds = ("weights", "gradients", "states", "padding", "rest")
+        kinds.append("rest")
         tail = (Column("peak in"), *tail)
     peak = "peak" if plan.units else _decisive(plan).upper()
     return (
@@ -313,11 +329,7 @@ def _other_tiers(plan: Plan) -> tuple[str, ...]:
 
 def _rank_row(plan: Plan, totals: RankTotals) -> tuple[str, ...]:
     """Every cell but the rank's; an empty cell is nothing at all."""
-    if plan.units:
-        kinds: tuple[str, ...] = ("weight", "gradient", "optimizer_state", "padding")
-    else:
-        kinds = ("weight", "gradient", "optimizer_state", "cache", "input", "output")
-    named = [totals.at_peak.get(kind, 0) for kind in kinds]
+    named = [totals.at_peak.get(kind, 0) for kind in _kinds(plan)]
     if plan.units:
         named.append(totals.peak_bytes - sum(named))
     budget = budget_of(plan)

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from shardwright.core.block import Block, BlockRun, decode
-from shardwright.core.model import ShardingType
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.quantities import format_bytes
+from shardwright.core.sharding import TYPES
 from shardwright.report.marks import WIDTH, box, chart, element, label, legend, line, text_width
 from shardwright.report.plan_sheets import table_bytes
 from shardwright.report.wording import counted, percent, printable, shortened
 
 MOST_TABLES = 60
 MOST_RANKS = 64
-TYPES: tuple[ShardingType, ...] = (
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "data_parallel",
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
-)
 _ROW, _CELL = 24, 18
 _NAME, _TYPE, _BYTES = 18, 112, 74
 _TOP = 26

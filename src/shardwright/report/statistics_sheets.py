@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from shardwright.core.categories import category
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.sharding import traits
 from shardwright.core.statistics import (
     Bottleneck,
     Ledger,
@@ -16,7 +18,7 @@ from shardwright.core.statistics import (
 )
 from shardwright.report.plan_sheets import MOST_RANKS, alike, worst
 from shardwright.report.sheet import Column, Sheet
-from shardwright.report.wording import kind_text, percent, printable, ranks_text
+from shardwright.report.wording import percent, printable, ranks_text
 
 MEASURE_WORDS: dict[Measure, str] = {
     "seconds": "seconds",
@@ -31,15 +33,6 @@ PART_TITLES = {
     "bwd_comms": "backward\ncomms",
     "exchange_ids": "exchange\nids",
     "exchange_rows": "exchange\nrows",
-}
-TYPE_LETTERS = {
-    "data_parallel": "DP",
-    "table_wise": "TW",
-    "column_wise": "CW",
-    "row_wise": "RW",
-    "table_row_wise": "TWRW",
-    "table_column_wise": "TWCW",
-    "grid_shard": "GS",
 }
 LEDGER_WORDS = {
     "set_aside": "set aside by the reservation",
@@ -84,7 +77,7 @@ def times_sheet(plan: Plan, statistics: Statistics, most: int = MOST_RANKS) -> S
 def _times_row(
     rank: RankStatistics, parts: Sequence[str], waits: bool, routed: bool
 ) -> tuple[str, ...]:
-    shards = ", ".join(f"{_letter(kind)} {count:,}" for kind, count in rank.shards.items())
+    shards = ", ".join(f"{traits(kind).letters} {count:,}" for kind, count in rank.shards.items())
     traffic = (format_bytes(rank.input_bytes), format_bytes(rank.output_bytes), shards or "none")
     return (
         format_seconds(rank.seconds),
@@ -94,13 +87,9 @@ def _times_row(
     )
 
 
-def _letter(kind: str) -> str:
-    return TYPE_LETTERS.get(kind, printable(kind))
-
-
 def _letters(statistics: Statistics) -> str:
     kinds = dict.fromkeys(kind for rank in statistics.ranks for kind in rank.shards)
-    told = ", ".join(f"{_letter(kind)} {printable(kind)}" for kind in kinds)
+    told = ", ".join(f"{traits(kind).letters} {kind}" for kind in kinds)
     return f"Shards by type: {told or 'none'}"
 
 
@@ -177,7 +166,7 @@ def ledger_sheet(ledger: Ledger) -> Sheet:
     share = {line.what: line.nbytes / ledger.capacity for line in ledger.lines if ledger.capacity}
     rows = [
         (
-            LEDGER_WORDS.get(line.what) or kind_text(line.what),
+            LEDGER_WORDS.get(line.what) or category(line.what),
             format_bytes(line.nbytes),
             f"{line.nbytes:,}",
             percent(share.get(line.what, 0.0)),

@@ -10,23 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
 from shardwright.core.quantities import format_seconds
+from shardwright.core.timeline import stretches
 
-KIND_WORDS = {
-    "weight": "weights",
-    "gradient": "gradients",
-    "optimizer_state": "optimizer states",
-    "gathered_weight": "gathered weights",
-    "unreduced_gradient": "unreduced gradients",
-    "communication": "exchange buffers",
-    "activation": "activations",
-    "temporary": "temporaries",
-    "input": "inputs",
-    "output": "outputs",
-    "cache": "caches",
-    "buffer": "buffers",
-    "padding": "padding",
-    "time": "time",
-}
 NAME_LIMIT = 120
 TEXT_LIMIT = 2000
 _MOST_STRETCHES = 5
@@ -74,15 +59,10 @@ def ranks_text(ranks: Iterable[int], world_size: int) -> str:
         world_size - 1,
     ):
         return "all"
-    stretches: list[list[int]] = []
-    for rank in distinct:
-        if stretches and rank == stretches[-1][1] + 1:
-            stretches[-1][1] = rank
-        else:
-            stretches.append([rank, rank])
-    if len(stretches) > _MOST_STRETCHES:
+    found = list(stretches(distinct))
+    if len(found) > _MOST_STRETCHES:
         return f"{len(distinct)} of {world_size}"
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in stretches)
+    return ", ".join(f"{a}" if n == 1 else f"{a}-{a + n - 1}" for a, n in found)
 
 
 def shards_text(sizes: Sequence[tuple[int, int]], replicated: bool = False) -> str:
@@ -141,8 +121,3 @@ def signed_bytes(difference: float) -> str:
 def seconds_text(seconds: float | None, absent: str = "-") -> str:
     """A duration, or ``absent``."""
     return absent if seconds is None else format_seconds(seconds)
-
-
-def kind_text(kind: str) -> str:
-    """A kind of bytes in words."""
-    return KIND_WORDS.get(kind) or printable(kind)

@@ -16,6 +16,7 @@ from shardwright.core.errors import InputError, MismatchError, UnsupportedError,
 from shardwright.core.layout import unit_layout
 from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.plan import Plan, UnitPlan
+from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, fingerprint_of
 from shardwright.runtime.embeddings.route import make_route
@@ -202,11 +203,11 @@ def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
 
 def _check_supported(plan: Plan) -> None:
     for table in plan.tables:
-        if table.optimizer == "rowwise_adagrad" and table.sharding_type == "column_wise":
+        if table.optimizer == "rowwise_adagrad" and traits(table.sharding_type).cuts_columns:
             raise UnsupportedError(
                 expected(
                     table.fqn,
-                    "sgd for a column_wise table",
+                    f"sgd for a {table.sharding_type} table",
                     "rowwise_adagrad",
                     "Its row sums would need an exchange that this version does not do: "
                     "use table_wise or row_wise, or train with sgd.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -85,11 +86,7 @@ class Storages:
 
         What was less sure before was wrong all the time; what was as sure is over.
         """
-        for part in plain_parts(tensor):
-            if not self._counts(part):
-                continue
-            storage = part.untyped_storage()
-            held = self._known.get(key_of(storage))
+        for part, storage, held in self._counted(tensor):
             if held is None:
                 held = self._add(storage, part, Holding(kind, certainty, _BEFORE, None))
             elif certainty > held.certainty:
@@ -110,11 +107,7 @@ class Storages:
     def see(self, tensor: torch.Tensor, operation: Any, given: tuple[Any, ...] | None) -> None:
         """An operation returned ``tensor``. With ``given``, what is of a storage that it was given
         and that nobody counts is not counted now."""
-        for part in plain_parts(tensor):
-            if not self._counts(part):
-                continue
-            storage = part.untyped_storage()
-            held = self._known.get(key_of(storage))
+        for part, storage, held in self._counted(tensor):
             if held is None:
                 if given is None or not _is_of(storage, given):
                     self._add(storage, part, self.scene.made_by(operation))
@@ -142,6 +135,15 @@ class Storages:
             is_fake = storage.device.type == "meta"  # as the storages of fake tensors say
             if is_fake == (self.mode is not None):
                 self._add(storage, None, self.scene.made_by("resize_"))
+
+    def _counted(
+        self, tensor: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage, Holding | None]]:
+        """The parts of a tensor that count, their storages, and what these are known for."""
+        for part in plain_parts(tensor):
+            if self._counts(part):
+                storage = part.untyped_storage()
+                yield part, storage, self._known.get(key_of(storage))
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor, as it is or as it would be, is what is asked for."""

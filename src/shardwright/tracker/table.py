@@ -39,7 +39,7 @@ def _lines(tracked: Tracked) -> Iterator[str]:
             + [format_bytes(size) if size else "-" for size in (m.forward_peak, m.backward_peak)]
             for m in tracked.modules
         ]
-        names = ["", "class", "parameters", "saved", "peak forward", "peak backward"]
+        names = ["", "class", "weights", "saved", "peak forward", "peak backward"]
         yield from _table("modules", names, rows)
     if tracked.largest:
         rows = [

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from shardwright.core.model import ShardingType, TableSpec
+from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, shard_runs
+from shardwright.core.sharding import ShardingType
 from shardwright.planner.choice import Choice, Cost, cost
 from shardwright.planner.search.space import (
     Assignment,

@@ -14,8 +14,9 @@ import msgspec
 
 from shardwright.adapters.torchrec.tables import TorchRecTable
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import ComputeKernel, ShardingType, TableSpec
+from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import column_width, column_widths, row_runs
+from shardwright.core.sharding import ShardingType
 from shardwright.planner.options.torchrec import TORCHREC_MIN_PARTITION
 
 TYPES: tuple[ShardingType, ...] = (

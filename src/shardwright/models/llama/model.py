@@ -146,13 +146,6 @@ class Llama(Started):
         if self.shape.tied_embeddings and self.local.first and self.local.last:
             self.output.weight = self.tok_embeddings.weight
 
-    def initial_block(
-        self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Starting values of the rectangle ``sizes`` at ``offsets`` of parameter ``fqn``."""
-        values = self._start(fqn)
-        return values[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
-
     def _start(self, fqn: str) -> torch.Tensor:
         """Norms are 1, biases 0, weights normal; what is added to the stream is smaller."""
         shape = tuple(self.get_parameter(fqn).shape)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import typing
 
-from shardwright.core.model import ShardingType, TableSpec
+from shardwright.core.model import TableSpec
 from shardwright.core.option import (
     DEFAULT_MIN_PARTITION,
-    PARTITION,
     column_width,
     column_widths,
 )
+from shardwright.core.sharding import RUNNABLE, TYPES, traits
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.cost.embedding import QUANTIZED
-from shardwright.planner.options.own import ON_A_HOST, RUNNABLE
 from shardwright.planner.problem import Problem
 
-TYPES: tuple[str, ...] = typing.get_args(ShardingType)
-COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 CPU_KERNELS = ("fused", "dense")
-SEQUENCE_TYPES = ("data_parallel", "table_wise", "column_wise", "row_wise")
 
 
 def reason(problem: Problem, index: int, wanted: str) -> str:
@@ -36,16 +32,16 @@ def _of_type(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator
         yield f"this version's runtime carries out {', '.join(RUNNABLE)} only"
     if problem.job.planner.constants == "additive" and wanted not in ADDITIVE_TYPES:
         yield f"the additive costs know {' and '.join(ADDITIVE_TYPES)} only"
-    kernels = table.compute_kernels
-    if kernels is not None and (wanted == "data_parallel") != ("dense" in kernels):
-        needed = "dense" if wanted == "data_parallel" else "a kernel other than dense"
-        if wanted == "data_parallel" or set(kernels) == {"dense"}:
+    kernels, replicated = table.compute_kernels, traits(wanted).replicated
+    if kernels is not None and replicated != ("dense" in kernels):
+        needed = "dense" if replicated else "a kernel other than dense"
+        if replicated or set(kernels) == {"dense"}:
             yield (
                 f"it needs {needed}, and the job allows only {', '.join(kernels)} "
                 f"(tables.{table.name}.compute_kernels)"
             )
     yield from _of_machine(problem, table, wanted)
-    if wanted in COLUMN_TYPES:
+    if traits(wanted).cuts_columns:
         yield _not_cut(problem, table)
 
 
@@ -54,36 +50,30 @@ def _of_rules(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterato
     rules = problem.job.planner.constraints
     where = "planner.constraints"
     for group in rules.together:
-        if table.name in group and wanted != "table_wise":
+        if table.name in group and not traits(wanted).whole:
             others = ", ".join(name for name in group if name != table.name)
             yield f"it is kept together with {others} ({where}.together), each whole on one rank"
     limited = table.name in rules.ranks or any(table.name in group for group in rules.apart)
-    everywhere = wanted in PARTITION and PARTITION[wanted] == "uniform"
-    if limited and everywhere and problem.cluster.world_size > 1:
+    if limited and traits(wanted).partition == "uniform" and problem.cluster.world_size > 1:
         yield f"it uses every rank, and {where} keep the table from some"
 
 
 def _of_machine(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator[str]:
     """What the runtime, the device and the hosts rule out."""
-    cluster = problem.cluster
+    cluster, kind = problem.cluster, traits(wanted)
     if problem.model.is_trained:
-        if wanted == "column_wise" and table.optimizer == "rowwise_adagrad":
+        if kind.cuts_columns and table.optimizer == "rowwise_adagrad":
             yield "it needs sgd: the sums of row-wise Adagrad would span ranks"
         return
     if problem.job.planner.as_torchrec:
-        if not table.pooled and wanted not in SEQUENCE_TYPES:
+        if not (table.pooled or kind.sequences):
             yield "TorchRec cuts no sequence table that way; it pools what it looks up"
-        if cluster.compute_device == "cpu" and wanted in (
-            "table_row_wise",
-            "grid_shard",
-            "row_wise",
-        ):
+        if cluster.compute_device == "cpu" and kind.cuts_rows:
             yield "TorchRec offers it on accelerators only"
-    elif wanted in ON_A_HOST and cluster.group == cluster.world_size:
-        plain = {"table_row_wise": "row_wise", "table_column_wise": "column_wise"}
+    elif kind.within_hosts and cluster.group == cluster.world_size:
         yield (
             f"all {cluster.world_size} ranks are one host, where it is the same as "
-            f"{plain.get(wanted, 'row_wise of column blocks')}"
+            f"{kind.on_one_host}"
         )
 
 
@@ -110,9 +100,10 @@ def _of_kernel(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterat
         yield "it serves quantised tables in inference, which this version does not plan"
     if problem.job.planner.constants == "additive" and wanted != "fused":
         yield "the additive costs know fused only"
-    if wanted == "dense" and types is not None and "data_parallel" not in types:
+    replicas = [traits(t).replicated for t in types or ()]
+    if wanted == "dense" and types is not None and not any(replicas):
         yield f"only data_parallel is dense, and the job allows {_types(table)}"
-    if wanted != "dense" and types is not None and set(types) == {"data_parallel"}:
+    if wanted != "dense" and types and all(replicas):
         yield f"data_parallel is dense, and the job allows {_types(table)}"
     if problem.model.is_trained and wanted not in CPU_KERNELS:
         yield "this version's runtime carries out fused for routed tables and dense for replicas"

@@ -13,9 +13,10 @@ import numpy as np
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import ComputeKernel, ShardingType
+from shardwright.core.model import ComputeKernel
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.sharding import TYPES
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.draft import Draft, TablesDraft
@@ -28,7 +29,6 @@ from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.spacing import space_of
 from shardwright.planner.tally import Placed
 
-TYPES: tuple[str, ...] = typing.get_args(ShardingType)
 KERNELS: tuple[str, ...] = typing.get_args(ComputeKernel)
 WANTED = (*TYPES, *KERNELS)
 AS_GOOD = 1e-9  # relative; smaller changes of a step are rounding

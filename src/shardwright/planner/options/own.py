@@ -8,7 +8,7 @@ import msgspec
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import ComputeKernel, ShardingType, TableSpec
+from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import (
     DEFAULT_MIN_PARTITION,
     Option,
@@ -16,17 +16,15 @@ from shardwright.core.option import (
     column_widths,
     shard_runs,
 )
+from shardwright.core.sharding import RUNNABLE, TYPES, ShardingType, traits
 from shardwright.planner.options.torchrec import (
     QUANTIZED_KERNELS,
     QUANTIZED_TYPES,
-    SEQUENCE_TYPES,
     TORCHREC_MIN_PARTITION,
     is_quantized,
 )
 
-RUNNABLE: tuple[ShardingType, ...] = ("data_parallel", "table_wise", "row_wise", "column_wise")
-WIDE: tuple[ShardingType, ...] = (*RUNNABLE, "table_row_wise", "grid_shard")
-ON_A_HOST: tuple[ShardingType, ...] = ("table_row_wise", "grid_shard", "table_column_wise")
+WIDE: tuple[ShardingType, ...] = tuple(t for t in TYPES if traits(t).freer is None)
 SLOW_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching")
 
 
@@ -37,7 +35,7 @@ def runnable_options(table: TableSpec, world_size: int) -> tuple[Option, ...]:
     """What the runtime can execute for this table and the job allows."""
     types = [t for t in RUNNABLE if table.sharding_types is None or t in table.sharding_types]
     if table.optimizer == "rowwise_adagrad":
-        types = [t for t in types if t != "column_wise"]
+        types = [t for t in types if not traits(t).cuts_columns]
     if not types:
         raise InputError(
             expected(
@@ -50,11 +48,12 @@ def runnable_options(table: TableSpec, world_size: int) -> tuple[Option, ...]:
     cuts = column_widths(msgspec.structs.replace(table, min_partition=least))
     options = []
     for sharding_type in types:
-        kernel: ComputeKernel = "dense" if sharding_type == "data_parallel" else "fused"
+        kind = traits(sharding_type)
+        kernel: ComputeKernel = "dense" if kind.replicated else "fused"
         if table.compute_kernels is not None and kernel not in table.compute_kernels:
             continue
-        # columns that are not cut are table_wise
-        for width in cuts if sharding_type == "column_wise" else (table.dim,):
+        # a table whose columns are not cut is another type
+        for width in cuts if kind.cuts_columns else (table.dim,):
             runs = shard_runs(table, sharding_type, world_size, world_size, width)
             options.append(Option(table.name, sharding_type, kernel, runs))
     if not options:
@@ -72,13 +71,15 @@ def runnable_options(table: TableSpec, world_size: int) -> tuple[Option, ...]:
 
 
 def _why_no_columns(table: TableSpec) -> str:
-    if table.optimizer == "rowwise_adagrad" and "column_wise" in (table.sharding_types or ()):
-        return " (column_wise needs sgd: its row-wise Adagrad sums would span ranks)"
-    return ""
+    if table.optimizer != "rowwise_adagrad":
+        return ""
+    named = [t for t in RUNNABLE if t in (table.sharding_types or ())]
+    cut = ", ".join(t for t in named if traits(t).cuts_columns)
+    return f" ({cut} needs sgd: its row-wise Adagrad sums would span ranks)" if cut else ""
 
 
 def _no_cut(table: TableSpec, types: list[ShardingType], cuts: Sequence[int]) -> str:
-    if "column_wise" in types and not cuts:
+    if not cuts and any(traits(t).cuts_columns for t in types):
         return f"No cut of {table.dim} columns is a multiple of 4 and at least min_partition. "
     return ""
 
@@ -95,10 +96,11 @@ def wide_options(
     types = WIDE if table.sharding_types is None else table.sharding_types
     options = []
     for sharding_type in types:
-        if not table.pooled and sharding_type not in SEQUENCE_TYPES:
+        kind = traits(sharding_type)
+        if not (table.pooled or kind.sequences):
             continue
         one_host = cluster.group >= cluster.world_size
-        if one_host and sharding_type in ON_A_HOST and table.sharding_types is None:
+        if one_host and kind.within_hosts and table.sharding_types is None:
             continue  # the same as the type without its host
         for width in _widths(table, sharding_type, cluster, every_cut=every_cut):
             runs = shard_runs(table, sharding_type, cluster.world_size, cluster.group, width)
@@ -124,7 +126,8 @@ def _widths(
 ) -> tuple[int, ...]:
     """Column widths to try, widest first. Shards by the thousand on few ranks are none, but for
     ``every_cut``."""
-    if sharding_type not in ("column_wise", "table_column_wise", "grid_shard"):
+    kind = traits(sharding_type)
+    if not kind.cuts_columns:
         return (table.dim,)
     most = _enough_cuts(table, sharding_type, cluster)
     cuts = column_widths(table)
@@ -134,7 +137,7 @@ def _widths(
     if narrow < table.dim and table.dim // narrow <= max(most, MOST_PIECES):
         widths = sorted({*widths, narrow}, reverse=True)
     named = table.sharding_types
-    if named is not None and not ("table_wise" in named and sharding_type != "grid_shard"):
+    if named is not None and (kind.cuts_rows or not any(traits(t).whole for t in named)):
         widths = [table.dim, *widths]  # asked for; uncut it is no other type that may be chosen
     return tuple(widths)
 
@@ -148,7 +151,7 @@ def _enough_cuts(table: TableSpec, sharding_type: ShardingType, cluster: Cluster
     Finer ones may even out by a little more. A column block of a grid lies on as many ranks of a
     host as it has full row shards.
     """
-    if sharding_type != "grid_shard":
+    if not traits(sharding_type).cuts_rows:
         return 4 * cluster.world_size
     full = table.rows // -(-table.rows // cluster.group)
     return max(-(-cluster.world_size // full), 2)
@@ -162,7 +165,7 @@ def _kernels(
         offered = QUANTIZED_KERNELS[cluster.compute_device]
         known = offered if sharding_type in QUANTIZED_TYPES else ()
         return tuple(kernel for kernel in known if kernel in named)
-    if sharding_type == "data_parallel":
+    if traits(sharding_type).replicated:
         return ("dense",) if named is None or "dense" in named else ()
     if cluster.compute_device == "cpu":
         return ("fused",) if named is None or "fused" in named else ()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from shardwright.core.cluster import Cluster, Device
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import ComputeKernel, ShardingType, TableSpec
+from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import Option, column_width, shard_runs
+from shardwright.core.sharding import ShardingType
 
 TORCHREC_MIN_PARTITION = 128  # columns; TorchRec's narrowest column shard where none is named
 

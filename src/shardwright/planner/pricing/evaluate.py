@@ -11,7 +11,6 @@ from shardwright.core.amount import ceil_div, leaf, maximum, minimum, named, tot
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
-from shardwright.cost.embedding import ROW_TYPES
 from shardwright.planner.choice import Cost, cost
 from shardwright.planner.pricing.context import PricingContext
 
@@ -88,7 +87,7 @@ def shard_shape(table: TableSpec, option: Option, run_index: int, parts: Any) ->
     kind = option.sharding_type
     rows = leaf(table.rows, "table_rows", "rows", f"tables.{table.name}.rows")
     columns = leaf(table.dim, "dim", "columns", f"tables.{table.name}.dim")
-    if kind in ROW_TYPES:
+    if option.traits.cuts_rows:
         chunk = named("rows_per_part", ceil_div(rows, parts), "rows")
         first = leaf(run.row, "first_row", "rows", f"{kind}: the shard's first row")
         rows = named("rows_of_shard", minimum(chunk, maximum(rows - first, 0)), "rows")

@@ -18,7 +18,7 @@ from shardwright.core.option import Option
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding, optimizer
 from shardwright.cost.cache import Cache, cache_bytes, cached_rows
-from shardwright.cost.embedding import CACHED_KERNELS, REPLICATED, Demand
+from shardwright.cost.embedding import CACHED_KERNELS, Demand
 from shardwright.planner.choice import Choice
 from shardwright.planner.pricing.context import Derived, PricingContext
 from shardwright.planner.pricing.evaluate import (
@@ -227,7 +227,7 @@ def _storage(
 
 def _everywhere(context: PricingContext, option: Option, facts: Facts) -> float:
     """Seconds that every rank spends to address its own ids."""
-    if option.sharding_type == REPLICATED:
+    if option.traits.replicated:
         return 0.0
     seconds: float = embedding.request_seconds(facts.ids, option.sharding_type, context.values)
     return seconds

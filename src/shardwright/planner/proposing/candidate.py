@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.core.model import TableSpec
-from shardwright.core.option import Option, Partition
+from shardwright.core.option import Option
+from shardwright.core.sharding import Partition
 from shardwright.planner.choice import Choice, Cost
 
 MS_PER_SECOND = 1000.0

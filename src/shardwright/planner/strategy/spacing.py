@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardwright.core.errors import InputError, expected
+from shardwright.core.option import Option
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables
 from shardwright.planner.problem import Problem
@@ -98,7 +99,7 @@ def _options(
     if len(choices) == 1:
         found = _undominated(choices[0])
         return tuple(option for c in found for option in _ways(c, ranks, group)), None
-    whole = [[c for c in own if c.option.sharding_type == "table_wise"] for own in choices]
+    whole = [[c for c in own if c.option.traits.whole] for own in choices]
     if math.prod(map(len, whole)) <= MAX_COMBINATIONS:
         return tuple(item_option(c, ranks, group) for c in itertools.product(*whole)), None
     kernels = dict.fromkeys(c.option.compute_kernel for own in whole for c in own)
@@ -116,7 +117,7 @@ def _of_kernel(choices: Sequence[Choice], kernel: str) -> Choice:
 def _ways(choice: Choice, ranks: int, group: int) -> Iterator[ItemOption]:
     """A choice as blocks. Columns on one host may lie on all its ranks, on a half, a quarter..."""
     option = choice.option
-    if option.sharding_type != "table_column_wise":
+    if not _columns_of_a_host(option):
         yield item_option((choice,), ranks, group)
         return
     for spread in range(min(option.count, group), 0, -1):
@@ -125,32 +126,36 @@ def _ways(choice: Choice, ranks: int, group: int) -> Iterator[ItemOption]:
 
 
 def with_close_columns(space: Space) -> Space:
-    """The space with every way to lay the columns of a table_column_wise shard on one host, after
-    the ways that are there."""
+    """The space with every way to lay columns that keep to one host there, after the ways that are
+    in it."""
     items = []
     for item in space.items:
         close = {
             id(o.choices[0]): replace(o, widths=(1,) * o.choices[0].option.count, close=True)
             for o in item.options
-            if o.choices[0].option.sharding_type == "table_column_wise"
+            if _columns_of_a_host(o.choices[0].option)
         }
         items.append(replace(item, options=(*item.options, *close.values())))
     return replace(space, items=tuple(items))
 
 
+def _columns_of_a_host(option: Option) -> bool:
+    return option.traits.cuts_columns and option.partition == "host"
+
+
 def _undominated(choices: Sequence[Choice]) -> list[Choice]:
-    """Without what costs the same as another choice and may go to fewer ranks: the columns of a
-    table_column_wise shard lie on one host, those of a column_wise one anywhere."""
-    free = {
-        (c.option.compute_kernel, c.option.runs): c.costs
+    """Without what costs the same as a choice of the same shards that may go to more ranks."""
+    freer = {c.option.traits.freer for c in choices}
+    costs = {
+        (c.option.sharding_type, c.option.compute_kernel, c.option.runs): c.costs
         for c in choices
-        if c.option.sharding_type == "column_wise"
+        if c.option.sharding_type in freer
     }
     return [
         c
         for c in choices
-        if c.option.sharding_type != "table_column_wise"
-        or free.get((c.option.compute_kernel, c.option.runs)) != c.costs
+        if c.option.traits.freer is None
+        or costs.get((c.option.traits.freer, c.option.compute_kernel, c.option.runs)) != c.costs
     ]
 
 

@@ -14,8 +14,9 @@ from functools import cached_property
 
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job
-from shardwright.core.model import ModelSpec, ShardingType
+from shardwright.core.model import ModelSpec
 from shardwright.core.schedule import Prefetch
+from shardwright.core.sharding import RUNNABLE, ShardingType, traits
 from shardwright.planner.choices import Tables
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
@@ -35,8 +36,8 @@ MAX_BUDGET_ROUNDS = 6
 # tables does not see: so plans that avoid either are proposed as well.
 LEFT_OUT: tuple[tuple[ShardingType, ...], ...] = (
     (),
-    ("data_parallel",),
-    ("table_wise", "row_wise", "column_wise"),
+    tuple(t for t in RUNNABLE if traits(t).replicated),
+    tuple(t for t in RUNNABLE if not traits(t).replicated),
 )
 
 

@@ -110,11 +110,11 @@ def _narrow(space: Space) -> Callable[[Item, ItemOption], bool]:
         choice = option.choices[0]
         if item.apart_from and sum(option.widths) * (len(item.apart_from) + 1) > space.ranks:
             return False
-        if choice.option.sharding_type == "column_wise":
+        if choice.option.traits.cuts_columns and choice.option.partition == "device":
             table = choice.table
             width = column_width(table, table.min_partition or TORCHREC_MIN_PARTITION)
             return choice.option.runs[0].columns == width
-        return choice.option.sharding_type != "grid_shard"
+        return choice.option.partition != "multi_host"
 
     return narrow
 

@@ -18,6 +18,7 @@ from shardwright.core.amount import ceil_div
 from shardwright.core.block import Block
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.plan import TablePlan
+from shardwright.core.sharding import traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def make_route(tables: tuple[TablePlan, ...], blocks: Iterable[Block], world_siz
     pieces: list[tuple[int, TablePlan, list[Block]]] = []
     for feature, table in enumerate(tables):
         own = by_table[table.fqn]
-        if table.sharding_type == "data_parallel":
+        if traits(table.sharding_type).replicated:
             replicated.append(Held(own[0], feature, rows))
             rows += table.rows
         else:

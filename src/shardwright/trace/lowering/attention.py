@@ -38,7 +38,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch's function of this name with the kernel that CUDA would run; the first argument is the
     kernel that is tried first."""
-    backend = chosen(wanted, query, key, value, attn_mask, is_causal, enable_gqa)
+    inputs = (query, key, value, attn_mask, is_causal, enable_gqa)
+    backend = next(name for name in (wanted, *FALLBACKS) if _takes(name, *inputs))
     if backend == "math":
         output, _ = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -55,23 +56,6 @@ def scaled_dot_product_attention(
             query, key, value, bias, grad, dropout_p, is_causal, False, scale=scale
         )[0]
     return _flash(query, key, value, dropout_p, is_causal, scale)
-
-
-def chosen(
-    wanted: Attention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    grouped: bool,
-) -> Attention:
-    """The first kernel, beginning with ``wanted``, that takes these inputs."""
-    order = (wanted, *(name for name in FALLBACKS if name != wanted))
-    for name in order:
-        if _takes(name, query, key, value, mask, is_causal, grouped):
-            return name
-    return "math"
 
 
 def _takes(

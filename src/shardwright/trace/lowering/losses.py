@@ -59,23 +59,12 @@ def cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Tensor:
-    """torch's function of this name, fused; a caller asks :func:`fusible` first."""
-    loss: Tensor = _CrossEntropy.apply(input, target, ignore_index, reduction == "mean")
-    return loss
-
-
-def fusible(
-    input: Tensor,  # noqa: A002 - torch's name, which callers may write
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> bool:
-    """Whether the fused loss does this: rows of logits, class numbers, a mean or a sum."""
+) -> Tensor | None:
+    """torch's function of this name, fused; None for all but rows of logits, class numbers, and a
+    mean or a sum."""
     plain = weight is None and label_smoothing == 0.0 and size_average is None and reduce is None
     rows = input.dim() == 2 and not target.is_floating_point()
-    return plain and rows and reduction in ("mean", "sum")
+    if not (plain and rows and reduction in ("mean", "sum")):
+        return None
+    loss: Tensor = _CrossEntropy.apply(input, target, ignore_index, reduction == "mean")
+    return loss

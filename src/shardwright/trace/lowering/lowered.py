@@ -200,8 +200,8 @@ def _rms_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cross_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
     def replaced(*arguments: Any, **keywords: Any) -> Any:
-        use = losses.cross_entropy if losses.fusible(*arguments, **keywords) else original
-        return use(*arguments, **keywords)
+        fused = losses.cross_entropy(*arguments, **keywords)
+        return original(*arguments, **keywords) if fused is None else fused
 
     return replaced
 

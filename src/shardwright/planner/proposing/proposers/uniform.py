@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.core.model import ShardingType
+from shardwright.core.sharding import ShardingType
 from shardwright.planner.proposing.candidate import Candidate
 from shardwright.planner.proposing.proposers.proposer import Offer, Proposals
 

@@ -1,0 +1,104 @@
+"""The sharding types of embedding tables, and what each does to its table.
+
+The only place that knows the types by name: other code asks for a trait, so that a type that cuts
+and lies as another one does needs a row here and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+ShardingType = Literal[
+    "data_parallel",
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+]
+
+# Which ranks the shards of a type may go to: shard k to rank k; each to any rank; all to the ranks
+# of one host; each column block to the ranks of one of several hosts.
+Partition = Literal["uniform", "device", "host", "multi_host"]
+
+Number = TypeVar("Number")
+
+
+class Traits(msgspec.Struct, frozen=True):
+    """What a sharding type does to a table.
+
+    ``rows_over``: its rows are cut over all ranks, over those of a host, or not at all.
+    ``replicated``: every rank holds the whole table. ``runs``: the runtime carries it out.
+    ``sequences``: it is for tables that are not pooled, too. ``on_one_host``: what it comes to
+    where all ranks are one host. ``freer``: the type that has its shards and lays them anywhere.
+    """
+
+    name: ShardingType
+    letters: str
+    partition: Partition
+    rows_over: Literal["", "ranks", "host"] = ""
+    cuts_columns: bool = False
+    replicated: bool = False
+    runs: bool = False
+    sequences: bool = True
+    on_one_host: str = ""
+    freer: ShardingType | None = None
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether shards share the rows of a table, and so its ids."""
+        return bool(self.rows_over)
+
+    @property
+    def whole(self) -> bool:
+        """Whether one rank holds all of the table and no other has any."""
+        return not (self.replicated or self.cuts_rows or self.cuts_columns)
+
+    @property
+    def within_hosts(self) -> bool:
+        """Whether its shards keep to a host, or each of its column blocks does."""
+        return self.partition in ("host", "multi_host")
+
+    def row_parts(self, ranks: Number, local: Number) -> Number:
+        """Shards that share the rows of a column block, of ``ranks`` with ``local`` on a host."""
+        assert self.cuts_rows
+        return ranks if self.rows_over == "ranks" else local
+
+
+_ROWS: tuple[Traits, ...] = (
+    Traits("data_parallel", "DP", "uniform", replicated=True, runs=True),
+    Traits("table_wise", "TW", "device", runs=True),
+    Traits("row_wise", "RW", "uniform", "ranks", runs=True),
+    Traits("column_wise", "CW", "device", cuts_columns=True, runs=True),
+    Traits("table_row_wise", "TWRW", "host", "host", sequences=False, on_one_host="row_wise"),
+    Traits(
+        "table_column_wise",
+        "TWCW",
+        "host",
+        cuts_columns=True,
+        sequences=False,
+        on_one_host="column_wise",
+        freer="column_wise",
+    ),
+    Traits(
+        "grid_shard",
+        "GS",
+        "multi_host",
+        "host",
+        cuts_columns=True,
+        sequences=False,
+        on_one_host="row_wise of column blocks",
+    ),
+)
+_BY_NAME: dict[str, Traits] = {row.name: row for row in _ROWS}
+
+TYPES: tuple[ShardingType, ...] = tuple(row.name for row in _ROWS)
+RUNNABLE: tuple[ShardingType, ...] = tuple(row.name for row in _ROWS if row.runs)
+
+
+def traits(sharding_type: str) -> Traits:
+    """What ``sharding_type`` does to a table."""
+    return _BY_NAME[sharding_type]
