@@ -9,9 +9,9 @@ from functools import cached_property
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.option import column_width
+from shardwright.planner import profiles
 from shardwright.planner.draft import TablesDraft
-from shardwright.planner.larger_caches import bounded_tables
-from shardwright.planner.options.torchrec import TORCHREC_MIN_PARTITION
+from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.search import Outcome, search
@@ -112,7 +112,7 @@ def _narrow(space: Space) -> Callable[[Item, ItemOption], bool]:
             return False
         if choice.option.sharding_type == "column_wise":
             table = choice.table
-            width = column_width(table, table.min_partition or TORCHREC_MIN_PARTITION)
+            width = column_width(table, table.min_partition or USUAL_MIN_PARTITION)
             return choice.option.runs[0].columns == width
         return choice.option.sharding_type != "grid_shard"
 
@@ -121,5 +121,8 @@ def _narrow(space: Space) -> Callable[[Item, ItemOption], bool]:
 
 def tables_bound(problem: Problem) -> float:
     """No plan of these tables is faster."""
-    space = space_of(problem, bounded_tables(problem), problem.capacity)
+    tables = problem.tables
+    if problem.job.planner.search == "proposers":
+        tables = profiles.torchrec.bounded_tables(problem)
+    space = space_of(problem, tables, problem.capacity)
     return lower_bound(space, table(space)).seconds
