@@ -13,7 +13,7 @@ from shardwright.core.option import (
 )
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.cost.embedding import QUANTIZED
-from shardwright.planner.options.own import ON_A_HOST, RUNNABLE
+from shardwright.planner.options import ON_A_HOST, RUNNABLE
 from shardwright.planner.problem import Problem
 
 TYPES: tuple[str, ...] = typing.get_args(ShardingType)

@@ -9,7 +9,6 @@ from functools import cached_property
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.option import column_width
-from shardwright.planner import profiles
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
@@ -18,7 +17,7 @@ from shardwright.planner.search.search import Outcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.widening import search_widening
 from shardwright.planner.strategy.found import Found
-from shardwright.planner.strategy.spacing import placed_tables, space_of
+from shardwright.planner.strategy.spacing import bounded_space, placed_tables, space_of
 
 SAME_BOUND = 1e-12
 WIDE_GAP = 0.01  # above the bound, where a rank is
@@ -121,8 +120,5 @@ def _narrow(space: Space) -> Callable[[Item, ItemOption], bool]:
 
 def tables_bound(problem: Problem) -> float:
     """No plan of these tables is faster."""
-    tables = problem.tables
-    if problem.job.planner.search == "proposers":
-        tables = profiles.torchrec.bounded_tables(problem)
-    space = space_of(problem, tables, problem.capacity)
+    space = bounded_space(problem)
     return lower_bound(space, table(space)).seconds
