@@ -14,8 +14,9 @@ LOADED = """
 import sys
 from pathlib import Path
 from shardwright.core.job import read_job
-from shardwright.planner import plan
-plan(read_job(Path(sys.argv[1])))
+from shardwright.core.model_of_job import model_of
+from shardwright.planner.planner import plan
+plan(read_job(Path(sys.argv[1])), model_of)
 print(*sys.modules)
 """
 TABLES = """
