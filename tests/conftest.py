@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import math
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -49,3 +51,17 @@ def _reevaluate(steps: Sequence[Step]) -> None:
 def reevaluate() -> Callable[[Sequence[Step]], None]:
     """Fails unless every printed line of a derivation evaluates to the value it states."""
     return _reevaluate
+
+
+@pytest.fixture(scope="session")
+def public_functions() -> Callable[[ModuleType], set[str]]:
+    """Names of the functions that a module defines for others."""
+
+    def names(module: ModuleType) -> set[str]:
+        return {
+            name
+            for name, value in inspect.getmembers(module, inspect.isfunction)
+            if value.__module__ == module.__name__ and not name.startswith("_")
+        }
+
+    return names

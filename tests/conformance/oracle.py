@@ -19,7 +19,8 @@ from shardwright.core.batch import Batch
 from shardwright.core.cluster import Cluster
 from shardwright.core.model import TableSpec
 from shardwright.core.planning import EstimatorSection
-from shardwright.cost.torchrec_constants import (
+from shardwright.planner.pricing.context import PricingContext
+from shardwright.torchrec.constants import (
     BACKWARD,
     BANDWIDTHS,
     DDR_CAP,
@@ -27,7 +28,6 @@ from shardwright.cost.torchrec_constants import (
     SSD_CAP,
     TORCHREC,
 )
-from shardwright.planner.pricing.context import PricingContext
 
 Kind = Literal["shards", "plans", "imbalance"]
 Record = dict[str, Any]

@@ -18,13 +18,12 @@ from shardwright.core.planning import PartitionerSection, ProposerSection, Reser
 from shardwright.cost.imbalance import Imbalance, imbalance
 from shardwright.cost.reservation import Reservation, reserve
 from shardwright.planner.choice import Choice
-from shardwright.planner.options.torchrec import torchrec_options
 from shardwright.planner.pricing.context import PricingContext
-from shardwright.planner.pricing.torchrec import price
-from shardwright.planner.proposing.loop import Proposed, propose
-from shardwright.planner.proposing.partitioners.sections import make_partitioner
-from shardwright.planner.proposing.proposers.sections import make_proposers
-from shardwright.planner.statistics.times import torchrec_terms
+from shardwright.torchrec.critical_path import critical_terms
+from shardwright.torchrec.loop import Proposed, propose
+from shardwright.torchrec.options import torchrec_options
+from shardwright.torchrec.pricing import price
+from shardwright.torchrec.proposers import make_proposers
 
 RELATIVE = 1e-9
 MS = 1000
@@ -132,7 +131,7 @@ def plan(
         priced.cluster,
         room.capacities,
         make_proposers(proposer_sections(case)),
-        make_partitioner(partitioner_section(case)),
+        partitioner_section(case),
         price=lambda changed: price(priced, changed),
     )
 
@@ -178,7 +177,7 @@ def compare_ranks(found: Proposed, expected: Record, cluster: Cluster) -> None:
             hbm[rank] += cost.hbm_bytes
             ddr[rank] += cost.ddr_bytes
             ms[rank] += cost.total_seconds * MS
-    terms = list(torchrec_terms(found.tables, size))
+    terms = list(critical_terms(found.tables, size))
     exact = {"rank_sparse_hbm": hbm, "rank_sparse_ddr": ddr}
     close = {
         "rank_perf": ms,

@@ -9,10 +9,10 @@ import pytest
 from shardwright.core.errors import InputError
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
-from shardwright.cost.torchrec_time import PARTS
 from shardwright.planner.choice import Choice
-from shardwright.planner.options.torchrec import torchrec_options
-from shardwright.planner.pricing.torchrec import price
+from shardwright.torchrec.options import torchrec_options
+from shardwright.torchrec.pricing import price
+from shardwright.torchrec.times import PARTS
 
 RELATIVE = 1e-9
 MS = 1000

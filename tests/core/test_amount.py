@@ -19,6 +19,7 @@ from shardwright.core.amount import (
     maximum,
     minimum,
     named,
+    rounded,
     where,
 )
 
@@ -203,3 +204,16 @@ def test_ceil_rounds_up_to_an_integer() -> None:
     assert found == 3
     assert type(found) is int
     assert math.isclose(ceil(np.array([2.1, 3.0]))[0], 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "nearest"),
+    [(0.0, 0), (0.5, 0), (1.5, 2), (2.5, 2), (2.4, 2), (2.6, 3), (2.0**60, 2**60)],
+)
+def test_rounding_prefers_the_even_one(value: float, nearest: int) -> None:
+    assert rounded(value) == nearest == round(value)
+
+
+@given(value=st.floats(0, 2.0**62))
+def test_rounding_is_that_of_python(value: float) -> None:
+    assert rounded(value) == round(value)

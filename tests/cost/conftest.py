@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,17 +49,3 @@ def agree(
                     reevaluate(derivation(named("result_of_test", found)))
 
     return check
-
-
-@pytest.fixture(scope="session")
-def public_functions() -> Callable[[ModuleType], set[str]]:
-    """Names of the functions that a module defines for others."""
-
-    def names(module: ModuleType) -> set[str]:
-        return {
-            name
-            for name, value in inspect.getmembers(module, inspect.isfunction)
-            if value.__module__ == module.__name__ and not name.startswith("_")
-        }
-
-    return names

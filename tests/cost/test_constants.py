@@ -10,9 +10,8 @@ from shardwright.core.calibration import SCHEMA, Calibration, Figure, write_cali
 from shardwright.core.errors import InputError
 from shardwright.core.job import ClusterSection
 from shardwright.core.planning import Profile
-from shardwright.cost.constants import TORCHREC_KEYS, cluster
+from shardwright.cost.constants import cluster
 from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, PRESETS
-from shardwright.cost.torchrec_constants import TORCHREC
 
 GIB = 2**30
 
@@ -98,7 +97,6 @@ def test_an_accelerator_fills_its_own_memory() -> None:
         ({"compute_device": "cpu"}, "cluster", "local"),
         ({"compute_device": "cuda"}, "cluster", "h100-8"),
         ({}, "additive", "additive"),
-        ({"compute_device": "cpu"}, "torchrec-1.9", "torchrec-1.9"),
     ],
 )
 def test_a_job_without_a_preset_gets_its_devices_or_its_profiles(
@@ -117,14 +115,12 @@ def test_a_job_without_a_preset_gets_its_devices_or_its_profiles(
         ("h100-8", 12, 12),
         ("h100-8", 2, 2),
         ("local", 6, 6),
-        ("torchrec-1.9", 16, 16),
     ],
 )
 def test_hosts_are_the_presets_where_ranks_fill_them(
     preset: str, world_size: int, local: int
 ) -> None:
-    profile: Profile = "torchrec-1.9" if preset == "torchrec-1.9" else "cluster"
-    found, assumptions = cluster(ClusterSection(preset=preset, world_size=world_size), profile)
+    found, assumptions = cluster(ClusterSection(preset=preset, world_size=world_size))
     assert (found.local_world_size, found.group) == (local, local)
     assert any(f"{local} ranks per host" in note for note in assumptions)
 
@@ -139,34 +135,12 @@ def test_a_host_may_have_more_ranks_than_there_are() -> None:
     assert (found.world_size, found.local_world_size, found.group) == (4, 8, 4)
 
 
-def test_a_cpu_has_no_hbm_whatever_is_said() -> None:
-    section = ClusterSection(compute_device="cpu", hbm_cap="1 GiB")
-    found, _ = cluster(section, "torchrec-1.9")
-    assert found.capacity == (0, 128 * GIB, 2048 * GIB)
-
-
-def test_torchrecs_topology_has_its_own_capacities_and_constants() -> None:
-    found, _ = cluster(ClusterSection(world_size=16), "torchrec-1.9")
-    assert (found.compute_device, found.capacity) == ("cuda", (32 * GIB, 128 * GIB, 2048 * GIB))
-    assert found.constants == TORCHREC
-
-
-@pytest.mark.parametrize("key", TORCHREC_KEYS)
-def test_a_job_may_replace_a_rate_of_torchrecs(key: str) -> None:
-    found, _ = cluster(ClusterSection(**{key: 12.5}), "torchrec-1.9")
-    changed = {name for name, c in found.constants.items() if c != TORCHREC[name]}
-    assert changed == {key}
-    constant = found.constants[key]
-    assert (constant.value, constant.unit) == (12.5, TORCHREC[key].unit)
-    assert constant.source == f"cluster.{key} of the job"
-
-
 def test_the_additive_profile_has_four_ranks_of_four_gib() -> None:
     found, _ = cluster(ClusterSection(), "additive")
     assert (found.world_size, found.compute_device, found.hbm_cap) == (4, "cuda", 4 * GIB)
 
 
-NAMES = ", ".join(PRESETS)
+NAMES = ", ".join((*HARDWARE, *MODELS))
 MACHINES = ", ".join(HARDWARE)
 
 

@@ -12,8 +12,8 @@ from shardwright.core.errors import InputError
 from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import Option, place
 from shardwright.core.sharding import ShardingType
-from shardwright.planner.options.own import runnable_options, wide_options
-from shardwright.planner.options.torchrec import torchrec_options
+from shardwright.planner.options import runnable_options, wide_options
+from shardwright.torchrec.options import torchrec_options
 
 TYPES: tuple[ShardingType, ...] = get_args(ShardingType)
 KERNELS: tuple[ComputeKernel, ...] = get_args(ComputeKernel)

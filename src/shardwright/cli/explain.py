@@ -14,7 +14,7 @@ from shardwright.core.plan import Plan, RankTotals, read_plan
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import PHASES, decode, phase_peaks
 from shardwright.planner import explain
-from shardwright.planner.statistics.times import ORDER
+from shardwright.planner.statistics.times import parts_of
 from shardwright.report.wording import TEXT_LIMIT, printable, ranks_text
 
 MOST_GROUPS = 8  # of ranks that are alike
@@ -111,12 +111,12 @@ def _constants(plan: Plan) -> list[str]:
 
 def _ranks(plan: Plan, wanted: int | None) -> list[str]:
     """Each rank's seconds and bytes as sums; what is alike on several ranks is told once."""
-    peaks = phase_peaks(decode(plan.timeline))
+    peaks, order = phase_peaks(decode(plan.timeline)), tuple(parts_of(plan))
     ranks = [totals for totals in plan.ranks if wanted in (None, totals.rank)]
     slowest = sorted(ranks, key=lambda totals: (-totals.seconds, totals.rank))
     fullest = sorted(ranks, key=lambda totals: (-totals.peak_bytes, totals.rank))
     return [
-        *_grouped([(totals.rank, _seconds(totals)) for totals in slowest], "faster"),
+        *_grouped([(totals.rank, _seconds(totals, order)) for totals in slowest], "faster"),
         *_grouped([(totals.rank, _bytes(plan, totals, peaks)) for totals in fullest], "emptier"),
     ]
 
@@ -138,9 +138,8 @@ def _grouped(told: Sequence[tuple[int, list[str]]], rest: str) -> list[str]:
     return found
 
 
-def _seconds(totals: RankTotals) -> list[str]:
-    ordered = sorted(totals.parts, key=ORDER.index)
-    parts = [f"{part} {totals.parts[part]:.9f}" for part in ordered if totals.parts[part]]
+def _seconds(totals: RankTotals, order: Sequence[str]) -> list[str]:
+    parts = [f"{part} {totals.parts[part]:.9f}" for part in order if totals.parts.get(part)]
     return [f"{totals.seconds:.9f} s per step = {' + '.join(parts)}"]
 
 

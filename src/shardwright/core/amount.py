@@ -158,6 +158,15 @@ def ceil(a: Any) -> Any:
     return _apply("ceil", function, a)
 
 
+def rounded(value: Any) -> Any:
+    """The nearest whole number, ties to the even one, as an int."""
+    value = named("exactly", value)
+    low = named("rounded_down", ceil(value // 1))
+    rest = named("rest", value - low)
+    tie = ceil_div(low, 2) * 2
+    return where(rest < 0.5, low, where(rest > 0.5, low + 1, tie))
+
+
 def maximum(a: Any, b: Any) -> Any:
     """The larger of two, element by element for arrays."""
 

@@ -13,10 +13,9 @@ from shardwright.core.quantities import parse_bytes
 from shardwright.cost.calibrated import calibrated
 from shardwright.cost.presets import HARDWARE, MODELS, PRESETS, Preset
 
-TORCHREC_PROFILE = "torchrec-1.9"
 ACCELERATED, PLAIN = "h100-8", "local"  # presets of a job that names none
 CAPACITIES = ("hbm_cap", "ddr_cap", "ssd_cap")
-TORCHREC_KEYS = (
+RATES = (  # of a job's [cluster]: each replaces the constant of that name, where a profile has it
     "hbm_mem_bw",
     "ddr_mem_bw",
     "ssd_mem_bw",
@@ -29,12 +28,15 @@ TORCHREC_KEYS = (
 
 
 def cluster(
-    section: ClusterSection, profile: Profile = "cluster"
+    section: ClusterSection, profile: Profile = "cluster", own: Preset | None = None
 ) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster a job names for a cost profile, and what had to be assumed about it."""
+    """The cluster a job names for a cost profile, and what had to be assumed about it.
+
+    ``own`` is the preset of a profile that brings one along.
+    """
     if section.file and section.measured is None:
         section = with_calibration(section)
-    name, preset = _preset(section, profile)
+    name, preset = _preset(section, profile, own)
     constants = _constants(section, name, preset)
     device: Device = section.compute_device or preset.compute_device
     world_size = section.world_size or preset.world_size
@@ -50,12 +52,12 @@ def cluster(
     return found, _assumptions(section, profile, preset, found)
 
 
-def _preset(section: ClusterSection, profile: Profile) -> tuple[str, Preset]:
+def _preset(section: ClusterSection, profile: Profile, own: Preset | None) -> tuple[str, Preset]:
     """What the job starts from, by its name."""
     measured = section.measured
     if measured is None:
         name = _preset_name(section, profile)
-        return name, PRESETS[name]
+        return name, own or PRESETS[name]
     if profile in MODELS:
         raise InputError(
             expected(
@@ -84,8 +86,9 @@ def _preset_name(section: ClusterSection, profile: Profile) -> str:
         if profile in MODELS:
             return profile
         return ACCELERATED if section.compute_device == "cuda" else PLAIN
-    if name not in PRESETS:
-        raise InputError(expected("cluster.preset", f"one of {', '.join(PRESETS)}", f"'{name}'"))
+    if name not in (*HARDWARE, *MODELS):
+        wanted = f"one of {', '.join((*HARDWARE, *MODELS))}"
+        raise InputError(expected("cluster.preset", wanted, f"'{name}'"))
     if profile in MODELS and name != profile:
         raise InputError(
             expected(
@@ -108,10 +111,10 @@ def _preset_name(section: ClusterSection, profile: Profile) -> str:
 
 
 def _constants(section: ClusterSection, name: str, preset: Preset) -> dict[str, Constant]:
-    """The preset's constants; TorchRec's may be replaced one by one."""
-    given = {key: getattr(section, key) for key in TORCHREC_KEYS}
+    """The preset's constants; rates in bytes per millisecond may be replaced one by one."""
+    given = {key: getattr(section, key) for key in RATES}
     given = {key: value for key, value in given.items() if value is not None}
-    if given and name != TORCHREC_PROFILE:
+    if not given.keys() <= preset.constants.keys():
         key, value = next(iter(given.items()))
         kind = "file" if section.file else "preset"
         raise InputError(
@@ -119,7 +122,7 @@ def _constants(section: ClusterSection, name: str, preset: Preset) -> dict[str, 
                 f"cluster.{key}",
                 f"no rate of TorchRec's with {kind} '{name}', which has its own constants",
                 f"{value}",
-                f"Leave it out, or set planner.constants to '{TORCHREC_PROFILE}'.",
+                "Leave it out, or set planner.constants to 'torchrec-1.9'.",
             )
         )
     return preset.constants | {

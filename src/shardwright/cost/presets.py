@@ -10,7 +10,6 @@ from __future__ import annotations
 import msgspec
 
 from shardwright.core.cluster import Constant, Device
-from shardwright.cost.torchrec_constants import DDR_CAP, HBM_CAP, SSD_CAP, TORCHREC
 
 GIB = 2**30
 GB = 10**9
@@ -279,12 +278,9 @@ HARDWARE = {
     ),
 }
 
-# A preset for each cost profile that has constants of its own, and by the profile's name.
-MODELS = {
-    "torchrec-1.9": Preset(
-        2, "cuda", HBM_CAP, DDR_CAP, SSD_CAP, "TorchRec 1.9.2 topology defaults", TORCHREC
-    ),
+# Cost profiles with constants of their own, and so with a preset of their own name.
+MODELS = ("torchrec-1.9", "additive")
+
+PRESETS = HARDWARE | {
     "additive": Preset(4, "cuda", 4 * GIB, 0, 0, "the 4-GPU tasks of sharding studies", ADDITIVE),
 }
-
-PRESETS = HARDWARE | MODELS

@@ -12,10 +12,10 @@ from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.option import Option
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
+from shardwright.planner import profiles
 from shardwright.planner.choice import Choice
-from shardwright.planner.options.own import SLOW_KERNELS, runnable_options, wide_options
-from shardwright.planner.options.torchrec import torchrec_options
-from shardwright.planner.pricing import additive, native, torchrec
+from shardwright.planner.options import SLOW_KERNELS, runnable_options, wide_options
+from shardwright.planner.pricing import additive, native
 from shardwright.planner.pricing.context import PricingContext
 
 MAX_SHARDS = 3_000_000  # to list (like neighbours are one) or, in the finest cuts, to place: 1 GiB
@@ -106,7 +106,7 @@ def _fits(choice: Choice, capacity: tuple[int, int, int]) -> bool:
 def _faster(
     job: Job,
 ) -> Callable[[PricingContext, Sequence[Case], Sequence[str]], set[tuple[int, str]]]:
-    return torchrec.faster if job.planner.constants == "torchrec-1.9" else native.faster
+    return profiles.torchrec.faster if job.planner.constants == "torchrec-1.9" else native.faster
 
 
 def _listed(
@@ -137,7 +137,7 @@ def price(job: Job, context: PricingContext, cases: Sequence[Case]) -> list[Choi
     """What options cost by the job's profile; tables alone carry their exchange buffers."""
     match job.planner.constants:
         case "torchrec-1.9":
-            return torchrec.price(context, cases)
+            return profiles.torchrec.price(context, cases)
         case "additive":
             return additive.price(context, cases)
         case "cluster":
@@ -154,6 +154,6 @@ def _options(
         types = tuple(t for t in allowed if t in ADDITIVE_TYPES)
         table = msgspec.structs.replace(table, sharding_types=types, compute_kernels=("fused",))
     elif job.planner.as_torchrec:
-        return torchrec_options(table, cluster)
+        return profiles.torchrec.torchrec_options(table, cluster)
     every_cut = job.planner.search == "exact"
     return wide_options(table, cluster, slow=slow, every_cut=every_cut)

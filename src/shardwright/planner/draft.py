@@ -11,19 +11,11 @@ from functools import cached_property
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.model import ModelSpec
 from shardwright.core.plan import RankTotals
-from shardwright.core.timeline import PHASES, Event, Phase
+from shardwright.core.timeline import PHASES, Event
+from shardwright.planner import profiles
 from shardwright.planner.problem import Problem
 from shardwright.planner.tally import Placed, Tally, tally
 from shardwright.planner.unit_choice import UnitChoice
-
-# The phase in which TorchRec's parts of a step pass; our own parts are phases already.
-PHASE_OF_PART: dict[str, Phase] = {
-    "fwd_compute": "lookup",
-    "fwd_comms": "exchange_rows",
-    "bwd_compute": "backward",
-    "bwd_comms": "reduce",
-    "prefetch": "load",
-}
 
 
 @dataclass(frozen=True)
@@ -97,10 +89,11 @@ class Draft(ABC):
 
     def time_events(self) -> Iterable[Event]:
         """Seconds of the predicted timeline, phase after phase."""
+        phase_of = profiles.phase_of_part(self.problem.job.planner.constants)
         for rank, parts in enumerate(self.seconds):
             phases: dict[str, float] = {}
             for part, value in parts.items():
-                phase = PHASE_OF_PART.get(part, part)
+                phase = phase_of.get(part, part)
                 phases[phase] = phases.get(phase, 0.0) + value
             start = 0.0
             for phase in (p for p in PHASES if p in phases):

@@ -18,6 +18,7 @@ from shardwright.core.planning import EstimatorSection
 from shardwright.core.recording import Recording
 from shardwright.cost import constants, reservation
 from shardwright.memory.rank_step import Chunk
+from shardwright.planner import profiles
 from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.pricing.context import PricingContext
 from shardwright.planner.unit_choice import DenseContext, UnitChoice
@@ -114,7 +115,7 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
                 "Leave it out, or leave [model] out to plan the tables alone.",
             )
         )
-    cluster, assumptions = constants.cluster(job.cluster, profile)
+    cluster, assumptions = constants.cluster(job.cluster, profile, profiles.preset(profile))
     context = PricingContext(
         cluster, Batch(job.batch.size, job.batch.sequence), job.planner.estimator
     )

@@ -7,10 +7,10 @@ from typing import Any
 
 from shardwright.core.amount import leaf, named
 from shardwright.core.statistics import CriticalTerm
+from shardwright.planner import profiles
 from shardwright.planner.explain.explanation import Explanation, alike, finished, summed
 from shardwright.planner.explain.rank_sums import shared_parts, table_parts
 from shardwright.planner.explain.subject import RELATIVE, Subject
-from shardwright.planner.statistics.times import modules
 
 OURS = "every phase takes as long as on its slowest rank, for a phase ends when all ranks are done"
 TORCHRECS = (
@@ -47,10 +47,10 @@ def explain(subject: Subject) -> Iterator[Explanation]:
 def _term(subject: Subject, told: CriticalTerm) -> Any:
     """What a term takes on its slowest rank, table by table."""
     group, _, part = told.name.rpartition(" ")
-    members = modules(subject.held.tables)
     tables = table_parts(subject, told.rank, part)
     if group:
-        inside = {placed.choice.table.name for placed in members[group]}
+        members = profiles.torchrec.modules(subject.held.tables)[group]
+        inside = {placed.choice.table.name for placed in members}
         tables = {name: value for name, value in tables.items() if name in inside}
     where = {f"{name} on rank {told.rank}": value for name, value in tables.items()}
     terms = alike(part, where, "s", "--tensor of that table")

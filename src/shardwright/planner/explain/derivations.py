@@ -9,10 +9,11 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.cost import embedding
+from shardwright.planner import profiles
 from shardwright.planner.explain.explanation import Explanation, finished, ranks_label
 from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.explain.units import explain_unit
-from shardwright.planner.pricing import additive, native, torchrec
+from shardwright.planner.pricing import additive, native
 from shardwright.planner.pricing.context import Derived
 from shardwright.planner.pricing.evaluate import constants_of, traffic
 from shardwright.planner.problem import Problem
@@ -41,7 +42,7 @@ def derived(problem: Problem, placed: Placed, run_index: int) -> Derived:
     table, option = choice.table, choice.option
     match problem.job.planner.constants:
         case "torchrec-1.9":
-            return torchrec.derive(context, table, option, run_index)
+            return profiles.torchrec.derive(context, table, option, run_index)
         case "additive":
             return additive.derive(context, table, option, run_index)
         case "cluster":

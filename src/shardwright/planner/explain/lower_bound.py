@@ -13,13 +13,12 @@ from shardwright.core.amount import Amount, leaf, maximum, minimum, named
 from shardwright.core.cluster import TIERS
 from shardwright.planner.explain.explanation import Explanation, alike, finished, summed
 from shardwright.planner.explain.subject import RELATIVE, Subject
-from shardwright.planner.larger_caches import bounded_tables
 from shardwright.planner.problem import Problem
 from shardwright.planner.search.bound import Bound, Table, cheapest, lower_bound, table
 from shardwright.planner.search.space import Floats, Space
 from shardwright.planner.statistics.price import prices_of, with_more
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.spacing import space_of
+from shardwright.planner.strategy.spacing import bounded_space
 from shardwright.planner.unit_floor import unit_floors
 
 RELAXED = (
@@ -90,7 +89,7 @@ def relaxation(problem: Problem, capacity: tuple[int, int, int], suffix: str) ->
     if not problem.tables:
         why = "no tables: the least of every unit"
         return Relaxation(leaf(0.0, f"relaxed{suffix}", "s", why), why)
-    space = space_of(problem, bounded_tables(problem), problem.capacity)
+    space = bounded_space(problem)
     space = dataclasses.replace(space, capacity=capacity)
     options = table(space)
     bound = lower_bound(space, options)

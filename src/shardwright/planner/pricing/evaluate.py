@@ -32,12 +32,15 @@ def constants_of(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def costs(seconds: Mapping[str, Any], storage: Tiers, count: int) -> list[Cost]:
+def costs(
+    seconds: Mapping[str, Any], storage: Tiers, count: int, hidden: Mapping[str, Any] | None = None
+) -> list[Cost]:
     """The costs of ``count`` shards out of arrays; kinds without bytes are left out."""
     tiers = [_records(storage.get(tier, {}), count) for tier in TIERS]
+    spent = _records(seconds, count), _records(hidden or {}, count)
     return [
-        cost(spent, hbm=_held(hbm), ddr=_held(ddr), ssd=_held(ssd))
-        for spent, hbm, ddr, ssd in zip(_records(seconds, count), *tiers, strict=True)
+        cost(parts, hbm=_held(hbm), ddr=_held(ddr), ssd=_held(ssd), hidden=untold)
+        for parts, untold, hbm, ddr, ssd in zip(*spent, *tiers, strict=True)
     ]
 
 

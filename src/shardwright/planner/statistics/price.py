@@ -7,11 +7,10 @@ import dataclasses
 from shardwright.core.cluster import TIERS
 from shardwright.core.plan import Plan
 from shardwright.core.statistics import MemoryPrice
-from shardwright.planner.larger_caches import bounded_tables
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import Bound, Table, lower_bound, table
 from shardwright.planner.search.space import Space
-from shardwright.planner.strategy.spacing import space_of
+from shardwright.planner.strategy.spacing import bounded_space
 
 GIB = 2**30
 
@@ -26,7 +25,7 @@ def prices_of(problem: Problem) -> tuple[MemoryPrice, ...]:
     """The same for a problem that is made already; without tables the bound has no price."""
     if not problem.tables:
         return ()
-    space = space_of(problem, bounded_tables(problem), problem.capacity)
+    space = bounded_space(problem)
     now = bound_at(space, problem.capacity)
     found = []
     for index, tier in enumerate(TIERS):

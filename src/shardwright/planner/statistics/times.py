@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 
 from shardwright.core.plan import Plan
 from shardwright.core.statistics import (
@@ -16,22 +15,20 @@ from shardwright.core.statistics import (
     Waiting,
 )
 from shardwright.core.timeline import PHASES
-from shardwright.cost.torchrec_time import PARTS
-from shardwright.planner.proposing.candidate import module_of
+from shardwright.planner import profiles
 from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.statistics.memory import decisive, filled
 from shardwright.planner.statistics.ranks import idle_seconds, ranks_with
-from shardwright.planner.tally import Placed, tally
 
 MOST_TABLES = 5
 EXCHANGES = ("exchange_ids", "exchange_rows", "reduce")  # phases in which ranks talk
-ORDER = (*PARTS, *PHASES)
 
 
 def parts_of(plan: Plan) -> dict[str, list[float]]:
     """Seconds of every rank by part, in the order of a step."""
     names = {part for totals in plan.ranks for part in totals.parts}
-    known = [part for part in ORDER if part in names]
+    order = (*profiles.phase_of_part(plan.job.planner.constants), *PHASES)
+    known = [part for part in order if part in names]
     names = {*names} - {*known}
     return {
         part: [totals.parts.get(part, 0.0) for totals in plan.ranks]
@@ -65,7 +62,7 @@ def critical_path(plan: Plan, held: Holdings) -> CriticalPath:
     and backward; a prefetch is in none. Ours: each phase, for a phase ends when all ranks are done.
     """
     if plan.job.planner.constants == "torchrec-1.9":
-        terms = tuple(torchrec_terms(held.tables, plan.world_size))
+        terms = tuple(profiles.torchrec.critical_terms(held.tables, plan.world_size))
     else:
         terms = tuple(
             CriticalTerm(part, part in EXCHANGES, max(values), values.index(max(values)))
@@ -76,33 +73,6 @@ def critical_path(plan: Plan, held: Holdings) -> CriticalPath:
         sum(term.seconds for term in terms if not term.communication),
         terms,
     )
-
-
-def modules(tables: Iterable[Placed]) -> dict[str, list[Placed]]:
-    """Tables that exchange their rows together, by module and sharding type."""
-    groups: dict[str, list[Placed]] = {}
-    for placed in tables:
-        name = f"{module_of(placed.choice.table)} {placed.choice.option.sharding_type}"
-        groups.setdefault(name, []).append(placed)
-    return groups
-
-
-def torchrec_terms(tables: tuple[Placed, ...], ranks: int) -> Iterator[CriticalTerm]:
-    """Ranks meet after the communication of each module and sharding type, forward and backward,
-    and after all compute, forward and backward: each takes as long as its slowest rank."""
-    for name, group in modules(tables).items():
-        for part in ("fwd_comms", "bwd_comms"):
-            yield _term(f"{name} {part}", True, group, part, ranks)
-    for part in ("fwd_compute", "bwd_compute"):
-        yield _term(part, False, tables, part, ranks)
-
-
-def _term(
-    name: str, communication: bool, tables: Iterable[Placed], part: str, ranks: int
-) -> CriticalTerm:
-    found = tally(tables, ranks).seconds.get(part)
-    values = [0.0] * ranks if found is None else found.tolist()
-    return CriticalTerm(name, communication, max(values), values.index(max(values)))
 
 
 def bottlenecks(plan: Plan, held: Holdings) -> tuple[Bottleneck, ...]:

@@ -11,12 +11,10 @@ from shardwright.core.batch import Batch, lookups, outputs
 from shardwright.core.model import TableSpec
 from shardwright.core.plan import Plan
 from shardwright.core.tensor import element_bytes
-from shardwright.cost import embedding, torchrec_storage
+from shardwright.cost import embedding
 from shardwright.cost.embedding import Demand
-from shardwright.cost.torchrec import Ranks, Scheme, Shards
+from shardwright.planner import profiles
 from shardwright.planner.pricing.evaluate import Lift, bare
-
-INDEX_CONSTANT = "index_bytes"
 
 
 def shard_traffic(
@@ -31,25 +29,12 @@ def shard_traffic(
     size = lift(element_bytes(table.dtype), "element_bytes", "B", f"{where}.dtype {table.dtype}")
     own_rows = lift(rows, "rows_of_shard", "rows", "the shard's")
     own_columns = lift(columns, "columns_of_shard", "columns", "the shard's")
-    world = lift(plan.world_size, "ranks", "", "cluster.world_size")
-    if plan.job.planner.constants == "torchrec-1.9":
-        local = plan.cluster.local_world_size
-        host = lift(local, "ranks_of_host", "", "cluster.local_world_size")
-        pooled = table.pooled
-        scheme = Scheme(sharding_type, "", plan.cluster.compute_device, pooled=pooled)
-        unused = Shards(*[0] * len(Shards._fields))
-        q = unused._replace(
-            rows=own_rows, columns=own_columns, lookups=ids, outputs=bags, output_bytes=size
-        )
-        constant = plan.cluster.constants[INDEX_CONSTANT]
-        source = f"{constant.source}, {constant.date}"
-        c = {INDEX_CONSTANT: lift(constant.value, INDEX_CONSTANT, constant.unit, source)}
-        ranks = Ranks(world, host, host)
-        return (
-            torchrec_storage.input_bytes(scheme, q, ranks, c),
-            torchrec_storage.output_bytes(scheme, q, ranks),
-        )
     demand = Demand(ids, bags, own_rows, own_columns, 0, 0, 0, 0)
+    if plan.job.planner.constants == "torchrec-1.9":
+        return profiles.torchrec.exchange_bytes(
+            plan.cluster, table.pooled, sharding_type, demand, size, lift
+        )
+    world = lift(plan.world_size, "ranks", "", "cluster.world_size")
     local_ranks = None
     if plan.cluster.group < plan.world_size:
         local_ranks = lift(plan.cluster.group, "ranks_of_host", "", "cluster.local_world_size")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
+from shardwright.planner import profiles
 from shardwright.planner.problem import Problem
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
@@ -26,9 +27,7 @@ def search(job: Job, model: ModelSpec, deadline: float) -> Found:
             )
         return search_steps(job, model, deadline)
     if wanted == "proposers":
-        from shardwright.planner.strategy.proposals import search_proposals
-
-        return search_proposals(job, model, deadline)
+        return profiles.torchrec.search(job, model, deadline)
     if wanted == "exact":
         from shardwright.planner.strategy.exact import search_exactly
 

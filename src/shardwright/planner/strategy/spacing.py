@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.option import Option
+from shardwright.planner import profiles
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables
 from shardwright.planner.problem import Problem
@@ -27,6 +28,14 @@ from shardwright.planner.search.space import (
 from shardwright.planner.tally import Placed
 
 MAX_COMBINATIONS = 256  # of kernels of tables that are kept together
+
+
+def bounded_space(problem: Problem) -> Space:
+    """The space of a bound: all that the job's search may choose; proposers may enlarge caches."""
+    tables = problem.tables
+    if problem.job.planner.search == "proposers":
+        tables = profiles.torchrec.bounded_tables(problem)
+    return space_of(problem, tables, problem.capacity)
 
 
 def space_of(problem: Problem, tables: Tables, capacity: tuple[int, int, int]) -> Space:

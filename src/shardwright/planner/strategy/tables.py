@@ -10,15 +10,14 @@ from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.option import column_width
 from shardwright.planner.draft import TablesDraft
-from shardwright.planner.larger_caches import bounded_tables
-from shardwright.planner.options.torchrec import TORCHREC_MIN_PARTITION
+from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.search import Outcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.widening import search_widening
 from shardwright.planner.strategy.found import Found
-from shardwright.planner.strategy.spacing import placed_tables, space_of
+from shardwright.planner.strategy.spacing import bounded_space, placed_tables, space_of
 
 SAME_BOUND = 1e-12
 WIDE_GAP = 0.01  # above the bound, where a rank is
@@ -112,7 +111,7 @@ def _narrow(space: Space) -> Callable[[Item, ItemOption], bool]:
             return False
         if choice.option.traits.cuts_columns and choice.option.partition == "device":
             table = choice.table
-            width = column_width(table, table.min_partition or TORCHREC_MIN_PARTITION)
+            width = column_width(table, table.min_partition or USUAL_MIN_PARTITION)
             return choice.option.runs[0].columns == width
         return choice.option.partition != "multi_host"
 
@@ -121,5 +120,5 @@ def _narrow(space: Space) -> Callable[[Item, ItemOption], bool]:
 
 def tables_bound(problem: Problem) -> float:
     """No plan of these tables is faster."""
-    space = space_of(problem, bounded_tables(problem), problem.capacity)
+    space = bounded_space(problem)
     return lower_bound(space, table(space)).seconds

@@ -1,1 +1,0 @@
-"""Bridges to other libraries: their models in as jobs, our plans out as theirs."""

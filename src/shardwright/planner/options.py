@@ -1,0 +1,193 @@
+"""The ways to shard a table that the search looks at: all that exist, or all that run here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shardwright.core.cluster import Cluster, Device
+from shardwright.core.errors import InputError, expected
+from shardwright.core.model import ComputeKernel, TableSpec
+from shardwright.core.option import (
+    DEFAULT_MIN_PARTITION,
+    Option,
+    column_width,
+    column_widths,
+    shard_runs,
+)
+from shardwright.core.sharding import RUNNABLE, TYPES, ShardingType, traits
+
+USUAL_MIN_PARTITION = 128  # columns; the narrowest shard that is looked at first, as in TorchRec
+WIDE: tuple[ShardingType, ...] = tuple(t for t in TYPES if traits(t).freer is None)
+SLOW_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching")
+
+# Of quantised tables, pooled or not: they serve inference, and have to be asked for by a kernel.
+QUANTIZED_TYPES: tuple[ShardingType, ...] = ("table_wise", "row_wise", "column_wise")
+QUANTIZED_KERNELS: dict[Device, tuple[ComputeKernel, ...]] = {
+    "cpu": ("quant",),
+    "cuda": ("quant", "quant_uvm", "quant_uvm_caching"),
+}
+
+MOST_PIECES = 256  # of a table's columns, on few ranks
+
+
+def is_quantized(table: TableSpec) -> bool:
+    """Whether ``table`` names kernels of quantised tables.
+
+    :raises InputError: it names kernels of training as well.
+    """
+    named = table.compute_kernels or ()
+    quantized = [kernel for kernel in named if kernel in QUANTIZED_KERNELS["cuda"]]
+    if quantized and len(quantized) < len(named):
+        wanted = "kernels of training or kernels of quantised tables"
+        remedy = "A quantised table serves inference only: make it a table of its own."
+        where = f"tables '{table.name}'.compute_kernels"
+        raise InputError(expected(where, wanted, ", ".join(named), remedy))
+    return bool(quantized)
+
+
+def runnable_options(table: TableSpec, world_size: int) -> tuple[Option, ...]:
+    """What the runtime can execute for this table and the job allows."""
+    types = [t for t in RUNNABLE if table.sharding_types is None or t in table.sharding_types]
+    if table.optimizer == "rowwise_adagrad":
+        types = [t for t in types if not traits(t).cuts_columns]
+    if not types:
+        raise InputError(
+            expected(
+                f"tables '{table.name}'.sharding_types",
+                f"one of {', '.join(RUNNABLE)}{_why_no_columns(table)}",
+                ", ".join(table.sharding_types or ()),
+            )
+        )
+    least = table.min_partition or max(DEFAULT_MIN_PARTITION, table.dim // 2)
+    cuts = column_widths(msgspec.structs.replace(table, min_partition=least))
+    options = []
+    for sharding_type in types:
+        kind = traits(sharding_type)
+        kernel: ComputeKernel = "dense" if kind.replicated else "fused"
+        if table.compute_kernels is not None and kernel not in table.compute_kernels:
+            continue
+        # a table whose columns are not cut is another type
+        for width in cuts if kind.cuts_columns else (table.dim,):
+            runs = shard_runs(table, sharding_type, world_size, world_size, width)
+            options.append(Option(table.name, sharding_type, kernel, runs))
+    if not options:
+        types_text = list(table.sharding_types or RUNNABLE)
+        raise InputError(
+            expected(
+                f"tables '{table.name}'",
+                "a sharding type and kernel that this version runs",
+                f"types {types_text}, kernels {list(table.compute_kernels or ('any',))}",
+                f"{_no_cut(table, types, cuts)}Allow table_wise or row_wise with kernel fused, or "
+                "data_parallel with dense.",
+            )
+        )
+    return tuple(options)
+
+
+def _why_no_columns(table: TableSpec) -> str:
+    if table.optimizer != "rowwise_adagrad":
+        return ""
+    named = [t for t in RUNNABLE if t in (table.sharding_types or ())]
+    cut = ", ".join(t for t in named if traits(t).cuts_columns)
+    return f" ({cut} needs sgd: its row-wise Adagrad sums would span ranks)" if cut else ""
+
+
+def _no_cut(table: TableSpec, types: list[ShardingType], cuts: Sequence[int]) -> str:
+    if not cuts and any(traits(t).cuts_columns for t in types):
+        return f"No cut of {table.dim} columns is a multiple of 4 and at least min_partition. "
+    return ""
+
+
+def wide_options(
+    table: TableSpec, cluster: Cluster, *, slow: bool, every_cut: bool = False
+) -> tuple[Option, ...]:
+    """Every sharding type, even cut of columns and kernel of the device that can be of use.
+
+    ``slow``: also the kernels whose weights lie in host memory where none is named. ``every_cut``:
+    also cuts so fine that no bound depends on them. A key-value store and kernels of quantised
+    tables have to be named. The types that keep a table's shards on a host are for pooled tables.
+    """
+    types = WIDE if table.sharding_types is None else table.sharding_types
+    options = []
+    for sharding_type in types:
+        kind = traits(sharding_type)
+        if not (table.pooled or kind.sequences):
+            continue
+        one_host = cluster.group >= cluster.world_size
+        if one_host and kind.within_hosts and table.sharding_types is None:
+            continue  # the same as the type without its host
+        for width in _widths(table, sharding_type, cluster, every_cut=every_cut):
+            runs = shard_runs(table, sharding_type, cluster.world_size, cluster.group, width)
+            options += [
+                Option(table.name, sharding_type, kernel, runs)
+                for kernel in _kernels(table, sharding_type, cluster, slow=slow)
+            ]
+    if not options:
+        raise InputError(
+            expected(
+                f"tables '{table.name}'",
+                f"a sharding type and a compute kernel that go together on "
+                f"{cluster.compute_device}",
+                f"types {list(types)}, kernels {list(table.compute_kernels or ('any',))}",
+                "Widen sharding_types or compute_kernels, or lower min_partition.",
+            )
+        )
+    return tuple(options)
+
+
+def _widths(
+    table: TableSpec, sharding_type: ShardingType, cluster: Cluster, *, every_cut: bool
+) -> tuple[int, ...]:
+    """Column widths to try, widest first. Shards by the thousand on few ranks are none, but for
+    ``every_cut``."""
+    kind = traits(sharding_type)
+    if not kind.cuts_columns:
+        return (table.dim,)
+    most = _enough_cuts(table, sharding_type, cluster)
+    cuts = column_widths(table)
+    coarse = [width for width in cuts if table.dim // width < most]
+    widths = list(cuts if every_cut else cuts[: len(coarse) + 1])
+    narrow = column_width(table, table.min_partition or USUAL_MIN_PARTITION)
+    if narrow < table.dim and table.dim // narrow <= max(most, MOST_PIECES):
+        widths = sorted({*widths, narrow}, reverse=True)
+    named = table.sharding_types
+    if named is not None and (kind.cuts_rows or not any(traits(t).whole for t in named)):
+        widths = [table.dim, *widths]  # asked for; uncut it is no other type that may be chosen
+    return tuple(widths)
+
+
+def _enough_cuts(table: TableSpec, sharding_type: ShardingType, cluster: Cluster) -> int:
+    """Column shards of which no bound needs more.
+
+    Cut further, a table takes as much work and memory or more. If one of ``n`` equal shards is
+    longer than a whole step or larger than a rank, all ``n`` are more than the ranks can hold as
+    soon as ``n`` is the number of ranks; four times as many are tried, so that they even out.
+    Finer ones may even out by a little more. A column block of a grid lies on as many ranks of a
+    host as it has full row shards.
+    """
+    if not traits(sharding_type).cuts_rows:
+        return 4 * cluster.world_size
+    full = table.rows // -(-table.rows // cluster.group)
+    return max(-(-cluster.world_size // full), 2)
+
+
+def _kernels(
+    table: TableSpec, sharding_type: ShardingType, cluster: Cluster, *, slow: bool
+) -> tuple[ComputeKernel, ...]:
+    named = table.compute_kernels
+    if named is not None and is_quantized(table):
+        offered = QUANTIZED_KERNELS[cluster.compute_device]
+        known = offered if sharding_type in QUANTIZED_TYPES else ()
+        return tuple(kernel for kernel in known if kernel in named)
+    if traits(sharding_type).replicated:
+        return ("dense",) if named is None or "dense" in named else ()
+    if cluster.compute_device == "cpu":
+        return ("fused",) if named is None or "fused" in named else ()
+    known = ("fused", *SLOW_KERNELS)
+    if named is not None:
+        if cluster.ssd_cap:
+            known = (*known, "key_value")
+        return tuple(kernel for kernel in known if kernel in named)
+    return known if slow else known[:1]

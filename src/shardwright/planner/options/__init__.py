@@ -1,1 +1,0 @@
-"""The ways to shard a table that a search may choose from."""

@@ -1,1 +1,0 @@
-"""Ways to give the shards of a proposal to ranks."""

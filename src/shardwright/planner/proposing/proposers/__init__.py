@@ -1,1 +1,0 @@
-"""Ways to propose one candidate for each table, one proposal after the other."""

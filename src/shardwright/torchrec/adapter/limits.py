@@ -1,0 +1,133 @@
+"""What TorchRec's runtime (1.9.2) executes, so that no plan asks for more.
+
+A sharder offers more than runs: a sequence table cannot be replicated on a CPU, a fused kernel
+reads rows of whole groups of four columns, and a shard without rows has no weight to look up on a
+CPU. Types and kernels that TorchRec guards are left to those who name them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.model import ComputeKernel, TableSpec
+from shardwright.core.option import column_width, column_widths, row_runs
+from shardwright.core.sharding import ShardingType
+from shardwright.planner.options import USUAL_MIN_PARTITION
+from shardwright.torchrec.adapter.tables import TorchRecTable
+
+TYPES: tuple[ShardingType, ...] = (
+    "data_parallel",
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+)
+ROW_TYPES: tuple[ShardingType, ...] = ("row_wise", "table_row_wise", "grid_shard")
+GUARDED_TYPES: tuple[ShardingType, ...] = ("grid_shard",)
+KERNELS: dict[str, tuple[ComputeKernel, ...]] = {
+    "cpu": ("dense", "fused"),
+    "cuda": ("dense", "fused", "fused_uvm", "fused_uvm_caching"),
+}
+GUARDED_KERNELS: tuple[ComputeKernel, ...] = ("key_value",)
+COLUMNS = 4  # a fused kernel's rows are multiples of
+NARROWEST = 32  # columns; a lookup of fewer costs TorchRec as much, and its kernels too
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """``world`` ranks of one kind of device, ``ssd`` bytes each; ``group`` of them are linked."""
+
+    device: str
+    world: int
+    group: int
+    ssd: int = 0
+
+
+def limited(table: TorchRecTable, ranks: Ranks, *, lean: bool) -> TableSpec:
+    """The table with the types and kernels that may be chosen for it.
+
+    ``lean``: without types of which another one covers every placement at the same cost, and
+    without column shards that are too narrow, unless the table's constraint names them.
+
+    :raises InputError: nothing is left.
+    """
+    spec = table.spec
+    offered = table.sharder.sharding_types(ranks.device)
+    named: tuple[str, ...] = spec.sharding_types or ()
+    types = [t for t in TYPES if t in (named or offered) and t in offered]
+    types = [t for t in types if named or t not in GUARDED_TYPES]
+    types = [t for t in types if _runs(t, spec, ranks)]
+    if lean and spec.min_partition is None:
+        spec = msgspec.structs.replace(spec, min_partition=NARROWEST)
+    if lean and not named:
+        types = [t for t in types if not _covered(t, types, spec, ranks)]
+    kernels = _kernels(table, types, ranks)
+    if not types or not kernels:
+        raise InputError(_nothing_left(table, ranks, types, kernels))
+    changed: dict[str, Any] = {"sharding_types": tuple(types)}
+    if spec.compute_kernels or set(kernels) != set(KERNELS[ranks.device]):
+        changed["compute_kernels"] = kernels
+    return msgspec.structs.replace(spec, **changed)
+
+
+def _runs(sharding_type: ShardingType, spec: TableSpec, ranks: Ranks) -> bool:
+    if sharding_type == "data_parallel":
+        return spec.pooled or ranks.device != "cpu"
+    if spec.dim % COLUMNS:
+        return False
+    if sharding_type in ROW_TYPES and ranks.device == "cpu":
+        parts = ranks.world if sharding_type == "row_wise" else ranks.group
+        return all(run.rows for run in row_runs(spec.rows, spec.dim, parts))
+    return True
+
+
+def _covered(
+    sharding_type: ShardingType, types: list[ShardingType], spec: TableSpec, ranks: Ranks
+) -> bool:
+    match sharding_type:
+        case "column_wise":
+            narrowest = column_width(spec, spec.min_partition or USUAL_MIN_PARTITION)
+            cuts = column_widths(spec) or narrowest < spec.dim
+            return not cuts and "table_wise" in types
+        case "table_column_wise":
+            return "column_wise" in types
+        case "table_row_wise":
+            return ranks.group >= ranks.world and "row_wise" in types
+        case _:
+            return False
+
+
+def _kernels(
+    table: TorchRecTable, types: list[ShardingType], ranks: Ranks
+) -> tuple[ComputeKernel, ...]:
+    named: tuple[str, ...] = table.spec.compute_kernels or ()
+    offered = {k for t in types for k in table.sharder.compute_kernels(t, ranks.device)}
+    known = KERNELS[ranks.device] + (GUARDED_KERNELS if named and ranks.ssd else ())
+    return tuple(k for k in known if k in offered and (k in named or not named))
+
+
+def _nothing_left(
+    table: TorchRecTable,
+    ranks: Ranks,
+    types: list[ShardingType],
+    kernels: tuple[ComputeKernel, ...],
+) -> str:
+    spec = table.spec
+    kind = "pooled" if spec.pooled else "sequence"
+    named = [*(spec.sharding_types or ("any type",)), *(spec.compute_kernels or ("any kernel",))]
+    remedy = "Widen the table's constraint, or give its module's sharder more types."
+    if spec.dim % COLUMNS:
+        remedy = f"All types but data_parallel need a dim that is a multiple of {COLUMNS}."
+    return expected(
+        f"table '{spec.name}'",
+        f"a sharding type and a kernel that TorchRec runs on {ranks.device} for a {kind} table of "
+        f"{spec.rows} x {spec.dim} on {ranks.world} ranks",
+        ", ".join(named),
+        remedy,
+    )

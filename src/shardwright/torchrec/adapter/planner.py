@@ -1,0 +1,187 @@
+"""A planner for TorchRec's ``DistributedModelParallel``: our search, its sharding plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed import comm
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.types import StorageReservation
+from torchrec.distributed.sharding_plan import get_default_sharders, placement
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingPlanner,
+    ShardMetadata,
+)
+
+from shardwright.core.errors import MismatchError, PeerError, expected
+from shardwright.core.job import parse_job
+from shardwright.core.model_of_job import model_of
+from shardwright.core.plan import Plan, TablePlan
+from shardwright.core.quantities import format_seconds
+from shardwright.planner.planner import plan as make_plan
+from shardwright.torchrec.adapter.job import Request, document
+from shardwright.torchrec.adapter.machine import default_topology
+from shardwright.torchrec.adapter.tables import Constraints, Sharders, TorchRecTable
+
+WHERE = "model"
+ON_A_HOST = ("table_row_wise", "table_column_wise", "grid_shard")
+
+logger = logging.getLogger(__name__)
+
+
+class ShardwrightPlanner(ShardingPlanner):
+    """Plans tables by TorchRec's own costs, or those that ``job_overrides`` ask for.
+
+    ``topology``, ``batch_size`` (per rank), ``storage_reservation``, ``constraints`` and
+    ``timeout_seconds`` are as in TorchRec's ``EmbeddingShardingPlanner``. ``job_overrides`` are
+    sections of a job that win over what the model says, such as
+    ``{"planner": {"options": "torchrec"}}``. After planning, ``made`` is the plan as Shardwright
+    writes and explains it.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        storage_reservation: StorageReservation | None = None,
+        constraints: Constraints | None = None,
+        timeout_seconds: float | None = None,
+        *,
+        job_overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._request = Request(
+            topology or default_topology(),
+            batch_size or BATCH_SIZE,
+            constraints,
+            storage_reservation,
+            timeout_seconds,
+            job_overrides,
+        )
+        self.made: Plan | None = None
+
+    def plan(self, module: nn.Module, sharders: Sharders) -> ShardingPlan:
+        """The sharding plan of ``module``; raises NoPlanError with the shortfall if none fits."""
+        found, tables = document(module, sharders, self._request)
+        if not tables:
+            return ShardingPlan({})
+        self.made = make_plan(parse_job(found, WHERE), model_of)
+        logger.info(_summary(self.made))
+        return sharding_plan(self.made, tables, self._request.topology)
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: Sharders | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """Rank 0 of ``pg`` plans, all ranks get the plan; without a process group, just plan.
+
+        :raises PeerError: on the other ranks, where rank 0 could not plan.
+        """
+        sharders = sharders or get_default_sharders()
+        if pg is None and dist.is_initialized():
+            pg = dist.GroupMember.WORLD
+        if pg is None:
+            return self.plan(module, sharders)
+        outcome: list[Any] = [None]
+        error: Exception | None = None
+        if pg.rank() == 0:
+            try:
+                found = self.plan(module, sharders)
+                self._check_group(pg)
+                made = msgspec.json.encode(self.made) if self.made else b""
+                outcome = [(found, made, "")]
+            except Exception as caught:  # the others wait for an answer
+                error, outcome = caught, [(None, b"", f"{type(caught).__name__}: {caught}")]
+        if pg.size() > 1:
+            dist.broadcast_object_list(outcome, group=pg, group_src=0)
+        if error is not None:
+            raise error
+        sharding, made, failure = outcome[0]
+        if failure:
+            raise PeerError(expected(WHERE, "a plan from rank 0", failure.rstrip(".")))
+        self.made = msgspec.json.decode(made, type=Plan) if made else None
+        return sharding
+
+    def _check_group(self, pg: dist.ProcessGroup) -> None:
+        """TorchRec's runtime counts ranks by itself: refuse what it would place elsewhere."""
+        ranks = self._request.topology.world_size
+        if pg.size() % ranks:
+            wanted = f"a divisor of the process group's {pg.size()} ranks"
+            raise MismatchError(expected("topology.world_size", wanted, str(ranks)))
+        tables = self.made.tables if self.made and pg.size() == ranks else ()
+        if any(table.sharding_type in ON_A_HOST for table in tables):
+            group = comm.get_topology_group_world_size(pg.size())
+            planned = self._request.topology.intra_group_size
+            if group != planned:
+                wanted = f"{group} linked ranks, as LOCAL_WORLD_SIZE and the pod size say"
+                raise MismatchError(expected("topology", wanted, str(planned)))
+
+
+def _summary(made: Plan) -> str:
+    return (
+        f"{len(made.tables)} tables on {made.world_size} ranks: the slowest takes "
+        f"{format_seconds(made.max_rank_seconds)} per step, no plan less than "
+        f"{format_seconds(made.lower_bound_seconds)} (gap {made.gap:.1%})"
+    )
+
+
+def sharding_plan(plan: Plan, tables: Sequence[TorchRecTable], topology: Topology) -> ShardingPlan:
+    """``plan`` for TorchRec's ``DistributedModelParallel``; ``tables`` are those it was made of."""
+    if plan.world_size != topology.world_size:
+        ranks = f"{plan.world_size} ranks"
+        raise MismatchError(expected("plan", f"{topology.world_size} ranks, as topology", ranks))
+    chosen = {table.name: table for table in plan.tables}
+    modules: dict[str, EmbeddingModuleShardingPlan] = {}
+    for table in tables:
+        found = chosen.get(table.spec.name)
+        if found is None or (found.rows, found.dim) != (table.spec.rows, table.spec.dim):
+            shape = f"{table.spec.rows} x {table.spec.dim}"
+            got = f"{found.rows} x {found.dim}" if found else "no such table"
+            raise MismatchError(
+                expected(f"plan of table '{table.spec.name}'", shape, got, "Plan this model.")
+            )
+        module = modules.setdefault(table.module_path, EmbeddingModuleShardingPlan())
+        module[table.name] = _parameter(found, table, topology)
+    return ShardingPlan(dict(modules))
+
+
+def _parameter(found: TablePlan, table: TorchRecTable, topology: Topology) -> ParameterSharding:
+    replicated = found.sharding_type == "data_parallel"
+    given = table.constraint
+    return ParameterSharding(
+        sharding_type=found.sharding_type,
+        compute_kernel=found.compute_kernel,
+        ranks=list(found.ranks),
+        sharding_spec=None if replicated else EnumerableShardingSpec(_shards(found, topology)),
+        cache_params=given.cache_params if given else None,
+        enforce_hbm=given.enforce_hbm if given else None,
+        stochastic_rounding=given.stochastic_rounding if given else None,
+        bounds_check_mode=given.bounds_check_mode if given else None,
+        output_dtype=given.output_dtype if given else None,
+        key_value_params=given.key_value_params if given else None,
+    )
+
+
+def _shards(found: TablePlan, topology: Topology) -> list[ShardMetadata]:
+    """Every shard with its rank, in the order of the table's rows and columns."""
+    device, local = topology.compute_device, topology.local_world_size
+    return [
+        ShardMetadata(
+            shard_offsets=[shape.row, shape.column],
+            shard_sizes=[shape.rows, shape.columns],
+            placement=placement(device, rank, local),
+        )
+        for shard in found.shards
+        for rank, shape in zip(shard.ranks, shard.run.shapes(), strict=True)
+    ]

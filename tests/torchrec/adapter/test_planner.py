@@ -1,0 +1,275 @@
+"""TorchRec's models in, our plans out as its sharding plans."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its own modules
+    pytest.importorskip("torchrec", reason="TorchRec is not installed")
+    import torch
+    from torch import nn
+    from torchrec import EmbeddingBagConfig, optim
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import ParameterConstraints, Topology
+    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+    from torchrec.distributed.planner.planners import (
+        validate_compute_kernels,
+        validate_modules_inclusion_in_sharding_plan,
+        validate_rank_assignment,
+    )
+    from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+    from torchrec.distributed.planner.types import Shard
+    from torchrec.distributed.types import CacheParams
+    from torchrec.modules.embedding_configs import DataType
+    from torchrec_models import Model, one_bag, one_sequence, sharders, topology
+
+from shardwright.core.errors import MismatchError, NoPlanError, UnsupportedError
+from shardwright.torchrec import ShardwrightPlanner, read_tables, sharding_plan
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TorchRec's reservations
+
+GIB = 2**30
+
+
+# Reading tables
+
+
+def test_tables_are_read_with_their_shape_dtype_features_and_place() -> None:
+    found = read_tables(Model(), sharders())
+
+    specs = [table.spec for table in found]
+    assert [(s.name, s.rows, s.dim, s.dtype, s.pooled) for s in specs] == [
+        ("t0", 1000, 64, "fp32", True),
+        ("t1", 50_000, 128, "fp32", True),
+        ("t2", 7, 256, "fp32", True),
+        ("s0", 2000, 64, "fp32", False),
+        ("s1", 4000, 64, "fp16", False),
+    ]
+    assert [len(s.pooling_factors) for s in specs] == [1, 2, 1, 1, 1]
+    assert [t.module_path for t in found] == ["sparse.ebc"] * 3 + ["ec"] * 2
+    parameters = dict(Model().named_parameters())
+    assert all(spec.fqn in parameters for spec in specs)
+
+
+def test_a_constraint_says_traffic_and_limits() -> None:
+    constraint = ParameterConstraints(
+        sharding_types=["table_wise", "column_wise"],
+        compute_kernels=["fused"],
+        min_partition=32,
+        pooling_factors=[3.0, 4.5],
+        num_poolings=[2.0, 1.0],
+        batch_sizes=[64, 128],
+        output_dtype=DataType.FP16,
+        cache_params=CacheParams(load_factor=0.25, prefetch_pipeline=True),
+    )
+    spec = read_tables(Model(), sharders(), {"t1": constraint})[1].spec
+
+    assert spec.sharding_types == ("table_wise", "column_wise")
+    assert spec.compute_kernels == ("fused",)
+    assert spec.min_partition == 32
+    assert spec.pooling_factors == (3.0, 4.5)
+    assert spec.num_poolings == (2.0, 1.0)
+    assert spec.batch_sizes == (64, 128)
+    assert spec.output_dtype == "fp16"
+    assert spec.cache is not None
+    assert (spec.cache.load_factor, spec.cache.prefetch_pipeline) == (0.25, True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (torch.optim.SGD, "sgd"),
+        (torch.optim.Adam, "adam"),
+        (optim.RowWiseAdagrad, "rowwise_adagrad"),
+        (torch.optim.Adagrad, "adagrad"),
+        (optim.LAMB, "adagrad"),
+    ],
+)
+def test_the_optimizer_is_that_of_the_parameter(optimizer: type, told: str) -> None:
+    model = one_bag()
+    for parameter in model.parameters():
+        parameter._optimizer_classes = [optimizer]  # as apply_optimizer_in_backward does
+
+    assert read_tables(model, sharders())[0].spec.optimizer == told
+
+
+def test_the_optimizer_is_else_that_of_the_fused_kernel() -> None:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    sharder = EmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})
+    assert read_tables(one_bag(), [sharder])[0].spec.optimizer == "rowwise_adagrad"
+    assert read_tables(one_bag(), sharders())[0].spec.optimizer is None
+
+
+def test_weights_of_ids_are_the_modules() -> None:
+    found = read_tables(Model(weighted=True), sharders())
+    assert [t.spec.module_weighted for t in found] == [True] * 3 + [False] * 2
+
+
+def test_tables_of_one_name_get_their_modules_path() -> None:
+    model = nn.ModuleDict({"left": one_bag(), "right": one_bag()})
+    assert [t.spec.name for t in read_tables(model, sharders())] == ["left.0.t", "right.0.t"]
+    planned = ShardwrightPlanner(topology(2), 8).plan(model, sharders())
+    assert {path: list(part) for path, part in planned.plan.items()} == {
+        "left.0": ["t"],
+        "right.0": ["t"],
+    }
+
+
+def test_tables_of_another_device_group_are_left_out() -> None:
+    found = read_tables(Model(), sharders(), {"t0": ParameterConstraints(device_group="cpu")})
+    assert [t.name for t in found] == ["t1", "t2", "s0", "s1"]
+
+
+def test_another_module_with_a_sharder_is_refused_by_name() -> None:
+    from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
+    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+    config = EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=8, feature_names=["f"])
+    fused = FusedEmbeddingBagCollection(
+        tables=[config], optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 0.1}
+    )
+    model = nn.Sequential(fused)
+    with pytest.raises(UnsupportedError, match=r"module '0'.*got FusedEmbeddingBagCollection"):
+        read_tables(model, [FusedEmbeddingBagCollectionSharder()])
+
+
+# Plans
+
+
+def judged(
+    found: Any, model: nn.Module, given: Topology, batch: int, constraints: Any
+) -> list[Any]:
+    """The plan as TorchRec's sharding options, priced by its own estimators."""
+    enumerator = EmbeddingEnumerator(given, batch, constraints)
+    options = enumerator.enumerate(model, sharders())
+    chosen = []
+    for path, part in found.plan.items():
+        for name, parameter in part.items():
+            option = copy.deepcopy(
+                next(
+                    o
+                    for o in options
+                    if (o.path, o.name) == (path, name)
+                    and o.sharding_type == parameter.sharding_type
+                    and o.compute_kernel == parameter.compute_kernel
+                )
+            )
+            if parameter.sharding_spec is not None:
+                option.shards = [
+                    Shard(list(s.shard_sizes), list(s.shard_offsets))
+                    for s in parameter.sharding_spec.shards
+                ]
+            for shard, rank in zip(option.shards, parameter.ranks, strict=True):
+                shard.rank = rank
+            chosen.append(option)
+    enumerator.populate_estimates(chosen)
+    return chosen
+
+
+@pytest.mark.parametrize("options", ["wide", "torchrec"])
+def test_a_plan_is_valid_and_priced_as_torchrec_does(options: str) -> None:
+    given = topology(16, local_world_size=8, hbm_cap=GIB // 20)
+    constraints = {
+        "t1": ParameterConstraints(pooling_factors=[20.0, 3.0]),
+        "s0": ParameterConstraints(pooling_factors=[50.0]),
+    }
+    planner = ShardwrightPlanner(
+        given,
+        512,
+        FixedPercentageStorageReservation(0.15),
+        constraints,
+        job_overrides={"planner": {"options": options}},
+    )
+    model = Model()
+    found = planner.plan(model, sharders())
+
+    validate_modules_inclusion_in_sharding_plan(found, model, sharders())
+    validate_rank_assignment(found, given)
+    chosen = judged(found, model, given, 512, constraints)
+    validate_compute_kernels(chosen)
+    milliseconds, hbm = [0.0] * 16, [0] * 16
+    for option in chosen:
+        for shard in option.shards:
+            milliseconds[shard.rank] += shard.perf.total
+            hbm[shard.rank] += shard.storage.hbm
+    made = planner.made
+    assert made is not None
+    assert max(milliseconds) == pytest.approx(made.max_rank_seconds * 1e3, rel=1e-9)
+    assert hbm == [rank.hbm_bytes for rank in made.ranks]
+    assert max(hbm) <= int(0.85 * (GIB // 20))
+
+
+def test_shards_name_rank_and_device_and_replicas_have_no_spec() -> None:
+    given = topology(4, local_world_size=2)
+    constraints = {
+        "t0": ParameterConstraints(sharding_types=["data_parallel"]),
+        "t1": ParameterConstraints(sharding_types=["column_wise"], min_partition=32),
+        "t2": ParameterConstraints(sharding_types=["row_wise"]),
+    }
+    planner = ShardwrightPlanner(given, 64, constraints=constraints)
+    part = planner.plan(Model(), sharders()).plan["sparse.ebc"]
+
+    assert part["t0"].sharding_spec is None
+    assert part["t0"].ranks == [0, 1, 2, 3]
+    columns = part["t1"].sharding_spec.shards
+    assert [s.shard_offsets[1] for s in columns] == sorted(s.shard_offsets[1] for s in columns)
+    assert [s.placement.rank() for s in columns] == part["t1"].ranks
+    assert all(
+        s.placement.device() == torch.device("cuda", s.placement.rank() % 2) for s in columns
+    )
+    rows = part["t2"].sharding_spec.shards
+    assert [s.shard_sizes for s in rows] == [[2, 256], [2, 256], [2, 256], [1, 256]]
+    assert [str(s.placement) for s in rows][3] == "rank:3/cuda:1"
+
+
+def test_placements_on_a_cpu_name_the_rank() -> None:
+    found = ShardwrightPlanner(topology(2, "cpu"), 8).plan(one_sequence(), sharders())
+    shards = found.plan["0"]["t"].sharding_spec.shards
+    assert {str(s.placement) for s in shards} <= {"rank:0/cpu", "rank:1/cpu"}
+
+
+def test_the_parameters_of_a_constraint_reach_the_runtime() -> None:
+    cache = CacheParams(load_factor=0.3)
+    constraint = ParameterConstraints(
+        sharding_types=["table_wise"],
+        compute_kernels=["fused_uvm_caching"],
+        cache_params=cache,
+        enforce_hbm=True,
+    )
+    planner = ShardwrightPlanner(topology(2), 8, constraints={"t": constraint})
+    found = planner.plan(one_bag(), sharders()).plan["0"]["t"]
+    assert (found.compute_kernel, found.cache_params, found.enforce_hbm) == (
+        "fused_uvm_caching",
+        cache,
+        True,
+    )
+
+
+def test_without_a_process_group_a_collective_plan_is_a_plan() -> None:
+    planner = ShardwrightPlanner(topology(2), 8)
+    assert planner.collective_plan(one_bag()).plan.keys() == {"0"}
+    assert planner.collective_plan(nn.Linear(2, 2)).plan == {}
+
+
+def test_a_plan_that_does_not_fit_is_told_by_the_planner() -> None:
+    planner = ShardwrightPlanner(
+        topology(2, hbm_cap=10_000), 8, FixedPercentageStorageReservation(0.15)
+    )
+    with pytest.raises(NoPlanError):
+        planner.plan(Model(), sharders())
+
+
+def test_a_plan_of_another_model_or_topology_is_refused() -> None:
+    planner = ShardwrightPlanner(topology(2), 8)
+    planner.plan(one_bag(), sharders())
+    assert planner.made is not None
+    with pytest.raises(MismatchError, match=r"table 't'.*expected 200 x 8, got 100 x 8"):
+        sharding_plan(planner.made, read_tables(one_bag(200), sharders()), topology(2))
+    with pytest.raises(MismatchError, match="expected 4 ranks"):
+        sharding_plan(planner.made, read_tables(one_bag(), sharders()), topology(4))

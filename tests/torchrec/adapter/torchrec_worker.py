@@ -1,0 +1,229 @@
+"""One rank of a TorchRec run under our planner: trains two steps and saves what came out.
+
+    python torchrec_worker.py RANK RANKS FOLDER
+
+Weights, inputs and optimizers are functions of names alone, so the test makes the same unsharded.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchrec import (
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingCollection,
+        EmbeddingConfig,
+        KeyedJaggedTensor,
+    )
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import ParameterConstraints, Topology
+
+from shardwright.torchrec import ShardwrightPlanner
+
+BATCH = 6  # samples per rank
+STEPS = 2
+RATE = 0.1
+SECONDS = 60
+BAGS = {"tw": (30, 8), "dp": (20, 8), "cw": (21, 16), "rw": (13, 8)}  # rows, dim
+SEQUENCES = {"tw": (30, 8), "cw": (17, 8), "rw": (15, 8)}
+TYPES = {
+    "tw": "table_wise",
+    "dp": "data_parallel",
+    "cw": "column_wise",
+    "rw": "row_wise",
+}
+
+
+class EverywhereSharder(EmbeddingBagCollectionSharder):
+    """TorchRec offers row-wise bags on accelerators only, though gloo runs them too."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return super().sharding_types("cuda")
+
+
+class Model(nn.Module):
+    """Bags and sequences into one number per sample."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        bags = [
+            EmbeddingBagConfig(
+                name=f"bag_{name}",
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=[f"b_{name}"] if name != "cw" else ["b_cw", "b_cw2"],
+            )
+            for name, (rows, dim) in BAGS.items()
+        ]
+        sequences = [
+            EmbeddingConfig(
+                name=f"seq_{name}",
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=[f"s_{name}"],
+            )
+            for name, (rows, dim) in SEQUENCES.items()
+        ]
+        self.bags = EmbeddingBagCollection(tables=bags, device=torch.device(device))
+        self.sequences = EmbeddingCollection(tables=sequences, device=torch.device(device))
+        self.over = nn.Linear(sum(dim for _, dim in BAGS.values()) + 16, 1, device=device)
+
+    def forward(self, bags: KeyedJaggedTensor, sequences: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = self.bags(bags)
+        columns = [pooled[key] for key in sorted(pooled.keys())]
+        rows = self.sequences(sequences)
+        squares = sum((rows[key].values() ** 2).sum() for key in sorted(rows.keys()))
+        return self.over(torch.cat(columns, dim=1)).sum() + squares
+
+
+def inputs(rank: int, step: int) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
+    """The ids of one rank and step; sequences and bags of zero to three."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    made = []
+    for sizes, prefix in ((BAGS, "b"), (SEQUENCES, "s")):
+        keys = {f"{prefix}_{name}": rows for name, (rows, _) in sizes.items()}
+        if prefix == "b":
+            keys["b_cw2"] = BAGS["cw"][0]
+        lengths = torch.randint(0, 4, (len(keys) * BATCH,), generator=generator)
+        counts = lengths.view(len(keys), BATCH).sum(1).tolist()
+        ids = [
+            torch.randint(0, rows, (count,), generator=generator)
+            for rows, count in zip(keys.values(), counts, strict=True)
+        ]
+        made.append(KeyedJaggedTensor(keys=list(keys), values=torch.cat(ids), lengths=lengths))
+    return made[0], made[1]
+
+
+def start_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The first value of a parameter: the same for all who know its name."""
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.rand(shape, generator=generator) - 0.5
+
+
+def scenarios() -> dict[str, dict[str, Any]]:
+    """What the planner is told: every type forced; columns cut more often than there are ranks,
+    as TorchRec's search cuts them; or nothing."""
+    forced, narrow = (
+        {
+            f"{kind}_{name}": ParameterConstraints(sharding_types=[TYPES[name]], min_partition=4)
+            for kind, sizes in (("bag", BAGS), ("seq", SEQUENCES))
+            for name in sizes
+            if name in names
+        }
+        for names in (tuple(TYPES), ("cw",))
+    )
+    return {
+        "forced": {"constraints": forced},
+        "narrow": {
+            "constraints": narrow,
+            "job_overrides": {"planner": {"options": "torchrec"}},
+        },
+        "free": {},
+    }
+
+
+def sharders() -> list[Any]:
+    """Sharders whose fused kernels do what a plain SGD step does."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
+    return [EverywhereSharder(dict(fused)), EmbeddingCollectionSharder(dict(fused))]
+
+
+@torch.no_grad()
+def fill(state: dict[str, Any]) -> None:
+    """Give every parameter its first value, a sharded one its part."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+            value.copy_(start_weight(name, tuple(value.shape)))
+            continue
+        whole = start_weight(name, tuple(value.metadata().size))
+        for shard in value.local_shards():
+            (row, column), (rows, columns) = (
+                shard.metadata.shard_offsets,
+                shard.metadata.shard_sizes,
+            )
+            shard.tensor.copy_(whole[row : row + rows, column : column + columns])
+
+
+def parts(state: dict[str, Any]) -> dict[str, list[tuple[list[int], torch.Tensor]]]:
+    """Every parameter as offset and values of what this rank has of it."""
+    found: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
+    for name, value in state.items():
+        if hasattr(value, "local_shards"):
+            found[name] = [
+                (list(shard.metadata.shard_offsets), shard.tensor.detach().clone())
+                for shard in value.local_shards()
+            ]
+        else:
+            found[name] = [([0] * value.dim(), value.detach().clone())]
+    return found
+
+
+def train(rank: int, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Plan together, shard, train, and tell what became of every parameter."""
+    planner = ShardwrightPlanner(Topology(ranks, "cpu"), BATCH, **given)
+    plan = planner.collective_plan(Model("meta"), sharders(), dist.GroupMember.WORLD)
+    model = DistributedModelParallel(
+        Model("cpu"), device=torch.device("cpu"), plan=plan, sharders=sharders()
+    )
+    fill(model.state_dict())
+    fused = set(dict(model.fused_optimizer.params)) if model.fused_optimizer else set()
+    own = [p for name, p in model.named_parameters() if name not in fused]
+    optimizer = torch.optim.SGD(own, lr=RATE)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(*inputs(rank, step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert planner.made is not None
+    types = {table.name: (table.sharding_type, table.ranks) for table in planner.made.tables}
+    return {"losses": losses, "state": parts(model.state_dict()), "types": types}
+
+
+def refusal(ranks: int) -> str:
+    """How a rank learns that nothing fits."""
+    planner = ShardwrightPlanner(Topology(ranks, "cpu", ddr_cap=1000), BATCH)
+    try:
+        planner.collective_plan(Model("meta"), sharders(), dist.GroupMember.WORLD)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "planned"
+
+
+def main() -> None:
+    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=SECONDS),
+    )
+    found: dict[str, Any] = {name: train(rank, ranks, given) for name, given in scenarios().items()}
+    found["refusal"] = refusal(ranks)
+    torch.save(found, folder / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
