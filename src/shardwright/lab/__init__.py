@@ -1,1 +1,1 @@
-
+"""What runs on this machine: recordings, estimates, training, comparison, calibration."""

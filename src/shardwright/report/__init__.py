@@ -1,1 +1,1 @@
-
+"""Plans and runs for people, without torch."""
