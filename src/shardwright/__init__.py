@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardwright.core.plan import Plan, read_plan, write_plan
     from shardwright.lab.compare import compare
     from shardwright.lab.footprint import footprint as estimate_memory
-    from shardwright.lab.recordings import plan
+    from shardwright.lab.recordings import plan, plan_module
     from shardwright.planner.explain import explain_tensor as explain
     from shardwright.runtime.apply import apply
     from shardwright.runtime.clip import clip_grad_norm_
@@ -87,6 +87,7 @@ _HOMES = {
     "optimizer_state_dict": "runtime.optimizer_dict",
     "parse_job": "core.job",
     "plan": "lab.recordings",
+    "plan_module": "lab.recordings",
     "read_job": "core.job",
     "read_measurement": "core.measurement",
     "read_plan": "core.plan",
@@ -138,6 +139,7 @@ __all__ = [
     "optimizer_state_dict",
     "parse_job",
     "plan",
+    "plan_module",
     "read_job",
     "read_measurement",
     "read_plan",

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from shardwright import __version__
 from shardwright.core.document import write_atomically
-from shardwright.core.job import Job, memory_of
+from shardwright.core.job import Job, memory_of, parse_job
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import RECORDED, check_model, model_of
 from shardwright.core.plan import Plan
 from shardwright.core.recording import Recording
 from shardwright.cost import constants
 from shardwright.planner.planner import plan as plan_model
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def plan(job: Job) -> Plan:
@@ -32,6 +38,59 @@ def plan(job: Job) -> Plan:
     Raises NoPlanError with the shortfall if none fits, InputError for what cannot be planned.
     """
     return plan_model(job, described)
+
+
+def plan_module(
+    build: Callable[[], nn.Module],
+    example_inputs: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    targets: Any = None,
+    cluster: str | Mapping[str, Any] = "local",
+    optimizer: str = "adamw",
+    **sections: Mapping[str, Any],
+) -> Plan:
+    """The best plan found for the module that ``build()`` makes, for ``sw.apply(build(), plan,
+    mesh)``.
+
+    It is called with ``example_inputs`` (a tensor, a tuple of arguments or a mapping of keywords)
+    on fake tensors: nothing is computed and no weight allocated. ``loss`` is a function of its
+    result, or with ``targets`` of both; without one the mean of the result stands for it.
+    ``cluster`` is a preset's name or the keys of a job's ``[cluster]``, ``optimizer`` a name of
+    ``[train] optimizer``; ``sections`` are others of a job: ``memory={"param_dtype": "bf16"}``,
+    ``planner={"dense": {"prefetch": 1}}``.
+
+    Raises NoPlanError with the shortfall if no plan fits, InputError for what cannot be traced.
+    """
+    from shardwright.lab.footprint.python_model import module_recording
+    from shardwright.trace.treatment import Treatment
+
+    name = f"{build.__module__}:{build.__qualname__}"
+    document = {
+        "model": {"kind": "python", "python": re.sub(r"[^\w.:]", "", name)},
+        "cluster": {"preset": cluster} if isinstance(cluster, str) else dict(cluster),
+        **{section: dict(keys) for section, keys in sections.items()},
+    }
+    document["train"] = {"optimizer": optimizer, **document.get("train", {})}
+    document["batch"] = {"size": _samples(example_inputs), **document.get("batch", {})}
+    job = parse_job(document, "plan_module")
+    machine, _ = constants.cluster(job.cluster)
+    section = memory_of(job)
+    recording = module_recording(
+        lambda: (build(), example_inputs, loss, targets)[: 4 if targets is not None else 3],
+        name,
+        section.param_dtype,
+        Treatment(section.lowering or machine.compute_device, section.checkpointing),
+    )
+    return plan_model(job, lambda changed: model_of(changed, recording))
+
+
+def _samples(inputs: Any) -> int:
+    """The length of the first dimension of the first tensor."""
+    from torch.utils._pytree import tree_leaves
+
+    shapes = (getattr(leaf, "shape", ()) for leaf in tree_leaves(inputs))
+    return next((int(shape[0]) for shape in shapes if len(shape)), 1)
 
 
 def described(job: Job) -> ModelSpec:

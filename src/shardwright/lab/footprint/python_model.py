@@ -44,6 +44,14 @@ class Request(msgspec.Struct, frozen=True):
     planned: bool = False
 
 
+def module_recording(
+    function: Callable[[], Any], name: str, dtype: str, treatment: Treatment
+) -> Recording:
+    """The recording of what ``function`` gives, to be planned; errors call it ``name``."""
+    request = Request(Call(name, "{}", 1, 1), dtype, treatment, planned=True)
+    return _recorded.__wrapped__(request, function)[0]
+
+
 def python_recording(
     job: Job, treatment: Treatment, batch: int, *, full: bool = False, planned: bool = False
 ) -> tuple[Recording, int]:
