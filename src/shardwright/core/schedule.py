@@ -94,7 +94,7 @@ class Merged:
 
 
 def training_step(step: Unfolded, modes: Modes) -> tuple[Action, ...]:
-    """One step: load, forward through the recorded pieces, backward through them, then update.
+    """One step: load, forward through the recorded pieces that compute, backward, then update.
 
     A sharded unit is gathered before its first forward, freed after its last one if it reshards,
     gathered again before its backward, and freed and reduced right after. With prefetch the next
@@ -168,11 +168,13 @@ class _Walk:
         yield Action("load", "batch", "load")
         for place, moment in enumerate(self.step.forward):
             yield from self._reach(moment.piece.point, moment.unit)
-            yield self._compute(place, "forward")
+            if moment.piece.work.calls:
+                yield self._compute(place, "forward")
         self.flow.before = dict(pairwise(reversed(self.left)))
         for place, moment in enumerate(self.step.backward):
             yield from self._reach_backward(moment.piece.point, moment.unit)
-            yield self._compute(place, "backward")
+            if moment.piece.work.calls:
+                yield self._compute(place, "backward")
         for unit in list(self.touched):
             yield from self.flow.reduce(unit)
         yield from self.flow.collect()
@@ -182,7 +184,7 @@ class _Walk:
             yield Action("update", unit, "step", "backward")
 
     def _compute(self, place: int, direction: Direction) -> Action:
-        home = self.step.homes[direction, place]
+        home = self.step.homes[direction][place]
         return Action("compute", self.merged.name(home), direction, direction, place)
 
     def _reach(self, point: Point, unit: str) -> Iterator[Action]:
