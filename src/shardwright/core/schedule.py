@@ -162,7 +162,7 @@ class _Walk:
         )
         self.flow = UnitFlow(self.units, modes)
         self.touched: dict[str, None] = {}  # whose backward is under way
-        self.left: list[str] = []  # units as their forwards ended
+        self.left: list[str] = []  # sharded units as their forwards ended
 
     def actions(self) -> Iterator[Action]:
         yield Action("load", "batch", "load")
@@ -203,7 +203,8 @@ class _Walk:
             if point == "enter":
                 yield from self.flow.enter(name, "forward")
             else:
-                self.left.append(name)
+                if name in self.modes.sharded_units:
+                    self.left.append(name)
                 yield from self.flow.leave(name)
 
     def _reach_backward(self, point: Point, unit: str) -> Iterator[Action]:
