@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardwright.core.model import DenseOptimizer, ModelSpec
+from shardwright.core.model import ModelSpec
+from shardwright.core.optimizers import OptimizerName
 from shardwright.core.recording import Piece, Point, RecordedUnit, Recording, Touch, Work
 from shardwright.core.tensor import TensorSpec
 
@@ -72,6 +73,6 @@ def _moments(names: Sequence[str], tables_after: str) -> Iterator[At]:
             yield "leave_backward", name
 
 
-def model_of_chain(recording: Recording, optimizer: DenseOptimizer = "sgd") -> ModelSpec:
+def model_of_chain(recording: Recording, optimizer: OptimizerName = "sgd") -> ModelSpec:
     """A model without tables that takes such a step."""
     return ModelSpec("chain", (), recording, optimizer)

@@ -55,6 +55,12 @@ def test_tensors_are_those_of_tables_then_of_units() -> None:
     assert [t.fqn for t in made.tensors] == ["tables.t0.weight", "bottom.w", "top.w"]
 
 
+def test_a_table_of_another_dtype_than_the_run_has_is_refused() -> None:
+    tables = [{"name": "t", "rows": 3, "dim": 16, "dtype": "bf16"}]
+    with pytest.raises(InputError, match=r"tables 't'\.dtype: expected fp32 for dlrm, got bf16"):
+        check_model(_job(tables=tables))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
