@@ -75,8 +75,8 @@ def test_every_unit_stands_once_beside_one_of_its_place_in_the_pattern(
     found = recording((count, period))
     pairs = list(Blocks(found).unfolded())
     assert [name for name, _ in pairs] == list(found.series[0].names)
-    for name, unit in pairs:
-        assert int(name.split(".")[1]) % period == int(unit.name.split(".")[1]) % period
+    for name, beside in pairs:
+        assert int(name.split(".")[1]) % period == int(beside.name.split(".")[1]) % period
 
 
 def test_a_block_beside_another_is_as_far_from_it_as_when_it_was_recorded() -> None:

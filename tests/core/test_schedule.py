@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from recordings import BUSY, chain, layers, unit
 
 from shardwright.core.recording import Unfolded, Work
@@ -126,8 +125,8 @@ def test_without_replicated_tables_no_table_is_reduced() -> None:
 @pytest.mark.parametrize("sharded", ["", "top", "bottom top"])
 def test_a_step_gathers_and_frees_a_unit_equally_often(sharded: str) -> None:
     step = _step(sharded)
-    for unit in ("bottom", "top"):
-        assert step.count(f"gather {unit}") == step.count(f"free {unit}")
+    for name in ("bottom", "top"):
+        assert step.count(f"gather {name}") == step.count(f"free {name}")
 
 
 def test_actions_belong_to_a_phase_and_a_direction() -> None:
