@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import pytest
+from recordings import chain, layers, unit
 
-from shardwright.core.model import Allocation, ModelSpec, TableSpec, UnitSpec
+from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.recording import RecordedUnit, Recording
 from shardwright.core.tensor import TensorSpec
 
 MODEL = ModelSpec(
     "test",
     (TableSpec("a", 3, 4, fqn="tables.a.weight"), TableSpec("b", 5, 4)),
-    (UnitSpec("top", (TensorSpec("top.w", (2, 2)), TensorSpec("top.b", (2,)))),),
-    (),
+    chain([RecordedUnit("top", (TensorSpec("top.w", (2, 2)), TensorSpec("top.b", (2,))))]),
 )
 
 
@@ -26,8 +27,43 @@ def test_a_unit_is_found_by_name() -> None:
     assert MODEL.unit("top") is MODEL.units[0]
 
 
-def test_an_allocation_grows_with_the_batch() -> None:
-    assert Allocation("x", "activation", 12, 5).nbytes(10) == 125
+def test_units_come_in_the_order_of_their_forward_with_the_optimizer_of_the_model() -> None:
+    found = ModelSpec("test", (), chain([unit("embed"), *layers(2), unit("head")]), "adam").units
+    assert [(u.name, u.series, u.modules, u.members) for u in found] == [
+        (name, series, (name,), (name,))
+        for name, series in (
+            ("embed", ""),
+            ("layers.0", "layers"),
+            ("layers.1", "layers"),
+            ("head", ""),
+        )
+    ]
+    assert {u.optimizer for u in found} == {"adam"}
+
+
+def _units(*names: str, empty: str = "none") -> list[tuple[str, tuple[str, ...]]]:
+    recorded = [RecordedUnit(n, () if n == empty else unit(n).tensors) for n in names]
+    return [(u.name, u.members) for u in ModelSpec("test", (), chain(recorded)).units]
+
+
+def test_what_is_in_no_other_unit_is_the_root() -> None:
+    assert _units("", "a") == [("root", ("",)), ("a", ("a",))]
+    assert _units("", "root") == [("(root)", ("",)), ("root", ("root",))]
+
+
+def test_what_has_no_parameters_is_no_unit() -> None:
+    assert _units("a", "b", empty="b") == [("a", ("a",))]
+
+
+def test_tables_alone_are_not_trained() -> None:
+    alone = ModelSpec("tables", MODEL.tables)
+    assert MODEL.is_trained
+    assert not alone.is_trained
+    assert (alone.units, [t.fqn for t in alone.tensors]) == ((), ["tables.a.weight", "b"])
+
+
+def test_a_step_of_nothing_is_still_a_step() -> None:
+    assert ModelSpec("test", (), Recording((), ())).is_trained
 
 
 def test_a_table_has_one_pooling_per_feature_where_nothing_is_said() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardwright.core.errors import InputError, UnsupportedError
+from shardwright.core.errors import InputError
 from shardwright.core.job import (
     Job,
     degrees_of,
@@ -253,15 +253,4 @@ def test_what_is_planned_computes_in_fp32() -> None:
     assert memory_of(job).param_dtype == "fp32"
     assert job == _job(
         model={"kind": "transformer"}, memory={"param_dtype": "fp32", "reduce_dtype": "fp32"}
-    )
-
-
-@pytest.mark.parametrize("model", [LLAMA, {"python": "package.module:make"}])
-def test_a_plan_of_a_model_that_is_only_estimated_is_refused(model: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        described(_job(model=model))
-    kind = model.get("kind", "python")
-    assert str(caught.value) == (
-        f"model.kind: expected dlrm, transformer or tables for a plan and a run, got '{kind}'. "
-        "`shardwright memory` and `shardwright fit` take this kind."
     )

@@ -52,7 +52,13 @@ def test_everything_else_is_part_of_the_fingerprint(
 
 def test_a_plan_comes_back_from_its_file(made: Plan, tmp_path: Path) -> None:
     write_plan(made, tmp_path / "plan.json")
-    assert read_plan(tmp_path / "plan.json", described) == made
+    assert read_plan(tmp_path / "plan.json", check=True) == made
+
+
+def test_a_plan_carries_the_model_that_was_planned(made: Plan, of_tables: Plan) -> None:
+    assert made.model == described(made.job)
+    assert made.model.is_trained
+    assert not of_tables.model.is_trained
 
 
 def test_an_edited_plan_is_told_both_fingerprints(made: Plan, tmp_path: Path) -> None:
@@ -73,7 +79,7 @@ def test_blocks_that_do_not_tile_the_model_are_refused(made: Plan, tmp_path: Pat
     write_plan(sealed(msgspec.structs.replace(made, blocks=made.blocks[1:])), path)
     assert read_plan(path).blocks == made.blocks[1:]
     with pytest.raises(InputError, match=r"^blocks of tables.a.weight: expected every one of 480"):
-        read_plan(path, described)
+        read_plan(path, check=True)
 
 
 def test_blocks_are_kept_run_length_encoded(made: Plan) -> None:
@@ -94,17 +100,17 @@ def of_tables() -> Plan:
 
 def test_a_plan_of_tables_alone_comes_back_from_its_file(of_tables: Plan, tmp_path: Path) -> None:
     write_plan(of_tables, tmp_path / "plan.json")
-    assert read_plan(tmp_path / "plan.json", described) == of_tables
+    assert read_plan(tmp_path / "plan.json", check=True) == of_tables
 
 
 def test_a_plan_of_the_schema_before_is_refused(made: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_plan(made, path)
-    path.write_text(path.read_text().replace("shardwright.plan/3", "shardwright.plan/2"))
+    path.write_text(path.read_text().replace("shardwright.plan/4", "shardwright.plan/3"))
     with pytest.raises(InputError) as caught:
         read_plan(path)
     assert str(caught.value) == (
-        f"{path}: schema: expected 'shardwright.plan/3', got 'shardwright.plan/2'. "
+        f"{path}: schema: expected 'shardwright.plan/4', got 'shardwright.plan/3'. "
         "Make it again with `shardwright plan JOB.toml -o plan.json`."
     )
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain as chains
 
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import chain, layers, unit
 
-from shardwright.core.recording import Blocks, Piece, RecordedUnit, Recording, Series, moments
+from shardwright.core.recording import (
+    Blocks,
+    Piece,
+    RecordedUnit,
+    Recording,
+    Series,
+    Unfolded,
+    Work,
+    moments,
+)
 
 
 def recording(*counts: tuple[int, int], turns: bool = False) -> Recording:
@@ -21,7 +31,9 @@ def recording(*counts: tuple[int, int], turns: bool = False) -> Recording:
         recorded = [*names[:head], *names[len(names) - (few - head) :]]
         series.append(Series(f"s{place}", tuple(names), tuple(recorded), period))
     every = [each.recorded for each in series]
-    order = list(chain(*zip(*every, strict=True)) if turns else chain(*every))
+    order = list(
+        chains.from_iterable(zip(*every, strict=True)) if turns else chains.from_iterable(every)
+    )
     forward = [Piece(point, unit, ()) for unit in order for point in ("enter", "leave")]
     backward = [
         Piece(point, unit, ())
@@ -63,8 +75,8 @@ def test_every_unit_stands_once_beside_one_of_its_place_in_the_pattern(
     found = recording((count, period))
     pairs = list(Blocks(found).unfolded())
     assert [name for name, _ in pairs] == list(found.series[0].names)
-    for name, unit in pairs:
-        assert int(name.split(".")[1]) % period == int(unit.name.split(".")[1]) % period
+    for name, beside in pairs:
+        assert int(name.split(".")[1]) % period == int(beside.name.split(".")[1]) % period
 
 
 def test_a_block_beside_another_is_as_far_from_it_as_when_it_was_recorded() -> None:
@@ -78,3 +90,66 @@ def test_a_block_beside_another_is_as_far_from_it_as_when_it_was_recorded() -> N
 def _before(recorded: str) -> str:
     order = ["s0.0", "s0.1", "s0.9"]
     return order[order.index(recorded) - 1]
+
+
+def _homes(recording: Recording) -> tuple[list[str], list[str]]:
+    """Who is at work in the pieces that compute."""
+    step = Unfolded(recording)
+    forward, backward = (
+        [h for h, m in zip(step.homes[d], where, strict=True) if m.piece.work.calls]
+        for d, where in (("forward", step.forward), ("backward", step.backward))
+    )
+    return forward, backward
+
+
+def test_a_piece_belongs_to_the_unit_that_was_entered_and_not_left() -> None:
+    forward, backward = _homes(chain([unit("a"), unit("b")]))
+    assert forward == ["a", "b", ""]  # the loss is no unit's
+    assert backward == ["", "b", "a"]
+
+
+def _inside(*, empty: bool) -> Recording:
+    """A unit within another one, which goes on after it."""
+    inner = RecordedUnit("outer.inner", () if empty else unit("outer.inner").tensors)
+    points = (
+        ("enter", "outer"),
+        ("enter", "outer.inner"),
+        ("leave", "outer.inner"),
+        ("leave", "outer"),
+        ("backward", ""),
+        ("enter_backward", "outer"),
+        ("enter_backward", "outer.inner"),
+        ("leave_backward", "outer.inner"),
+        ("leave_backward", "outer"),
+    )
+    pieces = tuple(Piece(point, name, (), Work(1)) for point, name in points)  # type: ignore[arg-type]
+    return Recording(pieces, (unit("outer"), inner))
+
+
+def test_a_piece_belongs_to_the_innermost_unit() -> None:
+    forward, backward = _homes(_inside(empty=False))
+    assert forward == ["outer", "outer.inner", "outer", ""]
+    assert backward == ["", "outer", "outer.inner", "outer", ""]
+
+
+def test_a_unit_without_parameters_is_part_of_what_surrounds_it() -> None:
+    forward, backward = _homes(_inside(empty=True))
+    assert forward == ["outer", "outer", "outer", ""]
+    assert backward == ["", "outer", "outer", "outer", ""]
+
+
+def test_what_happens_in_no_unit_belongs_to_the_root_that_is_around_them() -> None:
+    forward, backward = _homes(chain([unit(""), unit("a")]))
+    assert (forward, backward) == (["", "a", ""], ["", "a", ""])
+
+
+def test_units_of_a_deep_model_have_names_and_tensors_of_their_own() -> None:
+    every = layers(9)
+    few = [every[0], every[1], every[8]]
+    series = Series("layers", tuple(u.name for u in every), tuple(u.name for u in few))
+    short = chain(few)
+    deep = Unfolded(Recording(short.pieces, tuple(few), (series,)))
+    assert list(deep.units.values()) == list(every)
+    whole = Unfolded(chain(every))
+    for direction in ("forward", "backward"):
+        assert deep.homes[direction] == whole.homes[direction]

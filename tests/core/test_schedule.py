@@ -7,23 +7,25 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import BUSY, chain, layers, unit
 
-from shardwright.core.model import ModelSpec, Stage, UnitSpec
-from shardwright.core.schedule import Action, Modes, Prefetch, stages_of_units, training_step
-from shardwright.core.tensor import TensorSpec
+from shardwright.core.recording import Unfolded, Work
+from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
 
-Stages = tuple[str, ...]
+Members = tuple[str, ...]
 
-MODEL = ModelSpec(
-    "test",
-    (),
-    tuple(UnitSpec(name, (TensorSpec(f"{name}.w", (1,)),)) for name in ("bottom", "top")),
-    (
-        Stage("bottom", "gather"),
-        Stage("tables", "route"),
-        Stage("interaction", "none"),
-        Stage("top", "gather"),
-    ),
+# Rows come between two units, what is done with them takes no unit, and nothing is done at the end.
+STEP = Unfolded(
+    chain(
+        [unit("bottom"), unit("top")],
+        tables_after="bottom",
+        works={
+            ("rows", "tables"): BUSY,
+            ("leave_backward", "top"): BUSY,
+            ("loss", ""): Work(),
+            ("backward", ""): Work(),
+        },
+    )
 )
 
 
@@ -36,7 +38,7 @@ def _step(
         routed,
         replicated,
     )
-    return [f"{a.verb} {a.target}" for a in training_step(MODEL, modes)]
+    return [f"{a.verb} {a.target}" for a in training_step(STEP, modes)]
 
 
 def test_replicated_units_are_reduced_after_their_backward_and_never_gathered() -> None:
@@ -47,11 +49,11 @@ def test_replicated_units_are_reduced_after_their_backward_and_never_gathered() 
         "lookup tables",
         "exchange rows",
         "assemble tables",
-        "compute interaction",
+        "compute ",
         "compute top",
         "compute top",
         "reduce top",
-        "compute interaction",
+        "compute ",
         "exchange row_gradients",
         "compute bottom",
         "reduce bottom",
@@ -71,7 +73,7 @@ def test_sharded_units_are_gathered_and_freed_in_both_directions() -> None:
         "lookup tables",
         "exchange rows",
         "assemble tables",
-        "compute interaction",
+        "compute ",
         "gather top",
         "compute top",
         "free top",
@@ -79,7 +81,7 @@ def test_sharded_units_are_gathered_and_freed_in_both_directions() -> None:
         "compute top",
         "free top",
         "reduce top",
-        "compute interaction",
+        "compute ",
         "exchange row_gradients",
         "gather bottom",
         "compute bottom",
@@ -123,12 +125,12 @@ def test_without_replicated_tables_no_table_is_reduced() -> None:
 @pytest.mark.parametrize("sharded", ["", "top", "bottom top"])
 def test_a_step_gathers_and_frees_a_unit_equally_often(sharded: str) -> None:
     step = _step(sharded)
-    for unit in ("bottom", "top"):
-        assert step.count(f"gather {unit}") == step.count(f"free {unit}")
+    for name in ("bottom", "top"):
+        assert step.count(f"gather {name}") == step.count(f"free {name}")
 
 
 def test_actions_belong_to_a_phase_and_a_direction() -> None:
-    actions = training_step(MODEL, Modes(frozenset({"top"}), frozenset({"top"}), True, True))
+    actions = training_step(STEP, Modes(frozenset({"top"}), frozenset({"top"}), True, True))
     found = {(a.verb, a.target, a.direction): a.phase for a in actions}
     assert len(found) == len(actions)
     assert found == {
@@ -138,7 +140,7 @@ def test_actions_belong_to_a_phase_and_a_direction() -> None:
         ("lookup", "tables", "forward"): "lookup",
         ("exchange", "rows", "forward"): "exchange_rows",
         ("assemble", "tables", "forward"): "exchange_rows",
-        ("compute", "interaction", "forward"): "forward",
+        ("compute", "", "forward"): "forward",
         ("gather", "top", "forward"): "forward",
         ("compute", "top", "forward"): "forward",
         ("free", "top", "forward"): "forward",
@@ -146,7 +148,7 @@ def test_actions_belong_to_a_phase_and_a_direction() -> None:
         ("compute", "top", "backward"): "backward",
         ("reduce", "top", "backward"): "reduce",
         ("free", "top", "backward"): "reduce",
-        ("compute", "interaction", "backward"): "backward",
+        ("compute", "", "backward"): "backward",
         ("exchange", "row_gradients", "backward"): "reduce",
         ("reduce", "tables", "backward"): "reduce",
         ("update", "tables", "backward"): "step",
@@ -162,25 +164,13 @@ def test_actions_are_forward_where_nothing_is_said() -> None:
 
 
 LAYERS = 6
-DEEP = ModelSpec(
-    "deep",
-    (),
-    tuple(
-        UnitSpec(name, (TensorSpec(f"{name}.w", (1,)),))
-        for name in ("embed", *(f"layers.{i}" for i in range(LAYERS)), "head")
-    ),
-    (
-        Stage("embed", "gather"),
-        *(Stage(f"layers.{i}", "gather") for i in range(LAYERS)),
-        Stage("head", "gather"),
-        Stage("loss", "none"),
-    ),
-)
+UNITS = (unit("embed"), *layers(LAYERS), unit("head"))
+DEEP = Unfolded(chain(UNITS))
 PAIRS = (("layers.0-1", ("layers.0", "layers.1")), ("layers.2-3", ("layers.2", "layers.3")))
 
 
 def _deep(
-    sharded: str, resharded: str, prefetch: Prefetch, merged: tuple[tuple[str, Stages], ...] = ()
+    sharded: str, resharded: str, prefetch: Prefetch, merged: tuple[tuple[str, Members], ...] = ()
 ) -> list[str]:
     modes = Modes(
         frozenset(sharded.split()), frozenset(resharded.split()), False, False, prefetch, merged
@@ -188,17 +178,17 @@ def _deep(
     return [f"{a.verb} {a.target}" for a in training_step(DEEP, modes)]
 
 
-def test_a_unit_of_several_stages_is_gathered_and_reduced_once() -> None:
+def test_a_unit_of_several_layers_is_gathered_and_reduced_once() -> None:
     step = _deep("layers.0-1", "layers.0-1", 0, PAIRS[:1])
     inside = [a for a in step if "layers.0" in a or "layers.1" in a]
     assert inside == [
         "gather layers.0-1",
-        "compute layers.0",
-        "compute layers.1",
+        "compute layers.0-1",
+        "compute layers.0-1",
         "free layers.0-1",
         "gather layers.0-1",
-        "compute layers.1",
-        "compute layers.0",
+        "compute layers.0-1",
+        "compute layers.0-1",
         "free layers.0-1",
         "reduce layers.0-1",
         "update layers.0-1",
@@ -215,11 +205,11 @@ def test_with_prefetch_the_next_unit_is_gathered_before_one_computes() -> None:
         "compute embed",
         "free embed",
         "gather layers.2-3",
-        "compute layers.0",
-        "compute layers.1",
+        "compute layers.0-1",
+        "compute layers.0-1",
         "free layers.0-1",
-        "compute layers.2",
-        "compute layers.3",
+        "compute layers.2-3",
+        "compute layers.2-3",
         "free layers.2-3",
     ]
 
@@ -231,14 +221,14 @@ def test_with_prefetch_a_reduce_is_collected_before_the_next_one_and_at_the_end(
     assert backward == [
         "gather layers.2-3",
         "gather layers.0-1",
-        "compute layers.3",
-        "compute layers.2",
+        "compute layers.2-3",
+        "compute layers.2-3",
         "collect layers.4",
         "free layers.2-3",
         "reduce layers.2-3",
         "gather embed",
-        "compute layers.1",
-        "compute layers.0",
+        "compute layers.0-1",
+        "compute layers.0-1",
         "collect layers.2-3",
         "free layers.0-1",
         "reduce layers.0-1",
@@ -259,7 +249,7 @@ def test_with_prefetch_a_reduce_is_collected_before_the_next_one_and_at_the_end(
 def test_a_unit_that_is_kept_calls_the_one_before_it_when_its_backward_begins() -> None:
     step = _deep("layers.5 head", "layers.5", 1)
     assert step.count("gather head") == 1
-    after_loss = step[step.index("compute loss") + 2 :]
+    after_loss = step[step.index("compute ") + 2 :]
     assert after_loss[:2] == ["gather layers.5", "compute head"]
 
 
@@ -282,10 +272,14 @@ def _modes(draw: st.DrawFn) -> Modes:
     )
 
 
+def _units(modes: Modes) -> list[str]:
+    """What a step gathers, in the order of its forward."""
+    merged = Merged(modes.merged)
+    return list(dict.fromkeys(merged.name(each.name) for each in UNITS))
+
+
 @given(modes=_modes())
-def test_a_stage_computes_only_while_its_unit_is_gathered(modes: Modes) -> None:
-    units = stages_of_units(DEEP, modes)
-    unit_of = {stage: unit for unit, stages in units.items() for stage in stages}
+def test_a_unit_computes_only_while_it_is_gathered(modes: Modes) -> None:
     gathered: set[str] = set()
     for action in training_step(DEEP, modes):
         if action.verb == "gather":
@@ -293,8 +287,8 @@ def test_a_stage_computes_only_while_its_unit_is_gathered(modes: Modes) -> None:
             gathered.add(action.target)
         elif action.verb == "free":
             gathered.remove(action.target)
-        elif action.verb == "compute" and unit_of.get(action.target) in modes.sharded_units:
-            assert unit_of[action.target] in gathered
+        elif action.verb == "compute" and action.target in modes.sharded_units:
+            assert action.target in gathered
     assert not gathered
 
 
@@ -322,20 +316,29 @@ def test_every_reduce_is_collected_before_the_next_and_before_the_updates(modes:
             pending = []
         elif action.verb == "update":
             assert not pending
-    assert reduced == list(reversed(stages_of_units(DEEP, modes)))
+    assert reduced == _units(modes)[::-1]
 
 
 @given(modes=_modes())
-def test_every_stage_computes_once_in_each_direction_and_every_unit_is_updated_once(
+def test_every_layer_computes_once_in_each_direction_and_every_unit_is_updated_once(
     modes: Modes,
 ) -> None:
     actions = training_step(DEEP, modes)
     forward = [a.target for a in actions if (a.verb, a.direction) == ("compute", "forward")]
     backward = [a.target for a in actions if (a.verb, a.direction) == ("compute", "backward")]
-    assert forward == [stage.name for stage in DEEP.stages]
+    merged = Merged(modes.merged)
+    assert forward == [*(merged.name(each.name) for each in UNITS), ""]  # the loss is in no unit
     assert backward == forward[::-1]
     updated = [a.target for a in actions if a.verb == "update"]
-    assert updated == list(stages_of_units(DEEP, modes))
+    assert updated == _units(modes)
+
+
+@given(modes=_modes())
+def test_pieces_that_compute_are_done_in_order_and_others_are_no_action(modes: Modes) -> None:
+    actions = training_step(DEEP, modes)
+    for direction, moments in (("forward", DEEP.forward), ("backward", DEEP.backward)):
+        places = [a.place for a in actions if (a.verb, a.direction) == ("compute", direction)]
+        assert places == [k for k, moment in enumerate(moments) if moment.piece.work.calls]
 
 
 @given(modes=_modes())

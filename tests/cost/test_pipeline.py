@@ -6,23 +6,17 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import chain, unit
 
 from shardwright.core.amount import Amount, Step, derivation, leaf
-from shardwright.core.model import ModelSpec, Stage, UnitSpec
-from shardwright.core.schedule import Modes, Prefetch
-from shardwright.core.tensor import TensorSpec
-from shardwright.cost.pipeline import Spent, StageSeconds, UnitSeconds, by_phase, walk
+from shardwright.core.recording import Unfolded, Work
+from shardwright.core.schedule import Action, Modes, Prefetch
+from shardwright.cost.pipeline import ComputeSeconds, Spent, UnitSeconds, by_phase, walk
 
 NAMES = ("a", "b", "c")
-MODEL = ModelSpec(
-    "chain",
-    (),
-    tuple(UnitSpec(name, (TensorSpec(f"{name}.w", (1,)),)) for name in NAMES),
-    (*(Stage(name, "gather") for name in NAMES), Stage("loss", "none")),
-)
+STEP = Unfolded(chain([unit(name) for name in NAMES]))
 UNIT = UnitSeconds(gather=4.0, reduce=6.0, gradient=1.0, update=2.0)
-COMPUTE = StageSeconds(forward=10.0, backward=20.0)
-STAGES = dict.fromkeys(("a", "b", "c", "loss"), COMPUTE)
+COMPUTE = ComputeSeconds(forward=10.0, backward=20.0)
 
 
 def _modes(prefetch: Prefetch, sharded: Sequence[str] = NAMES) -> Modes:
@@ -33,11 +27,11 @@ def _modes(prefetch: Prefetch, sharded: Sequence[str] = NAMES) -> Modes:
 def _walk(
     prefetch: Prefetch,
     overlap: float,
-    unit: UnitSeconds = UNIT,
-    compute: StageSeconds = COMPUTE,
+    spent: UnitSeconds = UNIT,
+    compute: ComputeSeconds = COMPUTE,
 ) -> list[Spent]:
-    stages = dict.fromkeys(STAGES, compute)
-    return walk(MODEL, _modes(prefetch), dict.fromkeys(NAMES, unit), stages, overlap)
+    units = dict.fromkeys(NAMES, spent)
+    return walk(STEP, _modes(prefetch), units, lambda a: getattr(compute, a.direction), overlap)
 
 
 def _total(spent: list[Spent]) -> float:
@@ -67,7 +61,7 @@ def test_what_does_not_overlap_costs_as_much_as_without_prefetch() -> None:
 
 def test_compute_waits_for_collectives_that_take_longer() -> None:
     slow = UNIT._replace(gather=100.0)
-    spent = _walk(1, overlap=1.0, unit=slow)
+    spent = _walk(1, overlap=1.0, spent=slow)
     forward = {s.action.target: s.seconds for s in spent if s.action.phase == "forward"}
     assert forward["a"] == 100 + 10  # its own gather; b's follows on the same lane
     assert forward["b"] == 100 - 10 + 10
@@ -75,15 +69,25 @@ def test_compute_waits_for_collectives_that_take_longer() -> None:
 
 def test_gathers_and_reduces_share_one_lane() -> None:
     slow = UNIT._replace(reduce=1000.0)
-    spent = _walk(1, overlap=1.0, unit=slow)
+    spent = _walk(1, overlap=1.0, spent=slow)
     waited = [s.seconds for s in spent if s.action.verb == "compute" and s.action.target == "a"]
     assert waited[1] == 4 + 1 + 20  # a's gather stood behind c's reduce, which was waited for
 
 
-def test_units_without_seconds_are_left_out_with_their_stages() -> None:
-    spent = walk(MODEL, _modes(0), {"b": UNIT}, STAGES, 0.5)
+def test_units_without_seconds_are_left_out_with_their_pieces() -> None:
+    spent = walk(STEP, _modes(0), {"b": UNIT}, lambda action: 1.0, 0.5)
     assert {s.unit for s in spent} == {"b", ""}
-    assert {s.action.target for s in spent} == {"b", "loss"}
+    assert len([s for s in spent if s.action.verb == "compute"]) == 2 + 2  # b and the loss
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_gradient_counts_once_whether_its_unit_computes_in_a_backward_or_not(
+    prefetch: Prefetch,
+) -> None:
+    idle = Unfolded(chain([unit(name) for name in NAMES], works={("enter_backward", "b"): Work()}))
+    units = dict.fromkeys(NAMES, UNIT)
+    spent = walk(idle, _modes(prefetch), units, lambda a: getattr(COMPUTE, a.direction), 0.0)
+    assert _total(spent) == _total(_walk(prefetch, overlap=0.0)) - COMPUTE.backward
 
 
 @given(
@@ -96,8 +100,8 @@ def test_prefetch_never_costs_more_and_never_hides_more_than_it_may(
     overlap: float, gather: float, reduce: float, compute: float
 ) -> None:
     unit = UNIT._replace(gather=gather, reduce=reduce)
-    serial = _total(_walk(0, overlap, unit, StageSeconds(compute, compute)))
-    ahead = _total(_walk(1, overlap, unit, StageSeconds(compute, compute)))
+    serial = _total(_walk(0, overlap, unit, ComputeSeconds(compute, compute)))
+    ahead = _total(_walk(1, overlap, unit, ComputeSeconds(compute, compute)))
     assert ahead <= serial * (1 + 1e-12)
     assert ahead >= serial - overlap * 3 * (2 * gather + reduce) - 1e-9
 
@@ -110,12 +114,13 @@ def test_derivations_come_to_the_same_numbers(
         name: UnitSeconds(*(leaf(v, f"{name}.{k}", "s") for k, v in UNIT._asdict().items()))
         for name in NAMES
     }
-    stages = {
-        name: StageSeconds(*(leaf(v, f"{name}.{k}", "s") for k, v in COMPUTE._asdict().items()))
-        for name in STAGES
-    }
+
+    def piece(action: Action) -> Amount:
+        name = f"{action.direction}.{action.place}"
+        return leaf(getattr(COMPUTE, action.direction), name, "s")
+
     plain = _walk(prefetch, 0.25)
-    derived = walk(MODEL, _modes(prefetch), units, stages, leaf(0.25, "overlap", "share"))
+    derived = walk(STEP, _modes(prefetch), units, piece, leaf(0.25, "overlap", "share"))
     for told, number in zip(derived, plain, strict=True):
         assert isinstance(told.seconds, Amount)
         assert told.seconds.value == number.seconds

@@ -8,7 +8,7 @@ from shardwright.memory.ledger import Ledger
 
 
 def test_a_phase_keeps_the_kinds_at_its_highest_total() -> None:
-    heap = Ledger()
+    heap = Ledger(fine=True)
     heap.take("w", "weight", 100)
     with heap.during("forward"):
         heap.take("a", "activation", 30)
@@ -19,7 +19,7 @@ def test_a_phase_keeps_the_kinds_at_its_highest_total() -> None:
 
 
 def test_a_phase_starts_with_what_is_live() -> None:
-    heap = Ledger()
+    heap = Ledger(fine=True)
     heap.take("w", "weight", 100)
     with heap.during("load"):
         heap.free("w")
@@ -27,7 +27,7 @@ def test_a_phase_starts_with_what_is_live() -> None:
 
 
 def test_a_phase_that_comes_back_keeps_the_higher_peak() -> None:
-    heap = Ledger()
+    heap = Ledger(fine=True)
     for size in (10, 40, 20):
         with heap.during("reduce"):
             heap.take("g", "gradient", size)
@@ -36,7 +36,7 @@ def test_a_phase_that_comes_back_keeps_the_higher_peak() -> None:
 
 
 def test_bytes_that_pass_leave_nothing_but_a_peak() -> None:
-    heap = Ledger()
+    heap = Ledger(fine=True)
     with heap.during("lookup"), heap.passing("communication", 64):
         heap.take("r", "communication", 6)
     assert heap.peaks["lookup"] == {"communication": 70}
@@ -44,21 +44,21 @@ def test_bytes_that_pass_leave_nothing_but_a_peak() -> None:
 
 
 def test_freeing_what_was_never_taken_is_nothing() -> None:
-    heap = Ledger()
+    heap = Ledger(fine=True)
     heap.take("w", "weight", 100)
     heap.free("x")
     assert heap.total == 100
 
 
 def test_a_name_is_held_once() -> None:
-    heap = Ledger()
+    heap = Ledger(fine=True)
     heap.take("w", "weight", 100)
     with pytest.raises(AssertionError, match="w is held already"):
         heap.take("w", "weight", 1)
 
 
 def test_a_name_may_be_taken_again_after_it_was_freed() -> None:
-    heap = Ledger()
+    heap = Ledger(fine=True)
     heap.take("w", "weight", 100)
     heap.free("w")
     heap.take("w", "gradient", 7)
@@ -70,7 +70,7 @@ def test_a_name_may_be_taken_again_after_it_was_freed() -> None:
 def test_the_total_is_what_is_held_and_the_peak_its_maximum(
     changes: list[tuple[int, int]],
 ) -> None:
-    heap, held = Ledger(), dict[int, int]()
+    heap, held = Ledger(fine=True), dict[int, int]()
     highest = 0
     with heap.during("forward"):
         for name, size in changes:

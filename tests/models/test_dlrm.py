@@ -4,13 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.core.job import Job, parse_job
-from shardwright.core.specs.dlrm import spec
-from shardwright.models.dlrm import DLRM, ROWS_PER_GENERATOR
+from shardwright.core.model_of_job import tables_of
+from shardwright.models.dlrm import (
+    DLRM,
+    ROWS_PER_GENERATOR,
+    Interaction,
+    interaction_width,
+    mlp,
+)
 
-MATMULS = ("bottom.0", "bottom.1", "interaction.bmm", "top.0", "top.1")
 BATCH = 6
 
 
@@ -30,58 +34,24 @@ def model() -> DLRM:
     return DLRM(_job())
 
 
-@pytest.mark.parametrize("interaction", ["dot", "cat"])
-def test_the_spec_has_the_parameters_of_the_module_in_its_order(interaction: str) -> None:
-    job = _job(interaction)
-    built = [(n, tuple(p.shape)) for n, p in DLRM(job, "meta").named_parameters()]
-    told = spec(job)
-    for unit in told.units:
-        mine = [(n, shape) for n, shape in built if n.startswith(f"{unit.name}.")]
-        assert [(t.fqn, t.shape) for t in unit.tensors] == mine
-    tables = [(n, shape) for n, shape in built if n.startswith("tables.")]
-    assert [(t.tensor.fqn, t.tensor.shape) for t in told.tables] == tables
-    assert len(told.tensors) == len(built)
+@pytest.mark.parametrize(
+    ("features", "dim", "kind", "width"),
+    [(26, 16, "dot", 367), (1, 4, "dot", 5), (3, 16, "dot", 22), (3, 16, "cat", 64)],
+)
+def test_the_interaction_has_its_width(features: int, dim: int, kind: str, width: int) -> None:
+    assert interaction_width(features, dim, kind) == width
+    found = Interaction(features, kind)(torch.randn(2, dim), torch.randn(2, features, dim))
+    assert found.shape == (2, width)
 
 
-@pytest.mark.parametrize("interaction", ["dot", "cat"])
-def test_the_spec_has_the_dtypes_and_buffers_of_the_module(interaction: str) -> None:
-    job = _job(interaction)
-    built, told = DLRM(job, "meta"), spec(job)
-    assert {p.dtype for p in built.parameters()} == {torch.float32}
-    assert {t.dtype for t in told.tensors} == {"fp32"}
-    sizes = [b.numel() * b.element_size() for b in built.buffers()]
-    assert [b.nbytes for b in told.buffers] == sizes
-
-
-@pytest.mark.parametrize("interaction", ["dot", "cat"])
-def test_the_spec_counts_the_forward_flops_of_matrix_products(interaction: str) -> None:
-    job = _job(interaction)
-    built = DLRM(job)
-    with FlopCounterMode(display=False) as counter:
-        built(torch.randn(BATCH, 13), torch.zeros(BATCH, 3, dtype=torch.int64))
-    told = sum(
-        work.flops_per_sample
-        for stage in spec(job).stages
-        for work in stage.forward
-        if work.name in MATMULS
-    )
-    assert counter.get_total_flops() == told * BATCH
-
-
-@pytest.mark.parametrize("interaction", ["dot", "cat"])
-def test_the_spec_counts_the_backward_flops_of_matrix_products(interaction: str) -> None:
-    job = _job(interaction)
-    built = DLRM(job)
-    logits = built(torch.randn(BATCH, 13), torch.zeros(BATCH, 3, dtype=torch.int64))
-    with FlopCounterMode(display=False) as counter:
-        logits.sum().backward()
-    told = sum(
-        work.flops_per_sample
-        for stage in spec(job).stages
-        for work in stage.backward
-        if work.name in MATMULS
-    )
-    assert counter.get_total_flops() == told * BATCH
+def test_a_linear_sits_at_every_even_index_with_weight_then_bias() -> None:
+    built = mlp((22, 6, 1), last_relu=False, device="meta")
+    assert [(name, tuple(p.shape)) for name, p in built.named_parameters()] == [
+        ("0.weight", (6, 22)),
+        ("0.bias", (6,)),
+        ("2.weight", (1, 6)),
+        ("2.bias", (1,)),
+    ]
 
 
 def test_a_batch_gives_one_logit_per_sample(model: DLRM) -> None:
@@ -139,7 +109,7 @@ def test_starting_values_follow_the_seed_and_nothing_else(model: DLRM) -> None:
 
 
 def test_tables_start_within_the_bound_of_their_rows(model: DLRM) -> None:
-    for table in spec(_job()).tables:
+    for table in tables_of(_job()):
         weight = model.get_parameter(table.tensor.fqn)
         bound = table.rows**-0.5
         assert 0.8 * bound < weight.abs().max().item() <= bound

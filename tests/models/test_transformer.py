@@ -5,26 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 from shardwright.core.job import Job, parse_job
-from shardwright.core.specs.transformer import spec
-from shardwright.memory.ledger import Ledger
 from shardwright.models.transformer import Transformer, next_token_loss
-from shardwright.trace.recorder import Recorder
-from shardwright.tracker.memory import MemoryTracker
-
-MATMULS = ("qkv", "attention", "proj", "up", "down", "vocab")
-SIZES: dict[str, dict[str, int]] = {
-    "plain": {"size": 2, "sequence": 16, "layers": 2, "dim": 32, "heads": 4, "vocab": 256},
-    "odd": {"size": 3, "sequence": 33, "layers": 3, "dim": 21, "heads": 7, "vocab": 13},
-    "ones": {"size": 1, "sequence": 1, "layers": 1, "dim": 1, "heads": 1, "vocab": 1},
-    "one token": {"size": 5, "sequence": 1, "layers": 2, "dim": 24, "heads": 1, "vocab": 11},
-    "one sample": {"size": 1, "sequence": 65, "layers": 1, "dim": 24, "heads": 24, "vocab": 300},
-    "narrow": {"size": 4, "sequence": 9, "layers": 2, "dim": 16, "heads": 2, "ffn_dim": 3},
-    "long": {"size": 1, "sequence": 700, "layers": 1, "dim": 8, "heads": 2, "vocab": 5},
-    "weights": {"size": 1, "sequence": 2, "layers": 1, "dim": 128, "heads": 2, "vocab": 50},
-}
 
 
 def _job(size: int = 2, sequence: int = 5, seed: int = 0, **model: Any) -> Job:
@@ -50,143 +33,15 @@ def model() -> Transformer:
     return Transformer(_job())
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_the_spec_has_the_parameters_of_the_module_in_its_order(sizes: dict[str, int]) -> None:
-    job = _job(**sizes)
-    built = [(n, tuple(p.shape), p.dtype) for n, p in Transformer(job, "meta").named_parameters()]
-    told = spec(job)
-    assert [(t.fqn, t.shape, torch.float32) for t in told.tensors] == built
-    for unit in told.units:
-        mine = [name for name, _, _ in built if name.startswith(f"{unit.name}.")]
-        assert [t.fqn for t in unit.tensors] == mine
+def test_the_feed_forward_is_four_times_as_wide_unless_it_is_told() -> None:
+    for ffn_dim, width in ((None, 24), (5, 5)):
+        widths = {} if ffn_dim is None else {"ffn_dim": ffn_dim}
+        block = Transformer(_job(dim=6, **widths), "meta").layers[1]
+        assert (block.up.weight.shape, block.down.weight.shape) == ((width, 6), (6, width))
 
 
-def test_units_are_modules_and_nothing_is_a_buffer(model: Transformer) -> None:
-    for unit in spec(_job()).units:
-        assert list(model.get_submodule(unit.name).parameters())
+def test_nothing_is_a_buffer(model: Transformer) -> None:
     assert not list(model.buffers())
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_the_spec_counts_the_flops_of_matrix_products(sizes: dict[str, int]) -> None:
-    job = _job(**sizes)
-    aten = torch.ops.aten
-    attention: Any = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _shaped(sdpa_flop),
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _shaped(sdpa_backward_flop),
-    }
-    inputs, targets = _batch(job)
-    built = Transformer(job)
-    with FlopCounterMode(display=False, custom_mapping=attention) as forward:
-        loss = next_token_loss(built(inputs), targets)
-    with FlopCounterMode(display=False, custom_mapping=attention) as backward:
-        loss.backward()
-    assert forward.get_total_flops() == _told_flops(job, "forward")
-    assert backward.get_total_flops() == _told_flops(job, "backward")
-
-
-def _shaped(formula: Any) -> Any:
-    """torch's own count for attention, which it knows only by the names of other kernels."""
-
-    def count(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
-        tensors = [shape for shape in shapes if isinstance(shape, torch.Size)]
-        return int(formula(*tensors[: 3 if formula is sdpa_flop else 4]))
-
-    return count
-
-
-def _told_flops(job: Job, direction: str) -> int:
-    works = [work for stage in spec(job).stages for work in getattr(stage, direction)]
-    told = [w.flops_per_sample for w in works if w.name.rpartition(".")[2] in MATMULS]
-    return sum(told) * job.batch.size
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_the_spec_has_the_bytes_of_every_operation(sizes: dict[str, int]) -> None:
-    job = _job(**sizes)
-    told, measured = _told_bytes(job), _measured_bytes(job)
-    assert _maxima(told) == _maxima(measured)
-    assert sum(told) == sum(measured)
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_the_peaks_of_forward_and_backward_are_those_of_the_module(sizes: dict[str, int]) -> None:
-    job = _job(**sizes)
-    told, heap = spec(job), Ledger()
-    with heap.during("forward"):
-        for item in (*told.inputs, *(w for s in told.stages for w in s.forward)):
-            _run(heap, job, item)
-    with heap.during("backward"):
-        for work in (w for s in reversed(told.stages) for w in s.backward):
-            _run(heap, job, work)
-    tracker = MemoryTracker()
-    inputs, targets, built = _known(job, tracker)
-    kept = tracker.total - inputs.nbytes - targets.nbytes
-    with tracker:
-        with tracker.during("forward"):
-            loss = next_token_loss(built(inputs), targets)
-        with tracker.during("backward"):
-            loss.backward()
-    tracker.close()
-    for phase in ("forward", "backward"):
-        measured = sum(tracker.peaks[phase].values()) - kept
-        assert sum(heap.peaks[phase].values()) == pytest.approx(measured, rel=0.01)
-
-
-def _run(heap: Ledger, job: Job, work: Any) -> None:
-    for item in getattr(work, "takes", (work,)):
-        heap.take(item.name, item.kind, item.nbytes(job.batch.size))
-    for name in getattr(work, "frees", ()):
-        heap.free(name)
-
-
-def _known(job: Job, tracker: MemoryTracker) -> tuple[torch.Tensor, torch.Tensor, Transformer]:
-    """A batch and a model that has no gradients yet, as a unit before its backward."""
-    inputs, targets = _batch(job)
-    built = Transformer(job)
-    for parameter in built.parameters():
-        tracker.adopt(parameter.detach(), "weight")
-    for tensor in (inputs, targets):
-        tracker.adopt(tensor, "input")
-    return inputs, targets, built
-
-
-def _measured_bytes(job: Job) -> list[int]:
-    """Every change of live bytes, in order."""
-    recorder, tracker = Recorder(), MemoryTracker()
-    inputs, targets, built = _known(job, tracker)
-    tracker.close()
-    for tensor in (inputs, targets, *(p.detach() for p in built.parameters())):
-        recorder.adopt(tensor)
-    with recorder:
-        loss = next_token_loss(built(inputs), targets)
-        loss.backward()
-        records = list(recorder.records)
-    recorder.close()
-    return [r.nbytes if r.what == "take" else -r.nbytes for r in records]
-
-
-def _told_bytes(job: Job) -> list[int]:
-    stages, held, changes = spec(job).stages, dict[str, int](), list[int]()
-    forward = [work for stage in stages for work in stage.forward]
-    backward = [work for stage in reversed(stages) for work in stage.backward]
-    for work in forward + backward:
-        for item in work.takes:
-            held[item.name] = item.nbytes(job.batch.size)
-            changes.append(held[item.name])
-        changes.extend(-held.pop(name) for name in work.frees)
-    return changes
-
-
-def _maxima(changes: list[int]) -> list[int]:
-    """Live bytes wherever they stop to grow: every peak of every operation."""
-    live, grows, found = 0, False, []
-    for change in changes:
-        if change < 0 and grows:
-            found.append(live)
-        grows = change > 0
-        live += change
-    return found + [live] * grows
 
 
 def test_a_batch_gives_logits_for_every_token(model: Transformer) -> None:

@@ -281,19 +281,20 @@ class Unfolded:
         return self._moments[1]
 
     @cached_property
-    def homes(self) -> dict[tuple[str, int], str]:
-        """The unit that is at work in every piece, by direction and place; empty for none."""
-        found: dict[tuple[str, int], str] = {}
+    def homes(self) -> dict[str, list[str]]:
+        """The unit with parameters that is at work in every piece, by direction; empty for none."""
+        homes = {}
         for direction, pieces in (("forward", self.forward), ("backward", self.backward)):
             entering, leaving = _AROUND[direction]
-            inside: list[str] = []
-            for place, moment in enumerate(pieces):
-                if moment.piece.point == entering:
+            inside, found = [""], []
+            for moment in pieces:
+                if moment.piece.point == entering and self.units[moment.unit].tensors:
                     inside.append(moment.unit)
-                elif moment.piece.point == leaving and moment.unit in inside:
+                elif moment.piece.point == leaving and moment.unit in inside[1:]:
                     inside.remove(moment.unit)
-                found[direction, place] = inside[-1] if inside else ""
-        return found
+                found.append(inside[-1])
+            homes[direction] = found
+        return homes
 
 
 _AROUND = {

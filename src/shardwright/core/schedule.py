@@ -94,7 +94,7 @@ class Merged:
 
 
 def training_step(step: Unfolded, modes: Modes) -> tuple[Action, ...]:
-    """One step: load, forward through the recorded pieces, backward through them, then update.
+    """One step: load, forward through the recorded pieces that compute, backward, then update.
 
     A sharded unit is gathered before its first forward, freed after its last one if it reshards,
     gathered again before its backward, and freed and reduced right after. With prefetch the next
@@ -162,17 +162,19 @@ class _Walk:
         )
         self.flow = UnitFlow(self.units, modes)
         self.touched: dict[str, None] = {}  # whose backward is under way
-        self.left: list[str] = []  # units as their forwards ended
+        self.left: list[str] = []  # sharded units as their forwards ended
 
     def actions(self) -> Iterator[Action]:
         yield Action("load", "batch", "load")
         for place, moment in enumerate(self.step.forward):
             yield from self._reach(moment.piece.point, moment.unit)
-            yield self._compute(place, "forward")
+            if moment.piece.work.calls:
+                yield self._compute(place, "forward")
         self.flow.before = dict(pairwise(reversed(self.left)))
         for place, moment in enumerate(self.step.backward):
             yield from self._reach_backward(moment.piece.point, moment.unit)
-            yield self._compute(place, "backward")
+            if moment.piece.work.calls:
+                yield self._compute(place, "backward")
         for unit in list(self.touched):
             yield from self.flow.reduce(unit)
         yield from self.flow.collect()
@@ -182,7 +184,7 @@ class _Walk:
             yield Action("update", unit, "step", "backward")
 
     def _compute(self, place: int, direction: Direction) -> Action:
-        home = self.step.homes[direction, place]
+        home = self.step.homes[direction][place]
         return Action("compute", self.merged.name(home), direction, direction, place)
 
     def _reach(self, point: Point, unit: str) -> Iterator[Action]:
@@ -201,7 +203,8 @@ class _Walk:
             if point == "enter":
                 yield from self.flow.enter(name, "forward")
             else:
-                self.left.append(name)
+                if name in self.modes.sharded_units:
+                    self.left.append(name)
                 yield from self.flow.leave(name)
 
     def _reach_backward(self, point: Point, unit: str) -> Iterator[Action]:

@@ -59,8 +59,8 @@ def walk(
 ) -> list[Spent]:
     """Every action of the step that computes, gathers, reduces or updates a unit.
 
-    ``units`` has the seconds by name; a unit that has none is left out with its pieces, which
-    ``pieces`` has the seconds of. ``settle`` is given the clocks, which otherwise grow into
+    ``units`` has the seconds by name; a unit that has none is left out with its pieces. ``pieces``
+    has the seconds of what an action computes. ``settle`` is given the clocks, which otherwise grow into
     derivations of all that came before.
     """
     return list(_Lanes(step, modes, units, pieces, overlap, settle).run())
@@ -104,8 +104,7 @@ class _Lanes:
             ours = action.target in self.units and action.verb != "free"
             if ours or (action.verb == "compute" and not action.target):
                 seconds = getattr(self, f"_{action.verb}")(action, action.target)
-                if seconds is not None:
-                    yield self._spent(action, seconds)
+                yield self._spent(action, seconds)
 
     def _spent(self, action: Action, seconds: Any) -> Spent:
         if self.prefetch:
@@ -114,19 +113,18 @@ class _Lanes:
         return Spent(action, action.target, seconds)
 
     def _compute(self, action: Action, unit: str) -> Any:
-        """None where a piece does nothing."""
-        parts = [self.pieces(action), self._wait(f"{unit} gathered")]
+        seconds, waited = self.pieces(action), self._wait(f"{unit} gathered")
         if action.direction == "backward" and unit and unit not in self.cleared:
             self.cleared.add(unit)
-            parts.insert(0, self.units[unit].gradient)
-        found = [part for part in parts if part is not None]
-        return sum(found[1:], found[0]) if found else None
+            seconds = self.units[unit].gradient + seconds
+        return seconds if waited is None else seconds + waited
 
     def _gather(self, action: Action, unit: str) -> Any:
         return self._communicate(self.units[unit].gather, f"{unit} gathered")
 
     def _reduce(self, action: Action, unit: str) -> Any:
-        return self._communicate(self.units[unit].reduce, f"{unit} reduced")
+        seconds = self._communicate(self.units[unit].reduce, f"{unit} reduced")
+        return seconds if unit in self.cleared else self.units[unit].gradient + seconds
 
     def _collect(self, action: Action, unit: str) -> Any:
         return self._wait(f"{unit} reduced")

@@ -27,7 +27,6 @@ def rank_memory(
             phase, sum(kinds.values()), dict(sorted(kinds.items())), heap.where.get(phase, "")
         )
         for phase, kinds in heap.peaks.items()
-        if phase != "setup"
     )
     worst = max(phases, key=lambda phase: phase.bytes)
     return RankMemory(

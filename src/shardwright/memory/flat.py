@@ -38,7 +38,7 @@ class FlatUnits:
     chunk: Sequence[str] = ()
     last: bool = True
     adding: bool = False
-    forwards: list[str] = field(default_factory=list)  # as they ended
+    forwards: list[str] = field(default_factory=list)  # of sharded units, as they ended
     waiting: set[str] = field(default_factory=set)  # their shares under way, cast to be sent
     touched: list[str] = field(default_factory=list)  # whose backward is under way
     early: list[str] = field(default_factory=list)  # gathered for a backward
@@ -102,7 +102,8 @@ class FlatUnits:
 
     def leave(self, unit: str) -> None:
         """After a forward."""
-        self.forwards.append(unit)
+        if unit in self.flow.modes.sharded_units:
+            self.forwards.append(unit)
         self._run(self.flow.leave(unit))
 
     def finish(self) -> None:

@@ -138,6 +138,7 @@ class RankStep:
                 else:
                     heap.free(f"step.{change.name}")
             machine.zero_grad()
+        heap.peaks.pop("setup", None)  # what is there before a step is no phase of it
         return machine
 
     def _send(self, heap: Ledger, chunk: int) -> None:
@@ -179,7 +180,6 @@ class RankStep:
             self._settle_states(heap, machine)
         heap.take("buffers", "buffer", max((c.recording.buffers for c in self.chunks), default=0))
         heap.take("received", "communication", self.receives)
-        heap.peaks.pop("setup", None)
 
     def _settle_states(self, heap: Ledger, machine: Machine) -> None:
         places: tuple[Place, ...] = ("device",)

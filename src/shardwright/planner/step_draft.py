@@ -149,7 +149,6 @@ class StepDraft(Draft):
             resident=load.resident,
         )
         step.run(heap, lambda *made: FlatUnits(made[0], made[1], self._sharding, made[2]))
-        heap.peaks.pop("setup", None)
         return heap.peaks
 
     @cached_property

@@ -109,21 +109,21 @@ class UnitSpace:
     _known: dict[tuple[str, ...], tuple[UnitChoice, ...]] = field(default_factory=dict)
 
     @cached_property
-    def pieces(self) -> dict[str, list[float | None]]:
-        """Seconds that every recorded piece computes, by direction; None where it does nothing."""
+    def pieces(self) -> dict[str, list[float]]:
+        """Seconds that every recorded piece computes, by direction."""
         step = self.model.step
         return {"forward": self._seconds(step.forward), "backward": self._seconds(step.backward)}
 
-    def _seconds(self, moments: Sequence[Moment]) -> list[float | None]:
-        known: dict[int, float | None] = {}
+    def _seconds(self, moments: Sequence[Moment]) -> list[float]:
+        known: dict[int, float] = {}
         for moment in moments:
             piece, work = moment.piece, moment.piece.work
             if id(piece) not in known:
                 seconds = dense.compute_seconds(work.calls, work.flops, work.moved, self.context.c)
-                known[id(piece)] = seconds if work.calls else None
+                known[id(piece)] = seconds
         return [known[id(moment.piece)] for moment in moments]
 
-    def of_piece(self, action: Action) -> float | None:
+    def of_piece(self, action: Action) -> float:
         """Seconds of the piece that an action computes."""
         return self.pieces[action.direction][action.place]
 
@@ -134,10 +134,10 @@ class UnitSpace:
         found: dict[str, dict[str, list[float]]] = {
             unit.name: {"forward": [], "backward": []} for unit in self.model.units
         }
-        for (direction, place), home in self.model.step.homes.items():
-            seconds = self.pieces[direction][place]
-            if home in names and seconds is not None:
-                found[names[home]][direction].append(seconds)
+        for direction, homes in self.model.step.homes.items():
+            for home, seconds in zip(homes, self.pieces[direction], strict=True):
+                if home in names:
+                    found[names[home]][direction].append(seconds)
         return {
             name: ComputeSeconds(math.fsum(its["forward"]), math.fsum(its["backward"]))
             for name, its in found.items()

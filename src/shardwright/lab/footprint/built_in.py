@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.job import Job
-from shardwright.core.recording import Recording
+from shardwright.core.recording import Recording, Series
 from shardwright.lab.footprint.python_model import settle
 from shardwright.models.dlrm import DLRM
 from shardwright.models.transformer import Transformer, next_token_loss
@@ -18,6 +18,8 @@ from shardwright.trace.composed import Composer, Shortened
 from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.treatment import Treatment
+
+BLOCKS = "layers"  # of a transformer
 
 
 def built_in_recording(job: Job, treatment: Treatment) -> Recording:
@@ -53,21 +55,25 @@ def _transformer(model: Transformer, job: Job, treatment: Treatment) -> Recordin
         torch.empty(job.batch.size, job.batch.sequence, dtype=torch.int64) for _ in range(2)
     )
 
+    alone = Series(BLOCKS, (f"{BLOCKS}.0",), (f"{BLOCKS}.0",))  # one block repeats no other
+
     def run(shortened: Shortened) -> Recording:
         units: dict[str, Sequence[nn.Module]] = shortened.units
-        with treatment.applied(model, shortened.blocks, range(len(shortened.blocks))) as applied:
+        blocks = list(model.layers)
+        with treatment.applied(model, blocks, range(len(blocks))) as applied:
             return record(
                 Subject(
                     model,
                     (tokens,),
                     units,
                     lambda logits: next_token_loss(logits, targets),
-                    series=shortened.series,
+                    series=shortened.series or (alone,),
                     extra=(targets,),
                     around=applied.around,
                 )
             )
 
-    found = Composer(model, run, apart=("embed", "head")).recording()
+    apart = ("embed", "head", *(alone.names if len(model.layers) == 1 else ()))
+    found = Composer(model, run, apart=apart).recording()
     whole = [tensor for tensor in held_tensors(model) if not isinstance(tensor, nn.Parameter)]
     return msgspec.structs.replace(found, buffers=storage_bytes(whole))

@@ -51,14 +51,12 @@ class UnitAmounts:
             return None
         return leaf(local, "ranks_of_host", "", "cluster.local_world_size")
 
-    def piece(self, action: Action) -> Amount | None:
-        """What is computed between two moments of a step; None where that is nothing."""
+    def piece(self, action: Action) -> Amount:
+        """What is computed between two moments of a step."""
         step = self.draft.model.step
         moments = step.forward if action.direction == "forward" else step.backward
         moment = moments[action.place]
         work, where = moment.piece.work, f"{moment.piece.point} {moment.unit}".strip()
-        if not work.calls:
-            return None
         calls = leaf(work.calls, f"operators[{where}]", "", "the recorded step")
         flops = leaf(work.flops, f"flops[{where}]", "FLOP", "its products")
         moved = leaf(work.moved, f"moved[{where}]", "B", "read and written by other operators")

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from recordings import chain, unit
+
+from shardwright.core.errors import InputError
+from shardwright.core.job import Job, parse_job
+from shardwright.core.model_of_job import check_model, model_of, tables_of
+
+
+def _job(count: int = 3, **sections: Any) -> Job:
+    return parse_job(
+        {
+            "tables": [{"name": f"t{i}", "rows": 10 + i, "dim": 16} for i in range(count)],
+            "model": {"bottom": [8, 16], "top": [6, 1]},
+        }
+        | sections
+    )
+
+
+def test_tables_of_a_dlrm_are_named_as_its_parameters() -> None:
+    found = tables_of(_job(2))
+    assert [(t.name, t.tensor.fqn, t.tensor.shape) for t in found] == [
+        ("t0", "tables.t0.weight", (10, 16)),
+        ("t1", "tables.t1.weight", (11, 16)),
+    ]
+
+
+def test_tables_alone_have_their_own_names_and_no_optimizer_but_their_own() -> None:
+    tables = [{"name": "a", "rows": 3, "dim": 16}, {"name": "b", "rows": 3, "dim": 16}]
+    job = parse_job({"tables": [tables[0], tables[1] | {"optimizer": "adam"}]})
+    assert [(t.fqn, t.optimizer) for t in tables_of(job)] == [("a", "none"), ("b", "adam")]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "of_tables"),
+    [("sgd", "sgd"), ("adagrad", "rowwise_adagrad"), ("adam", "rowwise_adagrad")],
+)
+def test_tables_and_units_follow_the_optimizer_of_the_job(optimizer: str, of_tables: str) -> None:
+    made = model_of(_job(train={"optimizer": optimizer}), chain([unit("bottom"), unit("top")]))
+    assert {table.optimizer for table in made.tables} == {of_tables}
+    assert {each.optimizer for each in made.units} == {optimizer}
+
+
+def test_a_table_keeps_an_optimizer_of_its_own() -> None:
+    tables = [{"name": "t", "rows": 3, "dim": 16, "optimizer": "rowwise_adagrad"}]
+    job = parse_job({"tables": tables, "model": {}, "train": {"optimizer": "sgd"}})
+    assert tables_of(job)[0].optimizer == "rowwise_adagrad"
+
+
+def test_tensors_are_those_of_tables_then_of_units() -> None:
+    made = model_of(_job(1), chain([unit("bottom"), unit("top")]))
+    assert [t.fqn for t in made.tensors] == ["tables.t0.weight", "bottom.w", "top.w"]
+
+
+def test_a_table_of_another_dtype_than_the_run_has_is_refused() -> None:
+    tables = [{"name": "t", "rows": 3, "dim": 16, "dtype": "bf16"}]
+    with pytest.raises(InputError, match=r"tables 't'\.dtype: expected fp32 for dlrm, got bf16"):
+        check_model(_job(tables=tables))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": {"bottom": [8]}},
+            "model.bottom: expected 16 as its last width, the tables' dim, got 8. "
+            "Let model.bottom end with 16.",
+        ),
+        (
+            {"model": {"bottom": []}},
+            "model.bottom: expected 16 as its last width, the tables' dim, got no layer. "
+            "Let model.bottom end with 16.",
+        ),
+        (
+            {"model": {"bottom": [16], "top": []}},
+            "model.top: expected at least one width, got no layer.",
+        ),
+        (
+            {
+                "tables": [
+                    {"name": "a", "rows": 3, "dim": 16},
+                    {"name": "b", "rows": 3, "dim": 8},
+                ]
+            },
+            "tables 'b'.dim: expected 16, as the first table's, got 8. "
+            "dlrm stacks all embeddings: give every table the same dim.",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_model(_job(**changes))
+    assert str(caught.value) == message
+
+
+def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+    widths = {"kind": "transformer", "layers": 2, "dim": 12, "heads": 5, "vocab": 7}
+    with pytest.raises(InputError) as caught:
+        check_model(parse_job({"model": widths}))
+    assert str(caught.value) == "model.heads: expected a divisor of model.dim = 12, got 5."

@@ -1,0 +1,73 @@
+"""What operators compute and move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.core.recording import Work
+from shardwright.trace.recorder import Recorder
+
+FLOAT = 4
+
+
+@pytest.fixture
+def work() -> Callable[[Callable[[], Any]], Work]:
+    """The work of a few operators together."""
+
+    def measure(run: Callable[[], Any]) -> Work:
+        recorder = Recorder()
+        with recorder:
+            run()
+        found = sum(recorder.works, Work())
+        recorder.close()
+        return found
+
+    return measure
+
+
+Measure = Callable[[Callable[[], Any]], Work]
+
+
+def test_a_product_counts_its_flops_and_no_bytes(work: Measure) -> None:
+    a, b = torch.ones(3, 5), torch.ones(5, 7)
+    assert work(lambda: a @ b) == Work(1, 2 * 3 * 5 * 7, 0)
+
+
+def test_another_operator_counts_what_it_reads_and_writes(work: Measure) -> None:
+    a, b = torch.ones(3, 5), torch.ones(5)
+    assert work(lambda: a + b) == Work(1, 0, (15 + 5 + 15) * FLOAT)
+
+
+def test_tensors_in_lists_are_read_too(work: Measure) -> None:
+    a, b = torch.ones(4), torch.ones(6)
+    assert work(lambda: torch.cat([a, b])) == Work(1, 0, (4 + 6 + 10) * FLOAT)
+
+
+def test_a_change_in_place_is_work_and_a_view_is_none(work: Measure) -> None:
+    a = torch.ones(3, 5)
+    assert work(lambda: a.view(15)[2:].unsqueeze(0)) == Work()
+    assert work(lambda: a.reshape(15)) == Work()  # one, where no copy is needed
+    assert work(lambda: a.mul_(2)).calls == 1
+
+
+def test_to_make_memory_is_no_work_and_to_fill_it_is(work: Measure) -> None:
+    assert work(lambda: torch.empty(7)) == Work()
+    assert work(lambda: torch.zeros(7)) == Work(1, 0, 7 * FLOAT)
+
+
+def test_attention_counts_the_flops_of_its_products(work: Measure) -> None:
+    size, heads, length, width = 2, 3, 5, 4
+    parts = [torch.ones(size, heads, length, width, requires_grad=True) for _ in "qkv"]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    forward = work(lambda: attend(*parts))
+    assert forward.flops == 2 * 2 * size * heads * length * length * width
+
+    def both() -> None:
+        attend(*parts).sum().backward()
+
+    backward = work(both).flops - forward.flops
+    assert backward == 5 * 2 * size * heads * length * length * width
