@@ -13,7 +13,8 @@ from shardwright.core.job import Job
 from shardwright.core.layout import unit_layout
 from shardwright.core.placement import Flat, Placement, Replicate
 from shardwright.core.plan import Plan, Reserved, Search, UnitPlan, sealed
-from shardwright.trace.module import DTYPE_NAMES, TensorSpec
+from shardwright.core.tensor import TensorSpec
+from shardwright.tracker.dtypes import NAMES
 
 ROLES = ("parameter", "gradient", "optimizer_state")
 
@@ -42,8 +43,7 @@ def plan_by_hand(
             del left[tensor]
         placement: Placement = Replicate() if name in replicated else Flat()
         specs = [
-            TensorSpec(n, tuple(parameters[n].shape), DTYPE_NAMES[parameters[n].dtype])
-            for n in tensors
+            TensorSpec(n, tuple(parameters[n].shape), NAMES[parameters[n].dtype]) for n in tensors
         ]
         frozen = [n for n in tensors if not parameters[n].requires_grad]
         layout = unit_layout(specs, placement, world_size, frozen)

@@ -120,7 +120,7 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds.
 
-    ``optimizer`` is that of dense parameters, AdamW by default where steps are only estimated.
+    ``optimizer`` is that of dense parameters, AdamW by default for a llama and the user's own.
     Tables learn at ``table_learning_rate``, or like the units where it is not given.
     """
 

@@ -24,6 +24,15 @@ ELEMENT_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
+# As torch spells them.
+TORCH_NAMES = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 
 
 def element_bytes(dtype: str, where: str = "dtype") -> int:

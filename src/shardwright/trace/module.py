@@ -18,21 +18,7 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
 from shardwright.trace.checks import Untraceable
 from shardwright.trace.recorder import Record, Recorder, watching
-
-DTYPE_NAMES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8_e5m2",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
-}
+from shardwright.tracker.dtypes import NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +176,7 @@ def recorded_units(
 
 
 def _spec(name: str, parameter: torch.Tensor) -> TensorSpec:
-    return TensorSpec(name, tuple(parameter.shape), DTYPE_NAMES[parameter.dtype])
+    return TensorSpec(name, tuple(parameter.shape), NAMES[parameter.dtype])
 
 
 def _pieces(records: Sequence[Record], works: Sequence[Work]) -> list[Piece]:

@@ -21,9 +21,9 @@ from shardwright.trace.compiled_loss import compiled_loss
 from shardwright.trace.module import Subject, record
 from shardwright.trace.repeats import Stretch, series_of, stretches
 from shardwright.trace.treatment import Treatment
+from shardwright.tracker.dtypes import DTYPES
 
 KEPT = ("", "head")  # units that are not freed after their forward
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ def forget_recordings() -> None:
 
 @lru_cache(maxsize=256)
 def _recorded(request: Request, treated: tuple[int, ...]) -> Recording:
-    dtype = TORCH_DTYPES[request.dtype]
+    dtype = DTYPES[request.dtype]
     local, batch, tokens = request.local, request.batch, request.sequence
     kept = _Kept(pipelined=not local.first)
     with FakeTensorMode():

@@ -27,10 +27,10 @@ from shardwright.lab.python_model import (
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.checks import Untraceable, check_module, explained, without_pointers
 from shardwright.trace.composed import Composer, Shortened
-from shardwright.trace.module import DTYPE_NAMES, Subject, held_tensors, record, storage_bytes
+from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
 from shardwright.trace.treatment import Treatment
+from shardwright.tracker.dtypes import DTYPES, NAMES
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 POINTER = "Accessing the data pointer of FakeTensor"  # torch's words, 2.11 to 2.13
 
 
@@ -84,10 +84,8 @@ def _recorded(request: Request, function: Callable[..., Any]) -> tuple[Recording
 def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recording, int]:
     module, where = built.module, built.where
     check_module(module, where)
-    made = {
-        name: DTYPE_NAMES[p.dtype] for name, p in module.named_parameters(remove_duplicate=False)
-    }
-    settle(module, mode, TORCH_DTYPES[request.dtype])
+    made = {name: NAMES[p.dtype] for name, p in module.named_parameters(remove_duplicate=False)}
+    settle(module, mode, DTYPES[request.dtype])
     seen: dict[int, Any] = {}  # a task's loss has the inputs among its targets
     given = (built.inputs, built.keywords, built.targets)
     inputs, keywords, targets = tree_map(
@@ -129,7 +127,7 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recor
 
 def _run(request: Request, subject: Subject) -> Callable[[Shortened], Recording]:
     """Records the module with the parts that it has just then."""
-    treatment, dtype = request.treatment, TORCH_DTYPES[request.dtype]
+    treatment, dtype = request.treatment, DTYPES[request.dtype]
     every = policy(treatment.checkpointing).every
 
     def run(shortened: Shortened) -> Recording:

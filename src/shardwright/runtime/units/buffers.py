@@ -15,9 +15,9 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import Segment, Slot, UnitLayout
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.units.linked import LinkedParameter
-from shardwright.runtime.units.parameter import DTYPES
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.regroup import Together
+from shardwright.tracker.dtypes import DTYPES
 
 
 class Elastic:

@@ -18,25 +18,7 @@ from shardwright.core.layout import UnitLayout
 from shardwright.core.placement import Owned, Placement
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.torch_private import address_of, is_plain
-
-NAMES: dict[torch.dtype, str] = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8_e5m2",
-    torch.complex128: "complex128",
-    torch.complex64: "complex64",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
-}
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
-
+from shardwright.tracker.dtypes import DTYPES, NAMES
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 

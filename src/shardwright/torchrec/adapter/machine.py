@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import comm
@@ -22,10 +21,11 @@ from torchrec.distributed.utils import get_device_type
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.torchrec.constants import BACKWARD, BANDWIDTHS
+from shardwright.tracker.dtypes import NAMES
 
 DEVICES = ("cpu", "cuda")
 RESERVED_SHARE = 0.15  # of a job that names no reservation, as in TorchRec
-WIRE_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+WIRE_DTYPES = ("fp32", "fp16", "bf16")  # that codecs send as they are
 
 
 def default_topology() -> Topology:
@@ -154,4 +154,5 @@ def _wire_dtype(codec: Any, reduced: Any) -> str:
     """A codec's dtype; bytes that are reduced as wider numbers are fp8, others int8."""
     dtype = codec.quantized_dtype
     narrow = "int8" if reduced.quantized_dtype.itemsize == dtype.itemsize else "fp8"
-    return WIRE_DTYPES.get(dtype, narrow)
+    name = NAMES.get(dtype)
+    return name if name in WIRE_DTYPES else narrow

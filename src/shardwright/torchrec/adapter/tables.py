@@ -16,16 +16,10 @@ from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.model import CacheSpec, TableOptimizer, TableSpec
+from shardwright.core.model import CacheSpec, TableSpec
+from shardwright.core.optimizers import TableOptimizer
+from shardwright.tracker.dtypes import NAMES
 
-DTYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-}
 OPTIMIZER_CLASSES: dict[type, TableOptimizer] = {
     torch.optim.SGD: "sgd",
     optim.SGD: "sgd",
@@ -153,7 +147,7 @@ def _spec(
         rows=rows,
         dim=dim,
         fqn=".".join(filter(None, (path, part, config.name, "weight"))),
-        dtype=DTYPES.get(parameter.dtype, str(parameter.dtype)),
+        dtype=NAMES.get(parameter.dtype, str(parameter.dtype)),
         optimizer=_optimizer(f"table '{config.name}'", parameter, fused),
         pooled=pooled,
         pooling_factors=_pooling_factors(constraint, len(config.feature_names) or 1),
