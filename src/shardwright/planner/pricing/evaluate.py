@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,11 @@ from shardwright.core.amount import ceil_div, leaf, maximum, minimum, named, tot
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
+from shardwright.core.sums import Lift
 from shardwright.planner.choice import Cost, cost
 from shardwright.planner.pricing.context import PricingContext
 
-# A number and what explain says about it: value, name, unit, source.
-Lift = Callable[[Any, str, str, str], Any]
 Tiers = Mapping[Tier, Mapping[str, Any]]
-
-
-def bare(value: Any, name: str, unit: str, source: str) -> Any:
-    """The number alone."""
-    return value
 
 
 def constants_of(cluster: Cluster) -> dict[str, Any]:
