@@ -16,7 +16,8 @@ from shardwright.core.amount import Step
 from shardwright.core.errors import EXIT_MISMATCH, InputError, MismatchError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan, read_plan, sealed, write_plan
-from shardwright.planner import explain, plan
+from shardwright.lab.recordings import plan
+from shardwright.planner import explain
 
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise")
 UNITS = {"units": {"bottom": "shard", "top": "replicate"}, "dense": {"reshard": True}}
@@ -702,6 +703,25 @@ def test_every_statistic_is_explained_step_by_step(
 def test_an_unknown_statistic_is_refused_with_the_known_ones(made: Plan) -> None:
     with pytest.raises(InputError, match=r"^--statistic: expected one of ranks, .*, got 'luck'"):
         explain.explain_statistic(made, "luck")
+
+
+RESERVED: dict[str, Any] = {
+    "a share": {"kind": "percentage", "percentage": 0.3},
+    "an amount": {"kind": "absolute", "nbytes": 12_345_678},
+    "traced": {"kind": "traced", "nbytes": 12_345_678},
+    "heuristic": {"kind": "heuristic", "dense_bytes": 1_234_567, "multiplier": 5.5},
+    "inference": {"kind": "inference", "dense_bytes": 1_234_567},
+}
+
+
+@pytest.mark.parametrize("case", RESERVED)
+def test_what_every_rule_leaves_is_explained(
+    reevaluate: Callable[[Sequence[Step]], None], case: str
+) -> None:
+    planner = {"constants": "torchrec-1.9", "reservation": RESERVED[case]}
+    for found in explain.explain_statistic(plan(_tables(planner=planner)), "reservation"):
+        reevaluate(found.steps)
+        assert found.steps[-1].value == found.stored
 
 
 def _binding(made: Plan) -> str:

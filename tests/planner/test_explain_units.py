@@ -15,8 +15,8 @@ from shardwright.core.block import check_tiling
 from shardwright.core.errors import MismatchError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan, sealed
-from shardwright.lab.recordings import described
-from shardwright.planner import explain, plan
+from shardwright.lab.recordings import described, plan
+from shardwright.planner import explain
 from shardwright.planner.statistics import memory_prices, statistics
 
 CASES: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from shardwright.core.job import parse_job
 from shardwright.core.plan import Plan
 from shardwright.core.statistics import CriticalTerm, Measure
 from shardwright.cost.imbalance import Ranks
-from shardwright.planner import plan
+from shardwright.lab.recordings import plan
 from shardwright.planner.assemble import gap, proven
 from shardwright.planner.search.bound import beyond_room, priced, slowest_rank
 from shardwright.planner.statistics import memory, ranks, tables, times

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.core.amount import ceil, maximum, minimum, named, rounded
-from shardwright.core.batch import INDEX_BYTES, Batch
+from shardwright.core.batch import INDEX_BYTES, Batch, feature_batches
 from shardwright.core.cluster import Device
 from shardwright.core.errors import NoPlanError, UnsupportedError, expected
 from shardwright.core.model import TableSpec
@@ -116,7 +116,7 @@ def ids_of_batch(tables: Sequence[TableSpec], batch: Batch) -> float:
     sizes: list[int] = []
     for table in sorted(tables, key=lambda table: not table.pooled):
         lengths += table.pooling_factors
-        sizes += table.batch_sizes or (batch.size,) * len(table.pooling_factors)
+        sizes += feature_batches(table, batch)
     found: float = batch_ids(lengths, sizes) if lengths else 0.0
     return found
 

@@ -46,7 +46,7 @@ def _left(subject: Subject, tier: Tier) -> Explanation:
     kind = reservation_kind(plan.job)
     aside = set_aside(plan, tier)
     amount = leaf(getattr(plan.cluster, f"{tier}_cap"), "capacity", "B", f"cluster.{tier}_cap")
-    if aside[SET_ASIDE] and kind == "absolute":
+    if aside[SET_ASIDE] and kind in ("absolute", "traced"):
         fixed = leaf(section.nbytes, "set_aside", "B", f"{WHERE}.nbytes")
         amount = reservation.amount_left(amount, fixed)
     elif aside[SET_ASIDE]:

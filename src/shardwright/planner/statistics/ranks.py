@@ -57,16 +57,14 @@ def share_filled(nbytes: Any, most: Any) -> Any:
     return nbytes / most if plain(most) > 0 else 0.0
 
 
-def _traffic(plan: Plan, held: Holdings) -> tuple[list[int], list[int]]:
-    """Bytes of ids in and of rows out on every rank."""
-    ids, rows = [0] * plan.world_size, [0] * plan.world_size
+def _traffic(plan: Plan, held: Holdings) -> NDArray[Any]:
+    """Bytes of ids in and of rows out [2, ranks], exact whatever their size."""
+    moved = np.zeros((2, plan.world_size), object)
     for placed in held.tables:
         for first, run, _ in placed.stretches():
-            one = traffic(plan, placed, run)
-            for rank in range(first, first + run.count):
-                ids[rank] += int(one[0])
-                rows[rank] += int(one[1])
-    return ids, rows
+            for sums, nbytes in zip(moved, traffic(plan, placed, run), strict=True):
+                sums[first : first + run.count] += int(nbytes)
+    return moved
 
 
 def _shards(plan: Plan, held: Holdings) -> list[tuple[str, NDArray[np.int64]]]:
