@@ -25,6 +25,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil_div": lambda a, b: -(-a // b),
     "ceil": math.ceil,
+    "log": math.log,
     "max": max,
     "min": min,
     "where": lambda condition, a, b: a if condition else b,

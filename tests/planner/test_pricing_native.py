@@ -21,10 +21,11 @@ from shardwright.core.model import (
 from shardwright.core.option import Option, shard_runs
 from shardwright.core.planning import EstimatorSection, PipelineType
 from shardwright.core.sharding import ShardingType
+from shardwright.core.sums import bare
 from shardwright.cost.constants import cluster
 from shardwright.planner.pricing import native
 from shardwright.planner.pricing.context import PricingContext
-from shardwright.planner.pricing.evaluate import bare, traffic
+from shardwright.planner.pricing.evaluate import traffic
 
 TYPES: tuple[ShardingType, ...] = get_args(ShardingType)
 KERNELS: tuple[ComputeKernel, ...] = get_args(ComputeKernel)

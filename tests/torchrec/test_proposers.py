@@ -17,6 +17,7 @@ from shardwright.core.model import CacheSpec, TableSpec
 from shardwright.core.option import Option, ShardRun, shard_runs
 from shardwright.core.planning import ProposerSection
 from shardwright.planner.choice import Choice, cost
+from shardwright.planner.statistics.tables import over_shards
 from shardwright.torchrec.candidate import Bytes, Candidates, Offer, Proposal, Proposer, Verdict
 from shardwright.torchrec.dynamic_programming import DynamicProgramming
 from shardwright.torchrec.proposers import DEFAULT, Greedy, Grid, Uniform, make_proposers
@@ -184,7 +185,7 @@ def test_dynamic_programming_finds_the_least_work_for_the_memory_there_is(
     within, below = (
         min(
             (
-                math.fsum(choice.total_seconds for choice in combination)
+                math.fsum(over_shards(choice, "seconds") for choice in combination)
                 for combination in itertools.product(*tables)
                 if sum(choice.total_storage[0] for choice in combination) <= most
             ),

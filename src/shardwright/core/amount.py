@@ -167,6 +167,16 @@ def rounded(value: Any) -> Any:
     return where(rest < 0.5, low, where(rest > 0.5, low + 1, tie))
 
 
+def log(a: Any) -> Any:
+    """The natural logarithm of a number."""
+    return _apply("log", math.log, a)
+
+
+def plain(a: Any) -> Any:
+    """The value alone, to choose by: what is chosen is no part of a derivation."""
+    return a.value if isinstance(a, Amount) else a
+
+
 def maximum(a: Any, b: Any) -> Any:
     """The larger of two, element by element for arrays."""
 

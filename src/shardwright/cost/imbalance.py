@@ -1,4 +1,4 @@
-"""How unevenly something lies on ranks, by the measures of TorchRec's statistics (1.9.2).
+"""How something lies on ranks: its mean, and how uneven it is by TorchRec's measures (1.9.2).
 
 A measure looks at each rank's share of the sum and at the even share 1/k of k ranks; 0 is even.
 """
@@ -6,63 +6,118 @@ A measure looks at each rank's share of the sum and at the even share 1/k of k r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from shardwright.core.amount import log, maximum, named, noted, plain
+from shardwright.core.statistics import Measure, Unevenness
+from shardwright.core.sums import Fold, largest, summed, times
 
 
-@dataclass(frozen=True, slots=True)
-class Imbalance:
-    """The four measures of one distribution over ranks, named as TorchRec names them.
+class Ranks(NamedTuple):
+    """``ranks`` that have the same ``value``; ``label`` is what a derivation calls them."""
 
-    ``total_variation`` is the largest deviation from the even share, not half of their sum, and
-    less than 1; ``total_distance`` is their sum, less than 2. ``chi`` and ``kl`` are from 0 to 1.
+    value: Any
+    ranks: Sequence[int]
+    label: str = ""
+
+    def times(self, each: Any) -> Any:
+        """What they have together of which each has ``each``."""
+        return times(each, len(self.ranks))
+
+
+def each_rank(values: Iterable[float]) -> list[Ranks]:
+    """Every rank by itself."""
+    return [Ranks(value, (rank,)) for rank, value in enumerate(values)]
+
+
+def unit_of(measure: Measure) -> str:
+    """Seconds or bytes."""
+    return "s" if measure == "seconds" else "B"
+
+
+def number_of(groups: Sequence[Ranks]) -> Any:
+    """How many ranks there are."""
+    count = sum(len(group.ranks) for group in groups)
+    return noted(count, "ranks", "", "cluster.world_size", like=groups[0].value)
+
+
+def mean(name: str, groups: Sequence[Ranks], unit: str, adds: Fold = math.fsum) -> Any:
+    """The arithmetic mean over ranks; ``adds`` adds plain numbers."""
+    terms = [group.times(group.value) for group in groups]
+    whole = summed(f"{name}_of_all_ranks", terms, unit, adds)
+    return named(f"mean_{name}", whole / number_of(groups), unit)
+
+
+def unevenness(of: Measure, groups: Sequence[Ranks]) -> Unevenness | None:
+    """All measures of values of which none is negative; None if their sum is 0.
+
+    ``largest_deviation`` is TorchRec's total variation: the largest deviation of a share from the
+    even one, not half of their sum. ``chi`` and ``relative_entropy`` are divided by what they are
+    where one rank has all: k - 1 and ln k. A share of 0 adds no entropy.
     """
-
-    total_variation: float
-    total_distance: float
-    chi: float
-    kl: float
-
-
-def imbalance(values: Sequence[float]) -> Imbalance | None:
-    """All measures of ``values``, one for each rank and none negative; None if their sum is 0."""
-    whole = sum(values)
-    if not whole:
+    added = [group.times(group.value) for group in groups]
+    whole = summed(f"{of}_of_all_ranks", added, unit_of(of))
+    if not plain(whole):
         return None
-    shares = [value / whole for value in values]
-    return Imbalance(
-        total_variation(shares), total_distance(shares), chi(shares), kullback_leibler(shares)
+    ranks = number_of(groups)
+    even = named("even_share", 1 / ranks)
+    shares = [group._replace(value=_share(group, whole)) for group in groups]
+    away = [share._replace(value=_deviation(share, even)) for share in shares]
+    highest = (plain(ranks) - 1) / plain(ranks)
+    return Unevenness(
+        of,
+        largest("largest_deviation", [group.value for group in away], ""),
+        summed("total_distance", [group.times(group.value) for group in away], ""),
+        _chi(away, ranks),
+        _relative_entropy(shares, ranks),
+        highest,
+        2 * highest,
     )
 
 
-def total_variation(shares: Sequence[float]) -> float:
-    """The largest deviation of a share from the even one, at most (k - 1) / k."""
-    return max(_deviations(shares))
+def _share(group: Ranks, whole: Any) -> Any:
+    return named(f"share[{group.label}]", group.value / whole)
 
 
-def total_distance(shares: Sequence[float]) -> float:
-    """The sum of all deviations from the even share, at most 2 (k - 1) / k."""
-    return sum(_deviations(shares))
+def _deviation(share: Ranks, even: Any) -> Any:
+    return named(f"deviation[{share.label}]", maximum(share.value - even, even - share.value))
 
 
-def chi(shares: Sequence[float]) -> float:
-    """The chi-square divergence from even shares, by the one where a single rank has all."""
-    ranks = len(shares)
-    most = _chi_square([1.0] + [0.0] * (ranks - 1))
-    return _chi_square(shares) / most if most else 0.0
+def _chi(away: Sequence[Ranks], ranks: Any) -> Any:
+    """The chi-square divergence from even shares, by that of one rank that has all."""
+    count = plain(ranks)
+    if count == 1:
+        return noted(0.0, "chi", "", "one rank is always even", like=ranks)
+    furthest = each_rank([1 - 1 / count] + [1 / count] * (count - 1))
+    most = noted(
+        _chi_square(furthest, count),
+        "chi_of_one_rank_with_all",
+        "",
+        "ranks - 1, rounding apart",
+        like=ranks,
+    )
+    return named("chi", _chi_square(away, ranks) / most)
 
 
-def kullback_leibler(shares: Sequence[float]) -> float:
-    """The relative entropy to even shares, by the one where a single rank has all, ln k."""
-    ranks = len(shares)
-    if ranks == 1:
-        return 0.0
-    return sum(p * math.log(ranks * p) for p in shares if p > 0) / math.log(ranks)
+def _chi_square(away: Sequence[Ranks], ranks: Any) -> Any:
+    squares = [
+        group.times(named(f"square[{group.label}]", group.value * group.value * ranks))
+        for group in away
+    ]
+    return summed("chi_square", squares, "")
 
 
-def _deviations(shares: Sequence[float]) -> list[float]:
-    return [abs(share - 1 / len(shares)) for share in shares]
-
-
-def _chi_square(shares: Sequence[float]) -> float:
-    return sum(deviation**2 * len(shares) for deviation in _deviations(shares))
+def _relative_entropy(shares: Sequence[Ranks], ranks: Any) -> Any:
+    """The relative entropy to even shares, by that of one rank that has all."""
+    if plain(ranks) == 1:
+        return noted(0.0, "relative_entropy", "", "one rank is always even", like=ranks)
+    products = []
+    for group in shares:
+        if plain(group.value) > 0:
+            ratio = named(f"by_even_share[{group.label}]", group.value * ranks)
+            product = group.value * named(f"log[{group.label}]", log(ratio))
+            products.append(group.times(named(f"product[{group.label}]", product)))
+    most = named("entropy_of_one_rank_with_all", log(ranks))
+    found = named("entropy_by_most", summed("entropy", products, "") / most)
+    return named("relative_entropy", maximum(found, 0.0))  # below 0 by rounding alone

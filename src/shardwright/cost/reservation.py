@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.core.amount import ceil, maximum, minimum, named, rounded, total
-from shardwright.core.batch import INDEX_BYTES, Batch
+from shardwright.core.amount import ceil, maximum, minimum, named, rounded
+from shardwright.core.batch import INDEX_BYTES, Batch, feature_batches
 from shardwright.core.cluster import Device
 from shardwright.core.errors import NoPlanError, UnsupportedError, expected
 from shardwright.core.model import TableSpec
 from shardwright.core.planning import ReservationSection
 from shardwright.core.quantities import format_bytes
+from shardwright.core.sums import summed
 
 PIPELINED_BATCHES = 2  # batches alive at once in training
 BATCH_COPIES = 10  # copies of each that the pipeline makes
@@ -50,7 +51,7 @@ def amount_left(capacity: Any, nbytes: Any) -> Any:
 
 def batch_ids(lengths: Sequence[Any], sizes: Sequence[Any]) -> Any:
     """Ids in one rank's batch over all features: ids per bag times samples, one bag each."""
-    return named("batch_ids", total(a * b for a, b in zip(lengths, sizes, strict=True)), "ids")
+    return summed("batch_ids", [a * b for a, b in zip(lengths, sizes, strict=True)], "ids")
 
 
 def input_bytes(ids: Any, batches: Any, copies: Any) -> Any:
@@ -115,7 +116,7 @@ def ids_of_batch(tables: Sequence[TableSpec], batch: Batch) -> float:
     sizes: list[int] = []
     for table in sorted(tables, key=lambda table: not table.pooled):
         lengths += table.pooling_factors
-        sizes += table.batch_sizes or (batch.size,) * len(table.pooling_factors)
+        sizes += feature_batches(table, batch)
     found: float = batch_ids(lengths, sizes) if lengths else 0.0
     return found
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from shardwright import __version__
+from shardwright.core.amount import maximum, minimum, named
 from shardwright.core.block import Block, BlockRun, Role, encode
 from shardwright.core.plan import (
     Plan,
@@ -29,7 +32,7 @@ def assemble(draft: Draft, bound: float, found: Search) -> Plan:
     """The plan of a draft; ``bound`` is what no plan can be faster than."""
     problem = draft.problem
     slowest = draft.max_rank_seconds
-    bound = min(max(bound, found.proved_seconds), slowest)  # rounding apart, never above
+    bound = proven([bound, found.proved_seconds], slowest)
     tables = tuple(_table_plan(placed) for placed in draft.tables)
     return sealed(
         Plan(
@@ -46,12 +49,22 @@ def assemble(draft: Draft, bound: float, found: Search) -> Plan:
             ranks=tuple(draft.totals(r) for r in range(draft.ranks)),
             max_rank_seconds=slowest,
             lower_bound_seconds=bound,
-            gap=(slowest - bound) / bound if bound else 0.0,
+            gap=gap(slowest, bound) if bound else 0.0,
             reserved=_reserved(problem),
             assumptions=problem.assumptions,
             search=found,
         )
     )
+
+
+def proven(bounds: Sequence[Any], slowest: Any) -> Any:
+    """The highest of the bounds, which is above the slowest rank by rounding alone."""
+    return named("lower_bound", minimum(functools.reduce(maximum, bounds), slowest), "s")
+
+
+def gap(slowest: Any, bound: Any) -> Any:
+    """The share by which the slowest rank is above the bound."""
+    return named("gap", (slowest - bound) / bound)
 
 
 def _reserved(problem: Problem) -> Reserved:

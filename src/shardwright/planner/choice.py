@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,14 +79,6 @@ class Choice:
         return tuple(cost for run, cost in runs for _ in range(run.count))
 
     @cached_property
-    def total_seconds(self) -> float:
-        """Seconds summed over all shards."""
-        return math.fsum(
-            run.count * cost.total_seconds
-            for run, cost in zip(self.option.runs, self.costs, strict=True)
-        )
-
-    @cached_property
     def total_storage(self) -> tuple[int, int, int]:
         """Bytes of HBM, DDR and SSD summed over all shards."""
         hbm = ddr = ssd = 0
@@ -96,8 +87,3 @@ class Choice:
             ddr += run.count * cost.ddr_bytes
             ssd += run.count * cost.ssd_bytes
         return hbm, ddr, ssd
-
-    @cached_property
-    def max_seconds(self) -> float:
-        """Seconds of the slowest shard."""
-        return max(cost.total_seconds for cost in self.costs)

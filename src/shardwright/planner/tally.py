@@ -35,6 +35,12 @@ class Placed:
                 yield first, _part(run, done, count), cost
                 done += count
 
+    def on_rank(self, rank: int) -> Iterator[tuple[int, ShardRun, Cost]]:
+        """The stretches that reach ``rank``: the number of each, its shards, their cost."""
+        for number, (first, run, cost) in enumerate(self.stretches()):
+            if first <= rank < first + run.count:
+                yield number, run, cost
+
 
 def _part(run: ShardRun, start: int, count: int) -> ShardRun:
     if count == run.count:

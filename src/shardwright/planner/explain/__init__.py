@@ -1,11 +1,19 @@
 """A plan's numbers recomputed as derivations, what it rests on, and why not otherwise."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.plan import Plan
+from shardwright.planner.explain import evenness, lower_bound, memory, ranks, tables
 from shardwright.planner.explain.basis import Fact, basis
-from shardwright.planner.explain.derivations import explain_tensor
-from shardwright.planner.explain.explanation import Explanation
+from shardwright.planner.explain.explanation import Explanation, Subject
 from shardwright.planner.explain.recompute import draft_of
-from shardwright.planner.explain.statistics import STATISTICS, explain_statistic
+from shardwright.planner.explain.tables import explain_tensor
 from shardwright.planner.explain.why_not import WANTED, WhyNot, why_not
+from shardwright.planner.statistics import statistics
+from shardwright.planner.statistics.holdings import Holdings
 
 __all__ = [
     "STATISTICS",
@@ -19,3 +27,35 @@ __all__ = [
     "explain_tensor",
     "why_not",
 ]
+
+STATISTICS: dict[str, Callable[[Subject], Iterable[Explanation]]] = {
+    "ranks": ranks.explain,
+    "tables": tables.explain_tables,
+    "kernels": tables.explain_kernels,
+    "imbalance": evenness.explain_imbalance,
+    "spread": evenness.explain_spreads,
+    "parts": evenness.explain_parts,
+    "critical_path": ranks.explain_critical_path,
+    "peak_tiers": memory.explain_tiers,
+    "reservation": memory.explain,
+    "bottlenecks": ranks.explain_bottlenecks,
+    "waiting": evenness.explain_waiting,
+    "lower_bound": lower_bound.explain,
+    "memory_price": lower_bound.explain_prices,
+}
+
+
+def explain_statistic(
+    plan: Plan, name: str, *, rank: int | None = None, table: str | None = None
+) -> list[Explanation]:
+    """The derivations of one statistic; ``rank`` and ``table`` narrow those that are told of many.
+
+    :raises InputError: no statistic or table has that name.
+    """
+    if name not in STATISTICS:
+        raise InputError(expected("--statistic", f"one of {', '.join(STATISTICS)}", f"'{name}'"))
+    names = [t.name for t in plan.tables]
+    if table is not None and table not in [*names, *(t.fqn for t in plan.tables)]:
+        raise InputError(expected("--tensor", f"a table: {', '.join(names)}", f"'{table}'"))
+    subject = Subject(plan, draft_of(plan), statistics(plan), Holdings(plan), rank, table)
+    return list(STATISTICS[name](subject))

@@ -1,20 +1,38 @@
-"""One number of a plan with every step that leads to it, and sums of many such numbers."""
+"""One number of a plan with every step that leads to it."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from shardwright.core.amount import Amount, Step, derivation, leaf, maximum, minimum, named, total
+from shardwright.core.amount import Amount, Step, derivation, leaf
 from shardwright.core.errors import MismatchError, expected
+from shardwright.core.plan import Plan
+from shardwright.core.statistics import Statistics
+from shardwright.cost.imbalance import Ranks
+from shardwright.planner.draft import Draft
+from shardwright.planner.statistics.holdings import Holdings
 
 RELATIVE = 1e-12  # by which a number may come out otherwise for rounding
-TERMS = 16  # of a sum on one line
+REORDERED = 1e-9  # the same of a sum in another order
 DIGITS = 13  # to which seconds of ranks are equal
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is explained: a plan, the draft it was written from and what it adds up to.
+
+    ``rank`` and ``table`` narrow what is told; None for all, or for those that matter most.
+    """
+
+    plan: Plan
+    draft: Draft
+    statistics: Statistics
+    held: Holdings
+    rank: int | None = None
+    table: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,65 +95,18 @@ def same(where: str, stored: Any, found: Any) -> None:
         raise disagreement(where, stored, found)
 
 
-def summed(name: str, terms: Sequence[Any], unit: str) -> Any:
-    """The sum of ``terms``; of many by partial sums, so that every line stays readable."""
-    return _folded(name, terms, unit, total)
-
-
-def largest(name: str, terms: Sequence[Any], unit: str) -> Any:
-    """The largest of ``terms``, of many by parts."""
-    return _folded(name, terms, unit, lambda parts: functools.reduce(maximum, parts))
-
-
-def smallest(name: str, terms: Sequence[Any], unit: str) -> Any:
-    """The smallest of ``terms``, of many by parts."""
-    return _folded(name, terms, unit, lambda parts: functools.reduce(minimum, parts))
-
-
-def logarithm(amount: Amount) -> Amount:
-    """The natural logarithm."""
-    return Amount(math.log(amount.value), operation="log", parts=(amount,))
-
-
-def _folded(
-    name: str, terms: Sequence[Any], unit: str, fold: Callable[[Iterable[Any]], Any]
-) -> Any:
-    if not terms:
-        return leaf(0, name, unit, "nothing adds to it")
-    level = 0
-    while len(terms) > TERMS:
-        level += 1
-        starts = range(0, len(terms), TERMS)
-        terms = [
-            named(f"{name}, part {level}.{number}", fold(terms[start : start + TERMS]), unit)
-            for number, start in enumerate(starts, start=1)
-        ]
-    return named(name, fold(terms), unit)
-
-
-def alike(
-    what: str, values: Mapping[str, float], unit: str, source: str, *, counted: bool = True
-) -> list[Any]:
-    """One term for each of ``values``; equal ones are told once and, where ``counted``, counted."""
-    groups: dict[float, list[str]] = {}
-    for label, value in values.items():
-        groups.setdefault(value, []).append(label)
-    terms = []
-    for value, labels in groups.items():
-        more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
-        term = leaf(value, f"{what}[{labels[0]}{more}]", unit, source)
-        terms.append(term * len(labels) if more and counted else term)
-    return terms
-
-
-def alike_ranks(values: Sequence[float]) -> list[tuple[str, float, int]]:
-    """Ranks with equal values, rounding apart: what to call them, a value, how many they are."""
+def rank_groups(what: str, values: Mapping[int, float], unit: str) -> list[Ranks]:
+    """Ranks with equal values, rounding apart, each value an input of a derivation."""
     groups: dict[float, list[int]] = {}
-    for rank, value in enumerate(values):
-        exact = isinstance(value, int)
-        key = value if exact else float(f"{value:.{DIGITS}g}")
+    for rank, value in values.items():
+        key = value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
         groups.setdefault(key, []).append(rank)
-    return [(ranks_label(ranks), values[ranks[0]], len(ranks)) for ranks in groups.values()]
+    found = []
+    for ranks in groups.values():
+        label = ranks_label(ranks)
+        told = leaf(values[ranks[0]], f"{what}[{label}]", unit, "--statistic ranks --rank R")
+        found.append(Ranks(told, ranks, label))
+    return found
 
 
 def ranks_label(ranks: Sequence[int]) -> str:

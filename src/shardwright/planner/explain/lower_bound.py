@@ -1,4 +1,4 @@
-"""Why no plan can be faster: the relaxation that proves it, and what more memory would change."""
+"""Why no plan can be faster, by the functions of the search's bound, and what more memory does."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.core.amount import Amount, leaf, maximum, minimum, named
+from shardwright.core.amount import Amount, leaf, named
 from shardwright.core.cluster import TIERS
-from shardwright.planner.explain.explanation import Explanation, alike, finished, summed
-from shardwright.planner.explain.subject import RELATIVE, Subject
+from shardwright.core.sums import alike, grouped, summed, times
+from shardwright.planner.assemble import gap, proven
+from shardwright.planner.explain.explanation import REORDERED, Explanation, Subject, finished
 from shardwright.planner.problem import Problem
-from shardwright.planner.search.bound import Bound, Table, cheapest, lower_bound, table
+from shardwright.planner.search.bound import (
+    Bound,
+    Table,
+    beyond_room,
+    cheapest,
+    lower_bound,
+    priced,
+    priced_options,
+    slowest_rank,
+    table,
+)
 from shardwright.planner.search.space import Floats, Space
-from shardwright.planner.statistics.price import prices_of, with_more
-from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.statistics.memory import fall, prices_of, with_more
 from shardwright.planner.strategy.spacing import bounded_space
+from shardwright.planner.strategy.steps import shared_seconds, step_seconds
 from shardwright.planner.unit_floor import unit_floors
 
 RELAXED = (
@@ -41,25 +52,23 @@ def explain(subject: Subject) -> Iterator[Explanation]:
     plan, problem = subject.plan, subject.draft.problem
     found = relaxation(problem, problem.capacity, "")
     slowest = leaf(plan.max_rank_seconds, "seconds_of_slowest_rank", "s", "--statistic ranks")
-    bound = _with_the_rest(problem, found.seconds, "")
+    bounds = [_with_the_rest(problem, found.seconds)]
     if plan.search.proved_seconds:
         proved = leaf(plan.search.proved_seconds, "proved_by_search", "s", "branch and bound")
-        bound = maximum(bound, proved)
-    bound = named("lower_bound", minimum(bound, slowest), "s")
+        bounds.append(proved)
     notes = [RELAXED, f"binding: {found.binding}"]
     known = " and TorchRec's options" if problem.job.planner.as_torchrec else ""
     yield finished(
         f"seconds per step that no plan of this job{known} can beat",
         plan.lower_bound_seconds,
-        bound,
+        proven(bounds, slowest),
         notes=notes,
-        relative=RELATIVE,
+        relative=REORDERED,
     )
     if plan.lower_bound_seconds:
-        proven = leaf(plan.lower_bound_seconds, "lower_bound", "s", "above")
-        gap = named("gap", (slowest - proven) / proven)
+        bound = leaf(plan.lower_bound_seconds, "lower_bound", "s", "above")
         title = "share by which the slowest rank is above the bound"
-        yield finished(title, plan.gap, gap, absolute=RELATIVE)
+        yield finished(title, plan.gap, gap(slowest, bound), absolute=REORDERED)
 
 
 def explain_prices(subject: Subject) -> Iterator[Explanation]:
@@ -73,9 +82,9 @@ def explain_prices(subject: Subject) -> Iterator[Explanation]:
         yield finished(
             f"seconds by which the bound falls with 1 GiB more {told.tier.upper()} per rank",
             told.bound_falls,
-            named("bound_falls", maximum(now.seconds - more.seconds, 0.0), "s"),
-            relative=RELATIVE,
-            absolute=RELATIVE * max(now.seconds.value, SAME),
+            fall(now.seconds, more.seconds),
+            relative=REORDERED,
+            absolute=REORDERED * max(now.seconds.value, SAME),
             notes=[
                 f"binding now: {now.binding}",
                 f"binding with 1 GiB more: {more.binding}",
@@ -89,71 +98,96 @@ def relaxation(problem: Problem, capacity: tuple[int, int, int], suffix: str) ->
     if not problem.tables:
         why = "no tables: the least of every unit"
         return Relaxation(leaf(0.0, f"relaxed{suffix}", "s", why), why)
-    space = bounded_space(problem)
-    space = dataclasses.replace(space, capacity=capacity)
+    space = dataclasses.replace(bounded_space(problem), capacity=capacity)
     options = table(space)
     bound = lower_bound(space, options)
     if not bound.usable:
         why = "no choice of options fits the memory of all ranks together"
         return Relaxation(leaf(0.0, f"relaxed{suffix}", "s", why), why)
-    sizes = np.where(options.fits, options.largest, np.inf)
-    usable = np.where(sizes <= bound.seconds * (1 + SAME), options.seconds, np.inf)
-    work = _work(problem, space, options, bound, usable, suffix)
-    shard, why = _largest_shard(problem, space, options, bound, sizes, work.value, suffix)
-    binding = why or _scarce(bound)
-    return Relaxation(named(f"relaxed{suffix}", maximum(work, shard), "s"), binding)
-
-
-def _work(
-    problem: Problem, space: Space, options: Table, bound: Bound, usable: Floats, suffix: str
-) -> Any:
-    """Seconds per rank of the options that are cheapest at the bound's prices."""
-    chosen = cheapest(usable + options.storage @ bound.prices, options)
     names = [problem.model.tables[item.tables[0]].name for item in space.items]
-    work = {name: float(options.seconds[row]) for name, row in zip(names, chosen, strict=True)}
-    source = "on all ranks, by its option that is cheapest at these prices"
-    total = summed(f"work{suffix}", alike(f"work{suffix}", work, "s", source), "s")
+    solved = _Solved(space, options, bound, names, suffix)
     ranks = leaf(space.ranks, "ranks", "", "cluster.world_size")
-    for tier, price, most in zip(TIERS, bound.prices, space.capacity, strict=True):
-        if price:
-            sizes = {
-                n: int(options.storage[r, TIERS.index(tier)])
-                for n, r in zip(names, chosen, strict=True)
-            }
-            sizes = {name: size for name, size in sizes.items() if size}
-            name = f"{tier}_bytes{suffix}"
-            asked = summed(name, alike(name, sizes, "B", "of the same options"), "B")
-            cost = leaf(float(price), f"price_of_{tier}_byte{suffix}", "s/B", "by bisection")
-            room = leaf(most, f"{tier}_capacity{suffix}", "B", "of a rank, reservation apart")
-            over = named(f"{tier}_over{suffix}", asked - room * ranks, "B")
-            total = named(f"work_and_{tier}{suffix}", total + cost * over, "s")
-    return named(f"work_per_rank{suffix}", total / ranks, "s")
+    work = solved.work(ranks)
+    shard, why = solved.largest_shard(work.value / space.ranks)
+    found = slowest_rank(work, shard, ranks, suffix)
+    return Relaxation(named(f"relaxed{suffix}", found, "s"), why or _scarce(bound))
 
 
-def _largest_shard(
-    problem: Problem,
-    space: Space,
-    options: Table,
-    bound: Bound,
-    sizes: Floats,
-    work: float,
-    suffix: str,
-) -> tuple[Amount, str]:
-    """What some shard takes in any plan; and why, where the bound rests on that."""
-    least = np.minimum.reduceat(sizes, options.starts)
-    item = int(least.argmax())
-    floor = float(least[item])
-    name = problem.model.tables[space.items[item].tables[0]].name
-    source = f"{name} in its finest cut"
-    if bound.seconds > max(work, floor) * (1 + SAME):
-        source = "of any plan whose work is less per rank"
-        why = (
-            f"no plan's shards all take less than {bound.seconds:.6g} s: of such options the work, "
-            "bytes priced, is more per rank than that"
-        )
-        return leaf(bound.seconds, f"largest_shard{suffix}", "s", source), why
-    why = f"{name} has no cut whose shards all take less" if floor >= work else ""
-    return leaf(floor, f"largest_shard{suffix}", "s", source), why
+@dataclass(frozen=True)
+class _Solved:
+    """A space with its bound; ``names`` are those of its items."""
+
+    space: Space
+    options: Table
+    bound: Bound
+    names: list[str]
+    suffix: str
+
+    @property
+    def scarce(self) -> list[int]:
+        """The tiers whose bytes have a price."""
+        return [tier for tier in range(len(TIERS)) if self.bound.prices[tier]]
+
+    @property
+    def sizes(self) -> Floats:
+        """The largest shard of every option that fits a rank."""
+        return np.where(self.options.fits, self.options.largest, np.inf)
+
+    def leaf(self, value: float, name: str, unit: str, source: str) -> Amount:
+        """An input of this bound."""
+        return leaf(value, f"{name}{self.suffix}", unit, source)
+
+    def work(self, ranks: Amount) -> Any:
+        """Seconds of the options that are cheapest at the bound's prices, beyond what fits."""
+        source = "of a rank, reservation apart"
+        prices, rooms = {}, []
+        for tier in self.scarce:
+            price, name = float(self.bound.prices[tier]), f"price_of_{TIERS[tier]}_byte"
+            prices[tier] = self.leaf(price, name, "s/B", "by bisection")
+            capacity = self.space.capacity[tier]
+            room = self.leaf(capacity, f"{TIERS[tier]}_capacity", "B", source) * ranks
+            rooms.append((room, prices[tier]))
+        terms = [
+            times(self._priced(label, option, prices), count)
+            for label, option, count in grouped(self._cheapest())
+        ]
+        least = summed(f"{'priced_' if prices else ''}work{self.suffix}", terms, "s")
+        return named(f"work{self.suffix}", beyond_room(least, rooms), "s") if rooms else least
+
+    def _cheapest(self) -> dict[str, tuple[float, ...]]:
+        """Seconds of every item's cheapest option, and its bytes of each tier."""
+        within = self.sizes <= self.bound.seconds * (1 + SAME)
+        seconds = np.where(within, self.options.seconds, np.inf)
+        rows = cheapest(priced_options(seconds, self.options, self.bound.prices), self.options)
+        columns = [self.options.seconds, *self.options.storage.T[self.scarce]]
+        chosen = zip(*(column[rows].tolist() for column in columns), strict=True)
+        return dict(zip(self.names, chosen, strict=True))
+
+    def _priced(self, label: str, option: tuple[float, ...], prices: dict[int, Amount]) -> Any:
+        source = "on all ranks, by its option that is cheapest at these prices"
+        work = self.leaf(option[0], f"work{label}", "s", source)
+        asked = []
+        for nbytes, (tier, price) in zip(option[1:], prices.items(), strict=True):
+            if nbytes:
+                name = f"{TIERS[tier]}_bytes{label}"
+                asked.append((self.leaf(int(nbytes), name, "B", "of the same option"), price))
+        found = priced(work, asked)
+        return named(f"priced_work{label}{self.suffix}", found, "s") if asked else found
+
+    def largest_shard(self, work: float) -> tuple[Amount, str]:
+        """What some shard takes in any plan; and why, where the bound rests on that."""
+        least = np.minimum.reduceat(self.sizes, self.options.starts)
+        item = int(least.argmax())
+        floor, name, seconds = float(least[item]), self.names[item], self.bound.seconds
+        source = f"{name} in its finest cut"
+        why = f"{name} has no cut whose shards all take less" if floor >= work else ""
+        if seconds > max(work, floor) * (1 + SAME):
+            floor, source = seconds, "of any plan whose work is less per rank"
+            why = (
+                f"no plan's shards all take less than {seconds:.6g} s: of such options the work, "
+                "bytes priced, is more per rank than that"
+            )
+        return self.leaf(floor, "largest_shard", "s", source), why
 
 
 def _scarce(bound: Bound) -> str:
@@ -166,15 +200,17 @@ def _scarce(bound: Bound) -> str:
     )
 
 
-def _with_the_rest(problem: Problem, tables: Any, suffix: str) -> Any:
+def _with_the_rest(problem: Problem, tables: Any) -> Any:
     """The bound of a whole step: the least of every unit and what every rank spends on top."""
     if not problem.model.is_trained:
         return tables
-    terms = [tables]
+    units: list[Any] = []
     floors = list(unit_floors(problem.unit_space))
     for why in dict.fromkeys(floor.why for floor in floors):
         least = {floor.name: floor.seconds for floor in floors if floor.why == why}
-        terms += alike("unit", least, "s", why)
-    for part, seconds in StepDraft(problem, (), ()).shared_seconds.items():
-        terms.append(leaf(seconds, f"{part}[every rank]{suffix}", "s", "whatever is placed where"))
-    return summed(f"step{suffix}", terms, "s")
+        units += alike("unit", least, "s", why)
+    shared = [
+        leaf(seconds, f"{part}[every rank]", "s", "whatever is placed where")
+        for part, seconds in shared_seconds(problem).items()
+    ]
+    return named("step", step_seconds(tables, units, shared), "s")

@@ -10,11 +10,11 @@ from typing import Any
 from shardwright.core.amount import Amount, leaf, named, total
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.schedule import Action
+from shardwright.core.sums import summed
 from shardwright.core.tensor import element_bytes
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import Spent, UnitSeconds, walk
-from shardwright.planner.explain.explanation import Explanation, finished, ranks_label, summed
-from shardwright.planner.explain.subject import RELATIVE
+from shardwright.planner.explain.explanation import REORDERED, Explanation, finished, ranks_label
 from shardwright.planner.pricing.evaluate import constants_of
 from shardwright.planner.step_draft import StepDraft, unit_events
 from shardwright.planner.unit_choice import UnitChoice
@@ -201,6 +201,6 @@ def _seconds(
         planned.seconds,
         summed("seconds_of_unit", terms, "s"),
         ranks=range(len(choice.padding)),
-        relative=RELATIVE,
+        relative=REORDERED,
         notes=[AHEAD if amounts.draft.prefetch else SERIAL],
     )

@@ -10,13 +10,12 @@ from shardwright.core.cluster import Tier
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
+from shardwright.core.sums import Lift, bare
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import additive
 from shardwright.planner.choice import Choice, Cost, cost
 from shardwright.planner.pricing.context import Derived, PricingContext
 from shardwright.planner.pricing.evaluate import (
-    Lift,
-    bare,
     constants_of,
     shard_shape,
     tier_totals,

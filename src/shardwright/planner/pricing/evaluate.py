@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardwright.core.amount import ceil_div, leaf, maximum, minimum, named, total
+from shardwright.core.batch import feature_batches
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
+from shardwright.core.sums import Lift
 from shardwright.planner.choice import Cost, cost
 from shardwright.planner.pricing.context import PricingContext
 
-# A number and what explain says about it: value, name, unit, source.
-Lift = Callable[[Any, str, str, str], Any]
 Tiers = Mapping[Tier, Mapping[str, Any]]
-
-
-def bare(value: Any, name: str, unit: str, source: str) -> Any:
-    """The number alone."""
-    return value
 
 
 def constants_of(cluster: Cluster) -> dict[str, Any]:
@@ -70,7 +65,7 @@ def _tier_total(tier: Tier, kinds: Mapping[str, Any]) -> Any:
 def traffic(context: PricingContext, table: TableSpec, lift: Lift) -> tuple[Any, Any]:
     """Ids of one rank's batch for ``table``, and the rows it gets back for them."""
     where = f"tables.{table.name}"
-    sizes = table.batch_sizes or (context.batch.size,) * len(table.pooling_factors)
+    sizes = feature_batches(table, context.batch)
     origin = f"{where}.batch_sizes" if table.batch_sizes else "batch.size"
     ids, bags = [], []
     features = zip(table.pooling_factors, table.poolings, sizes, strict=True)

@@ -15,6 +15,7 @@ from shardwright.core.amount import leaf, named, total
 from shardwright.core.cluster import Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
+from shardwright.core.sums import Lift, bare
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding, optimizer
 from shardwright.cost.cache import Cache, cache_bytes, cached_rows
@@ -22,8 +23,6 @@ from shardwright.cost.embedding import CACHED_KERNELS, Demand
 from shardwright.planner.choice import Choice
 from shardwright.planner.pricing.context import Derived, PricingContext
 from shardwright.planner.pricing.evaluate import (
-    Lift,
-    bare,
     constants_of,
     costs,
     shard_shape,

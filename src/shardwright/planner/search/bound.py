@@ -9,11 +9,14 @@ is found by bisection. The bound is the smallest T that its own bound does not e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.core.amount import maximum, named, total
 from shardwright.planner.search.space import Bools, Floats, Space
 
 BISECTIONS = 40
@@ -93,7 +96,31 @@ def lower_bound(space: Space, options: Table, *, roomy: bool = False) -> Bound:
     best = at(low)
     if not best.usable:
         return Bound(0.0, np.zeros(3), usable=False)
-    return Bound(max(float(levels[low]), best.seconds / space.ranks), best.prices, usable=True)
+    seconds = slowest_rank(best.seconds, float(levels[low]), space.ranks)
+    return Bound(seconds, best.prices, usable=True)
+
+
+def slowest_rank(work: Any, largest: Any, ranks: Any, suffix: str = "") -> Any:
+    """Seconds that some rank takes at least: its even share of the work, and the largest shard.
+
+    A derivation's names end in ``suffix``.
+    """
+    return maximum(named(f"work_per_rank{suffix}", work / ranks, "s"), largest)
+
+
+def priced(seconds: Any, bytes_and_prices: Iterable[tuple[Any, Any]]) -> Any:
+    """Seconds of an option, and what its bytes of each scarce tier cost in seconds."""
+    costs = [nbytes * price for nbytes, price in bytes_and_prices]
+    return seconds + total(costs) if costs else seconds
+
+
+def beyond_room(priced_work: Any, rooms_and_prices: Iterable[tuple[Any, Any]]) -> Any:
+    """Priced work less what the bytes of all ranks are worth at these prices, never rounded up.
+
+    Within these bytes no choice takes fewer seconds, whatever the prices.
+    """
+    worth = [room * price for room, price in rooms_and_prices]
+    return priced_work - total(worth) * (1 + ROUNDING) if worth else priced_work
 
 
 def _cheapest(seconds: Floats, options: Table, limit: Floats) -> Bound:
@@ -139,15 +166,15 @@ def _settle(seconds: Floats, options: Table, limit: Floats, prices: Floats, tier
 
 
 def _value(seconds: Floats, options: Table, limit: Floats, prices: Floats) -> float:
-    """The least work and priced bytes, less what all ranks' bytes are worth; never rounded up."""
-    priced = seconds + options.storage @ prices
-    worth = float(limit[prices > 0] @ prices[prices > 0])
-    return float(np.minimum.reduceat(priced, options.starts).sum()) - worth * (1 + ROUNDING)
+    """The least work and priced bytes, less what all ranks' bytes are worth."""
+    least = np.minimum.reduceat(priced_options(seconds, options, prices), options.starts)
+    scarce = np.flatnonzero(prices)
+    return float(beyond_room(float(least.sum()), zip(limit[scarce], prices[scarce], strict=True)))
 
 
 def _excess(seconds: Floats, options: Table, limit: Floats, prices: Floats) -> Floats:
     """Bytes above the limit of each tier when every item takes its cheapest option."""
-    chosen = cheapest(seconds + options.storage @ prices, options)
+    chosen = cheapest(priced_options(seconds, options, prices), options)
     over: Floats = options.storage[chosen].sum(axis=0) - limit
     return over
 
@@ -158,11 +185,18 @@ def _least(seconds: Floats, options: Table, amounts: Floats) -> float:
     return float(np.minimum.reduceat(usable, options.starts).sum())
 
 
-def cheapest(priced: Floats, options: Table) -> NDArray[np.int64]:
+def priced_options(seconds: Floats, options: Table, prices: Floats) -> Floats:
+    """Seconds of every option with its bytes at ``prices``."""
+    scarce = np.flatnonzero(prices)
+    found: Floats = priced(seconds, [(options.storage[:, t], prices[t]) for t in scarce])
+    return found
+
+
+def cheapest(costs: Floats, options: Table) -> NDArray[np.int64]:
     """The row of the first cheapest option of every item."""
-    least = np.minimum.reduceat(priced, options.starts)
-    counts = np.diff(np.append(options.starts, len(priced)))
-    hits = np.flatnonzero(priced == np.repeat(least, counts))
+    least = np.minimum.reduceat(costs, options.starts)
+    counts = np.diff(np.append(options.starts, len(costs)))
+    hits = np.flatnonzero(costs == np.repeat(least, counts))
     item = np.searchsorted(options.starts, hits, side="right") - 1
     first = np.searchsorted(item, np.arange(len(options.starts)))
     rows: NDArray[np.int64] = hits[first]

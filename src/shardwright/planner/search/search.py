@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,17 +19,30 @@ from shardwright.planner.search.state import State, restored
 POWERS = (8.0, 16.0, 64.0)  # powers of two
 RANKS_TRIED = 6  # the worst ranks that are helped before a round is over
 ITEMS_TRIED = 24  # items of a rank whose other options are looked at
-# By how much prices of bytes are raised, how much more work a finer cut may cost, and the largest
-# shard as a share of the target.
+WITHIN = 1.0001  # of a target, rounding apart
+
+
+class Start(NamedTuple):
+    """A relaxed choice to start from, as the bound has it where nothing is said.
+
+    ``price_factor``: by how much the prices of bytes are raised; ``finer_cost``: the share by which
+    a finer cut may cost more; ``largest_shard``: its seconds as a share of the target.
+    """
+
+    price_factor: float = 1.0
+    finer_cost: float = 0.0
+    largest_shard: float = WITHIN
+
+
 STARTS = (
-    (1.0, 0.0, 1.0001),
-    (1.0, 1e-3, 1.0001),
-    (1.0, 0.05, 0.6),
-    (4.0, 0.0, 1.0001),
-    (4.0, 0.02, 1.0001),
-    (32.0, 0.0, 1.0001),
-    (1.0, 0.3, 1.0001),
-    (1.0, 0.5, 1.0001),
+    Start(),
+    Start(finer_cost=1e-3),
+    Start(finer_cost=0.05, largest_shard=0.6),
+    Start(price_factor=4.0),
+    Start(price_factor=4.0, finer_cost=0.02),
+    Start(price_factor=32.0),
+    Start(finer_cost=0.3),
+    Start(finer_cost=0.5),
 )
 POLISHING = (16.0, 64.0)
 STEPS, STEPS_PER_ITEM = 500, 20  # of one start and power; far more than they take
@@ -105,15 +119,16 @@ def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator
     target = max(found.seconds, TINY)
     scale = target / space.capacity_array
     seen = set()
-    for factor, slack, reach in STARTS:
+    for start in STARTS:
         fitting = options.fits & options.listed
-        usable = fitting & (options.largest <= target * reach)
+        usable = fitting & (options.largest <= target * start.largest_shard)
         if not np.logical_or.reduceat(usable, options.starts).all():
             usable = fitting if fitting.any() else options.listed
+        factor = start.price_factor
         prices = found.prices * factor + scale * BYTE_PRICE * (factor - 1)
         priced = np.where(usable, options.seconds + options.storage @ prices, np.inf)
-        if slack:
-            priced = _by_size(space, options, priced, slack, target)
+        if start.finer_cost:
+            priced = _by_size(space, options, priced, start.finer_cost, target)
         chosen = bounds.cheapest(priced, options) - options.starts
         if chosen.tobytes() not in seen:
             seen.add(chosen.tobytes())

@@ -1,6 +1,34 @@
-"""What a plan adds up to: exports ``statistics``, and ``memory_prices``, which plans again."""
+"""What a plan adds up to, each number by a function that ``explain`` calls with Amounts too."""
 
-from shardwright.planner.statistics.everything import statistics
-from shardwright.planner.statistics.price import memory_prices
+from __future__ import annotations
+
+from shardwright.core.plan import Plan
+from shardwright.core.statistics import Statistics
+from shardwright.cost.imbalance import each_rank
+from shardwright.planner.statistics import memory, ranks, tables, times
+from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.statistics.memory import memory_prices
 
 __all__ = ["memory_prices", "statistics"]
+
+
+def statistics(plan: Plan) -> Statistics:
+    """What ``plan`` adds up to; nothing is priced or placed again."""
+    held = Holdings(plan)
+    parts = times.part_maxima(plan)
+    return Statistics(
+        decisive=memory.decisive(plan),
+        ranks=ranks.rank_statistics(plan, held),
+        tables=tables.table_statistics(plan, held),
+        kernels=tables.kernel_statistics(held),
+        unevenness=ranks.all_unevenness(plan),
+        spreads=ranks.spreads(plan),
+        parts=parts,
+        sum_of_maxima=times.sum_of_maxima(parts),
+        excess=times.excess(each_rank(totals.seconds for totals in plan.ranks)),
+        critical_path=times.critical_path(plan, held),
+        peak_tiers=memory.peak_tiers(plan),
+        ledgers=memory.ledgers(plan, held),
+        bottlenecks=times.bottlenecks(plan, held),
+        waiting=times.waiting(plan),
+    )

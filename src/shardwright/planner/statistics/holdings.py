@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import msgspec
 
-from shardwright.core.cluster import TIERS
 from shardwright.core.model import TableSpec
 from shardwright.core.model_of_job import tables_of
 from shardwright.core.option import Option
@@ -39,17 +38,6 @@ class Holdings:
     def tally(self) -> Tally:
         """What they add up to on every rank."""
         return tally(self.tables, self.plan.world_size)
-
-    def on_rank(self, rank: int) -> list[tuple[Placed, float, tuple[int, int, int]]]:
-        """The tables with shards on ``rank``: what those take, and their bytes by tier."""
-        found = []
-        for placed in self.tables:
-            here = [c for first, run, c in placed.stretches() if first <= rank < first + run.count]
-            if here:
-                seconds = sum(c.total_seconds for c in here)
-                hbm, ddr, ssd = (sum(c.storage[tier] for c in here) for tier in range(len(TIERS)))
-                found.append((placed, seconds, (hbm, ddr, ssd)))
-        return found
 
 
 def as_planned(table: TableSpec, chosen: TablePlan) -> TableSpec:

@@ -1,14 +1,25 @@
-"""Where a rank's memory goes: the fullest ranks, and a ledger that leaves no byte out."""
+"""Where a rank's memory goes, to the last byte, and what more memory would buy."""
 
 from __future__ import annotations
 
+import dataclasses
 import typing
+from collections.abc import Sequence
+from typing import Any
 
+from shardwright.core.amount import maximum, named
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.plan import Plan
-from shardwright.core.statistics import Ledger, LedgerLine, PeakTier
+from shardwright.core.statistics import Ledger, LedgerLine, MemoryPrice, PeakTier
+from shardwright.core.sums import summed
 from shardwright.core.timeline import Kind
+from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.search.bound import Bound, lower_bound, table
+from shardwright.planner.search.space import Space
 from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.strategy.spacing import bounded_space
+
+GIB = 2**30
 
 MOST_TIERS = 5
 KINDS: tuple[str, ...] = typing.get_args(Kind)  # in the order in which they are told
@@ -73,5 +84,50 @@ def _lines(
     lines = [LedgerLine(what, n) for what, n in set_aside(plan, tier).items() if n]
     ordered = sorted(kinds.items(), key=lambda entry: KINDS.index(entry[0]))
     lines += [LedgerLine(kind, n) for kind, n in ordered if n]
-    free = capacity - sum(line.nbytes for line in lines)
-    return (*lines, LedgerLine(FREE, free))
+    return (*lines, LedgerLine(FREE, free(capacity, [line.nbytes for line in lines])))
+
+
+def free(capacity: Any, taken: Sequence[Any]) -> Any:
+    """Bytes of a memory that nothing takes."""
+    return named("free", capacity - summed("taken", taken, "B"), "B")
+
+
+def memory_prices(plan: Plan) -> tuple[MemoryPrice, ...]:
+    """What one more GiB per rank would buy, for every memory that there is.
+
+    The lower bound says so: the job's problem is made once more.
+    """
+    problem = make_problem(plan.job, plan.model, slow=plan.search.slow_kernels)
+    return prices_of(problem)
+
+
+def prices_of(problem: Problem) -> tuple[MemoryPrice, ...]:
+    """The same for a problem that is made already; without tables the bound has no price."""
+    if not problem.tables:
+        return ()
+    space = bounded_space(problem)
+    now = bound_at(space, problem.capacity)
+    found = []
+    for index, tier in enumerate(TIERS):
+        if problem.cluster.capacity[index]:
+            more = bound_at(space, with_more(problem.capacity, index))
+            falls = fall(now.seconds, more.seconds)
+            found.append(MemoryPrice(tier, falls, float(now.prices[index]) * GIB if falls else 0.0))
+    return tuple(found)
+
+
+def fall(now: Any, more: Any) -> Any:
+    """Seconds by which a bound falls with more memory."""
+    return named("bound_falls", maximum(now - more, 0.0), "s")
+
+
+def with_more(capacity: tuple[int, int, int], index: int) -> tuple[int, int, int]:
+    """One GiB more of one tier."""
+    hbm, ddr, ssd = (size + GIB * (i == index) for i, size in enumerate(capacity))
+    return hbm, ddr, ssd
+
+
+def bound_at(space: Space, capacity: tuple[int, int, int]) -> Bound:
+    """The bound of the same items with other capacities."""
+    roomy = dataclasses.replace(space, capacity=capacity)
+    return lower_bound(roomy, table(roomy))

@@ -1,18 +1,20 @@
-"""A plan rank by rank, and how evenly seconds and bytes lie on the ranks."""
+"""A plan rank by rank, and how seconds and bytes lie on the ranks."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.core.amount import named, plain, total, where
 from shardwright.core.plan import Plan
 from shardwright.core.statistics import Measure, RankStatistics, Spread, Unevenness
-from shardwright.cost.imbalance import imbalance
+from shardwright.core.sums import largest, smallest
+from shardwright.cost.imbalance import Ranks, each_rank, mean, unevenness, unit_of
 from shardwright.planner.statistics.holdings import Holdings
-from shardwright.planner.statistics.traffic import shard_traffic
+from shardwright.planner.statistics.tables import traffic
 
 SAME_SECONDS = 1e-9  # relative; closer ones differ by rounding
 MEASURES: tuple[Measure, ...] = ("seconds", "hbm_bytes", "ddr_bytes", "ssd_bytes")
@@ -32,9 +34,9 @@ def rank_statistics(plan: Plan, held: Holdings) -> tuple[RankStatistics, ...]:
             hbm_bytes=totals.hbm_bytes,
             ddr_bytes=totals.ddr_bytes,
             ssd_bytes=totals.ssd_bytes,
-            hbm_share=_share(totals.hbm_bytes, left.hbm_left),
-            ddr_share=_share(totals.ddr_bytes, left.ddr_left),
-            ssd_share=_share(totals.ssd_bytes, left.ssd_left),
+            hbm_share=share_filled(totals.hbm_bytes, left.hbm_left),
+            ddr_share=share_filled(totals.ddr_bytes, left.ddr_left),
+            ssd_share=share_filled(totals.ssd_bytes, left.ssd_left),
             input_bytes=ids[totals.rank],
             output_bytes=rows[totals.rank],
             shards={kind: int(n[totals.rank]) for kind, n in shards if n[totals.rank]},
@@ -43,27 +45,26 @@ def rank_statistics(plan: Plan, held: Holdings) -> tuple[RankStatistics, ...]:
     )
 
 
-def idle_seconds(slowest: float, own: float) -> float:
+def idle_seconds(slowest: Any, own: Any, label: str = "") -> Any:
     """What a rank waits for the slowest one; nothing where they differ by rounding."""
-    idle = slowest - own
-    return idle if idle > SAME_SECONDS * slowest else 0.0
+    ahead = named(f"ahead{label}", slowest - own, "s")
+    idle = where(ahead > SAME_SECONDS * slowest, ahead, 0.0)
+    return named(f"idle{label}" if label else "idle_seconds", idle, "s")
 
 
-def _share(nbytes: int, most: int) -> float:
-    return nbytes / most if most > 0 else 0.0
+def share_filled(nbytes: Any, most: Any) -> Any:
+    """The share of the bytes that may be filled."""
+    return nbytes / most if plain(most) > 0 else 0.0
 
 
-def _traffic(plan: Plan, held: Holdings) -> tuple[list[int], list[int]]:
-    """Bytes of ids in and of rows out on every rank."""
-    ids, rows = [0] * plan.world_size, [0] * plan.world_size
+def _traffic(plan: Plan, held: Holdings) -> NDArray[Any]:
+    """Bytes of ids in and of rows out [2, ranks], exact whatever their size."""
+    moved = np.zeros((2, plan.world_size), object)
     for placed in held.tables:
-        kind = placed.choice.option.sharding_type
         for first, run, _ in placed.stretches():
-            one = shard_traffic(plan, placed.choice.table, kind, run.rows, run.columns)
-            for rank in range(first, first + run.count):
-                ids[rank] += int(one[0])
-                rows[rank] += int(one[1])
-    return ids, rows
+            for sums, nbytes in zip(moved, traffic(plan, placed, run), strict=True):
+                sums[first : first + run.count] += int(nbytes)
+    return moved
 
 
 def _shards(plan: Plan, held: Holdings) -> list[tuple[str, NDArray[np.int64]]]:
@@ -86,45 +87,44 @@ def measured(plan: Plan) -> Iterator[tuple[Measure, list[float]]]:
             yield measure, values
 
 
-def unevenness(plan: Plan) -> tuple[Unevenness, ...]:
+def all_unevenness(plan: Plan) -> tuple[Unevenness, ...]:
     """How far seconds and bytes are from lying evenly on the ranks."""
-    found = []
-    for measure, values in measured(plan):
-        told = imbalance(values)
-        if told is not None:
-            most = (len(values) - 1) / len(values)
-            found.append(
-                Unevenness(
-                    measure,
-                    told.total_variation,
-                    told.total_distance,
-                    told.chi,
-                    max(told.kl, 0.0),  # it is never negative but by rounding
-                    most,
-                    2 * most,
-                )
-            )
-    return tuple(found)
+    found = (unevenness(measure, each_rank(values)) for measure, values in measured(plan))
+    return tuple(one for one in found if one is not None)
 
 
 def spreads(plan: Plan) -> tuple[Spread, ...]:
     """Largest, smallest, mean and medians of seconds and bytes."""
-    return tuple(
-        Spread(
-            measure,
-            max(values),
-            ranks_with(values, max(values)),
-            min(values),
-            ranks_with(values, min(values)),
-            sum(values) / len(values),
-            statistics.median_low(values),
-            statistics.median_high(values),
-        )
-        for measure, values in measured(plan)
+    return tuple(spread(measure, each_rank(values)) for measure, values in measured(plan))
+
+
+def spread(of: Measure, groups: Sequence[Ranks]) -> Spread:
+    """The same of one measure."""
+    unit = unit_of(of)
+    values = [group.value for group in groups]
+    most, least = largest("largest", values, unit), smallest("smallest", values, unit)
+    low, high = medians(groups)
+    return Spread(
+        of,
+        most,
+        ranks_with(groups, plain(most)),
+        least,
+        ranks_with(groups, plain(least)),
+        mean(of, groups, unit, total),
+        named("low_median", low, unit),
+        named("high_median", high, unit),
     )
 
 
-def ranks_with(values: Sequence[float], wanted: float) -> tuple[int, ...]:
+def medians(groups: Sequence[Ranks]) -> tuple[Any, Any]:
+    """The value in the middle, and the one beside it where ranks are even in number."""
+    ordered = sorted(groups, key=lambda group: float(plain(group.value)))
+    each = [group.value for group in ordered for _ in group.ranks]
+    return each[(len(each) - 1) // 2], each[len(each) // 2]
+
+
+def ranks_with(groups: Sequence[Ranks], wanted: float) -> tuple[int, ...]:
     """The ranks that have a value, rounding apart."""
     near = SAME_SECONDS * abs(wanted) if isinstance(wanted, float) else 0
-    return tuple(rank for rank, value in enumerate(values) if abs(value - wanted) <= near)
+    found = (group.ranks for group in groups if abs(plain(group.value) - wanted) <= near)
+    return tuple(sorted(rank for ranks in found for rank in ranks))

@@ -1,15 +1,30 @@
-"""A plan table by table, and kernel by kernel."""
+"""A plan table by table and kernel by kernel, and what one step moves through a shard."""
 
 from __future__ import annotations
 
-from shardwright.core.batch import Batch, lookups
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from shardwright.core.amount import named, total
+from shardwright.core.batch import Batch, lookups, outputs
 from shardwright.core.cluster import TIERS
 from shardwright.core.model import TableSpec
+from shardwright.core.option import ShardRun
 from shardwright.core.plan import Plan, TablePlan
-from shardwright.core.statistics import KernelStatistics, TableStatistics
-from shardwright.cost.embedding import CACHED_KERNELS
+from shardwright.core.statistics import KernelStatistics, Measure, TableStatistics
+from shardwright.core.sums import Lift, bare, sum_of, summed, times
+from shardwright.core.tensor import element_bytes
+from shardwright.cost import embedding
+from shardwright.cost.embedding import CACHED_KERNELS, Demand
+from shardwright.cost.imbalance import unit_of
+from shardwright.planner import profiles
+from shardwright.planner.choice import Choice, Cost
 from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.tally import Placed
+
+STORED: tuple[Measure, ...] = ("hbm_bytes", "ddr_bytes", "ssd_bytes")
 
 
 def table_statistics(plan: Plan, held: Holdings) -> tuple[TableStatistics, ...]:
@@ -33,9 +48,11 @@ def _table(
         chosen.fqn,
         chosen.sharding_type,
         chosen.compute_kernel,
-        choice.total_seconds,
+        over_shards(choice, "seconds"),
         parts,
-        *choice.total_storage,
+        over_shards(choice, "hbm_bytes"),
+        over_shards(choice, "ddr_bytes"),
+        over_shards(choice, "ssd_bytes"),
         load_factor=None if share is None else share[0],
         pooling_factor=sum(spec.pooling_factors),
         num_poolings=sum(spec.poolings),
@@ -49,6 +66,32 @@ def _table(
         ranks=tuple(placed.ranks),
         batch_sizes=spec.batch_sizes,
     )
+
+
+def measure_of(cost: Cost, of: Measure) -> float:
+    """A shard's seconds, or its bytes in one memory."""
+    found: float = cost.total_seconds if of == "seconds" else getattr(cost, of)
+    return found
+
+
+def over_shards(choice: Choice, of: Measure, lift: Lift = bare) -> Any:
+    """What all shards of a table take together; plain seconds are added without rounding."""
+    unit, source = unit_of(of), f"one shard; --tensor {choice.table.name}"
+    terms = []
+    for number, (run, cost) in enumerate(zip(choice.option.runs, choice.costs, strict=True)):
+        label = f"{of}[{run.rows} x {run.columns}, {number}]"
+        terms.append(times(lift(measure_of(cost, of), label, unit, source), run.count))
+    return summed(of, terms, unit, math.fsum if of == "seconds" else total)
+
+
+def on_rank(placed: Placed, rank: int, of: Measure, lift: Lift = bare) -> Any:
+    """What a table's shards on one rank take of it."""
+    unit, source = unit_of(of), f"a shard on this rank; --tensor {placed.choice.table.name}"
+    terms = [
+        lift(measure_of(cost, of), f"{of}[{run.rows} x {run.columns}, {number}]", unit, source)
+        for number, run, cost in placed.on_rank(rank)
+    ]
+    return summed(f"{of}_of_table", terms, unit)
 
 
 def weighted(plan: Plan, spec: TableSpec) -> bool:
@@ -79,27 +122,64 @@ def load_factor(plan: Plan, chosen: TablePlan, spec: TableSpec) -> tuple[float, 
     return plan.cluster.constants[names[0]].value, f"constant {names[0]}"
 
 
-def kernel_statistics(plan: Plan, held: Holdings) -> tuple[KernelStatistics, ...]:
+def kernel_statistics(held: Holdings) -> tuple[KernelStatistics, ...]:
     """Every compute kernel that is used, the one of most tables first."""
     groups: dict[str, list[Placed]] = {}
     for placed in held.tables:
         groups.setdefault(placed.choice.option.compute_kernel, []).append(placed)
     ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
-    return tuple(_kernel(kernel, tables) for kernel, tables in ordered)
+    return tuple(kernel_of(kernel, tables) for kernel, tables in ordered)
 
 
-def _kernel(kernel: str, tables: list[Placed]) -> KernelStatistics:
-    kinds: dict[str, int] = {}
-    tiers = [0] * len(TIERS)
-    for placed in tables:
-        choice = placed.choice
-        for run, cost in zip(choice.option.runs, choice.costs, strict=True):
-            for index, tier in enumerate(TIERS):
-                for kind, nbytes in cost.kinds(tier).items():
-                    kinds[kind] = kinds.get(kind, 0) + run.count * nbytes
-                    tiers[index] += run.count * nbytes
-    weights, states = kinds.pop("weight", 0), kinds.pop("optimizer_state", 0)
-    named = sum(placed.choice.table.compute_kernels is not None for placed in tables)
-    return KernelStatistics(
-        kernel, len(tables), named, weights, states, sum(kinds.values()), *tiers
+def kernel_of(kernel: str, tables: list[Placed], lift: Lift = bare) -> KernelStatistics:
+    """The tables of one kernel."""
+
+    def over_tables(name: str, of: Callable[[Choice], int]) -> Any:
+        sizes = ((placed.choice.table.name, of(placed.choice)) for placed in tables)
+        values = {table: nbytes for table, nbytes in sizes if nbytes}
+        return sum_of(name, values, "B", "all shards of that table", lift)
+
+    weights = over_tables("weight_bytes", lambda choice: _bytes_of(choice, "weight"))
+    states = over_tables("optimizer_bytes", lambda choice: _bytes_of(choice, "optimizer_state"))
+    tiers = [over_tables(of, functools.partial(over_shards, of=of)) for of in STORED]
+    whole = summed("all_bytes", tiers, "B")
+    rest = named("other_bytes", whole - weights - states, "B")
+    limited = sum(placed.choice.table.compute_kernels is not None for placed in tables)
+    return KernelStatistics(kernel, len(tables), limited, weights, states, rest, *tiers)
+
+
+def _bytes_of(choice: Choice, kind: str) -> int:
+    """Bytes of one kind in all shards of a table."""
+    return sum(
+        run.count * cost.kinds(tier).get(kind, 0)
+        for run, cost in zip(choice.option.runs, choice.costs, strict=True)
+        for tier in TIERS
     )
+
+
+def traffic(plan: Plan, placed: Placed, run: ShardRun, lift: Lift = bare) -> tuple[Any, Any]:
+    """Bytes that one step moves through a shard: of the ids that reach it, of the rows out of it.
+
+    They are those of the plan's cost formulas. Memory may hold more than one step's inputs and none
+    of its outputs.
+    """
+    table, kind = placed.choice.table, placed.choice.option.sharding_type
+    batch = Batch(plan.job.batch.size, plan.job.batch.sequence)
+    where = f"tables.{table.name}"
+    ids = lift(lookups(table, batch), "ids_of_one_rank", "ids", f"{where} x batch.size")
+    bags = lift(outputs(table, batch), "bags_of_one_rank", "rows", f"{where} x batch.size")
+    size = lift(element_bytes(table.dtype), "element_bytes", "B", f"{where}.dtype {table.dtype}")
+    rows = lift(run.rows, "rows_of_shard", "rows", "the shard's")
+    columns = lift(run.columns, "columns_of_shard", "columns", "the shard's")
+    demand = Demand(ids, bags, rows, columns, 0, 0, 0, 0)
+    if plan.job.planner.constants == "torchrec-1.9":
+        return profiles.torchrec.exchange_bytes(
+            plan.cluster, table.pooled, kind, demand, size, lift
+        )
+    world = lift(plan.world_size, "ranks", "", "cluster.world_size")
+    local = None
+    if plan.cluster.group < plan.world_size:
+        local = lift(plan.cluster.group, "ranks_of_host", "", "cluster.local_world_size")
+    once = lift(1, "batches_in_flight", "batches", "of one step")
+    found = embedding.exchange_bytes(demand, kind, size, once, world, local)
+    return found["input"], found["output"]

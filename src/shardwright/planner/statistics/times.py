@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from typing import Any
 
+from shardwright.core.amount import named, noted, plain
 from shardwright.core.plan import Plan
 from shardwright.core.statistics import (
     Bottleneck,
@@ -14,11 +16,14 @@ from shardwright.core.statistics import (
     TableShare,
     Waiting,
 )
+from shardwright.core.sums import largest, summed
 from shardwright.core.timeline import PHASES
+from shardwright.cost.imbalance import Ranks, each_rank, mean
 from shardwright.planner import profiles
 from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.statistics.memory import decisive, filled
 from shardwright.planner.statistics.ranks import idle_seconds, ranks_with
+from shardwright.planner.statistics.tables import on_rank
 
 MOST_TABLES = 5
 EXCHANGES = ("exchange_ids", "exchange_rows", "reduce")  # phases in which ranks talk
@@ -38,21 +43,28 @@ def parts_of(plan: Plan) -> dict[str, list[float]]:
 
 def part_maxima(plan: Plan) -> tuple[PartMaximum, ...]:
     """The slowest ranks of each part."""
-    return tuple(
-        PartMaximum(part, max(values), ranks_with(values, max(values)), mean(values))
-        for part, values in parts_of(plan).items()
-    )
+    parts = parts_of(plan).items()
+    return tuple(part_maximum(part, each_rank(values)) for part, values in parts)
 
 
-def excess(plan: Plan) -> float:
+def part_maximum(part: str, groups: Sequence[Ranks]) -> PartMaximum:
+    """The same of one part."""
+    most = largest(f"most_{part}", [group.value for group in groups], "s")
+    return PartMaximum(part, most, ranks_with(groups, plain(most)), mean(part, groups, "s"))
+
+
+def sum_of_maxima(parts: Sequence[PartMaximum]) -> Any:
+    """Seconds of a step whose every part takes as long as on the slowest rank for it."""
+    return summed("sum_of_maxima", [part.seconds for part in parts], "s")
+
+
+def excess(groups: Sequence[Ranks]) -> Any:
     """The share by which the slowest rank is above the mean."""
-    usual = mean([totals.seconds for totals in plan.ranks])
-    return plan.max_rank_seconds / usual - 1 if usual else 0.0
-
-
-def mean(values: list[float]) -> float:
-    """The arithmetic mean."""
-    return math.fsum(values) / len(values)
+    usual = mean("seconds", groups, "s")
+    if not plain(usual):
+        return noted(0.0, "excess", "", "no rank takes any time", like=usual)
+    most = largest("seconds_of_slowest_rank", [group.value for group in groups], "s")
+    return named("excess", most / usual - 1)
 
 
 def critical_path(plan: Plan, held: Holdings) -> CriticalPath:
@@ -68,10 +80,15 @@ def critical_path(plan: Plan, held: Holdings) -> CriticalPath:
             CriticalTerm(part, part in EXCHANGES, max(values), values.index(max(values)))
             for part, values in parts_of(plan).items()
         )
+    return path_of(terms)
+
+
+def path_of(terms: tuple[CriticalTerm, ...]) -> CriticalPath:
+    """The sums of terms."""
+    communication = [term.seconds for term in terms if term.communication]
+    compute = [term.seconds for term in terms if not term.communication]
     return CriticalPath(
-        sum(term.seconds for term in terms if term.communication),
-        sum(term.seconds for term in terms if not term.communication),
-        terms,
+        summed("communication", communication, "s"), summed("compute", compute, "s"), terms
     )
 
 
@@ -89,24 +106,35 @@ def _bottleneck(held: Holdings, of: Measure, values: list[float]) -> Bottleneck:
     total = max(values)
     rank = values.index(total)
     shares = []
-    for placed, seconds, storage in held.on_rank(rank):
-        amount = seconds if of == "seconds" else storage[0 if of == "hbm_bytes" else 1]
-        name, kind = placed.choice.table.name, placed.choice.option.sharding_type
+    for placed in held.tables:
+        amount = on_rank(placed, rank, of)
         if amount:
+            name, kind = placed.choice.table.name, placed.choice.option.sharding_type
             shares.append(TableShare(name, kind, amount))
     shares.sort(key=lambda share: -share.amount)
-    return Bottleneck(of, rank, ranks_with(values, total), total, tuple(shares[:MOST_TABLES]))
+    alike = ranks_with(each_rank(values), total)
+    return Bottleneck(of, rank, alike, total, tuple(shares[:MOST_TABLES]))
 
 
 def waiting(plan: Plan) -> Waiting:
     """How long ranks wait for the slowest one, and where that one loses most."""
     seconds = [totals.seconds for totals in plan.ranks]
     slowest = seconds.index(max(seconds))
-    idle = [idle_seconds(seconds[slowest], own) for own in seconds]
-    longest = idle.index(max(idle))
-    lost = {part: (values[slowest], mean(values)) for part, values in parts_of(plan).items()}
+    waits = idle(each_rank(seconds), seconds[slowest])
+    longest = max(waits, key=lambda group: group.value)
+    parts = parts_of(plan).items()
+    lost = {part: (values[slowest], mean(part, each_rank(values), "s")) for part, values in parts}
     part = max(lost, key=lambda name: lost[name][0] - lost[name][1], default="")
-    if not any(idle):
+    if not longest.value:
         part = ""
     here, there = lost.get(part, (0.0, 0.0))
-    return Waiting(slowest, mean(idle), longest, idle[longest], part, here, there)
+    mean_seconds = mean("idle", waits, "s")
+    return Waiting(slowest, mean_seconds, longest.ranks[0], longest.value, part, here, there)
+
+
+def idle(groups: Sequence[Ranks], slowest: Any) -> list[Ranks]:
+    """What ranks wait for the slowest one."""
+    return [
+        group._replace(value=idle_seconds(slowest, group.value, f"[{group.label}]"))
+        for group in groups
+    ]

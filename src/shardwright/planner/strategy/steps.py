@@ -8,15 +8,17 @@ the budget. Units alone need no rounds: their arrangements are tried from the fa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.schedule import Prefetch
 from shardwright.core.sharding import RUNNABLE, ShardingType, traits
+from shardwright.core.sums import summed
 from shardwright.planner.choices import Tables
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
@@ -60,9 +62,20 @@ def step_bound(problem: Problem) -> float:
     if problem.tables:
         space = space_of(problem, problem.tables, _room(problem, problem.decisive_capacity))
         least = lower_bound(space, table(space)).seconds
-    rest = StepDraft(problem, (), ()).shared_seconds
-    floors = (floor.seconds for floor in unit_floors(problem.unit_space))
-    return least + math.fsum(floors) + math.fsum(rest.values())
+    floors = [floor.seconds for floor in unit_floors(problem.unit_space)]
+    found: float = step_seconds(least, floors, [*shared_seconds(problem).values()])
+    return found
+
+
+def shared_seconds(problem: Problem) -> dict[str, float]:
+    """Seconds by part that every rank spends beside the units, whatever is placed where."""
+    return StepDraft(problem, (), ()).shared_seconds
+
+
+def step_seconds(tables: Any, units: Sequence[Any], shared: Sequence[Any]) -> Any:
+    """Seconds of a step: of the tables, of every unit, and what every rank spends besides."""
+    rest = summed("seconds_of_every_rank", shared, "s", math.fsum)
+    return tables + summed("seconds_of_units", units, "s", math.fsum) + rest
 
 
 def smallest(problem: Problem) -> StepDraft:

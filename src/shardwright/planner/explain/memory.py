@@ -6,19 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwright.core.amount import leaf, named
+from shardwright.core.batch import feature_batches
 from shardwright.core.cluster import Tier
 from shardwright.core.statistics import Ledger
+from shardwright.core.sums import largest, smallest
 from shardwright.cost import reservation
 from shardwright.planner.explain.explanation import (
     Explanation,
-    alike,
+    Subject,
     finished,
-    largest,
+    rank_groups,
     ranks_label,
-    smallest,
-    summed,
 )
-from shardwright.planner.explain.subject import Subject
 from shardwright.planner.problem import reservation_kind
 from shardwright.planner.statistics.memory import (
     DENSE,
@@ -27,6 +26,7 @@ from shardwright.planner.statistics.memory import (
     SET_ASIDE,
     TIER_WIDTH,
     filled,
+    free,
     set_aside,
 )
 
@@ -46,7 +46,7 @@ def _left(subject: Subject, tier: Tier) -> Explanation:
     kind = reservation_kind(plan.job)
     aside = set_aside(plan, tier)
     amount = leaf(getattr(plan.cluster, f"{tier}_cap"), "capacity", "B", f"cluster.{tier}_cap")
-    if aside[SET_ASIDE] and kind == "absolute":
+    if aside[SET_ASIDE] and kind in ("absolute", "traced"):
         fixed = leaf(section.nbytes, "set_aside", "B", f"{WHERE}.nbytes")
         amount = reservation.amount_left(amount, fixed)
     elif aside[SET_ASIDE]:
@@ -77,16 +77,15 @@ def _inputs(subject: Subject, kind: str) -> Any:
     groups: dict[tuple[float, int], int] = {}
     problem = subject.draft.problem
     for table in problem.model.tables:
-        sizes = table.batch_sizes or (problem.batch.size,) * len(table.pooling_factors)
-        for pair in zip(table.pooling_factors, sizes, strict=True):
+        for pair in zip(table.pooling_factors, feature_batches(table, problem.batch), strict=True):
             groups[pair] = groups.get(pair, 0) + 1
-    terms = []
+    lengths, sizes = [], []
     for number, ((length, size), count) in enumerate(groups.items()):
         factor = leaf(length, f"pooling_factor_{number}", "ids", "tables.pooling_factors")
-        samples = leaf(size, f"batch_size_{number}", "samples", "batch.size or batch_sizes")
         features = leaf(count, f"features_{number}", "", "tables' features of that kind")
-        terms.append(factor * samples * features)
-    ids = summed("batch_ids", terms, "ids")
+        lengths.append(factor * features)
+        sizes.append(leaf(size, f"batch_size_{number}", "samples", "batch.size or batch_sizes"))
+    ids = reservation.batch_ids(lengths, sizes)
     batches, copies = 1, 1
     if kind != "inference":
         batches, copies = reservation.PIPELINED_BATCHES, reservation.BATCH_COPIES
@@ -110,11 +109,10 @@ def _ledger(subject: Subject, told: Ledger) -> Explanation:
         for line in told.lines
         if line.what != FREE
     ]
-    free = named("free", capacity - summed("taken", lines, "B"), "B")
     return finished(
         f"{told.tier.upper()} that is free on rank {told.rank}, its fullest",
         told.lines[-1].nbytes,
-        free,
+        free(capacity, lines),
         ranks=[told.rank],
         notes=["what is taken and what is free are the whole capacity"],
     )
@@ -125,13 +123,13 @@ def explain_tiers(subject: Subject) -> Iterator[Explanation]:
     nbytes = filled(subject.plan, subject.statistics.decisive)
     for number, told in enumerate(subject.statistics.peak_tiers, start=1):
         title = f"tier {number}, {ranks_label(told.ranks)}"
-        values = {f"rank {rank}": nbytes[rank] for rank in told.ranks}
-        source = "--statistic ranks --rank R"
-        most = largest("most", alike("bytes", values, "B", source, counted=False), "B")
+        values = {rank: nbytes[rank] for rank in told.ranks}
+        terms = [group.value for group in rank_groups("bytes", values, "B")]
+        most = largest("most", terms, "B")
         yield finished(f"{title}: most bytes", told.nbytes, most, ranks=told.ranks)
         if len(told.ranks) > 1:
             width = leaf(TIER_WIDTH, "width_of_a_tier", "B", "1 MiB")
-            least = smallest("least", alike("bytes", values, "B", source, counted=False), "B")
+            least = smallest("least", terms, "B")
             yield finished(
                 f"{title}: bytes by which its emptiest rank is inside the tier",
                 min(values.values()) - (told.nbytes - TIER_WIDTH),

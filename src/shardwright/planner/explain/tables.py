@@ -1,8 +1,9 @@
-"""Every step from the sizes of a table or unit to its bytes and seconds."""
+"""Every step from the sizes of a table or unit to its bytes and seconds, and sums over shards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from shardwright.core.amount import leaf
 from shardwright.core.cluster import TIERS
@@ -10,14 +11,21 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.cost import embedding
 from shardwright.planner import profiles
-from shardwright.planner.explain.explanation import Explanation, finished, ranks_label
+from shardwright.planner.explain.explanation import (
+    REORDERED,
+    Explanation,
+    Subject,
+    finished,
+    ranks_label,
+)
 from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.explain.units import explain_unit
 from shardwright.planner.pricing import additive, native
 from shardwright.planner.pricing.context import Derived
 from shardwright.planner.pricing.evaluate import constants_of, traffic
 from shardwright.planner.problem import Problem
-from shardwright.planner.statistics.traffic import shard_traffic
+from shardwright.planner.statistics.tables import STORED, kernel_of, over_shards
+from shardwright.planner.statistics.tables import traffic as moved
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.tally import Placed
 
@@ -94,9 +102,7 @@ def _explain_shard(
     ]
     title = f"{where}: seconds per step"
     yield finished(title, cost.total_seconds, found.seconds, ranks=ranks, notes=[*notes, *hidden])
-    kind = chosen.sharding_type
-    through = shard_traffic(plan, choice.table, kind, run.rows, run.columns, leaf)
-    for what, amount in zip(("ids in", "rows out"), through, strict=True):
+    for what, amount in zip(("ids in", "rows out"), moved(plan, placed, run, leaf), strict=True):
         title = f"{where}: bytes of {what} per step"
         yield finished(title, amount.value, amount, ranks=ranks, notes=notes)
 
@@ -112,3 +118,42 @@ def _everywhere(plan: Plan, problem: Problem, chosen: TablePlan, placed: Placed)
         ranks=range(plan.world_size),
         notes=["spent by every rank, whoever holds the shards"],
     )
+
+
+def explain_tables(subject: Subject) -> Iterator[Explanation]:
+    """Seconds and bytes of every table, or of the one that is asked for."""
+    for told, placed in zip(subject.statistics.tables, subject.held.tables, strict=True):
+        if subject.table not in (None, told.name, told.fqn):
+            continue
+        where, ranks = f"{told.fqn}, all shards", told.ranks
+        seconds = over_shards(placed.choice, "seconds", leaf)
+        title = f"{where}: seconds"
+        yield finished(title, told.seconds, seconds, ranks=ranks, relative=REORDERED)
+        for tier, name in zip(TIERS, STORED, strict=True):
+            stored = getattr(told, name)
+            if stored:
+                amount = over_shards(placed.choice, name, leaf)
+                yield finished(f"{where}: {tier.upper()} bytes", stored, amount, ranks=ranks)
+        ids, _ = traffic(subject.draft.problem.context, placed.choice.table, leaf)
+        title = f"{told.fqn}: ids of one rank's batch"
+        yield finished(title, told.ids, ids, ranks=ranks, relative=REORDERED)
+
+
+def explain_kernels(subject: Subject) -> Iterator[Explanation]:
+    """Bytes of every kernel's tables: by what they are and by where they lie."""
+    for told in subject.statistics.kernels:
+        tables = [
+            placed
+            for placed in subject.held.tables
+            if placed.choice.option.compute_kernel == told.kernel
+        ]
+        found: Any = kernel_of(told.kernel, tables, leaf)
+        for words, name in (
+            ("bytes of weights", "weight_bytes"),
+            ("bytes of optimizer states", "optimizer_bytes"),
+            *((f"{tier.upper()} bytes", name) for tier, name in zip(TIERS, STORED, strict=True)),
+            ("bytes of all else", "other_bytes"),
+        ):
+            stored = getattr(told, name)
+            if stored or name not in STORED:
+                yield finished(f"kernel {told.kernel}: {words}", stored, getattr(found, name))

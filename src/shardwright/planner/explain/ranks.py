@@ -1,0 +1,215 @@
+"""A rank's seconds and bytes, and what all ranks wait for, as sums of what its tables take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from shardwright.core.amount import leaf, named
+from shardwright.core.cluster import TIERS
+from shardwright.core.statistics import CriticalTerm, RankStatistics
+from shardwright.core.sums import alike, sum_of, summed
+from shardwright.planner import profiles
+from shardwright.planner.explain.explanation import (
+    REORDERED,
+    Explanation,
+    Subject,
+    finished,
+    ranks_label,
+)
+from shardwright.planner.statistics.memory import decisive, filled
+from shardwright.planner.statistics.ranks import idle_seconds, share_filled
+from shardwright.planner.statistics.tables import STORED, on_rank, traffic
+from shardwright.planner.statistics.times import parts_of, path_of
+from shardwright.planner.step_draft import StepDraft
+
+TABLE = "--tensor of that table"
+OURS = "every phase takes as long as on its slowest rank, for a phase ends when all ranks are done"
+TORCHRECS = (
+    "ranks meet after the communication of each module and sharding type, and after all compute, "
+    "forward and backward; a prefetch is in no term"
+)
+
+
+def explain(subject: Subject) -> Iterator[Explanation]:
+    """The rank that is asked for, or the slowest and the fullest one."""
+    for rank in worst_ranks(subject):
+        told = subject.statistics.ranks[rank]
+        yield _seconds(subject, told)
+        yield _idle(subject, told)
+        yield from _bytes(subject, told)
+        yield from _traffic(subject, told)
+
+
+def worst_ranks(subject: Subject) -> list[int]:
+    """The rank that is asked for, or the slowest and the fullest one."""
+    if subject.rank is not None:
+        return [subject.rank]
+    nbytes = filled(subject.plan, decisive(subject.plan))
+    return sorted({subject.statistics.waiting.slowest, nbytes.index(max(nbytes))})
+
+
+def _table_parts(subject: Subject, rank: int, part: str) -> dict[str, float]:
+    """Seconds of one part that each table takes of a rank."""
+    found: dict[str, float] = {}
+    for placed in subject.held.tables:
+        for _, _, cost in placed.on_rank(rank):
+            if cost.seconds.get(part):
+                name = placed.choice.table.name
+                found[name] = found.get(name, 0.0) + cost.seconds[part]
+    return found
+
+
+def _shared_parts(subject: Subject, part: str) -> list[Any]:
+    """Seconds of one part that every rank spends: each unit's, and what no unit takes."""
+    draft, terms = subject.draft, []
+    others = draft.shared_seconds
+    if isinstance(draft, StepDraft):
+        others = draft.other_seconds
+        units = {
+            name: phases[part]
+            for name, phases in draft.dense_seconds.items()
+            if name and part in phases
+        }
+        terms = alike(part, units, "s", "--tensor of that unit")
+    if part in others:
+        source = "of every rank, whatever it holds"
+        terms.append(leaf(others[part], f"{part}[every rank]", "s", source))
+    return terms
+
+
+def _sum(name: str, terms: list[Any]) -> Any:
+    return summed(name, terms, "s") if terms else leaf(0, name, "s", "nothing adds to it")
+
+
+def _seconds(subject: Subject, told: RankStatistics) -> Explanation:
+    parts = []
+    for part in parts_of(subject.plan):
+        terms = alike(part, _table_parts(subject, told.rank, part), "s", TABLE)
+        terms += _shared_parts(subject, part)
+        parts.append(_sum(part, terms))
+    return finished(
+        f"rank {told.rank}: seconds per step",
+        told.seconds,
+        summed("seconds_of_rank", parts, "s"),
+        ranks=[told.rank],
+        relative=REORDERED,
+    )
+
+
+def _idle(subject: Subject, told: RankStatistics) -> Explanation:
+    slowest = leaf(
+        subject.plan.max_rank_seconds, "seconds_of_slowest_rank", "s", "the slowest rank's"
+    )
+    own = leaf(told.seconds, "seconds_of_rank", "s", f"rank {told.rank}'s")
+    return finished(
+        f"rank {told.rank}: seconds it waits for the slowest rank",
+        told.idle_seconds,
+        idle_seconds(slowest, own),
+        ranks=[told.rank],
+        absolute=REORDERED * subject.plan.max_rank_seconds,
+    )
+
+
+def _bytes(subject: Subject, told: RankStatistics) -> Iterator[Explanation]:
+    plan, rank = subject.plan, told.rank
+    for tier, name in zip(TIERS, STORED, strict=True):
+        stored = getattr(told, name)
+        if not stored and tier != decisive(plan):
+            continue
+        if plan.units and tier == decisive(plan):
+            totals = plan.ranks[rank]
+            source = f"live at the peak in {totals.peak_phase}, simulated"
+            amount = summed(name, [leaf(n, k, "B", source) for k, n in totals.at_peak.items()], "B")
+        else:
+            sizes = {p.choice.table.name: on_rank(p, rank, name) for p in subject.held.tables}
+            amount = sum_of(name, _nonzero(sizes), "B", TABLE)
+        yield finished(f"rank {rank}: {tier.upper()} bytes", stored, amount, ranks=[rank])
+        left = getattr(plan.reserved, f"{tier}_left")
+        if left > 0:
+            most = leaf(left, f"{tier}_left", "B", "--statistic reservation")
+            yield finished(
+                f"rank {rank}: share of the {tier.upper()} that may be filled",
+                getattr(told, f"{tier}_share"),
+                named(f"{tier}_share", share_filled(amount, most)),
+                ranks=[rank],
+            )
+
+
+def _traffic(subject: Subject, told: RankStatistics) -> Iterator[Explanation]:
+    moved: dict[str, tuple[int, int]] = {}
+    for placed in subject.held.tables:
+        name = placed.choice.table.name
+        for _, run, _ in placed.on_rank(told.rank):
+            ids, rows = moved.get(name, (0, 0))
+            more = traffic(subject.plan, placed, run)
+            moved[name] = ids + int(more[0]), rows + int(more[1])
+    for index, (name, words, stored) in enumerate(
+        (
+            ("input_bytes", "ids that reach", told.input_bytes),
+            ("output_bytes", "rows handed out by", told.output_bytes),
+        )
+    ):
+        values = _nonzero({table: both[index] for table, both in moved.items()})
+        title = f"rank {told.rank}: bytes of {words} its shards per step"
+        yield finished(title, stored, sum_of(name, values, "B", TABLE), ranks=[told.rank])
+
+
+def _nonzero(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value}
+
+
+def explain_bottlenecks(subject: Subject) -> Iterator[Explanation]:
+    """The tables that take most of the slowest and of the fullest rank."""
+    tables = {placed.choice.table.name: placed for placed in subject.held.tables}
+    for told in subject.statistics.bottlenecks:
+        for table in told.tables:
+            yield finished(
+                f"{table.name} on rank {told.rank}: {told.of}",
+                table.amount,
+                on_rank(tables[table.name], told.rank, told.of, leaf),
+                ranks=[told.rank],
+                relative=REORDERED,
+                notes=[f"as much of {told.of}: {ranks_label(told.ranks)}"],
+            )
+
+
+def explain_critical_path(subject: Subject) -> Iterator[Explanation]:
+    """Each term on its slowest rank, then communication and compute together."""
+    path = subject.statistics.critical_path
+    for told in path.terms:
+        yield finished(
+            f"{told.name}: seconds of its slowest rank, rank {told.rank}",
+            told.seconds,
+            _term(subject, told),
+            ranks=[told.rank],
+            relative=REORDERED,
+        )
+    terms: list[Any] = [
+        msgspec.structs.replace(told, seconds=leaf(told.seconds, told.name, "s", "above"))
+        for told in path.terms
+    ]
+    found: Any = path_of(tuple(terms))
+    note = TORCHRECS if subject.plan.job.planner.constants == "torchrec-1.9" else OURS
+    yield finished(
+        "seconds of the critical path",
+        path.seconds,
+        named("critical_path", found.seconds, "s"),
+        relative=REORDERED,
+        notes=[note],
+    )
+
+
+def _term(subject: Subject, told: CriticalTerm) -> Any:
+    """What a term takes on its slowest rank, table by table."""
+    group, _, part = told.name.rpartition(" ")
+    tables = _table_parts(subject, told.rank, part)
+    if group:
+        members = profiles.torchrec.modules(subject.held.tables)[group]
+        inside = {placed.choice.table.name for placed in members}
+        tables = {name: value for name, value in tables.items() if name in inside}
+    where = {f"{name} on rank {told.rank}": value for name, value in tables.items()}
+    terms = [*alike(part, where, "s", TABLE), *_shared_parts(subject, part)]
+    return _sum(told.name, terms)
