@@ -396,10 +396,13 @@ def _written(function: Any, arguments: Sequence[Any], keywords: dict[str, Any]) 
 
 
 def forget_conversions(mode: FakeTensorMode) -> None:
-    """Drop torch's weak references to fake tensors, with which it converts no tensor twice: they
-    would let no module change its dtype."""
-    converter = getattr(mode.fake_tensor_converter, "meta_converter", None)
-    getattr(converter, "tensor_memo", {}).clear()
+    """Drop torch's weak references to fake tensors, with which it converts no tensor twice and
+    knows constants: they would let no module change its dtype."""
+    converter = mode.fake_tensor_converter
+    meta = converter.meta_converter
+    converter.constant_storage_mapping.clear()
+    meta.tensor_memo.clear()
+    meta.describer.lookup_tensor.clear()
 
 
 @contextmanager
