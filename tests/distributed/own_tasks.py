@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from worlds import apart
 
 from shardwright.core.job import Job, parse_job
-from shardwright.lab.python_model import as_tensors
+from shardwright.lab.python_model import Built, Call, as_tensors, python_function
 from shardwright.lab.tasks import Task, task_of
+from shardwright.lab.tasks.python import Given, really
 from shardwright.runtime.apply import apply
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
@@ -39,11 +40,19 @@ def planned_apart(
 ) -> dict[str, float]:
     """What differs from one process by more than 1e-9, and by how much."""
     job = own_job(name, optimizer)
-    true = alone(task_of(job), job, mesh)
+    true = alone(Given(job, built(job)), job, mesh)
     model = task_of(job).model(CPU)
     made = plan_by_hand(job, model, mesh.size(), _units(name, model), **options)
     found = on_ranks(job, made, mesh)
     return {key: d for key in true if not (d := apart(found.get(key), true[key])) <= 1e-9}
+
+
+def built(job: Job) -> Built:
+    """What the job's function gives, with all numbers at once."""
+    call = Call.of(job)
+    made = really(call, python_function(call.name, call.where), job.train.seed)
+    assert isinstance(made, Built)
+    return made
 
 
 def _units(name: str, model: nn.Module) -> dict[str, list[str]]:

@@ -56,7 +56,7 @@ class Built(NamedTuple):
     """What the function made: a module, what it is called with, and the loss of what it returns.
 
     ``loss`` is a function of the result, or where there are ``targets`` of both; None: the mean of
-    the result. ``task`` is what the function returned if that trains and scores by itself.
+    the result.
     """
 
     where: str
@@ -66,7 +66,6 @@ class Built(NamedTuple):
     loss: Callable[..., Any] | None = None
     targets: Any = None
     notes: tuple[str, ...] = ()
-    task: Task | None = None
 
     @property
     def called(self) -> str:
@@ -127,18 +126,16 @@ def python_function(name: str, where: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def build(call: Call, function: Callable[..., Any], remedy: str = "") -> Built:
+def make(call: Call, function: Callable[..., Any], remedy: str = "") -> Built | Task:
     """Call the function and read what it returns; ``remedy`` is for where it fails.
 
     InputError, in one line, where it cannot be called or returns something else.
     """
-    given = json.loads(call.arguments)
     sizes = {"batch": call.batch, "sequence": call.sequence}
     asked = with_names_of(function, sizes)
-    returned = returned_by(function, {**asked, **given}, call.where, RETURNS, remedy)
-    if isinstance(returned, Task):
-        return _of_task(returned, call.where)
-    return _parts(returned, call, not asked)
+    keywords = {**asked, **json.loads(call.arguments)}
+    returned = returned_by(function, keywords, call.where, RETURNS, remedy)
+    return returned if isinstance(returned, Task) else _parts(returned, call, not asked)
 
 
 def with_names_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,8 +289,12 @@ class _Answers(_Asks):
         return self.result
 
 
-def _of_task(task: Task, where: str) -> Built:
-    """A task's module and the call that its loss makes with the first batch of rank 0."""
+def built_of(made: Built | Task, where: str) -> Built:
+    """What was built; of a task the module, and the call that its loss makes with the first batch
+    of rank 0."""
+    if isinstance(made, Built):
+        return made
+    task = made
     module = task.model(torch.device("cpu"))
     batch = as_tensors(next(task.batches(0, 1)))
     try:
@@ -307,4 +308,4 @@ def _of_task(task: Task, where: str) -> Built:
     def loss(result: Any, batch: Any) -> torch.Tensor:
         return task.loss(_Answers(module, result), batch)  # type: ignore[arg-type]
 
-    return Built(where, module, inputs, keywords, loss, batch, (), task)
+    return Built(where, module, inputs, keywords, loss, batch)

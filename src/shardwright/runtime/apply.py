@@ -80,6 +80,7 @@ def apply(
     if plan.tables:
         _shard_tables(model, plan, blocks, comm, initial_block, guard)
     _shard_units(model, plan, comm, members, initial_block, Flow(plan.prefetch, guard))
+    vars(model).pop("initial_block", None)  # of one model only: what it keeps is needed no more
     _agree_on_replicas(comm, model)
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -19,11 +20,13 @@ from shardwright.core.recording import Recording
 from shardwright.lab.python_model import (
     Built,
     Call,
-    build,
+    built_of,
     check_call,
     importable,
+    make,
     python_function,
 )
+from shardwright.runtime.deferred_init import Deferred
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.checks import Untraceable, check_module, explained, without_pointers
 from shardwright.trace.composed import Composer, Shortened
@@ -74,11 +77,25 @@ def _recorded(request: Request, function: Callable[..., Any]) -> tuple[Recording
     try:
         with mode, warnings.catch_warnings():
             warnings.filterwarnings("ignore", POINTER)  # copies of modules ask for it
-            built = build(request.call, function, "It runs on fake CPU tensors.")
+            with Deferred(mode), _without_sampling():
+                made = make(request.call, function, "It runs on fake CPU tensors.")
+                built = built_of(made, request.call.where)
             with without_pointers():
                 return _traced(request, built, mode)
     finally:
         torch.set_default_dtype(default)
+
+
+@contextmanager
+def _without_sampling() -> Iterator[None]:
+    """``trunc_normal_``, which draws until all numbers are within its bounds, draws none inside."""
+    name = "_no_grad_trunc_normal_"
+    sampling = getattr(nn.init, name)
+    setattr(nn.init, name, lambda tensor, *_, **__: tensor)
+    try:
+        yield
+    finally:
+        setattr(nn.init, name, sampling)
 
 
 def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recording, int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
 
@@ -20,22 +20,40 @@ from shardwright.lab.python_model import (
     Call,
     as_call,
     as_tensors,
-    build,
     check_call,
     importable,
+    make,
     python_function,
     returned_by,
     shown_call,
     with_names_of,
 )
+from shardwright.lab.tasks.later import Later, later, seed_all
 from shardwright.lab.tasks.task import Batch, Task
 from shardwright.trace.checks import first_line
 
 
 def python_task(job: Job) -> Task:
     """The task of a job's own module, or the one that its function returns."""
-    made = Given(job)
-    return made.built.task or made
+    call = Call.of(job)
+    with importable():
+        function = python_function(call.name, call.where)
+    try:
+        return Given(job, later(call, function, job.train.seed))
+    except (Exception, SystemExit) as error:  # the function itself will say what is wrong
+        reason = first_line(error)
+    made = really(call, function, job.train.seed)
+    if not isinstance(made, Built):
+        return made
+    print(f"{call.where}: built whole on every rank, for {reason}", file=sys.stderr)
+    return Given(job, made)
+
+
+def really(call: Call, function: Callable[..., Any], seed: int) -> Built | Task:
+    """What the function gives, with its numbers."""
+    with importable():
+        seed_all(seed)
+        return make(call, function)
 
 
 class Given:
@@ -46,30 +64,41 @@ class Given:
 
     bad_rows = 0
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, made: Built | Later) -> None:
         self.job = job
         self.call = Call.of(job)
-        with importable():
-            self.function = python_function(self.call.name, self.call.where)
-        self.built = self._build(job.train.seed)
-
-    def _build(self, seed: int) -> Built:
-        with importable():
-            seed_all(seed)
-            return build(self.call, self.function)
+        self.later = made if isinstance(made, Later) else None
+        self.built = made.built if isinstance(made, Later) else made
 
     def model(self, device: torch.device) -> nn.Module:
         """The module, the same on every rank, for its numbers are drawn from ``train.seed``."""
         check_call(self.built)
-        return self.built.module.to(device)
+        if self.later is None:
+            return self.built.module.to(device)
+        for part in self.built.module.modules():
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else buffer.to(device)
+        return self.built.module
 
     def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
         """Of the data's own function, or the same inputs in every step, others on every rank."""
-        seed = self.job.data.seed + rank
-        if isinstance(self.job.data.python, str):
-            return self._given(self.job.data.python, rank, world_size, seed)
-        drawn = self._build(seed)
+        name, seed = self.job.data.python, self.job.data.seed + rank
+        if self.later is not None:
+            drawn = self.later.drawn(seed)
+        if isinstance(name, str):
+            return self._given(name, rank, world_size, seed)
+        if self.later is None:
+            drawn = self._built_again(seed)
         return repeat((drawn.inputs, drawn.keywords, drawn.targets))
+
+    def _built_again(self, seed: int) -> Built:
+        """What the function gives from another seed, for its inputs."""
+        with importable():
+            function = python_function(self.call.name, self.call.where)
+        drawn = really(self.call, function, seed)
+        assert isinstance(drawn, Built)
+        self.built = self.built._replace(loss=drawn.loss)  # which may have targets of its own
+        return drawn
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Of the module's result, and of the batch's targets where there are any."""
@@ -119,13 +148,6 @@ class Given:
 
 
 RETURNS = "batches, such as a generator"
-
-
-def seed_all(seed: int) -> None:
-    """Let everything that draws numbers begin at ``seed``."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def _iterator(returned: Any, where: str) -> Iterator[Any]:

@@ -1,0 +1,412 @@
+"""Modules that are built without memory, and get their numbers one tensor after the other.
+
+A function runs on fake tensors while every operation is noted. The numbers of a tensor are those
+of the operations that lead to it, run again for it alone, each with the state of the random
+generator that it would have found: bit for bit what the function itself would have made.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+# What fills its first argument without reading it.
+FILLS = {
+    *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"),
+    *("normal_", "random_", "uniform_", "zero_"),
+}
+
+
+class NotDeferredError(Exception):
+    """A function whose numbers cannot be made later; the text is what stands in the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: the number of its storage, and what of it."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor over real memory."""
+        empty = torch.empty(0, dtype=self.dtype)
+        return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload,no-any-return]
+
+    def as_noted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` laid out as this place is."""
+        if tensor.stride() == self.stride and not tensor.storage_offset():
+            return tensor
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).copy_(tensor)
+
+
+@dataclass(slots=True)
+class Stream:
+    """Random operations that follow one another, and the states of their generator so far."""
+
+    states: list[torch.Tensor]
+    operations: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A noted call, with places instead of tensors.
+
+    It makes some storages and writes into some that are there, of which it fills some altogether;
+    ``reads`` are those whose numbers it needs. ``turn`` is its place in a stream of random ones.
+    """
+
+    function: Any
+    arguments: Any
+    keywords: dict[str, Any]
+    results: list[Any]
+    makes: frozenset[int]
+    writes: frozenset[int]
+    fills: frozenset[int]
+    reads: frozenset[int]
+    turn: tuple[Stream, int] | None
+
+
+class Deferred(TorchDispatchMode):
+    """While entered, operations are noted and run on fake CPU tensors.
+
+    Seed the generators before, as before running the function itself. NotDeferredError, or any
+    error of the function's: it has to be run itself.
+    """
+
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        """``mode`` is the one of the fake tensors, which the caller enters; else one of its own."""
+        super().__init__()
+        self._enters = mode is None
+        self._fake = mode or FakeTensorMode(allow_non_fake_inputs=True)
+        self._operations: list[Operation] = []
+        self._writers: dict[int, list[int]] = {}  # of every storage the operations, in order
+        self._storages: list[torch.UntypedStorage] = []  # alive, so that addresses stay theirs
+        self._numbers: dict[int, int] = {}  # of storages, by address
+        self._constants: set[int] = set()  # storages with memory, made by no operation
+        self._streams: dict[torch.Generator, Stream] = {}
+        self._recent: dict[int, tuple[int, torch.UntypedStorage]] = {}  # read last, by last writer
+
+    def __enter__(self) -> Deferred:
+        if self._enters:
+            self._fake.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._enters:
+            self._fake.__exit__(*error)
+
+    # ---- noting ----------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        keywords = keywords or {}
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return self._read(self.place(arguments[0]))
+        places = tree_map(self._given, (arguments, keywords))
+        result = function(*arguments, **keywords)
+        forget_conversions(self._fake)  # whose references let no module change its dtype
+        self._note(function, *places, result)
+        return result
+
+    def _given(self, value: Any) -> Any:
+        """The place of a tensor that is an argument; other values as they are."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = value.untyped_storage()._cdata in self._numbers
+        place = self.place(value)
+        if not known:
+            if isinstance(value, FakeTensor):
+                raise NotDeferredError("a tensor that no operation has made, as of a file")
+            self._constants.add(place.storage)
+        return place
+
+    def place(self, tensor: torch.Tensor) -> Place:
+        """Where a fake tensor lies now."""
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise NotDeferredError("a tensor that is sparse or a conjugate")
+        storage = tensor.untyped_storage()
+        number = self._numbers.setdefault(storage._cdata, len(self._storages))
+        if number == len(self._storages):
+            self._storages.append(storage)
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return Place(number, tensor.dtype, shape, stride, int(tensor.storage_offset()))
+
+    def _note(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
+        results = tree_leaves(
+            tree_map(lambda v: self.place(v) if isinstance(v, torch.Tensor) else v, result)
+        )
+        places = [leaf for leaf in results if isinstance(leaf, Place)]
+        makes = {p.storage for p in places} - self._constants - set(self._writers)
+        written = _written(function, arguments, keywords)
+        if self._constants & {p.storage for p in written}:
+            raise NotDeferredError("a change of a tensor that was there before")
+        if not makes and not written:
+            return  # a view
+        fills = function._schema.name.removeprefix("aten::") in FILLS
+        read = _places((arguments[1:], keywords) if fills else (arguments, keywords))
+        index = len(self._operations)
+        operation = Operation(
+            function,
+            arguments,
+            {k: None if k == "generator" else v for k, v in keywords.items()},
+            results,
+            frozenset(makes),
+            frozenset(p.storage for p in written),
+            frozenset(p.storage for p in written if fills and self._is_whole(p)),
+            frozenset(p.storage for p in read),
+            self._turn(function, keywords.get("generator"), index),
+        )
+        self._operations.append(operation)
+        for storage in operation.makes | operation.writes:
+            self._writers.setdefault(storage, []).append(index)
+
+    def _is_whole(self, place: Place) -> bool:
+        """Whether the tensor is all of its storage."""
+        numel = torch.Size(place.shape).numel()
+        dense = torch.empty_strided(place.shape, place.stride, device="meta")
+        spread = dense.untyped_storage().nbytes() // dense.itemsize
+        return spread == numel and numel * place.dtype.itemsize == (
+            self._storages[place.storage].nbytes()
+        )
+
+    def _turn(
+        self, function: Any, generator: torch.Generator | None, index: int
+    ) -> tuple[Stream, int] | None:
+        """The stream that the generator is in, a new one where it was seeded in between."""
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return None
+        generator = generator or torch.default_generator
+        if generator.device.type != "cpu":
+            raise NotDeferredError(f"numbers drawn on '{generator.device}'")
+        with _disable_current_modes():
+            state = generator.get_state()
+            stream = self._streams.get(generator)
+            if stream is None or not torch.equal(stream.states[0], state):
+                stream = self._streams[generator] = Stream([state])
+        stream.operations.append(index)
+        return stream, len(stream.operations) - 1
+
+    # ---- running again ---------------------------------------------------------------------------
+
+    def value(self, tensor: torch.Tensor | Place) -> torch.Tensor:
+        """A fake tensor with its numbers, in memory of its own; a real one as it is."""
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+            return tensor
+        place = tensor if isinstance(tensor, Place) else self.place(tensor)
+        with _again():
+            found = self._leading_to([(place.storage, len(self._operations))])
+            return place.over(self._run(found, {})[place.storage])
+
+    def drawn(self, places: Any) -> Any:
+        """A nest of places as tensors with other numbers: what leads to them is run, and nothing
+        else, and draws from the default generator as it is now."""
+        end = len(self._operations)
+        found = self._leading_to((place.storage, end) for place in _places(places))
+        with torch.no_grad():
+            real = self._run(found, {}, exact=False)
+            return tree_map(
+                lambda v: v.over(real[v.storage]) if isinstance(v, Place) else v, places
+            )
+
+    def _read(self, place: Place) -> Any:
+        """A number that the function asks for. What led to it is kept until it asks again, for it
+        often asks in a loop."""
+        with _again():
+            end = len(self._operations)
+            ready = {storage: index for storage, (index, _) in self._recent.items()}
+            found = self._leading_to([(place.storage, end)], ready)
+            real = {storage: memory for storage, (_, memory) in self._recent.items()}
+            if any(self._undoes(index, ready) for index in found):
+                found, real = self._leading_to([(place.storage, end)]), {}
+            real = self._run(found, real)
+            self._recent = {s: (self._writers[s][-1], m) for s, m in real.items()}
+            return place.over(real[place.storage]).item()
+
+    def _undoes(self, index: int, ready: Mapping[int, int]) -> bool:
+        """Whether an operation writes what a later one has left in memory that is ready."""
+        operation = self._operations[index]
+        return any(ready.get(s, -1) >= index for s in operation.makes | operation.writes)
+
+    def _leading_to(
+        self, wanted: Iterable[tuple[int, int]], ready: Mapping[int, int] | None = None
+    ) -> list[int]:
+        """The operations that the numbers of storages, each before an operation, come from; but
+        for storages that are ``ready`` as an operation has left them."""
+        stack, seen = list(wanted), set()
+        while stack:
+            storage, before = stack.pop()
+            for index in reversed(self._writers.get(storage, ())):
+                if index >= before:
+                    continue
+                if (storage, index) in seen or (ready and ready.get(storage) == index):
+                    break
+                seen.add((storage, index))
+                operation = self._operations[index]
+                stack.extend((read, index) for read in operation.reads)
+                if storage in operation.makes or storage in operation.fills:
+                    break
+        return sorted({index for _, index in seen})
+
+    def _run(
+        self,
+        indices: Sequence[int],
+        real: dict[int, torch.UntypedStorage],
+        *,
+        exact: bool = True,
+    ) -> dict[int, torch.UntypedStorage]:
+        """Run operations over the storages ``real``, and return these with all others that they
+        made; ``exact`` with the states of generators as they would have been."""
+
+        def memory(value: Any) -> Any:
+            if not isinstance(value, Place):
+                return value
+            held = self._storages[value.storage]
+            if value.storage in self._constants:
+                return value.over(held)
+            if value.storage not in real:  # about to be filled
+                real[value.storage] = torch.UntypedStorage(held.nbytes())
+            return value.over(real[value.storage])
+
+        for index in indices:
+            operation = self._operations[index]
+            turn = operation.turn if exact else None
+            if turn is not None:
+                torch.set_rng_state(self._state(*turn))
+            arguments, keywords = tree_map(memory, (operation.arguments, operation.keywords))
+            leaves = tree_leaves(operation.function(*arguments, **keywords))
+            if turn is not None and len(turn[0].states) == turn[1] + 1:
+                turn[0].states.append(torch.get_rng_state())
+            for place, found in zip(operation.results, leaves, strict=True):
+                if isinstance(place, Place) and place.storage in operation.makes:
+                    is_ours = found.untyped_storage()._cdata in self._numbers  # a constant's
+                    found = place.as_noted(found.clone() if is_ours else found)
+                    real[place.storage] = found.untyped_storage()
+        return real
+
+    def _state(self, stream: Stream, turn: int) -> torch.Tensor:
+        """The state at a turn, for which what comes before it draws, and is dropped."""
+        while len(stream.states) <= turn:
+            index = stream.operations[len(stream.states) - 1]
+            needed = ((storage, index) for storage in self._operations[index].reads)
+            self._run([*self._leading_to(needed), index], {})
+        return stream.states[turn]
+
+    # ---- a module --------------------------------------------------------------------------------
+
+    def settle(self, module: nn.Module) -> None:
+        """Let parameters be on the meta device, with ``module.initial_block`` for their numbers,
+        and every other tensor of the module have its own."""
+        names = {id(p): name for name, p in module.named_parameters()}
+        sources: dict[str, Place | torch.Tensor] = {}
+        done: dict[int, tuple[Any, Any]] = {}  # with what it was, so that its id stays its own
+
+        def settled(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in done:
+                if id(value) in names:
+                    fake = isinstance(value, FakeTensor)
+                    source = self.place(value) if fake else value.detach()
+                    sources[names[id(value)]] = source
+                    made: torch.Tensor = _on_meta(value)
+                else:
+                    made = self.value(value)
+                done[id(value)] = (value, made)
+                done[id(made)] = (made, made)  # which recurrent layers have in a list
+            return done[id(value)][1]
+
+        for part in module.modules():
+            for name, value in [*part._parameters.items(), *part._buffers.items()]:
+                if value is not None:
+                    setattr(part, name, settled(value))
+            for name, value in list(vars(part).items()):
+                if name not in _OF_MODULES and _has_tensors(value):
+                    vars(part)[name] = tree_map(settled, value)
+        storages = [s.storage for s in sources.values() if isinstance(s, Place)]
+        if len(set(storages)) < len(storages):
+            raise NotDeferredError("parameters that share memory")
+
+        def initial_block(
+            fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+        ) -> torch.Tensor:
+            spans = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            return self.value(sources[fqn])[spans]
+
+        vars(module)["initial_block"] = initial_block
+
+    def check_left(self) -> None:
+        """NotDeferredError where someone has a fake tensor still: it would have no numbers.
+
+        Nothing can be noted after it.
+        """
+        self._recent.clear()
+        mode = weakref.ref(self._fake)  # which every fake tensor holds
+        del self._fake
+        gc.collect()
+        if mode() is not None:
+            raise NotDeferredError("tensors that are neither the module's nor its inputs")
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
+_OF_FAKES = frozenset(("_is_param", *vars(FakeTensorMode().from_tensor(torch.empty(0)))))
+
+
+def _on_meta(parameter: torch.Tensor) -> nn.Parameter:
+    """The parameter without memory, and with what its user has set on it."""
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    vars(made).update({k: v for k, v in vars(parameter).items() if k not in _OF_FAKES})
+    return made
+
+
+def _has_tensors(value: Any) -> bool:
+    several = isinstance(value, (torch.Tensor, list, tuple, dict))
+    return several and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+
+
+def _places(values: Any) -> list[Place]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Place)]
+
+
+def _written(function: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> list[Place]:
+    """The arguments that an operation writes into."""
+    found = []
+    for index, wanted in enumerate(function._schema.arguments):
+        if wanted.alias_info is not None and wanted.alias_info.is_write:
+            there = index < len(arguments) and not wanted.kwarg_only
+            found += _places(arguments[index] if there else keywords.get(wanted.name))
+    return found
+
+
+def forget_conversions(mode: FakeTensorMode) -> None:
+    """Drop torch's weak references to fake tensors, with which it converts no tensor twice and
+    knows constants: they would let no module change its dtype."""
+    converter = mode.fake_tensor_converter
+    meta = converter.meta_converter
+    converter.constant_storage_mapping.clear()
+    meta.tensor_memo.clear()
+    meta.describer.lookup_tensor.clear()
+
+
+@contextmanager
+def _again() -> Iterator[None]:
+    """Operations run for real inside, and leave the default generator as it was."""
+    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield
