@@ -60,8 +60,8 @@ def walk(
     """Every action of the step that computes, gathers, reduces or updates a unit.
 
     ``units`` has the seconds by name; a unit that has none is left out with its pieces. ``pieces``
-    has the seconds of what an action computes. ``settle`` is given the clocks, which otherwise grow into
-    derivations of all that came before.
+    has the seconds of what an action computes. ``settle`` is given the clocks, which otherwise grow
+    into derivations of all that came before.
     """
     return list(_Lanes(step, modes, units, pieces, overlap, settle).run())
 
