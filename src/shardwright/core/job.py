@@ -164,8 +164,8 @@ def degrees_of(job: Job, world_size: int, where: str = "job") -> Degrees:
 
 
 def memory_of(job: Job) -> MemorySection:
-    """How a job's steps are run, with defaults where it does not say."""
-    return MemorySection() if job.memory is UNSET else job.memory
+    """How a job's steps are run; without the section as plans have them, in fp32."""
+    return PLANNED if job.memory is UNSET else job.memory
 
 
 class DataFiles(msgspec.Struct, frozen=True):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job, memory_of
+from shardwright.core.job import Job, memory_of, parallel_of
+from shardwright.core.memory_section import MemorySection
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.optimizers import trained
+from shardwright.core.parallel import ParallelSection
 from shardwright.core.recording import Recording
 
 RUNNABLE_OPTIMIZERS = ("sgd", "rowwise_adagrad")
 RECORDED = ("llama", "python")  # kinds of model that compute in the dtype that a job says
+# Of [memory] and [parallel], what a plan follows or what changes nothing in it.
+HONOURED = ("lowering", "param_dtype", "reduce_dtype", "allocator", "data_shard")
 # What a DLRM's tables do not have: they are read as they are, unweighted, straight from memory.
 PLAIN: dict[str, object] = {
     "dtype": "fp32",
@@ -49,7 +54,7 @@ def tables_of(job: Job) -> tuple[TableSpec, ...]:
 def step_dtypes(job: Job) -> tuple[str, str]:
     """What units compute in and what gradients are summed in; empty where each tensor keeps its
     own."""
-    if job.model.kind not in RECORDED:
+    if job.model.kind not in RECORDED or job.memory is UNSET:
         return "", ""
     section = memory_of(job)
     return section.param_dtype, section.reduce_dtype
@@ -64,6 +69,23 @@ def check_model(job: Job) -> None:
         raise InputError(expected("model.heads", wanted, str(job.model.heads)))
     if job.model.kind == "dlrm":
         _check_dlrm(job)
+    if job.model.kind in RECORDED:
+        _check_steps(job)
+
+
+def _check_steps(job: Job) -> None:
+    """Refuse what steps that are planned are not run with, by the key that asks for it."""
+    remedy = "`shardwright memory` and `fit` estimate it without a plan."
+    where = f"as steps of kind '{job.model.kind}' are planned and run"
+    for section, own, run in (
+        ("memory", memory_of(job), MemorySection()),
+        ("parallel", parallel_of(job), ParallelSection()),
+    ):
+        for key in msgspec.structs.fields(own):
+            value, usual = getattr(own, key.name), getattr(run, key.name)
+            if key.name not in HONOURED and value != usual:
+                wanted = f"{usual!r}, {where}"
+                raise InputError(expected(f"{section}.{key.name}", wanted, repr(value), remedy))
 
 
 def _check_dlrm(job: Job) -> None:

@@ -22,7 +22,7 @@ from shardwright import __version__
 from shardwright.core.document import write_atomically
 from shardwright.core.job import Job, memory_of, parse_job
 from shardwright.core.model import ModelSpec
-from shardwright.core.model_of_job import RECORDED, check_model, model_of
+from shardwright.core.model_of_job import RECORDED, check_model, model_of, step_dtypes
 from shardwright.core.plan import Plan
 from shardwright.core.recording import Recording
 from shardwright.cost import constants
@@ -79,7 +79,7 @@ def plan_module(
     recording = module_recording(
         lambda: (build(), example_inputs, loss, targets)[: 4 if targets is not None else 3],
         name,
-        section.param_dtype,
+        step_dtypes(job)[0],
         Treatment(section.lowering or machine.compute_device, section.checkpointing),
     )
     return plan_model(job, lambda changed: model_of(changed, recording))

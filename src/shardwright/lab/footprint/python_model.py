@@ -15,7 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright.core.job import Job, memory_of
+from shardwright.core.job import Job
+from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.recording import Recording
 from shardwright.lab.python_model import (
     Built,
@@ -60,12 +61,13 @@ def python_recording(
 ) -> tuple[Recording, int]:
     """The recording of a job's own module for ``batch`` samples, and its number of parameters.
 
-    Parameters compute in ``memory.param_dtype``; the units tell the dtypes they were made in. With
-    ``full`` every part is recorded, not a few of each kind. Of a model to be ``planned`` large
-    parts that do not repeat are units of their own; FSDP2 has them in the root's.
+    Parameters compute in ``memory.param_dtype``, as they are in a job without the section; the
+    units have the dtypes they were made in. With ``full`` every part is recorded, not a few of each
+    kind. Of a model to be ``planned`` large parts that do not repeat are units of their own; FSDP2
+    has them in the root's.
     InputError where the function or its module cannot be used, in one line that says why.
     """
-    request = Request(Call.of(job, batch), memory_of(job).param_dtype, treatment, full, planned)
+    request = Request(Call.of(job, batch), step_dtypes(job)[0], treatment, full, planned)
     with importable():
         return _recorded(request, python_function(request.call.name, request.call.where))
 
@@ -102,7 +104,7 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recor
     module, where = built.module, built.where
     check_module(module, where)
     made = {name: NAMES[p.dtype] for name, p in module.named_parameters(remove_duplicate=False)}
-    settle(module, mode, DTYPES[request.dtype])
+    settle(module, mode, DTYPES.get(request.dtype))
     seen: dict[int, Any] = {}  # a task's loss has the inputs among its targets
     given = (built.inputs, built.keywords, built.targets)
     inputs, keywords, targets = tree_map(
@@ -144,7 +146,7 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recor
 
 def _run(request: Request, subject: Subject) -> Callable[[Shortened], Recording]:
     """Records the module with the parts that it has just then."""
-    treatment, dtype = request.treatment, DTYPES[request.dtype]
+    treatment, dtype = request.treatment, DTYPES.get(request.dtype)
     every = policy(treatment.checkpointing).every
 
     def run(shortened: Shortened) -> Recording:
@@ -175,9 +177,9 @@ def _about_units(composer: Composer, request: Request) -> Iterator[str]:
 # ---- tensors of one fake mode --------------------------------------------------------------------
 
 
-def settle(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
+def settle(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
     """Every tensor of the module becomes one of the mode, on the CPU; parameters compute in
-    ``dtype``."""
+    ``dtype``, or where it is None in their own."""
     done: dict[int, torch.Tensor] = {}
 
     def once(tensor: Any, make: Callable[..., Any], *how: Any) -> Any:
@@ -204,8 +206,10 @@ def _has_strange(value: Any, mode: FakeTensorMode) -> bool:
     return any(not _is_ours(tensor, mode) for tensor in tensors)
 
 
-def _parameter(parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Parameter:
-    wanted = dtype if parameter.is_floating_point() else parameter.dtype
+def _parameter(
+    parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype | None
+) -> nn.Parameter:
+    wanted = dtype if dtype and parameter.is_floating_point() else parameter.dtype
     own = _is_ours(parameter, mode)
     if own and parameter.dtype == wanted:
         return parameter
