@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from recordings import At, chain, layers, unit
 
+from shardwright.core.optimizers import trained
 from shardwright.core.recording import Recording, Touch
 from shardwright.core.schedule import Merged, Prefetch
 from shardwright.core.timeline import Kind, Phase
 from shardwright.memory.flat import FlatUnits
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding
-from shardwright.memory.optimizers import OptimizerRule
 from shardwright.memory.rank_step import Chunk, RankStep
 from shardwright.memory.route import Traffic
 
@@ -55,7 +55,7 @@ def _run(
     heap = Ledger(fine=True)
     step = RankStep(
         [Chunk(recording)],
-        optimizer=OptimizerRule("sgd"),
+        optimizer=trained("sgd"),
         merged=merged or Merged(),
         tables=tables,
         resident=resident,
