@@ -216,6 +216,20 @@ class AtShard:
         )
 
 
+def call_gradient_hooks(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Let hooks on ``parameter`` change ``gradient``, which autograd did not bring, in place."""
+    for hook in list((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        if changed is not None and changed is not gradient:
+            gradient.copy_(changed)
+
+
+def call_accumulated(parameter: nn.Parameter) -> None:
+    """Call the hooks that wait for a gradient, such as an optimizer in the backward."""
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
+
+
 def asked_for(unit: str) -> UnsupportedError:
     """What to say to someone who asks autograd for gradients of certain parameters of a unit."""
     return UnsupportedError(
