@@ -206,11 +206,7 @@ class Flow:
                 raise unit.changed()
         elif unit.unshard_in_backward:
             self.need(unit, "backward")
-        if self._pending is unit:
-            self.collect()
-        self._touched[unit.number] = unit
-        if accumulates:
-            unit.gradients.expect()
+        self._touch(unit, expect=bool(accumulates))
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
@@ -222,10 +218,15 @@ class Flow:
         """A gradient comes to ``unit`` that none of its outputs announced: what was captured inside
         of its forward, or a parameter that was used outside of it."""
         self._begin_backward()
+        self._touch(unit, expect=True)
+
+    def _touch(self, unit: Unit, *, expect: bool) -> None:
+        """Gradients are on their way to ``unit``, which is done with those of its last backward."""
         if self._pending is unit:
             self.collect()
         self._touched[unit.number] = unit
-        unit.gradients.expect()
+        if expect:
+            unit.gradients.expect()
 
     def leave_backward(self, unit: Unit) -> None:
         """Every gradient of ``unit`` is there: free its parameters, and sum it over ranks."""
