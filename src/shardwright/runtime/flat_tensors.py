@@ -15,7 +15,12 @@ from shardwright.core.layout import Segment
 from shardwright.runtime.torch_private import C_GRAD, local_of
 from shardwright.runtime.units.cut import Cut
 from shardwright.runtime.units.dstorage import DStorage
-from shardwright.runtime.units.linked import FlatReplica, call_accumulated, call_gradient_hooks
+from shardwright.runtime.units.linked import (
+    FlatReplica,
+    call_accumulated,
+    call_gradient_hooks,
+    trainable,
+)
 from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor, as_parameter
 
 
@@ -320,10 +325,8 @@ class FlatHome:
 
     def follow_strays(self) -> None:
         """Take what autograd adds to the parameter itself, which no unit computes with."""
-        trains = self.parameter.requires_grad
-        self.parameter.requires_grad_(True)
-        self.parameter.register_post_accumulate_grad_hook(self.take_stray)
-        self.parameter.requires_grad_(trains)
+        with trainable(self.parameter):
+            self.parameter.register_post_accumulate_grad_hook(self.take_stray)
 
     def take_stray(self, parameter: nn.Parameter) -> None:
         """What autograd added to the sharded parameter itself, as for a penalty on weights."""

@@ -33,7 +33,7 @@ from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.gradients import Gradients
-from shardwright.runtime.units.linked import Arrival, AtShard, Replica, hooked_twice, inherit
+from shardwright.runtime.units.linked import AtShard, Replica, follow_gradients, hooked_twice, inherit
 from shardwright.runtime.units.parameter import Member, infos_of
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.rebind import find_moved, follow_objects, take_over
@@ -200,13 +200,12 @@ class Unit:
         for gradient in self.gradients.segments:
             self.comm.probe.holds(gradient.send.tensor, "reduce_scatter")
         rows = list(zip(self.members, self._whole, strict=True))
-        arrival = Arrival(weakref.ref(self))
         rooms = [v.needs_room for v in self.buffers.segments for _ in v.segment.slots]
         for place, ((member, whole), needs_room) in enumerate(zip(rows, rooms, strict=True)):
             memory = self.buffers.whole.storage if needs_room else None
             where = f"{member.fqn} of unit '{self.name}'"
             whole.home = AtShard(member.parameter, where, memory)
-            arrival.follow(whole)
+            follow_gradients(whole, weakref.ref(self))
             if isinstance(member.parameter, Replica):
                 member.parameter.unit, member.parameter.place = weakref.ref(self), place
         self._places = [
