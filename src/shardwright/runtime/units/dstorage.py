@@ -41,7 +41,7 @@ class DStorage(Unit):
                 expected(f"{fqn} of unit '{self.name}'", "state UNSHARDED", "SHARDED")
                 + " Call unshard() first."
             )
-        return self._whole[index].detach()
+        return self.buffers.parameters[index].detach()
 
     def all_gather(self) -> torch.Tensor:
         """The unsharded byte buffer [layout.nbytes], gathered into new memory (collective).

@@ -166,7 +166,9 @@ class Flow:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
         with outside_of_transforms():
             if unit.keeps_whole:  # nothing travels
-                unit.unshard()
+                if not unit.is_present:
+                    unit.start_gather()
+                unit.finish_gather()
                 return
             if unit.is_changed:
                 if direction == "backward":

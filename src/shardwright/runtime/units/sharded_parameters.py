@@ -36,13 +36,6 @@ class ShardedParameters:
         self.all: list[nn.Parameter] = []
         places = itertools.count()
         self.places = [[next(places) for _ in segment.slots] for segment in segments]
-        self.spans = [
-            (begin, begin + piece.numel, piece.sizes)
-            for segment in segments
-            for slot in segment.slots
-            for piece in (segment.piece(slot, comm.rank),)
-            for begin in (segment.begin(piece),)
-        ]
 
     def make(self) -> list[nn.Parameter]:
         """New parameters over the shard."""
@@ -121,5 +114,5 @@ class ShardedParameters:
 
     def _part(self, place: int, share: torch.Tensor) -> torch.Tensor:
         """A parameter's part of a share of its segment."""
-        begin, end, sizes = self.spans[place]
+        begin, end, sizes = self.buffers.spans[place]
         return self.wrap(place, share[begin:end].view(sizes))

@@ -33,7 +33,13 @@ from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.gradients import Gradients
-from shardwright.runtime.units.linked import AtShard, Replica, follow_gradients, hooked_twice, inherit
+from shardwright.runtime.units.linked import (
+    AtShard,
+    Replica,
+    follow_gradients,
+    hooked_twice,
+    inherit,
+)
 from shardwright.runtime.units.parameter import Member, infos_of
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.rebind import find_moved, follow_objects, take_over
@@ -195,14 +201,13 @@ class Unit:
     def finish_views(self) -> None:
         """Everything that is made of the buffers and the parameters, and their SHARDED state."""
         self._is_alike = False
-        self._whole = self.buffers.parameters
         self.gradients = Gradients(self.buffers, self.comm)
         for gradient in self.gradients.segments:
             self.comm.probe.holds(gradient.send.tensor, "reduce_scatter")
-        rows = list(zip(self.members, self._whole, strict=True))
-        rooms = [v.needs_room for v in self.buffers.segments for _ in v.segment.slots]
-        for place, ((member, whole), needs_room) in enumerate(zip(rows, rooms, strict=True)):
-            memory = self.buffers.whole.storage if needs_room else None
+        buffers = self.buffers
+        rows = list(zip(self.members, buffers.parameters, strict=True))
+        for place, ((member, whole), apart) in enumerate(zip(rows, buffers.apart, strict=True)):
+            memory = buffers.whole.storage if apart else None
             where = f"{member.fqn} of unit '{self.name}'"
             whole.home = AtShard(member.parameter, where, memory)
             follow_gradients(whole, weakref.ref(self))
@@ -220,9 +225,7 @@ class Unit:
         ]
         self.expected = [
             (index, *place, member.parameter, local)
-            for index, (member, local) in enumerate(
-                zip(self.members, self.buffers.locals, strict=True)
-            )
+            for index, (member, local) in enumerate(zip(self.members, buffers.locals, strict=True))
             for place in member.places
         ]
         self._show(SHARDED)
@@ -254,7 +257,7 @@ class Unit:
 
     def _follow_freezing(self) -> None:
         """Full parameters train as the sharded ones do; users freeze whichever is shown."""
-        if self.sharded.follow_freezing(self._whole):
+        if self.sharded.follow_freezing(self.buffers.parameters):
             for taker in self.all_takers:
                 taker.follow_freezing()
 
@@ -267,8 +270,10 @@ class Unit:
     def reshards(self) -> bool:
         """Whether the whole unit goes after a forward that trains. Left open, it does unless it is
         the root of others, whose backward comes at once."""
-        if self.reshard_after_forward is None or self.keeps_whole:
-            return self.keeps_whole or not (self.is_root and self.flow.has_several)
+        if self.keeps_whole:
+            return True
+        if self.reshard_after_forward is None:
+            return not (self.is_root and self.flow.has_several)
         return self.reshard_after_forward is not False
 
     # ---- what the flow calls --------------------------------------------------------------------
@@ -347,7 +352,8 @@ class Unit:
     def _ranks_after_forward(self) -> int:
         """How many ranks share the whole unit between its forward and its backward."""
         kind = self.reshard_after_forward
-        return self.comm.size if kind is None or isinstance(kind, bool) else kind
+        every = kind is None or isinstance(kind, bool) or self.keeps_whole
+        return self.comm.size if every else int(kind)
 
     def free(self, *, after_forward: bool = False) -> None:
         """Free the full parameters and show the sharded ones."""
@@ -358,8 +364,7 @@ class Unit:
             writes.keep(self)
         if not after_forward:
             self._follow_freezing()
-        few = after_forward and self._ranks_after_forward != self.comm.size
-        if few and not self.keeps_whole:
+        if after_forward and self._ranks_after_forward != self.comm.size:
             near = self.comm.narrow(self._ranks_after_forward)
             self._narrow = self.buffers.whole.tensor.view(near.size, -1)[near.rank].clone()
             self.comm.probe.holds(self._narrow, "gathered_weight")

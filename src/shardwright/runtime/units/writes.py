@@ -66,14 +66,13 @@ def refuse(unit: Unit) -> None:
 def _written(unit: Unit, *, shard: bool) -> list[str]:
     """What was written, as far as this rank's part shows it; of replicas, all that may be."""
     buffers = unit.buffers
-    rooms = [views.needs_room for views in buffers.segments for _ in views.segment.slots]
-    rows = zip(unit.members, buffers.parameters, buffers.locals, buffers.pieces, rooms, strict=True)
+    rows = zip(buffers.pieces, buffers.parameters, buffers.locals, buffers.apart, strict=True)
     return [
-        member.fqn
-        for member, whole, local, piece, needs_room in rows
+        piece.tensor.fqn
+        for piece, whole, local, apart in rows
         if (
             not part_of(whole.detach(), piece.offsets, piece.sizes).equal(local.to(whole.dtype))
-            if needs_room
+            if apart
             else shard
         )
     ]
