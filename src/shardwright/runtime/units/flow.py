@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.schedule import Action
+from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import (
     adds_to,
     after_backward,
@@ -20,10 +21,8 @@ from shardwright.runtime.torch_private import (
     outside_of_transforms,
 )
 from shardwright.runtime.units.linked import asked_for
-
-if TYPE_CHECKING:
-    from shardwright.runtime.guard import Guard
-    from shardwright.runtime.units.unit import Unit
+from shardwright.runtime.units.rebind import absorb
+from shardwright.runtime.units.unit import Unit
 
 Direction = Literal["forward", "backward"]
 
@@ -71,13 +70,13 @@ class Flow:
         self._pending: Unit | None = None
         self._touched: dict[int, Unit] = {}
 
-    def add(self, unit: Unit) -> int:
-        """Take a unit in, under the settings of the model; its number in this flow."""
+    def add(self, unit: Unit) -> None:
+        """Drive a unit from now on, under the settings of the model."""
         for name, value in self.settings.items():
             setattr(unit, name, value)
+        unit.flow, unit.number = self, self._next
         self._units[self._next] = weakref.ref(unit)
         self._next += 1
-        return self._next - 1
 
     def set(self, name: str, value: Any) -> None:
         """Set an attribute of every unit, of those to come as well."""
@@ -101,7 +100,7 @@ class Flow:
                 )
             self.set(name, value)
         for unit in list(other.units()):
-            unit.enter(self)
+            self.add(unit)
 
     def lead(self, unit: Unit | None) -> None:
         """The unit whose forward is the forward of the whole model, if a unit has it."""
@@ -116,10 +115,14 @@ class Flow:
         """Whether there are any."""
         return bool(self._units)
 
-    @property
-    def has_several(self) -> bool:
-        """Whether there are other units than the first."""
-        return len(self._units) > 1
+    def reshards(self, unit: Unit) -> bool:
+        """Whether the whole unit goes after a forward that trains. Left open, it does unless it is
+        the root of others, whose backward comes at once."""
+        if unit.keeps_whole:
+            return True
+        if unit.reshard_after_forward is None:
+            return not (self.is_led_by(unit) and len(self._units) > 1)
+        return unit.reshard_after_forward is not False
 
     def units(self) -> Iterator[Unit]:
         """Every unit that still lives, in order."""
@@ -150,17 +153,17 @@ class Flow:
         if self._in_backward:
             self.recover()
 
-    def recover(self, *, absorb: bool = True) -> None:
+    def recover(self, *, absorbs: bool = True) -> None:
         """Drop what exceptions or forwards without backward left; gradients held back stay. With
-        ``absorb`` also take over what was done to sharded parameters."""
+        ``absorbs`` also take over what was done to sharded parameters."""
         failed = self._in_backward
         self._pending = None
         self._in_backward = False
         self._touched.clear()
         for unit in self.units():
             unit.recover(failed=failed)
-            if absorb:
-                unit.absorb()
+            if absorbs:
+                absorb(unit)
 
     def need(self, unit: Unit, direction: Direction) -> None:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
@@ -170,7 +173,7 @@ class Flow:
                     unit.start_gather()
                 unit.finish_gather()
                 return
-            if unit.is_changed:
+            if unit.writes.is_changed:
                 if direction == "backward":
                     raise unit.changed()
                 unit.free()
@@ -204,7 +207,7 @@ class Flow:
                 raise asked_for(unit.name)
         self._begin_backward()
         if unit.keeps_whole:
-            if unit.is_changed:
+            if unit.writes.is_changed:
                 raise unit.changed()
         elif unit.unshard_in_backward:
             self.need(unit, "backward")
@@ -271,6 +274,8 @@ class Flow:
         self._orders["forward"].begin()
         for unit in self.units():
             unit.settle()
-            is_running = unit.watched is not None  # torch.autograd.grad inside of its forward
+            is_running = (
+                unit.writes.watched is not None
+            )  # torch.autograd.grad inside of its forward
             if unit.reshard_after_backward and not unit.driven_by_hand and not is_running:
                 unit.free()  # kept after a forward, and no part of this backward
