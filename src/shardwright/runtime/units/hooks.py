@@ -102,7 +102,7 @@ class _Before:
         recomputed = in_backward()
         if not recomputed:
             if self.first and storage.flow.is_led_by(storage):
-                storage.flow.begin()
+                storage.flow.begin_forward()
             else:
                 storage.flow.enter_forward()
         storage.flow.need(storage, "backward" if recomputed else "forward")
@@ -201,10 +201,7 @@ class _After:
         storage.comm.probe.did(Action("compute", self.name, "forward"))
         if not self.last or recomputed:
             return output
-        if not trains or storage.flow.reshards(storage):
-            storage.free(after_forward=trains)
-            if not storage.keeps_whole:
-                storage.comm.probe.did(Action("free", storage.name, "forward"))
+        storage.flow.leave_forward(storage, trains=trains)
         return output
 
     def _marked(self, output: Any, module: nn.Module, trains: bool) -> Any:

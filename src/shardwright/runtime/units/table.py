@@ -33,7 +33,7 @@ def table(flow: Flow) -> str:
     rows = [("unit", "cut", "params", "per rank", "padding", "collectives", "per step", "dtypes")]
     notes: list[str] = []
     for unit in flow.units():
-        layout, moved = unit.layout, traffic(unit, flow.reshards(unit))
+        layout, moved = unit.layout, traffic(unit, flow.reshards(unit.key))
         placements = {describe(info.placements[0]) for info in unit.param_infos.values()}
         rows.append(
             (

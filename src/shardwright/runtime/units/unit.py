@@ -85,10 +85,10 @@ class Driver(Protocol):
 
 class Unit:
     """One unit's buffers on this rank; ``DStorage`` is what users see of it, and a flow drives it,
-    in which it has a ``number``."""
+    which knows it by ``key``."""
 
     flow: Driver
-    number: int
+    key: str
 
     def __init__(
         self,
