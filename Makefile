@@ -29,7 +29,7 @@ help:
 	@printf '%s\n' \
 	  'make demo     plan, train, compare and report on this machine: two ranks, about a minute' \
 	  'make test     run the tests that are not slow    ARGS="-k name" goes to pytest' \
-	  'make test-all  run all tests' \
+	  'make test-all run all tests' \
 	  'make check    lint, format, types, floors' \
 	  'make setup    only make the environment in $(VENV)' \
 	  '' \

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published.__main__ import main as published
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 TABLES = '{"tables": [{"name": "a", "rows": 100, "dim": 16}, {"name": "b", "rows": 9, "dim": 16}]}'
@@ -22,18 +21,6 @@ HF_CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 256,
-}
-PUBLISHED = {
-    "num-layers": 12,
-    "hidden-size": 512,
-    "num-attention-heads": 8,
-    "seq-length": 1024,
-    "micro-batch-size": 4,
-    "global-batch-size": 32,
-    "train-iters": 50,
-    "vocab-file": "bpe/vocab.json",
-    "bf16": True,
-    "use-distributed-optimizer": True,
 }
 
 
@@ -167,26 +154,6 @@ def test_the_demo_does_not_write_over_a_page_of_yours(unchanged: Any, tmp_path: 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "report.html").write_text("<!DOCTYPE html><title>mine</title>")
     unchanged(("demo", "--out", "mine"), "report.html", "Choose another --out.")
-
-
-@pytest.mark.parametrize("name", ["README.md", "megatron.json"])
-def test_published_rows_are_not_written_over_other_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    row = {
-        "source": "repository@commit:tests/functional_tests/test_cases/gpt/a/dev_dgx_h100.json",
-        "platform": "dev_dgx_h100",
-        "max_alloc_bytes": 2e9,
-        "steady_alloc_bytes": 1e9,
-        "env": {},
-        "args": dict(PUBLISHED),
-    }
-    (tmp_path / "rows.json").write_text(json.dumps({"megatron": [row]}))
-    (tmp_path / name).write_text("mine")
-    before = contents(tmp_path)
-    assert published([str(tmp_path / "rows.json"), "-o", str(tmp_path)]) == 2
-    assert f"{tmp_path / name}: expected a new file or an earlier " in capsys.readouterr().err
-    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("key", ["path", "test_path"])

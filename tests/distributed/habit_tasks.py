@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from worlds import Found, World, apart, grads, net, step, train, weights, whole
+from worlds import Found, World, apart, grads, net, step, step_in_backward, train, weights, whole
 
 import shardwright as sw
 from shardwright.runtime.comm import Comm
@@ -176,14 +176,7 @@ def _restored(world: World, parameters: Callable[[nn.Module], Any], full: bool) 
 
 def optimizer_in_backward(world: World) -> Found:
     model = world.shard(net())
-    each = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
-
-    def update(parameter: torch.Tensor) -> None:
-        each[parameter].step()  # type: ignore[index]
-        each[parameter].zero_grad()  # type: ignore[index]
-
-    for parameter in each:
-        parameter.register_post_accumulate_grad_hook(update)
+    step_in_backward(model, lambda p: torch.optim.AdamW([p], lr=0.1))
     for number in range(3):
         step(world, model, number)
     return {**weights(model), **grads(model)}

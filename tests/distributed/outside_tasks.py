@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from worlds import Found, World, grads, net, step, train, weights, whole
+from worlds import Found, World, grads, net, step, step_in_backward, train, weights, whole
 
 import shardwright as sw
 
@@ -81,20 +81,9 @@ def hooks_on_a_number(world: World) -> Found:
     return grads(model)
 
 
-def _stepping(parameters: list[nn.Parameter]) -> None:
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in parameters}
-
-    def act(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()  # type: ignore[index]
-        optimizers[parameter].zero_grad()  # type: ignore[index]
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(act)
-
-
 def optimizer_in_the_backward_of_a_number(world: World) -> Found:
     model = world.shard(_Scaled(inside=True))
-    _stepping(list(model.parameters()))
+    step_in_backward(model, lambda p: torch.optim.SGD([p], lr=0.1))
     for number in range(3):
         step(world, model, number)
     return weights(model)
@@ -106,7 +95,7 @@ def optimizer_in_the_backward_of_replicas(world: World) -> Found:
         sw.fully_shard_flat(model, world.mesh, (sw.Replicate(),))
     else:
         world.unit(model)
-    _stepping(list(model.parameters()))
+    step_in_backward(model, lambda p: torch.optim.SGD([p], lr=0.1))
     for number in range(3):
         step(world, model, number)
     return weights(model)

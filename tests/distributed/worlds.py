@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,6 +105,20 @@ def train(world: World, model: nn.Module, optimizer: Any, steps: int = 3, first:
         optimizer.zero_grad()
         step(world, model, number)
         optimizer.step()
+
+
+def step_in_backward(
+    model: nn.Module, make: Callable[[nn.Parameter], torch.optim.Optimizer]
+) -> None:
+    """Let every parameter be stepped by an optimizer of its own as soon as it has a gradient."""
+    optimizers = {parameter: make(parameter) for parameter in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
 
 
 def apart(found: Any, true: Any) -> float:

@@ -14,6 +14,7 @@ from shardwright.memory.machine import Sharding
 from shardwright.memory.summaries import STAYING
 
 NAMES = ("", "first", "last")  # the root's own parameters come first
+BACKWARDS = ("", "last", "first")
 NUMEL = 64 * 32
 NOTE = 64  # elements that travel with a unit of one tensor
 Make = Callable[..., FlatUnits]
@@ -29,7 +30,7 @@ def machine() -> Make:
         found = FlatUnits(Ledger(), units, Sharding(**{**settings, **changes}))
         for kind, nbytes in found.resident().items():
             found.heap.take(kind, kind, nbytes)
-        found.begin(NAMES, last=True)
+        found.begin(NAMES, BACKWARDS, last=True)
         return found
 
     return make
@@ -112,7 +113,7 @@ def test_with_prefetch_a_reduce_is_under_way_until_the_next_one(machine: Make) -
 
 def test_a_gradient_held_back_is_held_in_the_dtype_of_sums(machine: Make) -> None:
     found = machine(prefetch=0, reduces="last")
-    found.begin(NAMES, last=False)
+    found.begin(NAMES, BACKWARDS, last=False)
     forward(found)
     left(found, "last")
     assert found.heap.live[STAYING] == 4 * NUMEL
@@ -147,7 +148,7 @@ def test_a_step_leaves_what_was_there_before(
         )
         before = found.heap.total
         for last in (False, False, True):
-            found.begin(NAMES, last=last)
+            found.begin(NAMES, BACKWARDS, last=last)
             forward(found)
             backward(found)
         found.zero_grad()

@@ -31,7 +31,7 @@ def machine() -> Make:
         found = FSDP2(Ledger(), units, Sharding(**{**settings, **changes}))
         for kind, nbytes in found.resident().items():
             found.heap.take(kind, kind, nbytes)
-        found.begin(NAMES, last=True)
+        found.begin(NAMES, NAMES, last=True)
         return found
 
     return make
@@ -141,12 +141,12 @@ def test_replicas_keep_a_sum_of_another_dtype_until_the_backward_ends(
 
 def test_gradients_of_several_microbatches_are_kept_whole_in_fp32(machine: Make) -> None:
     found = machine(reduces="last")
-    found.begin(NAMES, last=False)
+    found.begin(NAMES, NAMES, last=False)
     forward(found)
     backward(found)
     assert found.heap.live[STAYING] == 3 * 4 * NUMEL
     assert found.heap.live["gathered_weight"] == 0
-    found.begin(NAMES, last=True)
+    found.begin(NAMES, NAMES, last=True)
     forward(found)
     backward(found)
     assert found.heap.live[STAYING] == 0
@@ -155,11 +155,11 @@ def test_gradients_of_several_microbatches_are_kept_whole_in_fp32(machine: Make)
 
 def test_gradients_of_one_dtype_are_added_where_the_first_are(machine: Make) -> None:
     found = machine(reduces="last", reduce_dtype="bf16")
-    found.begin(NAMES, last=False)
+    found.begin(NAMES, NAMES, last=False)
     assert found.rule() == "stays"
     forward(found)
     backward(found)
-    found.begin(NAMES, last=True)
+    found.begin(NAMES, NAMES, last=True)
     assert found.rule() == "added"
     assert found.heap.live[STAYING] == 3 * 2 * NUMEL
 
@@ -207,7 +207,7 @@ def test_a_step_leaves_what_was_there_before(
     )
     before = found.heap.total
     for last in (False, False, True):
-        found.begin(NAMES, last=last)
+        found.begin(NAMES, NAMES, last=last)
         forward(found)
         backward(found)
     found.zero_grad()
@@ -236,7 +236,7 @@ def test_frozen_tensors_are_gathered_but_have_no_gradients_and_states() -> None:
 def test_a_unit_of_frozen_tensors_reduces_nothing() -> None:
     units = {"unit": (TensorSpec("still", (16, 4)),)}
     found = FSDP2(Ledger(), units, Sharding(shards=4), frozenset(["still"]))
-    found.begin(["unit"], last=True)
+    found.begin(["unit"], ["unit"], last=True)
     found.enter("unit")
     found.leave("unit")
     found.finish()

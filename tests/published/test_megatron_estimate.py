@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from gpt import GPT
 from published.megatron.arguments import describe
 from published.megatron.attention import attention
 from published.megatron.blocks import chunk_blocks
@@ -14,22 +15,13 @@ from published.megatron.lasting import lasting_parts
 
 H100 = Device("H100", 80 * 2**30, "hopper")
 A100 = Device("A100", 80 * 2**30, "ampere")
-GPT = {
-    "num-layers": 12,
-    "hidden-size": 512,
-    "num-attention-heads": 8,
-    "seq-length": 1024,
-    "micro-batch-size": 4,
-    "global-batch-size": 32,
-    "vocab-size": 50304,
-    "bf16": True,
-}
+ARGUMENTS = {**GPT, "vocab-size": 50304}
 TOKENS, HIDDEN = 4 * 1024, 512
 
 
 def _run(device: Device = H100, **more: Any) -> Run:
     given = {name.replace("_", "-"): value for name, value in more.items()}
-    return describe({**GPT, **given}, world=8, device=device)
+    return describe({**ARGUMENTS, **given}, world=8, device=device)
 
 
 def _layer(run: Run) -> int:
@@ -191,7 +183,12 @@ def test_peaks_that_were_measured_are_met_to_one_percent(
     """Figures of Megatron-LM's tests at d98e8a64 (tp1 pp1, and tp1 pp4 vp1), in MiB."""
     given = {name.replace("_", "-"): value for name, value in flags.items()}
     run = describe(
-        {**GPT, "no-gradient-accumulation-fusion": True, "max-position-embeddings": 1024, **given},
+        {
+            **ARGUMENTS,
+            "no-gradient-accumulation-fusion": True,
+            "max-position-embeddings": 1024,
+            **given,
+        },
         world=8,
         device=device,
         environment=TESTED,

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from gpt import GPT
 from published.megatron.arguments import describe
 from published.megatron.description import Device, Run
 from published.megatron.flags import Flags, layer_pattern
@@ -12,21 +13,12 @@ from published.megatron.schedule import turns
 from shardwright.core.errors import InputError
 
 H100 = Device("H100", 80 * 2**30, "hopper")
-GPT = {
-    "num-layers": 12,
-    "hidden-size": 512,
-    "num-attention-heads": 8,
-    "seq-length": 1024,
-    "micro-batch-size": 1,
-    "global-batch-size": 64,
-    "vocab-size": 1024,
-    "bf16": True,
-}
+ARGUMENTS = {**GPT, "micro-batch-size": 1, "global-batch-size": 64, "vocab-size": 1024}
 
 
 def _run(**more: Any) -> Run:
     given = {name.replace("_", "-"): value for name, value in more.items()}
-    return describe({**GPT, **given}, world=8, device=H100)
+    return describe({**ARGUMENTS, **given}, world=8, device=H100)
 
 
 @pytest.mark.parametrize(

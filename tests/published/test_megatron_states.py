@@ -4,6 +4,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from gpt import GPT
 from published.megatron.arguments import describe
 from published.megatron.description import Device, Run
 from published.megatron.states import fp8_copies, state_bytes, state_parts
@@ -11,22 +12,13 @@ from published.megatron.weights import Weight, rank_weights
 
 A100 = Device("A100", 80 * 2**30, "ampere")
 GB200 = Device("GB200", 184 * 2**30, "blackwell")
-GPT = {
-    "num-layers": 12,
-    "hidden-size": 512,
-    "num-attention-heads": 8,
-    "seq-length": 1024,
-    "max-position-embeddings": 1024,
-    "micro-batch-size": 4,
-    "vocab-size": 50304,
-    "bf16": True,
-}
+ARGUMENTS = {**GPT, "max-position-embeddings": 1024, "vocab-size": 50304}
 MATRIX = Weight("w", 1000, matrix=True, quantized=True)
 
 
 def _run(world: int = 8, device: Device = A100, **more: Any) -> Run:
     given = {name.replace("_", "-"): value for name, value in more.items()}
-    return describe({**GPT, **given}, world=world, device=device)
+    return describe({**ARGUMENTS, **given}, world=world, device=device)
 
 
 def _bytes(run: Run, weight: Weight = MATRIX) -> Fraction:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpt import GPT
 from published.__main__ import main
 from published.comparison import (
     compare,
@@ -24,15 +25,9 @@ from shardwright.core.errors import EXIT_INPUT, InputError
 test_of.__test__ = False  # type: ignore[attr-defined]
 GIB = 2**30
 ARGUMENTS = {
-    "num-layers": 12,
-    "hidden-size": 512,
-    "num-attention-heads": 8,
-    "seq-length": 1024,
-    "micro-batch-size": 4,
-    "global-batch-size": 32,
+    **GPT,
     "train-iters": 50,
     "vocab-file": "bpe/vocab.json",
-    "bf16": True,
     "deterministic-mode": True,
     "use-distributed-optimizer": True,
 }
@@ -219,6 +214,16 @@ def test_the_command_writes_files_and_a_page_of_figures(tmp_path: Path, capsys: 
     assert len(written["rows"]) == len(written["left_out"]) == 1
     text = (tmp_path / "out" / "README.md").read_text()
     assert "| gpt/small/dev_dgx_h100 | 2,560 |" in text
+
+
+@pytest.mark.parametrize("name", ["README.md", "megatron.json"])
+def test_rows_are_not_written_over_other_files(tmp_path: Path, capsys: Any, name: str) -> None:
+    path = _file(tmp_path, {"megatron": [_row()]})
+    (tmp_path / name).write_text("mine")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert main([path, "-o", str(tmp_path)]) == EXIT_INPUT
+    assert f"{tmp_path / name}: expected a new file or an earlier " in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"megatron": 3}', b"\xff".decode("latin-1")])

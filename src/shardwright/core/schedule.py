@@ -1,13 +1,13 @@
 """What a training step does, action by action.
 
-The memory model runs this list symbolically, the cost model puts seconds on it, and the runtime
-does it for real and can say what it did: all three walk the same actions in the same order.
+:class:`UnitFlow` says what is done with units. The runtime does it for real, the memory model on a
+symbolic heap; the cost model puts seconds on a whole step of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Literal
 
 import msgspec
@@ -24,6 +24,7 @@ Verb = Literal[
     "lookup",
     "assemble",
     "reduce",
+    "hold",
     "collect",
     "update",
 ]
@@ -92,6 +93,20 @@ class Merged:
         ends = self._first if point in ("enter", "leave_backward") else self._last
         return name if ends[name] == unit else None
 
+    def entered(self, step: Unfolded) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Units as the forward and the backward of a step enter them; one that runs again for a
+        backward is entered twice there."""
+        forward, backward = (
+            tuple(
+                name
+                for moment in moments
+                if moment.piece.point in ("enter", "enter_backward")
+                and (name := self.at(moment.piece.point, moment.unit)) is not None
+            )
+            for moments in (step.forward, step.backward)
+        )
+        return forward, backward
+
 
 def training_step(step: Unfolded, modes: Modes) -> tuple[Action, ...]:
     """One step: load, forward through the recorded pieces that compute, backward, then update.
@@ -105,49 +120,145 @@ def training_step(step: Unfolded, modes: Modes) -> tuple[Action, ...]:
     return tuple(_Walk(step, modes).actions())
 
 
+class Order:
+    """The units that passes of one direction ask for, in order: what is ``expected`` of this one,
+    which is what the last one asked for, and what it has asked for so far."""
+
+    __slots__ = ("expected", "seen")
+
+    def __init__(self, expected: Iterable[str] = ()) -> None:
+        self.expected = [unit for unit, _ in groupby(expected)]
+        self.seen: list[str] = []
+
+    def begin(self) -> None:
+        """A new pass: the last one, if there was one, is what to expect."""
+        if self.seen:
+            self.expected, self.seen = self.seen, []
+
+    def visit(self, unit: str, depth: int) -> list[str]:
+        """A unit is needed; the next ``depth`` units, if all is as expected."""
+        position = len(self.seen)
+        if position and self.seen[-1] == unit:
+            return []
+        self.seen.append(unit)
+        if position >= len(self.expected) or self.expected[position] != unit:
+            self.expected = []
+            return []
+        return self.expected[position + 1 : position + 1 + depth]
+
+
 class UnitFlow:
-    """Which units are gathered, and the one whose reduce is under way: what a runtime does when a
-    unit is entered and left. ``order`` is that of their forwards."""
+    """What is to be done with units as they are entered and left: the one place that says it.
 
-    def __init__(self, order: Iterable[str], modes: Modes) -> None:
+    The runtime does it, the estimator does it on a symbolic heap, ``training_step`` writes it down.
+    ``forward`` and ``backward`` are the units in the order in which passes ask for them, backwards
+    in turn where it is left out; a flow that begins without any learns them from pass to pass. Who
+    has units of its own answers for them: ``is_sharded``, ``is_gathered``, ``reshards``, ``left``.
+    """
+
+    def __init__(
+        self, forward: Iterable[str], modes: Modes, backward: Iterable[str] | None = None
+    ) -> None:
         self.modes = modes
-        sharded = [unit for unit in order if unit in modes.sharded_units]
-        self.after = dict(pairwise(sharded))
-        self.before = dict(pairwise(reversed(sharded)))
-        self.gathered: set[str] = set()
-        self.pending: str | None = None
+        self.prefetch: int = modes.prefetch
+        known = [unit for unit in forward if self.is_sharded(unit)]
+        turned = known[::-1] if backward is None else filter(self.is_sharded, backward)
+        self.orders: dict[Direction, Order] = {"forward": Order(known), "backward": Order(turned)}
+        self.gathered: dict[str, None] = {}
+        self.touched: dict[str, None] = {}  # units whose backward is under way
+        self.pending: str | None = None  # the unit whose reduce is under way
+        self.in_backward = False
 
-    def enter(self, unit: str, direction: Direction) -> Iterator[Action]:
-        """Gather a sharded unit, and with prefetch the one that is needed after it."""
-        if unit not in self.modes.sharded_units:
-            return
-        following = (self.after if direction == "forward" else self.before).get(unit)
-        wanted = (unit, following) if self.modes.prefetch and following else (unit,)
-        for name in wanted:
-            if name not in self.gathered:
-                self.gathered.add(name)
-                yield Action("gather", name, direction, direction)
+    def is_sharded(self, unit: str) -> bool:
+        """Whether it has to be gathered."""
+        return unit in self.modes.sharded_units
 
-    def leave(self, unit: str) -> Iterator[Action]:
-        """Free a unit after its forward, if it reshards."""
-        if unit in self.modes.resharded_units:
-            self.gathered.discard(unit)
-            yield Action("free", unit, "forward")
+    def is_gathered(self, unit: str) -> bool:
+        """Whether it is there, or on its way."""
+        return unit in self.gathered
 
-    def reduce(self, unit: str) -> Iterator[Action]:
-        """After a unit's backward; with prefetch the reduce only begins."""
-        yield from self.collect()
-        if unit in self.modes.sharded_units:
-            self.gathered.discard(unit)
-            yield Action("free", unit, "reduce", "backward")
-        yield Action("reduce", unit, "reduce", "backward")
-        self.pending = unit if self.modes.prefetch else None
+    def reshards(self, unit: str) -> bool:
+        """Whether it goes after a forward that trains."""
+        return unit in self.modes.resharded_units
 
-    def collect(self) -> Iterator[Action]:
+    def left(self) -> Iterable[str]:
+        """Units that are there after a backward and shall not stay."""
+        return self.gathered
+
+    def begin(self) -> None:
+        """A forward begins, or the last one is over."""
+        self.orders["forward"].begin()
+
+    def enter(self, unit: str, direction: Direction, *, ahead: bool = True) -> list[Action]:
+        """A unit is needed: gather it, and with prefetch those that are needed after it, unless
+        someone chose others to be gathered ``ahead``."""
+        if not self.is_sharded(unit):
+            return []
+        after: Sequence[str] = ()
+        if self.prefetch and ahead:
+            after = self.orders[direction].visit(unit, self.prefetch)
+        found = []
+        for name in (unit, *after):
+            if not self.is_gathered(name):
+                self.gathered[name] = None
+                found.append(Action("gather", name, direction, direction))
+        return found
+
+    def leave(self, unit: str) -> list[Action]:
+        """Free a unit after a forward that trains, if it reshards."""
+        if not self.reshards(unit):
+            return []
+        self.gathered.pop(unit, None)
+        return [Action("free", unit, "forward")]
+
+    def begin_backward(self) -> bool:
+        """A backward reaches some unit; whether it is the first."""
+        begins, self.in_backward = not self.in_backward, True
+        if begins:
+            self.orders["backward"].begin()
+        return begins
+
+    def touch(self, unit: str) -> list[Action]:
+        """Gradients are on their way to a unit, which is done with those of its last backward."""
+        found = self.collect() if self.pending == unit else []
+        self.touched[unit] = None
+        return found
+
+    def reduce(
+        self, unit: str, *, frees: bool = True, sums: bool = True, holds: bool = False
+    ) -> list[Action]:
+        """A unit's backward is over: free it, and reduce its gradient, which with prefetch only
+        begins, or hold it back for a later backward. ``sums`` tells whether there is one."""
+        self.touched.pop(unit, None)
+        found = [] if holds else self.collect()
+        if frees and self.is_sharded(unit):
+            self.gathered.pop(unit, None)
+            found.append(Action("free", unit, "reduce", "backward"))
+        if sums:
+            found.append(Action("hold" if holds else "reduce", unit, "reduce", "backward"))
+            if self.prefetch and not holds:
+                self.pending = unit
+        return found
+
+    def collect(self) -> list[Action]:
         """Wait for the reduce that is under way."""
-        if self.pending is not None:
-            yield Action("collect", self.pending, "reduce", "backward")
-            self.pending = None
+        unit, self.pending = self.pending, None
+        return [] if unit is None else [Action("collect", unit, "reduce", "backward")]
+
+    def finish(self) -> list[Action]:
+        """A backward is over, and everything collected: free what is left, such as what was
+        gathered ahead and not needed."""
+        self.in_backward = False
+        self.begin()
+        left = [Action("free", unit, "reduce", "backward") for unit in self.left()]
+        self.gathered.clear()
+        return left
+
+    def forget(self) -> None:
+        """A backward failed, or none came: nothing is under way."""
+        self.pending = None
+        self.in_backward = False
+        self.touched.clear()
 
 
 class _Walk:
@@ -160,9 +271,8 @@ class _Walk:
         self.units = dict.fromkeys(
             self.merged.name(u) for u, its in step.units.items() if its.tensors
         )
-        self.flow = UnitFlow(self.units, modes)
-        self.touched: dict[str, None] = {}  # whose backward is under way
-        self.left: list[str] = []  # sharded units as their forwards ended
+        forward, backward = self.merged.entered(step)
+        self.flow = UnitFlow(forward, modes, backward)
 
     def actions(self) -> Iterator[Action]:
         yield Action("load", "batch", "load")
@@ -170,12 +280,12 @@ class _Walk:
             yield from self._reach(moment.piece.point, moment.unit)
             if moment.piece.work.calls:
                 yield self._compute(place, "forward")
-        self.flow.before = dict(pairwise(reversed(self.left)))
+        self.flow.begin_backward()
         for place, moment in enumerate(self.step.backward):
             yield from self._reach_backward(moment.piece.point, moment.unit)
             if moment.piece.work.calls:
                 yield self._compute(place, "backward")
-        for unit in list(self.touched):
+        for unit in list(self.flow.touched):
             yield from self.flow.reduce(unit)
         yield from self.flow.collect()
         if any(moment.piece.point == "lookup" for moment in self.step.forward):
@@ -203,8 +313,6 @@ class _Walk:
             if point == "enter":
                 yield from self.flow.enter(name, "forward")
             else:
-                if name in self.modes.sharded_units:
-                    self.left.append(name)
                 yield from self.flow.leave(name)
 
     def _reach_backward(self, point: Point, unit: str) -> Iterator[Action]:
@@ -213,13 +321,13 @@ class _Walk:
                 yield Action("exchange", "row_gradients", "reduce", "backward")
             if self.modes.replicated_tables:
                 yield Action("reduce", "tables", "reduce", "backward")
-        elif point in ("enter_backward", "leave_backward"):
+        elif point in ("enter", "enter_backward", "leave_backward"):
             name = self.merged.at(point, unit)
             if name is None or name not in self.units:
                 return
-            if point == "enter_backward":
-                self.touched[name] = None
+            if point != "leave_backward":
                 yield from self.flow.enter(name, "backward")
-            elif name in self.touched:
-                del self.touched[name]
+            if point == "enter_backward":
+                yield from self.flow.touch(name)
+            elif point == "leave_backward" and name in self.flow.touched:
                 yield from self.flow.reduce(name)

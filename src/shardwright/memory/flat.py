@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.placement import Flat, Replicate, Shard
-from shardwright.core.schedule import Action, Modes, UnitFlow
+from shardwright.core.schedule import Action, Direction, Modes, UnitFlow
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
 from shardwright.memory.flat_sizes import Reduced, UnitSizes, unit_sizes
@@ -35,13 +34,8 @@ class FlatUnits:
     layouts: dict[str, UnitLayout] = field(init=False)
     flows: dict[Sequence[str], UnitFlow] = field(default_factory=dict)
     flow: UnitFlow = field(init=False)
-    chunk: Sequence[str] = ()
     last: bool = True
     adding: bool = False
-    forwards: list[str] = field(default_factory=list)  # of sharded units, as they ended
-    waiting: set[str] = field(default_factory=set)  # their shares under way, cast to be sent
-    touched: list[str] = field(default_factory=list)  # whose backward is under way
-    early: list[str] = field(default_factory=list)  # gathered for a backward
 
     def __post_init__(self) -> None:
         cut = Flat() if self.sharding.flat else Shard(0)
@@ -78,68 +72,54 @@ class FlatUnits:
         is there, of the same dtype: autograd adds to that."""
         return "added" if self.adding else "stays"
 
-    def begin(self, units: Sequence[str], last: bool) -> None:
+    def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:
         """Only the last microbatch's gradient is reduced, unless every one's is."""
-        self.chunk, self.last = units, last or self.sharding.reduces == "each"
+        units = frozenset(forward)
+        self.last = last or self.sharding.reduces == "each"
         self.adding = any(self.heap.holds(f"{unit}.unreduced") for unit in units)
-        if units not in self.flows:
-            self.flows[units] = self._flow(units)
-        self.flow = self.flows[units]
-
-    def _flow(self, units: Sequence[str]) -> UnitFlow:
-        kept = self.sharding.kept if self.sharding.reshard_after_forward else set(units)
-        sharded = frozenset(units) - self.sharding.replicated
-        return UnitFlow(
-            units, Modes(sharded, sharded - frozenset(kept), False, False, self.sharding.prefetch)
-        )
+        if forward not in self.flows:
+            sharded = units - self.sharding.replicated
+            kept = self.sharding.kept if self.sharding.reshard_after_forward else units
+            modes = Modes(sharded, sharded - kept, False, False, self.sharding.prefetch)
+            self.flows[forward] = UnitFlow(forward, modes, backward)
+        self.flow = self.flows[forward]
 
     # ---- forward -------------------------------------------------------------------------------
 
     def enter(self, unit: str) -> None:
-        """Before a forward."""
-        self._run(self.flow.enter(unit, "forward"))
+        """Before a forward, which may be one that runs again for a backward."""
+        direction: Direction = "backward" if self.flow.in_backward else "forward"
+        self._run(self.flow.enter(unit, direction))
         self._arrive(unit)
 
     def leave(self, unit: str) -> None:
         """After a forward."""
-        if unit in self.flow.modes.sharded_units:
-            self.forwards.append(unit)
         self._run(self.flow.leave(unit))
 
     def finish(self) -> None:
-        """Backwards come in the order in which forwards ended, turned around."""
-        self.flow.before = dict(pairwise(reversed(self.forwards)))
-        self.forwards.clear()
+        """After the whole forward."""
+        self.flow.begin()
 
     # ---- backward ------------------------------------------------------------------------------
 
     def enter_backward(self, unit: str) -> None:
         """Before a backward: gathered."""
+        self.flow.begin_backward()
         self._run(self.flow.enter(unit, "backward"))
         self._arrive(unit)
-        self.touched.append(unit)
+        self._run(self.flow.touch(unit))
 
     def leave_backward(self, unit: str) -> None:
         """After a backward."""
-        if unit not in self.touched:
-            return
-        self.touched.remove(unit)
-        if self.last:
-            self._run(self.flow.reduce(unit))
-        else:
-            self.flow.gathered.discard(unit)
-            self._free(unit)
-            self._keep(unit)
+        if unit in self.flow.touched:
+            self._run(self.flow.reduce(unit, holds=not self.last))
 
     def finish_backward(self) -> None:
         """After the whole backward: units whose inputs have no gradient follow now."""
-        for unit in list(self.touched):
+        for unit in list(self.flow.touched):
             self.leave_backward(unit)
         self._run(self.flow.collect())
-        for unit in self.early:
-            self.flow.gathered.discard(unit)
-            self._free(unit)
-        self.early.clear()
+        self._run(self.flow.finish())
 
     def zero_grad(self) -> None:
         """Gradients go."""
@@ -159,8 +139,6 @@ class FlatUnits:
         """Take room for the whole unit and begin to fill it."""
         sizes = self.sizes[unit]
         self.heap.take(f"{unit}.full", "gathered_weight", sizes.whole)
-        if action.direction == "backward":
-            self.early.append(unit)
         if self.heap.holds(f"{unit}.few"):
             return
         self.heap.take(f"{unit}.stage", "all_gather", sizes.stage)
@@ -174,15 +152,15 @@ class FlatUnits:
         for part in ("cast", "stage", "few"):
             self.heap.free(f"{unit}.{part}")
 
-    def _free(self, unit: str, action: Action | None = None) -> None:
+    def _free(self, unit: str, action: Action) -> None:
         """Free the whole unit, or after its forward leave it to few ranks."""
         self._arrive(unit)
         few = self.sizes[unit].few
-        if action is not None and action.phase == "forward" and few:
+        if action.phase == "forward" and few:
             self.heap.take(f"{unit}.few", "gathered_weight", few)
         self.heap.free(f"{unit}.full")
 
-    def _keep(self, unit: str) -> None:
+    def _hold(self, unit: str, action: Action) -> None:
         """Hold a gradient back in the dtype of sums, or let autograd go on adding to it."""
         for index, way in enumerate(self.sizes[unit].reduced):
             if way.held and not self.heap.holds(f"{unit}.{index}.held"):

@@ -78,10 +78,10 @@ class FSDP2:
         is there, of the same dtype: autograd adds to that."""
         return "added" if self.adding else "stays"
 
-    def begin(self, units: Sequence[str], last: bool) -> None:
+    def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:
         """A pass through the units of a chunk begins."""
-        self.chunk, self.last = units, last
-        self.adding = any(self.heap.holds(f"{unit}.unreduced") for unit in units)
+        self.chunk, self.last = tuple(dict.fromkeys(forward)), last
+        self.adding = any(self.heap.holds(f"{unit}.unreduced") for unit in self.chunk)
 
     # ---- forward -------------------------------------------------------------------------------
 

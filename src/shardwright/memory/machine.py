@@ -84,8 +84,9 @@ class Machine(Protocol):
         """What becomes of a gradient of the microbatch whose backward is under way."""
         ...
 
-    def begin(self, units: Sequence[str], last: bool) -> None:
-        """A pass through ``units`` begins; no backward through them follows the ``last`` one."""
+    def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:
+        """A pass through units begins, of which forwards and backwards enter these, some again and
+        again; no backward through them follows the ``last`` one."""
         ...
 
     def enter(self, unit: str) -> None:

@@ -53,11 +53,6 @@ class Chunk:
         """Parameters of every unit."""
         return {name: unit.tensors for name, unit in self.step.units.items()}
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Its units in the order in which forwards begin, which is that of their modules."""
-        return tuple(dict.fromkeys(m.unit for m in self.forward if m.piece.point == "enter"))
-
     @property
     def forward(self) -> list[Moment]:
         """Up to the loss."""
@@ -115,8 +110,8 @@ class RankStep:
             heap.take("inputs", "input", sum(chunk.recording.inputs for chunk in self.chunks))
         last = {each.chunk: each for each in self.passes if each.kind in ENDING}
         for each in self.passes:
-            names = self._names[each.chunk]
-            machine.begin(names, last=each is last.get(each.chunk))
+            forward, backward = self._entered[each.chunk]
+            machine.begin(forward, backward, last=each is last.get(each.chunk))
             if each.kind == "forward":
                 with heap.during("forward"):
                     self._walk(heap, machine, each, self.chunks[each.chunk].forward)
@@ -193,9 +188,9 @@ class RankStep:
         heap.take("states", "optimizer_state", states + self.optimizer.shared_bytes)
 
     @cached_property
-    def _names(self) -> list[tuple[str, ...]]:
-        """Units in the order in which forwards begin, of every chunk."""
-        return [tuple(dict.fromkeys(map(self.merged.name, c.names))) for c in self.chunks]
+    def _entered(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Units as forwards and backwards of every chunk enter them."""
+        return [self.merged.entered(chunk.step) for chunk in self.chunks]
 
     def _walk(self, heap: Ledger, machine: Machine, each: Pass, where: list[Moment]) -> None:
         chunk = self.chunks[each.chunk]

@@ -59,7 +59,7 @@ class Replicated:
         """Gradients of later microbatches are added to those of the first."""
         return "added" if self.backwards else "stays"
 
-    def begin(self, units: Sequence[str], last: bool) -> None:
+    def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:
         """Nothing depends on the microbatch but whether gradients are there."""
 
     def enter(self, unit: str) -> None:

@@ -148,7 +148,7 @@ class _Begin:
         self.flow = flow
 
     def __call__(self, *_: Any) -> None:
-        self.flow.begin()
+        self.flow.begin_forward()
 
 
 def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:

@@ -15,7 +15,12 @@ from shardwright.core.layout import Segment
 from shardwright.runtime.torch_private import C_GRAD, local_of
 from shardwright.runtime.units.cut import Cut
 from shardwright.runtime.units.dstorage import DStorage
-from shardwright.runtime.units.linked import FlatReplica
+from shardwright.runtime.units.linked import (
+    FlatReplica,
+    call_accumulated,
+    call_gradient_hooks,
+    trainable,
+)
 from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor, as_parameter
 
 
@@ -244,15 +249,12 @@ class Stretch(NamedTuple):
         for home, has_one in zip(self.homes, here, strict=True):
             home.is_cleared = home.is_cleared and not has_one
         flat.cleared = sum(home.is_cleared for home in flat.homes)
-        hooks = flat.parameter._post_accumulate_grad_hooks
-        for hook in list(hooks.values()) if hooks else ():
-            hook(flat.parameter)
+        call_accumulated(flat.parameter)
 
     def _call_hooks(self, part: torch.Tensor) -> None:
         """Those on the flat tensor's gradient, which see all of this one."""
         flat = self.flat
-        hooks = flat.parameter._backward_hooks
-        if not hooks:
+        if not flat.parameter._backward_hooks:
             return
         if self.run.length != len(local_of(flat.parameter)):
             raise InputError(
@@ -264,10 +266,7 @@ class Stretch(NamedTuple):
                 )
             )
         gradient = part if flat.cut is None else ShardTensor(part, flat.cut)
-        for hook in list(hooks.values()):
-            changed = hook(gradient)
-            if changed is not None and changed is not gradient:
-                gradient.copy_(changed)
+        call_gradient_hooks(flat.parameter, gradient)
 
     def follow_freezing(self) -> None:
         """See :meth:`FlatTensor.follow_freezing`."""
@@ -326,10 +325,8 @@ class FlatHome:
 
     def follow_strays(self) -> None:
         """Take what autograd adds to the parameter itself, which no unit computes with."""
-        trains = self.parameter.requires_grad
-        self.parameter.requires_grad_(True)
-        self.parameter.register_post_accumulate_grad_hook(self.take_stray)
-        self.parameter.requires_grad_(trains)
+        with trainable(self.parameter):
+            self.parameter.register_post_accumulate_grad_hook(self.take_stray)
 
     def take_stray(self, parameter: nn.Parameter) -> None:
         """What autograd added to the sharded parameter itself, as for a penalty on weights."""

@@ -335,7 +335,6 @@ def attach(
         members,
         comm,
         placements,
-        flow,
         name=name,
         module_names=module_names or [name] * len(modules),
         reshard_after_forward=reshard_after_forward,
@@ -345,6 +344,7 @@ def attach(
         ignored=ignored,
         notes=notes,
     )
+    flow.add(storage)
     for parameter, fqn in originals:
         setattr(parameter, TAKEN, (fqn, name))
     inner = [s for module in modules for s in storages_in(module)]

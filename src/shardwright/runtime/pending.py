@@ -5,14 +5,29 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from shardwright.runtime.peers import Peers
+
+class Ranks(Protocol):
+    """Those who are in a collective."""
+
+    @property
+    def limit(self) -> timedelta | None:
+        """How long a wait for them may take."""
+        ...
+
+    def settle(self) -> None:
+        """One of their collectives is done."""
+        ...
+
+    def explain(self, error: RuntimeError, label: str, sequence: int) -> None:
+        """Raise a PeerError if one of them caused ``error``."""
+        ...
 
 
 class Pending:
@@ -20,7 +35,7 @@ class Pending:
 
     __slots__ = ("_after", "_label", "_peers", "_sequence", "_tensors", "_works")
 
-    def __init__(self, peers: Peers, label: str, sequence: int) -> None:
+    def __init__(self, peers: Ranks, label: str, sequence: int) -> None:
         self._peers = peers
         self._label = label
         self._sequence = sequence

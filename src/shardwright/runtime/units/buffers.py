@@ -19,6 +19,8 @@ from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.regroup import Together
 from shardwright.tracker.dtypes import DTYPES
 
+Span = tuple[int, int, tuple[int, ...]]  # begin, end, sizes
+
 
 class Elastic:
     """A byte tensor whose memory comes and goes while its views stay.
@@ -134,18 +136,22 @@ class Buffers:
         self.chunked = [v for v in self.segments if v.segment.cut == "chunks" and v.segment.share]
         self.cast = [v for v in self.segments if v.segment.cut == "replicated" and v.needs_room]
         self._make_stage(device)
+        # One of each for every tensor, in layout order: its place in the whole unit, whether that
+        # is other memory than the share, where this rank's part is in the share of the segment, and
+        # that part.
+        slots = [(views, slot) for views in self.segments for slot in views.segment.slots]
         self.parameters = [
             LinkedParameter(
                 views.slice_of(views.whole, slot), requires_grad=views.segment.trainable
             )
-            for views in self.segments
-            for slot in views.segment.slots
-        ]  # one over each tensor's place in the whole unit, in layout order
+            for views, slot in slots
+        ]
+        self.apart = [views.needs_room for views, _ in slots]
+        self.spans = [_span(views.segment, slot, comm.rank) for views, slot in slots]
         self.locals = [
-            local_view(views.segment, slot, comm.rank, views.share)
-            for views in self.segments
-            for slot in views.segment.slots
-        ]  # what this rank holds of each tensor, in layout order: views of the shard
+            views.share[begin:end].view(sizes)
+            for (views, _), (begin, end, sizes) in zip(slots, self.spans, strict=True)
+        ]
         self.whole.give()
         self.stage.give()
 
@@ -222,8 +228,8 @@ def shard_buffer(buffer: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     return list(buffer.detach().split(buffer.numel() // world_size or 1))[:world_size]
 
 
-def local_view(segment: Segment, slot: Slot, rank: int, share: torch.Tensor) -> torch.Tensor:
-    """What ``rank`` holds of a tensor in a buffer of its share of the segment."""
+def _span(segment: Segment, slot: Slot, rank: int) -> Span:
+    """What ``rank`` holds of a tensor, in its share of the segment."""
     piece = segment.piece(slot, rank)
     begin = segment.begin(piece)
-    return share[begin : begin + piece.numel].view(piece.sizes)
+    return begin, begin + piece.numel, piece.sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -9,8 +10,10 @@ from typing import Any, NoReturn
 import torch
 
 from shardwright.core.errors import InputError, expected
-from shardwright.runtime.units import writes
 from shardwright.runtime.units.buffers import Buffers
+from shardwright.runtime.units.flow import Flow
+from shardwright.runtime.units.rebind import absorb, follow_objects
+from shardwright.runtime.units.structure import Structure
 from shardwright.runtime.units.table import table
 from shardwright.runtime.units.unit import FULL_PRECISION, SHARDED, UNSHARDED, Unit
 
@@ -21,6 +24,8 @@ class DStorage(Unit):
     ``state`` is SHARDED or UNSHARDED, ``mesh`` where it is sharded, ``param_infos`` has the place
     of every parameter by fqn. Its ``repr`` is the table of all units of the same model.
     """
+
+    flow: Flow
 
     @property
     def byte_storage(self) -> torch.Tensor:
@@ -41,7 +46,7 @@ class DStorage(Unit):
                 expected(f"{fqn} of unit '{self.name}'", "state UNSHARDED", "SHARDED")
                 + " Call unshard() first."
             )
-        return self._whole[index].detach()
+        return self.buffers.parameters[index].detach()
 
     def all_gather(self) -> torch.Tensor:
         """The unsharded byte buffer [layout.nbytes], gathered into new memory (collective).
@@ -49,12 +54,34 @@ class DStorage(Unit):
         Parameters lie at their ``unsharded_byte_offset`` in their own dtype.
         """
         self.absorb()
-        self._refuse_meta()
         shard = self.buffers.shard
+        if shard.is_meta:
+            raise self.on_meta()
         buffers = Buffers(self.layout, self.comm, shard.device, FULL_PRECISION, shard)
         buffers.finish_gather(buffers.start_gather(f"{self.name} all_gather"))
         nothing = shard[:0]  # all there is of a root whose units have everything
         return torch.cat([nothing, *(v.whole.view(torch.uint8) for v in buffers.segments)])
+
+    def absorb(self) -> None:
+        """Take over what was done to the sharded parameters behind the unit's back."""
+        absorb(self)
+
+    def show_sharded(self) -> None:
+        """Let every module have its sharded parameters, whatever the state."""
+        state = self.state
+        self.absorb()
+        self._show(SHARDED)
+        self.state = state
+
+    def show_again(self) -> None:
+        """After ``show_sharded``: the parameters of the state."""
+        self._show(self.state)
+
+    def start_gather(self) -> None:
+        """Begin to gather (collective), a unit that was on the meta device with its new memory."""
+        if self.buffers.shard.is_meta:
+            self.absorb()
+        super().start_gather()
 
     def unshard(self) -> None:
         """Gather the unit and show full parameters (collective); nothing if already so.
@@ -88,9 +115,9 @@ class DStorage(Unit):
         try:
             yield
             if write:
-                writes.keep(self)
+                self.writes.keep(self.name)
         finally:
-            self.forget_writes()
+            self.writes.forget()
             if was is SHARDED:
                 self.free()
 
@@ -126,9 +153,24 @@ class DStorage(Unit):
             unit.gradients.drop()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DStorage:
-        made = object.__new__(DStorage)
-        memo[id(self)] = made
-        made.copy_of(self, memo)
+        """Of modules that are being copied: memory and flow are its own, the ranks the same. No
+        optimizer has its parameters yet."""
+        made = memo[id(self)] = object.__new__(DStorage)
+        self.free()
+        self.absorb()
+        made.__dict__.update(self.__dict__)
+        made.ahead = {"forward": None, "backward": None}
+        made.placements = dict(self.placements)
+        made.takers, made.structure = {}, Structure()
+        made._gathering = made._narrow = None
+        made.members = [member.copied(memo) for member in self.members]
+        made.lay_out(self.buffers.shard.device)
+        made.buffers.shard.copy_(self.buffers.shard)
+        follow_objects(made)
+        flow = copy.deepcopy(self.flow, memo)
+        if self.flow.is_led_by(self) or not flow.has_units:
+            flow.lead(made)
+        flow.add(made)
         return made
 
     def __reduce__(self) -> NoReturn:
@@ -142,7 +184,7 @@ class DStorage(Unit):
         )
 
     def __repr__(self) -> str:
-        return table(self.flow.units())
+        return table(self.flow)
 
 
 def divide_factor(factor: float) -> float:

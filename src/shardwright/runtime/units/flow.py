@@ -1,18 +1,14 @@
-"""In which order units are needed, so that the next one can be on its way.
-
-The units of one model share a flow. It records the order in which a pass asks for them, and in the
-next such pass, as long as the order is the same, begins to gather a unit while the one before it
-computes. Every rank records the same order, so every rank issues the same collectives.
-"""
+"""The schedule of a step, carried out on the units of a model."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.schedule import Action
+from shardwright.core.schedule import Action, Direction, Modes, UnitFlow
+from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import (
     adds_to,
     after_backward,
@@ -20,64 +16,36 @@ from shardwright.runtime.torch_private import (
     outside_of_transforms,
 )
 from shardwright.runtime.units.linked import asked_for
-
-if TYPE_CHECKING:
-    from shardwright.runtime.guard import Guard
-    from shardwright.runtime.units.unit import Unit
-
-Direction = Literal["forward", "backward"]
+from shardwright.runtime.units.rebind import absorb
+from shardwright.runtime.units.unit import Unit
 
 
-class Order:
-    """What one kind of pass asked for last time, and what it has asked for so far."""
+class Flow(UnitFlow):
+    """The schedule of a model's units, held weakly in the order they were added, and whoever does
+    what it says.
 
-    __slots__ = ("expected", "seen")
-
-    def __init__(self) -> None:
-        self.expected: list[int] = []
-        self.seen: list[int] = []
-
-    def begin(self) -> None:
-        """A new pass: the last one, if there was one, is what to expect."""
-        if self.seen:
-            self.expected = self.seen
-            self.seen = []
-
-    def visit(self, number: int, depth: int) -> list[int]:
-        """Note that unit ``number`` is needed; the next ``depth`` units, if all is as expected."""
-        position = len(self.seen)
-        if position and self.seen[-1] == number:
-            return []
-        self.seen.append(number)
-        if position >= len(self.expected) or self.expected[position] != number:
-            self.expected = []
-            return []
-        return self.expected[position + 1 : position + 1 + depth]
-
-
-class Flow:
-    """The units of a model in the order they were added, held weakly, and the pass they are in."""
+    It learns in which order passes ask for units, so that the next one can be on its way. Every
+    rank learns the same order, so every rank issues the same collectives. The schedule knows units
+    by ``key``, for names may come twice and change.
+    """
 
     def __init__(self, prefetch: int = 1, guard: Guard | None = None) -> None:
+        super().__init__((), Modes(frozenset(), frozenset(), False, False))
         self.prefetch = prefetch
         self.guard = guard  # looks at every gradient before it is summed
         self.after: Any = None  # an event of another stream that a forward waits for
         self.settings: dict[str, Any] = {}  # what was set for every unit of the model
         self._leader: weakref.ref[Unit] | None = None
-        self._units: dict[int, weakref.ref[Unit]] = {}
+        self._units: dict[str, weakref.ref[Unit]] = {}
         self._next = 0
-        self._orders: dict[Direction, Order] = {"forward": Order(), "backward": Order()}
-        self._in_backward = False
-        self._pending: Unit | None = None
-        self._touched: dict[int, Unit] = {}
 
-    def add(self, unit: Unit) -> int:
-        """Take a unit in, under the settings of the model; its number in this flow."""
+    def add(self, unit: Unit) -> None:
+        """Drive a unit from now on, under the settings of the model."""
         for name, value in self.settings.items():
             setattr(unit, name, value)
-        self._units[self._next] = weakref.ref(unit)
+        unit.flow, unit.key = self, str(self._next)
+        self._units[unit.key] = weakref.ref(unit)
         self._next += 1
-        return self._next - 1
 
     def set(self, name: str, value: Any) -> None:
         """Set an attribute of every unit, of those to come as well."""
@@ -101,7 +69,7 @@ class Flow:
                 )
             self.set(name, value)
         for unit in list(other.units()):
-            unit.enter(self)
+            self.add(unit)
 
     def lead(self, unit: Unit | None) -> None:
         """The unit whose forward is the forward of the whole model, if a unit has it."""
@@ -116,11 +84,6 @@ class Flow:
         """Whether there are any."""
         return bool(self._units)
 
-    @property
-    def has_several(self) -> bool:
-        """Whether there are other units than the first."""
-        return len(self._units) > 1
-
     def units(self) -> Iterator[Unit]:
         """Every unit that still lives, in order."""
         for reference in self._units.values():
@@ -133,9 +96,70 @@ class Flow:
         made.settings = dict(self.settings)
         return made
 
+    # ---- what the schedule asks ------------------------------------------------------------------
+
+    def _unit(self, key: str) -> Unit | None:
+        return self._units[key]()
+
+    def is_sharded(self, unit: str) -> bool:
+        """Every unit is freed after a backward, if only to show its sharded parameters."""
+        return True
+
+    def is_gathered(self, unit: str) -> bool:
+        """Whether nothing has to travel: it is there, or on its way, or whole on every rank."""
+        found = self._unit(unit)
+        return found is None or found.keeps_whole or found.is_present
+
+    def reshards(self, unit: str) -> bool:
+        """Whether the whole unit goes after a forward that trains. Left open, it does unless it is
+        the root of others, whose backward comes at once."""
+        found = self._unit(unit)
+        if found is None or found.keeps_whole:
+            return True
+        if found.reshard_after_forward is None:
+            return not (self.is_led_by(found) and len(self._units) > 1)
+        return found.reshard_after_forward is not False
+
+    def left(self) -> Iterator[str]:
+        """All but those that are told to stay, driven by hand, or in a forward, inside of which
+        there was a torch.autograd.grad."""
+        for unit in self.units():
+            is_running = unit.writes.watched is not None
+            if unit.reshard_after_backward and not unit.driven_by_hand and not is_running:
+                yield unit.key
+
+    def _do(self, actions: Iterable[Action], *, reports: bool = True) -> None:
+        """Do what the schedule says, with those units that still live."""
+        for action in actions:
+            verb, unit = action.verb, self._units[action.target]()
+            if unit is None:
+                continue
+            if verb == "gather":
+                if unit.is_present:  # asked for twice, by someone who looks far ahead
+                    continue
+                unit.start_gather()
+            elif verb == "free":
+                unit.free(after_forward=action.phase == "forward")
+                if unit.keeps_whole:
+                    continue
+            elif verb == "reduce":
+                unit.start_reduce()
+            elif verb == "collect":
+                unit.finish_reduce()
+            else:
+                unit.gradients.keep()
+                continue
+            if reports:
+                self._report(unit, action)
+            if verb == "reduce" and self.pending != action.target:
+                unit.finish_reduce()
+
+    def _report(self, unit: Unit, action: Action) -> None:
+        unit.comm.probe.did(Action(action.verb, unit.name, action.phase, action.direction))
+
     # ---- a forward ------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin_forward(self) -> None:
         """A forward of the whole model begins: nothing of an earlier one may be in the way."""
         if in_backward():
             return
@@ -143,54 +167,52 @@ class Flow:
             self.after.wait()
             self.after = None
         self.recover()
-        self._orders["forward"].begin()
+        self.begin()
 
     def enter_forward(self) -> None:
         """A unit's own forward begins; if a backward never ended, it failed."""
-        if self._in_backward:
+        if self.in_backward:
             self.recover()
 
-    def recover(self, *, absorb: bool = True) -> None:
+    def leave_forward(self, unit: Unit, *, trains: bool) -> None:
+        """A unit's forward is over. Without a backward to come it goes, whatever was said."""
+        if trains:
+            self._do(self.leave(unit.key))
+            return
+        unit.free()
+        if not unit.keeps_whole:
+            self._report(unit, Action("free", unit.key, "forward"))
+
+    def recover(self, *, absorbs: bool = True) -> None:
         """Drop what exceptions or forwards without backward left; gradients held back stay. With
-        ``absorb`` also take over what was done to sharded parameters."""
-        failed = self._in_backward
-        self._pending = None
-        self._in_backward = False
-        self._touched.clear()
+        ``absorbs`` also take over what was done to sharded parameters."""
+        failed = self.in_backward
+        self.forget()
         for unit in self.units():
             unit.recover(failed=failed)
-            if absorb:
-                unit.absorb()
+            if absorbs:
+                absorb(unit)
 
     def need(self, unit: Unit, direction: Direction) -> None:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
         with outside_of_transforms():
             if unit.keeps_whole:  # nothing travels
-                unit.unshard()
+                if not unit.is_present:
+                    unit.start_gather()
+                unit.finish_gather()
                 return
-            if unit.is_changed:
+            if unit.writes.is_changed:
                 if direction == "backward":
                     raise unit.changed()
                 unit.free()
-            if not unit.is_present:
-                self._start(unit, direction)
-            for following in self._following(unit, direction):
-                if not following.is_present and not following.keeps_whole:
-                    self._start(following, direction)
+            chosen = unit.ahead[direction]
+            self._do(self.enter(unit.key, direction, ahead=chosen is None))
+            for reference in chosen or ():
+                following = reference()
+                if following and not (following.is_present or following.keeps_whole):
+                    following.start_gather()
+                    self._report(following, Action("gather", following.key, direction, direction))
             unit.finish_gather()
-
-    def _following(self, unit: Unit, direction: Direction) -> list[Unit]:
-        """The units that are to be on their way while ``unit`` computes."""
-        if unit.ahead[direction] is not None:
-            return [u for u in (reference() for reference in unit.ahead[direction]) if u]
-        if not self.prefetch:
-            return []
-        numbers = self._orders[direction].visit(unit.number, self.prefetch)
-        return [u for u in (self._units[number]() for number in numbers) if u]
-
-    def _start(self, unit: Unit, direction: Direction) -> None:
-        unit.start_gather()
-        unit.comm.probe.did(Action("gather", unit.name, direction, direction))
 
     # ---- a backward -----------------------------------------------------------------------------
 
@@ -202,72 +224,48 @@ class Flow:
                 raise asked_for(unit.name)
         self._begin_backward()
         if unit.keeps_whole:
-            if unit.is_changed:
+            if unit.writes.is_changed:
                 raise unit.changed()
         elif unit.unshard_in_backward:
             self.need(unit, "backward")
-        if self._pending is unit:
-            self.collect()
-        self._touched[unit.number] = unit
+        self._do(self.touch(unit.key))
         if accumulates:
             unit.gradients.expect()
-
-    def _begin_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            self._orders["backward"].begin()
-            after_backward(self.end_backward)
 
     def arrive(self, unit: Unit) -> None:
         """A gradient comes to ``unit`` that none of its outputs announced: what was captured inside
         of its forward, or a parameter that was used outside of it."""
         self._begin_backward()
-        if self._pending is unit:
-            self.collect()
-        self._touched[unit.number] = unit
+        self._do(self.touch(unit.key))
         unit.gradients.expect()
+
+    def _begin_backward(self) -> None:
+        if self.begin_backward():
+            after_backward(self.end_backward)
 
     def leave_backward(self, unit: Unit) -> None:
         """Every gradient of ``unit`` is there: free its parameters, and sum it over ranks."""
-        if self._touched.pop(unit.number, None) is None:
+        if unit.key not in self.touched:
             return
-        did = unit.comm.probe.did
         for name in reversed(unit.module_names):
-            did(Action("compute", name, "backward", "backward"))
-        if unit.synchronise:
-            self.collect()
-        if unit.reshard_after_backward:
-            unit.free()  # before the reduce, which takes memory of its own
-            if not unit.keeps_whole:
-                did(Action("free", unit.name, "reduce", "backward"))
-        if not unit.gradients.expected:  # torch.autograd.grad, which asks for others
-            return
-        if not unit.synchronise:
-            unit.gradients.keep()
-            return
-        unit.start_reduce()
-        did(Action("reduce", unit.name, "reduce", "backward"))
-        if self.prefetch:
-            self._pending = unit
-        else:
-            unit.finish_reduce()
-
-    def collect(self) -> None:
-        """Finish the reduce that is under way."""
-        unit, self._pending = self._pending, None
-        if unit is not None:
-            unit.finish_reduce()
-            unit.comm.probe.did(Action("collect", unit.name, "reduce", "backward"))
+            unit.comm.probe.did(Action("compute", name, "backward", "backward"))
+        self._do(
+            self.reduce(
+                unit.key,
+                frees=unit.reshard_after_backward,  # before the sum, which takes memory of its own
+                sums=unit.gradients.expected,  # torch.autograd.grad asks for others
+                holds=not unit.synchronise,
+            )
+        )
 
     def end_backward(self) -> None:
         """Reduce what no input announced, in the order of need, and finish everything."""
-        for unit in list(self._touched.values()):
-            self.leave_backward(unit)
-        self.collect()
-        self._in_backward = False
-        self._orders["forward"].begin()
+        for key in list(self.touched):
+            unit = self._unit(key)
+            if unit is not None:
+                self.leave_backward(unit)
+        self._do(self.collect())
+        left = self.finish()
         for unit in self.units():
             unit.settle()
-            is_running = unit.watched is not None  # torch.autograd.grad inside of its forward
-            if unit.reshard_after_backward and not unit.driven_by_hand and not is_running:
-                unit.free()  # kept after a forward, and no part of this backward
+        self._do(left, reports=False)

@@ -80,8 +80,7 @@ class SegmentGradient:
     def hold(self, place: int, gradient: torch.Tensor) -> None:
         """Hold a gradient of the tensor at ``place`` in the dtype it will be summed in."""
         held = self.held[place]
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
+        gradient = _dense(gradient)
         if held is None:
             self.held[place] = gradient.to(self.views.reduced)
             self.comm.probe.holds(self.held[place], "unreduced_gradient")
@@ -97,8 +96,7 @@ class SegmentGradient:
                 C_GRAD.__set__(whole, None)
                 if gradient.requires_grad:
                     gradient = gradient.detach()
-                if gradient.layout is not torch.strided:
-                    gradient = gradient.to_dense()
+                gradient = _dense(gradient)
             taken.append(gradient)
         return taken
 
@@ -217,6 +215,11 @@ class Gradients:
         self.expected = False
         for gradient in self.segments:
             gradient.drop()
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Gradients as they are summed: sparse embeddings leave others."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _reals(tensor: torch.Tensor) -> torch.Tensor:

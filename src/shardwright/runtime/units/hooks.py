@@ -18,7 +18,6 @@ from shardwright.runtime.torch_private import (
     unwrapped,
     will_accumulate,
 )
-from shardwright.runtime.units import writes
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.registry import holder_of
 
@@ -102,8 +101,8 @@ class _Before:
         hooks, storage = self.hooks, self.hooks.storage
         recomputed = in_backward()
         if not recomputed:
-            if self.first and storage.is_root:
-                storage.flow.begin()
+            if self.first and storage.flow.is_led_by(storage):
+                storage.flow.begin_forward()
             else:
                 storage.flow.enter_forward()
         storage.flow.need(storage, "backward" if recomputed else "forward")
@@ -187,14 +186,14 @@ class _After:
         recomputed = in_backward()
         _give_back(self.hooks.lent)
         if output is None:  # it raised, or has nothing to say
-            storage.watched = None
+            storage.writes.watched = None
             if not recomputed:
                 storage.free()
-                if storage.is_root:
-                    storage.flow.recover(absorb=False)
+                if storage.flow.is_led_by(storage):
+                    storage.flow.recover(absorbs=False)
             return None
         if self.last:
-            writes.refuse(storage)
+            storage.unwatch()
         trains = torch.is_grad_enabled()
         output = self._marked(output, module, trains)
         if trains:
@@ -202,10 +201,7 @@ class _After:
         storage.comm.probe.did(Action("compute", self.name, "forward"))
         if not self.last or recomputed:
             return output
-        if not trains or storage.reshards:
-            storage.free(after_forward=trains)
-            if not storage.keeps_whole:
-                storage.comm.probe.did(Action("free", storage.name, "forward"))
+        storage.flow.leave_forward(storage, trains=trains)
         return output
 
     def _marked(self, output: Any, module: nn.Module, trains: bool) -> Any:

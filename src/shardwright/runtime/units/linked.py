@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -71,26 +73,30 @@ class LinkedParameter(nn.Parameter):
         return nn.Parameter, (self.detach().clone(), self.requires_grad)  # not the unit's buffer
 
 
-class Arrival:
-    """Hears of every gradient that comes to a whole parameter of a unit, announced or not."""
+@contextmanager
+def trainable(parameter: nn.Parameter) -> Iterator[None]:
+    """``parameter`` takes hooks on its gradient, which torch refuses for frozen ones."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)
+    yield
+    parameter.requires_grad_(trains)
 
-    def __init__(self, unit: weakref.ref[Any]) -> None:
-        self.unit = unit
 
-    def follow(self, whole: nn.Parameter) -> None:
-        """Hear of gradients of ``whole``."""
-        if whole.is_floating_point() or whole.is_complex():
-            trains = whole.requires_grad
-            whole.requires_grad_(True).register_hook(partial(self._comes, weakref.ref(whole)))
-            whole.requires_grad_(trains)
+def follow_gradients(whole: nn.Parameter, unit: weakref.ref[Any]) -> None:
+    """Let ``unit`` hear of every gradient that comes to its ``whole`` parameter, announced or
+    not."""
+    if whole.is_floating_point() or whole.is_complex():
+        with trainable(whole):
+            whole.register_hook(partial(_comes, unit, weakref.ref(whole)))
 
-    def _comes(self, whole: weakref.ref[nn.Parameter], _: torch.Tensor) -> None:
-        unit = self.unit()
-        if unit is None or unit.gradients.expected or unit.driven_by_hand:
-            return
-        if adds_to(whole()) is None:
-            raise asked_for(unit.name)
-        unit.flow.arrive(unit)
+
+def _comes(of: weakref.ref[Any], whole: weakref.ref[nn.Parameter], _: torch.Tensor) -> None:
+    unit = of()
+    if unit is None or unit.gradients.expected or unit.driven_by_hand:
+        return
+    if adds_to(whole()) is None:
+        raise asked_for(unit.name)
+    unit.flow.arrive(unit)
 
 
 class Replica(LinkedParameter):
@@ -106,10 +112,10 @@ class Replica(LinkedParameter):
     def over(cls, memory: torch.Tensor, requires_grad: bool) -> Replica:
         """A parameter over ``memory``."""
         trains = memory.is_floating_point() or memory.is_complex()
-        made = cls(memory, requires_grad=trains)
+        made = cls(memory, requires_grad=trains and requires_grad)
         if trains:
-            made.register_post_accumulate_grad_hook(_take_stray)
-            made.requires_grad_(requires_grad)
+            with trainable(made):
+                made.register_post_accumulate_grad_hook(_take_stray)
         return made
 
     @property
@@ -214,6 +220,20 @@ class AtShard:
                 "Write inside storage.unsharded(write=True), or before the forward.",
             )
         )
+
+
+def call_gradient_hooks(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Let hooks on ``parameter`` change ``gradient``, which autograd did not bring, in place."""
+    for hook in list((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        if changed is not None and changed is not gradient:
+            gradient.copy_(changed)
+
+
+def call_accumulated(parameter: nn.Parameter) -> None:
+    """Call the hooks that wait for a gradient, such as an optimizer in the backward."""
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
 
 
 def asked_for(unit: str) -> UnsupportedError:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -26,11 +26,9 @@ from shardwright.runtime.units import reductions
 from shardwright.runtime.units.cut import Cut
 from shardwright.runtime.units.linked import norm_of_many
 
-if TYPE_CHECKING:
-    from shardwright.runtime.units.shard_tensor import ShardTensor, View
-
 aten = torch.ops.aten
 Rule = Callable[[Any, Any, Any], Any]
+Step = Callable[[torch.Tensor], torch.Tensor]
 
 ELEMENTWISE = {  # besides those that torch marks so
     *(aten._to_copy, aten.copy_, aten.fill_, aten.zero_, aten.lift_fresh, aten.masked_fill_),
@@ -42,12 +40,24 @@ COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 NEW = {aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided}
 
 
+class View(NamedTuple):
+    """The sharded tensor that a view was taken of, and the ``steps`` that take it of the whole."""
+
+    base: Any
+    steps: tuple[Step, ...]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The view of the whole base."""
+        for step in self.steps:
+            whole = step(whole)
+        return whole
+
+
 class Operators:
     """The rules for a class of tensors, looked up once for every operator."""
 
-    def __init__(self, kind: type[ShardTensor], view: type[View]) -> None:
+    def __init__(self, kind: type[Any]) -> None:
         self.kind = kind
-        self.view = view
         self.rules: dict[Any, Rule] = {}
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -205,14 +215,14 @@ class Operators:
         probe = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *rest, **kwargs)
         if func.overloadpacket in SAME and probe.shape == tensor.shape:
             return self._alias(func, args, kwargs)
-        earlier = tensor.view_of_base or self.view(tensor, ())
+        earlier = tensor.view_of_base or View(tensor, ())
 
         def made(result: torch.Tensor, place: int | None = None) -> Any:
             def step(whole: torch.Tensor) -> torch.Tensor:
                 found = func(whole, *rest, **kwargs)
                 return found if place is None else found[place]
 
-            view = self.view(earlier.base, (*earlier.steps, step))
+            view = View(earlier.base, (*earlier.steps, step))
             spec, local = tensor.cut.spec_of_view(result), tensor._local_tensor
             if result.dtype is not local.dtype:  # a wrapper says its part's dtype
                 local = local.new_empty(0, dtype=result.dtype)
@@ -304,7 +314,7 @@ class Operators:
         def whole(leaf: Any) -> Any:
             if type(leaf) is not self.kind:
                 return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-            view = leaf.view_of_base or self.view(leaf, ())
+            view = leaf.view_of_base or View(leaf, ())
             if id(view.base) not in wholes:
                 wholes[id(view.base)] = view.base.gathered()
             return view.of(wholes[id(view.base)])
@@ -333,7 +343,7 @@ class Operators:
         args, kwargs = tree_map(theirs, (args, kwargs))
         return func(*args, **kwargs)
 
-    def as_part(self, value: Any, cut: Cut) -> ShardTensor:
+    def as_part(self, value: Any, cut: Cut) -> Any:
         """``value`` cut like ``cut``: a tensor of ours or torch's, or a whole plain one."""
         if type(value) is self.kind and value.cut.key == cut.key and value.view_of_base is None:
             return value
@@ -366,7 +376,7 @@ def _refuse_collective(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _refuse_training(shards: Sequence[ShardTensor], func: Any, found: Any) -> None:
+def _refuse_training(shards: Sequence[Any], func: Any, found: Any) -> None:
     leaves = [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
     if not any(leaf.is_floating_point() or leaf.is_complex() for leaf in leaves):
         return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -12,21 +10,30 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.torch_private import address_of, local_of
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
+from shardwright.runtime.units.parameter import Member
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor
-
-if TYPE_CHECKING:
-    from shardwright.runtime.units.parameter import Member
-    from shardwright.runtime.units.unit import Unit
+from shardwright.runtime.units.unit import UNSHARDED, Unit
 
 
-def find_moved(unit: Unit) -> list[int]:
-    """The places of parameters that are not the unit's own, or no views of its shard."""
-    return [
+def absorb(unit: Unit) -> None:
+    """Take over what was done to the sharded parameters behind the unit's back.
+
+    ``to``, ``to_empty``, ``p.data = x`` and assigning loads leave tensors that are no views of
+    the shard. Their values are copied to new memory; what was here before is left as it is.
+    """
+    if unit.state is UNSHARDED:
+        if unit.writes.whole_is_written:
+            unit.writes.keep(unit.name)
+        return
+    moved = [
         index
         for index, shown, name, parameter, local in unit.expected
         if shown.get(name) is not parameter or _is_moved(parameter, local)
     ]
+    if moved:
+        _take_over(unit, moved)
+    unit.follow_freezing()
 
 
 def _is_moved(parameter: nn.Parameter, local: torch.Tensor) -> bool:
@@ -41,7 +48,7 @@ def _is_moved(parameter: nn.Parameter, local: torch.Tensor) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def take_over(unit: Unit, moved: list[int]) -> None:
+def _take_over(unit: Unit, moved: list[int]) -> None:
     """Give the unit new memory with the values that its parameters have now.
 
     A new dtype is a collective, for another alignment can move the cuts.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,22 +23,7 @@ from shardwright.runtime.torch_private import (
 )
 from shardwright.runtime.units.cut import Cut, restored_cut
 from shardwright.runtime.units.linked import Home
-from shardwright.runtime.units.operators import Operators, refused
-
-Step = Callable[[torch.Tensor], torch.Tensor]
-
-
-class View(NamedTuple):
-    """Which tensor a view was taken of, and how: the ``steps`` that take it of the whole."""
-
-    base: ShardTensor
-    steps: tuple[Step, ...]
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view of the whole base."""
-        for step in self.steps:
-            whole = step(whole)
-        return whole
+from shardwright.runtime.units.operators import Operators, View, refused
 
 
 @classmethod  # type: ignore[misc]
@@ -246,7 +231,7 @@ class ShardTensor(DTensor):
         raise InputError(expected("torch.distributed.checkpoint", wanted, "none on this rank"))
 
 
-OPERATORS = Operators(ShardTensor, View)
+OPERATORS = Operators(ShardTensor)
 
 
 def restored(local: torch.Tensor, cut: Cut, requires_grad: bool, is_parameter: bool) -> ShardTensor:

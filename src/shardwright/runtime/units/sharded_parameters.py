@@ -13,7 +13,7 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import set_local
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import Cut
-from shardwright.runtime.units.linked import Replica
+from shardwright.runtime.units.linked import Replica, call_accumulated, call_gradient_hooks
 from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
 
 
@@ -36,13 +36,6 @@ class ShardedParameters:
         self.all: list[nn.Parameter] = []
         places = itertools.count()
         self.places = [[next(places) for _ in segment.slots] for segment in segments]
-        self.spans = [
-            (begin, begin + piece.numel, piece.sizes)
-            for segment in segments
-            for slot in segment.slots
-            for piece in (segment.piece(slot, comm.rank),)
-            for begin in (segment.begin(piece),)
-        ]
 
     def make(self) -> list[nn.Parameter]:
         """New parameters over the shard."""
@@ -96,17 +89,12 @@ class ShardedParameters:
         if not any(self.all[place]._backward_hooks for place in self.places[index]):
             return
         for place in self._with_gradient(index, present):
-            hooks = self.all[place]._backward_hooks or {}
-            gradient = self._part(place, share)
-            for hook in list(hooks.values()):
-                changed = hook(gradient)
-                if changed is not None and changed is not gradient:
-                    gradient.copy_(changed)
+            call_gradient_hooks(self.all[place], self._part(place, share))
 
     def accept(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         """Take a segment's share of the mean gradient: set or add to ``.grad`` of every parameter
         that requires it, unless an optimizer's flat tensor has it, and call the hooks that wait
-        for it, such as an optimizer in the backward."""
+        for it."""
         for place in self._with_gradient(index, present):
             parameter = self.all[place]
             if getattr(parameter, "home", None) is None:
@@ -115,9 +103,7 @@ class ShardedParameters:
                     parameter.grad = self._part(place, share)
                 else:
                     held.add_(self._part(place, share))
-            hooks = parameter._post_accumulate_grad_hooks
-            for hook in list(hooks.values()) if hooks else ():
-                hook(parameter)
+            call_accumulated(parameter)
 
     def _with_gradient(self, index: int, present: Sequence[bool]) -> list[int]:
         """The places of a segment's parameters that get a gradient."""
@@ -128,5 +114,5 @@ class ShardedParameters:
 
     def _part(self, place: int, share: torch.Tensor) -> torch.Tensor:
         """A parameter's part of a share of its segment."""
-        begin, end, sizes = self.spans[place]
+        begin, end, sizes = self.buffers.spans[place]
         return self.wrap(place, share[begin:end].view(sizes))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shardwright.core.placement import describe
 from shardwright.core.quantities import format_bytes
-
-if TYPE_CHECKING:
-    from shardwright.runtime.units.unit import Unit
+from shardwright.runtime.units.flow import Flow
+from shardwright.runtime.units.unit import Unit
 
 
 class UnitTraffic(NamedTuple):
@@ -19,23 +17,23 @@ class UnitTraffic(NamedTuple):
     nbytes: int
 
 
-def traffic(unit: Unit) -> UnitTraffic:
+def traffic(unit: Unit, reshards: bool) -> UnitTraffic:
     """What the unit moves in a step: bytes of the full buffer of each call."""
     buffers, gradients = unit.buffers, unit.gradients
     gathers = len(buffers.direct) + bool(buffers.chunked)
     gathered = buffers.stage.nbytes + sum(target.nbytes for _, target, _ in buffers.direct)
-    passes = 1 + unit.reshards
+    passes = 1 + reshards
     sums = [gradient for gradient in gradients.segments if gradient.trains]
     summed = sum(gradient.send.nbytes for gradient in sums)
     return UnitTraffic(passes * gathers + len(sums), passes * gathered + summed)
 
 
-def table(units: Iterable[Unit]) -> str:
+def table(flow: Flow) -> str:
     """Units, one per line: parameters, bytes per rank, padding, collectives and bytes per step."""
     rows = [("unit", "cut", "params", "per rank", "padding", "collectives", "per step", "dtypes")]
     notes: list[str] = []
-    for unit in units:
-        layout, moved = unit.layout, traffic(unit)
+    for unit in flow.units():
+        layout, moved = unit.layout, traffic(unit, flow.reshards(unit.key))
         placements = {describe(info.placements[0]) for info in unit.param_infos.values()}
         rows.append(
             (

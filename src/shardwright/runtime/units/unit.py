@@ -1,4 +1,4 @@
-"""One sharded unit: its buffers, its states, and what the flow and the hooks call.
+"""One sharded unit: its buffers, its states, and the steps between them.
 
 States are told by the bytes they own:
 
@@ -13,32 +13,35 @@ scattering it.
 
 from __future__ import annotations
 
-import copy
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.placement import Placement
 from shardwright.runtime.comm import Comm, Pending
-from shardwright.runtime.torch_private import set_version
-from shardwright.runtime.units import replicas, writes
+from shardwright.runtime.guard import Guard
+from shardwright.runtime.units import replicas
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
-from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.gradients import Gradients
-from shardwright.runtime.units.linked import Arrival, AtShard, Replica, hooked_twice, inherit
+from shardwright.runtime.units.linked import (
+    AtShard,
+    Replica,
+    follow_gradients,
+    hooked_twice,
+    inherit,
+)
 from shardwright.runtime.units.parameter import Member, infos_of
 from shardwright.runtime.units.precision import MixedPrecision
-from shardwright.runtime.units.rebind import find_moved, follow_objects, take_over
 from shardwright.runtime.units.sharded_parameters import ShardedParameters
 from shardwright.runtime.units.structure import Structure
+from shardwright.runtime.units.writes import Writes
 
 Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile
 Initial = Callable[[str], torch.Tensor]
@@ -67,15 +70,31 @@ class Taker(Protocol):
         ...
 
 
+class Driver(Protocol):
+    """Who gathers, frees and reduces the units of a model."""
+
+    @property
+    def guard(self) -> Guard | None:
+        """Looks at every gradient before it is summed."""
+        ...
+
+    def arrive(self, unit: Unit) -> None:
+        """A gradient comes to ``unit`` that none of its outputs announced."""
+        ...
+
+
 class Unit:
-    """One unit's buffers on this rank; ``DStorage`` is what users see of it."""
+    """One unit's buffers on this rank; ``DStorage`` is what users see of it, and a flow drives it,
+    which knows it by ``key``."""
+
+    flow: Driver
+    key: str
 
     def __init__(
         self,
         members: Sequence[Member],
         comm: Comm,
         placements: Mapping[str, Placement],
-        flow: Flow,
         *,
         name: str,
         module_names: Sequence[str] = (),
@@ -106,45 +125,16 @@ class Unit:
         self.takers: dict[int, list[Taker]] = {}  # of segments' shares, besides the parameters
         self.structure = Structure()
         self.frozen = [m.fqn for m in members if not m.parameter.requires_grad]  # when sharded
-        self.watched: tuple[int, int] | None = None  # versions, while a forward is under way
         self._is_alike = False  # whether replicas were seen to be equal since they got values
         self._gathering: list[Pending] | None = None
         self._narrow: torch.Tensor | None = None
-        self._whole_version = 0  # of the whole unit's values, which autograd saves with a graph
-        self._replica_version = 0
         sources = {member.fqn: member.parameter for member in members}
         meta = initial is None and any(p.is_meta for p in sources.values())
         device = torch.device("meta" if meta else comm.mesh.device_type)
         self.lay_out(device)
         self.fill(lambda name: _value(sources[name], name, initial))
         self.show_new()
-        self.flow = flow
-        self.number = flow.add(self)
         comm.prepare(self.layout.nbytes)
-
-    def copy_of(self, other: Unit, memo: dict[int, Any]) -> None:
-        """Be a copy of ``other``, of modules that are being copied: memory and flow are its own,
-        the ranks the same. No optimizer has its parameters yet."""
-        other.free()
-        other.absorb()
-        self.__dict__.update(other.__dict__)
-        self.ahead = {"forward": None, "backward": None}
-        self.placements = dict(other.placements)
-        self.takers, self.structure, self.frozen = {}, Structure(), other.frozen
-        self._gathering = self._narrow = None
-        self.members = [member.copied(memo) for member in other.members]
-        self.lay_out(other.buffers.shard.device)
-        self.buffers.shard.copy_(other.buffers.shard)
-        follow_objects(self)
-        self.flow = copy.deepcopy(other.flow, memo)
-        if other.is_root or not self.flow.has_units:
-            self.flow.lead(self)
-        self.number = self.flow.add(self)
-
-    def enter(self, flow: Flow) -> None:
-        """Share another flow from now on."""
-        self.flow = flow
-        self.number = flow.add(self)
 
     def rename(self, paths: Sequence[str]) -> None:
         """Be called by the paths of the unit's modules: ``layers.0-3`` for neighbours."""
@@ -165,8 +155,8 @@ class Unit:
         order = {slot.tensor.fqn: index for index, slot in enumerate(layout.slots)}
         self.members.sort(key=lambda member: order[member.fqn])
         self.layout: UnitLayout = layout
-        self._gathered_version = -1  # of the shard, when it was gathered last
         self.buffers = Buffers(layout, self.comm, device, self.precision, shard)
+        self.writes = Writes(self.buffers)
         self.keeps_whole = not self.buffers.whole.nbytes and all(
             views.segment.cut == "replicated" for views in self.buffers.segments
         )
@@ -195,18 +185,16 @@ class Unit:
     def finish_views(self) -> None:
         """Everything that is made of the buffers and the parameters, and their SHARDED state."""
         self._is_alike = False
-        self._whole = self.buffers.parameters
         self.gradients = Gradients(self.buffers, self.comm)
         for gradient in self.gradients.segments:
             self.comm.probe.holds(gradient.send.tensor, "reduce_scatter")
-        rows = list(zip(self.members, self._whole, strict=True))
-        arrival = Arrival(weakref.ref(self))
-        rooms = [v.needs_room for v in self.buffers.segments for _ in v.segment.slots]
-        for place, ((member, whole), needs_room) in enumerate(zip(rows, rooms, strict=True)):
-            memory = self.buffers.whole.storage if needs_room else None
+        buffers = self.buffers
+        rows = list(zip(self.members, buffers.parameters, strict=True))
+        for place, ((member, whole), apart) in enumerate(zip(rows, buffers.apart, strict=True)):
+            memory = buffers.whole.storage if apart else None
             where = f"{member.fqn} of unit '{self.name}'"
             whole.home = AtShard(member.parameter, where, memory)
-            arrival.follow(whole)
+            follow_gradients(whole, weakref.ref(self))
             if isinstance(member.parameter, Replica):
                 member.parameter.unit, member.parameter.place = weakref.ref(self), place
         self._places = [
@@ -221,9 +209,7 @@ class Unit:
         ]
         self.expected = [
             (index, *place, member.parameter, local)
-            for index, (member, local) in enumerate(
-                zip(self.members, self.buffers.locals, strict=True)
-            )
+            for index, (member, local) in enumerate(zip(self.members, buffers.locals, strict=True))
             for place in member.places
         ]
         self._show(SHARDED)
@@ -242,35 +228,11 @@ class Unit:
                 setattr(module, name, whole if state is UNSHARDED else sharded)
         self.state = state
 
-    def show_sharded(self) -> None:
-        """Let every module have its sharded parameters, whatever the state."""
-        state = self.state
-        self.absorb()
-        self._show(SHARDED)
-        self.state = state
-
-    def show_again(self) -> None:
-        """After ``show_sharded``: the parameters of the state."""
-        self._show(self.state)
-
-    def _follow_freezing(self) -> None:
+    def follow_freezing(self) -> None:
         """Full parameters train as the sharded ones do; users freeze whichever is shown."""
-        if self.sharded.follow_freezing(self._whole):
+        if self.sharded.follow_freezing(self.buffers.parameters):
             for taker in self.all_takers:
                 taker.follow_freezing()
-
-    @property
-    def is_root(self) -> bool:
-        """Whether its forward is that of the whole model."""
-        return self.flow.is_led_by(self)
-
-    @property
-    def reshards(self) -> bool:
-        """Whether the whole unit goes after a forward that trains. Left open, it does unless it is
-        the root of others, whose backward comes at once."""
-        if self.reshard_after_forward is None or self.keeps_whole:
-            return self.keeps_whole or not (self.is_root and self.flow.has_several)
-        return self.reshard_after_forward is not False
 
     # ---- what the flow calls --------------------------------------------------------------------
 
@@ -279,43 +241,16 @@ class Unit:
         """Whether the whole unit is there, or on its way."""
         return self.state is UNSHARDED or self._gathering is not None
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether the shards were changed since they were gathered."""
-        return self.buffers.shard._version != self._gathered_version
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the whole unit is there, of shards that were changed since."""
-        return self.is_present and self.is_changed
-
-    @property
-    def whole_is_written(self) -> bool:
-        """Whether someone wrote a whole parameter since it was gathered."""
-        return writes.versions(self) != (self._whole_version, self._replica_version)
-
-    def forget_writes(self) -> None:
-        """Let what was written to whole parameters go with them."""
-        set_version(self.buffers.whole.tensor, self._whole_version)
-        self._replica_version = self.buffers.replica._version
-
-    def accept_writes(self) -> None:
-        """The shards have what was written to whole parameters."""
-        self._whole_version, self._replica_version = writes.versions(self)
-        self._gathered_version = self.buffers.shard._version
-
     def start_gather(self) -> None:
-        """Begin to gather (collective). Values that a graph has saved keep their version as long as
-        the shards are what they were then; else autograd refuses its backward."""
-        self._refuse_meta()
+        """Begin to gather (collective)."""
+        if self.buffers.shard.is_meta:
+            raise self.on_meta()
         label = f"{self.name} gather"
         if not self.keeps_whole:
             self.comm.remember(label)
-        if self.is_changed:
+        if self.writes.is_changed:
             self._narrow = None
-            self._gathered_version = self.buffers.shard._version
-            self._whole_version = self.buffers.whole.tensor._version
-            increment_version(self.buffers.replica)
+            self.writes.gather()
         if self._narrow is not None:
             self._gathering = self._gather_narrow(label)
         else:
@@ -332,7 +267,7 @@ class Unit:
             self._narrow = None
         else:
             self.buffers.finish_gather(pending)
-        self.forget_writes()
+        self.writes.forget()
         self._show(UNSHARDED)
 
     def _gather_narrow(self, label: str) -> list[Pending]:
@@ -348,27 +283,24 @@ class Unit:
     def _ranks_after_forward(self) -> int:
         """How many ranks share the whole unit between its forward and its backward."""
         kind = self.reshard_after_forward
-        return self.comm.size if kind is None or isinstance(kind, bool) else kind
+        every = kind is None or isinstance(kind, bool) or self.keeps_whole
+        return self.comm.size if every else int(kind)
 
     def free(self, *, after_forward: bool = False) -> None:
         """Free the full parameters and show the sharded ones."""
         if not self.is_present:
             return
         self.finish_gather()
-        if self.whole_is_written:
-            writes.keep(self)
+        if self.writes.whole_is_written:
+            self.writes.keep(self.name)
         if not after_forward:
-            self._follow_freezing()
-        few = after_forward and self._ranks_after_forward != self.comm.size
-        if few and not self.keeps_whole:
+            self.follow_freezing()
+        if after_forward and self._ranks_after_forward != self.comm.size:
             near = self.comm.narrow(self._ranks_after_forward)
             self._narrow = self.buffers.whole.tensor.view(near.size, -1)[near.rank].clone()
             self.comm.probe.holds(self._narrow, "gathered_weight")
         self.buffers.whole.give()
-        # Whatever a graph has saved of the unit is refused by autograd until the unit is there
-        # again: reading it would end the process.
-        self._whole_version = self.buffers.whole.tensor._version
-        increment_version(self.buffers.whole.tensor)
+        self.writes.free()
         self._show(SHARDED)
 
     def start_reduce(self) -> None:
@@ -392,7 +324,7 @@ class Unit:
         self._narrow = None if self._gathering is None else self._narrow
         if failed:
             self.gradients.drop()
-        if failed or self.reshard_after_backward or self.is_stale:
+        if failed or self.reshard_after_backward or (self.is_present and self.writes.is_changed):
             self.free()
         self._narrow = None
         self.gradients.check()
@@ -404,31 +336,23 @@ class Unit:
             self.start_reduce()
             self.finish_reduce()
 
-    # ---- what someone did to parameters ---------------------------------------------------------
-
-    def absorb(self) -> None:
-        """Take over what was done to the sharded parameters behind the unit's back.
-
-        ``to``, ``to_empty``, ``p.data = x`` and assigning loads leave tensors that are no views of
-        the shard. Their values are copied to new memory; what was here before is left as it is.
-        """
-        if self.state is UNSHARDED:
-            if self.whole_is_written:
-                writes.keep(self)
-            return
-        moved = find_moved(self)
-        if moved:
-            take_over(self, moved)
-        self._follow_freezing()
+    # ---- forwards and backwards ------------------------------------------------------------------
 
     def watch(self) -> None:
         """A forward begins: what must hold of it is checked, and of its parameters."""
-        self.watched = writes.versions(self)
+        self.writes.watched = self.writes.versions
         if torch.is_grad_enabled():
             self.structure.check(self.name)
         if not self._is_alike:
             self._is_alike = True
             replicas.check(self.name, self.buffers, self.comm)
+
+    def unwatch(self) -> None:
+        """The forward is over: raise if it wrote a parameter."""
+        error = self.writes.refusal(self.name)
+        if error is not None:
+            self.free()
+            raise error
 
     def take_stray(self, parameter: Replica, gradient: torch.Tensor) -> None:
         """A gradient of a use outside of the unit's forward: it is summed with the unit's."""
@@ -473,12 +397,6 @@ class Unit:
                 "Step the optimizer after the backward, or run the forward again.",
             )
         )
-
-    def _refuse_meta(self) -> None:
-        if self.buffers.shard.is_meta:
-            self.absorb()
-        if self.buffers.shard.is_meta:
-            raise self.on_meta()
 
     def on_meta(self) -> InputError:
         """What to say where memory is asked of a unit without any."""

@@ -1,0 +1,32 @@
+"""Files of the runtime import in one direction, late imports and those for types included."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+RUNTIME = Path(__file__).parents[1] / "src" / "shardwright" / "runtime"
+
+
+def _imported(file: Path) -> set[str]:
+    """Modules that a file imports anywhere in it, and names that may be modules."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def test_no_file_of_the_runtime_is_imported_by_one_that_it_imports() -> None:
+    names = {
+        ".".join(("shardwright.runtime", *file.relative_to(RUNTIME).with_suffix("").parts)): file
+        for file in RUNTIME.rglob("*.py")
+        if file.name != "__init__.py"
+    }
+    graph = {name: _imported(file) & names.keys() - {name} for name, file in names.items()}
+    assert sum(map(len, graph.values())) > len(names)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
