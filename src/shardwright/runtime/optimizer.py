@@ -13,6 +13,7 @@ from torch import nn
 from shardwright.core.errors import InputError, expected
 from shardwright.core.optimizers import MADE, Implementation, OptimizerName, optimizer_named
 from shardwright.runtime.flat_tensors import FlatTensor, Run, runs_of
+from shardwright.runtime.torch_private import storage_of
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.parameter import plain_name
 from shardwright.runtime.units.rebind import rebase
@@ -96,7 +97,7 @@ def _joined(runs: Sequence[Run], *, per_unit: bool) -> Iterator[list[Run]]:
 def _begin(run: Run) -> tuple[int, int]:
     """The storage that a run is in, and where it begins there, in elements."""
     share = run.unit.buffers.segments[run.segment].share
-    return share.untyped_storage()._cdata, share.storage_offset() + run.begin
+    return storage_of(share), share.storage_offset() + run.begin
 
 
 def _end(run: Run) -> tuple[int, int]:

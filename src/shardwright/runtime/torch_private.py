@@ -221,6 +221,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor or type(tensor) is FakeTensor
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Which storage a tensor is in, to be compared."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def address_of(tensor: torch.Tensor) -> int:
     """Where the elements of a tensor begin, to be compared; 0 without any.
 
@@ -231,7 +236,7 @@ def address_of(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     place = tensor.storage_offset() * tensor.element_size()
-    return (tensor.untyped_storage()._cdata << _OFFSET_BITS) + place
+    return (storage_of(tensor) << _OFFSET_BITS) + place
 
 
 def tensor_spec(

@@ -17,7 +17,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import UnitLayout
 from shardwright.core.placement import Owned, Placement
 from shardwright.core.tensor import TensorSpec
-from shardwright.runtime.torch_private import address_of, is_plain
+from shardwright.runtime.torch_private import address_of, is_plain, storage_of
 from shardwright.tracker.dtypes import DTYPES, NAMES
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -188,7 +188,7 @@ def _refuse_overlaps(members: Sequence[Member], unit: str) -> None:
             begin = address_of(data)
             extent = sum((n - 1) * abs(s) for n, s in zip(data.shape, data.stride(), strict=True))
             end = begin + (extent + 1) * data.element_size()
-            places.setdefault(data.untyped_storage()._cdata, []).append((begin, end, member.fqn))
+            places.setdefault(storage_of(data), []).append((begin, end, member.fqn))
     for found in places.values():
         found.sort()
         for (_, end, first), (begin, _, second) in pairwise(found):

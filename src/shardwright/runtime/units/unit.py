@@ -26,6 +26,7 @@ from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.placement import Placement
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
+from shardwright.runtime.torch_private import storage_of
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
@@ -385,7 +386,7 @@ class Unit:
 
     def shares_full_buffer(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` would point to freed memory once the unit is resharded."""
-        return bool(tensor.untyped_storage()._cdata == self.buffers.whole.storage._cdata)
+        return storage_of(tensor) == storage_of(self.buffers.whole.tensor)
 
     def changed(self) -> InputError:
         """What to say of a backward whose forward had other weights."""
