@@ -1,0 +1,52 @@
+"""A model of the user's own is planned from its recording: it trains as on one process, and takes
+the bytes that its plan foresees."""
+
+from __future__ import annotations
+
+import pytest
+from own_tasks import own_job, planned
+from pool import Pool
+from public_models import MODELS
+
+from shardwright.core.timeline import decode, exact_bytes, phase_peaks
+from shardwright.lab.recordings import plan
+
+QUICK = {"GPT2", "T5", "ResNet", "Mixtral"}
+NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+MOST_APART = 0.01  # of a peak
+DENSE = {1: {}, 2: {"prefetch": 1, "reshard": True}, 4: {"prefetch": 0, "layers_per_unit": 1}}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_module_trains_and_takes_memory_as_planned(
+    pool: Pool, name: str, world_size: int
+) -> None:
+    job = own_job(
+        name,
+        "adam",
+        cluster={"preset": "local", "world_size": world_size},
+        planner={"dense": DENSE[world_size]},
+    )
+    free = plan(job)
+    sharded = {unit.name: "shard" for unit in free.units if "-" not in unit.name}
+    job = own_job(
+        name,
+        "adam",
+        cluster={"preset": "local", "world_size": world_size},
+        planner={"dense": DENSE[world_size], "units": sharded},
+    )
+    made = plan(job)
+    results = pool.run(world_size, planned, job=job, made=made)
+    predicted = decode(made.timeline)
+    wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
+    measured = [event for _, events in results for event in events]
+    assert {key: size for key, size in exact_bytes(measured).items() if size} == wanted
+    foreseen, seen = phase_peaks(predicted), phase_peaks(measured)
+    for rank in range(world_size):
+        highest = [
+            max(sum(kinds.values()) for (r, _), kinds in peaks.items() if r == rank)
+            for peaks in (foreseen, seen)
+        ]
+        assert highest[0] == pytest.approx(highest[1], rel=MOST_APART)
+    assert [apart for apart, _ in results] == [{}] * world_size
