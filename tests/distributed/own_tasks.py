@@ -9,7 +9,7 @@ from hand_plans import plan_by_hand
 from public_models import MODELS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from worlds import apart
 
 from shardwright.core.job import Job, parse_job
@@ -121,7 +121,7 @@ def measured(job: Job, made: Plan, mesh: DeviceMesh) -> list[Event]:
     for step in range(STEPS):
         with meter.metered_step(optimizer, model) if step else meter.timed_step():
             with meter.phase("load"):
-                batch = tree_map_only(torch.Tensor, torch.clone, as_tensors(next(batches)))
+                batch = as_tensors(next(batches))
                 for leaf in tree_leaves(batch):
                     if isinstance(leaf, torch.Tensor):
                         meter.holds(leaf, "input")

@@ -16,10 +16,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.work import NOTHING, work_of
+from shardwright.tracker.containers import map_tensors, tensors_in
 
 What = Literal["take", "free", "gradient", "mark"]
 
@@ -283,25 +284,20 @@ class _Boundary:
         """The unit is entered; its inputs go through a node that says when backward is done."""
         arguments, keywords = self.casting(module, arguments, keywords)
         self.recorder.mark(self.unit, "enter")
-        leaves, tree = tree_flatten((arguments, keywords))
-        places = [
-            index
-            for index, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        if places and torch.is_grad_enabled():
-            inputs = _Leave.apply(self.left, *(leaves[index] for index in places))
-            for index, value in zip(places, inputs, strict=True):
-                leaves[index] = value
-        arguments, keywords = tree_unflatten(leaves, tree)
+        given = [t for t in tensors_in((arguments, keywords)) if t.requires_grad]
+        if given and torch.is_grad_enabled():
+            left = iter(_Leave.apply(self.left, *given))
+            arguments, keywords = map_tensors(
+                lambda tensor: next(left) if tensor.requires_grad else tensor,
+                (arguments, keywords),
+            )
         return arguments, keywords
 
     def after(self, module: nn.Module, arguments: Any, result: Any) -> None:
         """The unit is left; the gradient of its result begins its backward."""
-        leaves, _ = tree_flatten(result)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self.begin)
+        for tensor in tensors_in(result):
+            if tensor.requires_grad:
+                tensor.register_hook(self.begin)
         self.recorder.mark(self.unit, "leave")
 
     def begin(self, gradient: torch.Tensor) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +19,9 @@ from shardwright.runtime.torch_private import (
 )
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.registry import holder_of
+from shardwright.tracker.containers import map_tensors
 
 LOOKS = 2  # forwards of a unit whose modules are looked through for stashed tensors
-DEPTH = 4  # of objects in objects, in which tensors are looked for
-_NO_CARRIERS = (int, float, complex, str, bytes, type(None), type, nn.Module, ModuleType)
-
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
 
@@ -68,7 +65,7 @@ class UnitHooks:
             before = attributes.get(name)
             if not _has_unmarked(before):
                 continue
-            after = _map_tensors(self._announce_once, before, 0)
+            after = map_tensors(self._announce_once, before, 0)
             if isinstance(before, list):
                 before[:] = after
             else:
@@ -222,7 +219,7 @@ class _After:
 
         if type(output) is torch.Tensor:
             return mark(output)
-        output = _map_tensors(mark, output)
+        output = map_tensors(mark, output)
         if trains and not found and not _is_plain(output):
             name = storage.name or type(module).__name__
             raise UnsupportedError(
@@ -246,41 +243,6 @@ def _has_unmarked(value: Any) -> bool:
     if not isinstance(value, torch.Tensor | list | tuple | dict):
         return False
     return any(isinstance(t, torch.Tensor) and _is_unmarked(t) for t in tree_flatten(value)[0])
-
-
-def _map_tensors(
-    change: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: int = DEPTH
-) -> Any:
-    """``value`` with every tensor changed: in containers that torch knows, in mappings of any type,
-    and in the attributes of objects, dataclasses among them, which are changed in place."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    leaves, shape = tree_flatten(value)
-    if len(leaves) == 1 and leaves[0] is value:
-        if depth and not isinstance(value, _NO_CARRIERS):
-            _map_inside(change, value, depth - 1)
-        return value
-    return tree_unflatten([_map_tensors(change, leaf, depth) for leaf in leaves], shape)
-
-
-def _map_inside(change: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: int) -> None:
-    if isinstance(value, MutableMapping):
-        for key in list(value):
-            value[key] = _map_tensors(change, value[key], depth)
-    for name, before in _attributes(value):
-        after = _map_tensors(change, before, depth)
-        if after is not before:
-            try:
-                setattr(value, name, after)
-            except AttributeError:  # frozen
-                object.__setattr__(value, name, after)
-
-
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """What an object has, in a dictionary or in slots."""
-    names = [n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ())]
-    slots = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-    return [*getattr(value, "__dict__", {}).items(), *slots]
 
 
 def _is_plain(value: Any) -> bool:
