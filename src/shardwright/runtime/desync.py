@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.core.errors import MismatchError, PeerError, expected
-from shardwright.runtime.pulse import from_a_peer
+from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.torch_private import default_store
 
 SECONDS: Final = 2.0

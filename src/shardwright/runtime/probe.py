@@ -1,8 +1,8 @@
 """What the runtime tells whoever is watching: phases, what memory is for, and what it did.
 
 The runtime calls a :class:`Probe` at fixed places. The base class ignores everything but what
-memory is for; the meter measures; a pulse reports to the launcher. So the runtime never knows who
-is listening.
+memory is for; the meter measures; a heartbeat reports to the launcher. So the runtime never knows
+who is listening.
 """
 
 from __future__ import annotations

@@ -20,9 +20,12 @@ from shardwright.lab.measure.bench import Bench, Run
 from shardwright.lab.measure.memory_size import host_bytes
 from shardwright.lab.measure.samples import SCHEMA, Samples, samples_file
 from shardwright.lab.measure.sizes import BUFFERS
+from shardwright.launcher.folder import store_file
+from shardwright.launcher.heartbeat import Heartbeat
+from shardwright.launcher.progress import ProgressLog
+from shardwright.launcher.worker import run_worker
 from shardwright.runtime import comm
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.pulse import ProgressLog, Pulse, run_worker, store_file
 
 TIMEOUT = 60.0
 LEAST, LEAST_QUICK = 5, 3
@@ -42,11 +45,11 @@ class Section:
 class Worker:
     """One rank: its device, its part in every section, its samples."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, pulse: Pulse) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, heartbeat: Heartbeat) -> None:
         self.folder = folder
         self.rank = rank
         self.world_size = world_size
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         self.step = 0
         accelerated = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
         self.kind: Device = "cuda" if accelerated else "cpu"
@@ -80,7 +83,7 @@ class Worker:
             torch.cuda.synchronize(self.device)
 
     def _tick(self) -> None:
-        self.pulse.begin("evaluate", self.step)
+        self.heartbeat.begin("evaluate", self.step)
 
     def _sections(self, link: Comm, bench: Bench) -> list[Section]:
         device, alone = self.device, self.world_size == 1
@@ -133,12 +136,12 @@ def main() -> int:
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def body(pulse: Pulse) -> None:
-        worker = Worker(options.folder, rank, world_size, pulse)
+    def body(heartbeat: Heartbeat) -> None:
+        worker = Worker(options.folder, rank, world_size, heartbeat)
         comm.start(worker.backend, TIMEOUT, rank, world_size, store_file(options.folder))
         try:
             worker.run(options.quick)
-            pulse.mark("done")
+            heartbeat.mark("done")
         finally:
             comm.stop()
 

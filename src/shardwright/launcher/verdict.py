@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from shardwright.core.errors import (
     EXIT_BUG,
@@ -19,38 +19,13 @@ from shardwright.core.errors import (
     EXIT_PREEMPTED,
     EXIT_RUN_FAILED,
 )
-from shardwright.core.outcome import RankOutcome
-from shardwright.lab.launcher.processes import Process
-from shardwright.runtime.pulse import PulseReading
+from shardwright.launcher.heartbeat import Beat
+from shardwright.launcher.outcome import RankOutcome
+from shardwright.launcher.watch import RankView
 
 Kind = Literal["error", "lost", "stopped", "stalled"]
 
-_SUDDEN = 1.0  # a rank that moved in its last second did not hang
-
-
-@dataclass(frozen=True, slots=True)
-class RankView:
-    """What the launcher sees of one rank: ``quiet`` is how many seconds its pulse stood still,
-    ``spoke`` when its status was written (seconds, any origin; 0 without one)."""
-
-    rank: int
-    pulse: PulseReading | None = None
-    status: RankOutcome | None = None
-    process: Process = "unknown"
-    quiet: float = 0.0
-    spoke: float = 0.0
-
-    @property
-    def finished(self) -> bool:
-        return self.status is not None and self.status.state == "finished"
-
-    @property
-    def lost(self) -> bool:
-        return self.status is None and self.process == "gone"
-
-    @property
-    def sequence(self) -> int:
-        return -1 if self.pulse is None else self.pulse.sequence
+_SUDDEN: Final = 1.0  # a rank that moved in its last second did not hang
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,57 +37,72 @@ class Verdict:
     waited: float = 0.0
 
 
-def in_trouble(views: Sequence[RankView], timeout: float, setup_timeout: float) -> bool:
-    """True when the run cannot go on by itself. Everybody's silence counts, not one rank's:
-    a rank that hangs soon makes the others wait, and one that works alone for long is no fault.
-    """
-    running = [view for view in views if not view.finished]
-    if any(view.status is not None or view.lost for view in running):
-        return True
-    starting = any(v.pulse is None or v.pulse.phase in ("setup", "load") for v in running)
-    limit = max(timeout, setup_timeout) if starting else timeout
-    return bool(running) and min(view.quiet for view in running) > limit
-
-
 def blame(views: Sequence[RankView]) -> Verdict | None:
     """The verdict over ranks of a run in trouble; None when every rank finished."""
     running = [view for view in views if not view.finished]
-    if not running:
-        return None
-    own = [v for v in running if v.status and v.status.state == "failed" and not v.status.peer]
-    if own:
-        first = min(own, key=lambda view: (view.spoke, view.rank))
-        assert first.status is not None
-        text = first.status.message
-        return _verdict("error", [v for v in own if v.status and v.status.message == text])
-    lost = [view for view in running if view.lost]
-    if lost:
-        return _verdict("lost", lost)
-    suspects = [view for view in running if not (view.status and view.status.peer)] or running
-    stopped = [v for v in suspects if v.status and v.status.state == "stopped"]
-    if stopped and len(stopped) == len(suspects) and min(v.quiet for v in stopped) < _SUDDEN:
-        return _verdict("stopped", stopped)
-    frozen = [view for view in suspects if view.process == "stopped"]
-    if frozen:
-        return _verdict("stalled", frozen)
-    behind = min(view.sequence for view in running)
-    return _verdict("stalled", [v for v in suspects if v.sequence == behind] or suspects)
+    for kind, guilty in _ORDER:
+        if found := guilty(running):
+            ranks = tuple(sorted(view.rank for view in found))
+            return Verdict(kind, ranks, max(view.quiet for view in found))
+    return None
 
 
-def _verdict(kind: Kind, views: Sequence[RankView]) -> Verdict:
-    ranks = tuple(sorted(view.rank for view in views))
-    return Verdict(kind, ranks, max((view.quiet for view in views), default=0.0))
+def _with_an_error(running: Sequence[RankView]) -> list[RankView]:
+    """The rank that reported an error of its own first, and those that reported the same."""
+    errors = [view for view in running if view.ended_as("failed") and not view.lost_its_peers]
+    if not errors:
+        return []
+    first = min(errors, key=lambda view: (view.spoke, view.rank))
+    return [view for view in errors if view.message == first.message]
+
+
+def _gone(running: Sequence[RankView]) -> list[RankView]:
+    """Ranks that ended without a word."""
+    return [view for view in running if view.lost]
+
+
+def _stopped_at_work(running: Sequence[RankView]) -> list[RankView]:
+    """All suspects, if every one was told to stop and one of them was not hanging."""
+    suspects = _suspects(running)
+    sudden = any(view.quiet < _SUDDEN for view in suspects)
+    return suspects if sudden and all(view.ended_as("stopped") for view in suspects) else []
+
+
+def _frozen(running: Sequence[RankView]) -> list[RankView]:
+    """Ranks whose process is stopped, as by SIGSTOP."""
+    return [view for view in _suspects(running) if view.process == "stopped"]
+
+
+def _behind(running: Sequence[RankView]) -> list[RankView]:
+    """Ranks that have begun the fewest collectives: the others wait for them."""
+    fewest = min((view.sequence for view in running), default=None)
+    suspects = _suspects(running)
+    return [view for view in suspects if view.sequence == fewest] or suspects
+
+
+def _suspects(running: Sequence[RankView]) -> list[RankView]:
+    """Ranks that did not merely lose their peers; all, if every one did."""
+    return [view for view in running if not view.lost_its_peers] or list(running)
+
+
+_ORDER: Final[tuple[tuple[Kind, Callable[[Sequence[RankView]], list[RankView]]], ...]] = (
+    ("error", _with_an_error),
+    ("lost", _gone),
+    ("stopped", _stopped_at_work),
+    ("stalled", _frozen),
+    ("stalled", _behind),
+)
 
 
 def exit_code(
     verdict: Verdict, views: Mapping[int, RankView], exits: Mapping[int, int], words: str
 ) -> int:
-    """The run's exit code. ``exits``: rank -> exit code where torchrun told it; ``words``: what
+    """The run's exit code. ``exits``: rank -> exit code where torchrun reported it; ``words``: what
     the blamed rank left on its stderr."""
     first = views[verdict.ranks[0]]
     if verdict.kind in ("error", "stopped") and first.status is not None:
         return first.status.code or EXIT_PREEMPTED
-    if verdict.kind == "lost" and first.pulse is None and words:
+    if verdict.kind == "lost" and first.beat is None and words:
         code = exits.get(first.rank, EXIT_BUG)
         return EXIT_INPUT if code == EXIT_INPUT else EXIT_BUG if code > 0 else EXIT_RUN_FAILED
     return EXIT_RUN_FAILED
@@ -130,16 +120,16 @@ def reason(
     if verdict.kind == "lost":
         cause = _cause(exits.get(first.rank))
         tail = f": {words}" if words else ""
-        if first.pulse is None:
+        if first.beat is None:
             return f"{who} died before a sign of life{cause}{tail}"
-        return f"{who} died without a word at {place(first.pulse)}{cause}{tail}"
+        return f"{who} died without a word at {place(first.beat)}{cause}{tail}"
     others = tuple(sorted(set(views) - set(verdict.ranks)))
     waited = f"; {naming(others)} waited" if others else ""
     how = " (the process is stopped)" if first.process == "stopped" else ""
-    if first.pulse is None:
+    if first.beat is None:
         tail = f": {words}" if words else ""
         return f"{who} showed no sign of life for {verdict.waited:.0f} s{how}{waited}{tail}"
-    at = first.pulse
+    at = first.beat
     step = "" if at.step is None else f"step {at.step}, "
     where = f"{step}{at.phase}, collective {at.sequence}"
     return f"{who} made no progress for {verdict.waited:.0f} s{how}; {where}{waited}"
@@ -150,8 +140,8 @@ def naming(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def place(pulse: PulseReading) -> str:
-    return pulse.phase if pulse.step is None else f"step {pulse.step} in {pulse.phase}"
+def place(beat: Beat) -> str:
+    return beat.phase if beat.step is None else f"step {beat.step} in {beat.phase}"
 
 
 def _at(status: RankOutcome) -> str:
@@ -178,7 +168,7 @@ _SUMMARY = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*:
 
 
 def exits_in(log: str) -> dict[int, int]:
-    """rank -> exit code (minus the signal) of the workers whose end torchrun's log tells."""
+    """rank -> exit code (minus the signal) of the workers whose end is in torchrun's log."""
     found = {int(rank): int(code) for rank, code in _SUMMARY.findall(log)}
     return found | {int(rank): int(code) for code, rank in _FAILED.findall(log)}
 
@@ -189,5 +179,5 @@ _NOISE = re.compile(r"^(\^+|~+|[-=*]{3,}|File \".*|Traceback .*|.*Warning: .*|wa
 def last_words(log: str) -> str:
     """The last line of a log that says something; empty when none does."""
     lines = [line.strip() for line in log.splitlines()]
-    telling = [line for line in lines if line and not _NOISE.match(line)]
-    return telling[-1] if telling else ""
+    said = [line for line in lines if line and not _NOISE.match(line)]
+    return said[-1] if said else ""
