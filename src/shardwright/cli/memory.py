@@ -77,7 +77,7 @@ def _show(
 
     shared.show(memory_report(footprint, rank, full=full))
     if real:
-        from shardwright.report.memory_rehearsal import rehearsal_report
+        from shardwright.report.memory_report import rehearsal_report
 
         print()
         shared.show(rehearsal_report(*real))
@@ -136,8 +136,7 @@ def _check_timeline(path: Path | None) -> None:
 
 
 def _write_timeline(footprint: Footprint, rank: RankMemory, path: Path) -> None:
-    from shardwright.report.memory_picture import standalone, timeline_chart
-    from shardwright.report.memory_trace import chrome_trace
+    from shardwright.report.memory_timeline import chrome_trace, standalone, timeline_chart
 
     if not rank.timeline:
         raise InputError(

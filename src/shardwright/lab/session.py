@@ -10,12 +10,17 @@ from shardwright.core.comparison import Comparison
 from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import MismatchError, expected
 from shardwright.core.job import Job, named_files
+from shardwright.core.measurement import (
+    RECORD_SCHEMA,
+    Curve,
+    Measurement,
+    Quality,
+    Record,
+    write_measurement,
+)
 from shardwright.core.measurement import SCHEMA as MEASUREMENT_SCHEMA
-from shardwright.core.measurement import Curve, Measurement, Quality, write_measurement
 from shardwright.core.outputs import same_file
 from shardwright.core.plan import Plan, write_plan
-from shardwright.core.record import SCHEMA as RECORD_SCHEMA
-from shardwright.core.record import Record
 from shardwright.core.timeline import encode
 from shardwright.lab.compare import compare
 from shardwright.lab.sources import check_undivided, source_of

@@ -25,8 +25,8 @@ from shardwright import __version__
 from shardwright.core.document import write_document
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import named_files
+from shardwright.core.measurement import RECORD_SCHEMA, Record
 from shardwright.core.plan import Plan, read_plan
-from shardwright.core.record import SCHEMA, Record
 from shardwright.core.timeline import Event, Phase
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Batch
@@ -166,7 +166,7 @@ class Training:
     def _leave_record(self) -> None:
         steps = range(1, self.job.train.steps + 1)
         record = Record(
-            schema=SCHEMA,
+            schema=RECORD_SCHEMA,
             plan_fingerprint=self.plan.fingerprint,
             rank=self.rank,
             events=(*self.exact, *self.meter.events()),

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from shardwright.core.footprint import Alive
 from shardwright.core.timeline import Kind, Phase
 from shardwright.memory.ledger import GradientRule, Ledger, Scene, Summary
-from shardwright.memory.slots import Slots
-from shardwright.memory.summaries import STAYING
+from shardwright.memory.pieces import STAYING, Slots
 
 
 class Happening(NamedTuple):

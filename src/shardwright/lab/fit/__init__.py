@@ -8,9 +8,16 @@ from collections.abc import Callable
 from shardwright.core.errors import InputError, expected
 from shardwright.core.fit import Fit
 from shardwright.core.job import Job
-from shardwright.lab.fit.remedies import remedies
 from shardwright.lab.fit.search import search
-from shardwright.lab.fit.variants import Footprints, Variants, at, changed_job, point_of, space_of
+from shardwright.lab.fit.variants import (
+    Footprints,
+    Variants,
+    at,
+    changed_job,
+    point_of,
+    remedies,
+    space_of,
+)
 
 __all__ = ["fit"]
 

@@ -23,9 +23,8 @@ from shardwright.lab.footprint.planned import planned_footprint
 from shardwright.lab.footprint.stages import PipelineRank, pipeline_ranks
 from shardwright.memory.allocator import AllocatorSettings
 from shardwright.memory.allocator.replay import ASSUMPTION
-from shardwright.memory.classes import rank_memory
-from shardwright.memory.details import module_memory, reserved, timeline
 from shardwright.memory.rank_step import Chunk, RankStep
+from shardwright.memory.results import module_memory, rank_memory, reserved, timeline
 from shardwright.trace.lowering import unknown_operators
 from shardwright.trace.treatment import Treatment
 

@@ -15,11 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.core.cluster import Device
 from shardwright.core.document import write_document
-from shardwright.lab.measure import collectives, machine, rows
+from shardwright.lab.measure import cases
 from shardwright.lab.measure.bench import Bench, Run
-from shardwright.lab.measure.memory_size import host_bytes
-from shardwright.lab.measure.samples import SCHEMA, Samples, samples_file
-from shardwright.lab.measure.sizes import BUFFERS
+from shardwright.lab.measure.samples import BUFFERS, SCHEMA, Samples, samples_file
 from shardwright.launcher.folder import store_file
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.progress import ProgressLog
@@ -88,23 +86,23 @@ class Worker:
     def _sections(self, link: Comm, bench: Bench) -> list[Section]:
         device, alone = self.device, self.world_size == 1
         sections = [
-            Section("memory", 3.0, lambda: machine.memory(device)),
-            Section("layers", 2.5, lambda: machine.compute(device)),
-            Section("small operations", 1.5, lambda: machine.operations(device)),
-            Section("embedding rows", 3.0, lambda: rows.accesses(device, self.world_size)),
-            Section("click-log rows", 1.0, lambda: rows.parsing(self.folder, self.rank)),
+            Section("memory", 3.0, lambda: cases.memory(device)),
+            Section("layers", 2.5, lambda: cases.compute(device)),
+            Section("small operations", 1.5, lambda: cases.operations(device)),
+            Section("embedding rows", 3.0, lambda: cases.accesses(device, self.world_size)),
+            Section("click-log rows", 1.0, lambda: cases.parsing(self.folder, self.rank)),
         ]
         if self.kind == "cuda":
-            sections.append(Section("host memory", 2.0, lambda: machine.link(device)))
+            sections.append(Section("host memory", 2.0, lambda: cases.link(device)))
         if not alone:
             sections += [
-                Section("collectives", 12.0, lambda: collectives.collectives(link)),
-                Section("overlap", 4.0, lambda: collectives.overlaps(link, bench)),
+                Section("collectives", 12.0, lambda: cases.collectives(link)),
+                Section("overlap", 4.0, lambda: cases.overlaps(link, bench)),
             ]
         return sections
 
     def _leave(self, bench: Bench, ways: Mapping[str, str]) -> None:
-        memory = {"ddr_cap": host_bytes()}
+        memory = {"ddr_cap": cases.host_bytes()}
         facts = {
             "system": f"{platform.system()} {platform.machine()}",
             "cores": str(os.cpu_count()),
