@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Train as torchrun's environment says; the status file tells the launcher how it ended."""
+    """Train as torchrun's environment says; the status file says how it ended."""
     if "RANK" not in os.environ:
         raise InputError(
             expected("RANK", "to be set by torchrun", "none", "Use shardwright train.")

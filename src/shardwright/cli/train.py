@@ -29,7 +29,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def finish(session: Session, *, json: bool = False) -> int:
-    """Tell how a run ended."""
+    """Say how a run ended."""
     if session.outcome.code != 0:
         print(f"shardwright: {session.outcome.reason}", file=sys.stderr)
         print(f"details in {outcome_file(session.folder)}", file=sys.stderr)

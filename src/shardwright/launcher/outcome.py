@@ -25,7 +25,7 @@ class RankOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``finished``: the work was done. ``failed``: the rank reported an error of its own, or
     (``peer`` true) it failed only because another one did. ``lost``: it ended, or hung, without
-    a word. ``stopped``: it was told to end. ``code`` is the rank's exit code, minus the signal
+    a word. ``stopped``: it was asked to end. ``code`` is the rank's exit code, minus the signal
     number where a signal is known to have killed it, None where nobody knows.
     """
 

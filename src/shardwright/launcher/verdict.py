@@ -1,7 +1,7 @@
 """Whose fault it is: from what is seen of every rank to one reason, as pure functions.
 
 The order of blame: a rank that reports an error of its own; a rank whose process is gone without
-a word; a rank that was told to stop; the rank that is behind while the others wait for it. A rank
+a word; a rank that was asked to stop; the rank that is behind while the others wait for it. A rank
 that only lost its peers is never blamed as long as there is another one.
 """
 
@@ -62,7 +62,7 @@ def _gone(running: Sequence[RankView]) -> list[RankView]:
 
 
 def _stopped_at_work(running: Sequence[RankView]) -> list[RankView]:
-    """All suspects, if every one was told to stop and one of them was not hanging."""
+    """All suspects, if every one was asked to stop and one of them was not hanging."""
     suspects = _suspects(running)
     sudden = any(view.quiet < _SUDDEN for view in suspects)
     return suspects if sudden and all(view.ended_as("stopped") for view in suspects) else []

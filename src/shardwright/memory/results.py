@@ -124,7 +124,7 @@ def reserved(
 ) -> Replay:
     """Two steps through the caching allocator: what was there before, then the step twice.
 
-    Where the device would be full, it is told what a larger one would hold.
+    Where the device would be full, it is what a larger one would hold.
     """
     found = replay(_requests(happenings), settings, capacity)
     if found.out_of_memory is None:

@@ -27,7 +27,7 @@ class Happening(NamedTuple):
 
 
 class Tape(Ledger):
-    """A ledger that writes down what it is told. ``slots`` are those of a rank's chunks."""
+    """A ledger that writes down every event. ``slots`` are those of a rank's chunks."""
 
     def __init__(self, slots: Sequence[Slots]) -> None:
         super().__init__()

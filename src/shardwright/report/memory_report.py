@@ -51,7 +51,7 @@ def memory_report(
         Text(SURE, style="dim"),
         drawn(modules) if modules else None,
         drawn(tensors) if tensors else None,
-        None if modules or tensors else _untold(footprint),
+        None if modules or tensors else _followed(footprint),
         drawn(device_sheet(footprint, rank)),
         listed("Assumptions", tuple(printable(t, TEXT_LIMIT) for t in footprint.assumptions)),
         Text(verdict_sentence(footprint), style=VERDICT_STYLES[footprint.verdict]),
@@ -59,12 +59,12 @@ def memory_report(
     )
 
 
-def _untold(footprint: Footprint) -> Text | None:
-    """Which class has its modules and tensors told, where this one has not."""
-    told = [rank.name for rank in footprint.ranks if rank.modules or rank.largest]
-    if not told:
+def _followed(footprint: Footprint) -> Text | None:
+    """Which class has its modules and tensors followed, where this one has not."""
+    followed = [rank.name for rank in footprint.ranks if rank.modules or rank.largest]
+    if not followed:
         return None
-    name = printable(told[0])
+    name = printable(followed[0])
     return Text(f"Modules, tensors and the timeline are followed for '{name}' only.", style="dim")
 
 
@@ -155,8 +155,8 @@ def _size(nbytes: int) -> str:
 
 def _places(rank: RankMemory) -> str:
     """Where in each phase its peak is."""
-    told = [f"{printable(p.phase)} in {printable(p.at)}" for p in rank.phases if p.at]
-    return f"Each phase is shown at its own peak: {', '.join(told)}." if told else ""
+    places = [f"{printable(p.phase)} in {printable(p.at)}" for p in rank.phases if p.at]
+    return f"Each phase is shown at its own peak: {', '.join(places)}." if places else ""
 
 
 def modules_sheet(rank: RankMemory, most: int = MOST_MODULES) -> Sheet | None:
@@ -295,7 +295,7 @@ def _left(least: int, most: int) -> str:
 
 
 TITLE = "Run on this machine: two steps as one CPU rank, whole fp32 parameters"
-# What a tracker tells apart and an estimate does not: a model's last activation, and gradients of
+# Kinds that a tracker knows and an estimate does not: a model's last activation, and gradients of
 # parameters that nothing shards.
 SAME: dict[Kind, Kind] = {"output": "activation", "unreduced_gradient": "gradient"}
 
@@ -326,8 +326,8 @@ def phases_sheet(predicted: Footprint, measured: Tracked) -> Sheet:
 def kinds_sheet(predicted: Footprint, measured: Tracked) -> Sheet:
     """Categories at the peak of the phase whose measured peak is highest."""
     phase = measured.peak.phase
-    told = {p.phase: p.by_category for p in predicted.worst.phases}
-    before, after = _merged(told.get(phase, {})), _merged(measured.peak.by_category)
+    kinds_of = {p.phase: p.by_category for p in predicted.worst.phases}
+    before, after = _merged(kinds_of.get(phase, {})), _merged(measured.peak.by_category)
     kinds = [k for k in in_order({*before, *after}) if before.get(k) or after.get(k)]
     return Sheet(
         f"By category at the peak, in {printable(phase)}",

@@ -33,7 +33,7 @@ from shardwright.report.marks import (
 from shardwright.report.memory_wording import headline, peak_text, verdict_sentence
 from shardwright.report.wording import counted, shortened
 
-# What belongs together has one hue; a texture tells areas apart without colour.
+# What belongs together has one hue; a texture distinguishes areas without colour.
 FILLS: dict[Kind, Fill] = {
     "weight": Fill("sw-blue", "#0072b2"),
     "gathered_weight": Fill("sw-sky", "#56b4e9", "M-1,-1L7,7M-1,5L1,7M5,-1L7,1"),
@@ -56,7 +56,7 @@ LONGEST = 64  # characters of what is said of the peak
 MARGIN = 14  # around a file of its own
 BAND = 16.0  # height of the row of phases
 COLUMNS = 420  # that moments are drawn in; the fullest of each is
-FAR = 2.5  # a capacity this many times the peak is told, not drawn
+FAR = 2.5  # a capacity this many times the peak is written, not drawn
 AXIS = "left to right: allocations and frees, not time"
 _PREFIX = "timeline"
 _VARIABLE = re.compile(r"var\(--[\w-]+,(#[0-9a-fA-F]+)\)")

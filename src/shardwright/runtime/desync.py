@@ -138,8 +138,8 @@ def peer_error(
     else:
         found = "all of them waiting for each other"
     if absence.elsewhere:
-        told = [f"rank {rank} at {said}" for rank, said in sorted(absence.elsewhere.items())]
-        found += f", and {'; '.join(told)}"
+        places = [f"rank {rank} at {said}" for rank, said in sorted(absence.elsewhere.items())]
+        found += f", and {'; '.join(places)}"
     return PeerError(
         expected(
             where,

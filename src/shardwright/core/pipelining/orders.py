@@ -154,7 +154,7 @@ def _in_turn(
 
 
 class _Work:
-    """Passes told by letter and chunk: F, B (whole backward), I (input), W (weights; without a
+    """Passes named by letter and chunk: F, B (whole backward), I (input), W (weights; without a
     chunk that of the oldest I). Each takes the next microbatch of its chunk."""
 
     def __init__(self) -> None:

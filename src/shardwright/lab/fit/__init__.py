@@ -23,14 +23,14 @@ __all__ = ["fit"]
 
 
 def fit(
-    job: Job, footprints: Footprints | None = None, tell: Callable[[str], None] = lambda _: None
+    job: Job, footprints: Footprints | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Fit:
     """Search around a job; ``footprints`` estimates one, by default as ``shardwright memory`` does.
 
     InputError where no capacity is known.
     """
     begun = time.perf_counter()
-    variants = Variants(footprints or _footprints(), tell)
+    variants = Variants(footprints or _footprints(), progress)
     variants.estimate(job)
     first = variants.first
     assert first is not None

@@ -32,11 +32,11 @@ Footprints = Callable[[Job], Footprint]
 
 
 class Variants:
-    """``footprints`` with a memory; ``tell`` hears of each new estimate."""
+    """``footprints`` with a memory; ``progress`` gets a line about each new estimate."""
 
-    def __init__(self, footprints: Footprints, tell: Callable[[str], None]) -> None:
+    def __init__(self, footprints: Footprints, progress: Callable[[str], None]) -> None:
         self._footprints = footprints
-        self._tell = tell
+        self._progress = progress
         self._known: dict[bytes, Estimate] = {}
         self.estimates = 0
         self.first: Footprint | None = None
@@ -49,7 +49,7 @@ class Variants:
             self._known[key] = self._made(job)
             self.estimates += 1
             batch, policy = job.batch, memory_of(job).checkpointing
-            self._tell(
+            self._progress(
                 f"{self.estimates} estimates; {batch.size} x {batch.sequence} on "
                 f"{job.cluster.world_size or self.world_size} ranks, checkpointing {policy}: "
                 f"{time.perf_counter() - begun:.1f} s"

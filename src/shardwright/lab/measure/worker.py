@@ -127,7 +127,7 @@ class Worker:
 
 
 def main() -> int:
-    """Measure as torchrun's environment says; the status file tells the launcher how it ended."""
+    """Measure as torchrun's environment says; the status file says how it ended."""
     parser = argparse.ArgumentParser(prog="shardwright.lab.measure.worker")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quick", action="store_true")
