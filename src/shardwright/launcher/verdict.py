@@ -103,9 +103,15 @@ def exit_code(
     if verdict.kind in ("error", "stopped") and first.status is not None:
         return first.status.code or EXIT_PREEMPTED
     if verdict.kind == "lost" and first.beat is None and words:
-        code = exits.get(first.rank, EXIT_BUG)
-        return EXIT_INPUT if code == EXIT_INPUT else EXIT_BUG if code > 0 else EXIT_RUN_FAILED
+        return _code_of_a_start_that_failed(exits.get(first.rank, EXIT_BUG))
     return EXIT_RUN_FAILED
+
+
+def _code_of_a_start_that_failed(code: int) -> int:
+    """Of a worker that never lived: bad input has its own code, another code is our bug."""
+    if code == EXIT_INPUT:
+        return EXIT_INPUT
+    return EXIT_BUG if code > 0 else EXIT_RUN_FAILED
 
 
 def reason(
@@ -117,22 +123,17 @@ def reason(
     if verdict.kind in ("error", "stopped"):
         assert first.status is not None
         return f"{who}: {first.status.message}{_at(first.status)}"
+    tail = f": {words}" if words else ""
     if verdict.kind == "lost":
-        cause = _cause(exits.get(first.rank))
-        tail = f": {words}" if words else ""
-        if first.beat is None:
-            return f"{who} died before a sign of life{cause}{tail}"
-        return f"{who} died without a word at {place(first.beat)}{cause}{tail}"
+        when = "before a sign of life" if first.beat is None else _without_a_word(first.beat)
+        return f"{who} died {when}{_cause(exits.get(first.rank))}{tail}"
     others = tuple(sorted(set(views) - set(verdict.ranks)))
     waited = f"; {naming(others)} waited" if others else ""
     how = " (the process is stopped)" if first.process == "stopped" else ""
+    seconds = f"for {verdict.waited:.0f} s{how}"
     if first.beat is None:
-        tail = f": {words}" if words else ""
-        return f"{who} showed no sign of life for {verdict.waited:.0f} s{how}{waited}{tail}"
-    at = first.beat
-    step = "" if at.step is None else f"step {at.step}, "
-    where = f"{step}{at.phase}, collective {at.sequence}"
-    return f"{who} made no progress for {verdict.waited:.0f} s{how}; {where}{waited}"
+        return f"{who} showed no sign of life {seconds}{waited}{tail}"
+    return f"{who} made no progress {seconds}; {_standstill(first.beat)}{waited}"
 
 
 def naming(ranks: Sequence[int]) -> str:
@@ -140,8 +141,14 @@ def naming(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def place(beat: Beat) -> str:
-    return beat.phase if beat.step is None else f"step {beat.step} in {beat.phase}"
+def _without_a_word(beat: Beat) -> str:
+    at = beat.phase if beat.step is None else f"step {beat.step} in {beat.phase}"
+    return f"without a word at {at}"
+
+
+def _standstill(beat: Beat) -> str:
+    step = "" if beat.step is None else f"step {beat.step}, "
+    return f"{step}{beat.phase}, collective {beat.sequence}"
 
 
 def _at(status: RankOutcome) -> str:

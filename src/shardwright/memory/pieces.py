@@ -26,7 +26,7 @@ class Summaries:
         self._found: dict[int, Summary] = {}
 
     def of(self, piece: Piece) -> Summary:
-        """The piece's sums; pieces are told apart by identity."""
+        """The piece's sums; pieces are distinguished by identity."""
         found = self._found.get(id(piece))
         if found is None:
             found = self._found[id(piece)] = self._sum(piece)
