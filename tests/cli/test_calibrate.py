@@ -13,7 +13,7 @@ import pytest
 
 from shardwright.core.calibration import SCHEMA, read_calibration
 from shardwright.cost.presets import LOCAL
-from shardwright.lab.launcher.processes import MARK
+from shardwright.launcher.folder import MARK
 
 JOB = """
 [cluster]

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.errors import InputError
-from shardwright.core.outcome import Outcome, decode_outcome
-from shardwright.lab.launcher import launch as launching
-from shardwright.lab.launcher.launch import Launch, launch
-from shardwright.lab.launcher.processes import MARK
-from shardwright.runtime.pulse import read_pulse
+from shardwright.launcher import launch as launching
+from shardwright.launcher.folder import MARK
+from shardwright.launcher.heartbeat import read_heartbeat
+from shardwright.launcher.launch import Launch, launch
+from shardwright.launcher.outcome import Outcome, decode_outcome
 
 HERE = Path(__file__).parent
 HANGS = 60.0  # seconds after which nothing will come; an endless worker lives for 100
@@ -66,7 +66,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 def start_launcher(folder: Path) -> subprocess.Popen[bytes]:
     """A launcher in its own process, with both ranks past their start."""
     code = (
-        "import sys; from pathlib import Path; from shardwright.lab.launcher.launch import *;"
+        "import sys; from pathlib import Path; from shardwright.launcher.launch import *;"
         f"folder = Path({str(folder)!r});"
         "outcome = launch(Launch('workers', (str(folder), 'endless'), 2, folder));"
         "assert 'torch' not in sys.modules;"
@@ -79,8 +79,8 @@ def start_launcher(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def moving(folder: Path, rank: int) -> bool:
-    pulse = read_pulse(folder / f"rank-{rank}.pulse")
-    return pulse is not None and pulse.sequence > 3
+    heartbeat = read_heartbeat(folder / f"rank-{rank}.pulse")
+    return heartbeat is not None and heartbeat.sequence > 3
 
 
 def test_a_run_that_finishes_ends_with_0_and_listens_on_loopback_only(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_workers_of_a_killed_launcher_that_cannot_end_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = start_launcher(tmp_path)
-    reading = read_pulse(tmp_path / "rank-1.pulse")
+    reading = read_heartbeat(tmp_path / "rank-1.pulse")
     assert reading is not None
     os.kill(reading.pid, signal.SIGSTOP)
     launcher.kill()

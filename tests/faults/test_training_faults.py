@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.job import TrainSection
-from shardwright.core.outcome import Outcome, decode_outcome
-from shardwright.runtime.pulse import PulseReading, read_pulse
+from shardwright.launcher.heartbeat import Beat, read_heartbeat
+from shardwright.launcher.outcome import Outcome, decode_outcome
 
 TIMEOUT = 4.0
 HANGS = 300.0  # seconds after which nothing will come
@@ -89,11 +89,11 @@ def hurt(folder: Path, rank: int, number: signal.Signals) -> tuple[int, str]:
     return process.returncode, errors
 
 
-def wait_for_step(folder: Path, rank: int, process: subprocess.Popen[str]) -> PulseReading:
+def wait_for_step(folder: Path, rank: int, process: subprocess.Popen[str]) -> Beat:
     limit = time.monotonic() + HANGS
     while time.monotonic() < limit and process.poll() is None:
         path = folder / "run" / f"rank-{rank}.pulse"
-        reading = read_pulse(path) if path.exists() else None
+        reading = read_heartbeat(path) if path.exists() else None
         if reading is not None and (reading.step or 0) > 20:
             return reading
         time.sleep(0.05)

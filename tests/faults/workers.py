@@ -10,7 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from shardwright.core.errors import InputError, NoPlanError
-from shardwright.runtime.pulse import ProgressLog, Pulse, run_worker, store_file
+from shardwright.launcher.folder import store_file
+from shardwright.launcher.heartbeat import Heartbeat
+from shardwright.launcher.progress import ProgressLog
+from shardwright.launcher.worker import run_worker
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FOLDER = Path(sys.argv[1])
@@ -18,13 +21,13 @@ fault = sys.argv[2]
 STEPS = 10
 
 
-def body(pulse: Pulse) -> None:
-    pulse.mark("load")
+def body(heartbeat: Heartbeat) -> None:
+    heartbeat.mark("load")
     if fault == "no_plan":
         raise NoPlanError("plan: expected at most 1 GiB on rank 0, got 2 GiB.")
     if fault == "endless":  # no torch: nothing but signs of life
         for step in range(10_000):
-            pulse.begin("forward", step)
+            heartbeat.begin("forward", step)
             time.sleep(0.01)
     import torch
     import torch.distributed as dist
@@ -35,7 +38,7 @@ def body(pulse: Pulse) -> None:
     )
     progress = ProgressLog(FOLDER)
     for step in range(STEPS):
-        pulse.begin("exchange_rows", step)
+        heartbeat.begin("exchange_rows", step)
         if step == 7:
             break_down()
         value = torch.ones(4)

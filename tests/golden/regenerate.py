@@ -14,10 +14,10 @@ import msgspec
 from shardwright.core.document import encode_document
 from shardwright.core.job import Job, parse_job
 from shardwright.core.measurement import SCHEMA, Curve, Measurement, Quality
-from shardwright.core.outcome import OUTCOME_SCHEMA, Outcome, RankOutcome, encode_outcome
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import PEAK, Event, encode
 from shardwright.lab.recordings import plan
+from shardwright.launcher.outcome import OUTCOME_SCHEMA, Outcome, RankOutcome, encode_outcome
 
 FOLDER = Path(__file__).parent
 KINDS: dict[str, type[msgspec.Struct]] = {

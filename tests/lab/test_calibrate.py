@@ -16,19 +16,22 @@ from shardwright.cost.constants import cluster
 from shardwright.cost.network import CROSSINGS
 from shardwright.cost.presets import LOCAL, PRESETS
 from shardwright.lab.calibrate import calibrate
-from shardwright.lab.measure.figures import DEVICE_SHARE, HOST_SHARE, calibration
-from shardwright.lab.measure.line import fit
-from shardwright.lab.measure.memory_size import host_bytes
-from shardwright.lab.measure.samples import SCHEMA, Case, Samples, Times, spread
-from shardwright.lab.measure.sizes import (
+from shardwright.lab.measure.cases import host_bytes
+from shardwright.lab.measure.figures import DEVICE_SHARE, HOST_SHARE, calibration, fit
+from shardwright.lab.measure.samples import (
     BUFFERS,
     FLOAT,
     OVERLAPPED,
     PARTS,
+    SCHEMA,
     WIDTHS,
+    Case,
+    Samples,
+    Times,
     collective_case,
     overlap_case,
     row_case,
+    spread,
 )
 
 DAY = "2026-11-21"

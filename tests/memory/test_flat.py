@@ -11,7 +11,7 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.memory.flat import FlatUnits
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding
-from shardwright.memory.summaries import STAYING
+from shardwright.memory.pieces import STAYING
 
 NAMES = ("", "first", "last")  # the root's own parameters come first
 BACKWARDS = ("", "last", "first")

@@ -12,7 +12,7 @@ from shardwright.memory.fsdp2 import FSDP2
 from shardwright.memory.fsdp2_sizes import cut_dim, local_chunk
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding
-from shardwright.memory.summaries import STAYING
+from shardwright.memory.pieces import STAYING
 
 ROWS, COLUMNS = 10, 6
 NAMES = ("first", "middle", "last")

@@ -10,8 +10,8 @@ import pytest
 from shardwright.core.tensor import TensorSpec
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding
+from shardwright.memory.pieces import STAYING
 from shardwright.memory.replicated import Replicated
-from shardwright.memory.summaries import STAYING
 
 SHAPES = [(50, 4), (30, 4), (30, 2), (10, 10), (7,)]
 NUMEL = sum(TensorSpec("", shape).numel for shape in SHAPES)

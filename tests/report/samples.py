@@ -127,6 +127,7 @@ def unit(name: str, sharded: bool) -> UnitPlan:
     return UnitPlan(
         name=name,
         modules=(name,),
+        members=(name,),
         tensors=(f"{name}.0.weight", f"{name}.0.bias"),
         parameter=where,
         gradient=where,
@@ -193,6 +194,7 @@ def plan(**changes: Any) -> Plan:
         ),
         tables=tables,
         units=(unit("bottom", False), unit("top", True)),
+        recording=None,
         prefetch=0,
         blocks=encode(blocks(tables, asked)),
         timeline=timeline(1.0),

@@ -8,7 +8,7 @@ import msgspec
 from footprints import GIB, footprint
 
 from shardwright.core.footprint import Footprint, Sample
-from shardwright.report.memory_picture import (
+from shardwright.report.memory_timeline import (
     COLUMNS,
     FILLS,
     HEIGHT,

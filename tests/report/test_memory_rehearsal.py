@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shardwright.core.footprint import PhasePeak
 from shardwright.core.tracked import Tracked
-from shardwright.report.memory_rehearsal import rehearsal_report
+from shardwright.report.memory_report import rehearsal_report
 
 
 def flowed(measured: Tracked) -> str:

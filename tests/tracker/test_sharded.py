@@ -13,7 +13,7 @@ from tracker_tasks import BATCH, LENGTH, Case, fake_world, sharded
 
 from shardwright.runtime.optimizer import optimizer_parameters
 from shardwright.runtime.units.registry import storages_in
-from shardwright.tracker.announce import told
+from shardwright.tracker.announce import announce
 from shardwright.tracker.memory import MemoryTracker
 
 RANKS = 4
@@ -107,9 +107,9 @@ def test_a_model_that_is_left_gathered_tells_its_shards_all_the_same(mesh: Devic
 def test_what_a_runtime_tells_is_heard_with_a_model_only() -> None:
     made = torch.ones(4)
     with MemoryTracker() as tracker:
-        told(made, "cache")
+        announce(made, "cache")
         assert tracker.total == 0
     with MemoryTracker(nn.Linear(1, 1)) as tracker:
-        told(made, "cache")
+        announce(made, "cache")
         assert tracker.live["cache"] == 16
-    told(made, "cache")  # nobody listens
+    announce(made, "cache")  # nobody listens

@@ -47,7 +47,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.json:
         shared.print_json(attempt.found)
     else:
-        from shardwright.report.calibration_sheets import calibration_summary
+        from shardwright.report.table import calibration_summary
 
         shared.show(calibration_summary(attempt.found))
     print(f"cluster written to {options.output}", file=sys.stderr)

@@ -9,7 +9,7 @@ from shardwright.core.errors import EXIT_MISMATCH, EXIT_OK, InputError, expected
 from shardwright.core.measurement import read_measurement
 from shardwright.core.plan import read_plan
 from shardwright.lab.compare import compare
-from shardwright.lab.folder import measurement_file, plan_file
+from shardwright.launcher.folder import measurement_file, plan_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -110,7 +110,7 @@ def _constants(plan: Plan) -> list[str]:
 
 
 def _ranks(plan: Plan, wanted: int | None) -> list[str]:
-    """Each rank's seconds and bytes as sums; what is alike on several ranks is told once."""
+    """Each rank's seconds and bytes as sums; what is alike on several ranks is shown once."""
     peaks, order = phase_peaks(decode(plan.timeline)), tuple(parts_of(plan))
     ranks = [totals for totals in plan.ranks if wanted in (None, totals.rank)]
     slowest = sorted(ranks, key=lambda totals: (-totals.seconds, totals.rank))
@@ -121,10 +121,10 @@ def _ranks(plan: Plan, wanted: int | None) -> list[str]:
     ]
 
 
-def _grouped(told: Sequence[tuple[int, list[str]]], rest: str) -> list[str]:
-    """What is told of each rank; only the first groups where there are many."""
+def _grouped(texts: Sequence[tuple[int, list[str]]], rest: str) -> list[str]:
+    """What is shown of each rank; only the first groups where there are many."""
     groups: dict[tuple[str, ...], list[int]] = {}
-    for rank, lines in told:
+    for rank, lines in texts:
         groups.setdefault(tuple(lines), []).append(rank)
     shown = list(groups.items())[:MOST_GROUPS]
     found: list[str] = []
@@ -132,7 +132,7 @@ def _grouped(told: Sequence[tuple[int, list[str]]], rest: str) -> list[str]:
         many = f"ranks {ranks_text(ranks, world_size=0)}"
         found.append(f"{many if len(ranks) > 1 else f'rank {ranks[0]}'}: {first}")
         found += [f"  {line}" for line in more]
-    left = len(told) - sum(len(ranks) for _, ranks in shown)
+    left = len(texts) - sum(len(ranks) for _, ranks in shown)
     if left:
         found.append(f"{left} more ranks are {rest}; one of them: --rank R")
     return found

@@ -31,7 +31,7 @@ def execute(options: argparse.Namespace) -> int:
 
     progress = _Progress()
     try:
-        found = fit(job, tell=progress)
+        found = fit(job, progress=progress)
     finally:
         progress.end()
     if options.json:
@@ -52,15 +52,15 @@ class _Progress:
     """The last estimate on stderr: one line that is written over, or a line now and then."""
 
     def __init__(self) -> None:
-        self._begun = self._told = time.monotonic()
+        self._begun = self._last = time.monotonic()
         self._over = sys.stderr.isatty()
         self._shown = False
 
     def __call__(self, text: str) -> None:
         now = time.monotonic()
-        if now - self._begun < QUIET or (not self._over and now - self._told < EVERY):
+        if now - self._begun < QUIET or (not self._over and now - self._last < EVERY):
             return
-        self._told, self._shown = now, True
+        self._last, self._shown = now, True
         print(f"\r\x1b[K{text}" if self._over else text, end="", file=sys.stderr, flush=True)
         if not self._over:
             print(file=sys.stderr)

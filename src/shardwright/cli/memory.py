@@ -58,13 +58,13 @@ def execute(options: argparse.Namespace) -> int:
         _write_timeline(found, rank, options.timeline)
     real = _rehearsed(job) if options.real else None
     if options.json:
-        told = as_report(found, rank)
+        report = as_report(found, rank)
         if real:
-            told["real"] = {
+            report["real"] = {
                 "predicted": as_report(real[0], real[0].worst),
                 "measured": msgspec.structs.replace(real[1], snapshots=()),
             }
-        shared.print_json(told)
+        shared.print_json(report)
     else:
         _show(found, rank, real, full=options.full)
     return EXIT_NO_PLAN if found.verdict == "does not fit" else EXIT_OK
@@ -77,7 +77,7 @@ def _show(
 
     shared.show(memory_report(footprint, rank, full=full))
     if real:
-        from shardwright.report.memory_rehearsal import rehearsal_report
+        from shardwright.report.memory_report import rehearsal_report
 
         print()
         shared.show(rehearsal_report(*real))
@@ -98,10 +98,10 @@ def as_report(footprint: Footprint, rank: RankMemory) -> dict[str, object]:
     classes = []
     for each in footprint.ranks:
         least, most = footprint.needs(each)
-        told = msgspec.to_builtins(msgspec.structs.replace(each, kinds=(), timeline=()))
+        fields = msgspec.to_builtins(msgspec.structs.replace(each, kinds=(), timeline=()))
         classes.append(
             {
-                **told,
+                **fields,
                 "verdict": footprint.verdict_of(each),
                 "needs_bytes": {"least": least, "most": most},
             }
@@ -136,8 +136,7 @@ def _check_timeline(path: Path | None) -> None:
 
 
 def _write_timeline(footprint: Footprint, rank: RankMemory, path: Path) -> None:
-    from shardwright.report.memory_picture import standalone, timeline_chart
-    from shardwright.report.memory_trace import chrome_trace
+    from shardwright.report.memory_timeline import chrome_trace, standalone, timeline_chart
 
     if not rank.timeline:
         raise InputError(

@@ -9,11 +9,11 @@ from pathlib import Path
 from shardwright.core.document import write_atomically
 from shardwright.core.job import named_files
 from shardwright.core.measurement import read_measurement
-from shardwright.core.outcome import decode_outcome
 from shardwright.core.outputs import REPORT, check_output
 from shardwright.core.plan import read_plan
 from shardwright.lab.compare import compare
-from shardwright.lab.folder import measurement_file, outcome_file, plan_file
+from shardwright.launcher.folder import measurement_file, outcome_file, plan_file
+from shardwright.launcher.outcome import decode_outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from shardwright.core.errors import InputError, expected
-from shardwright.lab.folder import check_inputs
+from shardwright.launcher.folder import check_inputs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,13 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Train as torchrun's environment says; the status file tells the launcher how it ended."""
+    """Train as torchrun's environment says; the status file says how it ended."""
     if "RANK" not in os.environ:
         raise InputError(
             expected("RANK", "to be set by torchrun", "none", "Use shardwright train.")
         )
     from shardwright.lab.training import train_rank
-    from shardwright.runtime.pulse import run_worker
+    from shardwright.launcher.worker import run_worker
 
     rank = int(os.environ["RANK"])
     check_inputs(options.out, (), options.plan)
@@ -32,5 +32,5 @@ def execute(options: argparse.Namespace) -> int:
     return run_worker(
         options.out,
         rank,
-        lambda pulse: train_rank(options.plan, options.out, options.store, pulse),
+        lambda heartbeat: train_rank(options.plan, options.out, options.store, heartbeat),
     )

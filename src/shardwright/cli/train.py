@@ -10,8 +10,8 @@ from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.measurement import Quality
 from shardwright.core.plan import Plan, read_plan
-from shardwright.lab.folder import outcome_file
 from shardwright.lab.session import Session, run
+from shardwright.launcher.folder import outcome_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def finish(session: Session, *, json: bool = False) -> int:
-    """Tell how a run ended."""
+    """Say how a run ended."""
     if session.outcome.code != 0:
         print(f"shardwright: {session.outcome.reason}", file=sys.stderr)
         print(f"details in {outcome_file(session.folder)}", file=sys.stderr)

@@ -2,8 +2,8 @@
 
 A block with as many offsets as its tensor has dimensions is a rectangle. A block with a single
 offset on a tensor of more dimensions is a range of its elements in row-major order: that is how
-the even cut of a flat buffer, which crosses tensors and rows, is told. Blocks of no elements are
-left out. In a plan the list is run-length encoded.
+the even cut of a flat buffer, which crosses tensors and rows, is recorded. Blocks of no elements
+are left out. In a plan the list is run-length encoded.
 """
 
 from __future__ import annotations

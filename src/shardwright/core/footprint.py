@@ -1,9 +1,9 @@
 """How much memory a training step takes, rank by rank, before it is run.
 
-Ranks that hold and do the same are one class, so sixteen thousand of them are told by a few. Every
-figure says how sure it is: ``exact`` is arithmetic or a trace, ``modelled`` rests on a model of the
-device (what its kernels keep, how its allocator rounds), ``assumed`` on a constant that a user
-may replace.
+Ranks that hold and do the same are one class, so sixteen thousand of them are described by a few.
+Every figure says how sure it is: ``exact`` is arithmetic or a trace, ``modelled`` rests on a model
+of the device (what its kernels keep, how its allocator rounds), ``assumed`` on a constant that a
+user may replace.
 """
 
 from __future__ import annotations

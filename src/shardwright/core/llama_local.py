@@ -1,7 +1,8 @@
 """The part of a Llama-style decoder that one rank holds under tensor, pipeline, context and expert
 parallelism. Free of torch.
 
-Sharding over data ranks (FSDP, ZeRO) is not told here: it cuts whatever the rank holds by bytes.
+Sharding over data ranks (FSDP, ZeRO) is not described here: it cuts whatever the rank holds by
+bytes.
 """
 
 from __future__ import annotations

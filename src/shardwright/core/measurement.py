@@ -1,4 +1,4 @@
-"""What a run measured, in the same event type as a plan's prediction."""
+"""What a run measured, and what of it one rank leaves behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,26 @@ from typing import Literal
 import msgspec
 
 from shardwright.core.document import read_document, write_document
-from shardwright.core.timeline import EventRun
+from shardwright.core.timeline import Event, EventRun
+
+RECORD_SCHEMA = "shardwright.record/1"
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's events, its own losses (mean over its batch, every step) and its throughput."""
+
+    schema: Literal["shardwright.record/1"]
+    plan_fingerprint: str
+    rank: int
+    events: tuple[Event, ...]
+    losses: tuple[float, ...]
+    seconds_per_step: float
+    memory_steps: tuple[int, ...]
+    time_steps: tuple[int, ...]
+    bad_rows: int
+    versions: dict[str, str]
+    machine: dict[str, str]
+
 
 SCHEMA = "shardwright.measurement/1"
 

@@ -1,6 +1,6 @@
 """A way to shard one table, before it is decided which ranks get the shards.
 
-Shards that are alike are told together as a :class:`ShardRun`, so an option costs the same to
+Shards that are alike are kept together as a :class:`ShardRun`, so an option costs the same to
 describe on 8 ranks and on 8,000.
 """
 

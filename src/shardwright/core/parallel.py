@@ -191,11 +191,13 @@ def check_divides(
         )
     parts = found.context * (found.tensor if found.sequence else 1)
     if sequence % parts:
-        told = f"context {found.context}"
-        told += f" x tensor {found.tensor}" if found.sequence else ""
+        factors = f"context {found.context}"
+        factors += f" x tensor {found.tensor}" if found.sequence else ""
         raise InputError(
             expected(
-                f"{where}: batch.sequence", f"a multiple of {parts}, which is {told}", str(sequence)
+                f"{where}: batch.sequence",
+                f"a multiple of {parts}, which is {factors}",
+                str(sequence),
             )
         )
 

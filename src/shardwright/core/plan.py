@@ -61,7 +61,7 @@ class ShardPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TablePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was chosen for a table; shards that are alike on ranks that follow are told together.
+    """What was chosen for a table; shards that are alike on ranks that follow are kept together.
 
     ``cache_load_factor`` is the share of its rows that is cached, where the table has a cache.
     """

@@ -219,9 +219,9 @@ class MemoryPrice(msgspec.Struct, frozen=True):
 class Statistics(msgspec.Struct, frozen=True):
     """Everything at once; lists over ranks and tables are in the plan's order.
 
-    ``decisive`` is the memory that weights live in, whose peaks are told. ``sum_of_maxima`` are the
-    seconds of a step whose every part takes as long as on the slowest rank for it; ``excess`` is by
-    what share the slowest rank is above the mean.
+    ``decisive`` is the memory that weights live in, whose peaks these are. ``sum_of_maxima`` are
+    the seconds of a step whose every part takes as long as on the slowest rank for it; ``excess``
+    is by what share the slowest rank is above the mean.
     """
 
     decisive: Tier

@@ -18,7 +18,7 @@ from shardwright.core.tensor import element_bytes
 MAX_ROWS = 2**40
 MAX_DIM = 2**16
 MAX_COLUMN_SHARDS = 4096
-NOTES = ("source", "kind", "dim")  # of a table file: told, not used
+NOTES = ("source", "kind", "dim")  # of a table file: for people, not used
 
 
 def read_tables(name: str, job_path: Path | None) -> list[Any]:

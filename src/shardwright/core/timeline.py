@@ -47,7 +47,7 @@ Kind = Literal[
 EXACT_KINDS: tuple[Kind, ...] = ("weight", "gradient", "optimizer_state", "padding")
 
 MAX_RUN = 2**20  # ranks in one run
-PEAK = "peak"  # the name of an event that tells a kind's live bytes at a phase's peak
+PEAK = "peak"  # the name of an event with a kind's live bytes at a phase's peak
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):

@@ -42,7 +42,7 @@ class Sheet(msgspec.Struct, frozen=True):
     date: str
 
     def says(self, value: float, unit: str, what: str = "") -> Constant:
-        """A constant read from it, or worked out from it as ``what`` tells."""
+        """A constant read from it, or worked out from it as ``what`` says."""
         return Constant(value, unit, f"{self.name}, {what}" if what else self.name, self.date)
 
 
@@ -65,7 +65,7 @@ _KEPT_BY_MALLOC = Constant(
     float(32 * 2**20), "B", "glibc, mallopt(3): M_MMAP_THRESHOLD at its highest", TODAY
 )
 
-# What no data sheet tells of any machine.
+# What no data sheet says about any machine.
 _ANYWHERE = {
     "parse_cost": Constant(11e-6, "s", _BENCH + ", one click-log row of text", TODAY),
     "sgd_passes": assumed(3.0, "touches", "read weight and gradient, write"),
@@ -76,7 +76,7 @@ _ANYWHERE = {
     "cache_miss_rate": assumed(1.0, "share", "ids spread evenly over the rows, none cached"),
 }
 
-# What no data sheet tells of an accelerator.
+# What no data sheet says about an accelerator.
 _ACCELERATOR = _ANYWHERE | {
     "row_latency": assumed(0.0, "s", "hidden by parallel access"),
     "operation_latency": assumed(5e-6, "s", "one kernel launch"),

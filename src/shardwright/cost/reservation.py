@@ -31,7 +31,7 @@ class Reservation:
     """What is left for tables on each rank, and what was set aside or foreseen on every rank.
 
     ``dense`` and ``kjt`` (the inputs of a step, TorchRec's keyed jagged tensors) are bytes of HBM
-    and DDR; None where a rule does not look at them. Fixed rules tell ``kjt`` and reserve none.
+    and DDR; None where a rule does not look at them. Fixed rules give ``kjt`` and reserve none.
     """
 
     capacities: tuple[Bytes, ...]
@@ -162,12 +162,12 @@ def _check(section: ReservationSection, found: Reservation, capacities: Sequence
     assert found.kjt is not None
     most = capacities[rank][0]
     raise NoPlanError(
-        f"planner.reservation: nothing is left for tables on rank {rank}: of {_told(most)} of HBM "
-        f"{section.percentage:.0%} is set aside, {_told(found.dense[0])} for dense parameters and "
-        f"{_told(found.kjt[0])} for inputs, {_told(missing[rank])} too much. Set aside less, give "
+        f"planner.reservation: nothing is left for tables on rank {rank}: of {_size(most)} of HBM "
+        f"{section.percentage:.0%} is set aside, {_size(found.dense[0])} for dense parameters and "
+        f"{_size(found.kjt[0])} for inputs, {_size(missing[rank])} too much. Set aside less, give "
         "dense_bytes or multiplier as they are, or use a smaller batch."
     )
 
 
-def _told(nbytes: int) -> str:
+def _size(nbytes: int) -> str:
     return f"{nbytes:,} B ({format_bytes(nbytes)})"

@@ -225,7 +225,7 @@ class _Fault:
 
 
 def _detect(path: Path) -> _Spelling:
-    """Tells the two spellings apart by the first line, or says why the file is neither."""
+    """Recognizes the spelling by the first line, or says why the file is neither."""
     if not path.is_file():
         found = "a directory" if path.is_dir() else "something else" if path.exists() else "nothing"
         raise InputError(expected(str(path), "a file", found, "Check data.path."))

@@ -243,7 +243,7 @@ class ClickModel:
         # Past the head no id is frequent, and the law of large numbers gives mean 0, deviation 1.
         tail = (1.0 - missing) * (1.0 - float(edges[-1]))
         variance = float((chance * traits**2).sum()) + tail - mean**2
-        if variance < 1e-12:  # a column with one value tells nothing
+        if variance < 1e-12:  # a column with one value says nothing
             return np.zeros(len(ids))
         return (_normals(self.seed, stream, ids.astype(np.uint64)) - mean) / math.sqrt(variance)
 

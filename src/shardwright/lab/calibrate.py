@@ -15,10 +15,10 @@ import msgspec
 from shardwright.core.calibration import Calibration
 from shardwright.core.document import read_document
 from shardwright.core.errors import EXIT_BUG, EXIT_RUN_FAILED, InputError, expected
-from shardwright.core.outcome import Outcome
-from shardwright.lab.launcher.launch import Launch, launch
 from shardwright.lab.measure.figures import calibration
 from shardwright.lab.measure.samples import SCHEMA, Samples, samples_file
+from shardwright.launcher.launch import Launch, launch
+from shardwright.launcher.outcome import Outcome
 
 MODULE = "shardwright.lab.measure.worker"
 MOST_RANKS = 256

@@ -10,16 +10,21 @@ from shardwright.core.comparison import Comparison
 from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import MismatchError, expected
 from shardwright.core.job import Job, named_files
+from shardwright.core.measurement import (
+    RECORD_SCHEMA,
+    Curve,
+    Measurement,
+    Quality,
+    Record,
+    write_measurement,
+)
 from shardwright.core.measurement import SCHEMA as MEASUREMENT_SCHEMA
-from shardwright.core.measurement import Curve, Measurement, Quality, write_measurement
-from shardwright.core.outcome import Outcome
 from shardwright.core.outputs import same_file
 from shardwright.core.plan import Plan, write_plan
-from shardwright.core.record import SCHEMA as RECORD_SCHEMA
-from shardwright.core.record import Record
 from shardwright.core.timeline import encode
 from shardwright.lab.compare import compare
-from shardwright.lab.folder import (
+from shardwright.lab.sources import check_undivided, source_of
+from shardwright.launcher.folder import (
     check_folder,
     check_inputs,
     comparison_file,
@@ -28,10 +33,10 @@ from shardwright.lab.folder import (
     record_file,
     results_of_a_run,
     scores_file,
+    store_file,
 )
-from shardwright.lab.launcher.launch import Launch, launch
-from shardwright.lab.sources import check_undivided, source_of
-from shardwright.runtime.pulse import store_file
+from shardwright.launcher.launch import Launch, launch
+from shardwright.launcher.outcome import Outcome
 
 CURVE_POINTS = 500
 SETUP_TIMEOUT = 300.0

@@ -25,18 +25,19 @@ from shardwright import __version__
 from shardwright.core.document import write_document
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import named_files
+from shardwright.core.measurement import RECORD_SCHEMA, Record
 from shardwright.core.plan import Plan, read_plan
-from shardwright.core.record import SCHEMA, Record
 from shardwright.core.timeline import Event, Phase
-from shardwright.lab.folder import check_inputs, record_file, scores_file
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Batch
+from shardwright.launcher.folder import check_inputs, record_file, scores_file
+from shardwright.launcher.heartbeat import Heartbeat
+from shardwright.launcher.progress import ProgressLog
 from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter, exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
-from shardwright.runtime.pulse import ProgressLog, Pulse
 
 MEMORY_STEPS = (3, 4, 5)
 PROGRESS_SECONDS = 0.2
@@ -45,13 +46,13 @@ PROGRESS_SECONDS = 0.2
 class Training:
     """One rank of a run."""
 
-    def __init__(self, plan: Plan, folder: Path, rank: int, pulse: Pulse) -> None:
+    def __init__(self, plan: Plan, folder: Path, rank: int, heartbeat: Heartbeat) -> None:
         self.plan = plan
         self.job = plan.job
         self.folder = folder
         self.rank = rank
         self.task = task_of(plan.job)
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         self.step = 0
         self.device = torch.device("cpu")
         if plan.cluster.compute_device == "cuda":
@@ -65,9 +66,9 @@ class Training:
 
     def _listen(self, phase: Phase | None) -> None:
         if phase is None:
-            self.pulse.begin(step=self.step)
+            self.heartbeat.begin(step=self.step)
         else:
-            self.pulse.mark(phase, self.step)
+            self.heartbeat.mark(phase, self.step)
 
     def run(self) -> None:
         """Train to the end and leave a record, and scores of what is held out."""
@@ -153,7 +154,7 @@ class Training:
 
     @torch.no_grad()
     def _evaluate(self, model: nn.Module) -> None:
-        self.pulse.mark("evaluate")
+        self.heartbeat.mark("evaluate")
         model.eval()
         rows = [
             self.task.scores(model, self._tensors(batch), numbers)
@@ -165,7 +166,7 @@ class Training:
     def _leave_record(self) -> None:
         steps = range(1, self.job.train.steps + 1)
         record = Record(
-            schema=SCHEMA,
+            schema=RECORD_SCHEMA,
             plan_fingerprint=self.plan.fingerprint,
             rank=self.rank,
             events=(*self.exact, *self.meter.events()),
@@ -189,7 +190,7 @@ class Training:
         write_document(record, record_file(self.folder, self.rank))
 
 
-def train_rank(plan_path: Path, folder: Path, store: Path | None, pulse: Pulse) -> None:
+def train_rank(plan_path: Path, folder: Path, store: Path | None, heartbeat: Heartbeat) -> None:
     """The body of a worker: join the others (by ``store``, or torchrun's environment) and train."""
     rank, world_size = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
     if rank < 0 or world_size < 1:
@@ -210,7 +211,7 @@ def train_rank(plan_path: Path, folder: Path, store: Path | None, pulse: Pulse) 
     backend = "nccl" if plan.cluster.compute_device == "cuda" else "gloo"
     comm.start(backend, plan.job.train.timeout, rank, world_size, store)
     try:
-        Training(plan, folder, rank, pulse).run()
-        pulse.mark("done")
+        Training(plan, folder, rank, heartbeat).run()
+        heartbeat.mark("done")
     finally:
         comm.stop()

@@ -19,7 +19,7 @@ from shardwright.core.timeline import Kind
 from shardwright.memory.flat_sizes import Reduced, UnitSizes, unit_sizes
 from shardwright.memory.ledger import GradientRule, Ledger
 from shardwright.memory.machine import Sharding, Units
-from shardwright.memory.summaries import STAYING
+from shardwright.memory.pieces import STAYING
 
 
 @dataclass(slots=True)

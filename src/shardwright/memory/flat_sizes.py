@@ -43,40 +43,57 @@ class UnitSizes:
 
 def unit_sizes(layout: UnitLayout, sharding: Sharding, shards: int) -> UnitSizes:
     """Bytes that a unit has on a rank."""
-    ways = [_Way(segment, sharding, shards) for segment in layout.segments]
-    chunked = [way for way in ways if way.segment.cut == "chunks"]
-    recast = any(way.cast for way in chunked)
-    whole = sum(way.whole for way in ways)
+    whole = sum(segment.whole * _computed(segment, sharding) for segment in layout.segments)
+    chunked = [segment for segment in layout.segments if segment.cut == "chunks"]
+    others = [segment for segment in layout.segments if segment.cut != "chunks"]
+    sent = sum(_sent(segment, sharding) for segment in chunked)
+    parts = sum(_cast(segment, sharding) for segment in chunked)
+    # chunks are put together first: if one is cast, the buffer of all is one more
+    joined = sent if parts else 0
+    after = sharding.ranks_after_forward
     return UnitSizes(
         whole=ceil_div(whole, shards) * shards,
-        stage=sum(way.sent * shards for way in chunked),
-        cast=sum(w.cast for w in ways if w not in chunked) + recast * sum(w.sent for w in chunked),
-        parts=sum(way.cast for way in chunked),
-        few=whole // sharding.ranks_after_forward if sharding.ranks_after_forward else 0,
-        reduced=tuple(way.reduced for way in ways if way.segment.trainable),
+        stage=sent * shards,
+        cast=sum(_cast(segment, sharding) for segment in others) + joined,
+        parts=parts,
+        few=whole // after if after else 0,
+        reduced=tuple(_reduced(s, sharding, shards) for s in layout.segments if s.trainable),
         stored=layout.shard_bytes,
     )
 
 
-class _Way:
-    """A segment on its way to ranks and back, in bytes."""
+def _computed(segment: Segment, sharding: Sharding) -> int:
+    """Bytes of an element as the unit computes with it."""
+    return sharding.computed(_element(segment))
 
-    def __init__(self, segment: Segment, sharding: Sharding, shards: int) -> None:
-        self.segment = segment
-        of = TensorSpec("", (1,), segment.dtype)
-        computed, reduced = sharding.computed(of), sharding.reduced(of)
-        stored = element_bytes(segment.dtype)
-        payload = sum(slot.tensor.numel for slot in segment.slots)
-        sends = not sharding.on_gpu and shards > 1  # gloo: an all-to-all, and a sum of what came
-        self.whole = segment.whole * computed
-        self.sent = segment.share * computed
-        self.cast = self.sent if sharding.casts(of) else 0
-        self.reduced = Reduced(
-            gradient=payload * computed,
-            held=payload * reduced if computed != reduced else 0,
-            send=segment.sent * reduced * shards,
-            note=segment.note * reduced,
-            row=segment.sent * reduced,
-            received=segment.sent * reduced * shards if sends else 0,
-            mean=segment.share * stored if reduced != stored else 0,
-        )
+
+def _sent(segment: Segment, sharding: Sharding) -> int:
+    """A rank's share as it is sent."""
+    return segment.share * _computed(segment, sharding)
+
+
+def _cast(segment: Segment, sharding: Sharding) -> int:
+    """The same where it has to be cast before."""
+    return _sent(segment, sharding) if sharding.casts(_element(segment)) else 0
+
+
+def _reduced(segment: Segment, sharding: Sharding, shards: int) -> Reduced:
+    """The way of a segment's gradient."""
+    computed, reduced = _computed(segment, sharding), sharding.reduced(_element(segment))
+    stored = element_bytes(segment.dtype)
+    payload = sum(slot.tensor.numel for slot in segment.slots)
+    row = segment.sent * reduced
+    sums_itself = not sharding.on_gpu and shards > 1  # gloo: an all-to-all, and a sum of what came
+    return Reduced(
+        gradient=payload * computed,
+        held=payload * reduced if computed != reduced else 0,
+        send=row * shards,
+        note=segment.note * reduced,
+        row=row,
+        received=row * shards if sums_itself else 0,
+        mean=segment.share * stored if reduced != stored else 0,
+    )
+
+
+def _element(segment: Segment) -> TensorSpec:
+    return TensorSpec("", (1,), segment.dtype)

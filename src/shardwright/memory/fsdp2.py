@@ -17,7 +17,7 @@ from shardwright.core.timeline import Kind
 from shardwright.memory.fsdp2_sizes import UnitSizes, local_chunk, unit_sizes
 from shardwright.memory.ledger import GradientRule, Ledger
 from shardwright.memory.machine import EXPERTS, Sharding, Units
-from shardwright.memory.summaries import STAYING
+from shardwright.memory.pieces import STAYING
 
 
 @dataclass(slots=True)

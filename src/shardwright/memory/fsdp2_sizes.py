@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.core.tensor import TensorSpec
 from shardwright.memory.machine import Sharding
 
 
@@ -55,6 +55,22 @@ def local_chunk(tensor: TensorSpec, shards: int, *, experts: bool = False) -> Te
     return msgspec.structs.replace(tensor, shape=tuple(shape))
 
 
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """Bytes of a parameter: ``whole`` with the padding of equal shares, its share as it is ``cast``
+    before it is sent (0 where it is not), ``stored`` and ``summed``; its full ``gradient`` as
+    autograd makes it, and in the dtype of sums (``total``)."""
+
+    whole: int
+    cast: int
+    stored: int
+    summed: int
+    gradient: int
+    total: int
+    turned: bool  # not cut along its first dimension, so put together from a copy
+    trained: bool
+
+
 def unit_sizes(
     tensors: Sequence[TensorSpec],
     sharding: Sharding,
@@ -64,43 +80,84 @@ def unit_sizes(
     frozen: Collection[str] = (),
 ) -> UnitSizes:
     """Bytes that a unit of ``tensors`` has on a rank; ``experts``: it has nothing else."""
-    sized = [(tensor, local_chunk(tensor, shards, experts=experts).numel) for tensor in tensors]
-    whole = [n * shards * sharding.computed(t) for t, n in sized]
-    casts = [n * sharding.computed(t) if sharding.casts(t) else 0 for t, n in sized]
-    if sharding.offload:  # on its way from the host in the dtype it is stored in
-        casts = [
-            cast or n * element_bytes(t.dtype) for cast, (t, n) in zip(casts, sized, strict=True)
-        ]
-    trained = [(t, n) for t, n in sized if t.fqn not in frozen]
-    shared = sum(n * sharding.reduced(t) for t, n in trained)
-    kept = sum(n * element_bytes(t.dtype) for t, n in trained)
-    grads = [t.numel * sharding.computed(t) for t, _ in trained]
-    sums = [t.numel * sharding.reduced(t) for t, _ in trained]
-    accumulates = grads != sums
+    chunks = [local_chunk(tensor, shards, experts=experts) for tensor in tensors]
+    parameters = [
+        _Parameter(
+            whole=chunk.numel * shards * sharding.computed(tensor),
+            cast=_cast(chunk, sharding),
+            stored=chunk.nbytes,
+            summed=chunk.numel * sharding.reduced(tensor),
+            gradient=tensor.numel * sharding.computed(tensor),
+            total=tensor.numel * sharding.reduced(tensor),
+            turned=bool(cut_dim(tensor, shards, experts=experts)),
+            trained=tensor.fqn not in frozen,
+        )
+        for tensor, chunk in zip(tensors, chunks, strict=True)
+    ]
+    trained = [parameter for parameter in parameters if parameter.trained]
     several = shards > 1 and bool(tensors)
-    # what is not cut along its first dimension is put together from a copy
-    turned = [cut_dim(tensor, shards, experts=experts) for tensor in tensors]
-    moved = sum(size for size, dim in zip(whole, turned, strict=True) if dim)
-    few = sharding.ranks_after_forward
-    narrow = [size // few for size in whole] if few else []
+    gathered, cast, copied = _gathering(parameters, several)
+    narrow, narrowing = _narrowing(parameters, sharding.ranks_after_forward)
+    accumulated, accumulating = _accumulation(trained)
+    scattered = sum(parameter.summed for parameter in trained)
+    gradient = sum(parameter.stored for parameter in trained)
+    # a loop variable of foreach_reduce keeps the last gradient until it returns
+    last = trained[-1] if several and trained else None
     return UnitSizes(
-        gathered=sum(whole) if several else 0,
-        cast=sum(casts) if several else 0,
-        unsharded=sum(whole),
-        copied=moved if several else _beside(casts, whole),
-        reduced=shared * shards,
-        scattered=shared if shared != kept else 0,
-        gradient=kept,
-        stored=sum(n * element_bytes(t.dtype) for t, n in sized),
-        narrow=sum(narrow),
-        narrowing=_beside_new(whole, narrow) if few else 0,
-        accumulated=sum(sums) if accumulates else 0,
-        accumulating=_beside_new(grads, sums) if accumulates else 0,
-        # a loop variable of foreach_reduce keeps the last gradient until it returns
-        last=grads[-1] if several and trained else 0,
-        last_accumulated=sums[-1] if several and trained else 0,
-        turned=grads[-1] if several and trained and turned[-1] else 0,
+        gathered=gathered,
+        cast=cast,
+        unsharded=sum(parameter.whole for parameter in parameters),
+        copied=copied,
+        reduced=scattered * shards,
+        scattered=scattered if scattered != gradient else 0,
+        gradient=gradient,
+        stored=sum(parameter.stored for parameter in parameters),
+        narrow=narrow,
+        narrowing=narrowing,
+        accumulated=accumulated,
+        accumulating=accumulating,
+        last=last.gradient if last else 0,
+        last_accumulated=last.total if last else 0,
+        turned=last.gradient if last and parameters[-1].turned else 0,
     )
+
+
+def _cast(chunk: TensorSpec, sharding: Sharding) -> int:
+    """A share as it is sent, where that is not what the rank keeps: cast, or on its way from the
+    host in the dtype it is stored in."""
+    if sharding.casts(chunk):
+        return chunk.numel * sharding.computed(chunk)
+    return chunk.nbytes if sharding.offload else 0
+
+
+def _gathering(parameters: Sequence[_Parameter], several: bool) -> tuple[int, int, int]:
+    """What is gathered, cast, and copied beside the whole parameters; ``several`` ranks gather."""
+    whole = [parameter.whole for parameter in parameters]
+    casts = [parameter.cast for parameter in parameters]
+    if not several:
+        return 0, 0, _beside(casts, whole)
+    moved = sum(parameter.whole for parameter in parameters if parameter.turned)
+    return sum(whole), sum(casts), moved
+
+
+def _narrowing(parameters: Sequence[_Parameter], ranks: int) -> tuple[int, int]:
+    """What a rank keeps after a forward where ``ranks`` share the parameters (0: all do), and what
+    is there beside while it is copied."""
+    if not ranks:
+        return 0, 0
+    whole = [parameter.whole for parameter in parameters]
+    narrow = [size // ranks for size in whole]
+    return sum(narrow), _beside_new(whole, narrow)
+
+
+def _accumulation(trained: Sequence[_Parameter]) -> tuple[int, int]:
+    """Gradients in the dtype of sums, and what is there beside while they are cast; 0 where
+    autograd makes them in it."""
+    gradients = [parameter.gradient for parameter in trained]
+    totals = [parameter.total for parameter in trained]
+    if gradients == totals:
+        return 0, 0
+    return sum(totals), _beside_new(gradients, totals)
 
 
 def _beside(casts: Sequence[int], whole: Sequence[int]) -> int:

@@ -40,7 +40,7 @@ class Scene:
 GradientRule = Literal["stays", "added"]
 
 
-# Phases of a step that are not told apart where only forward, backward and step are.
+# Phases of a step that are one where only forward, backward and step are.
 COARSE: dict[Phase, Phase] = {
     "load": "forward",
     "exchange_ids": "forward",

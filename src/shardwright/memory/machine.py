@@ -1,4 +1,4 @@
-"""What every runtime profile tells: what a rank keeps, and what a step takes and frees."""
+"""What every runtime profile answers: what a rank keeps, and what a step takes and frees."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Sharding(msgspec.Struct, frozen=True):
 
 
 class Machine(Protocol):
-    """A runtime at work on one rank's heap; units are told by name."""
+    """A runtime at work on one rank's heap; units are known by name."""
 
     sharding: Sharding
     frozen: frozenset[str]  # tensors without gradients and states

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwright.core.optimizers import OPTIMIZERS, Optimizer
-from shardwright.core.pipelining.passes import Pass, PassKind
+from shardwright.core.pipelining.orders import Pass, PassKind
 from shardwright.core.recording import Blocks, Moment, Recording, Unfolded
 from shardwright.core.schedule import Merged
 from shardwright.core.tensor import TensorSpec, element_bytes
@@ -16,9 +16,8 @@ from shardwright.memory import route
 from shardwright.memory.ledger import GradientRule, Ledger, Scene
 from shardwright.memory.machine import Machine, Sharding
 from shardwright.memory.optimizers import Place, state_bytes, step_temporaries
+from shardwright.memory.pieces import STAYING, Slots, Summaries
 from shardwright.memory.route import Traffic
-from shardwright.memory.slots import Slots
-from shardwright.memory.summaries import STAYING, Summaries
 from shardwright.memory.tape import Tape
 
 # Moments of the exchange with tables, and the phase of what is recorded there.

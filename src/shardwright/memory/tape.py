@@ -10,8 +10,7 @@ from typing import NamedTuple
 from shardwright.core.footprint import Alive
 from shardwright.core.timeline import Kind, Phase
 from shardwright.memory.ledger import GradientRule, Ledger, Scene, Summary
-from shardwright.memory.slots import Slots
-from shardwright.memory.summaries import STAYING
+from shardwright.memory.pieces import STAYING, Slots
 
 
 class Happening(NamedTuple):
@@ -28,7 +27,7 @@ class Happening(NamedTuple):
 
 
 class Tape(Ledger):
-    """A ledger that writes down what it is told. ``slots`` are those of a rank's chunks."""
+    """A ledger that writes down every event. ``slots`` are those of a rank's chunks."""
 
     def __init__(self, slots: Sequence[Slots]) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from shardwright.core.option import Option
 class Cost:
     """What one shard costs a rank: seconds of a step by part, bytes by memory tier and kind.
 
-    ``hidden`` are seconds that are told but belong to no total.
+    ``hidden`` are seconds that are shown but belong to no total.
     """
 
     seconds: dict[str, float]

@@ -45,10 +45,10 @@ def _no_ranks(problem: Problem) -> NoPlanError:
     """The refusal where rules, not memory, leave a table without a rank."""
     rules = problem.job.planner.constraints
     names = list(dict.fromkeys([*(n for g in rules.apart for n in g), *rules.ranks]))
-    told = ", ".join(names[:MAX_NAMED])
+    text = ", ".join(names[:MAX_NAMED])
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return NoPlanError(
-        f"no plan found that keeps planner.constraints: apart and ranks leave a table of {told}"
+        f"no plan found that keeps planner.constraints: apart and ranks leave a table of {text}"
         f"{more} no rank of its own. Pin fewer tables, or allow them more ranks."
     )
 
@@ -70,11 +70,11 @@ def _refusal(problem: Problem, draft: Draft, model_of: ModelOf, *, proven: bool)
     what = f"no plan{known} can fit" if proven else "no plan found that fits"
     ways = [f"cluster.{tier}_cap {way}" for way in _larger_memory(problem, draft, model_of)]
     ways += _ways(problem, model_of)
-    told = f"What would help: {'; '.join(ways)}." if ways else "No way out was found."
+    text = f"What would help: {'; '.join(ways)}." if ways else "No way out was found."
     return NoPlanError(
         f"{what}: rank {rank} is the fullest and needs {_size(need)} of {_size(capacity)}"
         f"{_reserved(problem, tier, capacity)}, {need - capacity:,} B too much; "
-        f"{_largest(draft, rank)}. {told}"
+        f"{_largest(draft, rank)}. {text}"
     )
 
 

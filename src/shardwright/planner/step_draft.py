@@ -300,7 +300,7 @@ def _unit_total(choice: UnitChoice) -> int:
 
 
 def unit_events(choice: UnitChoice, padding: int) -> Exact:
-    """The exact bytes of a dense unit on a rank with so much padding, which is told by role."""
+    """The exact bytes of a dense unit on a rank with so much padding, which is counted by role."""
     name, kind = choice.unit.name, choice.unit.optimizer
     payload = choice.layout.shard_bytes - padding
     kept = dense.unit_bytes(payload, padding, kind)

@@ -218,11 +218,11 @@ class UnitSpace:
         """Raise InputError for what is forced of units that there are not."""
         units = self.model.units
         known = {name for unit in units for name in (unit.name, unit.series) if name}
-        told = ", ".join(dict.fromkeys(unit.series or unit.name for unit in units))
+        text = ", ".join(dict.fromkeys(unit.series or unit.name for unit in units))
         alone = ", or one layer of a series" if any(unit.series for unit in units) else ""
         for name in self.forced:
             if name not in known:
-                wanted = f"units {told}{alone}" if known else "no unit: tables alone"
+                wanted = f"units {text}{alone}" if known else "no unit: tables alone"
                 raise InputError(expected("planner.units", wanted, f"'{name}'"))
         if not self.model.units and self.section != FREE:
             wanted = "nothing: tables alone have no units"

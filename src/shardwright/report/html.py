@@ -15,8 +15,8 @@ from shardwright.core.measurement import Measurement, Quality
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets, plan_sheets, svg
-from shardwright.report.figures import measured_peaks, slowest, step_seconds
 from shardwright.report.sheet import Column, Sheet
+from shardwright.report.svg import measured_peaks, slowest, step_seconds
 from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable
 
 

@@ -1,7 +1,7 @@
 """The parts SVG charts are made of. Text and attributes are escaped here and nowhere else.
 
 Colours are CSS variables with a fallback, so a page may restate them for dark mode. Every fill has
-a texture of its own as well: shades of grey and colour-blind eyes tell them apart.
+a texture of its own as well: shades of grey and colour-blind eyes can distinguish them.
 """
 
 from __future__ import annotations

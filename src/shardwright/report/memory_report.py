@@ -1,20 +1,29 @@
-"""A footprint in a terminal."""
+"""A footprint in a terminal: its sheets, and an estimate beside what was measured."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from shardwright.core.footprint import Footprint, RankMemory
-from shardwright.report import memory_sheets as sheets
+from shardwright.core.categories import category, in_order
+from shardwright.core.footprint import Footprint, ModuleMemory, RankMemory
+from shardwright.core.quantities import format_bytes
+from shardwright.core.timeline import Kind
+from shardwright.core.tracked import Tracked
 from shardwright.report.memory_wording import (
     VERDICT_STYLES,
+    class_text,
     headline,
+    peak_text,
+    range_text,
     settings_lines,
     verdict_sentence,
 )
+from shardwright.report.sheet import Column, Sheet
 from shardwright.report.table import drawn, listed, spaced
-from shardwright.report.wording import TEXT_LIMIT, printable
+from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable, signed_bytes
 
 EVERYTHING = 10**6  # rows that a full report may have
 SURE = (
@@ -31,29 +40,324 @@ def memory_report(
     """Every class of ranks, then one of them in detail: ``rank``, or the one with the highest
     peak."""
     rank = rank or footprint.worst
-    tensors = sheets.tensors_sheet(rank, EVERYTHING if full else sheets.MOST_TENSORS)
-    modules = sheets.modules_sheet(rank, EVERYTHING if full else sheets.MOST_MODULES)
+    tensors = tensors_sheet(rank, EVERYTHING if full else MOST_TENSORS)
+    modules = modules_sheet(rank, EVERYTHING if full else MOST_MODULES)
     lines = "\n".join(settings_lines(footprint))
     return spaced(
         Text(headline(footprint), style="bold"),
         Text(lines) if lines else None,
-        drawn(sheets.classes_sheet(footprint, EVERYTHING if full else sheets.MOST_CLASSES)),
-        drawn(sheets.categories_sheet(footprint, rank)),
+        drawn(classes_sheet(footprint, EVERYTHING if full else MOST_CLASSES)),
+        drawn(categories_sheet(footprint, rank)),
         Text(SURE, style="dim"),
         drawn(modules) if modules else None,
         drawn(tensors) if tensors else None,
-        None if modules or tensors else _untold(footprint),
-        drawn(sheets.device_sheet(footprint, rank)),
+        None if modules or tensors else _followed(footprint),
+        drawn(device_sheet(footprint, rank)),
         listed("Assumptions", tuple(printable(t, TEXT_LIMIT) for t in footprint.assumptions)),
         Text(verdict_sentence(footprint), style=VERDICT_STYLES[footprint.verdict]),
         Text(f"{TRY}\n{MORE}", style="dim"),
     )
 
 
-def _untold(footprint: Footprint) -> Text | None:
-    """Which class has its modules and tensors told, where this one has not."""
-    told = [rank.name for rank in footprint.ranks if rank.modules or rank.largest]
-    if not told:
+def _followed(footprint: Footprint) -> Text | None:
+    """Which class has its modules and tensors followed, where this one has not."""
+    followed = [rank.name for rank in footprint.ranks if rank.modules or rank.largest]
+    if not followed:
         return None
-    name = printable(told[0])
+    name = printable(followed[0])
     return Text(f"Modules, tensors and the timeline are followed for '{name}' only.", style="dim")
+
+
+MOST_CLASSES = 16
+MOST_MODULES = 60
+MOST_TENSORS = 12
+INDENT = "  "
+
+
+def classes_sheet(footprint: Footprint, most: int = MOST_CLASSES) -> Sheet:
+    """One row per class of ranks, the fullest first where there are more than ``most``."""
+    shown = footprint.ranks
+    if len(shown) > most:
+        shown = tuple(sorted(shown, key=lambda rank: -rank.peak_bytes)[:most])
+    left = len(footprint.ranks) - len(shown)
+    replayed = any(rank.reserved_bytes for rank in shown)
+    columns = [
+        Column("class"),
+        Column("ranks", numeric=True),
+        Column("peak", numeric=True),
+        Column("in"),
+        Column("allocator holds", numeric=True),
+        Column("needs of its device", numeric=True),
+        Column("verdict"),
+    ]
+    rows: list[tuple[str, ...]] = [
+        (
+            printable(rank.name),
+            f"{rank.ranks:,}",
+            format_bytes(rank.peak_bytes),
+            peak_text(rank),
+            format_bytes(rank.reserved_bytes) if rank.reserved_bytes else "not modelled",
+            range_text(*footprint.needs(rank)),
+            footprint.verdict_of(rank),
+        )
+        for rank in shown
+    ]
+    if not replayed:
+        del columns[4]
+        rows = [(*row[:4], *row[5:]) for row in rows]
+    capacity = "" if footprint.capacity is None else f" of {format_bytes(footprint.capacity)} each"
+    note = f"The other {left:,} classes hold less: --full." if left else ""
+    return Sheet(f"Ranks{capacity}, alike ones as one class", tuple(columns), tuple(rows), note)
+
+
+def categories_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
+    """Bytes by category at the peak, how sure they are, and at the peak of every phase."""
+    phases = [phase for phase in rank.phases if phase.by_category]
+    tables = [rank.by_category, *(phase.by_category for phase in phases)]
+    kinds = in_order(kind for table in tables for kind, nbytes in table.items() if nbytes)
+    rows = [
+        (
+            category(kind),
+            _size(rank.by_category.get(kind, 0)),
+            percent(rank.by_category.get(kind, 0) / max(rank.peak_bytes, 1)),
+            rank.certainty.get(kind, ""),
+            *(_size(phase.by_category.get(kind, 0)) for phase in phases),
+        )
+        for kind in kinds
+    ]
+    rows.append(
+        (
+            "together",
+            format_bytes(rank.peak_bytes),
+            "",
+            "",
+            *(format_bytes(p.bytes) for p in phases),
+        )
+    )
+    return Sheet(
+        f"By category, {class_text(footprint, rank)}: at the peak, in {peak_text(rank)}, and in "
+        "each phase",
+        (
+            Column("category"),
+            Column("at the peak", numeric=True),
+            Column("share", numeric=True),
+            Column("how sure", under="category"),
+            *(Column(printable(phase.phase), numeric=True) for phase in phases),
+        ),
+        tuple(rows),
+        _places(rank),
+    )
+
+
+def _size(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "-"
+
+
+def _places(rank: RankMemory) -> str:
+    """Where in each phase its peak is."""
+    places = [f"{printable(p.phase)} in {printable(p.at)}" for p in rank.phases if p.at]
+    return f"Each phase is shown at its own peak: {', '.join(places)}." if places else ""
+
+
+def modules_sheet(rank: RankMemory, most: int = MOST_MODULES) -> Sheet | None:
+    """Every module as a tree, alike ones as one row; None where none were followed."""
+    modules = _without_lists(rank.modules)
+    if not modules:
+        return None
+    shown = modules[:most]
+    left = len(modules) - len(shown)
+    columns: tuple[Column, ...] = (
+        Column("module"),
+        Column("class", under="module"),
+        Column("times", numeric=True),
+        Column("weights", numeric=True),
+        Column("kept for backward", numeric=True),
+        Column("by each", numeric=True, under="kept for backward"),
+        Column("rank's peak in forward", numeric=True),
+        Column("in backward", numeric=True, under="rank's peak in forward"),
+    )
+    rows: list[tuple[str, ...]] = [
+        (
+            label,
+            printable(module.kind),
+            f"{module.count:,}",
+            _size(module.parameters),
+            _size(module.saved),
+            _size(module.saved // module.count),
+            _size(module.forward_peak),
+            _size(module.backward_peak),
+        )
+        for module, label in zip(shown, _tree(shown), strict=True)
+    ]
+    if not any(module.kind for module in shown):
+        columns = (columns[0], *columns[2:])
+        rows = [(row[0], *row[2:]) for row in rows]
+    more = f" {counted(left, 'more module')}: --full." if left else ""
+    return Sheet(
+        "By module",
+        columns,
+        tuple(rows),
+        "Parameters and what is kept count all modules of a row; peaks are all that is alive on "
+        f"the rank while one of them runs.{more}",
+    )
+
+
+def _without_lists(modules: Sequence[ModuleMemory]) -> list[ModuleMemory]:
+    """Without lists that are nothing but their alike members, as ``layers`` of ``layers.*``."""
+    stars = {m.name.removesuffix(".*"): m for m in modules if m.name.endswith(".*")}
+    return [
+        module
+        for module in modules
+        if module.name not in stars
+        or (module.parameters, module.saved)
+        != (stars[module.name].parameters, stars[module.name].saved)
+    ]
+
+
+def _tree(modules: Sequence[ModuleMemory]) -> list[str]:
+    """The last part of each name below its parent's; the whole name where no parent is listed.
+
+    The model itself comes first, under no name or that of its class.
+    """
+    depth: dict[str, int] = {}
+    labels = []
+    for place, module in enumerate(modules):
+        if place == 0 and module.name in ("", module.kind):
+            depth[""] = 0
+            labels.append(printable(module.name) or "(model)")
+            continue
+        parents = [name for name in depth if not name or module.name.startswith(f"{name}.")]
+        parent = max(parents, key=len, default=None)
+        depth[module.name] = 0 if parent is None else depth[parent] + 1
+        own = module.name[len(parent) + 1 :] if parent else module.name
+        labels.append(INDENT * depth[module.name] + printable(own))
+    return labels
+
+
+def tensors_sheet(rank: RankMemory, most: int = MOST_TENSORS) -> Sheet | None:
+    """The largest of what is alive at the peak; None where it was not followed."""
+    if not rank.largest:
+        return None
+    return Sheet(
+        "Largest tensors at the peak",
+        (
+            Column("tensor"),
+            Column("of module", under="tensor"),
+            Column("category"),
+            Column("times", numeric=True),
+            Column("together", numeric=True),
+            Column("share", numeric=True),
+        ),
+        tuple(
+            (
+                printable(alive.name),
+                printable(alive.module),
+                category(alive.kind),
+                str(alive.count),
+                format_bytes(alive.bytes),
+                percent(alive.bytes / max(rank.peak_bytes, 1)),
+            )
+            for alive in rank.largest[:most]
+        ),
+    )
+
+
+def device_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
+    """From live bytes to what a rank needs of its device, as ranges."""
+    rows = [("live tensors at the peak", format_bytes(rank.peak_bytes), "the tables above")]
+    if rank.reserved_bytes:
+        around = max(rank.reserved_bytes - rank.peak_bytes, 0)
+        rows.append(
+            (
+                "rounding, gaps and what is kept",
+                range_text(0, around),
+                "modelled: the step's allocations replayed",
+            )
+        )
+    rows += [
+        (printable(extra.name), range_text(extra.low, extra.high), printable(extra.source, 200))
+        for extra in footprint.outside
+    ]
+    least, most = footprint.needs(rank)
+    rows.append(("together", range_text(least, most), ""))
+    if footprint.capacity is not None:
+        rows.append(("there is", format_bytes(footprint.capacity), "cluster"))
+        rows.append(("left", _left(footprint.capacity - most, footprint.capacity - least), ""))
+    return Sheet(
+        f"What {class_text(footprint, rank)} needs of its device",
+        (Column("what"), Column("bytes", numeric=True), Column("from")),
+        tuple(rows),
+    )
+
+
+def _left(least: int, most: int) -> str:
+    return f"{range_text(least, most)}" + (" (too little)" if most < 0 else "")
+
+
+TITLE = "Run on this machine: two steps as one CPU rank, whole fp32 parameters"
+# Kinds that a tracker knows and an estimate does not: a model's last activation, and gradients of
+# parameters that nothing shards.
+SAME: dict[Kind, Kind] = {"output": "activation", "unreduced_gradient": "gradient"}
+
+
+def rehearsal_report(predicted: Footprint, measured: Tracked) -> RenderableType:
+    """Phases, and categories at the measured peak."""
+    return spaced(
+        Text(TITLE, style="bold"),
+        drawn(phases_sheet(predicted, measured)),
+        drawn(kinds_sheet(predicted, measured)),
+    )
+
+
+def phases_sheet(predicted: Footprint, measured: Tracked) -> Sheet:
+    """The peak of every phase."""
+    found = {phase.phase: phase.bytes for phase in measured.phases}
+    return Sheet(
+        "Peak of each phase, all categories together",
+        (Column("phase"), *_COLUMNS),
+        tuple(
+            (printable(p.phase), *_figures(p.bytes, found[p.phase]))
+            for p in predicted.worst.phases
+            if p.phase in found
+        ),
+    )
+
+
+def kinds_sheet(predicted: Footprint, measured: Tracked) -> Sheet:
+    """Categories at the peak of the phase whose measured peak is highest."""
+    phase = measured.peak.phase
+    kinds_of = {p.phase: p.by_category for p in predicted.worst.phases}
+    before, after = _merged(kinds_of.get(phase, {})), _merged(measured.peak.by_category)
+    kinds = [k for k in in_order({*before, *after}) if before.get(k) or after.get(k)]
+    return Sheet(
+        f"By category at the peak, in {printable(phase)}",
+        (Column("category"), *_COLUMNS),
+        tuple((category(k), *_figures(before.get(k, 0), after.get(k, 0))) for k in kinds),
+        "Outputs count as activations, and gradients that nobody shards as sharded.",
+    )
+
+
+_COLUMNS = (
+    Column("predicted", numeric=True),
+    Column("measured", numeric=True),
+    Column("difference", numeric=True),
+    Column("error", numeric=True),
+)
+
+
+def _figures(predicted: int, measured: int) -> tuple[str, str, str, str]:
+    error = percent(predicted / measured - 1, signed=True) if measured else "-"
+    return (
+        format_bytes(predicted),
+        format_bytes(measured),
+        signed_bytes(predicted - measured),
+        error,
+    )
+
+
+def _merged(kinds: Mapping[Kind, int]) -> dict[Kind, int]:
+    found: dict[Kind, int] = {}
+    for kind, nbytes in kinds.items():
+        shown = SAME.get(kind, kind)
+        found[shown] = found.get(shown, 0) + nbytes
+    return found

@@ -59,7 +59,7 @@ def times_sheet(plan: Plan, statistics: Statistics, most: int = MOST_RANKS) -> S
         Column("rows out", numeric=True, under="ids in"),
         Column("shards"),
     )
-    told = f"Bytes are those of one step. {_letters(statistics)}.{more}"
+    legend = f"Bytes are those of one step. {_letters(statistics)}.{more}"
     return Sheet(
         "Time and traffic per rank" if routed else "Time per rank",
         (
@@ -70,7 +70,7 @@ def times_sheet(plan: Plan, statistics: Statistics, most: int = MOST_RANKS) -> S
             *(traffic if routed else ()),
         ),
         tuple((ranks_text(ranks, plan.world_size), *row) for row, ranks in groups),
-        told if routed else more.strip(),
+        legend if routed else more.strip(),
     )
 
 
@@ -89,8 +89,8 @@ def _times_row(
 
 def _letters(statistics: Statistics) -> str:
     kinds = dict.fromkeys(kind for rank in statistics.ranks for kind in rank.shards)
-    told = ", ".join(f"{traits(kind).letters} {kind}" for kind in kinds)
-    return f"Shards by type: {told or 'none'}"
+    letters = ", ".join(f"{traits(kind).letters} {kind}" for kind in kinds)
+    return f"Shards by type: {letters or 'none'}"
 
 
 def evenness_sheet(plan: Plan, statistics: Statistics) -> Sheet:
@@ -280,20 +280,20 @@ def critical_sheet(statistics: Statistics) -> Sheet:
 
 def waiting_lines(statistics: Statistics) -> tuple[str, ...]:
     """What the ranks wait for, and where the slowest rank loses."""
-    told, ranks = statistics.waiting, statistics.ranks
-    if not told.mean_seconds:
+    waiting, ranks = statistics.waiting, statistics.ranks
+    if not waiting.mean_seconds:
         return ("No rank waits for another.",)
-    slowest = ranks[told.slowest].seconds
+    slowest = ranks[waiting.slowest].seconds
     lines = [
-        f"Ranks wait for rank {told.slowest}: {format_seconds(told.mean_seconds)} on average "
-        f"({percent(told.mean_seconds / slowest)} of a step), rank {told.longest} longest with "
-        f"{format_seconds(told.longest_seconds)}."
+        f"Ranks wait for rank {waiting.slowest}: {format_seconds(waiting.mean_seconds)} on average "
+        f"({percent(waiting.mean_seconds / slowest)} of a step), rank {waiting.longest} longest "
+        f"with {format_seconds(waiting.longest_seconds)}."
     ]
-    if told.part:
+    if waiting.part:
         lines.append(
-            f"Rank {told.slowest} loses most in {printable(told.part)}: "
-            f"{format_seconds(told.part_seconds)} against {format_seconds(told.part_mean)} on "
-            "average."
+            f"Rank {waiting.slowest} loses most in {printable(waiting.part)}: "
+            f"{format_seconds(waiting.part_seconds)} against {format_seconds(waiting.part_mean)} "
+            "on average."
         )
     return tuple(lines)
 
@@ -305,12 +305,12 @@ def price_line(prices: Sequence[MemoryPrice]) -> str:
     worth = [price for price in prices if price.bound_falls]
     if not worth:
         return "More memory per rank would not lower the bound: memory is not what limits it."
-    told = [
+    parts = [
         f"one more GiB of {price.tier.upper()} per rank would lower the bound by "
         f"{format_seconds(price.bound_falls)}"
         for price in worth
     ]
-    text = "; ".join(told)
+    text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
 
 

@@ -1,4 +1,4 @@
-"""Plans, comparisons and differences in a terminal: pure functions that return rich renderables.
+"""Plans, comparisons, differences, machines in a terminal: functions that return rich renderables.
 
 Every cell is a ``Text``, so nothing in a name is read as markup, and every verdict is a word, so
 nothing is lost without colour. Tables adapt to the width.
@@ -13,6 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.core.calibration import Calibration, Figure
 from shardwright.core.comparison import Comparison
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
@@ -165,3 +166,53 @@ def spaced(*parts: RenderableType | None) -> RenderableType:
         if part is not None:
             shown.extend(([Text("")] if shown else []) + [part])
     return Group(*shown)
+
+
+_SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
+
+
+def calibration_summary(found: Calibration) -> RenderableType:
+    """The machine, then what was measured, then what was not."""
+    facts = (f"{key.replace('_', ' ')} {value}" for key, value in found.machine.items())
+    machine = ", ".join(printable(fact) for fact in facts)
+    head = f"{counted(found.world_size, 'rank')} over {found.backend} on {found.date}: {machine}"
+    figures = {**found.capacities, **found.constants}
+    measured = {name: f for name, f in figures.items() if f.median_of}
+    others = {name: f for name, f in figures.items() if not f.median_of}
+    return spaced(
+        Text(head, style="bold"),
+        drawn(_sheet("Measured", measured)),
+        drawn(_sheet("Not measured", others)) if others else None,
+    )
+
+
+def _sheet(title: str, figures: dict[str, Figure]) -> Sheet:
+    return Sheet(
+        title,
+        (
+            Column("constant"),
+            Column("value", numeric=True),
+            Column("unit"),
+            Column("spread", numeric=True),
+            Column("median of", numeric=True, under="spread"),
+            Column("source"),
+        ),
+        tuple(_row(name, figure) for name, figure in figures.items()),
+    )
+
+
+def _row(name: str, figure: Figure) -> tuple[str, ...]:
+    value, unit = _scaled(figure.value, figure.unit)
+    spread = percent(figure.spread) if figure.median_of else ""
+    count = str(figure.median_of) if figure.median_of else ""
+    return printable(name), value, unit, spread, count, printable(figure.source, TEXT_LIMIT)
+
+
+def _scaled(value: float, unit: str) -> tuple[str, str]:
+    """Three to four digits, with the unit that goes with them."""
+    if value == 0 or unit in ("share", "touches"):
+        return f"{value:.3g}", unit
+    scales = _SMALL if unit == "s" else _SCALES
+    scale, prefix = next((s for s in scales if value >= s[0]), scales[-1])
+    return f"{value / scale:.4g}", f"{prefix}{unit}"

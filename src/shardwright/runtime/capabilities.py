@@ -59,8 +59,8 @@ USUAL_ON_GLOO: Final = Paths(reduce_scatter=((0, ALL_TO_ALL),))
 
 
 def _words(steps: Steps) -> str:
-    told = [f"{way} from {start // MIB} MiB" if start else way for start, way in steps]
-    return ", ".join(told) or BACKEND
+    parts = [f"{way} from {start // MIB} MiB" if start else way for start, way in steps]
+    return ", ".join(parts) or BACKEND
 
 
 def way_at(steps: Steps, nbytes: int) -> str:

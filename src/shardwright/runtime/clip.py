@@ -71,7 +71,7 @@ def _norm(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
 
 
 def _blame(units: list[DStorage], total: torch.Tensor) -> RunError:
-    """The first parameter whose gradient is not finite on some rank, told to every rank."""
+    """The first parameter whose gradient is not finite on some rank, known to every rank."""
     for unit in units:
         bad = torch.zeros(len(unit.members), device=unit.buffers.shard.device)
         for index, member in enumerate(unit.members):

@@ -81,7 +81,7 @@ class Comm(Peers):
         self.mesh = mesh
         groups = (mesh.get_group(dim) for dim in range(mesh.ndim))
         ranks = repr([dist.get_process_group_ranks(group) for group in groups]).encode()
-        self.identity = (self.size, mesh.size(), zlib.crc32(ranks))  # tells it from other ranks
+        self.identity = (self.size, mesh.size(), zlib.crc32(ranks))  # unlike that of other ranks
         self.total = mesh.size()
         self.replicas: dist.ProcessGroup | None = None
         self._twins: Peers | None = None

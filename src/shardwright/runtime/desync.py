@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.core.errors import MismatchError, PeerError, expected
-from shardwright.runtime.pulse import from_a_peer
+from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.torch_private import default_store
 
 SECONDS: Final = 2.0
@@ -138,8 +138,8 @@ def peer_error(
     else:
         found = "all of them waiting for each other"
     if absence.elsewhere:
-        told = [f"rank {rank} at {said}" for rank, said in sorted(absence.elsewhere.items())]
-        found += f", and {'; '.join(told)}"
+        places = [f"rank {rank} at {said}" for rank, said in sorted(absence.elsewhere.items())]
+        found += f", and {'; '.join(places)}"
     return PeerError(
         expected(
             where,

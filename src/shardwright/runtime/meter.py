@@ -45,7 +45,7 @@ class Meter(Probe):
         synchronise: Callable[[], None] | None = None,
     ) -> None:
         self.rank = rank
-        self.listener = listener  # told of every phase and (with None) of every collective
+        self.listener = listener  # called at every phase and (with None) at every collective
         self.synchronise = synchronise  # waits for a device that computes on its own, before a look
         self.actions: list[Action] = []
         self.tracker: MemoryTracker | None = None
@@ -76,12 +76,12 @@ class Meter(Probe):
                 self.listener(self._stack[-1])
 
     def collective(self, label: str, nbytes: int) -> None:
-        """Tell the listener, so that a rank that hangs can be named."""
+        """Call the listener, so that a rank that hangs can be named."""
         if self.listener:
             self.listener(None)
 
     def holds(self, tensor: torch.Tensor, kind: Kind) -> None:
-        """Remember long-lived storages and tell the tracker."""
+        """Remember long-lived storages and report them to the tracker."""
         if kind in LASTING:
             self._kinds.append((weakref.ref(tensor), kind))
         if self.tracker is not None:

@@ -47,7 +47,7 @@ def optimizer_state_dict(
     Tensors are sharded where the model's are and share the optimizer's memory, numbers are scalar
     tensors; both are what ``torch.distributed.checkpoint`` saves and loads. An optimizer that has
     taken no step is shown with the zeros it would begin with, so that a checkpoint can be loaded
-    into them. Row sums of tables are not among it. ``mesh`` is for models whose units do not tell
+    into them. Row sums of tables are not among it. ``mesh`` is for models whose units do not know
     it, as for ``save_checkpoint``.
     """
     comm = comm_of(model, mesh)
@@ -64,13 +64,13 @@ def optimizer_state_dict(
             states: Mapping[Any, Any] = each.state or fresh_state(each, trained)
             for use, name, value, number in named_state(own, states):
                 fqn = use.part.fqn
-                told = (_dtype_name(value), value if number else None)
+                scalar = (_dtype_name(value), value if number else None)
                 if number and isinstance(value, torch.Tensor):
-                    told = (told[0], value.item())
+                    scalar = (scalar[0], value.item())
                 if not number:
                     tensors[fqn, name] = use.cut(value)
                 if use.part.numel or use.part.unit is None:
-                    known.setdefault(fqn, {})[name] = told
+                    known.setdefault(fqn, {})[name] = scalar
         return parts, tensors, known, groups_of(optimizers, uses)
 
     parts, tensors, own_known, groups = together(comm, "optimizer state", look, _failure)

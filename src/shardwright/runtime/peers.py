@@ -333,7 +333,7 @@ class Peers:
         return groups[ranks]
 
     def _begin(self, label: str, kind: str, nbytes: int, alike: bool = True) -> Pending:
-        """Count and announce a collective; ``alike`` tells that all ranks name the same bytes."""
+        """Count and announce a collective; ``alike``: all ranks name the same bytes."""
         self.probe.collective(label, nbytes)
         channel = self._channel
         channel.sequence = sequence = channel.sequence + 1

@@ -106,7 +106,7 @@ class PointToPoint(Pending):
         limit = self._peers.limit
         try:
             while works:
-                last = works[-1]  # it keeps the limit of when its connection was made, if not told
+                last = works[-1]  # it keeps the limit of when its connection was made, if not set
                 last.wait() if limit is None else last.wait(limit)
                 works.pop()
         except RuntimeError:

@@ -1,8 +1,8 @@
-"""What the runtime tells whoever is watching: phases, what memory is for, and what it did.
+"""What the runtime reports to whoever is watching: phases, what memory is for, and what it did.
 
 The runtime calls a :class:`Probe` at fixed places. The base class ignores everything but what
-memory is for; the meter measures; a pulse reports to the launcher. So the runtime never knows who
-is listening.
+memory is for; the meter measures; a heartbeat reports to the launcher. So the runtime never knows
+who is listening.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Kind, Phase
-from shardwright.tracker.announce import told
+from shardwright.tracker.announce import announce
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -30,7 +30,7 @@ class Probe:
 
     def holds(self, tensor: torch.Tensor, kind: Kind) -> None:
         """The storage of ``tensor`` is of ``kind`` from now on; a memory tracker hears it, too."""
-        told(tensor, kind)
+        announce(tensor, kind)
 
     def did(self, action: Action) -> None:
         """The runtime carried out an action of the schedule."""

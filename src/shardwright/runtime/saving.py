@@ -48,7 +48,7 @@ class Resumed(NamedTuple):
     """What a checkpoint says besides tensors.
 
     ``extra`` is what this rank gave when saving, or rank ``rank % world_size`` where there were
-    fewer; ``world_size`` is that of the run that saved. ``random_state`` tells whether that was
+    fewer; ``world_size`` is that of the run that saved. ``random_state`` says whether that was
     restored.
     """
 
@@ -82,7 +82,7 @@ def save_checkpoint(
         facts: texts that are the same on every rank, such as a plan's fingerprint.
         keep: remove all but the newest so many checkpoints of ``folder`` afterwards, and but those
             that other processes saved or loaded last.
-        mesh: all ranks that save, for a model whose units do not tell; see ``comm_of``.
+        mesh: all ranks that save, for a model whose units do not know; see ``comm_of``.
 
     Raises:
         InputError: for a step that exists, or something that cannot be stored.

@@ -16,7 +16,7 @@ from shardwright.runtime.units.registry import get_dstorage, register, storages_
 class ShardedModule:
     """Mixed into the class of every module that ``fully_shard_flat`` or ``apply`` has sharded.
 
-    ``isinstance(module, ShardedModule)`` tells such modules. Settings with ``recurse`` hold for all
+    ``isinstance(module, ShardedModule)`` finds such modules. Settings with ``recurse`` hold for all
     units below; :class:`DStorage` has those that hold for the whole model. A copy (``deepcopy``) is
     a sharded model of its own, on the same ranks.
     """

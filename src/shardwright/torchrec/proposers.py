@@ -27,8 +27,8 @@ class Grid:
         """The product of all options, the last table's changing fastest."""
         count = math.prod(len(ways) for ways in offer.tables)
         if count > self.max_proposals:
-            told = f"{count:,}" if count < 10**9 else f"about 10^{math.log10(count):.0f}"
-            return f"{told} combinations, more than max_proposals = {self.max_proposals:,}"
+            number = f"{count:,}" if count < 10**9 else f"about 10^{math.log10(count):.0f}"
+            return f"{number} combinations, more than max_proposals = {self.max_proposals:,}"
         for proposal in itertools.product(*offer.by_score(use_depth=True)):  # noqa: UP028
             yield proposal  # not "yield from": a product takes no verdicts
         return None

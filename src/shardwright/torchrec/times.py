@@ -213,7 +213,7 @@ def prefetch_time(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Any:
 
 
 def input_dist_time(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Any:
-    """Milliseconds to send a batch's ids to all ranks' shards; told, but part of no total."""
+    """Milliseconds to send a batch's ids to all ranks' shards; shown, but part of no total."""
     if scheme.sharding_type == REPLICATED:
         return _nothing("input_dist_ms", q.lookups)
     sent = id_bytes(q.lookups * ranks.world, c)

@@ -21,7 +21,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 LONGEST = 160  # letters of another's message that are repeated
 
 
-class Untraceable(Exception):  # noqa: N818 - what a module is, told by its user
+class Untraceable(Exception):  # noqa: N818 - what a module is, named by its user
     """``cause`` was raised while the module at ``path`` ran, or its backward."""
 
     def __init__(self, path: str, cause: Exception) -> None:

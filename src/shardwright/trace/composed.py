@@ -25,7 +25,7 @@ from shardwright.core.recording import (
     moments,
 )
 from shardwright.core.tensor import TensorSpec
-from shardwright.memory.summaries import Summaries
+from shardwright.memory.pieces import Summaries
 from shardwright.trace.checks import Untraceable, first_line
 from shardwright.trace.module import NoUnitsError
 from shardwright.trace.repeats import FEW

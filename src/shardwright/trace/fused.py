@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwright.trace.lowering.lowered import take
-from shardwright.trace.lowering.workspaces import workspace
+from shardwright.trace.lowering.operators import workspace
 
 Held = Any  # a tensor, or what a graph returns in its place
 Cell = tuple[fx.Node, int]

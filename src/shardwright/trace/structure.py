@@ -43,20 +43,20 @@ class Container(NamedTuple):
 def containers(model: nn.Module, every: int = 1) -> list[Container]:
     """Where parts of ``model`` repeat, outermost first.
 
-    Parts inside of a part that repeats belong to it. With ``every`` the units are told apart by
-    their place, as one that picks every so manieth does.
+    Parts inside of a part that repeats belong to it. With ``every`` the units are distinguished by
+    their place, as one that picks every n-th does.
     """
     found = list(_walk(model, "", _Sharing(model)))
     if every == 1:
         return found
-    begin, told = 0, []
+    begin, cuts = 0, []
     for container in found:
         places = {child: begin + k for k, child in enumerate(container.units, start=1)}
         keys = _keys(container.children, _Sharing(model))
         cut = stretches([(key, places.get(k, 0) % every == 0) for k, key in enumerate(keys)])
-        told.append(container._replace(stretches=tuple(cut)))
+        cuts.append(container._replace(stretches=tuple(cut)))
         begin += len(container.units)
-    return told
+    return cuts
 
 
 SHARE = 8  # of a model without parts that repeat, a unit of its own has at least one in so many
@@ -166,8 +166,8 @@ def _keys(children: Sequence[nn.Module], sharing: _Sharing) -> list[Hashable]:
     keys: list[Hashable] = [None] * len(children)
     for number, places in enumerate(kinds.values()):
         columns = zip(*(numbers[place] for place in places), strict=True)
-        telling = [column for column in columns if not _goes_up(places, column)]
-        rows = zip(*telling, strict=True) if telling else ((),) * len(places)
+        varying = [column for column in columns if not _goes_up(places, column)]
+        rows = zip(*varying, strict=True) if varying else ((),) * len(places)
         for place, row in zip(places, rows, strict=True):
             keys[place] = (number, row)
     return keys

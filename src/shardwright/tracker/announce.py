@@ -14,7 +14,7 @@ Listener = Callable[[torch.Tensor, Kind], None]
 _listeners: list[Listener] = []  # one at most: trackers do not nest
 
 
-def told(tensor: torch.Tensor, kind: Kind) -> None:
+def announce(tensor: torch.Tensor, kind: Kind) -> None:
     """The storage of ``tensor`` is of ``kind`` from now on; nothing where no tracker listens."""
     for listener in _listeners:
         listener(tensor, kind)
@@ -22,7 +22,7 @@ def told(tensor: torch.Tensor, kind: Kind) -> None:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Hear what is told inside."""
+    """Hear what is announced inside."""
     _listeners.append(listener)
     try:
         yield

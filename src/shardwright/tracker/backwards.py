@@ -1,4 +1,4 @@
-"""The moments of a module's backward, told by hooks on the tensors that come in and go out.
+"""The moments of a module's backward, seen by hooks on the tensors that come in and go out.
 
 A runtime puts what it does around a backward into hooks of its own on the same tensors, or into
 nodes of its own between what the module returned and what the caller got. Either way two hooks

@@ -1,4 +1,4 @@
-"""What the tensors of a collective are for, told by the operator that moves them."""
+"""What the tensors of a collective are for, by the operator that moves them."""
 
 from __future__ import annotations
 

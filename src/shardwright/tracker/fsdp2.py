@@ -1,4 +1,4 @@
-"""How the parts of FSDP2 are told: sharded and whole parameters, gradients, collectives' buffers.
+"""How the parts of FSDP2 are known: sharded and whole parameters, gradients, collectives' buffers.
 
 torch keeps them in parameter groups, whose methods are wrapped while a tracker is at work. What a
 method makes counts as that collective's buffer, unless it is found in a better place afterwards.
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwright.core.timeline import Kind
-from shardwright.tracker.log import TOLD
+from shardwright.tracker.log import DECLARED
 from shardwright.tracker.private import fsdp_groups, wrapping_groups
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _FSDP2 = "torch.distributed.fsdp"  # without it there are no units of FSDP2
 
 @contextmanager
 def following_fsdp2(tracker: MemoryTracker, model: nn.Module) -> Iterator[None]:
-    """Tell the kinds of what FSDP2 holds for ``model``, and of what it makes."""
+    """Mark the kinds of what FSDP2 holds for ``model``, and of what it makes."""
     groups = fsdp_groups(model) if _FSDP2 in sys.modules else []
     if not groups:
         yield
@@ -50,13 +50,13 @@ class _Groups:
 
     def take_stock(self, group: Any) -> None:
         """Also where the model is left gathered, and shows whole parameters."""
-        self._tell_parameters(group)
-        self._tell_gradients(group)
+        self._assign_parameters(group)
+        self._assign_gradients(group)
 
     def gather(self, group: Any, run: Callable[[], Any]) -> Any:
         with self.tracker.region("all_gather"):
             result = run()
-        self._tell_parameters(group)
+        self._assign_parameters(group)
         return result
 
     def reshard(self, group: Any, run: Callable[[], Any]) -> Any:
@@ -64,25 +64,25 @@ class _Groups:
             return run()
 
     def reduce(self, group: Any, run: Callable[[], Any]) -> Any:
-        self._tell_gradients(group)
+        self._assign_gradients(group)
         with self.tracker.region("reduce_scatter"):
             result = run()
-        self._tell_gradients(group)
+        self._assign_gradients(group)
         return result
 
-    def _tell_parameters(self, group: Any) -> None:
+    def _assign_parameters(self, group: Any) -> None:
         for held in group.fsdp_params:
-            self._tell(held.sharded_param, "weight")
+            self._assign(held.sharded_param, "weight")
             for whole in (*held.all_gather_outputs, *held._unsharded_inner_tensors):
-                self._tell(whole, "gathered_weight")
+                self._assign(whole, "gathered_weight")
 
-    def _tell_gradients(self, group: Any) -> None:
+    def _assign_gradients(self, group: Any) -> None:
         for held in group.fsdp_params:
             whole = getattr(held, "_unsharded_param", None)
-            self._tell(getattr(whole, "grad", None), "unreduced_gradient")
-            self._tell(held.unsharded_accumulated_grad, "unreduced_gradient")
-            self._tell(held.sharded_param.grad, "gradient")
+            self._assign(getattr(whole, "grad", None), "unreduced_gradient")
+            self._assign(held.unsharded_accumulated_grad, "unreduced_gradient")
+            self._assign(held.sharded_param.grad, "gradient")
 
-    def _tell(self, tensor: torch.Tensor | None, kind: Kind) -> None:
+    def _assign(self, tensor: torch.Tensor | None, kind: Kind) -> None:
         if tensor is not None:
-            self.tracker.storages.tell(tensor, kind, TOLD)
+            self.tracker.storages.assign(tensor, kind, DECLARED)

@@ -16,7 +16,7 @@ from shardwright.core.timeline import Kind, Phase
 GUESSED = 0  # by the phase that a storage was made in
 MOVED = 1  # by the collective that moved it
 INFERRED = 2  # by the place it was found in
-TOLD = 3  # by the model, the optimizer or the runtime that owns it
+DECLARED = 3  # by the model, the optimizer or the runtime that owns it
 
 
 class Holding:

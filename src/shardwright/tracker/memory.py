@@ -23,7 +23,7 @@ from shardwright.core.timeline import Kind, Phase
 from shardwright.core.tracked import DeviceMemory, Snapshot, Tracked
 from shardwright.tracker.announce import is_listening, listening
 from shardwright.tracker.device import DeviceMeter, meter_for
-from shardwright.tracker.log import GUESSED, MOVED, TOLD, Holding, Log
+from shardwright.tracker.log import DECLARED, GUESSED, MOVED, Holding, Log
 from shardwright.tracker.owners import Owners, is_constant
 from shardwright.tracker.private import (
     fake_mode_of,
@@ -60,7 +60,7 @@ class MemoryTracker(TorchDispatchMode):
 
     With a ``model`` phases, modules and kinds are found by themselves, for plain modules, DDP,
     FSDP2 and units of ours; without an ``optimizer`` every one that steps is heard. Enter it
-    between steps. Without a model it follows storages, and its user tells phases (``during``) and
+    between steps. Without a model it follows storages, and its user names phases (``during``) and
     kinds (``adopt``). Fake tensors count if the model's are fake, real ones if they are real.
 
     Bytes are those of storages; on CUDA each is rounded up to 512 as its allocator does it.
@@ -98,11 +98,11 @@ class MemoryTracker(TorchDispatchMode):
         self._device_meter: DeviceMeter | None = None
         self._device: DeviceMemory | None = None
 
-    # ---- telling it ------------------------------------------------------------------------------
+    # ---- naming it -------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
-        """The phase that is on; ``setup`` also between phases that are told."""
+        """The phase that is on; ``setup`` also between phases that are named."""
         if self._phases:
             return self._phases[-1]
         if self.owners is None:
@@ -144,7 +144,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def adopt(self, tensor: torch.Tensor, kind: Kind) -> None:
         """Count the storage of ``tensor`` as ``kind``, whatever it counted as before."""
-        self.storages.tell(tensor, kind, TOLD)
+        self.storages.assign(tensor, kind, DECLARED)
 
     # ---- following operations --------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class MemoryTracker(TorchDispatchMode):
     def _hear(self, tensor: torch.Tensor, kind: Kind) -> None:
         """A runtime says what its memory is for; without a model only its meter is believed."""
         if self.owners is not None:
-            self.storages.tell(tensor, kind, TOLD)
+            self.storages.assign(tensor, kind, DECLARED)
 
     def __exit__(self, *exception: Any) -> None:
         if self._device_meter is not None:

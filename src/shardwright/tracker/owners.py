@@ -1,6 +1,6 @@
 """Who owns the memory of a training step: the model, its optimizers, its inputs, what FSDP2 makes.
 
-They are heard through hooks, which also tell the phases of a step and its iterations.
+They are heard through hooks, which also show the phases of a step and its iterations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.timeline import Kind, Phase
 from shardwright.tracker.collectives import kind_moved
 from shardwright.tracker.fsdp2 import following_fsdp2
-from shardwright.tracker.log import INFERRED, MOVED, TOLD
+from shardwright.tracker.log import DECLARED, INFERRED, MOVED
 from shardwright.tracker.modules import Modules
 from shardwright.tracker.private import after_backward, in_backward, is_compiled
 from shardwright.tracker.storages import given_tensors
@@ -66,7 +66,7 @@ class Owners:
 
     @property
     def first_tensor(self) -> torch.Tensor | None:
-        """What tells the device, and whether the model is fake."""
+        """What shows the device, and whether the model is fake."""
         return next(
             chain(self.model.parameters(), self.model.buffers(), _tensors(self.inputs)), None
         )
@@ -101,37 +101,37 @@ class Owners:
     # ---- what is there at first ------------------------------------------------------------------
 
     def _take_stock(self) -> None:
-        tell = self.storages.tell
+        assign = self.storages.assign
         for name, parameter in self.model.named_parameters():
             self._own.append(parameter)
             self._names[parameter] = name
-            tell(parameter, "weight", TOLD, name)
+            assign(parameter, "weight", DECLARED, name)
         for optimizer in self.optimizers:
             for number, parameter in enumerate(_parameters_of(optimizer)):
                 if parameter not in self._names:
                     self._own.append(parameter)
                     self._names[parameter] = f"parameter {number} of the optimizer"
-                tell(parameter, "weight", TOLD)
+                assign(parameter, "weight", DECLARED)
             self._take_states(optimizer)
         self._take_gradients()
         for name, buffer in self.model.named_buffers():
-            tell(buffer, "buffer", TOLD, name)
+            assign(buffer, "buffer", DECLARED, name)
         for number, leaf in enumerate(_tensors(self.inputs)):
-            tell(leaf, "input", TOLD, f"input {number}")
+            assign(leaf, "input", DECLARED, f"input {number}")
 
     def _take_states(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, states in optimizer.state.items():
             name = self._names.get(parameter, "") if torch.is_tensor(parameter) else ""
             for key, leaf in states.items() if isinstance(states, dict) else ():
                 for tensor in _tensors(leaf):
-                    self.storages.tell(tensor, "optimizer_state", TOLD, f"{name}.{key}")
+                    self.storages.assign(tensor, "optimizer_state", DECLARED, f"{name}.{key}")
 
     def _take_gradients(self) -> None:
         """Every gradient that a parameter shows: between passes that is this rank's own part."""
         for parameter in self._own:
             if parameter.grad is not None:
                 name = f"{self._names[parameter]}.grad"
-                self.storages.tell(parameter.grad, "gradient", INFERRED, name)
+                self.storages.assign(parameter.grad, "gradient", INFERRED, name)
 
     # ---- what the modules say --------------------------------------------------------------------
 
@@ -151,12 +151,12 @@ class Owners:
     def begin_model(self, arguments: Any) -> None:
         """The forward of the whole model begins."""
         for number, leaf in enumerate(_tensors(arguments)):
-            self.storages.tell(leaf, "input", INFERRED, f"input {number}")
+            self.storages.assign(leaf, "input", INFERRED, f"input {number}")
 
     def end_model(self, output: Any) -> None:
         """The forward of the whole model is over; what follows, such as a loss, belongs to it."""
         for leaf in _tensors(output):
-            self.storages.tell(leaf, "output", MOVED)
+            self.storages.assign(leaf, "output", MOVED)
 
     def meet(self, path: str, module: nn.Module) -> None:
         """A module has its parameters as it computes with them: those that were not there at first
@@ -165,7 +165,7 @@ class Owners:
             if parameter is None:
                 continue
             fqn = self._names.setdefault(parameter, f"{path}.{name}" if path else name)
-            self.storages.tell(parameter, "gathered_weight", INFERRED, fqn)
+            self.storages.assign(parameter, "gathered_weight", INFERRED, fqn)
             if parameter.requires_grad and parameter.is_leaf and parameter not in self._watched:
                 hook = parameter.register_post_accumulate_grad_hook(self._accumulated)
                 self._watched[parameter] = hook
@@ -175,7 +175,7 @@ class Owners:
         if parameter.grad is not None:
             kind: Kind = "unreduced_gradient" if whole else "gradient"
             name = f"{self._names.get(parameter, '')}.grad"
-            self.storages.tell(parameter.grad, kind, INFERRED, name)
+            self.storages.assign(parameter.grad, kind, INFERRED, name)
 
     # ---- what operations say ---------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Owners:
         kind = kind_moved(function, computing=computing)
         if kind is not None:
             first = self.modules.iteration == 1  # in which the buffers of DDP turn up
-            self.storages.tell_buffers(arguments, kind, earlier=first)
+            self.storages.assign_buffers(arguments, kind, earlier=first)
             return
         if backward or not computing or is_constant(function) or self.tracker.in_region:
             return  # backends copy what they move into buffers of their own, and hand it over then

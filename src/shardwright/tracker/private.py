@@ -43,7 +43,7 @@ _DTENSOR = "torch.distributed.tensor"  # without it there is nothing to be worke
 
 
 def key_of(storage: torch.UntypedStorage) -> int:
-    """What tells storages apart while they live: the address of the object behind one."""
+    """What distinguishes storages while they live: the address of the object behind one."""
     return int(storage._cdata)
 
 
@@ -111,7 +111,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def following_resizes(changed: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Tell of every storage that is resized, which no dispatch mode sees."""
+    """Report every storage that is resized, which no dispatch mode sees."""
     original = torch.UntypedStorage.resize_
 
     @wraps(original)
@@ -132,7 +132,7 @@ def quiet_propagation(pause: Callable[[bool], None]) -> Iterator[None]:
     """Call ``pause(True)`` while DTensor works out shapes, and ``pause(False)`` after.
 
     It does so by running operations on fake tensors of global size, under the fake mode that is on
-    if there is one: the tensors cannot be told from the caller's own, only the caller can.
+    if there is one: the tensors cannot be distinguished from the caller's own, only the caller can.
     """
     if _DTENSOR not in sys.modules:
         yield

@@ -41,7 +41,7 @@ class Reading:
     def peak(self) -> PhasePeak:
         """The highest moment of all."""
         moment = self._highest(Span(0, len(self.totals) - 1))[1]
-        return self._told(self._phase_at(moment), moment)
+        return self._peak_at(self._phase_at(moment), moment)
 
     def phases(self) -> dict[Phase, PhasePeak]:
         """The highest moment of every phase."""
@@ -50,14 +50,14 @@ class Reading:
             peak = self._highest(span)
             if phase not in found or peak[0] > found[phase][0]:
                 found[phase] = peak
-        return {phase: self._told(phase, moment) for phase, (_, moment) in found.items()}
+        return {phase: self._peak_at(phase, moment) for phase, (_, moment) in found.items()}
 
     def iterations(self) -> tuple[PhasePeak, ...]:
         """The highest moment of every iteration."""
         marks = self.log.iterations or [(0, 1)]
         ends = [begin for begin, _ in marks[1:]] + [len(self.totals) - 1]
         return tuple(
-            self._told(f"iteration {number}", self._highest(Span(begin, end))[1])
+            self._peak_at(f"iteration {number}", self._highest(Span(begin, end))[1])
             for (begin, number), end in zip(marks, ends, strict=True)
         )
 
@@ -80,7 +80,7 @@ class Reading:
             name = phase
         return name
 
-    def _told(self, phase: str, moment: int) -> PhasePeak:
+    def _peak_at(self, phase: str, moment: int) -> PhasePeak:
         kinds = self.log.kinds_at([moment])[moment]
         return PhasePeak(phase, self.totals[moment], kinds, self._where(moment))
 

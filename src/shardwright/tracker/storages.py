@@ -79,9 +79,9 @@ class Storages:
         """Follow nothing any more; what is alive stays as it was."""
         self._references.clear()
 
-    # ---- what is told ----------------------------------------------------------------------------
+    # ---- what is known ---------------------------------------------------------------------------
 
-    def tell(self, tensor: torch.Tensor, kind: Kind, certainty: int, name: str = "") -> None:
+    def assign(self, tensor: torch.Tensor, kind: Kind, certainty: int, name: str = "") -> None:
         """A storage is of ``kind``, if nothing surer is known.
 
         What was less sure before was wrong all the time; what was as sure is over.
@@ -96,11 +96,11 @@ class Storages:
             if name and name != held.name and not held.name.endswith(_OTHERS):
                 held.name = f"{held.name}{_OTHERS}" if held.name else name
 
-    def tell_buffers(self, arguments: Any, kind: Kind, *, earlier: bool) -> None:
+    def assign_buffers(self, arguments: Any, kind: Kind, *, earlier: bool) -> None:
         """Count the buffers of a collective as what they are for, if they are nothing surer."""
         for buffer in buffers_of(arguments):
             self.meet(buffer, earlier=earlier)
-            self.tell(buffer, kind, MOVED)
+            self.assign(buffer, kind, MOVED)
 
     # ---- what comes and goes ---------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.lab.fit.bracket import Border, largest, smallest
+from shardwright.lab.fit.search import Border, largest, smallest
 
 MOST = 60
 STEPS = st.lists(st.integers(0, 50), min_size=MOST, max_size=MOST)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwright.core.pipelining.flight import in_flight, representative
-from shardwright.core.pipelining.passes import Pass
+from shardwright.core.pipelining.orders import Pass
 from shardwright.core.pipelining.schedules import SCHEDULES, chunk_count, order, stage_of
 
 __all__ = [

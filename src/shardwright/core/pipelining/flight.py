@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwright.core.pipelining import orders
-from shardwright.core.pipelining.passes import Pass
+from shardwright.core.pipelining.orders import Pass
 from shardwright.core.pipelining.schedules import checked, named, order
 
 # After so many pipelines full of microbatches (warm-up, a steady part, the end) nothing new comes.

@@ -9,8 +9,22 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
-from shardwright.core.pipelining.passes import Pass, PassKind
+import msgspec
+
+# A backward may be split: the gradient of the input first, for the rank before waits for it, the
+# gradients of the weights when there is time.
+PassKind = Literal["forward", "backward", "input_backward", "weight_backward"]
+
+
+class Pass(msgspec.Struct, frozen=True, array_like=True):
+    """``chunk`` counts the pieces of the model on one rank, from its first to its last stage."""
+
+    kind: PassKind
+    chunk: int
+    microbatch: int
+
 
 Slot = tuple[int, int]  # chunk, microbatch
 
@@ -140,7 +154,7 @@ def _in_turn(
 
 
 class _Work:
-    """Passes told by letter and chunk: F, B (whole backward), I (input), W (weights; without a
+    """Passes named by letter and chunk: F, B (whole backward), I (input), W (weights; without a
     chunk that of the oldest I). Each takes the next microbatch of its chunk."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.pipelining import orders
-from shardwright.core.pipelining.passes import Pass
+from shardwright.core.pipelining.orders import Pass
 
 Shape = Literal["loop", "v"]
 Order = Callable[[int, int, int, int], list[Pass]]

@@ -8,22 +8,29 @@ from collections.abc import Callable
 from shardwright.core.errors import InputError, expected
 from shardwright.core.fit import Fit
 from shardwright.core.job import Job
-from shardwright.lab.fit.remedies import remedies
 from shardwright.lab.fit.search import search
-from shardwright.lab.fit.variants import Footprints, Variants, at, changed_job, point_of, space_of
+from shardwright.lab.fit.variants import (
+    Footprints,
+    Variants,
+    at,
+    changed_job,
+    point_of,
+    remedies,
+    space_of,
+)
 
 __all__ = ["fit"]
 
 
 def fit(
-    job: Job, footprints: Footprints | None = None, tell: Callable[[str], None] = lambda _: None
+    job: Job, footprints: Footprints | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Fit:
     """Search around a job; ``footprints`` estimates one, by default as ``shardwright memory`` does.
 
     InputError where no capacity is known.
     """
     begun = time.perf_counter()
-    variants = Variants(footprints or _footprints(), tell)
+    variants = Variants(footprints or _footprints(), progress)
     variants.estimate(job)
     first = variants.first
     assert first is not None

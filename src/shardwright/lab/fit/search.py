@@ -1,13 +1,154 @@
-"""Every answer of ``fit`` from a function that says what a variant of a job needs."""
+"""The answers of ``fit``, from a function that says what a variant of a job needs.
+
+Each is found between the last size that fits and the first one that does not, with few questions.
+Needs are nearly straight lines in a batch and nearly ``a + b / ranks`` in ranks, so a line through
+two answers mostly lands on the border at once; halving in between keeps the worst case small.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from shardwright.core.errors import UnsupportedError
 from shardwright.core.fit import Estimate, Largest, PolicyFit
-from shardwright.lab.fit.bracket import largest, smallest
+
+GROWTH = 8  # times the largest size that fits: no guess goes further at once
+HALVE_EVERY = 3  # of so many guesses between two sizes, one halves
+SLACK = 0.99  # of a smaller size's need: an allocator's model may make a little less of more
+MOST_SCANNED = 32  # sizes looked at one by one where a larger one needs less
+
+Need = Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """A size that fits whose neighbour does not; 0 where none does. ``or_more``: the last size
+    that was allowed fits too. ``even`` is false where needs do not grow with sizes."""
+
+    size: int
+    or_more: bool = False
+    even: bool = True
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Answers so far."""
+
+    need: Need
+    limit: int
+    answers: dict[int, int] = field(default_factory=dict)
+
+    def fits(self, size: int) -> bool:
+        return self.of(size) <= self.limit
+
+    def of(self, size: int) -> int:
+        if size not in self.answers:
+            self.answers[size] = self.need(size)
+        return self.answers[size]
+
+
+def largest(need: Need, limit: int, most: int, hint: int = 1, *, steady: bool = True) -> Border:
+    """The largest of 1 to ``most`` whose need is within ``limit``, where needs grow with sizes.
+
+    Where a larger one was seen to need less, sizes are looked at one by one from there, so that
+    the answer is the first border; not so if they are not ``steady`` anyway.
+    """
+    asked = _Asked(need, limit)
+    first = min(max(hint, 1), most)
+    if not asked.fits(first) and (first == 1 or not asked.fits(1)):
+        return Border(0)
+    low, high = (first, most + 1) if asked.fits(first) else (1, first)
+    guess, between = _on_line(asked, low, high if high <= most else None), 0
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        if asked.fits(guess):
+            low = guess
+        else:
+            high = guess
+        between += high <= most
+        if high <= most and between % HALVE_EVERY == 0:
+            guess = (low + high) // 2
+        else:
+            guess = _on_line(asked, low, high if high <= most else None)
+    if not steady or _grows(asked.answers):
+        return Border(low, or_more=low == most)
+    return _scanned(asked, low, most)
+
+
+def smallest(need: Need, limit: int, most: int, hint: int = 1) -> Border:
+    """The smallest of 1 to ``most`` whose need is within ``limit``, where needs shrink with sizes.
+
+    0 where none is, as far as larger sizes still needed less: padding grows with ranks, so at some
+    number of them needs grow again.
+    """
+    asked = _Asked(need, limit)
+    if asked.fits(1):
+        return Border(1)
+    low, high, guess, turn = 1, most + 1, max(hint, 2), 0
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        if asked.fits(guess):
+            high = guess
+        elif high > most and asked.of(guess) >= asked.of(low):
+            return Border(0)
+        else:
+            low = guess
+        turn += high <= most
+        if high > most:
+            guess = GROWTH * low
+        elif turn % HALVE_EVERY == 0:
+            guess = math.isqrt(low * high)
+        else:
+            guess = _on_curve(asked, low, high)
+    return Border(0) if high > most else Border(high)
+
+
+def _on_line(asked: _Asked, low: int, high: int | None) -> int:
+    """Where the line through two answers meets the limit; twice ``low`` where there is none."""
+    if high is None:
+        before = max((size for size in asked.answers if size < low), default=None)
+        if before is None:
+            return 2 * low
+        steep = asked.of(low) - asked.of(before)
+        if steep <= 0:
+            return GROWTH * low
+        further = (asked.limit - asked.of(low)) * (low - before) // steep
+        return min(low + further, GROWTH * low)
+    steep = asked.of(high) - asked.of(low)
+    return low + (asked.limit - asked.of(low)) * (high - low) // max(steep, 1)
+
+
+def _on_curve(asked: _Asked, low: int, high: int) -> int:
+    """Where ``a + b / size`` through two answers meets the limit."""
+    near, far = asked.of(low), asked.of(high)
+    if near <= far:
+        return math.isqrt(low * high)
+    b = (near - far) / (1 / low - 1 / high)
+    left = asked.limit - (far - b / high)
+    return math.ceil(b / left) if left > b / high else high - 1
+
+
+def _grows(answers: dict[int, int]) -> bool:
+    """Whether no larger size was seen to need clearly less."""
+    needs = [answers[size] for size in sorted(answers)]
+    return not any(after < SLACK * before for before, after in pairwise(needs))
+
+
+def _scanned(asked: _Asked, found: int, most: int) -> Border:
+    """Size by size from where order broke, so that all up to the answer fit."""
+    sizes = sorted(asked.answers)
+    broken = next(
+        size for size, after in pairwise(sizes) if asked.of(after) < SLACK * asked.of(size)
+    )
+    at = max(size for size in sizes if size <= broken and asked.fits(size))
+    for _ in range(MOST_SCANNED):
+        if at == most or not asked.fits(at + 1):
+            return Border(at, or_more=at == most, even=False)
+        at += 1
+    return Border(found, or_more=found == most, even=False)
 
 
 @dataclass(frozen=True, slots=True)

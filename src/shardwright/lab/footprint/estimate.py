@@ -23,16 +23,15 @@ from shardwright.lab.footprint.planned import planned_footprint
 from shardwright.lab.footprint.stages import PipelineRank, pipeline_ranks
 from shardwright.memory.allocator import AllocatorSettings
 from shardwright.memory.allocator.replay import ASSUMPTION
-from shardwright.memory.classes import rank_memory
-from shardwright.memory.details import module_memory, reserved, timeline
 from shardwright.memory.rank_step import Chunk, RankStep
+from shardwright.memory.results import module_memory, rank_memory, reserved, timeline
 from shardwright.trace.lowering import unknown_operators
 from shardwright.trace.treatment import Treatment
 
 PLANNED = ("dlrm", "transformer", "tables")  # kinds whose plan foresees their memory
 CLOSE, MOST_FOLLOWED = 0.9, 4  # classes whose peaks are followed event by event
-LARGEST = 20  # tensors at the peak that are told
-# Uneven routing is told by the rank in the middle and by one of a hundred.
+LARGEST = 20  # tensors at the peak that are listed
+# Uneven routing is shown by the rank in the middle and by one of a hundred.
 LOADS: tuple[tuple[Quantile, str, float], ...] = (
     ("p99", ", 99th percentile of experts", 0.01),
     ("p50", ", median of experts", 0.99),
@@ -125,7 +124,7 @@ class _Estimate:
     def _follow(
         self, index: int, classes: list[_Class], found: list[RankMemory], details: bool
     ) -> None:
-        """Add to a class what its events tell."""
+        """Add to a class what its events show."""
         step = classes[index].step
         tape = step.taped(machine_of(self.section, self.sharding))
         if self.device == "cuda":

@@ -17,7 +17,7 @@ from shardwright.lab.footprint.stages import Stage
 from shardwright.memory.machine import EXPERTS
 from shardwright.models.llama import Llama
 from shardwright.trace.checkpointing import policy
-from shardwright.trace.compiled_loss import compiled_loss
+from shardwright.trace.compiled import compiled_loss
 from shardwright.trace.module import Subject, record
 from shardwright.trace.repeats import Stretch, series_of, stretches
 from shardwright.trace.treatment import Treatment

@@ -46,7 +46,7 @@ def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding
 
 
 def _reduces(section: MemorySection, degrees: Degrees) -> Reduces:
-    """FSDP2 in a pipeline reduces when all is over; ours where it is told to wait, unit by unit."""
+    """FSDP2 in a pipeline reduces when all is over; ours where it is set to wait, unit by unit."""
     if degrees.pipeline == 1:
         return "each"
     return "end" if section.runtime == "fsdp2" else "last"

@@ -39,10 +39,10 @@ class Bench:
 
     def agreed(self, value: float) -> float:
         """The mean of all ranks' values; no rank goes on before every rank is here."""
-        told = torch.tensor([value], device=self.comm.mesh.device_type)
+        mean = torch.tensor([value], device=self.comm.mesh.device_type)
         if self.comm.size > 1:
-            self.comm.all_reduce("calibrate", told)
-        return told.item() / self.comm.size
+            self.comm.all_reduce("calibrate", mean)
+        return mean.item() / self.comm.size
 
     def measure(self, runs: Mapping[str, Run], seconds: float, least: int) -> None:
         """Time ``runs`` for about ``seconds``, in ``least`` rounds at least."""
@@ -69,7 +69,7 @@ class Bench:
         return max(1, min(MOST_REPEATS, math.ceil(SAMPLE_SECONDS / max(once, 1e-9))))
 
     def _sample(self, work: Callable[[], object], repeats: int) -> float:
-        """Seconds of one run: the median where runs can be told apart, for a run that another
+        """Seconds of one run: the median where runs can be timed one by one, for a run that another
         process interrupts is the exception; else the mean of runs that follow one another."""
         self._tick()
         self.agreed(0.0)

@@ -15,14 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.core.cluster import Device
 from shardwright.core.document import write_document
-from shardwright.lab.measure import collectives, machine, rows
+from shardwright.lab.measure import cases
 from shardwright.lab.measure.bench import Bench, Run
-from shardwright.lab.measure.memory_size import host_bytes
-from shardwright.lab.measure.samples import SCHEMA, Samples, samples_file
-from shardwright.lab.measure.sizes import BUFFERS
+from shardwright.lab.measure.samples import BUFFERS, SCHEMA, Samples, samples_file
+from shardwright.launcher.folder import store_file
+from shardwright.launcher.heartbeat import Heartbeat
+from shardwright.launcher.progress import ProgressLog
+from shardwright.launcher.worker import run_worker
 from shardwright.runtime import comm
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.pulse import ProgressLog, Pulse, run_worker, store_file
 
 TIMEOUT = 60.0
 LEAST, LEAST_QUICK = 5, 3
@@ -42,11 +43,11 @@ class Section:
 class Worker:
     """One rank: its device, its part in every section, its samples."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, pulse: Pulse) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, heartbeat: Heartbeat) -> None:
         self.folder = folder
         self.rank = rank
         self.world_size = world_size
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         self.step = 0
         accelerated = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
         self.kind: Device = "cuda" if accelerated else "cpu"
@@ -80,28 +81,28 @@ class Worker:
             torch.cuda.synchronize(self.device)
 
     def _tick(self) -> None:
-        self.pulse.begin("evaluate", self.step)
+        self.heartbeat.begin("evaluate", self.step)
 
     def _sections(self, link: Comm, bench: Bench) -> list[Section]:
         device, alone = self.device, self.world_size == 1
         sections = [
-            Section("memory", 3.0, lambda: machine.memory(device)),
-            Section("layers", 2.5, lambda: machine.compute(device)),
-            Section("small operations", 1.5, lambda: machine.operations(device)),
-            Section("embedding rows", 3.0, lambda: rows.accesses(device, self.world_size)),
-            Section("click-log rows", 1.0, lambda: rows.parsing(self.folder, self.rank)),
+            Section("memory", 3.0, lambda: cases.memory(device)),
+            Section("layers", 2.5, lambda: cases.compute(device)),
+            Section("small operations", 1.5, lambda: cases.operations(device)),
+            Section("embedding rows", 3.0, lambda: cases.accesses(device, self.world_size)),
+            Section("click-log rows", 1.0, lambda: cases.parsing(self.folder, self.rank)),
         ]
         if self.kind == "cuda":
-            sections.append(Section("host memory", 2.0, lambda: machine.link(device)))
+            sections.append(Section("host memory", 2.0, lambda: cases.link(device)))
         if not alone:
             sections += [
-                Section("collectives", 12.0, lambda: collectives.collectives(link)),
-                Section("overlap", 4.0, lambda: collectives.overlaps(link, bench)),
+                Section("collectives", 12.0, lambda: cases.collectives(link)),
+                Section("overlap", 4.0, lambda: cases.overlaps(link, bench)),
             ]
         return sections
 
     def _leave(self, bench: Bench, ways: Mapping[str, str]) -> None:
-        memory = {"ddr_cap": host_bytes()}
+        memory = {"ddr_cap": cases.host_bytes()}
         facts = {
             "system": f"{platform.system()} {platform.machine()}",
             "cores": str(os.cpu_count()),
@@ -126,19 +127,19 @@ class Worker:
 
 
 def main() -> int:
-    """Measure as torchrun's environment says; the status file tells the launcher how it ended."""
+    """Measure as torchrun's environment says; the status file says how it ended."""
     parser = argparse.ArgumentParser(prog="shardwright.lab.measure.worker")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def body(pulse: Pulse) -> None:
-        worker = Worker(options.folder, rank, world_size, pulse)
+    def body(heartbeat: Heartbeat) -> None:
+        worker = Worker(options.folder, rank, world_size, heartbeat)
         comm.start(worker.backend, TIMEOUT, rank, world_size, store_file(options.folder))
         try:
             worker.run(options.quick)
-            pulse.mark("done")
+            heartbeat.mark("done")
         finally:
             comm.stop()
 

@@ -17,9 +17,9 @@ import msgspec
 
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, expected
-from shardwright.lab.folder import facts_file
+from shardwright.launcher.folder import facts_file
 
-DIGEST, ALWAYS = "sha256", "bayes_log_loss"  # keys that tell whose facts they are
+DIGEST, ALWAYS = "sha256", "bayes_log_loss"  # keys that show whose facts they are
 REMEDY = "Move it away or choose another train.out."
 
 

@@ -9,15 +9,19 @@ from torch import nn
 
 from shardwright.core.llama import LlamaShape, check_shape
 from shardwright.core.llama_local import LocalShape, check_local
-from shardwright.models.llama.attention import Attention
+from shardwright.models.llama.attention import Attention, rotations
 from shardwright.models.llama.collectives import gather_alike
-from shardwright.models.llama.embedding import Embedding
 from shardwright.models.llama.experts import MixtureOfExperts
-from shardwright.models.llama.feed_forward import FeedForward
-from shardwright.models.llama.linear import Device, Linear, RMSNorm, has_data
+from shardwright.models.llama.layers import (
+    Device,
+    Embedding,
+    FeedForward,
+    Linear,
+    RMSNorm,
+    enter,
+    has_data,
+)
 from shardwright.models.llama.loss import chunked_loss, loss, parallel_loss
-from shardwright.models.llama.rotary import rotations
-from shardwright.models.llama.streams import enter
 from shardwright.models.start import Started, generator_of
 
 DEVIATION = 0.02  # of starting weights, as in GPT-2 and Llama

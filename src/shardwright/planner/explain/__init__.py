@@ -48,7 +48,7 @@ STATISTICS: dict[str, Callable[[Subject], Iterable[Explanation]]] = {
 def explain_statistic(
     plan: Plan, name: str, *, rank: int | None = None, table: str | None = None
 ) -> list[Explanation]:
-    """The derivations of one statistic; ``rank`` and ``table`` narrow those that are told of many.
+    """The derivations of one statistic; ``rank`` and ``table`` narrow those that are shown of many.
 
     :raises InputError: no statistic or table has that name.
     """

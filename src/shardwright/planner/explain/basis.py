@@ -52,8 +52,8 @@ def _model(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
     job = plan.job
     parts = [f"{len(tables)} tables"] if tables else []
     parts.append(_unit_names(plan) if plan.units else "alone, no dense part")
-    told = (", " if plan.units else " ").join(parts)
-    yield Fact("model", f"{job.model.kind}: {told}", "model.kind")
+    text = (", " if plan.units else " ").join(parts)
+    yield Fact("model", f"{job.model.kind}: {text}", "model.kind")
     if tables:
         yield from _of_tables(plan, tables)
     else:
@@ -84,11 +84,11 @@ def _of_tables(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
     pooled = _counted(tables, lambda table: "pooled" if table.pooled else "sequence")
     yield Fact("lookups", pooled, _key(job, "pooled", True))
     if len(tables) and any(t.module_weighted or t.constraint_weighted for t in tables):
-        told = _counted(
+        text = _counted(
             tables,
             lambda t: "weighted" if t.module_weighted or t.constraint_weighted else "unweighted",
         )
-        yield Fact("weights of ids", told, "tables.module_weighted, tables.constraint_weighted")
+        yield Fact("weights of ids", text, "tables.module_weighted, tables.constraint_weighted")
     default = "train.optimizer" if plan.units else "none given: state is counted as 0 bytes"
     yield Fact(
         "optimizer of tables",
@@ -134,13 +134,13 @@ def _memory(plan: Plan) -> Iterator[Fact]:
         numbers.append(f"counted {section.multiplier:g} times")
     if any(kept.dense) or any(kept.inputs):
         numbers.append(f"that is {sum(kept.dense):,} B dense, {sum(kept.inputs):,} B inputs")
-    told = {
+    text = {
         "traced": "nothing by rule: the dense part is simulated to the byte",
         "none": "nothing",
     }
     yield Fact(
         "reservation",
-        f"{kind}: {told.get(kind) or ', '.join(numbers)}",
+        f"{kind}: {text.get(kind) or ', '.join(numbers)}",
         _said(section.kind is not None, "planner.reservation.kind", f"the rule {_rule(plan)}"),
     )
     left = [f"{n:,} B {tier}" for tier, n in _left(plan) if n]
@@ -184,13 +184,13 @@ def _step(plan: Plan) -> Iterator[Fact]:
 
 def _kernels(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
     counts = Counter(table.compute_kernel for table in plan.tables)
-    told = ", ".join(f"{kernel} ({count})" for kernel, count in counts.items())
+    text = ", ".join(f"{kernel} ({count})" for kernel, count in counts.items())
     slow = (
         "" if plan.search.slow_kernels else "; in host memory only what no faster kernel replaces"
     )
     yield Fact(
         "kernels chosen",
-        told + (slow if plan.cluster.compute_device == "cuda" else ""),
+        text + (slow if plan.cluster.compute_device == "cuda" else ""),
         _key(plan.job, "compute_kernels", None, "free"),
     )
     shares: dict[tuple[float, str], int] = {}
@@ -216,10 +216,10 @@ def _units(plan: Plan) -> Iterator[Fact]:
     sharded = [unit for unit in plan.units if unit.collectives > 1]
     if sharded:
         count = sum(unit.reshard_after_forward for unit in sharded)
-        told = f"of {count} of {len(sharded)} sharded units"
-        yield Fact("full weights freed after forward", told, origin("reshard"))
-    told = "the next unit, while one computes" if plan.prefetch else "nothing"
-    yield Fact("gathered ahead", told, origin("prefetch"))
+        text = f"of {count} of {len(sharded)} sharded units"
+        yield Fact("full weights freed after forward", text, origin("reshard"))
+    text = "the next unit, while one computes" if plan.prefetch else "nothing"
+    yield Fact("gathered ahead", text, origin("prefetch"))
 
 
 def _search(plan: Plan) -> Iterator[Fact]:
@@ -234,11 +234,11 @@ def _search(plan: Plan) -> Iterator[Fact]:
         yield Fact("not searched to its end", why, "the search")
     rules = section.constraints
     if rules.together or rules.apart or rules.ranks:
-        told = (
+        text = (
             f"{len(rules.together)} groups together, {len(rules.apart)} apart, "
             f"{len(rules.ranks)} tables pinned to ranks"
         )
-        yield Fact("constraints", told, "planner.constraints")
+        yield Fact("constraints", text, "planner.constraints")
     profile = section.constants
     origin = _said(profile != "cluster", "planner.constants")
     yield Fact("costs", f"{profile}: {PROFILES[profile]}", origin)

@@ -56,44 +56,44 @@ def _part(subject: Subject, part: str) -> list[Ranks]:
 
 def explain_imbalance(subject: Subject) -> Iterator[Explanation]:
     """The four measures of seconds and of each memory."""
-    for told in subject.statistics.unevenness:
-        found: Any = unevenness(told.of, _groups(subject, told.of))
+    for record in subject.statistics.unevenness:
+        found: Any = unevenness(record.of, _groups(subject, record.of))
         for field, (words, note) in MEASURES.items():
             yield finished(
-                f"{WORDS[told.of]}: {words}",
-                getattr(told, field),
+                f"{WORDS[record.of]}: {words}",
+                getattr(record, field),
                 getattr(found, field),
                 absolute=NEAR,
-                notes=[note.format(told)],
+                notes=[note.format(record)],
             )
 
 
 def explain_spreads(subject: Subject) -> Iterator[Explanation]:
     """Largest, smallest, mean and medians of seconds and of each memory."""
-    for told in subject.statistics.spreads:
-        found: Any = ranks.spread(told.of, _groups(subject, told.of))
+    for record in subject.statistics.spreads:
+        found: Any = ranks.spread(record.of, _groups(subject, record.of))
         for field, words, on, notes in (
-            ("largest", "most of any rank", told.largest_ranks, ()),
-            ("smallest", "least of any rank", told.smallest_ranks, ()),
+            ("largest", "most of any rank", record.largest_ranks, ()),
+            ("smallest", "least of any rank", record.smallest_ranks, ()),
             ("mean", "mean of all ranks", (), ()),
             ("low_median", "low median of all ranks", (), (HALF,)),
             ("high_median", "high median of all ranks", (), (HALF,)),
         ):
-            stored, amount = getattr(told, field), getattr(found, field)
-            title = f"{WORDS[told.of]}: {words}"
+            stored, amount = getattr(record, field), getattr(found, field)
+            title = f"{WORDS[record.of]}: {words}"
             yield finished(title, stored, amount, ranks=on, notes=notes, relative=REORDERED)
 
 
 def explain_parts(subject: Subject) -> Iterator[Explanation]:
     """Most and mean of every part, the sum of the maxima, and the slowest rank above the mean."""
     maxima: list[Any] = []
-    for told in subject.statistics.parts:
-        found: Any = times.part_maximum(told.part, _part(subject, told.part))
+    for record in subject.statistics.parts:
+        found: Any = times.part_maximum(record.part, _part(subject, record.part))
         maxima.append(found)
-        title = f"{told.part}: most of any rank"
-        yield finished(title, told.seconds, found.seconds, ranks=told.ranks)
-        title = f"{told.part}: mean of all ranks"
-        yield finished(title, told.mean, found.mean, relative=REORDERED)
+        title = f"{record.part}: most of any rank"
+        yield finished(title, record.seconds, found.seconds, ranks=record.ranks)
+        title = f"{record.part}: mean of all ranks"
+        yield finished(title, record.mean, found.mean, relative=REORDERED)
     yield finished(
         "sum of the maxima of all parts",
         subject.statistics.sum_of_maxima,
@@ -111,32 +111,32 @@ def explain_parts(subject: Subject) -> Iterator[Explanation]:
 
 def explain_waiting(subject: Subject) -> Iterator[Explanation]:
     """What ranks wait on average and at most, and the part in which the slowest rank loses."""
-    told, plan = subject.statistics.waiting, subject.plan
-    slowest = leaf(plan.max_rank_seconds, "seconds_of_slowest_rank", "s", f"rank {told.slowest}'s")
+    wait, plan = subject.statistics.waiting, subject.plan
+    slowest = leaf(plan.max_rank_seconds, "seconds_of_slowest_rank", "s", f"rank {wait.slowest}'s")
     waits = times.idle(_groups(subject, "seconds"), slowest)
     near = ranks.SAME_SECONDS * plan.max_rank_seconds
     yield finished(
-        f"seconds that a rank waits for rank {told.slowest}, on average",
-        told.mean_seconds,
+        f"seconds that a rank waits for rank {wait.slowest}, on average",
+        wait.mean_seconds,
         mean("idle", waits, "s"),
         absolute=near,
     )
     yield finished(
-        f"seconds that rank {told.longest} waits, which waits longest",
-        told.longest_seconds,
+        f"seconds that rank {wait.longest} waits, which waits longest",
+        wait.longest_seconds,
         largest("longest_idle", [group.value for group in waits], "s"),
-        ranks=[told.longest],
+        ranks=[wait.longest],
         absolute=near,
     )
-    if told.part:
+    if wait.part:
         source = "--statistic ranks --rank R"
-        own = leaf(told.part_seconds, f"part[rank {told.slowest}]", "s", source)
-        usual = mean(told.part, _part(subject, told.part), "s")
+        own = leaf(wait.part_seconds, f"part[rank {wait.slowest}]", "s", source)
+        usual = mean(wait.part, _part(subject, wait.part), "s")
         yield finished(
-            f"{told.part}: by how much rank {told.slowest} is slower than the mean",
-            told.part_seconds - told.part_mean,
+            f"{wait.part}: by how much rank {wait.slowest} is slower than the mean",
+            wait.part_seconds - wait.part_mean,
             named("lost", own - usual, "s"),
-            ranks=[told.slowest],
+            ranks=[wait.slowest],
             absolute=near,
             notes=["the part in which the slowest rank loses most"],
         )

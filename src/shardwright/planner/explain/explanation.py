@@ -24,7 +24,7 @@ DIGITS = 13  # to which seconds of ranks are equal
 class Subject:
     """What is explained: a plan, the draft it was written from and what it adds up to.
 
-    ``rank`` and ``table`` narrow what is told; None for all, or for those that matter most.
+    ``rank`` and ``table`` narrow what is shown; None for all, or for those that matter most.
     """
 
     plan: Plan
@@ -39,7 +39,7 @@ class Subject:
 class Explanation:
     """What a number is, the value it has in the plan, and every step that leads to it.
 
-    ``ranks`` are those that it is told of; ``notes`` say what numbers cannot.
+    ``ranks`` are those that it is of; ``notes`` say what numbers cannot.
     """
 
     title: str
@@ -104,8 +104,8 @@ def rank_groups(what: str, values: Mapping[int, float], unit: str) -> list[Ranks
     found = []
     for ranks in groups.values():
         label = ranks_label(ranks)
-        told = leaf(values[ranks[0]], f"{what}[{label}]", unit, "--statistic ranks --rank R")
-        found.append(Ranks(told, ranks, label))
+        shown = leaf(values[ranks[0]], f"{what}[{label}]", unit, "--statistic ranks --rank R")
+        found.append(Ranks(shown, ranks, label))
     return found
 
 

@@ -75,20 +75,20 @@ def explain_prices(subject: Subject) -> Iterator[Explanation]:
     """By how much the bound falls with one more GiB of each memory on every rank."""
     problem = subject.draft.problem
     now = relaxation(problem, problem.capacity, "")
-    for told in prices_of(problem):
+    for memory in prices_of(problem):
         more = relaxation(
-            problem, with_more(problem.capacity, TIERS.index(told.tier)), " with 1 GiB more"
+            problem, with_more(problem.capacity, TIERS.index(memory.tier)), " with 1 GiB more"
         )
         yield finished(
-            f"seconds by which the bound falls with 1 GiB more {told.tier.upper()} per rank",
-            told.bound_falls,
+            f"seconds by which the bound falls with 1 GiB more {memory.tier.upper()} per rank",
+            memory.bound_falls,
             fall(now.seconds, more.seconds),
             relative=REORDERED,
             absolute=REORDERED * max(now.seconds.value, SAME),
             notes=[
                 f"binding now: {now.binding}",
                 f"binding with 1 GiB more: {more.binding}",
-                f"the price of the next GiB alone is {told.price:.6g} s",
+                f"the price of the next GiB alone is {memory.price:.6g} s",
             ],
         )
 

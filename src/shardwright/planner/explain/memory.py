@@ -35,9 +35,9 @@ WHERE = "planner.reservation"
 
 def explain(subject: Subject) -> Iterator[Explanation]:
     """What is left for the plan of every memory, and the ledger of its fullest rank."""
-    for told in subject.statistics.ledgers:
-        yield _left(subject, told.tier)
-        yield _ledger(subject, told)
+    for record in subject.statistics.ledgers:
+        yield _left(subject, record.tier)
+        yield _ledger(subject, record)
 
 
 def _left(subject: Subject, tier: Tier) -> Explanation:
@@ -73,7 +73,7 @@ def _dense(subject: Subject, kind: str) -> Any:
 
 
 def _inputs(subject: Subject, kind: str) -> Any:
-    """Bytes of the inputs alive at once; features with equal numbers of ids are told together."""
+    """Bytes of the inputs alive at once; features with equal numbers of ids are shown together."""
     groups: dict[tuple[float, int], int] = {}
     problem = subject.draft.problem
     for table in problem.model.tables:
@@ -96,24 +96,24 @@ def _inputs(subject: Subject, kind: str) -> Any:
     )
 
 
-def _ledger(subject: Subject, told: Ledger) -> Explanation:
-    capacity = leaf(told.capacity, "capacity", "B", f"cluster.{told.tier}_cap")
+def _ledger(subject: Subject, record: Ledger) -> Explanation:
+    capacity = leaf(record.capacity, "capacity", "B", f"cluster.{record.tier}_cap")
     sources = {
         SET_ASIDE: WHERE,
         DENSE: f"{WHERE}: dense part",
         INPUTS: f"{WHERE}: inputs of a step",
     }
-    here = f"on rank {told.rank}; --statistic ranks --rank {told.rank}"
+    here = f"on rank {record.rank}; --statistic ranks --rank {record.rank}"
     lines = [
         leaf(line.nbytes, line.what, "B", sources.get(line.what, here))
-        for line in told.lines
+        for line in record.lines
         if line.what != FREE
     ]
     return finished(
-        f"{told.tier.upper()} that is free on rank {told.rank}, its fullest",
-        told.lines[-1].nbytes,
+        f"{record.tier.upper()} that is free on rank {record.rank}, its fullest",
+        record.lines[-1].nbytes,
         free(capacity, lines),
-        ranks=[told.rank],
+        ranks=[record.rank],
         notes=["what is taken and what is free are the whole capacity"],
     )
 
@@ -121,18 +121,18 @@ def _ledger(subject: Subject, told: Ledger) -> Explanation:
 def explain_tiers(subject: Subject) -> Iterator[Explanation]:
     """The bytes of the fullest rank of each tier, and how near its emptiest one is to the edge."""
     nbytes = filled(subject.plan, subject.statistics.decisive)
-    for number, told in enumerate(subject.statistics.peak_tiers, start=1):
-        title = f"tier {number}, {ranks_label(told.ranks)}"
-        values = {rank: nbytes[rank] for rank in told.ranks}
+    for number, record in enumerate(subject.statistics.peak_tiers, start=1):
+        title = f"tier {number}, {ranks_label(record.ranks)}"
+        values = {rank: nbytes[rank] for rank in record.ranks}
         terms = [group.value for group in rank_groups("bytes", values, "B")]
         most = largest("most", terms, "B")
-        yield finished(f"{title}: most bytes", told.nbytes, most, ranks=told.ranks)
-        if len(told.ranks) > 1:
+        yield finished(f"{title}: most bytes", record.nbytes, most, ranks=record.ranks)
+        if len(record.ranks) > 1:
             width = leaf(TIER_WIDTH, "width_of_a_tier", "B", "1 MiB")
             least = smallest("least", terms, "B")
             yield finished(
                 f"{title}: bytes by which its emptiest rank is inside the tier",
-                min(values.values()) - (told.nbytes - TIER_WIDTH),
+                min(values.values()) - (record.nbytes - TIER_WIDTH),
                 named("inside", least - (most - width), "B"),
-                ranks=told.ranks,
+                ranks=record.ranks,
             )

@@ -36,11 +36,11 @@ TORCHRECS = (
 def explain(subject: Subject) -> Iterator[Explanation]:
     """The rank that is asked for, or the slowest and the fullest one."""
     for rank in worst_ranks(subject):
-        told = subject.statistics.ranks[rank]
-        yield _seconds(subject, told)
-        yield _idle(subject, told)
-        yield from _bytes(subject, told)
-        yield from _traffic(subject, told)
+        record = subject.statistics.ranks[rank]
+        yield _seconds(subject, record)
+        yield _idle(subject, record)
+        yield from _bytes(subject, record)
+        yield from _traffic(subject, record)
 
 
 def worst_ranks(subject: Subject) -> list[int]:
@@ -84,39 +84,39 @@ def _sum(name: str, terms: list[Any]) -> Any:
     return summed(name, terms, "s") if terms else leaf(0, name, "s", "nothing adds to it")
 
 
-def _seconds(subject: Subject, told: RankStatistics) -> Explanation:
+def _seconds(subject: Subject, record: RankStatistics) -> Explanation:
     parts = []
     for part in parts_of(subject.plan):
-        terms = alike(part, _table_parts(subject, told.rank, part), "s", TABLE)
+        terms = alike(part, _table_parts(subject, record.rank, part), "s", TABLE)
         terms += _shared_parts(subject, part)
         parts.append(_sum(part, terms))
     return finished(
-        f"rank {told.rank}: seconds per step",
-        told.seconds,
+        f"rank {record.rank}: seconds per step",
+        record.seconds,
         summed("seconds_of_rank", parts, "s"),
-        ranks=[told.rank],
+        ranks=[record.rank],
         relative=REORDERED,
     )
 
 
-def _idle(subject: Subject, told: RankStatistics) -> Explanation:
+def _idle(subject: Subject, record: RankStatistics) -> Explanation:
     slowest = leaf(
         subject.plan.max_rank_seconds, "seconds_of_slowest_rank", "s", "the slowest rank's"
     )
-    own = leaf(told.seconds, "seconds_of_rank", "s", f"rank {told.rank}'s")
+    own = leaf(record.seconds, "seconds_of_rank", "s", f"rank {record.rank}'s")
     return finished(
-        f"rank {told.rank}: seconds it waits for the slowest rank",
-        told.idle_seconds,
+        f"rank {record.rank}: seconds it waits for the slowest rank",
+        record.idle_seconds,
         idle_seconds(slowest, own),
-        ranks=[told.rank],
+        ranks=[record.rank],
         absolute=REORDERED * subject.plan.max_rank_seconds,
     )
 
 
-def _bytes(subject: Subject, told: RankStatistics) -> Iterator[Explanation]:
-    plan, rank = subject.plan, told.rank
+def _bytes(subject: Subject, record: RankStatistics) -> Iterator[Explanation]:
+    plan, rank = subject.plan, record.rank
     for tier, name in zip(TIERS, STORED, strict=True):
-        stored = getattr(told, name)
+        stored = getattr(record, name)
         if not stored and tier != decisive(plan):
             continue
         if plan.units and tier == decisive(plan):
@@ -132,29 +132,29 @@ def _bytes(subject: Subject, told: RankStatistics) -> Iterator[Explanation]:
             most = leaf(left, f"{tier}_left", "B", "--statistic reservation")
             yield finished(
                 f"rank {rank}: share of the {tier.upper()} that may be filled",
-                getattr(told, f"{tier}_share"),
+                getattr(record, f"{tier}_share"),
                 named(f"{tier}_share", share_filled(amount, most)),
                 ranks=[rank],
             )
 
 
-def _traffic(subject: Subject, told: RankStatistics) -> Iterator[Explanation]:
+def _traffic(subject: Subject, record: RankStatistics) -> Iterator[Explanation]:
     moved: dict[str, tuple[int, int]] = {}
     for placed in subject.held.tables:
         name = placed.choice.table.name
-        for _, run, _ in placed.on_rank(told.rank):
+        for _, run, _ in placed.on_rank(record.rank):
             ids, rows = moved.get(name, (0, 0))
             more = traffic(subject.plan, placed, run)
             moved[name] = ids + int(more[0]), rows + int(more[1])
     for index, (name, words, stored) in enumerate(
         (
-            ("input_bytes", "ids that reach", told.input_bytes),
-            ("output_bytes", "rows handed out by", told.output_bytes),
+            ("input_bytes", "ids that reach", record.input_bytes),
+            ("output_bytes", "rows handed out by", record.output_bytes),
         )
     ):
         values = _nonzero({table: both[index] for table, both in moved.items()})
-        title = f"rank {told.rank}: bytes of {words} its shards per step"
-        yield finished(title, stored, sum_of(name, values, "B", TABLE), ranks=[told.rank])
+        title = f"rank {record.rank}: bytes of {words} its shards per step"
+        yield finished(title, stored, sum_of(name, values, "B", TABLE), ranks=[record.rank])
 
 
 def _nonzero(values: dict[str, Any]) -> dict[str, Any]:
@@ -164,32 +164,32 @@ def _nonzero(values: dict[str, Any]) -> dict[str, Any]:
 def explain_bottlenecks(subject: Subject) -> Iterator[Explanation]:
     """The tables that take most of the slowest and of the fullest rank."""
     tables = {placed.choice.table.name: placed for placed in subject.held.tables}
-    for told in subject.statistics.bottlenecks:
-        for table in told.tables:
+    for record in subject.statistics.bottlenecks:
+        for table in record.tables:
             yield finished(
-                f"{table.name} on rank {told.rank}: {told.of}",
+                f"{table.name} on rank {record.rank}: {record.of}",
                 table.amount,
-                on_rank(tables[table.name], told.rank, told.of, leaf),
-                ranks=[told.rank],
+                on_rank(tables[table.name], record.rank, record.of, leaf),
+                ranks=[record.rank],
                 relative=REORDERED,
-                notes=[f"as much of {told.of}: {ranks_label(told.ranks)}"],
+                notes=[f"as much of {record.of}: {ranks_label(record.ranks)}"],
             )
 
 
 def explain_critical_path(subject: Subject) -> Iterator[Explanation]:
     """Each term on its slowest rank, then communication and compute together."""
     path = subject.statistics.critical_path
-    for told in path.terms:
+    for record in path.terms:
         yield finished(
-            f"{told.name}: seconds of its slowest rank, rank {told.rank}",
-            told.seconds,
-            _term(subject, told),
-            ranks=[told.rank],
+            f"{record.name}: seconds of its slowest rank, rank {record.rank}",
+            record.seconds,
+            _term(subject, record),
+            ranks=[record.rank],
             relative=REORDERED,
         )
     terms: list[Any] = [
-        msgspec.structs.replace(told, seconds=leaf(told.seconds, told.name, "s", "above"))
-        for told in path.terms
+        msgspec.structs.replace(record, seconds=leaf(record.seconds, record.name, "s", "above"))
+        for record in path.terms
     ]
     found: Any = path_of(tuple(terms))
     note = TORCHRECS if subject.plan.job.planner.constants == "torchrec-1.9" else OURS
@@ -202,14 +202,14 @@ def explain_critical_path(subject: Subject) -> Iterator[Explanation]:
     )
 
 
-def _term(subject: Subject, told: CriticalTerm) -> Any:
+def _term(subject: Subject, record: CriticalTerm) -> Any:
     """What a term takes on its slowest rank, table by table."""
-    group, _, part = told.name.rpartition(" ")
-    tables = _table_parts(subject, told.rank, part)
+    group, _, part = record.name.rpartition(" ")
+    tables = _table_parts(subject, record.rank, part)
     if group:
         members = profiles.torchrec.modules(subject.held.tables)[group]
         inside = {placed.choice.table.name for placed in members}
         tables = {name: value for name, value in tables.items() if name in inside}
-    where = {f"{name} on rank {told.rank}": value for name, value in tables.items()}
+    where = {f"{name} on rank {record.rank}": value for name, value in tables.items()}
     terms = [*alike(part, where, "s", TABLE), *_shared_parts(subject, part)]
-    return _sum(told.name, terms)
+    return _sum(record.name, terms)

@@ -81,9 +81,9 @@ def _placed(problem: Problem, index: int, chosen: TablePlan) -> Placed:
     world_size = problem.cluster.world_size
     inside = all(s.rank >= 0 and s.rank + s.run.count <= world_size for s in chosen.shards)
     if sum(counts) != choice.option.count or not inside:
-        told = f"{choice.option.count} ranks below {world_size}"
+        wanted = f"{choice.option.count} ranks below {world_size}"
         first = [(shard.rank, shard.run.count) for shard in chosen.shards[:3]]
-        raise MismatchError(expected(f"{where} ranks", told, f"runs {first}"))
+        raise MismatchError(expected(f"{where} ranks", wanted, f"runs {first}"))
     return Placed(choice, ranks_of(chosen))
 
 
@@ -111,8 +111,8 @@ def _unit(unit: UnitPlan, space: UnitSpace) -> UnitChoice:
     members = tuple(u for u in space.model.units if set(u.members) <= set(unit.members))
     alike = {(found.series or found.name, found.optimizer) for found in members}
     if len(alike) != 1:
-        told = " and ".join(repr(name) for name in unit.members[:3]) or "none"
-        raise MismatchError(expected(f"{where} members", "layers of one series", told, AGAIN))
+        got = " and ".join(repr(name) for name in unit.members[:3]) or "none"
+        raise MismatchError(expected(f"{where} members", "layers of one series", got, AGAIN))
     choices = space.choices(members)
     wanted = _way(unit.parameter, reshard=unit.reshard_after_forward)
     for choice in choices:
@@ -130,8 +130,8 @@ def _check_cut(plan: Plan, space: UnitSpace) -> None:
         if found == [tuple(m for unit in part for m in unit.members) for part in cut]:
             break
     else:
-        told = f"layers cut evenly into units of {' or '.join(map(str, space.sizes))} at most"
-        raise MismatchError(expected("plan: units", told, "another cut", AGAIN))
+        wanted = f"layers cut evenly into units of {' or '.join(map(str, space.sizes))} at most"
+        raise MismatchError(expected("plan: units", wanted, "another cut", AGAIN))
     if plan.prefetch not in space.prefetches:
         wanted = " or ".join(map(str, space.prefetches))
         raise MismatchError(expected("plan: prefetch", wanted, str(plan.prefetch), AGAIN))
@@ -157,19 +157,19 @@ def _check(plan: Plan, draft: Draft) -> None:
 
 
 def _check_search(plan: Plan, problem: Problem) -> None:
-    """What can be told of a search without running it again."""
+    """What can be said of a search without running it again."""
     search = plan.search
     asked = plan.job.planner.search
     same("plan: search.name", search.name, asked)
     same("plan: search.options", search.options, sum(map(len, problem.tables)))
     if not 1 <= search.feasible <= search.proposals:
-        told = f"from 1 to {search.proposals}, the proposals"
-        raise MismatchError(expected("plan: search.feasible", told, str(search.feasible)))
+        wanted = f"from 1 to {search.proposals}, the proposals"
+        raise MismatchError(expected("plan: search.feasible", wanted, str(search.feasible)))
     highest = plan.max_rank_seconds if asked == "exact" else 0.0
     if not 0 <= search.proved_seconds <= highest * (1 + 1e-6):
-        told = f"at most {highest}"
+        wanted = f"at most {highest}"
         raise MismatchError(
-            expected("plan: search.proved_seconds", told, f"{search.proved_seconds}")
+            expected("plan: search.proved_seconds", wanted, f"{search.proved_seconds}")
         )
 
 

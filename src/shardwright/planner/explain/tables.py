@@ -122,38 +122,38 @@ def _everywhere(plan: Plan, problem: Problem, chosen: TablePlan, placed: Placed)
 
 def explain_tables(subject: Subject) -> Iterator[Explanation]:
     """Seconds and bytes of every table, or of the one that is asked for."""
-    for told, placed in zip(subject.statistics.tables, subject.held.tables, strict=True):
-        if subject.table not in (None, told.name, told.fqn):
+    for record, placed in zip(subject.statistics.tables, subject.held.tables, strict=True):
+        if subject.table not in (None, record.name, record.fqn):
             continue
-        where, ranks = f"{told.fqn}, all shards", told.ranks
+        where, ranks = f"{record.fqn}, all shards", record.ranks
         seconds = over_shards(placed.choice, "seconds", leaf)
         title = f"{where}: seconds"
-        yield finished(title, told.seconds, seconds, ranks=ranks, relative=REORDERED)
+        yield finished(title, record.seconds, seconds, ranks=ranks, relative=REORDERED)
         for tier, name in zip(TIERS, STORED, strict=True):
-            stored = getattr(told, name)
+            stored = getattr(record, name)
             if stored:
                 amount = over_shards(placed.choice, name, leaf)
                 yield finished(f"{where}: {tier.upper()} bytes", stored, amount, ranks=ranks)
         ids, _ = traffic(subject.draft.problem.context, placed.choice.table, leaf)
-        title = f"{told.fqn}: ids of one rank's batch"
-        yield finished(title, told.ids, ids, ranks=ranks, relative=REORDERED)
+        title = f"{record.fqn}: ids of one rank's batch"
+        yield finished(title, record.ids, ids, ranks=ranks, relative=REORDERED)
 
 
 def explain_kernels(subject: Subject) -> Iterator[Explanation]:
     """Bytes of every kernel's tables: by what they are and by where they lie."""
-    for told in subject.statistics.kernels:
+    for record in subject.statistics.kernels:
         tables = [
             placed
             for placed in subject.held.tables
-            if placed.choice.option.compute_kernel == told.kernel
+            if placed.choice.option.compute_kernel == record.kernel
         ]
-        found: Any = kernel_of(told.kernel, tables, leaf)
+        found: Any = kernel_of(record.kernel, tables, leaf)
         for words, name in (
             ("bytes of weights", "weight_bytes"),
             ("bytes of optimizer states", "optimizer_bytes"),
             *((f"{tier.upper()} bytes", name) for tier, name in zip(TIERS, STORED, strict=True)),
             ("bytes of all else", "other_bytes"),
         ):
-            stored = getattr(told, name)
+            stored = getattr(record, name)
             if stored or name not in STORED:
-                yield finished(f"kernel {told.kernel}: {words}", stored, getattr(found, name))
+                yield finished(f"kernel {record.kernel}: {words}", stored, getattr(found, name))

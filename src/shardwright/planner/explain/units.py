@@ -103,7 +103,7 @@ class UnitAmounts:
         )
 
     def spent(self, choice: UnitChoice) -> list[Spent]:
-        """What every action of one unit takes; other units are told by their numbers alone."""
+        """What every action of one unit takes; other units are shown by their numbers alone."""
         space, name = self.draft.problem.unit_space, choice.unit.name
         units: dict[str, Any] = {u.unit.name: u.spent for u in self.draft.units}
         units[name] = self.unit(choice)
@@ -117,7 +117,7 @@ class UnitAmounts:
 
 
 def _clock(name: str, value: Any) -> Amount:
-    """A clock of the walk as an input: what came before it is told of other actions."""
+    """A clock of the walk as an input: what came before it is shown of other actions."""
     return leaf(getattr(value, "value", value), name, "s", "the actions before")
 
 
@@ -133,7 +133,7 @@ def explain_unit(plan: Plan, draft: StepDraft, choice: UnitChoice) -> Iterator[E
 
 
 def _bytes(amounts: UnitAmounts, choice: UnitChoice, where: str) -> Iterator[Explanation]:
-    """Ranks with as much padding are told together."""
+    """Ranks with as much padding are shown together."""
     alike: dict[int, list[int]] = {}
     for rank, padding in enumerate(choice.padding):
         alike.setdefault(padding, []).append(rank)

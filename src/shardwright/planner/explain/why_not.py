@@ -76,7 +76,7 @@ class _Trial:
 
 
 def why_not(plan: Plan, name: str, wanted: str) -> WhyNot:
-    """Try ``wanted`` for one table, on the least busy ranks that it fits, and tell what it does.
+    """Try ``wanted`` for one table, on the least busy ranks that it fits, and say what it does.
 
     :raises InputError: there is no such table, type or kernel.
     """
@@ -90,21 +90,21 @@ def why_not(plan: Plan, name: str, wanted: str) -> WhyNot:
     table = plan.tables[index]
     chosen = table.sharding_type if wanted in TYPES else table.compute_kernel
 
-    def told(verdict: Verdict, reason: str, **more: typing.Any) -> WhyNot:
+    def answer(verdict: Verdict, reason: str, **more: typing.Any) -> WhyNot:
         return WhyNot(table.name, chosen, wanted, verdict, reason, **more)
 
     if wanted == chosen:
-        return told("chosen", f"{wanted} is what was chosen.")
+        return answer("chosen", f"{wanted} is what was chosen.")
     problem = _with_slow_kernels(draft.problem)
     trials: list[_Trial] = []
     choices, reason = _choices(problem, index, wanted)
     if choices:
         trials, reason = _trials(draft, problem, index, choices)
     if not trials:
-        return told("impossible", f"{wanted} is not possible: {reason}.")
+        return answer("impossible", f"{wanted} is not possible: {reason}.")
     best = min(trials, key=lambda trial: trial.key)
     verdict, reason = _verdict(draft, best, wanted)
-    return told(
+    return answer(
         verdict,
         reason,
         option=_words(best.choice),

@@ -251,7 +251,7 @@ def _solver(program: _Program, seconds: float) -> Any:
 
 
 def _begin_with(solver: Any, program: _Program, space: Space, start: Outcome, scale: float) -> None:
-    """Tell the solver what the bounded search has found."""
+    """Give the solver what the bounded search has found."""
     assert start.best is not None
     import highspy
 

@@ -22,13 +22,13 @@ from shardwright.planner.strategy.spacing import bounded_space
 GIB = 2**30
 
 MOST_TIERS = 5
-KINDS: tuple[str, ...] = typing.get_args(Kind)  # in the order in which they are told
+KINDS: tuple[str, ...] = typing.get_args(Kind)  # in the order in which they are shown
 TIER_WIDTH = 2**20  # bytes by which ranks of one tier may differ
 SET_ASIDE = "set_aside"
 DENSE = "dense"
 INPUTS = "inputs"
 FREE = "free"
-# Rules that subtract the dense part and the inputs; others tell the inputs and reserve none.
+# Rules that subtract the dense part and the inputs; others give the inputs and reserve none.
 SUBTRACTING = ("heuristic", "inference")
 
 

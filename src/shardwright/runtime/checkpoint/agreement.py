@@ -99,10 +99,10 @@ def _settle(
         return number
     rank, size = rank_and_size(comm)
     own = {rank: int(error is not None)} | ({size: number} if rank == 0 else {})
-    told = total(comm, label, own, size + 1)
-    failed = told[:size]
+    totals = total(comm, label, own, size + 1)
+    failed = totals[:size]
     if not failed.any():
-        return int(told[size])
+        return int(totals[size])
     first = int(failed.nonzero()[0])
     message: dict[int, int] = {}
     if rank == first and error is not None:

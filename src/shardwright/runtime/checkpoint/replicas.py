@@ -20,7 +20,7 @@ class Claim(NamedTuple):
 
 
 def claim(held: Held) -> Claim:
-    """What is told to the other ranks about a part."""
+    """What the other ranks get to know about a part."""
     text = repr(piece_of(held)).encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
     return Claim(number, held.tensor.numel() * held.tensor.element_size())

@@ -89,7 +89,7 @@ class ShardedTables(nn.Module):
         return pairs + [(self.replicas, held) for held in self.replicas.held]
 
     def _fault(self, ids: torch.Tensor) -> str:
-        """What is wrong with ``ids``, or nothing; told to every rank before any rows move."""
+        """What is wrong with ``ids``, or nothing; known to every rank before any rows move."""
         if ids.dim() != 2 or ids.shape[1] != len(self.tables):
             return expected("ids", f"shape [batch, {len(self.tables)}]", str(list(ids.shape)))
         wrong = (ids < 0) | (ids >= self.limits)
@@ -157,7 +157,7 @@ class ShardedTables(nn.Module):
         trip.rows = self._exchange("exchange ids", sent, trip.counts, trip.served)
 
     def _announce(self, counts: list[list[int]]) -> list[list[int]]:
-        """Tell every rank how many ids of each group will come; hear what the others will send."""
+        """Exchange how many ids of each group every rank will send to every other."""
         announced = torch.tensor(counts, device=self.device).view(-1)
         heard = torch.empty_like(announced)
         self.comm.all_to_all("exchange counts", heard, announced)

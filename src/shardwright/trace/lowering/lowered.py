@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardwright.trace.lowering import attention, losses, norms
 from shardwright.trace.lowering.kernels import Kernels, kernels
-from shardwright.trace.lowering.workspaces import workspace
+from shardwright.trace.lowering.operators import workspace
 
 _ORIGINALS = {
     function.__name__: function

@@ -1,12 +1,122 @@
-"""Which operators do the same on both devices, and which nobody has looked at."""
+"""Operators on both devices: what CUDA takes and frees inside one, and which nobody has looked at.
+
+No dispatch mode sees what an operator takes inside. A rule gives the bytes of the buffers that are
+alive together at the operator's own peak. Sources are files of pytorch/pytorch as of 2026; a
+kernel's shared memory and registers are not memory here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardwright.trace.lowering.workspaces import RULES
+FLASH_ROWS = 128  # rows of a query are rounded up, .../cuda/flash_attn/flash_api.cpp, mha_bwd
+FLASH_NARROW, FLASH_WIDE, FLASH_WIDE_ABOVE = 32, 64, 128  # head sizes are rounded up, same place
+EMBEDDING_SMALL = 3072  # indices that need no sorting, aten/src/ATen/native/cuda/Embedding.cu
+EMBEDDING_ROWS = 10  # NROWS_PER_THREAD, aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu
+NORM_ROWS, NORM_ROWS_PER_BLOCK, NORM_COLUMNS = 64 * 1024, 32, 32  # layer_norm_kernel.cu
+NORM_MAX_GRID = 64 * 1024 // 2  # the same
+NORM_PROCESSORS = 132  # streaming multiprocessors of an H100 SXM
+FLOAT, LONG = 4, 8  # bytes
+
+Rule = Callable[[Sequence[Any]], int]
+
+
+def workspace(function: torch._ops.OpOverload, arguments: Sequence[Any]) -> int:
+    """Bytes that CUDA's kernel of an operator takes beyond its results, 0 where none is known."""
+    rule = RULES.get(function._schema.name)
+    return rule(arguments) if rule else 0
+
+
+def flash_backward(arguments: Sequence[Any]) -> int:
+    """The fp32 sum of the query's gradient, a row statistic, and with grouped heads the gradients
+    of key and value of every query head."""
+    query, key = arguments[1], arguments[2]
+    batch, heads, rows, width = query.shape
+    rows = _up(rows, FLASH_ROWS)
+    wide = _up(width, FLASH_NARROW if width <= FLASH_WIDE_ABOVE else FLASH_WIDE)
+    accumulated = batch * heads * rows * (wide + 1) * FLOAT
+    if key.size(1) == heads:
+        return int(accumulated)
+    expanded = batch * heads * key.size(2) * width * key.element_size()
+    return int(accumulated + 2 * expanded)
+
+
+def efficient_backward(arguments: Sequence[Any]) -> int:
+    """The fp32 sum of the query's gradient and the row products of result and gradient."""
+    query = arguments[1]
+    batch, heads, rows, width = query.shape
+    sums = batch * heads * _up(rows, FLASH_ROWS) * _up(width, FLASH_NARROW) * FLOAT
+    return int((sums if query.element_size() < FLOAT else 0) + batch * heads * rows * FLOAT)
+
+
+def embedding_backward(arguments: Sequence[Any]) -> int:
+    """Sorted indices with where they came from, then a partial sum in fp32 for every ten rows and
+    every distinct row; how many are distinct is not known before, so the kernel takes the most."""
+    grad, indices, rows = arguments[0], arguments[1], int(arguments[2])
+    count, width = indices.numel(), grad.size(-1)
+    if count <= EMBEDDING_SMALL and not arguments[4]:
+        return 0
+    index = indices.element_size()
+    segments = min(count, rows)
+    partial = count // EMBEDDING_ROWS + segments
+    kept = 2 * count * index
+    sorting = 3 * count * index  # the places, and a second buffer of both for the radix sort
+    summing = (count + 2 * segments + partial) * index + partial * width * max(
+        grad.element_size(), FLOAT
+    )
+    return int(kept + max(sorting, summing))
+
+
+def norm_backward(arguments: Sequence[Any]) -> int:
+    """Partial sums of the weight's gradient, only for very many short rows."""
+    x, shape = arguments[1], arguments[2]
+    width = 1
+    for size in shape:
+        width *= size
+    rows = x.numel() // max(width, 1)
+    if rows <= NORM_ROWS or width // NORM_COLUMNS >= NORM_PROCESSORS // 2:
+        return 0
+    across = -(-width // NORM_COLUMNS)
+    blocks = min(NORM_MAX_GRID // across, -(-rows // NORM_ROWS_PER_BLOCK))
+    return int(blocks * width * x.element_size())
+
+
+def layer_norm_backward(arguments: Sequence[Any]) -> int:
+    """As :func:`norm_backward`, for weight and bias."""
+    return 2 * norm_backward(arguments)
+
+
+def index_put(arguments: Sequence[Any]) -> int:
+    """Adding into indexed places sorts them: linear places, sorted, where from, and the sort's own.
+    Backward of indexing is such an addition."""
+    accumulate = len(arguments) > 3 and bool(arguments[3])
+    if not accumulate:
+        return 0
+    counts = [i.numel() for i in arguments[1] if isinstance(i, Tensor)]
+    return 5 * max(counts, default=0) * LONG
+
+
+RULES: dict[str, Rule] = {
+    "aten::_scaled_dot_product_flash_attention_backward": flash_backward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "aten::embedding_dense_backward": embedding_backward,
+    "aten::native_layer_norm_backward": layer_norm_backward,
+    "shardwright::_fused_rms_norm_backward": norm_backward,
+    "aten::index_put": index_put,
+    "aten::index_put_": index_put,
+    "aten::_index_put_impl_": index_put,
+    "aten::_unsafe_index_put": index_put,
+}
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
 
 OWN = "shardwright"
 COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # they allocate what they return

@@ -12,41 +12,25 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.errors import InputError
-from shardwright.core.outcome import (
+from shardwright.launcher import launch as launching
+from shardwright.launcher.folder import MARK
+from shardwright.launcher.heartbeat import PHASES, Beat, Heartbeat, read_heartbeat
+from shardwright.launcher.launch import Launch, launch, loopback_environment, torchrun_command
+from shardwright.launcher.outcome import (
     OUTCOME_SCHEMA,
     Outcome,
     RankOutcome,
     decode_outcome,
     encode_outcome,
-)
-from shardwright.lab.launcher import launch as launching
-from shardwright.lab.launcher.launch import Launch, launch, loopback_environment, torchrun_command
-from shardwright.lab.launcher.progress import Lines, describe, display_for
-from shardwright.lab.launcher.verdict import (
-    RankView,
-    Verdict,
-    blame,
-    exit_code,
-    exits_in,
-    in_trouble,
-    last_words,
-    reason,
-)
-from shardwright.runtime.pulse import (
-    MARK,
-    PHASES,
-    ProgressLog,
-    ProgressReader,
-    Pulse,
-    PulseReading,
-    first_line,
-    from_a_peer,
-    read_pulse,
     read_status,
     write_status,
 )
+from shardwright.launcher.progress import Lines, ProgressLog, ProgressReader, describe, display_for
+from shardwright.launcher.verdict import Verdict, blame, exit_code, exits_in, last_words, reason
+from shardwright.launcher.watch import RankView, in_trouble
+from shardwright.launcher.worker import first_line, from_a_peer
 
-AT_7 = PulseReading(pid=1, step=7, sequence=42, phase="exchange_rows", time=0.0)
+AT_7 = Beat(pid=1, step=7, sequence=42, phase="exchange_rows", time=0.0)
 LATE = replace(AT_7, sequence=41)
 DONE = RankOutcome(0, "finished", 0, 9, "done", "finished")
 PEER = RankOutcome(0, "failed", 5, 7, "exchange_rows", "lost its peers", peer=True)
@@ -57,7 +41,7 @@ def view(rank: int, **seen: object) -> RankView:
     return replace(RankView(rank, AT_7, None, "alive"), **seen)  # type: ignore[arg-type]
 
 
-def told(*views: RankView, exits: dict[int, int] | None = None, words: str = "") -> tuple[int, str]:
+def end(*views: RankView, exits: dict[int, int] | None = None, words: str = "") -> tuple[int, str]:
     verdict = blame(views)
     assert verdict is not None
     by_rank = {view.rank: view for view in views}
@@ -66,15 +50,15 @@ def told(*views: RankView, exits: dict[int, int] | None = None, words: str = "")
 
 
 def test_a_rank_with_an_error_of_its_own_is_blamed_before_a_lost_one() -> None:
-    code, text = told(view(0, process="gone"), view(1, status=OWN), view(2, status=PEER))
+    code, text = end(view(0, process="gone"), view(1, status=OWN), view(2, status=PEER))
     assert (code, text) == (2, "rank 1: batch: expected ids below 9, got 9. (step 7, lookup)")
 
 
-def test_the_first_of_two_errors_is_the_cause_and_equal_ones_are_told_together() -> None:
+def test_the_first_of_two_errors_is_the_cause_and_equal_ones_are_named_together() -> None:
     other = replace_status(OWN, rank=0, code=1, message="KeyError: 'a'")
-    assert told(view(0, status=other, spoke=2.0), view(1, status=OWN, spoke=1.0))[0] == 2
+    assert end(view(0, status=other, spoke=2.0), view(1, status=OWN, spoke=1.0))[0] == 2
     same = replace_status(OWN, rank=0)
-    assert told(view(0, status=same), view(1, status=OWN))[1].startswith("ranks 0, 1: batch")
+    assert end(view(0, status=same), view(1, status=OWN))[1].startswith("ranks 0, 1: batch")
 
 
 def replace_status(status: RankOutcome, **changes: object) -> RankOutcome:
@@ -84,52 +68,52 @@ def replace_status(status: RankOutcome, **changes: object) -> RankOutcome:
 
 def test_a_lost_rank_is_named_with_what_is_known_of_its_end() -> None:
     views = (view(0, status=PEER), view(1, process="gone"))
-    assert told(*views) == (5, "rank 1 died without a word at step 7 in exchange_rows")
-    assert told(*views, exits={1: -6})[1].endswith("exchange_rows (killed by signal 6, SIGABRT)")
-    assert "killed by signal 9, SIGKILL; the system" in told(*views, exits={1: -9})[1]
+    assert end(*views) == (5, "rank 1 died without a word at step 7 in exchange_rows")
+    assert end(*views, exits={1: -6})[1].endswith("exchange_rows (killed by signal 6, SIGABRT)")
+    assert "killed by signal 9, SIGKILL; the system" in end(*views, exits={1: -9})[1]
 
 
 def test_a_rank_that_never_lived_says_what_its_log_says() -> None:
-    views = (view(0, pulse=None, process="gone"), view(1, status=PEER))
-    assert told(*views, exits={0: 1}, words="ImportError: no x") == (
+    views = (view(0, beat=None, process="gone"), view(1, status=PEER))
+    assert end(*views, exits={0: 1}, words="ImportError: no x") == (
         1,
         "rank 0 died before a sign of life (exit code 1): ImportError: no x",
     )
-    assert told(*views, exits={0: 2}, words="usage: expected a folder")[0] == 2
+    assert end(*views, exits={0: 2}, words="usage: expected a folder")[0] == 2
 
 
 def test_the_rank_that_is_behind_is_the_one_the_others_wait_for() -> None:
-    views = (view(0, quiet=10.2), view(1, pulse=LATE, quiet=10.4), view(2, quiet=10.2))
+    views = (view(0, quiet=10.2), view(1, beat=LATE, quiet=10.4), view(2, quiet=10.2))
     want = "rank 1 made no progress for 10 s; step 7, exchange_rows, collective 41; ranks 0, 2 "
-    assert told(*views) == (5, want + "waited")
+    assert end(*views) == (5, want + "waited")
 
 
 def test_a_stopped_process_is_blamed_when_all_ranks_are_at_one_collective() -> None:
-    _, text = told(view(0, quiet=9.0), view(1, process="stopped", quiet=9.0))
+    _, text = end(view(0, quiet=9.0), view(1, process="stopped", quiet=9.0))
     assert text.startswith("rank 1 made no progress for 9 s (the process is stopped); step 7, ")
-    assert told(view(0, quiet=9.0), view(1, quiet=9.0))[1].startswith("ranks 0, 1 made no progress")
+    assert end(view(0, quiet=9.0), view(1, quiet=9.0))[1].startswith("ranks 0, 1 made no progress")
 
 
 def test_a_hanging_rank_that_torchrun_ended_is_still_the_one_that_hung() -> None:
     ended = RankOutcome(1, "stopped", 75, 7, "exchange_rows", "stopped by SIGTERM")
     hung = view(1, status=ended, quiet=5.0)
-    assert told(view(0, status=PEER), hung)[1].startswith("rank 1 made no progress for 5 s")
-    assert told(view(0, status=PEER), replace(hung, quiet=0.1)) == (
+    assert end(view(0, status=PEER), hung)[1].startswith("rank 1 made no progress for 5 s")
+    assert end(view(0, status=PEER), replace(hung, quiet=0.1)) == (
         75,
         "rank 1: stopped by SIGTERM (step 7, exchange_rows)",
     )
 
 
-def test_a_rank_without_a_pulse_showed_no_sign_of_life() -> None:
-    views = (view(0, quiet=60.0), view(1, pulse=None, process="unknown", quiet=61.0))
-    assert told(*views)[1] == "rank 1 showed no sign of life for 61 s; rank 0 waited"
+def test_a_rank_without_a_heartbeat_showed_no_sign_of_life() -> None:
+    views = (view(0, quiet=60.0), view(1, beat=None, process="unknown", quiet=61.0))
+    assert end(*views)[1] == "rank 1 showed no sign of life for 61 s; rank 0 waited"
 
 
 def test_only_everybodys_silence_is_trouble_and_starting_takes_longer() -> None:
     assert not in_trouble([view(0, quiet=1.0), view(1, quiet=99.0)], 10.0, 60.0)
     assert in_trouble([view(0, quiet=11.0), view(1, quiet=99.0)], 10.0, 60.0)
     assert in_trouble([view(0, status=DONE), view(1, quiet=11.0)], 10.0, 60.0)
-    starting = view(1, pulse=None, process="unknown", quiet=30.0)
+    starting = view(1, beat=None, process="unknown", quiet=30.0)
     assert not in_trouble([view(0, quiet=30.0), starting], 10.0, 60.0)
     assert in_trouble([view(0, quiet=61.0), replace(starting, quiet=61.0)], 10.0, 60.0)
     assert not in_trouble([view(0, status=DONE), view(1, status=DONE)], 10.0, 60.0)
@@ -137,7 +121,7 @@ def test_only_everybodys_silence_is_trouble_and_starting_takes_longer() -> None:
     assert blame([view(0, status=DONE), view(1, process="gone")]) == Verdict("lost", (1,))
 
 
-def test_torchruns_log_tells_exit_codes_and_signals() -> None:
+def test_torchruns_log_has_exit_codes_and_signals() -> None:
     log = (
         "E0101 1 torch/x.py:1] failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: python\n"
         "[1]:\n  time : now\n  host : h\n  rank      : 0 (local_rank: 0)\n"
@@ -188,8 +172,8 @@ def test_a_worker_without_a_launcher_is_not_ended_by_the_lock_of_an_earlier_run(
     (tmp_path / "launcher.lock").write_text("0123456789ab")
     script = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from shardwright.runtime.pulse import run_worker\n"
-        "sys.exit(run_worker(Path(sys.argv[1]), 0, lambda pulse: time.sleep(0.3)))"
+        "from shardwright.launcher.worker import run_worker\n"
+        "sys.exit(run_worker(Path(sys.argv[1]), 0, lambda heartbeat: time.sleep(0.3)))"
     )
     environment = {k: v for k, v in os.environ.items() if k != MARK}
     command = [sys.executable, "-c", script, str(tmp_path)]
@@ -220,26 +204,26 @@ def test_an_outcome_survives_its_file_and_refuses_what_it_does_not_know() -> Non
             decode_outcome(bad)
 
 
-def test_a_pulse_is_read_as_it_was_written(tmp_path: Path) -> None:
-    pulse = Pulse.create(tmp_path, 3)
+def test_a_heartbeat_is_read_as_it_was_written(tmp_path: Path) -> None:
+    heartbeat = Heartbeat.create(tmp_path, 3)
     path = tmp_path / "rank-3.pulse"
-    first = read_pulse(path)
+    first = read_heartbeat(path)
     assert first is not None
     assert (first.step, first.sequence, first.phase) == (None, 0, "setup")
     for phase in PHASES:
-        pulse.begin(phase, step=5)
-    pulse.mark("lookup")
-    last = read_pulse(path)
-    assert last == pulse.reading()
+        heartbeat.begin(phase, step=5)
+    heartbeat.mark("lookup")
+    last = read_heartbeat(path)
+    assert last == heartbeat.reading()
     assert (last.step, last.sequence, last.phase) == (5, len(PHASES), "lookup")
     assert path.stat().st_size == 64
 
 
 @pytest.mark.parametrize("data", [b"", b"SWPULSE1", b"\0" * 64, b"SWPULSE1" + b"\xff" * 56])
-def test_a_file_that_is_no_pulse_is_none(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_no_heartbeat_is_none(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "p").write_bytes(data)
-    assert read_pulse(tmp_path / "p") is None
-    assert read_pulse(tmp_path / "absent") is None
+    assert read_heartbeat(tmp_path / "p") is None
+    assert read_heartbeat(tmp_path / "absent") is None
 
 
 def test_progress_is_read_in_whole_lines_only(tmp_path: Path) -> None:
@@ -260,7 +244,7 @@ def test_a_status_survives_its_file(tmp_path: Path) -> None:
     assert read_status(tmp_path, 1) is None
 
 
-def test_errors_that_come_from_a_peer_are_told_from_ones_own() -> None:
+def test_errors_that_come_from_a_peer_are_kept_from_ones_own() -> None:
     gloo = RuntimeError(
         "[/a/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:3. This is typically caused by"
         " a remote worker crashing."
@@ -292,8 +276,8 @@ def test_a_worker_leaves_a_last_word(
 ) -> None:
     script = (
         "import signal, sys\nfrom pathlib import Path\n"
-        "from shardwright.core.errors import *\nfrom shardwright.runtime.pulse import *\n"
-        f"def body(pulse):\n    pulse.begin('forward', 3)\n    {body}\n"
+        "from shardwright.core.errors import *\nfrom shardwright.launcher.worker import *\n"
+        f"def body(heartbeat):\n    heartbeat.begin('forward', 3)\n    {body}\n"
         "sys.exit(run_worker(Path(sys.argv[1]), 0, body))"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=False)

@@ -1,11 +1,17 @@
-"""Live bytes of a step as a picture: one area per category, stacked, from event to event."""
+"""Live bytes of a step from event to event: a picture, and Chrome trace JSON, which Perfetto opens.
+
+Neither has a clock: the picture's axis and a microsecond of the trace are moments of the step, in
+order.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import Any
 
 from shardwright.core.categories import category, in_order
 from shardwright.core.footprint import Footprint, RankMemory, Sample
@@ -27,7 +33,7 @@ from shardwright.report.marks import (
 from shardwright.report.memory_wording import headline, peak_text, verdict_sentence
 from shardwright.report.wording import counted, shortened
 
-# What belongs together has one hue; a texture tells areas apart without colour.
+# What belongs together has one hue; a texture distinguishes areas without colour.
 FILLS: dict[Kind, Fill] = {
     "weight": Fill("sw-blue", "#0072b2"),
     "gathered_weight": Fill("sw-sky", "#56b4e9", "M-1,-1L7,7M-1,5L1,7M5,-1L7,1"),
@@ -50,7 +56,7 @@ LONGEST = 64  # characters of what is said of the peak
 MARGIN = 14  # around a file of its own
 BAND = 16.0  # height of the row of phases
 COLUMNS = 420  # that moments are drawn in; the fullest of each is
-FAR = 2.5  # a capacity this many times the peak is told, not drawn
+FAR = 2.5  # a capacity this many times the peak is written, not drawn
 AXIS = "left to right: allocations and frees, not time"
 _PREFIX = "timeline"
 _VARIABLE = re.compile(r"var\(--[\w-]+,(#[0-9a-fA-F]+)\)")
@@ -239,3 +245,71 @@ def _phase_legend(bands: Sequence[tuple[str, float, float]], y: float) -> tuple[
         parts += [_shade(phase, x, y, 12, 12), label(x + 18, y + 10.5, phase)]
         x += 34 + text_width(phase)
     return "".join(parts), LINE if left else 0.0
+
+
+_PHASES, _PLACES = 1, 2  # rows of slices
+TRACE_AXIS = "moments of a step in order, not time: each microsecond is one"
+
+
+def chrome_trace(footprint: Footprint, rank: RankMemory | None = None) -> str:
+    """Live bytes as counters by category and in all; phases, and what they run, as slices."""
+    rank = rank or footprint.worst
+    events = [*_names(rank), *_counters(rank), *_slices(rank, "phase"), *_slices(rank, "name")]
+    document = {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {
+            "what": headline(footprint),
+            "class": rank.name,
+            "axis": TRACE_AXIS,
+            "peak": f"{rank.peak_bytes} bytes in {peak_text(rank)}",
+        },
+    }
+    return json.dumps(document, separators=(",", ":")) + "\n"
+
+
+def _names(rank: RankMemory) -> Iterator[dict[str, Any]]:
+    process = {"name": f"{rank.name} ({TRACE_AXIS})"}
+    yield {"ph": "M", "name": "process_name", "pid": 0, "args": process}
+    for thread, name in ((_PHASES, "phases"), (_PLACES, "what runs")):
+        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": thread, "args": {"name": name}}
+
+
+def _counters(rank: RankMemory) -> Iterator[dict[str, Any]]:
+    """A counter per category where it changes, and one of all together."""
+    columns = {kind: rank.kinds.index(kind) for kind in in_order(rank.kinds)}
+    known: dict[str, int] = {}
+    for moment, sample in enumerate(rank.timeline):
+        values = {category(kind): sample.bytes[column] for kind, column in columns.items()}
+        for name, nbytes in ({"all": sum(sample.bytes)} | values).items():
+            if known.get(name, 0) != nbytes:
+                known[name] = nbytes
+                yield {
+                    "ph": "C",
+                    "name": name,
+                    "pid": 0,
+                    "ts": moment,
+                    "args": {"bytes": nbytes},
+                }
+
+
+def _slices(rank: RankMemory, of: str) -> Iterator[dict[str, Any]]:
+    """Neighbouring samples of one phase, or of one name, as one slice."""
+    moment = 0
+
+    def key(sample: Sample) -> tuple[str, str]:
+        return (sample.phase, "" if of == "phase" else sample.name)
+
+    for (phase, name), samples in groupby(rank.timeline, key):
+        length = sum(1 for _ in samples)
+        if of == "phase" or name:
+            yield {
+                "ph": "X",
+                "name": phase if of == "phase" else name,
+                "cat": "phase" if of == "phase" else phase,
+                "pid": 0,
+                "tid": _PHASES if of == "phase" else _PLACES,
+                "ts": moment,
+                "dur": length,
+            }
+        moment += length

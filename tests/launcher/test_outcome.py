@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shardwright.core.errors import InputError
-from shardwright.core.outcome import (
+from shardwright.launcher.outcome import (
     OUTCOME_SCHEMA,
     Outcome,
     RankOutcome,

@@ -6,11 +6,14 @@ command exits with (see :mod:`shardwright.core.errors`); torchrun's own code is 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
+from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, expected
+from shardwright.launcher.folder import status_file
 
 OUTCOME_SCHEMA: Final = "shardwright.outcome/1"
 
@@ -22,7 +25,7 @@ class RankOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``finished``: the work was done. ``failed``: the rank reported an error of its own, or
     (``peer`` true) it failed only because another one did. ``lost``: it ended, or hung, without
-    a word. ``stopped``: it was told to end. ``code`` is the rank's exit code, minus the signal
+    a word. ``stopped``: it was asked to end. ``code`` is the rank's exit code, minus the signal
     number where a signal is known to have killed it, None where nobody knows.
     """
 
@@ -64,3 +67,16 @@ def decode_outcome(data: bytes, where: str = "outcome.json") -> Outcome:
         return msgspec.json.decode(data, type=Outcome)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(expected(where, f"JSON of {OUTCOME_SCHEMA}", str(error))) from None
+
+
+def write_status(folder: Path, status: RankOutcome) -> None:
+    """A worker's last word, written just before it exits."""
+    write_atomically(status_file(folder, status.rank), msgspec.json.encode(status))
+
+
+def read_status(folder: Path, rank: int) -> RankOutcome | None:
+    """None when the rank has not spoken its last word, or not one that can be read."""
+    try:
+        return msgspec.json.decode(status_file(folder, rank).read_bytes(), type=RankOutcome)
+    except (OSError, msgspec.DecodeError):
+        return None

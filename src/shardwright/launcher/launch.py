@@ -1,13 +1,13 @@
 """Starts torchrun for one run on this machine, watches every rank, and says how it ended.
 
 What listens where: nothing outside loopback, as long as the workers take their store from
-``pulse.store_file``. torchrun's rendezvous is a file (``store_type=file``), it starts no TCPStore
+``folder.store_file``. torchrun's rendezvous is a file (``store_type=file``), it starts no TCPStore
 of its own (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``), the workers' store is a file, and gloo's
 and NCCL's sockets are bound to the loopback interface. A TCPStore listens on every interface
 whatever address it is given, so a worker that uses ``env://`` opens one such port (in rank 0).
 
 In the run folder: ``outcome.json``, ``torchrun.log``, the workers' output under ``logs/``,
-``rank-R.pulse`` and ``rank-R.status.json`` (see :mod:`shardwright.runtime.pulse`).
+``rank-R.pulse`` and ``rank-R.status.json`` (see :mod:`shardwright.launcher.worker`).
 """
 
 from __future__ import annotations
@@ -33,21 +33,25 @@ from typing import Final, TextIO
 
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, expected
-from shardwright.core.outcome import Outcome, encode_outcome
-from shardwright.lab.folder import files_of_ranks, outcome_file
-from shardwright.lab.launcher.processes import end_run, run_processes
-from shardwright.lab.launcher.progress import Display, display_for
-from shardwright.lab.launcher.settle import End, outcome_of
-from shardwright.lab.launcher.verdict import in_trouble
-from shardwright.lab.launcher.watch import Watch
-from shardwright.runtime import pulse
+from shardwright.launcher.ending import End, outcome_of
+from shardwright.launcher.folder import (
+    LONGEST_MARK,
+    MARK,
+    files_of_ranks,
+    lock_file,
+    outcome_file,
+    progress_file,
+)
+from shardwright.launcher.outcome import Outcome, encode_outcome
+from shardwright.launcher.processes import end_run, run_processes
+from shardwright.launcher.progress import Display, ProgressReader, display_for
+from shardwright.launcher.watch import Watch, in_trouble
 
 _TICK: Final = 0.1
-_SETTLE: Final = 0.5  # after the first sign of trouble: what the others have to say
+_LISTEN: Final = 0.5  # after the first sign of trouble: what the others have to say
 _LEAVE: Final = 15.0  # for torchrun to end once every rank has finished
 _GRACE: Final = 2.0  # for the ranks to end by themselves once the run has failed
 _LAST_WORKERS: Final = 10.0  # for the workers of a launcher that was killed to end
-_LONGEST_MARK: Final = 64
 _STORES: Final = ("rendezvous", "store")
 _PACKAGES: Final = ("shardwright", "torch", "numpy", "msgspec")
 
@@ -140,7 +144,7 @@ def _launched(request: Launch, stream: TextIO, mark: str, caught: list[int]) -> 
     with (request.folder / "torchrun.log").open("wb") as log:
         torchrun = subprocess.Popen(
             command,
-            env={**os.environ, **extra, pulse.MARK: mark},
+            env={**os.environ, **extra, MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -160,8 +164,8 @@ def _launched(request: Launch, stream: TextIO, mark: str, caught: list[int]) -> 
 
 def _watched(request: Launch, watch: Watch, caught: list[int], display: Display) -> End:
     """Wait for the end, and see to it that it is one."""
-    progress = pulse.ProgressReader(request.folder)
-    settle_by = leave_by = float("inf")
+    progress = ProgressReader(request.folder)
+    listen_by = leave_by = float("inf")
     while True:
         views = watch.look()
         for entry in progress.new():
@@ -170,8 +174,8 @@ def _watched(request: Launch, watch: Watch, caught: list[int], display: Display)
         if all(view.finished for view in views):
             leave_by = min(leave_by, now + _LEAVE)
         elif in_trouble(views, request.timeout, request.setup_timeout):
-            settle_by = min(settle_by, now + _SETTLE)
-        if caught or watch.torchrun.poll() is not None or now > min(settle_by, leave_by):
+            listen_by = min(listen_by, now + _LISTEN)
+        if caught or watch.torchrun.poll() is not None or now > min(listen_by, leave_by):
             break
         time.sleep(_TICK)
     for entry in progress.new():
@@ -199,7 +203,7 @@ def _locked(folder: Path, mark: str) -> Iterator[None]:
     """Hold the folder: one launcher at a time, and workers see when theirs is gone."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(pulse.lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise InputError(
             expected(str(folder), "a folder to write in", error.strerror or "none")
@@ -222,9 +226,9 @@ def _take_over(folder: Path, descriptor: int, mark: str) -> None:
 
     There are some if its launcher was killed a moment ago. InputError: they do not end.
     """
-    before = os.pread(descriptor, _LONGEST_MARK, 0)
+    before = os.pread(descriptor, LONGEST_MARK, 0)
     if before and not re.fullmatch(rb"[0-9a-f]{12}", before):
-        path = str(pulse.lock_file(folder))
+        path = str(lock_file(folder))
         raise InputError(expected(path, "the lock of a run", "another file", "Move it away."))
     _write_mark(descriptor, mark.encode())
     deadline = time.monotonic() + _LAST_WORKERS
@@ -265,7 +269,7 @@ def _signals() -> Iterator[list[int]]:
 
 def _clear(request: Launch) -> None:
     """Take away what an earlier run in this folder left and this one would mistake for its own."""
-    paths = [outcome_file(request.folder), pulse.progress_file(request.folder)]
+    paths = [outcome_file(request.folder), progress_file(request.folder)]
     paths.extend(request.folder / name for name in _STORES)
     paths.extend(files_of_ranks(request.folder, "pulse", "status.json", "log"))
     for path in paths:

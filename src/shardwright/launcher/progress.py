@@ -1,14 +1,63 @@
-"""Showing rank 0's progress on stderr: a bar for people at a terminal, sparse lines for logs."""
+"""Rank 0's progress: written to the run folder by the rank, shown on stderr by the launcher.
+
+A bar for people at a terminal, sparse lines for logs.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+import msgspec
+
+from shardwright.launcher.folder import progress_file
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+
+
+class ProgressLog:
+    """Rank 0's progress, one JSON object a line: ``step, steps, loss`` and what else there is.
+
+    ``text``, when given, is what a person reads instead of the loss.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = progress_file(folder)
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Opened and closed each time: call it per logged step, not per microsecond."""
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(entry) + b"\n")
+
+
+class ProgressReader:
+    """Reads what a :class:`ProgressLog` appended since the last look."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = progress_file(folder)
+        self._offset = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Whole lines only; a line that is no JSON object is passed over."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        entries = []
+        for line in whole.splitlines():
+            try:
+                entries.append(msgspec.json.decode(line, type=dict[str, Any]))
+            except msgspec.DecodeError:
+                continue
+        return entries
 
 
 class Display(Protocol):

@@ -1,8 +1,8 @@
 """The processes of one launched run: finding them, asking how they are, and ending them.
 
 A run's processes carry a mark (an environment variable with a random value), so that the ones
-no pulse names yet, and the ones whose parent is gone, are found too. Where the system has no
-``/proc`` (macOS), only the pids known from the pulses are looked after.
+no heartbeat names yet, and the ones whose parent is gone, are found too. Where the system has no
+``/proc`` (macOS), only the pids known from the heartbeats are looked after.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Literal
 
-from shardwright.runtime.pulse import MARK
+from shardwright.launcher.folder import MARK
 
 _PROC: Final = Path("/proc")
 
@@ -42,7 +42,7 @@ def run_processes(mark: str, known: Iterable[int] = ()) -> set[int]:
 
 
 def worker_pids(torchrun: int, mark: str) -> dict[int, int]:
-    """rank -> pid of the workers that run now, whether or not they have a pulse."""
+    """rank -> pid of the workers that run now, whether or not they have a heartbeat."""
     wanted = f"{MARK}={mark}".encode()
     workers = {}
     for pid in _pids():
@@ -67,7 +67,7 @@ def end_run(
 
     ``first`` goes to torchrun, which passes it on to every worker (None: torchrun is closing
     the run by itself, because a worker failed). After ``grace`` seconds the workers are killed,
-    stopped ones included, and torchrun a moment later: so its log can still tell their signals.
+    stopped ones included, and torchrun a moment later: so its log still has their signals.
     ``hurry`` cuts the grace short.
     """
     known = set(known)

@@ -1,13 +1,57 @@
-"""What a tape tells beyond sums: modules, a timeline, and what an allocator would reserve."""
+"""A class of ranks as a result: peaks by phase and category, and how sure they are.
+
+From a tape also modules, a timeline, and what an allocator would reserve.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwright.core.footprint import ModuleMemory, Sample
+from shardwright.core.footprint import Certainty, ModuleMemory, PhasePeak, RankMemory, Sample
 from shardwright.core.timeline import Kind
 from shardwright.memory.allocator import AllocatorSettings, Replay, Request, replay
+from shardwright.memory.ledger import Ledger
+from shardwright.memory.rank_step import MakeMachine, RankStep
 from shardwright.memory.tape import Happening
+
+MODELLED: tuple[Kind, ...] = ("activation", "temporary", "output")  # what kernels decide
+
+
+def rank_memory(
+    name: str,
+    ranks: int,
+    coordinates: dict[str, int],
+    step: RankStep,
+    make: MakeMachine,
+    *,
+    exact: bool,
+) -> RankMemory:
+    """Run a steady step of the class; ``exact`` where kernels are those of the trace."""
+    heap = Ledger()
+    step.run(heap, make)
+    phases = tuple(
+        PhasePeak(
+            phase, sum(kinds.values()), dict(sorted(kinds.items())), heap.where.get(phase, "")
+        )
+        for phase, kinds in heap.peaks.items()
+    )
+    worst = max(phases, key=lambda phase: phase.bytes)
+    return RankMemory(
+        name=name,
+        ranks=ranks,
+        coordinates=coordinates,
+        peak_bytes=worst.bytes,
+        peak_phase=worst.phase,
+        by_category=worst.by_category,
+        certainty={kind: certainty(kind, exact) for kind in worst.by_category},
+        phases=phases,
+    )
+
+
+def certainty(kind: Kind, exact: bool) -> Certainty:
+    """How sure a figure of a kind is."""
+    return "modelled" if kind in MODELLED and not exact else "exact"
+
 
 MOST_SAMPLES = 4000  # of a timeline; peaks between are kept
 # Which stream FSDP allocates a kind of buffer on: gathers and reduces have their own.
@@ -80,7 +124,7 @@ def reserved(
 ) -> Replay:
     """Two steps through the caching allocator: what was there before, then the step twice.
 
-    Where the device would be full, it is told what a larger one would hold.
+    Where the device would be full, it is what a larger one would hold.
     """
     found = replay(_requests(happenings), settings, capacity)
     if found.out_of_memory is None:

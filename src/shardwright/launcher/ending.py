@@ -13,9 +13,9 @@ from shardwright.core.errors import (
     EXIT_PREEMPTED,
     EXIT_RUN_FAILED,
 )
-from shardwright.core.outcome import OUTCOME_SCHEMA, Outcome, RankOutcome
-from shardwright.lab.launcher.verdict import (
-    RankView,
+from shardwright.launcher.folder import log_file
+from shardwright.launcher.outcome import OUTCOME_SCHEMA, Outcome, RankOutcome
+from shardwright.launcher.verdict import (
     Verdict,
     blame,
     exit_code,
@@ -24,8 +24,7 @@ from shardwright.lab.launcher.verdict import (
     naming,
     reason,
 )
-from shardwright.lab.launcher.watch import Watch
-from shardwright.runtime.pulse import log_file
+from shardwright.launcher.watch import RankView, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def outcome_of(
 
 
 def _verdict(end: End) -> Verdict | None:
-    """None when only torchrun's own end can be told."""
+    """None when only torchrun's own end is known."""
     views = end.views
     if end.torchrun is not None:
         # torchrun is gone, so every worker is gone or about to go: those never seen are lost too
@@ -113,7 +112,7 @@ def _first_to_go(verdict: Verdict, exits: dict[int, int]) -> Verdict:
 
 def _stopped(number: int, final: list[RankView]) -> tuple[int, str]:
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    steps = [view.pulse.step for view in final if view.pulse and view.pulse.step is not None]
+    steps = [view.beat.step for view in final if view.beat and view.beat.step is not None]
     at = f" at step {max(steps)}" if steps else " before the first step"
     if number == signal.SIGINT:
         return EXIT_INTERRUPTED, f"stopped by {name}{at}"
@@ -133,8 +132,8 @@ def _last_word(
     blamed = verdict is not None and view.rank in verdict.ranks
     if view.status is not None and not (blamed and verdict and verdict.kind == "stalled"):
         return view.status
-    step = view.pulse.step if view.pulse else None
-    phase = view.pulse.phase if view.pulse else None
+    step = view.beat.step if view.beat else None
+    phase = view.beat.phase if view.beat else None
     code = exits.get(view.rank)
     if blamed:
         return RankOutcome(view.rank, "lost", code, step, phase, why)

@@ -1,16 +1,64 @@
-"""Names for the storages of an unfolded recording: the same storage has one name wherever it is
-taken and freed, in whichever block that stands for others."""
+"""Pieces of a recording in memory: what each adds up to, and names for the storages it touches."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from shardwright.core.recording import Blocks, Recording
-from shardwright.memory.ledger import Scene
+from shardwright.core.recording import Blocks, Piece, Recording
+from shardwright.core.timeline import Kind
+from shardwright.memory.ledger import GradientRule, Scene, Summary
+
+STAYING: Kind = "unreduced_gradient"
+
+
+class Summaries:
+    """What each piece adds up to under a rule for gradients, found once for all its blocks."""
+
+    def __init__(self, recording: Recording, rule: GradientRule) -> None:
+        self.rule = rule
+        self.kinds: dict[int, Kind] = {
+            touch.slot: touch.kind
+            for piece in recording.pieces
+            for touch in piece.touches
+            if touch.what == "take"
+        }
+        self.unit_of = {t.fqn: unit.name for unit in recording.units for t in unit.tensors}
+        self._found: dict[int, Summary] = {}
+
+    def of(self, piece: Piece) -> Summary:
+        """The piece's sums; pieces are distinguished by identity."""
+        found = self._found.get(id(piece))
+        if found is None:
+            found = self._found[id(piece)] = self._sum(piece)
+        return found
+
+    def _sum(self, piece: Piece) -> Summary:
+        live: dict[Kind, int] = {}
+        peak: dict[Kind, int] = {}
+        gradients: dict[str, int] = {}
+        total = highest = 0
+        for touch in piece.touches:
+            kind = self.kinds.get(touch.slot, touch.kind)
+            if touch.what == "take":
+                live[kind] = live.get(kind, 0) + touch.nbytes
+                total += touch.nbytes
+                if total > highest:
+                    highest, peak = total, dict(live)
+                continue
+            live[kind] = live.get(kind, 0) - touch.nbytes
+            if touch.what == "gradient" and self.rule == "stays":
+                unit = self.unit_of[touch.name]
+                gradients[unit] = gradients.get(unit, 0) + touch.nbytes
+                live[STAYING] = live.get(STAYING, 0) + touch.nbytes
+            else:
+                total -= touch.nbytes
+        net = {kind: nbytes for kind, nbytes in live.items() if nbytes}
+        return Summary(net, peak, total, highest, gradients)
 
 
 class Slots:
-    """Who takes a slot: the piece, and which of its takes it is."""
+    """Names for storages: the same one has one name wherever it is taken and freed, in whichever
+    block that stands for others. Who takes a slot: the piece, and which of its takes it is."""
 
     def __init__(self, recording: Recording, blocks: Blocks) -> None:
         self.blocks = blocks

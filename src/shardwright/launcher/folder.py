@@ -1,19 +1,18 @@
-"""The files of a run folder: what they are called, and which of them a run writes over.
-
-Those of the pulses have their names in ``pulse``.
-"""
+"""The run folder: what its files are called, and which of them a run writes over."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.outputs import same_file
-from shardwright.runtime.pulse import lock_file
 
 REMEDY = "Choose another train.out."
+MARK: Final = "SHARDWRIGHT_RUN"  # environment variable with the number of the run, if launched
+LONGEST_MARK: Final = 64  # bytes of the lock file that are read
 _OF_A_RUN = {
     *("plan.json", "outcome.json", "measured.json", "comparison.json"),
     *("progress.jsonl", "torchrun.log", "launcher.lock", "rendezvous", "store"),
@@ -54,6 +53,36 @@ def outcome_file(folder: Path) -> Path:
 def facts_file(rows: Path) -> Path:
     """Beside generated rows: what is known about them."""
     return rows.with_suffix(".facts.json")
+
+
+def heartbeat_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.pulse"
+
+
+def status_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.status.json"
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    """Where a worker leaves the traceback of an error it did not expect."""
+    return folder / f"rank-{rank}.log"
+
+
+def store_file(folder: Path) -> Path:
+    """The file for ``torch.distributed.FileStore``: a store that listens on no port at all.
+
+    (A TCPStore, as ``env://`` makes one, listens on every interface of the machine.)
+    """
+    return folder / "store"
+
+
+def lock_file(folder: Path) -> Path:
+    """The file a launcher keeps locked as long as it lives; it holds the number of its run."""
+    return folder / "launcher.lock"
+
+
+def progress_file(folder: Path) -> Path:
+    return folder / "progress.jsonl"
 
 
 def results_of_a_run(folder: Path) -> list[Path]:

@@ -1,1 +1,0 @@
-"""Starts torchrun, watches every rank, ends what must end, and restores exit codes."""

@@ -1,0 +1,112 @@
+"""A rank's heartbeat: 64 bytes of shared memory that say where it is and that it moves.
+
+A file in the run folder, so it survives the death of either side and needs no thread, socket or
+import of torch. The rank writes, the launcher reads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shardwright.core import timeline
+from shardwright.launcher.folder import heartbeat_file
+
+PHASES: Final = (*timeline.PHASES, "evaluate", "done")
+_INDEX: Final = {phase: index for index, phase in enumerate(PHASES)}
+
+_SIZE: Final = 64
+_MAGIC: Final = b"SWPULSE1"
+_HEAD: Final = struct.Struct("@8sqq")  # magic, pid, reserved
+_BEAT: Final = struct.Struct("@qqqd")  # step (-1: none yet), sequence, phase index, monotonic time
+_NO_STEP: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One look at a rank. ``sequence`` counts the collectives it has begun; ``time`` is its
+    ``time.monotonic()``, comparable between processes of one machine only."""
+
+    pid: int
+    step: int | None
+    sequence: int
+    phase: str
+    time: float
+
+
+class Heartbeat:
+    """A rank's 64 shared bytes; an update costs about a microsecond and never blocks.
+
+    The phase names are :data:`PHASES`; another one is a KeyError.
+    """
+
+    __slots__ = ("_index", "_memory", "_sequence", "_step", "path")
+
+    def __init__(self, path: Path, memory: mmap.mmap) -> None:
+        self.path = path
+        self._memory = memory
+        self._step = _NO_STEP
+        self._sequence = 0
+        self._index = 0
+
+    @classmethod
+    def create(cls, folder: Path, rank: int) -> Heartbeat:
+        """Make ``rank-R.pulse`` anew, complete from the first moment it can be seen."""
+        path = heartbeat_file(folder, rank)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        beat = _BEAT.pack(_NO_STEP, 0, 0, time.monotonic())
+        fresh.write_bytes((_HEAD.pack(_MAGIC, os.getpid(), 0) + beat).ljust(_SIZE, b"\0"))
+        with fresh.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), _SIZE)
+        fresh.rename(path)
+        return cls(path, memory)
+
+    def begin(self, phase: str | None = None, step: int | None = None) -> None:
+        """Count one more collective; call it just before issuing it."""
+        self._sequence += 1
+        self.mark(phase, step)
+
+    def mark(self, phase: str | None = None, step: int | None = None) -> None:
+        """Show a sign of life; None keeps the phase or the step as it was."""
+        if phase is not None:
+            self._index = _INDEX[phase]
+        if step is not None:
+            self._step = step
+        beat = (self._step, self._sequence, self._index, time.monotonic())
+        _BEAT.pack_into(self._memory, _HEAD.size, *beat)
+
+    def reading(self) -> Beat:
+        """What a launcher sees now."""
+        reading = _unpack(bytes(self._memory))
+        assert reading is not None
+        return reading
+
+
+def read_heartbeat(path: Path) -> Beat | None:
+    """The heartbeat in ``path``, None when there is none (yet)."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), _SIZE, 0)
+            for _ in range(3):  # a writer may be in the middle of its bytes
+                again = os.pread(file.fileno(), _SIZE, 0)
+                if again == data:
+                    break
+                data = again
+    except OSError:
+        return None
+    return _unpack(data)
+
+
+def _unpack(data: bytes) -> Beat | None:
+    if len(data) < _SIZE:
+        return None
+    magic, pid, _ = _HEAD.unpack_from(data)
+    step, sequence, index, at = _BEAT.unpack_from(data, _HEAD.size)
+    if magic != _MAGIC or not 0 <= index < len(PHASES):
+        return None
+    return Beat(pid, None if step == _NO_STEP else step, sequence, PHASES[index], at)
