@@ -220,8 +220,8 @@ def test_blocks_that_leave_a_hole_are_refused(call: Any, plan: Path) -> None:
 
 
 def test_another_version_of_the_format_is_refused(call: Any, edit: Any) -> None:
-    path = edit(schema="shardwright.plan/2")
-    call("explain", path).refuses(2, "'shardwright.plan/3'", "'shardwright.plan/2'")
+    path = edit(schema="shardwright.plan/3")
+    call("explain", path).refuses(2, "'shardwright.plan/4'", "'shardwright.plan/3'")
 
 
 def test_an_unknown_field_is_refused(call: Any, edit: Any) -> None:

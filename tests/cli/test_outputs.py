@@ -97,7 +97,7 @@ def test_a_plan_replaces_a_plan_or_an_empty_file_and_nothing_else(
     target.touch()
     for _ in range(2):
         assert call("plan", job, "-o", target).code == 0
-        assert json.loads(target.read_text())["schema"] == "shardwright.plan/3"
+        assert json.loads(target.read_text())["schema"] == "shardwright.plan/4"
     for text in ("notes", "{}", '{"schema": "shardwright.measurement/1"}', TABLES):
         target.write_text(text)
         wanted = "expected a new file or an earlier plan, got a file of another kind. Choose"

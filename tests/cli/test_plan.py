@@ -165,7 +165,7 @@ def test_a_written_plan_is_announced_on_stderr(call: Any, job: Any, tmp_path: Pa
 
 def test_json_on_stdout_and_a_file_at_once(call: Any, job: Any, tmp_path: Path) -> None:
     answer = call("plan", job, "--json", "-o", tmp_path / "p.json")
-    assert answer.json["schema"] == "shardwright.plan/3"
+    assert answer.json["schema"] == "shardwright.plan/4"
     assert (tmp_path / "p.json").exists()
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from itertools import chain as chains
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from recordings import chain, layers, unit
 
+from shardwright.core.errors import InputError
 from shardwright.core.recording import (
     Blocks,
     Piece,
     RecordedUnit,
     Recording,
     Series,
+    Touch,
     Unfolded,
     Work,
+    check_recording,
     moments,
 )
 
@@ -153,3 +157,56 @@ def test_units_of_a_deep_model_have_names_and_tensors_of_their_own() -> None:
     whole = Unfolded(chain(every))
     for direction in ("forward", "backward"):
         assert deep.homes[direction] == whole.homes[direction]
+
+
+def _takes_and_frees(*touches: Touch) -> Recording:
+    return chain([unit("a")], touches={("enter", "a"): touches})
+
+
+TAKEN = Touch("take", 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("recording", "message"),
+    [
+        (
+            Recording((Piece("enter", "b", ()),), (unit("a"),)),
+            "recording: piece 0: unit: expected one that is recorded, got 'b'.",
+        ),
+        (
+            _takes_and_frees(Touch("free", 1, 4)),
+            "recording: piece 1: expected a storage of 4 B that is there, got storage 1.",
+        ),
+        (
+            _takes_and_frees(TAKEN, Touch("free", 1, 5)),
+            "recording: piece 1: expected a storage of 5 B that is there, got storage 1.",
+        ),
+        (
+            _takes_and_frees(TAKEN, Touch("gradient", 1, 4, name="b.w")),
+            "recording: piece 1: gradient: expected one that is recorded, got 'b.w'.",
+        ),
+        (
+            _takes_and_frees(TAKEN, *[Touch("gradient", 1, 4, name="a.w")] * 2),
+            "recording: piece 1: expected a storage of 4 B that is there, got storage 1.",
+        ),
+        (
+            Recording((), (unit("a", series="layers"),)),
+            "recording: unit of series: expected one that is recorded, got 'layers'.",
+        ),
+        (
+            Recording((), (), (Series("layers", ("a",), ("b",)),)),
+            "recording: block: expected one that is recorded, got 'b'.",
+        ),
+    ],
+)
+def test_a_recording_that_speaks_of_what_is_not_there_is_refused(
+    recording: Recording, message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        check_recording(recording)
+    assert str(caught.value) == message
+
+
+def test_a_recording_that_speaks_of_what_is_there_is_none_to_refuse() -> None:
+    check_recording(_takes_and_frees(TAKEN, Touch("free", 1, 4), TAKEN, Touch("free", 1, 4)))
+    check_recording(recording((6, 2)))

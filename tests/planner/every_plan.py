@@ -76,7 +76,7 @@ def _ways(problem: Problem, table: TableSpec) -> Ways:
     pinned = problem.job.planner.constraints.ranks.get(table.name, tuple(range(ranks)))
     options = list(_options(table, cluster, problem.job.planner.constants))
     found = []
-    for choice in price(problem.job, problem.setting, [(table, option) for option in options]):
+    for choice in price(problem.job, problem.context, [(table, option) for option in options]):
         for places in _places(choice.option, cluster):
             if set(places) <= set(pinned):
                 found.append(_way(choice, places, ranks))

@@ -126,7 +126,13 @@ def test_gradients_are_no_part_of_what_a_step_starts_with(make_job: MakeJob) -> 
     assert resident["weight"] == draft.exact[0]["setup", "weight", "tables.t0.weight"] + sum(
         unit.layout.payload_bytes for unit in draft.units
     )
-    assert resident["buffer"] == 2 * 8  # one pair of indices
+    assert set(resident) <= {"weight", "optimizer_state", "padding"}
+
+
+def test_buffers_of_the_model_are_there_throughout_a_step(make_job: MakeJob) -> None:
+    draft = _draft(make_job(10), ("data_parallel", (0, 1)))
+    peaks = draft.phase_peaks(draft.load(0))
+    assert {kinds["buffer"] for kinds in peaks.values()} == {2 * 8}  # one pair of indices
 
 
 def _tables(job: Job, *placed: tuple[str, tuple[int, ...]]) -> TablesDraft:

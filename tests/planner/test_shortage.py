@@ -12,7 +12,8 @@ from shardwright.core.errors import EXIT_NO_PLAN, InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model import TableSpec
 from shardwright.core.plan import Plan
-from shardwright.lab.recordings import described, plan, shortage
+from shardwright.lab.recordings import described, plan
+from shardwright.planner import shortage
 from shardwright.planner.problem import make_problem
 from shardwright.planner.strategy.steps import smallest
 

@@ -1,4 +1,4 @@
-"""Planning starts with little and without torch."""
+"""Planning starts with little, and without torch where a model's recording is known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from counting import at_most
 
 from shardwright.core.job import read_job
-from shardwright.lab.recordings import plan
+from shardwright.lab.recordings import described, plan
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 WITHOUT_TORCH = """
@@ -77,6 +77,7 @@ dim = 64
 @pytest.fixture(params=["a model", "tables alone"])
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "a model":
+        described(read_job(DEMO))  # recorded now, if it is not yet
         return str(DEMO)
     path = tmp_path / "tables.toml"
     path.write_text(TABLES)
@@ -85,6 +86,13 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_planning_never_imports_torch(job: str) -> None:
     _python("-c", WITHOUT_TORCH, job)
+
+
+def test_a_model_needs_torch_once(tmp_path: Path) -> None:
+    environment = {"SHARDWRIGHT_CACHE": str(tmp_path)}
+    first, second = (_python("-c", LOADED, str(DEMO), **environment).split() for _ in range(2))
+    assert "torch" in first
+    assert "torch" not in second
 
 
 def test_hashing_does_not_change_a_plan(job: str) -> None:
@@ -101,7 +109,9 @@ def test_planning_loads_nothing_but_numpy_and_msgspec(job: str) -> None:
 def test_planning_loads_no_floor_above_its_own(job: str) -> None:
     loaded = _python("-c", LOADED, job).split()
     floors = {name.split(".")[1] for name in loaded if name.startswith("shardwright.")}
-    assert floors == {"core", "cost", "memory", "planner"}
+    assert floors == {"core", "cost", "memory", "planner", "lab"}
+    of_lab = {name for name in loaded if name.startswith("shardwright.lab")}
+    assert of_lab == {"shardwright.lab", "shardwright.lab.recordings"}
 
 
 def test_the_demo_is_planned_with_few_calls() -> None:

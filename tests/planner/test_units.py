@@ -5,10 +5,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
+from choosing import choose_units
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import chain, model_of_chain, unit
 
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
@@ -22,13 +23,13 @@ from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
 from shardwright.planner.unit_choice import DenseContext, merged
 from shardwright.planner.unit_floor import unit_floors
-from shardwright.planner.units import WORTH, Arrangement, UnitSpace, choose_units, cut_evenly
+from shardwright.planner.units import WORTH, Arrangement, UnitSpace, cut_evenly
 
 MakeJob = Callable[..., Job]
 TINY, MID = 50_000 * 4, 3_150_000 * 4  # bytes of a layer of width 64 and of width 512
 SHARDED = {"embed": "shard", "layers": "shard", "head": "shard"}
 VALUES = {name: constant.value for name, constant in LOCAL.items()}
-PAIR = DenseContext(ranks=2, local=None, batch=1, c=VALUES)
+PAIR = DenseContext(ranks=2, local=None, c=VALUES)
 
 
 def make_layers(layers: int = 6, dim: int = 16, ranks: int = 2, **sections: Any) -> Job:
@@ -60,12 +61,12 @@ def _problem(job: Job) -> Problem:
 
 def _sizes(arrangement: Arrangement | None) -> list[int]:
     assert arrangement is not None
-    return [len(unit.modules) for unit in arrangement.units]
+    return [len(choice.unit.members) for choice in arrangement.units]
 
 
 def _layers(found: Found) -> list[int]:
     assert found.draft is not None
-    return [len(unit.modules) for unit in found.draft.units[1:-1]]
+    return [len(choice.unit.members) for choice in found.draft.units[1:-1]]
 
 
 @given(length=st.integers(1, 200), size=st.integers(1, 200))
@@ -137,7 +138,7 @@ def test_merging_beyond_what_malloc_keeps_costs_new_memory() -> None:
     keeps every buffer they are not."""
 
     def seconds(size: int, c: dict[str, float]) -> float:
-        setting = DenseContext(2, None, 1, c)
+        setting = DenseContext(2, None, c)
         section = DenseSection(layers_per_unit=size, prefetch=0, reshard=True)
         found = choose_units([MID] * 8, [0] * 8, setting, section=section)
         assert found is not None
@@ -152,7 +153,7 @@ def test_latency_decides_how_many_layers_share_a_unit() -> None:
     sizes = []
     for latency in (1e-6, 1e-4, 1e-2):
         links = {f"{kind}_latency": latency for kind in ("all_gather", "reduce_scatter")}
-        setting = DenseContext(2, None, 1, VALUES | links)
+        setting = DenseContext(2, None, VALUES | links)
         sizes.append(max(_sizes(choose_units([10**6] * 12, [10**7] * 12, setting))))
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
@@ -273,9 +274,8 @@ def test_planning_layers_twice_gives_the_same_units() -> None:
 
 
 def test_of_many_runs_of_units_all_are_placed_alike_but_the_last() -> None:
-    model = described(make_layers(8))
-    alone = tuple(msgspec.structs.replace(unit, series="") for unit in model.units)
-    space = UnitSpace(msgspec.structs.replace(model, units=alone), PAIR)
+    alone = chain([unit(f"layers.{index}", 100) for index in range(8)])
+    space = UnitSpace(model_of_chain(alone), PAIR)
     found = [[u.replicated or u.reshard for u in a.units] for a in space.arrangements()]
     assert len(found) == 9
     assert all(len({*modes[:-1]}) == 1 for modes in found)

@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import msgspec
+from recordings import chain
+from recordings import unit as recorded_unit
 
 from shardwright.core.block import Block, encode
 from shardwright.core.cluster import Cluster, Constant
@@ -178,7 +180,7 @@ def plan(**changes: Any) -> Plan:
     asked = changes.pop("job", job())
     tables = tuple(table(*size) for size in SIZES)
     made = Plan(
-        schema="shardwright.plan/3",
+        schema="shardwright.plan/4",
         version="0.1.0",
         job=asked,
         cluster=Cluster(
@@ -192,6 +194,7 @@ def plan(**changes: Any) -> Plan:
             group=2,
             constants={"copy": Constant(1e10, "B/s", "assumed", "2026")},
         ),
+        recording=chain([recorded_unit(name) for name in ("bottom", "top")]),
         tables=tables,
         units=(unit("bottom", False), unit("top", True)),
         recording=None,

@@ -7,7 +7,7 @@ between stands for all that lie between. :func:`moments` unfolds it to every blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -15,7 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from shardwright.core.tensor import TensorSpec
+from shardwright.core.errors import InputError, expected
+from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
 
 # Of a unit's forward and backward, of the whole module's, and of the exchange with tables: rows are
@@ -118,6 +119,42 @@ class Recording(msgspec.Struct, frozen=True):
     result: int = 0
     notes: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
+
+
+def check_recording(recording: Recording) -> None:
+    """InputError where it speaks of a unit, a storage, a parameter or a dtype that there is not."""
+    units = {unit.name for unit in recording.units}
+    tensors = {tensor.fqn: tensor for unit in recording.units for tensor in unit.tensors}
+    for dtype in {tensor.dtype for tensor in tensors.values()}:
+        element_bytes(dtype)
+    series = {"", *(series.name for series in recording.series)}
+    blocks = {name for series in recording.series for name in series.names}
+    for unit in recording.units:
+        _one_of("recording: unit of series", unit.series, series)
+    for name in (name for each in recording.series for name in each.recorded):
+        _one_of("recording: block", name, blocks)
+    held: dict[int, int] = {}
+    gradients: set[tuple[str, int]] = set()
+    for place, piece in enumerate(recording.pieces):
+        where = f"recording: piece {place}"
+        if piece.point in OF_UNITS:
+            _one_of(f"{where}: unit", piece.unit, units)
+        for touch in piece.touches:
+            if touch.what == "take":
+                held[touch.slot] = touch.nbytes
+            elif held.get(touch.slot) != touch.nbytes or (touch.what, touch.slot) in gradients:
+                wanted = f"a storage of {touch.nbytes} B that is there"
+                raise InputError(expected(where, wanted, f"storage {touch.slot}"))
+            if touch.what == "free":
+                del held[touch.slot]
+            elif touch.what == "gradient":
+                gradients.add((touch.what, touch.slot))
+                _one_of(f"{where}: gradient", touch.name, tensors)
+
+
+def _one_of(where: str, name: str, known: Container[str]) -> None:
+    if name not in known:
+        raise InputError(expected(where, "one that is recorded", f"'{name}'"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,12 +320,12 @@ class Unfolded:
     @cached_property
     def homes(self) -> dict[str, list[str]]:
         """The unit with parameters that is at work in every piece, by direction; empty for none."""
-        homes = {}
+        homes, with_parameters = {}, {name for name, unit in self.units.items() if unit.tensors}
         for direction, pieces in (("forward", self.forward), ("backward", self.backward)):
             entering, leaving = _AROUND[direction]
             inside, found = [""], []
             for moment in pieces:
-                if moment.piece.point == entering and self.units[moment.unit].tensors:
+                if moment.piece.point == entering and moment.unit in with_parameters:
                     inside.append(moment.unit)
                 elif moment.piece.point == leaving and moment.unit in inside[1:]:
                     inside.remove(moment.unit)
@@ -301,3 +338,4 @@ _AROUND = {
     "forward": ("enter", "leave"),
     "backward": ("enter_backward", "leave_backward"),
 }
+OF_UNITS = {point for points in _AROUND.values() for point in points}

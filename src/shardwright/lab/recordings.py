@@ -20,7 +20,8 @@ import msgspec
 
 from shardwright import __version__
 from shardwright.core.document import write_atomically
-from shardwright.core.job import Job, memory_of, parse_job
+from shardwright.core.errors import InputError
+from shardwright.core.job import Job, memory_of, parallel_of, parse_job
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import RECORDED, check_model, model_of, step_dtypes
 from shardwright.core.plan import Plan
@@ -109,8 +110,7 @@ def recorded(job: Job) -> Recording:
             return msgspec.json.decode(path.read_bytes(), type=Recording)
     found = _record(job, device)
     if path is not None:
-        with suppress(OSError):  # a folder that cannot be written is none
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(InputError):  # a folder that cannot be written is none
             write_atomically(path, msgspec.json.encode(found))
     return found
 
@@ -127,10 +127,11 @@ def _record(job: Job, device: str) -> Recording:
 
 
 def _path(job: Job, device: str) -> Path | None:
-    folder = os.environ.get("SHARDWRIGHT_CACHE", str(Path.home() / ".cache" / "shardwright"))
+    folder = os.environ.get("SHARDWRIGHT_CACHE", "~/.cache/shardwright")
     if not folder or job.model.kind == "python":  # whose code may change
         return None
     tables = [table.dim for table in job.tables]
-    of = (job.model, job.batch, tables, memory_of(job), device, version("torch"), __version__)
+    run = (memory_of(job), parallel_of(job), device)
+    of = (job.model, job.batch, tables, *run, version("torch"), __version__)
     digest = hashlib.sha256(msgspec.json.encode(of, order="deterministic")).hexdigest()
-    return Path(folder) / "recordings" / f"{digest}.json"
+    return Path(os.path.expanduser(folder)) / "recordings" / f"{digest}.json"

@@ -10,6 +10,7 @@ import msgspec
 from shardwright.core.errors import MismatchError, ShardwrightError, expected
 from shardwright.core.placement import Placement, describe
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
+from shardwright.core.recording import check_recording
 from shardwright.core.tables import check_constraints, check_tables
 from shardwright.core.timeline import decode
 from shardwright.planner.assemble import assemble
@@ -60,6 +61,8 @@ def problem_of(plan: Plan) -> Problem:
     try:
         check_tables(plan.job.tables, "job", plan.job.model.kind)
         check_constraints(plan.job.planner.constraints, plan.job.tables, "job")
+        if plan.recording is not None:
+            check_recording(plan.recording)
         return make_problem(plan.job, plan.model, slow=plan.search.slow_kernels)
     except ShardwrightError as error:
         wanted = "the job that the plan was made from"
