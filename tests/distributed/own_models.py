@@ -10,13 +10,19 @@ from typing import Any
 import torch
 from public_models import MODELS
 
-LEARNING = 3
-
 
 def build(name: str) -> Any:
     """A model with its own kind of inputs and the loss that it gives itself."""
     model = MODELS[name]().double()
     return model, MODELS[name].batch(torch.default_generator), _loss
+
+
+def deep(width: int = 96, depth: int = 12) -> Any:
+    """Many layers, of which a unit is one."""
+    layers = [torch.nn.Linear(width, width) for _ in range(depth)]
+    for layer in layers:
+        torch.nn.init.trunc_normal_(layer.weight, std=0.02)
+    return torch.nn.Sequential(*layers), torch.randn(2, width)
 
 
 def _loss(result: Any) -> torch.Tensor:

@@ -24,6 +24,8 @@ from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter, exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
+from shardwright.runtime.units.registry import storages_in
+from shardwright.tracker.memory import MemoryTracker
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -51,6 +53,19 @@ def planned_apart(
     made = plan_by_hand(job, model, mesh.size(), _units(name, model), **options)
     found = on_ranks(job, made, mesh)
     return {key: d for key in true if not (d := apart(found.get(key), true[key])) <= 1e-9}
+
+
+def bytes_of_applying(mesh: DeviceMesh) -> tuple[int, int, int]:
+    """Bytes alive at most while a plan is applied, those that stay, and those of the whole."""
+    job = parse_job({"model": {"python": "own_models:deep"}})
+    model = task_of(job).model(CPU)
+    whole = sum(4 * p.numel() for p in model.parameters())
+    units = {path: [path] for path, _ in model.named_children()}
+    made = plan_by_hand(job, model, mesh.size(), units)
+    with MemoryTracker() as seen:
+        model = apply(model, made, mesh)
+    most = max(sum(kinds.values()) for kinds in seen.peaks.values())
+    return most, sum(unit.buffers.shard.nbytes for unit in storages_in(model)), whole
 
 
 def built(job: Job) -> Built:

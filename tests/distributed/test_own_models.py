@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from own_tasks import planned_apart
+from own_tasks import bytes_of_applying, planned_apart
 from pool import Pool
 from public_models import MODELS
 
@@ -30,3 +30,9 @@ def test_trains_as_on_one_process(pool: Pool, name: str, optimizer: str) -> None
 def test_trains_so_whatever_the_plan(pool: Pool, options: dict[str, object]) -> None:
     for found in pool.run(2, planned_apart, name="GPT2", optimizer="sgd", options=options):
         assert found == {}
+
+
+def test_applying_a_plan_never_has_much_more_than_this_rank_s_share(pool: Pool) -> None:
+    for most, share, whole in pool.run(2, bytes_of_applying):
+        assert share == pytest.approx(whole / 2, rel=0.01)
+        assert most - share < whole / 3  # of twelve layers some two, with what draws their numbers

@@ -1,4 +1,4 @@
-"""A transformer on ranks is the transformer of one process, and needs what its plan says."""
+"""A transformer or a llama on ranks is the transformer of one process, and needs what its plan says."""
 
 from __future__ import annotations
 
@@ -52,9 +52,26 @@ def _job(text: Path, world_size: int, planner: dict[str, Any], **changes: Any) -
         "data": {"path": str(text)},
         "cluster": {"world_size": world_size},
         "planner": planner,
-        "train": {"steps": 6, "learning_rate": 0.5},
+        "train": {"steps": 6, "optimizer": "sgd", "learning_rate": 0.5},
+        "memory": {"param_dtype": "fp32"},
     }
     return parse_job({key: section | changes.get(key, {}) for key, section in document.items()})
+
+
+LLAMAS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": {"experts": 3, "experts_per_token": 2, "expert_ffn_dim": 12, "moe_layers": [0, 2]},
+}
+
+
+@pytest.mark.parametrize("planner", ["sharded", "prefetched", "kept"])
+@pytest.mark.parametrize("kind", LLAMAS)
+def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) -> None:
+    layers = [f"layers.{layer}" for layer in range(3)]
+    units = dict.fromkeys(("tok_embeddings", *layers, "head"), "shard")
+    widths = {"kind": "llama", "dim": 16, "kv_heads": 2, "ffn_dim": 24, **LLAMAS[kind]}
+    planned = {**PLANNERS[planner], "units": units}
+    _check_curve(pool, _job(text, 2, planned, model=widths, train={"learning_rate": 0.15}), 2)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +85,10 @@ def _job(text: Path, world_size: int, planner: dict[str, Any], **changes: Any) -
 def test_the_loss_curve_is_that_of_one_process(
     pool: Pool, text: Path, world_size: int, planner: str
 ) -> None:
-    job = _job(text, world_size, PLANNERS[planner])
+    _check_curve(pool, _job(text, world_size, PLANNERS[planner]), world_size)
+
+
+def _check_curve(pool: Pool, job: Job, world_size: int) -> None:
     whole = msgspec.structs.replace(
         job, batch=msgspec.structs.replace(job.batch, size=GLOBAL_BATCH)
     )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.job import Job
+from shardwright.core.llama import LlamaShape
 from shardwright.core.plan import Plan
 from shardwright.lab.tasks import task_of
+from shardwright.models.llama import Llama
 from shardwright.models.transformer import Transformer
 from shardwright.runtime.apply import apply
 from shardwright.runtime.meter import Meter, exact_events
@@ -21,7 +24,10 @@ from shardwright.runtime.units.table import traffic
 
 def train_whole(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights of one process, on batches of ``job.batch.size``."""
-    task, model = task_of(job), Transformer(job)
+    task, shape = task_of(job), job.model.shape
+    model: nn.Module = Transformer(job)
+    if isinstance(shape, LlamaShape):
+        model = Llama(shape, sequence=job.batch.sequence, seed=job.train.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=job.train.learning_rate)
     losses, batches = [], task.batches(0, 1)
     for _ in range(job.train.steps):

@@ -231,6 +231,9 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     job = msgspec.structs.replace(job, model=completed(job.model, where, path))
     if job.data.python is not UNSET:
         check_function(job.data.python, f"{where}: data.python")
+        if job.data.kind != "python":
+            wanted = f"none beside data.kind '{job.data.kind}'"
+            raise InputError(expected(f"{where}: data.python", wanted, repr(job.data.python)))
     check_tables(job.tables, where, job.model.kind)
     check_constraints(job.planner.constraints, job.tables, where)
     if job.memory is not UNSET:

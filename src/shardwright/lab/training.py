@@ -80,6 +80,7 @@ class Training:
         parameters = optimizer_parameters(model, per_unit=True)
         rate = self.job.train.learning_rate
         optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)
+        torch.manual_seed(self.job.train.seed + self.rank)  # of what modules draw, as dropout does
         self._train(model, optimizer, self.task.batches(self.rank, self.plan.world_size))
         self._evaluate(model)
         self._leave_record()

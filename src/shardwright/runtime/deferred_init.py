@@ -16,9 +16,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+Memory = dict[int, tuple[int, torch.UntypedStorage]]  # of storages: who wrote last, and the bytes
 
 # What fills its first argument without reading it.
 FILLS = {
@@ -79,6 +85,11 @@ class Operation:
     reads: frozenset[int]
     turn: tuple[Stream, int] | None
 
+    @property
+    def touches(self) -> frozenset[int]:
+        """All storages that it has to do with."""
+        return self.makes | self.writes | self.reads
+
 
 class Deferred(TorchDispatchMode):
     """While entered, operations are noted and run on fake CPU tensors.
@@ -98,7 +109,7 @@ class Deferred(TorchDispatchMode):
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._constants: set[int] = set()  # storages with memory, made by no operation
         self._streams: dict[torch.Generator, Stream] = {}
-        self._recent: dict[int, tuple[int, torch.UntypedStorage]] = {}  # read last, by last writer
+        self._recent: Memory = {}  # of what was read last
 
     def __enter__(self) -> Deferred:
         if self._enters:
@@ -117,23 +128,28 @@ class Deferred(TorchDispatchMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
-        if function is torch.ops.aten._local_scalar_dense.default:
-            return self._read(self.place(arguments[0]))
         places = tree_map(self._given, (arguments, keywords))
-        result = function(*arguments, **keywords)
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return self._read(function, *places)
+        try:
+            result = function(*arguments, **keywords)
+        except DataDependentOutputException:
+            return self._read(function, *places)
         forget_conversions(self._fake)  # whose references let no module change its dtype
         self._note(function, *places, result)
         return result
 
     def _given(self, value: Any) -> Any:
         """The place of a tensor that is an argument; other values as they are."""
+        if isinstance(value, torch.UntypedStorage):
+            raise NotDeferredError("memory that no operation has made, as of a file")
         if not isinstance(value, torch.Tensor):
             return value
         known = value.untyped_storage()._cdata in self._numbers
         place = self.place(value)
         if not known:
             if isinstance(value, FakeTensor):
-                raise NotDeferredError("a tensor that no operation has made, as of a file")
+                raise NotDeferredError("memory that no operation has made, as of a file")
             self._constants.add(place.storage)
         return place
 
@@ -212,7 +228,7 @@ class Deferred(TorchDispatchMode):
         place = tensor if isinstance(tensor, Place) else self.place(tensor)
         with _again():
             found = self._leading_to([(place.storage, len(self._operations))])
-            return place.over(self._run(found, {})[place.storage])
+            return place.over(self._run(found, {})[place.storage][1])
 
     def drawn(self, places: Any) -> Any:
         """A nest of places as tensors with other numbers: what leads to them is run, and nothing
@@ -221,23 +237,37 @@ class Deferred(TorchDispatchMode):
         found = self._leading_to((place.storage, end) for place in _places(places))
         with torch.no_grad():
             real = self._run(found, {}, exact=False)
-            return tree_map(
-                lambda v: v.over(real[v.storage]) if isinstance(v, Place) else v, places
-            )
+            return tree_map(lambda v: self._over(v, real), places)
 
-    def _read(self, place: Place) -> Any:
-        """A number that the function asks for. What led to it is kept until it asks again, for it
-        often asks in a loop."""
-        with _again():
-            end = len(self._operations)
-            ready = {storage: index for storage, (index, _) in self._recent.items()}
-            found = self._leading_to([(place.storage, end)], ready)
-            real = {storage: memory for storage, (_, memory) in self._recent.items()}
+    def _read(self, function: Any, arguments: Any, keywords: Any) -> Any:
+        """What an operation says of numbers, no tensor. What led to them is kept until the next,
+        for functions often ask in a loop."""
+        wanted = [(p.storage, len(self._operations)) for p in _places((arguments, keywords))]
+        with _disable_current_modes(), _again():
+            real = self._recent
+            ready = {storage: index for storage, (index, _) in real.items()}
+            found = self._leading_to(wanted, ready)
             if any(self._undoes(index, ready) for index in found):
-                found, real = self._leading_to([(place.storage, end)]), {}
+                found, real = self._leading_to(wanted), {}
             real = self._run(found, real)
-            self._recent = {s: (self._writers[s][-1], m) for s, m in real.items()}
-            return place.over(real[place.storage]).item()
+            touched = {s for s, _ in wanted}.union(*(self._operations[i].touches for i in found))
+            self._recent = {storage: real[storage] for storage in touched & set(real)}
+            given, options = tree_map(lambda v: self._over(v, real), (arguments, keywords))
+            answer = function(*given, **options)
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(answer)):
+            raise NotDeferredError("a tensor whose shape depends on numbers")
+        return answer
+
+    def _over(self, value: Any, real: Memory) -> Any:
+        """A place as a tensor over ``real``, of which it gets some if it is about to be filled."""
+        if not isinstance(value, Place):
+            return value
+        held = self._storages[value.storage]
+        if value.storage in self._constants:
+            return value.over(held)
+        if value.storage not in real:
+            real[value.storage] = (-1, torch.UntypedStorage(held.nbytes()))
+        return value.over(real[value.storage][1])
 
     def _undoes(self, index: int, ready: Mapping[int, int]) -> bool:
         """Whether an operation writes what a later one has left in memory that is ready."""
@@ -264,32 +294,17 @@ class Deferred(TorchDispatchMode):
                     break
         return sorted({index for _, index in seen})
 
-    def _run(
-        self,
-        indices: Sequence[int],
-        real: dict[int, torch.UntypedStorage],
-        *,
-        exact: bool = True,
-    ) -> dict[int, torch.UntypedStorage]:
-        """Run operations over the storages ``real``, and return these with all others that they
-        made; ``exact`` with the states of generators as they would have been."""
-
-        def memory(value: Any) -> Any:
-            if not isinstance(value, Place):
-                return value
-            held = self._storages[value.storage]
-            if value.storage in self._constants:
-                return value.over(held)
-            if value.storage not in real:  # about to be filled
-                real[value.storage] = torch.UntypedStorage(held.nbytes())
-            return value.over(real[value.storage])
-
+    def _run(self, indices: Sequence[int], real: Memory, *, exact: bool = True) -> Memory:
+        """Run operations over the memory ``real``, and return that with what they made and filled;
+        ``exact`` with the states of generators as they would have been."""
         for index in indices:
             operation = self._operations[index]
             turn = operation.turn if exact else None
             if turn is not None:
                 torch.set_rng_state(self._state(*turn))
-            arguments, keywords = tree_map(memory, (operation.arguments, operation.keywords))
+            arguments, keywords = tree_map(
+                lambda v: self._over(v, real), (operation.arguments, operation.keywords)
+            )
             leaves = tree_leaves(operation.function(*arguments, **keywords))
             if turn is not None and len(turn[0].states) == turn[1] + 1:
                 turn[0].states.append(torch.get_rng_state())
@@ -297,7 +312,9 @@ class Deferred(TorchDispatchMode):
                 if isinstance(place, Place) and place.storage in operation.makes:
                     is_ours = found.untyped_storage()._cdata in self._numbers  # a constant's
                     found = place.as_noted(found.clone() if is_ours else found)
-                    real[place.storage] = found.untyped_storage()
+                    real[place.storage] = (index, found.untyped_storage())
+            for storage in operation.writes:
+                real[storage] = (index, real[storage][1])
         return real
 
     def _state(self, stream: Stream, turn: int) -> torch.Tensor:
@@ -408,5 +425,5 @@ def forget_conversions(mode: FakeTensorMode) -> None:
 @contextmanager
 def _again() -> Iterator[None]:
     """Operations run for real inside, and leave the default generator as it was."""
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         yield
