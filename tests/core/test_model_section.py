@@ -18,7 +18,7 @@ from shardwright.core.job import (
     parse_job,
     read_job,
 )
-from shardwright.core.memory_section import MemorySection
+from shardwright.core.memory_section import PLANNED
 from shardwright.core.parallel import ParallelSection
 from shardwright.lab.recordings import described
 
@@ -180,7 +180,7 @@ def test_degrees_that_do_not_divide_the_model_are_refused(
 
 def test_a_job_without_the_sections_has_their_defaults() -> None:
     job = _job(cluster={"world_size": 16384})
-    assert (parallel_of(job), memory_of(job)) == (ParallelSection(), MemorySection())
+    assert (parallel_of(job), memory_of(job)) == (ParallelSection(), PLANNED)
     assert degrees_of(job, 16384).data_shard == 16384
 
 

@@ -1,4 +1,4 @@
-"""A transformer or a llama on ranks is the transformer of one process, and needs what its plan says."""
+"""A transformer or a llama on ranks is that of one process, and needs what its plan says."""
 
 from __future__ import annotations
 

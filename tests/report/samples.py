@@ -197,7 +197,6 @@ def plan(**changes: Any) -> Plan:
         recording=chain([recorded_unit(name) for name in ("bottom", "top")]),
         tables=tables,
         units=(unit("bottom", False), unit("top", True)),
-        recording=None,
         prefetch=0,
         blocks=encode(blocks(tables, asked)),
         timeline=timeline(1.0),
