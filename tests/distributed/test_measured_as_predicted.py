@@ -109,3 +109,12 @@ def test_peaks_are_within_three_percent(
             phase: (sum(predicted.get((rank, phase), {}).values()), sum(kinds.values()))
             for (_, phase), kinds in measured.items()
         }
+
+
+@pytest.mark.parametrize("types", [TYPES, ("data_parallel",) * len(TYPES)], ids=["mixed", "copies"])
+def test_a_run_has_the_phases_of_its_plan(pool: Pool, types: tuple[str, ...]) -> None:
+    made = plan(job := small_job(types, MODES["mixed"], 2, "sgd"))
+    predicted = phase_peaks(decode(made.timeline))
+    for rank, (_, by_step, _) in enumerate(pool.run(2, meter_steps, job=job, made=made)):
+        measured = {phase for _, phase in phase_peaks(by_step[-1])}
+        assert measured == {phase for r, phase in predicted if r == rank}

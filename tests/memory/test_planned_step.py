@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from recordings import At, chain, layers, unit
 
@@ -242,6 +243,14 @@ def test_the_exchange_with_tables_has_phases_of_its_own() -> None:
     assert sum(with_tables["exchange_ids"].values()) >= SLICE + IDS * ID
     assert sum(with_tables["exchange_rows"].values()) >= SLICE + IDS * WIDTH * NUMBER
     assert sum(with_tables["reduce"].values()) >= sum(alone["reduce"].values())
+
+
+def test_without_routed_tables_no_ids_are_exchanged() -> None:
+    replicas = msgspec.structs.replace(TRAFFIC, requests=(), serves=(), replica_ids=IDS)
+    recorded = chain([unit("mlp", 50)], tables_after="mlp")
+    peaks = _run(recorded, {"weight": SLICE}, tables=replicas)
+    assert "exchange_ids" not in peaks
+    assert {"lookup", "exchange_rows"} <= set(peaks)
 
 
 def test_rows_that_a_module_is_given_belong_to_their_exchange() -> None:

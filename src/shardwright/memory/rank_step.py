@@ -228,12 +228,14 @@ class RankStep:
     def _exchange(self, heap: Ledger, point: str, tables: Traffic) -> None:
         """What is between modules and tables when a forward or a backward gets there."""
         if point == "lookup":
-            with heap.during("exchange_ids"):
-                route.exchange_ids(heap, tables)
+            if tables.requests:
+                with heap.during("exchange_ids"):
+                    route.exchange_ids(heap, tables)
             with heap.during("lookup"):
                 route.look_up(heap, tables)
-            with heap.during("exchange_rows"):
-                route.exchange_rows(heap, tables)
+            if tables.requests:
+                with heap.during("exchange_rows"):
+                    route.exchange_rows(heap, tables)
         elif point == "rows":
             with heap.during("exchange_rows"):
                 route.assemble(heap, tables)
