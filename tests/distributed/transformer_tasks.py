@@ -103,4 +103,5 @@ def moved_by_units(mesh: DeviceMesh, made: Plan) -> dict[str, tuple[int, int]]:
     """Collectives and bytes that the runtime's table tells of every unit."""
     task = task_of(made.job)
     model = apply(task.model(torch.device("cpu")), made, mesh)
-    return {unit.name: tuple(traffic(unit)) for unit in storages_in(model)}  # type: ignore[misc]
+    units = list(storages_in(model))
+    return {u.name: tuple(traffic(u, u.flow.reshards(u.key))) for u in units}  # type: ignore[misc]
