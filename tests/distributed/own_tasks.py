@@ -22,7 +22,6 @@ from shardwright.runtime.apply import apply
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter, exact_events
-from shardwright.runtime.meter import exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.registry import storages_in
