@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardwright.lab.compare import compare
     from shardwright.lab.footprint import footprint as estimate_memory
     from shardwright.lab.recordings import plan, plan_module
+    from shardwright.lab.tasks.task import Task
     from shardwright.planner.explain import explain_tensor as explain
     from shardwright.runtime.apply import apply
     from shardwright.runtime.clip import clip_grad_norm_
@@ -74,6 +75,7 @@ _HOMES = {
     "ShardedModule": "runtime.sharded_module",
     "ShardwrightError": "core.errors",
     "State": "runtime.units.unit",
+    "Task": "lab.tasks.task",
     "UnsupportedError": "core.errors",
     "apply": "runtime.apply",
     "clip_grad_norm_": "runtime.clip",
@@ -124,6 +126,7 @@ __all__ = [
     "ShardedModule",
     "ShardwrightError",
     "State",
+    "Task",
     "UnsupportedError",
     "apply",
     "clip_grad_norm_",

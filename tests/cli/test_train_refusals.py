@@ -211,3 +211,32 @@ def test_a_run_in_progress_keeps_its_rows_and_files(call: Any, tmp_path: Path) -
         os.close(descriptor)
     answer.refuses(2, "out: expected a folder no run is using, got one with a run in progress")
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+OWN = """
+import torch
+
+def build(batch):
+    return torch.nn.Linear(4, 4), torch.zeros(batch, 4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ('[data]\npython = "own_model:batches"', "data.python 'own_model:batches': expected a"),
+        ('[data]\npython = "nowhere:batches"', "expected an importable module 'nowhere'"),
+        ('[data]\nkind = "text"', "data.kind: expected 'python' for a model of that kind"),
+        ("[parallel]\nmicrobatches = 2", "parallel.microbatches: expected None, as steps of"),
+    ],
+)
+def test_what_a_model_of_one_s_own_cannot_be_trained_on(
+    call: Any, tmp_path: Path, section: str, text: str
+) -> None:
+    (tmp_path / "own_model.py").write_text(OWN)
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'[model]\npython = "own_model:build"\n[batch]\nsize = 2\n{section}\n'
+        "[cluster]\nworld_size = 2\n"
+    )
+    call("train", job).refuses(2, text)

@@ -68,6 +68,33 @@ def bytes_of_applying(mesh: DeviceMesh) -> tuple[int, int, int]:
     return most, sum(unit.buffers.shard.nbytes for unit in storages_in(model)), whole
 
 
+def exact_bytes(mesh: DeviceMesh, name: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by kind that a model under a plan has after a step, and those of its pieces."""
+    job = own_job(name, "adam")
+    task = task_of(job)
+    model = task.model(CPU)
+    made = plan_by_hand(job, model, mesh.size(), _units(name, model))
+    model = apply(model, made, mesh)
+    optimizer = make_optimizer("adam", optimizer_parameters(model, per_unit=True), 0.01)
+    batches = task.batches(mesh.get_local_rank(), mesh.size())
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        task.loss(model, as_tensors(next(batches))).backward()
+    measured: dict[str, int] = {}
+    for event in exact_events(mesh.get_local_rank(), model, optimizer):
+        measured[event.kind] = measured.get(event.kind, 0) + event.bytes
+    true = {"weight": 0, "gradient": 0, "padding": 0}
+    for unit in storages_in(model):
+        for segment in unit.layout.segments:
+            held = [segment.piece(slot, mesh.get_local_rank()).numel for slot in segment.slots]
+            share, size = segment.share_bytes, segment.share_bytes // max(segment.share, 1)
+            true["weight"] += sum(held) * size
+            true["gradient"] += sum(held) * size * segment.trainable
+            true["padding"] += (share - sum(held) * size) * (4 if segment.trainable else 1)
+    return measured, true
+
+
 def built(job: Job) -> Built:
     """What the job's function gives, with all numbers at once."""
     call = Call.of(job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from own_tasks import bytes_of_applying, planned_apart
+from own_tasks import bytes_of_applying, exact_bytes, planned_apart
 from pool import Pool
 from public_models import MODELS
 
@@ -36,3 +36,8 @@ def test_applying_a_plan_never_has_much_more_than_this_rank_s_share(pool: Pool) 
     for most, share, whole in pool.run(2, bytes_of_applying):
         assert share == pytest.approx(whole / 2, rel=0.01)
         assert most - share < whole / 3  # of twelve layers some two, with what draws their numbers
+
+
+def test_what_is_frozen_has_weights_alone(pool: Pool) -> None:
+    for measured, true in pool.run(2, exact_bytes, name="Wav2Vec2"):
+        assert {kind: measured[kind] for kind in true} == true

@@ -53,7 +53,6 @@ def _job(text: Path, world_size: int, planner: dict[str, Any], **changes: Any) -
         "cluster": {"world_size": world_size},
         "planner": planner,
         "train": {"steps": 6, "optimizer": "sgd", "learning_rate": 0.5},
-        "memory": {"param_dtype": "fp32"},
     }
     return parse_job({key: section | changes.get(key, {}) for key, section in document.items()})
 

@@ -138,6 +138,48 @@ def test_bad_rows_are_counted_where_the_job_says_so(folder: Path) -> None:
     assert "exact bytes equal on 2 of 2 ranks" in done.stdout
 
 
+OWN = """
+import torch
+
+def build(batch):
+    return torch.nn.Linear(4, 4), torch.zeros(batch, 4)
+
+def batches(batch, rank):
+    for number in range(5):
+        if rank == 1 and number == 3:
+            {breaks}
+        yield torch.ones(batch, 4)
+"""
+BREAKS = {
+    "raise OSError('no disk')": "expected batch 4, got OSError: no disk.",
+    "return": "expected batches for 1000 steps, got 3. Let it go on",
+    "yield torch.ones(batch)": "batch 4: expected inputs like (float32 [2, 4]), got (float32 [2])",
+    "yield {'x': 1}": "batch 4: expected inputs like (float32 [2, 4]), got (x=int).",
+}
+
+
+@pytest.mark.parametrize(
+    "breaks", [b if b == "return" else pytest.param(b, marks=pytest.mark.slow) for b in BREAKS]
+)
+def test_batches_of_a_user_s_own_that_fail_on_one_rank_end_the_run_on_all(
+    folder: Path, breaks: str
+) -> None:
+    (folder / "own.py").write_text(OWN.format(breaks=breaks))
+    (folder / "job.toml").write_text(
+        '[model]\npython = "own:build"\n[data]\npython = "own:batches"\n[batch]\nsize = 2\n'
+        f'[train]\nsteps = 1000\nout = "{folder / "run"}"\n'
+    )
+    line = [sys.executable, "-m", "shardwright", "train", "job.toml", "-n", "2"]
+    done = subprocess.run(
+        line, capture_output=True, text=True, timeout=HANGS, cwd=folder, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    (said,) = [text for text in done.stderr.splitlines() if BREAKS[breaks] in text]
+    assert said.startswith("shardwright: rank 1")
+    assert "Traceback" not in done.stderr
+    assert outcome(folder).code == 2
+
+
 NOT_FINITE = {
     "tables": "gradient of tables.C4.weight on rank 1 in step 3: expected finite numbers",
     "bottom.0": "gradient of bottom.0.bias on rank 1 in step 3: expected finite numbers",

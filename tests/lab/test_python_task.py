@@ -14,7 +14,7 @@ import torch
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job, parse_job
 from shardwright.lab.python_model import as_tensors
-from shardwright.lab.sources import check_undivided, source_of
+from shardwright.lab.sources import source_of
 from shardwright.lab.tasks import Task, task_of
 
 HERE = Path(__file__).parent
@@ -190,21 +190,6 @@ def test_a_function_that_has_no_name_is_refused_with_its_key() -> None:
 def test_a_data_s_function_is_refused_beside_another_kind_of_data() -> None:
     with pytest.raises(InputError, match=r"data\.python: expected none beside data\.kind 'text'"):
         job_of(data={"python": "own:good", "kind": "text"})
-
-
-@pytest.mark.parametrize("degree", ["tensor", "pipeline", "context", "expert", "data_replicate"])
-def test_degrees_that_no_run_has_are_refused_by_name(degree: str) -> None:
-    experts = {"experts": 2, "expert_ffn_dim": 8} if degree == "expert" else {}
-    job = parse_job(
-        {
-            "model": {"kind": "llama", "layers": 2, "dim": 16, "heads": 2, **experts},
-            "batch": {"size": 4, "sequence": 8},
-            "cluster": {"world_size": 2},
-            "parallel": {degree: 2},
-        }
-    )
-    with pytest.raises(InputError, match=rf"parallel\.{degree}: expected 1 for a run.*got 2"):
-        check_undivided(job)
 
 
 def test_a_llama_needs_words_for_all_bytes() -> None:

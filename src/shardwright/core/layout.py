@@ -170,6 +170,11 @@ class UnitLayout(msgspec.Struct, frozen=True):
         return sum(segment.share_bytes for segment in self.segments)
 
     @property
+    def trained(self) -> UnitLayout:
+        """The segments that get gradients."""
+        return UnitLayout(self.world_size, tuple(s for s in self.segments if s.trainable))
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes for one rank when gradients of the layout's own dtypes are summed."""
         return sum(s.sent * element_bytes(s.dtype) for s in self.segments if s.trainable)

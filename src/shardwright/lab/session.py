@@ -23,7 +23,7 @@ from shardwright.core.outputs import same_file
 from shardwright.core.plan import Plan, write_plan
 from shardwright.core.timeline import encode
 from shardwright.lab.compare import compare
-from shardwright.lab.sources import check_undivided, source_of
+from shardwright.lab.sources import source_of
 from shardwright.launcher.folder import (
     check_folder,
     check_inputs,
@@ -93,7 +93,6 @@ def run(
 def check(job: Job, folder: Path, given: Path | None = None) -> None:
     """Raise InputError unless the data can be used, and the folder without loss of a file."""
     source_of(job).check(job)
-    check_undivided(job)
     check_inputs(folder, named_files(job, given), given)
     check_folder(folder, given)
 

@@ -75,6 +75,7 @@ class Training:
         mesh = init_device_mesh(self.device.type, (self.plan.world_size,))
         self.ranks = comm.Comm(mesh)
         self.guard = Guard(self.ranks)
+        torch.manual_seed(self.job.train.seed)  # one model on all ranks
         empty = self.task.model(self.device)
         model = apply(empty, self.plan, mesh, probe=self.meter, guard=self.guard)
         parameters = optimizer_parameters(model, per_unit=True)

@@ -224,8 +224,11 @@ def _check_unit_blocks(
     unit: UnitPlan, blocks: list[Block], comm: Comm, members: Sequence[Member]
 ) -> None:
     """What the unit's layout will do must be what the block list says."""
-    planned = {b for b in blocks if b.tensor in unit.tensors}
-    frozen = [member.fqn for member in members if not member.parameter.requires_grad]
+    frozen = {member.fqn for member in members if not member.parameter.requires_grad}
+    own = set(unit.tensors)
+    planned = {
+        b for b in blocks if b.tensor in own and (b.role == "parameter" or b.tensor not in frozen)
+    }
     layout = unit_layout([member.spec for member in members], unit.parameter, comm.size, frozen)
     cut = {b for role in get_args(Role) for b in layout.blocks(role)}
     if planned != cut or {unit.parameter, unit.gradient, unit.optimizer_state} != {unit.parameter}:

@@ -184,11 +184,12 @@ def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
 
 
 def _unit_events(rank: int, storage: DStorage, optimizer: torch.optim.Optimizer) -> Iterator[Event]:
-    payload = sum(_bytes(storage.get_local_view(fqn)) for fqn in storage.param_infos)
-    buffer = storage.byte_storage.nbytes
-    yield Event(rank, 0, "setup", "weight", storage.name, payload)
-    padding = buffer - payload
+    layout, rank_here = storage.layout, storage.comm.rank
+    padding = layout.padding_bytes(rank_here)
+    yield Event(rank, 0, "setup", "weight", storage.name, layout.shard_bytes - padding)
     yield Event(rank, 0, "setup", "padding", f"{storage.name}.parameter", padding)
+    trained = layout.trained
+    buffer, padding = trained.shard_bytes, trained.padding_bytes(rank_here)
     gradient = state = 0
     for taker in storage.all_takers:
         flat = taker.flat.parameter

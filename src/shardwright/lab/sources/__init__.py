@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.job import Job, parallel_of
+from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job
 from shardwright.core.measurement import Quality
 
 if TYPE_CHECKING:
@@ -48,19 +48,3 @@ def source_of(job: Job) -> Source:
     from shardwright.lab.sources import clicks, python, text
 
     return {"dlrm": clicks, "python": python}.get(job.model.kind, text)
-
-
-def check_undivided(job: Job) -> None:
-    """Raise UnsupportedError for degrees that no run has: a rank has whole layers and samples."""
-    section = parallel_of(job)
-    for name in ("data_replicate", "tensor", "pipeline", "context", "expert", "microbatches"):
-        degree = getattr(section, name) or 1
-        if degree > 1:
-            raise UnsupportedError(
-                expected(
-                    f"parallel.{name}",
-                    "1 for a run, whose ranks share parameters and batches alone",
-                    str(degree),
-                    "`shardwright memory` estimates it.",
-                )
-            )
