@@ -7,9 +7,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from shardwright import __version__
 from shardwright.core.amount import maximum, minimum, named
-from shardwright.core.block import Block, BlockRun, Role, encode
+from shardwright.core.block import BlockRun, Role, encode
 from shardwright.core.plan import (
     Plan,
     Reserved,
@@ -44,7 +46,7 @@ def assemble(draft: Draft, bound: float, found: Search) -> Plan:
             tables=tables,
             units=tuple(_unit_plans(draft)),
             prefetch=draft.prefetch if isinstance(draft, StepDraft) else 0,
-            blocks=(*_table_blocks(tables), *encode(_unit_blocks(draft))),
+            blocks=(*_table_blocks(tables), *_unit_blocks(draft)),
             timeline=encode_events(_events(draft)),
             ranks=tuple(draft.totals(r) for r in range(draft.ranks)),
             max_rank_seconds=slowest,
@@ -129,13 +131,13 @@ def _table_blocks(tables: Iterable[TablePlan]) -> Iterator[BlockRun]:
                 yield BlockRun(table.fqn, "parameter", offsets, sizes, shard.rank, run.count, step)
 
 
-def _unit_blocks(draft: Draft) -> Iterator[Block]:
-    """Every role of every dense unit."""
+def _unit_blocks(draft: Draft) -> Iterator[BlockRun]:
+    """Every role of every dense unit: gradients and states live where parameters do."""
     roles: tuple[Role, ...] = ("parameter", "gradient", "optimizer_state")
     for choice in draft.units:
+        runs = encode(choice.blocks)
         for role in roles:
-            for block in choice.blocks:
-                yield Block(block.tensor, role, block.offsets, block.sizes, block.rank)
+            yield from (msgspec.structs.replace(run, role=role) for run in runs)
 
 
 def _events(draft: Draft) -> Iterator[Event]:
