@@ -16,7 +16,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.memory_section import PLANNED, MemorySection, check_memory, check_planned
 from shardwright.core.model import TableSpec
 from shardwright.core.model_section import (
-    MEMORY_ONLY,
+    ESTIMATED,
     WITHOUT_TABLES,
     ModelSection,
     check_function,
@@ -238,7 +238,7 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     check_constraints(job.planner.constraints, job.tables, where)
     if job.memory is not UNSET:
         check_memory(job.memory, where)
-        if job.model.kind not in MEMORY_ONLY:
+        if job.model.kind not in ESTIMATED:
             check_planned(job.memory, job.model.kind, where)
     return _with_world(job, where)
 
@@ -247,7 +247,7 @@ def _with_world(job: Job, where: str) -> Job:
     """The job with the number of ranks that its degrees multiply to, where it names none."""
     world = job.cluster.world_size
     if job.parallel is UNSET:
-        if world is not None and world > MAX_PLANNED and job.model.kind not in MEMORY_ONLY:
+        if world is not None and world > MAX_PLANNED and job.model.kind not in ESTIMATED:
             raise InputError(
                 expected(f"{where}: cluster.world_size", f"int <= {MAX_PLANNED}", str(world))
             )
@@ -292,12 +292,12 @@ def _with_kinds(document: dict[str, Any], where: str) -> dict[str, Any]:
         if "optimizer" in memory:
             named = f"{where}: memory.optimizer", "no such key", repr(memory["optimizer"])
             raise InputError(expected(*named, "Name the optimizer as train.optimizer."))
-        if kind not in MEMORY_ONLY:
+        if kind not in ESTIMATED:
             document = {**document, "memory": {"param_dtype": PLANNED.param_dtype, **memory}}
     if kind in WITHOUT_TABLES:
         data = "python" if kind == "python" else "text"
         document = _with_default({"tables": [], **document}, "data", "kind", data)
-    if kind in MEMORY_ONLY:
+    if kind in ESTIMATED:
         document = _with_default(document, "train", "optimizer", "adamw")
     return document
 

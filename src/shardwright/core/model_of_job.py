@@ -9,12 +9,12 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job, memory_of, parallel_of
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.model_section import ESTIMATED
 from shardwright.core.optimizers import trained
 from shardwright.core.parallel import ParallelSection
 from shardwright.core.recording import Recording
 
 RUNNABLE_OPTIMIZERS = ("sgd", "rowwise_adagrad")
-RECORDED = ("llama", "python")  # kinds of model that compute in the dtype that a job says
 # Of [memory] and [parallel], what a plan follows or what changes nothing in it.
 HONOURED = ("lowering", "param_dtype", "reduce_dtype", "allocator", "data_shard")
 # What a DLRM's tables do not have: they are read as they are, unweighted, straight from memory.
@@ -54,7 +54,7 @@ def tables_of(job: Job) -> tuple[TableSpec, ...]:
 def step_dtypes(job: Job) -> tuple[str, str]:
     """What units compute in and what gradients are summed in; empty where each tensor keeps its
     own."""
-    if job.model.kind not in RECORDED or job.memory is UNSET:
+    if job.model.kind not in ESTIMATED or job.memory is UNSET:
         return "", ""
     section = memory_of(job)
     return section.param_dtype, section.reduce_dtype
@@ -69,7 +69,7 @@ def check_model(job: Job) -> None:
         raise InputError(expected("model.heads", wanted, str(job.model.heads)))
     if job.model.kind == "dlrm":
         _check_dlrm(job)
-    if job.model.kind in RECORDED:
+    if job.model.kind in ESTIMATED:
         _check_steps(job)
 
 

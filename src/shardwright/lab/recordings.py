@@ -23,7 +23,8 @@ from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job, memory_of, parallel_of, parse_job
 from shardwright.core.model import ModelSpec
-from shardwright.core.model_of_job import RECORDED, check_model, model_of, step_dtypes
+from shardwright.core.model_of_job import check_model, model_of, step_dtypes
+from shardwright.core.model_section import ESTIMATED
 from shardwright.core.plan import Plan
 from shardwright.core.recording import Recording
 from shardwright.cost import constants
@@ -121,7 +122,7 @@ def _record(job: Job, device: str) -> Recording:
     from shardwright.trace.treatment import Treatment
 
     treatment = Treatment(device, memory_of(job).checkpointing)
-    if job.model.kind in RECORDED:
+    if job.model.kind in ESTIMATED:
         return recorded_whole(job, treatment)
     return built_in_recording(job, treatment)
 

@@ -16,7 +16,7 @@ from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.fit import Estimate, Remedy
 from shardwright.core.footprint import Footprint
 from shardwright.core.job import MAX_PLANNED, Job, degrees_of, memory_of, parallel_of
-from shardwright.core.model_section import MEMORY_ONLY
+from shardwright.core.model_section import ESTIMATED
 from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.parallel import MAX_WORLD
 from shardwright.lab.fit.search import Point, Space
@@ -124,7 +124,7 @@ def space_of(job: Job, world_size: int) -> Space:
     """Which variants of a job there are."""
     degrees, section = degrees_of(job, world_size), parallel_of(job)
     own = memory_of(job).checkpointing
-    planned = job.model.kind not in MEMORY_ONLY
+    planned = job.model.kind not in ESTIMATED
     known = () if planned else POLICIES
     others = degrees.world_size // degrees.data_shard
     group = degrees.context * degrees.tensor
@@ -228,7 +228,7 @@ class _Key(NamedTuple):
 
 def _memory_keys(job: Job) -> Iterator[_Key]:
     """Keys that change nothing but what a step keeps; steps that are planned have none of them."""
-    if job.model.kind not in MEMORY_ONLY:
+    if job.model.kind not in ESTIMATED:
         return
     section = memory_of(job)
     if section.runtime == "ddp":
