@@ -196,6 +196,18 @@ class UnitLayout(msgspec.Struct, frozen=True):
             segment.piece(slot, rank) for segment in self.segments for slot in segment.slots
         )
 
+    @property
+    def trained(self) -> UnitLayout:
+        """The segments that get a gradient."""
+        if all(segment.trainable for segment in self.segments):
+            return self
+        return UnitLayout(self.world_size, tuple(s for s in self.segments if s.trainable))
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything gets a gradient."""
+        return any(segment.trainable for segment in self.segments)
+
     def padding_bytes(self, rank: int) -> int:
         """Bytes of ``rank``'s buffer that belong to no tensor."""
         held = sum(p.numel * element_bytes(p.tensor.dtype) for p in self.pieces(rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from shardwright import __version__
 from shardwright.core.amount import maximum, minimum, named
@@ -131,11 +131,9 @@ def _table_blocks(tables: Iterable[TablePlan]) -> Iterator[BlockRun]:
 
 def _unit_blocks(draft: Draft) -> Iterator[Block]:
     """Every role of every dense unit."""
-    roles: tuple[Role, ...] = ("parameter", "gradient", "optimizer_state")
     for choice in draft.units:
-        for role in roles:
-            for block in choice.blocks:
-                yield Block(block.tensor, role, block.offsets, block.sizes, block.rank)
+        for role in get_args(Role):
+            yield from choice.layout.blocks(role)
 
 
 def _events(draft: Draft) -> Iterator[Event]:
