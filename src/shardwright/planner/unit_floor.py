@@ -58,9 +58,10 @@ def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
 
 def _calls(choice: UnitChoice) -> tuple[Collective, ...]:
     """The collectives of a step; what is frozen reduces nothing."""
+    kinds: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
     if choice.replicated:
-        return ("all_reduce",) * choice.reduces
-    return ("all_gather", *("reduce_scatter",) * choice.reduces)
+        kinds = ("all_reduce",)
+    return kinds if choice.reduces else kinds[:-1]
 
 
 def _shown(space: UnitSpace) -> float:
