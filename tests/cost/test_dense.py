@@ -29,7 +29,9 @@ CASES: dict[str, Callable[[Any], Any]] = {
         v.payload, v.shard, v.ranks * 8, sharded=False, c=v.c, local=8
     ),
 } | {
-    f"unit_bytes/{kind}": (lambda v, k=kind: dense.unit_bytes(v.payload, v.padding, k))
+    f"unit_bytes/{kind}": (
+        lambda v, k=kind: dense.unit_bytes(v.payload, v.padding, k, v.payload, v.padding)
+    )
     for kind in TRAINED
 }
 SAMPLES = st.lists(
@@ -81,7 +83,7 @@ def test_numbers_arrays_and_amounts_agree(
     ("kind", "state", "padding"), [("sgd", 0, 24), ("adagrad", 404, 36), ("adam", 804, 48)]
 )
 def test_padding_counts_once_for_each_role(kind: str, state: int, padding: int) -> None:
-    assert dense.unit_bytes(400, 12, kind) == {
+    assert dense.unit_bytes(400, 12, kind, 400, 12) == {
         "weight": 400,
         "gradient": 400,
         "optimizer_state": state,

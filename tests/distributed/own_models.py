@@ -25,6 +25,34 @@ def deep(width: int = 96, depth: int = 12) -> Any:
     return torch.nn.Sequential(*layers), torch.randn(2, width)
 
 
+class Adapted(torch.nn.Module):
+    """A frozen layer with a small trained one beside it."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(width, width).requires_grad_(False)
+        self.down = torch.nn.Linear(width, rank, bias=False)
+        self.up = torch.nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def adapted(width: int = 13, depth: int = 4) -> Any:
+    """Layers that are frozen but for an adapter, between a frozen one and one that learns."""
+    first = torch.nn.Linear(width, width).requires_grad_(False)
+    layers = [Adapted(width, 3) for _ in range(depth)]
+    model = torch.nn.Sequential(first, torch.nn.Sequential(*layers), torch.nn.Linear(width, 1))
+    return model.double(), torch.randn(4, width, dtype=torch.float64)
+
+
+def batches_of_adapted(rank: int, seed: int) -> Iterator[Any]:
+    """Inputs that differ from rank to rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    while True:
+        yield torch.randn(4, 13, dtype=torch.float64, generator=generator)
+
+
 def _loss(result: Any) -> torch.Tensor:
     loss: torch.Tensor = result["loss"] if isinstance(result, dict) else result.loss
     return loss

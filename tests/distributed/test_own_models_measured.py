@@ -9,6 +9,8 @@ from pool import Pool
 from public_models import MODELS
 
 from shardwright.core.errors import UnsupportedError
+from shardwright.core.job import Job, parse_job
+from shardwright.core.plan import Plan
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
 from shardwright.lab.recordings import plan
 
@@ -42,7 +44,11 @@ def test_a_module_trains_and_takes_memory_as_planned(
         cluster={"preset": "local", "world_size": world_size},
         planner={"dense": DENSE[world_size], "units": sharded},
     )
-    made = plan(job)
+    _check_as_planned(pool, job, plan(job))
+
+
+def _check_as_planned(pool: Pool, job: Job, made: Plan) -> None:
+    world_size = made.world_size
     results = pool.run(world_size, planned, job=job, made=made)
     predicted = decode(made.timeline)
     wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
@@ -56,6 +62,33 @@ def test_a_module_trains_and_takes_memory_as_planned(
         ]
         assert highest[0] == pytest.approx(highest[1], rel=MOST_APART)
     assert [apart for apart, _ in results] == [{}] * world_size
+
+
+@pytest.mark.parametrize("way", ["shard", "replicate"])
+def test_what_is_frozen_has_neither_gradient_nor_states(pool: Pool, way: str) -> None:
+    job = parse_job(
+        {
+            "model": {"python": "own_models:adapted"},
+            "data": {"python": "own_models:batches_of_adapted"},
+            "train": {"steps": 3, "optimizer": "adam", "learning_rate": 0.01},
+            "cluster": {"preset": "local", "world_size": 2},
+            "planner": {"units": {"root": way, "1": way}, "dense": {"layers_per_unit": 2}},
+        }
+    )
+    made = plan(job)
+    layers, element = made.units[1], 8
+    kept = [
+        sum(
+            size
+            for (rank, _, kind, name), size in exact_bytes(decode(made.timeline)).items()
+            if (kind, name) == (wanted, layers.name)
+        )
+        for wanted in ("weight", "gradient")
+    ]
+    copies = 2 if way == "replicate" else 1
+    assert kept[1] == copies * element * 2 * (2 * 13 * 3)
+    assert kept[0] == kept[1] + copies * element * 2 * (13 * 13 + 13)
+    _check_as_planned(pool, job, made)
 
 
 @pytest.mark.parametrize("name", sorted(UNTRACED))

@@ -170,11 +170,6 @@ class UnitLayout(msgspec.Struct, frozen=True):
         return sum(segment.share_bytes for segment in self.segments)
 
     @property
-    def trained(self) -> UnitLayout:
-        """The segments that get gradients."""
-        return UnitLayout(self.world_size, tuple(s for s in self.segments if s.trainable))
-
-    @property
     def sent_bytes(self) -> int:
         """Bytes for one rank when gradients of the layout's own dtypes are summed."""
         return sum(s.sent * element_bytes(s.dtype) for s in self.segments if s.trainable)
@@ -200,6 +195,18 @@ class UnitLayout(msgspec.Struct, frozen=True):
         return tuple(
             segment.piece(slot, rank) for segment in self.segments for slot in segment.slots
         )
+
+    @property
+    def trained(self) -> UnitLayout:
+        """The segments that get a gradient."""
+        if all(segment.trainable for segment in self.segments):
+            return self
+        return UnitLayout(self.world_size, tuple(s for s in self.segments if s.trainable))
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything gets a gradient."""
+        return any(segment.trainable for segment in self.segments)
 
     def padding_bytes(self, rank: int) -> int:
         """Bytes of ``rank``'s buffer that belong to no tensor."""

@@ -8,14 +8,19 @@ from shardwright.core.amount import named, where
 from shardwright.cost import network, optimizer
 
 
-def unit_bytes(payload: Any, padding: Any, kind: str) -> dict[str, Any]:
-    """Bytes that a rank keeps of a unit by kind; ``payload`` and ``padding`` are its share."""
-    padded = padding + padding + optimizer.dense_padding_state_bytes(padding, kind)
+def unit_bytes(
+    payload: Any, padding: Any, kind: str, trained: Any, trained_padding: Any, tensors: int = 1
+) -> dict[str, Any]:
+    """Bytes that a rank keeps of a unit by kind; ``payload`` and ``padding`` are its share.
+
+    What is ``trained`` of it, ``tensors`` to the optimizer, has a gradient and states.
+    """
+    extra = optimizer.dense_padding_state_bytes(trained_padding, kind)
     return {
         "weight": named("weight_bytes", payload, "B"),
-        "gradient": named("gradient_bytes", payload, "B"),
-        "optimizer_state": optimizer.dense_state_bytes(payload, kind),
-        "padding": named("padding_bytes", padded, "B"),
+        "gradient": named("gradient_bytes", trained, "B"),
+        "optimizer_state": optimizer.dense_state_bytes(trained, kind, tensors),
+        "padding": named("padding_bytes", padding + trained_padding + extra, "B"),
     }
 
 

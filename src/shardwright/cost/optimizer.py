@@ -14,14 +14,14 @@ PARAMETER_PASSES = 3
 STATE_PASSES = 2
 
 
-def dense_state_bytes(weight_bytes: Any, kind: str) -> Any:
-    """Bytes of state for one flat tensor of ``weight_bytes``, padding apart."""
+def dense_state_bytes(weight_bytes: Any, kind: str, tensors: int = 1) -> Any:
+    """Bytes of state for ``tensors`` flat ones of ``weight_bytes`` together, padding apart."""
     source = f"optimizer {kind}"
     states = noted(
         OPTIMIZERS[kind].values_per_element, "states_per_element", "", source, like=weight_bytes
     )
     numbers = [state for state in OPTIMIZERS[kind].kept if state.elements is single]
-    nbytes = sum(element_bytes(state.dtype) for state in numbers)
+    nbytes = tensors * sum(element_bytes(state.dtype) for state in numbers)
     step = noted(nbytes, "step_counter_bytes", "B", source, like=weight_bytes)
     return named("optimizer_state_bytes", weight_bytes * states + step, "B")
 

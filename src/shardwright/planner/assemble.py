@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -132,12 +132,15 @@ def _table_blocks(tables: Iterable[TablePlan]) -> Iterator[BlockRun]:
 
 
 def _unit_blocks(draft: Draft) -> Iterator[BlockRun]:
-    """Every role of every dense unit: gradients and states live where parameters do."""
-    roles: tuple[Role, ...] = ("parameter", "gradient", "optimizer_state")
+    """Every role of every dense unit: gradients and states live where parameters do, of frozen
+    tensors there are none."""
     for choice in draft.units:
-        runs = encode(choice.blocks)
-        for role in roles:
-            yield from (msgspec.structs.replace(run, role=role) for run in runs)
+        parameters = encode(choice.blocks)
+        for role in get_args(Role):
+            if choice.unit.frozen:
+                yield from encode(choice.layout.blocks(role))
+            else:
+                yield from (msgspec.structs.replace(run, role=role) for run in parameters)
 
 
 def _events(draft: Draft) -> Iterator[Event]:

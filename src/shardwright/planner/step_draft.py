@@ -98,7 +98,7 @@ class StepDraft(Draft):
         """The same of one rank."""
         found = dict(self._tables_exact[rank])
         for choice in self.units:
-            found.update(unit_events(choice, choice.padding[rank]))
+            found.update(unit_events(choice, rank))
         return found
 
     @cached_property
@@ -231,7 +231,7 @@ class StepDraft(Draft):
             return max(self.peak_bytes)
         exact: Exact = {}
         for choice in self.units:
-            exact.update(unit_events(choice, 0))
+            exact.update(unit_events(choice, None))
         load = self._load(exact, self.traffic(0))
         phases = self.phase_peaks(load)
         return max(sum(kinds.values()) for kinds in phases.values())
@@ -296,22 +296,32 @@ Exact = dict[tuple[Phase, Kind, str], int]
 
 def _unit_total(choice: UnitChoice) -> int:
     """Bytes of a unit in all roles: the same on every rank, for padding is stored like weights."""
-    return sum(unit_events(choice, 0).values())
+    return sum(unit_events(choice, None).values())
 
 
-def unit_events(choice: UnitChoice, padding: int) -> Exact:
-    """The exact bytes of a dense unit on a rank with so much padding, which is counted by role."""
-    name, kind = choice.unit.name, choice.unit.optimizer
-    payload = choice.layout.shard_bytes - padding
-    kept = dense.unit_bytes(payload, padding, kind)
+def unit_events(choice: UnitChoice, rank: int | None) -> Exact:
+    """The exact bytes of a dense unit on a rank, where padding is counted by role; with padding
+    among the rest where it is None."""
+    name, kind, trained = choice.unit.name, choice.unit.optimizer, choice.layout.trained
+    padding = 0 if rank is None else choice.padding[rank]
+    trained_padding = 0 if rank is None else choice.trained_padding[rank]
+    kept = dense.unit_bytes(
+        choice.layout.shard_bytes - padding,
+        padding,
+        kind,
+        trained.shard_bytes - trained_padding,
+        trained_padding,
+        len(trained.segments),
+    )
     events: Exact = {
         ("setup", "weight", name): kept["weight"],
         ("setup", "padding", f"{name}.parameter"): padding,
-        ("reduce", "gradient", name): kept["gradient"],
-        ("reduce", "padding", f"{name}.gradient"): padding,
     }
+    if trained.trains:
+        events["reduce", "gradient", name] = kept["gradient"]
+        events["reduce", "padding", f"{name}.gradient"] = trained_padding
     if kept["optimizer_state"]:
-        extra = optimizer.dense_padding_state_bytes(padding, kind)
+        extra = optimizer.dense_padding_state_bytes(trained_padding, kind)
         events["step", "optimizer_state", name] = kept["optimizer_state"]
         events["step", "padding", f"{name}.optimizer_state"] = extra
     return events

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +37,8 @@ class UnitChoice:
     """A unit with its placement; bytes and seconds are those of every rank, padding apart.
 
     ``spent`` is what its collectives, gradient and update take, ``computing`` what its modules do.
-    ``gathered`` and ``reduced`` are bytes of the whole buffer as it is gathered and summed.
+    ``gathered`` and ``reduced`` are bytes of the whole buffer as it is gathered and summed,
+    ``cleared`` those of its gradient before that.
     """
 
     unit: UnitSpec
@@ -47,6 +48,7 @@ class UnitChoice:
     spent: UnitSeconds
     computing: ComputeSeconds
     gathered: int
+    cleared: int
     reduced: int
 
     @property
@@ -66,14 +68,24 @@ class UnitChoice:
         }
 
     @property
+    def gathers(self) -> int:
+        """Calls in a step: one before forward, one more if it reshards."""
+        return 0 if self.replicated else 1 + self.reshard
+
+    @property
+    def reduces(self) -> int:
+        """One call in a step, none where everything is frozen."""
+        return int(self.layout.trains)
+
+    @property
     def collectives(self) -> int:
-        """Calls in a step: a gather before forward, one more if it reshards, a reduce."""
-        return 1 if self.replicated else 2 + self.reshard
+        """Calls in a step."""
+        return self.gathers + self.reduces
 
     @property
     def moved_bytes(self) -> int:
         """Full buffers of all collectives of a step."""
-        return (self.collectives - 1) * self.gathered + self.reduced
+        return self.gathers * self.gathered + self.reduced
 
     @property
     def note_bytes(self) -> int:
@@ -88,12 +100,21 @@ class UnitChoice:
     @cached_property
     def padding(self) -> tuple[int, ...]:
         """Bytes of each rank's buffer that belong to no tensor."""
-        size = {slot.tensor.fqn: slot.tensor for slot in self.layout.slots}
-        held = [0] * self.layout.world_size
-        for block in self.blocks:
-            tensor = size[block.tensor]
-            held[block.rank] += block.numel * tensor.nbytes // tensor.numel
-        return tuple(self.layout.shard_bytes - nbytes for nbytes in held)
+        return _padding(self.layout, self.blocks)
+
+    @cached_property
+    def trained_padding(self) -> tuple[int, ...]:
+        """The same of what gets a gradient."""
+        return _padding(self.layout.trained, self.layout.trained.blocks("parameter"))
+
+
+def _padding(layout: UnitLayout, blocks: Iterable[Block]) -> tuple[int, ...]:
+    size = {slot.tensor.fqn: slot.tensor for slot in layout.slots}
+    held = [0] * layout.world_size
+    for block in blocks:
+        tensor = size[block.tensor]
+        held[block.rank] += block.numel * tensor.nbytes // tensor.numel
+    return tuple(layout.shard_bytes - nbytes for nbytes in held)
 
 
 def merged(units: Sequence[UnitSpec]) -> UnitSpec:
@@ -132,9 +153,9 @@ def unit_choices(
     )
 
     def choice(placement: Placement, layout: UnitLayout, *, reshard: bool) -> UnitChoice:
-        gathered, reduced = buffers(layout, context)
-        spent = _spent(layout, kind, gathered, reduced, context, sharded=layout is cut)
-        return UnitChoice(unit, placement, reshard, layout, spent, computing, gathered, reduced)
+        sizes = _buffers(layout, context)
+        spent = _spent(layout, kind, sizes, context, sharded=layout is cut)
+        return UnitChoice(unit, placement, reshard, layout, spent, computing, *sizes)
 
     return (
         choice(Replicate(), whole, reshard=False),
@@ -143,10 +164,11 @@ def unit_choices(
     )
 
 
-def buffers(layout: UnitLayout, context: DenseContext) -> tuple[int, int]:
-    """Bytes of the whole buffer as it is gathered, and of its gradient as it is summed."""
+def _buffers(layout: UnitLayout, context: DenseContext) -> tuple[int, int, int]:
+    """Bytes of the whole buffer as it is gathered, and of its gradient before and in the sum."""
     return (
         layout.whole_bytes(context.param_dtype),
+        layout.whole_bytes(context.param_dtype, trained=True),
         layout.whole_bytes(context.reduce_dtype or context.param_dtype, trained=True),
     )
 
@@ -154,13 +176,13 @@ def buffers(layout: UnitLayout, context: DenseContext) -> tuple[int, int]:
 def _spent(
     layout: UnitLayout,
     kind: OptimizerName,
-    gathered: int,
-    reduced: int,
+    sizes: tuple[int, int, int],
     context: DenseContext,
     *,
     sharded: bool,
 ) -> UnitSeconds:
-    c, shard = context.c, layout.shard_bytes
+    c, shard, trained = context.c, layout.shard_bytes, layout.trained.shard_bytes
+    gathered, cleared, reduced = sizes
     gather, reduce = (
         dense.communication_seconds(
             nbytes, shard, context.ranks, sharded=sharded, c=c, local=context.local
@@ -169,7 +191,7 @@ def _spent(
     )
     return UnitSeconds(
         gather=gather["gather"],
-        reduce=reduce["reduce"],
-        gradient=dense.gradient_seconds(gathered, c),
-        update=dense.update_seconds(optimizer.dense_update_bytes(shard, kind), c),
+        reduce=reduce["reduce"] if layout.trains else 0.0,
+        gradient=dense.gradient_seconds(cleared, c),
+        update=dense.update_seconds(optimizer.dense_update_bytes(trained, kind), c),
     )

@@ -15,11 +15,6 @@ ALONE = "its fastest placement"
 ANYHOW = "its compute, and its bytes over the links and through memory"
 ONCE = "one update and one reduce at least, however many layers share them"
 
-KINDS: dict[bool, tuple[Collective, ...]] = {
-    True: ("all_reduce",),
-    False: ("all_gather", "reduce_scatter"),
-}
-
 
 class Floor(NamedTuple):
     """No plan spends less than ``seconds`` on what ``name`` says; ``why`` is what that rests on."""
@@ -50,16 +45,23 @@ def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
     for unit in run:
         choices = space.choices((unit,))
         moved = min(_bytes_of(space, choice) for choice in choices)
-        gathered = _payload(choices[0], choices[0].gathered)
-        own = sum(choices[0].computing) + dense.gradient_seconds(gathered, context.c)
+        cleared = _payload(choices[0], choices[0].cleared)
+        own = sum(choices[0].computing) + dense.gradient_seconds(cleared, context.c)
         yield Floor(unit.name, own + moved, ANYHOW)
-    placements = {choice.replicated for choice in space.choices(run[:1])}
     waits = [
-        sum(network.latency_seconds(k, context.ranks, context.c, context.local) for k in KINDS[p])
-        for p in placements
+        sum(network.latency_seconds(k, context.ranks, context.c, context.local) for k in kinds)
+        for kinds in map(_calls, space.choices(run[:1]))
     ]
     once = _shown(space) * min(waits) + dense.update_seconds(0, context.c)
     yield Floor(f"{run[0].series or run[0].name}, once", once, ONCE)
+
+
+def _calls(choice: UnitChoice) -> tuple[Collective, ...]:
+    """The collectives of a step; what is frozen reduces nothing."""
+    kinds: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+    if choice.replicated:
+        kinds = ("all_reduce",)
+    return kinds if choice.reduces else kinds[:-1]
 
 
 def _shown(space: UnitSpace) -> float:
@@ -70,20 +72,20 @@ def _shown(space: UnitSpace) -> float:
 def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
     """Transfers and update of a unit that every rank keeps, or that all ranks share."""
     context = space.context
-    payload = choice.layout.payload_bytes
     moved = 0.0
-    for kind in KINDS[choice.replicated]:
+    for kind in _calls(choice):
         whole = choice.gathered if kind == "all_gather" else choice.reduced
         sent = _payload(choice, whole)
         moved += network.transfer_seconds(kind, sent, context.ranks, context.c, context.local)
         if not choice.replicated:
             moved += dense.fresh_seconds(sent, context.c)
-    held = payload if choice.replicated else payload / context.ranks
+    trained = choice.layout.trained.payload_bytes
+    held = trained if choice.replicated else trained / context.ranks
     updated: float = optimizer.dense_update_bytes(held, choice.unit.optimizer)
     return _shown(space) * moved + updated / context.c["memory_rate"]
 
 
 def _payload(choice: UnitChoice, whole: int) -> int:
-    """Bytes of the tensors alone in a buffer of ``whole`` bytes, rounded down."""
+    """Bytes of the tensors alone in a buffer of ``whole`` bytes, or less."""
     layout = choice.layout
     return layout.payload_bytes * whole // layout.nbytes if layout.nbytes else 0

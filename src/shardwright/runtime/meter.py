@@ -184,25 +184,27 @@ def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
 
 
 def _unit_events(rank: int, storage: DStorage, optimizer: torch.optim.Optimizer) -> Iterator[Event]:
-    layout, rank_here = storage.layout, storage.comm.rank
-    padding = layout.padding_bytes(rank_here)
-    yield Event(rank, 0, "setup", "weight", storage.name, layout.shard_bytes - padding)
+    padding, trained = (
+        layout.padding_bytes(storage.comm.rank)
+        for layout in (storage.layout, storage.layout.trained)
+    )
+    buffer = storage.byte_storage.nbytes
+    yield Event(rank, 0, "setup", "weight", storage.name, buffer - padding)
     yield Event(rank, 0, "setup", "padding", f"{storage.name}.parameter", padding)
-    trained = layout.trained
-    buffer, padding = trained.shard_bytes, trained.padding_bytes(rank_here)
-    gradient = state = 0
+    gradient = state = learnt = 0
     for taker in storage.all_takers:
         flat = taker.flat.parameter
         size = taker.run.length * flat.element_size()
+        learnt += size if flat.requires_grad else 0
         gradient += size if flat.grad is not None else 0
         kept = optimizer.state.get(flat, {}).values()
         tensors = [t for t in kept if torch.is_tensor(t)]
         state += sum(size if t.numel() == flat.numel() else _bytes(t) for t in tensors)
     if gradient:
-        yield Event(rank, STEADY, "reduce", "gradient", storage.name, gradient - padding)
-        yield Event(rank, STEADY, "reduce", "padding", f"{storage.name}.gradient", padding)
+        yield Event(rank, STEADY, "reduce", "gradient", storage.name, gradient - trained)
+        yield Event(rank, STEADY, "reduce", "padding", f"{storage.name}.gradient", trained)
     if state:
-        extra = padding * (state // buffer) if buffer else 0
+        extra = trained * (state // learnt) if learnt else 0
         yield Event(rank, STEADY, "step", "optimizer_state", storage.name, state - extra)
         yield Event(rank, STEADY, "step", "padding", f"{storage.name}.optimizer_state", extra)
 

@@ -73,6 +73,12 @@ class UnitAmounts:
         """The whole buffer as it is gathered."""
         return leaf(choice.gathered, "gathered_bytes", "B", "the buffer in the dtype of computing")
 
+    def cleared(self, choice: UnitChoice) -> Amount:
+        """The whole gradient before it is summed."""
+        if choice.cleared == choice.gathered:
+            return self.gathered(choice)
+        return leaf(choice.cleared, "gradient_buffer_bytes", "B", "of it, what has a gradient")
+
     def reduced(self, choice: UnitChoice) -> Amount:
         """The whole gradient as it is summed."""
         return leaf(choice.reduced, "reduced_bytes", "B", "the gradient in the dtype of sums")
@@ -84,6 +90,14 @@ class UnitAmounts:
         found: Amount = named("slice_bytes", self.buffer(choice) // slices, "B")
         return found
 
+    def trained(self, choice: UnitChoice) -> Amount:
+        """Of that slice what has a gradient."""
+        trained = choice.layout.trained
+        if trained is choice.layout:
+            return self.slice(choice)
+        source = "of the slice, what has a gradient"
+        return leaf(trained.shard_bytes, "trained_slice_bytes", "B", source)
+
     def unit(self, choice: UnitChoice) -> UnitSeconds:
         """One gather, one reduce, the gradient's buffer and the update."""
         gathered, reduced = self.gathered(choice), self.reduced(choice)
@@ -94,11 +108,11 @@ class UnitAmounts:
             )
             for buffer in (gathered, reduced)
         )
-        moved = optimizer.dense_update_bytes(own, choice.unit.optimizer)
+        moved = optimizer.dense_update_bytes(self.trained(choice), choice.unit.optimizer)
         return UnitSeconds(
             gather=gather["gather"],
-            reduce=reduce["reduce"],
-            gradient=dense.gradient_seconds(gathered, c),
+            reduce=reduce["reduce"] if choice.reduces else 0.0,
+            gradient=dense.gradient_seconds(self.cleared(choice), c),
             update=dense.update_seconds(moved, c),
         )
 
@@ -134,27 +148,38 @@ def explain_unit(plan: Plan, draft: StepDraft, choice: UnitChoice) -> Iterator[E
 
 def _bytes(amounts: UnitAmounts, choice: UnitChoice, where: str) -> Iterator[Explanation]:
     """Ranks with as much padding are shown together."""
-    alike: dict[int, list[int]] = {}
-    for rank, padding in enumerate(choice.padding):
-        alike.setdefault(padding, []).append(rank)
-    for padding, ranks in alike.items():
+    alike: dict[tuple[int, int], list[int]] = {}
+    trained = choice.layout.trained
+    for rank, paddings in enumerate(zip(choice.padding, choice.trained_padding, strict=True)):
+        alike.setdefault(paddings, []).append(rank)
+    for (padding, trained_padding), ranks in alike.items():
         source = "what is no tensor's in the slice of these ranks"
         gap = leaf(padding, "padding_of_slice", "B", source)
         own = named("payload_of_slice", amounts.slice(choice) - gap, "B")
-        kept = dense.unit_bytes(own, gap, choice.unit.optimizer)
+        learns, its_gap = own, gap
+        if trained is not choice.layout:
+            its_gap = leaf(trained_padding, "padding_of_trained", "B", source)
+            learns = named("trained_payload", amounts.trained(choice) - its_gap, "B")
+        kind, count = choice.unit.optimizer, len(trained.segments)
+        kept = dense.unit_bytes(own, gap, kind, learns, its_gap, count)
         amount = named("bytes_on_rank", total(kept[kind] for kind in UNIT_KINDS), "B")
-        stored = sum(unit_events(choice, padding).values())
+        stored = sum(unit_events(choice, ranks[0]).values())
         yield finished(f"{where} on {ranks_label(ranks)}: bytes", stored, amount, ranks=ranks)
 
 
 def _tensors(plan: Plan, choice: UnitChoice, where: str) -> Explanation:
-    terms = []
-    for tensor in choice.unit.tensors:
-        shape = f"shape {'x'.join(map(str, tensor.shape))}"
-        terms.append(leaf(tensor.numel, tensor.fqn, "elements", shape))
-    elements = summed("elements", terms, "elements")
-    size = leaf(element_bytes("fp32"), "element_bytes", "B", "fp32")
-    payload = named("unit_bytes", elements * size, "B")
+    parts = []
+    dtypes = dict.fromkeys(tensor.dtype for tensor in choice.unit.tensors)
+    for dtype in dtypes:
+        of = f" of {dtype}" if len(dtypes) > 1 else ""
+        terms = [
+            leaf(t.numel, t.fqn, "elements", f"shape {'x'.join(map(str, t.shape))}")
+            for t in choice.unit.tensors
+            if t.dtype == dtype
+        ]
+        elements = summed(f"elements{of}", terms, "elements")
+        parts.append(elements * leaf(element_bytes(dtype), f"element_bytes{of}", "B", dtype))
+    payload = named("unit_bytes", total(parts), "B")
     stored = choice.layout.payload_bytes
     return finished(f"{where}: bytes of its tensors", stored, payload, ranks=range(plan.world_size))
 
@@ -162,18 +187,19 @@ def _tensors(plan: Plan, choice: UnitChoice, where: str) -> Explanation:
 def _collectives(
     amounts: UnitAmounts, choice: UnitChoice, where: str, planned: UnitPlan
 ) -> Iterator[Explanation]:
-    if choice.replicated:
-        calls = leaf(1, "reduces", "", "an all-reduce after backward")
-    else:
+    kind = "an all-reduce" if choice.replicated else "a reduce-scatter"
+    why = f"{kind} after backward" if choice.reduces else "nothing of it has a gradient"
+    reduces = calls = leaf(choice.reduces, "reduces", "", why)
+    if not choice.replicated:
         gathers = leaf(1, "gathers_before_forward", "", "a sharded unit")
         again = leaf(int(choice.reshard), "gathers_before_backward", "", "1 if it reshards")
-        calls = gathers + again + leaf(1, "reduces", "", "a reduce-scatter after backward")
+        calls = gathers + again + reduces
     calls = named("collectives", calls)
     everyone = range(len(choice.padding))
     yield finished(f"{where}: collectives per step", planned.collectives, calls, ranks=everyone)
     why = "a note for every rank: what ranks did so far, and which tensors have a gradient"
     notes = leaf(choice.note_bytes, "note_bytes", "B", why)
-    gathers = calls - leaf(1, "the_reduce", "", "the last of them")
+    gathers = calls - leaf(choice.reduces, "the_reduce", "", "the last of them")
     buffers = gathers * amounts.gathered(choice) + amounts.reduced(choice)
     moved = named("bytes_per_step", buffers + notes, "B")
     yield finished(
