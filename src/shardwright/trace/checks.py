@@ -102,7 +102,9 @@ def _check_tensor(tensor: torch.Tensor, place: str) -> None:
         )
     if tensor.layout is not torch.strided or tensor.is_complex():
         found = "a complex one" if tensor.is_complex() else f"layout {tensor.layout}"
-        raise UnsupportedError(expected(place, "a dense tensor of real numbers", found))
+        remedy = "Keep its real and imaginary parts, as torch.view_as_real gives them."
+        remedy = remedy if tensor.is_complex() else "Keep its values in a dense one."
+        raise UnsupportedError(expected(place, "a dense tensor of real numbers", found, remedy))
 
 
 @contextmanager
