@@ -26,7 +26,9 @@ from shardwright.core.job import Job
 from shardwright.lab.tasks.task import Task
 from shardwright.trace.checks import first_line, named, no_gradient
 
-RETURNS = "a module, (module, inputs), (module, inputs, loss) or (module, inputs, loss, targets)"
+RETURNS = (
+    "a module, (module, inputs), (module, inputs, loss), (module, inputs, loss, targets) or a task"
+)
 
 
 class Call(msgspec.Struct, frozen=True):

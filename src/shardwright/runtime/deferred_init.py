@@ -94,8 +94,8 @@ class Operation:
 class Deferred(TorchDispatchMode):
     """While entered, operations are noted and run on fake CPU tensors.
 
-    Seed the generators before, as before running the function itself. NotDeferredError, or any
-    error of the function's: it has to be run itself.
+    Seed the generators before, as before running the function itself. Numbers that the function
+    asks for are made for it. Where it cannot be followed it goes on, on fake tensors alone.
     """
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
@@ -110,6 +110,7 @@ class Deferred(TorchDispatchMode):
         self._constants: set[int] = set()  # storages with memory, made by no operation
         self._streams: dict[torch.Generator, Stream] = {}
         self._recent: Memory = {}  # of what was read last
+        self._lost: NotDeferredError | None = None  # what could not be noted: nothing is from then
 
     def __enter__(self) -> Deferred:
         if self._enters:
@@ -128,7 +129,14 @@ class Deferred(TorchDispatchMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
-        places = tree_map(self._given, (arguments, keywords))
+        try:
+            places = tree_map(self._given, (arguments, keywords))
+        except NotDeferredError as error:
+            self._lost = self._lost or error
+        if self._lost is not None:
+            result = function(*arguments, **keywords)
+            forget_conversions(self._fake)
+            return result
         if function is torch.ops.aten._local_scalar_dense.default:
             return self._read(function, *places)
         try:
@@ -136,7 +144,10 @@ class Deferred(TorchDispatchMode):
         except DataDependentOutputException:
             return self._read(function, *places)
         forget_conversions(self._fake)  # whose references let no module change its dtype
-        self._note(function, *places, result)
+        try:
+            self._note(function, *places, result)
+        except NotDeferredError as error:
+            self._lost = error
         return result
 
     def _given(self, value: Any) -> Any:
@@ -195,12 +206,13 @@ class Deferred(TorchDispatchMode):
 
     def _is_whole(self, place: Place) -> bool:
         """Whether the tensor is all of its storage."""
-        numel = torch.Size(place.shape).numel()
-        dense = torch.empty_strided(place.shape, place.stride, device="meta")
-        spread = dense.untyped_storage().nbytes() // dense.itemsize
-        return spread == numel and numel * place.dtype.itemsize == (
-            self._storages[place.storage].nbytes()
-        )
+        reached = 1
+        for stride, extent in sorted(zip(place.stride, place.shape, strict=True)):
+            if extent != 1 and stride != reached:
+                return False
+            reached *= extent
+        size = self._storages[place.storage].nbytes()
+        return place.offset == 0 and reached * place.dtype.itemsize == size
 
     def _turn(
         self, function: Any, generator: torch.Generator | None, index: int
@@ -329,7 +341,10 @@ class Deferred(TorchDispatchMode):
 
     def settle(self, module: nn.Module) -> None:
         """Let parameters be on the meta device, with ``module.initial_block`` for their numbers,
-        and every other tensor of the module have its own."""
+        and every other tensor of the module have its own. NotDeferredError if something of what
+        was done could not be noted."""
+        if self._lost is not None:
+            raise self._lost
         names = {id(p): name for name, p in module.named_parameters()}
         sources: dict[str, Place | torch.Tensor] = {}
         done: dict[int, tuple[Any, Any]] = {}  # with what it was, so that its id stays its own

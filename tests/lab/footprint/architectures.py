@@ -319,3 +319,26 @@ class Adding(nn.Module):
 
 def in_place(depth: int = 6) -> Made:
     return InPlace(depth)
+
+
+def started(batch: int, sequence: int, weights: str) -> Made:
+    """Built as users do: numbers are read, layers cast, weights loaded."""
+    rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate)) for rate in rates]
+    for layer in layers:
+        nn.init.trunc_normal_(layer[0].weight, std=0.02)
+    layers[1][0].load_state_dict(torch.load(weights))
+    model = nn.Sequential(nn.Embedding(10, 8), *(layer[0] for layer in layers))
+    model[1].to(torch.bfloat16)
+    return model, torch.zeros(batch, sequence, dtype=torch.int64)
+
+
+def aimed(batch: int, sequence: int, targets: bool) -> Made:
+    """A loss with targets of its own, or with those that it is given."""
+    model, tokens = nn.Embedding(10, 8), torch.zeros(batch, sequence, dtype=torch.int64)
+
+    def loss(logits: Tensor, aims: Tensor = tokens) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), aims.flatten())
+
+    given = (torch.zeros(batch, sequence, dtype=torch.int64),) if targets else ()
+    return model, tokens, loss, *given

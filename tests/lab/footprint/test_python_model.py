@@ -201,6 +201,25 @@ def _measured(model: nn.Module, inputs: torch.Tensor, loss: Any) -> dict[Phase, 
     return seen.peaks
 
 
+def test_a_function_may_read_numbers_that_it_made_and_cast_what_it_built(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pt"
+    torch.save(nn.Linear(8, 8).state_dict(), weights)
+    recording, parameters = recorded(
+        job_of("architectures:started", {"weights": str(weights)}, param_dtype="fp32")
+    )
+    assert parameters == 10 * 8 + 4 * (8 * 8 + 8)
+    dtypes = {t.fqn: t.dtype for unit in recording.units for t in unit.tensors}
+    assert dtypes["0.weight"] == "fp32"
+    assert dtypes["1.weight"] == "bf16"
+
+
+def test_targets_are_inputs_of_the_loss() -> None:
+    plain, aimed = (
+        recorded(job_of("architectures:aimed", {"targets": n}))[0] for n in (False, True)
+    )
+    assert aimed.inputs - plain.inputs == BATCH * SEQUENCE * 8
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 REFUSED = {
@@ -221,12 +240,12 @@ REFUSED = {
         "module 'layers.0.1' (Kernel): expected operators that have a fake implementation,"
         " got shardwright_tests.without_fake.default. Register one with torch.library.register_fake"
     ),
-    "raises": "expected a function that returns a module, (module, inputs), (module, inputs, loss)"
-    " or (module, inputs, loss, targets), got ValueError: no such flavour. It runs on fake CPU"
-    " tensors.",
+    "raises": "expected a function that returns a module, (module, inputs), (module, inputs, loss),"
+    " (module, inputs, loss, targets) or a task, got ValueError: no such flavour. It runs on fake"
+    " CPU tensors.",
     "leaves": "got SystemExit: 3.",
-    "number": "expected a module, (module, inputs), (module, inputs, loss) or (module, inputs,"
-    " loss, targets), got int.",
+    "number": "expected a module, (module, inputs), (module, inputs, loss), (module, inputs,"
+    " loss, targets) or a task, got int.",
     "pair": "got (int, Linear).",
     "wants_images": "Conv2d: expected a module that runs on fake tensors with (int64 [3, 8]), got",
     "two_inputs": "Two: expected a forward that takes (int64 [3, 8]), got missing a required"

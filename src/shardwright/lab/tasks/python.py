@@ -67,13 +67,14 @@ class Given:
     def __init__(self, job: Job, made: Built | Later) -> None:
         self.job = job
         self.call = Call.of(job)
+        self.is_empty = isinstance(made, Later)  # parameters are on the meta device
         self.later = made if isinstance(made, Later) else None
         self.built = made.built if isinstance(made, Later) else made
 
     def model(self, device: torch.device) -> nn.Module:
         """The module, the same on every rank, for its numbers are drawn from ``train.seed``."""
         check_call(self.built)
-        if self.later is None:
+        if not self.is_empty:
             return self.built.module.to(device)
         for part in self.built.module.modules():
             for name, buffer in part._buffers.items():
@@ -83,12 +84,13 @@ class Given:
     def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
         """Of the data's own function, or the same inputs in every step, others on every rank."""
         name, seed = self.job.data.python, self.job.data.seed + rank
-        if self.later is not None:
-            drawn = self.later.drawn(seed)
+        noted, self.later = self.later, None  # which may be large
+        if noted is not None:
+            drawn = noted.drawn(seed)
+        elif not isinstance(name, str):
+            drawn = self._built_again(seed)
         if isinstance(name, str):
             return self._given(name, rank, world_size, seed)
-        if self.later is None:
-            drawn = self._built_again(seed)
         return repeat((drawn.inputs, drawn.keywords, drawn.targets))
 
     def _built_again(self, seed: int) -> Built:
