@@ -61,7 +61,11 @@ def stage_recording(request: Request, stage: Stage, where: str = "") -> Recordin
         recorded = [f"layers.{k}" for k in range(begin, begin + size)]
         series.append(series_of(stretch, names, recorded, f"layers{index or ''}"))
         begin += size
-    return msgspec.structs.replace(found, series=tuple(series))
+    of_series = {block: each.name for each in series for block in each.recorded}
+    units = tuple(
+        msgspec.structs.replace(unit, series=of_series.get(unit.name, "")) for unit in found.units
+    )
+    return msgspec.structs.replace(found, series=tuple(series), units=units)
 
 
 def forget_recordings() -> None:
