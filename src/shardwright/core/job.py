@@ -234,6 +234,7 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
         if job.data.kind != "python":
             wanted = f"none beside data.kind '{job.data.kind}'"
             raise InputError(expected(f"{where}: data.python", wanted, repr(job.data.python)))
+    _refuse_unread(job, where)
     check_tables(job.tables, where, job.model.kind)
     check_constraints(job.planner.constraints, job.tables, where)
     if job.memory is not UNSET:
@@ -241,6 +242,25 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
         if job.model.kind not in ESTIMATED:
             check_planned(job.memory, job.model.kind, where)
     return _with_world(job, where)
+
+
+def _refuse_unread(job: Job, where: str) -> None:
+    """Refuse keys that neither a plan nor a run of the job would read."""
+    kind = job.model.kind
+    unread: list[tuple[str, Any, str, str]] = []
+    if kind in WITHOUT_TABLES:
+        unread.append(("train", job.train, "table_learning_rate", f"model.kind '{kind}'"))
+    if job.data.kind in ("text", "python"):
+        for key in ("rows", "test_rows", "skip_bad_rows"):
+            unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
+    if job.planner.search != "proposers":
+        for key in ("proposers", "partitioner"):
+            unread.append(("planner", job.planner, key, f"planner.search '{job.planner.search}'"))
+    for section, given, key, beside in unread:
+        value, usual = getattr(given, key), getattr(type(given)(), key)
+        if value != usual:
+            wanted = f"none beside {beside}, which does not read it"
+            raise InputError(expected(f"{where}: {section}.{key}", wanted, repr(value)))
 
 
 def _with_world(job: Job, where: str) -> Job:

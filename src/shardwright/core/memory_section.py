@@ -34,7 +34,7 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     checkpointing: str = "none"
-    lowering: Literal["cuda", "cpu"] | None = None
+    lowering: Literal["cpu", "cuda"] | None = None
     runtime: Runtime = "shardwright"
     param_dtype: ComputeDtype = "bf16"
     reduce_dtype: ReduceDtype = "fp32"

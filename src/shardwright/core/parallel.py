@@ -14,6 +14,8 @@ from shardwright.core.pipelining import chunk_count
 
 MAX_WORLD = 2**20  # ranks in a job whose memory is estimated
 LLAMA_ONLY = ("tensor", "pipeline", "context", "expert")
+# What says how these degrees divide a model
+BESIDE_LLAMA = ("sequence", "schedule", "chunks", "routing", "expert_load")
 DEFAULT_CAPACITY = 1.25
 DEFAULT_SKEW = 0.3
 
@@ -150,6 +152,12 @@ def check_parallel(section: ParallelSection, kind: str, where: str) -> None:
                     "Only a llama is divided by it.",
                 )
             )
+    usual = ParallelSection()
+    for name in BESIDE_LLAMA if kind != "llama" else ():
+        value = getattr(section, name)
+        if value != getattr(usual, name):
+            where_not = f"no such key for kind '{kind}'"
+            raise InputError(expected(f"{where}: parallel.{name}", where_not, repr(value)))
     if section.sequence and section.tensor == 1:
         raise InputError(expected(f"{where}: parallel.sequence", "false where tensor is 1", "true"))
     for name, value, routing in (
