@@ -14,7 +14,7 @@ from shardwright.core.memory_section import MemorySection
 from shardwright.core.parallel import ParallelSection
 from shardwright.core.planning import PlannerSection
 from shardwright.lab.recordings import plan
-from shardwright.lab.sources import check_undivided, source_of
+from shardwright.lab.sources import source_of
 
 HERE = Path(__file__).parent
 SMALL = {"layers": 2, "dim": 8, "heads": 2, "ffn_dim": 8}
@@ -126,8 +126,6 @@ def outcome(job: Job) -> Any:
     """What a plan says, but for the job in it; what a run refuses first is refused."""
     if job.model.kind in ("transformer", "llama", "python"):
         source_of(job).check(job)
-    if job.model.kind != "tables":
-        check_undivided(job)
     made = msgspec.to_builtins(plan(job))
     for name in ("job", "fingerprint"):
         del made[name]
