@@ -75,7 +75,9 @@ def check_model(job: Job) -> None:
 
 def _check_steps(job: Job) -> None:
     """Refuse what steps that are planned are not run with, by the key that asks for it."""
-    remedy = "`shardwright memory` and `fit` estimate it without a plan."
+    remedy = ""
+    if job.model.kind in ESTIMATED:
+        remedy = "`shardwright memory` and `fit` estimate it without a plan."
     where = f"as steps of kind '{job.model.kind}' are planned and run"
     for section, own, run in (
         ("memory", memory_of(job), MemorySection()),
