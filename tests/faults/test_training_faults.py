@@ -18,17 +18,17 @@ from shardwright.core.job import TrainSection
 from shardwright.launcher.heartbeat import Beat, read_heartbeat
 from shardwright.launcher.outcome import Outcome, decode_outcome
 
-TIMEOUT = 4.0
+TIMEOUT = 4.0  # of runs that are to hang
 HANGS = 300.0  # seconds after which nothing will come
 HEADER = ",".join(["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))])
 
 
-def job_text(data: str, out: Path, steps: int, extra: str = "") -> str:
+def job_text(data: str, out: Path, steps: int, extra: str, timeout: float) -> str:
     tables = "".join(f'[[tables]]\nname = "C{i}"\nrows = 50\ndim = 4\n' for i in range(1, 27))
     return (
         "[model]\nbottom = [4]\ntop = [8, 1]\n[batch]\nsize = 4\n"
         f'[data]\nkind = "criteo"\npath = "{data}"\n{extra}'
-        f'[train]\nsteps = {steps}\ntimeout = {TIMEOUT}\nout = "{out}"\n{tables}'
+        f'[train]\nsteps = {steps}\ntimeout = {timeout}\nout = "{out}"\n{tables}'
     )
 
 
@@ -56,9 +56,11 @@ def alive(folder: Path) -> list[int]:
     return found
 
 
-def command(folder: Path, steps: int, data: str = "data.csv", extra: str = "") -> list[str]:
+def command(
+    folder: Path, steps: int, data: str = "data.csv", extra: str = "", timeout: float = HANGS
+) -> list[str]:
     job = folder / "job.toml"
-    job.write_text(job_text(str(folder / data), folder / "run", steps, extra))
+    job.write_text(job_text(str(folder / data), folder / "run", steps, extra, timeout))
     return [sys.executable, "-m", "shardwright", "train", str(job), "-n", "2"]
 
 
@@ -76,9 +78,8 @@ def outcome(folder: Path) -> Outcome:
 
 def hurt(folder: Path, rank: int, number: signal.Signals) -> tuple[int, str]:
     """Start an endless run, send ``rank`` a signal in the middle; code and stderr."""
-    process = subprocess.Popen(
-        command(folder, 10_000_000), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    line = command(folder, 10_000_000, timeout=TIMEOUT)
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         reading = wait_for_step(folder, rank, process)
         os.kill(reading.pid, number)

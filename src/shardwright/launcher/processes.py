@@ -86,7 +86,8 @@ def end_run(
         _send(left, signal.SIGKILL)
         torchrun.poll()
         time.sleep(0.05)
-    torchrun.poll()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        torchrun.wait(5.0)  # a killed process is no zombie at once
     return left
 
 
