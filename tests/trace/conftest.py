@@ -88,14 +88,14 @@ def step(block: Make, stream: Callable[..., tuple[Tensor, ...]]) -> Callable[...
             x, cosine, sine = stream(8192 // (local.tensor if local else 1))
             if local:
                 cosine, sine = stream()[1:]
-            recorder.records.clear()
+            recorder.mark("", "begin")
             with treat(blocks):
                 for each in blocks:
                     x = each(x, cosine, sine)
                 after, _ = _totals(recorder)
                 x.backward(torch.empty_like(x))
         _, peak = _totals(recorder)
-        recorder.close()
+        recorder.storages.release()
         return after, peak, recorder.operators
 
     return run
@@ -104,7 +104,7 @@ def step(block: Make, stream: Callable[..., tuple[Tensor, ...]]) -> Callable[...
 def _totals(recorder: Recorder) -> tuple[int, int]:
     """Bytes alive now, and at most."""
     live = most = 0
-    for record in recorder.records:
-        live += record.nbytes * {"take": 1, "free": -1}.get(record.what, 0)
+    for touch in recorder.touches:
+        live += touch.nbytes * {"take": 1, "free": -1}.get(touch.what, 0)
         most = max(most, live)
     return live, most

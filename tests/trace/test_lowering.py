@@ -41,12 +41,12 @@ def seen(run: Any, **options: Any) -> Recorder:
         result = run()
         if isinstance(result, torch.Tensor):
             result.sum().backward()
-    recorder.close()
+    recorder.storages.release()
     return recorder
 
 
 def inner(recorder: Recorder) -> list[int]:
-    taken = (r for r in recorder.records if r.what == "take")
+    taken = (r for r in recorder.touches if r.what == "take")
     return [r.nbytes for r in taken if r.name == "shardwright::workspace"]
 
 
@@ -207,7 +207,7 @@ def test_a_function_imported_by_name_is_lowered_in_forward_and_in_recomputation(
         return checkpoint(attention_by_name, x, x, x, use_reentrant=False)
 
     recorder = seen(run)
-    names = [r.name for r in recorder.records if r.what == "take"]
+    names = [r.name for r in recorder.touches if r.what == "take"]
     assert names.count("aten::_scaled_dot_product_flash_attention") >= 2 * 2
     assert not any("for_cpu" in name for name in recorder.operators)
 

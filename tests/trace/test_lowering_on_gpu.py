@@ -44,12 +44,12 @@ def test_a_step_takes_on_the_gpu_what_the_lowering_says() -> None:
     recorder = Recorder()
     with FakeTensorMode(), recorder, lowering("cuda"):
         block, inputs = made(None)
-        recorder.records.clear()
+        recorder.mark("", "begin")
         block(*inputs).sum().backward()
-    recorder.close()
+    recorder.storages.release()
     live = modelled = 0
-    for record in recorder.records:
-        live += record.nbytes * {"take": 1, "free": -1}.get(record.what, 0)
+    for touch in recorder.touches:
+        live += touch.nbytes * {"take": 1, "free": -1}.get(touch.what, 0)
         modelled = max(modelled, live)
     block, inputs = made("cuda")
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.trace.recorder import Record, Recorder, watching
+from shardwright.trace.recorder import Recorder, watching
 
 FOUR = 16  # bytes of four numbers
 
 
 def seen(recorder: Recorder) -> list[tuple[str, int]]:
-    return [(entry.what, entry.nbytes) for entry in recorder.records if entry.what != "mark"]
+    return [(touch.what, touch.nbytes) for touch in recorder.touches]
 
 
 def test_a_storage_is_taken_with_its_first_tensor_and_freed_with_its_last() -> None:
@@ -55,6 +55,16 @@ def test_a_storage_that_takes_the_place_of_one_that_went_is_seen() -> None:
     assert len(taken) == 16
 
 
+def test_a_storage_resized_to_nothing_is_freed_and_taken_again_when_it_is_back() -> None:
+    recorder, x = Recorder(), torch.ones(4)
+    with recorder:
+        y = x * 2
+        y.untyped_storage().resize_(0)
+        y.untyped_storage().resize_(FOUR)
+        assert seen(recorder) == [("take", FOUR), ("free", FOUR), ("take", FOUR)]
+    assert len({touch.slot for touch in recorder.touches}) == 1
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -70,9 +80,7 @@ class Twice(nn.Module):
 
 
 def marks(recorder: Recorder) -> list[tuple[str, str]]:
-    return [
-        (r.name, r.module) for r in recorder.records if isinstance(r, Record) if r.what == "mark"
-    ]
+    return [(piece.point, piece.unit) for piece in recorder.finished()[1:]]
 
 
 def test_a_unit_that_runs_twice_has_two_forwards_and_two_backwards() -> None:

@@ -22,8 +22,8 @@ def work() -> Callable[[Callable[[], Any]], Work]:
         recorder = Recorder()
         with recorder:
             run()
-        found = sum(recorder.works, Work())
-        recorder.close()
+        found = recorder.work
+        recorder.storages.release()
         return found
 
     return measure

@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.recording import Piece, Point, RecordedUnit, Recording, Series, Touch, Work
+from shardwright.core.recording import RecordedUnit, Recording, Series
 from shardwright.core.tensor import TensorSpec
-from shardwright.core.timeline import Kind
 from shardwright.trace.checks import Untraceable
-from shardwright.trace.recorder import Record, Recorder, watching
+from shardwright.trace.recorder import Recorder, watching
 from shardwright.tracker.dtypes import NAMES
+from shardwright.tracker.private import key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def record(subject: Subject) -> Recording:
     for unit in subject.apart:
         for part in subject.units[unit]:
             for parameter in part.parameters():
-                recorder.homes[parameter.untyped_storage()._cdata] = unit
+                recorder.homes[key_of(parameter.untyped_storage())] = unit
     given = tree_leaves([list(subject.inputs), dict(subject.keywords), list(subject.extra)])
     before = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     held = list(held_tensors(module))
@@ -69,20 +69,20 @@ def record(subject: Subject) -> Recording:
         watched = watching(recorder, module, subject.units, subject.cast)
         with _garbage_stays(), watched, recorder, subject.around():
             returned = _step(recorder, subject)
-        records, works, given_bytes = list(recorder.records), recorder.works, recorder.given
+        pieces, given_bytes = recorder.finished(), recorder.given
     except ShardwrightError:
         raise
     except Exception as error:  # modules fail in as many ways as they are written
         raise Untraceable(recorder.place_of(error), error) from error
     finally:
-        recorder.close()
+        recorder.storages.release()
         for parameter in module.parameters():
             parameter.grad = None
-    entered = {entry.module for entry in records if entry.name == "enter"}
+    entered = {piece.unit for piece in pieces if piece.point == "enter"}
     if strange := recorder.astray | (set(subject.apart) - entered):
         raise NoUnitsError(strange)
     return Recording(
-        pieces=tuple(_pieces(records, works)),
+        pieces=pieces,
         units=tuple(recorded_units(module, subject.units, subject.series)),
         series=subject.series,
         buffers=storage_bytes(t for t in held if not isinstance(t, nn.Parameter)),
@@ -139,7 +139,7 @@ def held_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages of tensors, each counted once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({key_of(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _trained(result: Any) -> torch.Tensor:
@@ -177,50 +177,3 @@ def recorded_units(
 
 def _spec(name: str, parameter: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(parameter.shape), NAMES[parameter.dtype])
-
-
-def _pieces(records: Sequence[Record], works: Sequence[Work]) -> list[Piece]:
-    """Records between marks; a storage's kind follows from how long it lives."""
-    kinds = _kinds(records)
-    sizes: dict[int, int] = {}
-    gradients: set[int] = set()
-    pieces: list[Piece] = []
-    point: Point = "begin"
-    unit, touches = "", []
-    for entry in records:
-        if entry.what == "mark":
-            pieces.append(Piece(point, unit, tuple(touches), works[len(pieces)]))
-            point, unit, touches = entry.name, entry.module, []
-        elif entry.what == "take":
-            sizes[entry.storage] = entry.nbytes
-            kind = kinds[entry.storage]
-            touches.append(
-                Touch("take", entry.storage, entry.nbytes, kind, entry.name, entry.module)
-            )
-        elif entry.what == "free":
-            touches.append(Touch("free", entry.storage, entry.nbytes, kinds[entry.storage]))
-        elif entry.storage not in gradients:
-            gradients.add(entry.storage)
-            kind = kinds[entry.storage]
-            size = sizes[entry.storage]
-            touches.append(Touch("gradient", entry.storage, size, kind, entry.name))
-    pieces.append(Piece(point, unit, tuple(touches), works[len(pieces)]))
-    return pieces
-
-
-def _kinds(records: Sequence[Record]) -> dict[int, Kind]:
-    """Activations outlive the unit's forward that made them, or are made again for a backward."""
-    kinds: dict[int, Kind] = {}
-    backward = False
-    fresh: set[int] = set()
-    for entry in records:
-        if entry.what == "mark":
-            backward = backward or entry.name == "backward"
-            fresh.clear()
-        elif entry.what == "take":
-            recomputed = backward and entry.recomputed
-            kinds[entry.storage] = "temporary" if backward and not recomputed else "activation"
-            fresh.add(entry.storage)
-        elif entry.what == "free" and entry.storage in fresh and not backward:
-            kinds[entry.storage] = "temporary"
-    return kinds

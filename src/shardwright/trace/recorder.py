@@ -1,57 +1,49 @@
-"""Everything that one forward and backward takes and frees, in order.
+"""Everything that one forward and backward takes and frees, in order, cut in pieces.
 
-A dispatch mode sees every tensor that an operation returns; a storage is taken with its first
-tensor and freed when the last one is gone, exactly as the runtime's garbage collection does it.
-Under fake tensors nothing is computed and nothing is allocated.
+A storage is taken with its first tensor and freed when the last one is gone, exactly as the
+runtime's garbage collection does it. Under fake tensors nothing is computed and nothing is
+allocated.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from shardwright.core.recording import Piece, Point, Touch
+from shardwright.core.timeline import Kind
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.work import NOTHING, work_of
 from shardwright.tracker.containers import map_tensors, tensors_in
-
-What = Literal["take", "free", "gradient", "mark"]
-
+from shardwright.tracker.log import DECLARED, GUESSED, Holding
+from shardwright.tracker.private import key_of
+from shardwright.tracker.storages import BEFORE, Follower, given_tensors, is_constant
 
 TOLD = "_shardwright_module_told"  # on results whose gradient names the module that made them
 
 
-class Record(NamedTuple):
-    """``take`` or ``free`` of a storage; ``gradient``: it now is a parameter's; ``mark``: a unit
-    gets to a ``name``, a :data:`~shardwright.core.recording.Point`. ``recomputed``: made by a
-    module that runs again in the backward."""
-
-    what: What
-    storage: int
-    nbytes: int
-    name: str
-    module: str
-    recomputed: bool = False
-
-
-class Recorder(TorchDispatchMode):
-    """Use as a context around a forward and a backward; ``records`` is what happened.
+class Recorder(Follower):
+    """Use as a context around a forward and a backward; ``pieces`` are what happened between
+    marks, ``touches`` what did since the last one.
 
     Storages that were there before are left out: those that ``adopt`` names, and those that an
-    operation is given though none made them, whose bytes are ``given``.
+    operation is given though none made them, whose bytes are ``given``. Kinds follow from how long
+    a storage lives: activations outlive the unit's forward that made them, or are made by a module
+    that runs again in the backward.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.records: list[Record] = []
-        self.works = [NOTHING]  # between marks
+        super().__init__(granularity=1, mixed=True, device_type=None)
+        self.pieces: list[Piece] = []
+        self.touches: list[Touch] = []
+        self.work = NOTHING  # since the last mark
         self.operators: set[str] = set()
         self.module = ""
         self.running = 0  # modules whose forward is under way
@@ -62,66 +54,49 @@ class Recorder(TorchDispatchMode):
         self.astray: set[str] = set()
         # the module that an error came from, by the error's id: itself would keep tensors alive
         self.failed: tuple[int, str] | None = None
-        self._known: dict[int, tuple[int, int]] = {}
-        self._finalizers: dict[int, weakref.finalize] = {}
-        self._next = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        """Run the operation and note the storages of what it returns."""
-        name = function._schema.name
-        if function is not _FRESH:  # whose argument is a constant that was just made
-            self._meet(arguments)
-        result = function(*arguments, **(keywords or {}))
-        self.operators.add(name)
-        self.works[-1] += work_of(function, arguments, keywords or {}, result)
-        if isinstance(result, torch.Tensor):
-            self._note(result, name)
-        elif isinstance(result, (tuple, list)):
-            for leaf in result:
-                if isinstance(leaf, torch.Tensor):
-                    self._note(leaf, name)
-        return result
+        self._mark: tuple[Point, str] = ("begin", "")
+        self._backward = False
+        self._slots: dict[Holding, int] = {}
+        self._fresh: dict[Holding, int] = {}  # where in ``touches`` it was taken
+        self._gradients: set[Holding] = set()
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Leave out a storage that was there before."""
-        storage = tensor.untyped_storage()
-        self._known[storage._cdata] = (-1, storage.nbytes())
-        if storage._cdata not in self._finalizers:
-            self._finalizers[storage._cdata] = weakref.finalize(storage, self._gone, storage._cdata)
+        self.storages.assign(tensor, "input", DECLARED)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Leave out the storage that was taken last."""
-        taken = self.records.pop()
-        assert taken.what == "take"
-        assert taken.storage == self.storage_of(tensor)
-        storage = tensor.untyped_storage()
-        self._finalizers.pop(storage._cdata).detach()
-        self.adopt(tensor)
+        taken, held = self.touches.pop(), self.storages.held(tensor)
+        assert held is not None
+        assert (taken.what, taken.slot) == ("take", self._slots[held])
+        held.operation = BEFORE
 
-    def storage_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of a storage that is followed."""
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        return known[0] if known else None
-
-    def mark(self, unit: str, point: str) -> None:
-        """A unit gets to a point of its step."""
+    def mark(self, unit: str, point: Point) -> None:
+        """A unit gets to a point of its step, where a piece ends."""
         if point == "enter":
             self.inside.add(unit)
         elif point == "leave":
             self.inside.discard(unit)
         elif point == "backward":
+            self._backward = True
             self.homes = {}  # what a backward needs of a unit, its forward has kept
-        self.records.append(Record("mark", -1, 0, point, unit))
-        self.works.append(NOTHING)
+        self.pieces.append(self._piece())
+        self._mark, self.touches, self.work = (point, unit), [], NOTHING
+        self._fresh.clear()
+
+    def finished(self) -> tuple[Piece, ...]:
+        """Every piece until now."""
+        return (*self.pieces, self._piece())
 
     def gradient(self, tensor: torch.Tensor, parameter: str) -> None:
         """``tensor`` is the gradient of ``parameter`` from now on."""
-        number = self.storage_of(tensor)
-        assert number is not None, f"the gradient of {parameter} was not seen"
-        assert number >= 0, f"the gradient of {parameter} was there before"
-        self.records.append(Record("gradient", number, 0, parameter, self.module))
+        held = self.storages.held(tensor)
+        assert held is not None, f"the gradient of {parameter} was not seen"
+        assert held.operation is not BEFORE, f"the gradient of {parameter} was there before"
+        if held not in self._gradients:
+            self._gradients.add(held)
+            slot = self._slots[held]
+            self.touches.append(Touch("gradient", slot, held.size, held.kind, parameter))
 
     def place_of(self, error: BaseException) -> str:
         """The innermost module whose forward raised ``error``, else the one whose backward did."""
@@ -129,58 +104,60 @@ class Recorder(TorchDispatchMode):
             return self.failed[1]
         return self.module
 
-    def close(self) -> None:
-        """Stop following storages."""
-        for finalizer in self._finalizers.values():
-            finalizer.detach()
-        self._finalizers.clear()
-        self._known.clear()
+    def _piece(self) -> Piece:
+        return Piece(*self._mark, tuple(self.touches), self.work)
 
-    def _meet(self, arguments: Any) -> None:
-        for argument in arguments:
-            if isinstance(argument, torch.Tensor):
-                home = self.homes.get(argument.untyped_storage()._cdata)
-                if home is not None and home not in self.inside:
-                    self.astray.add(home)
-                if argument.untyped_storage()._cdata not in self._known:
-                    self.given += argument.untyped_storage().nbytes()
-                    self.adopt(argument)
-            elif isinstance(argument, (tuple, list)):
-                self._meet(argument)
+    # ---- what storages do ------------------------------------------------------------------------
 
-    def _note(self, tensor: torch.Tensor, name: str) -> None:
-        storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        known = self._known.get(storage._cdata)
-        if known is None:
-            number = self._follow(storage, nbytes)
-            self.records.append(Record("take", number, nbytes, name, self.module, self.running > 0))
-        elif known[1] != nbytes:  # grown by an out= argument, or resized
-            self._resized(storage, nbytes, name)
+    def heed(self, function: Any, arguments: Any, keywords: Any, result: Any) -> bool:
+        """Count an operation's work, and adopt what it was given and nobody made."""
+        self.operators.add(function._schema.name)
+        self.work += work_of(function, arguments, keywords, result)
+        if is_constant(function):
+            return False
+        for tensor in given_tensors(arguments):
+            storage = tensor.untyped_storage()
+            home = self.homes.get(key_of(storage))
+            if home is not None and home not in self.inside:
+                self.astray.add(home)
+            if self.storages.held(tensor) is None:
+                self.given += storage.nbytes()
+                self.storages.meet(tensor)
+        return False
 
-    def _resized(self, storage: torch.UntypedStorage, nbytes: int, name: str) -> None:
-        number, old = self._known[storage._cdata]
-        if old:
-            self.records.append(Record("free", number, old, "", self.module))
-        self._known[storage._cdata] = (number, nbytes)
-        if nbytes:
-            self.records.append(Record("take", number, nbytes, name, self.module, self.running > 0))
+    def made_by(self, operation: object) -> Holding:
+        """A storage's kind until it is known how long it lives."""
+        return Holding(self._kind(), GUESSED, operation, self.module)
 
-    def _follow(self, storage: torch.UntypedStorage, nbytes: int) -> int:
-        key, number = storage._cdata, self._next
-        self._next += 1
-        self._known[key] = (number, nbytes)
-        self._finalizers[key] = weakref.finalize(storage, self._gone, key)
-        return number
+    def resize(self, held: Holding, size: int) -> None:
+        """A storage is taken, freed, or both where it has other bytes than before."""
+        before, held.size = held.size, size
+        if held.operation is BEFORE:
+            return
+        is_new = held not in self._slots
+        if before and before != size:
+            self._free(held, before)
+        if is_new or (size and before != size):
+            held.kind = self._kind()
+            self._fresh[held] = len(self.touches)
+            slot = self._slots.setdefault(held, len(self._slots))
+            name = held.operation._schema.name
+            self.touches.append(Touch("take", slot, size, held.kind, name, self.module))
 
-    def _gone(self, key: int) -> None:
-        number, nbytes = self._known.pop(key)
-        self._finalizers.pop(key, None)
-        if nbytes and number >= 0:
-            self.records.append(Record("free", number, nbytes, "", self.module))
+    def free(self, held: Holding) -> None:
+        """A storage is gone."""
+        if held.size and held.operation is not BEFORE:
+            self._free(held, held.size)
 
+    def _free(self, held: Holding, nbytes: int) -> None:
+        place = self._fresh.get(held)
+        if place is not None and not self._backward:  # it did not outlive the piece that made it
+            held.kind = "temporary"
+            self.touches[place] = msgspec.structs.replace(self.touches[place], kind=held.kind)
+        self.touches.append(Touch("free", self._slots[held], nbytes, held.kind))
 
-_FRESH = torch.ops.aten.lift_fresh.default
+    def _kind(self) -> Kind:
+        return "temporary" if self._backward and not self.running else "activation"
 
 
 @contextmanager

@@ -91,6 +91,12 @@ class Log:
         if held.size:
             self.entries.append((held, -held.size, None))
 
+    def put_earlier(self, held: Holding) -> None:
+        """What came last was there from the beginning."""
+        if held.size and self.entries[-1][0] is held:
+            self.entries.pop()
+            self.earlier.append((held, held.size))
+
     # ---- reading ---------------------------------------------------------------------------------
 
     def totals(self) -> list[int]:

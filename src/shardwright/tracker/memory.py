@@ -1,9 +1,4 @@
-"""Every live storage of this process's tensors, what it is for, and when most was alive.
-
-A dispatch mode sees each new tensor below autograd; a storage counts once however many views it
-has, from its first tensor until it is freed or resized to nothing. Memory inside one kernel, the
-interpreter and the allocator's own are not seen.
-"""
+"""Every live storage of this process's tensors, what it is for, and when most was alive."""
 
 from __future__ import annotations
 
@@ -14,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.footprint import Alive, ModuleMemory, PhasePeak, Sample
@@ -24,18 +17,16 @@ from shardwright.core.tracked import DeviceMemory, Snapshot, Tracked
 from shardwright.tracker.announce import is_listening, listening
 from shardwright.tracker.device import DeviceMeter, meter_for
 from shardwright.tracker.log import DECLARED, GUESSED, MOVED, Holding, Log
-from shardwright.tracker.owners import Owners, is_constant
+from shardwright.tracker.owners import Owners
 from shardwright.tracker.private import (
     fake_mode_of,
-    following_resizes,
     in_backward,
     plain_parts,
     present_fake_mode,
     quiet_propagation,
-    unwraps_itself,
 )
 from shardwright.tracker.reading import Reading
-from shardwright.tracker.storages import Storages, device_type_of
+from shardwright.tracker.storages import Follower, device_type_of, is_constant
 from shardwright.tracker.table import as_text
 
 _DEFAULT: dict[str, Kind] = {
@@ -50,7 +41,7 @@ TOP = 20  # how many of the largest tensors are listed
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(Follower):
     """What is alive, and what for, while a model trains, on real tensors and on fake ones.
 
         with MemoryTracker(model, optimizer, inputs=(x, y)) as tracker:
@@ -83,16 +74,13 @@ class MemoryTracker(TorchDispatchMode):
         *,
         granularity: int | None = None,
     ) -> None:
-        super().__init__()
         if granularity is not None and granularity < 1:
             raise InputError(expected("granularity", "1 byte or more", str(granularity)))
+        super().__init__(granularity=granularity, mixed=model is None, device_type="")
         self.log = Log()
-        self.storages = Storages(self.log, self, granularity=granularity, mixed=model is None)
         self.owners = None if model is None else Owners(self, model, optimizer, inputs)
-        self._subclasses: dict[type, bool] = {}
         self._phases: list[Phase] = []
         self._regions: list[Kind] = []
-        self._paused = 0
         self._state = "new"
         self._around = ExitStack()
         self._device_meter: DeviceMeter | None = None
@@ -146,41 +134,15 @@ class MemoryTracker(TorchDispatchMode):
         """Count the storage of ``tensor`` as ``kind``, whatever it counted as before."""
         self.storages.assign(tensor, kind, DECLARED)
 
-    # ---- following operations --------------------------------------------------------------------
+    # ---- following storages ----------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        """Run the operation and count the storages of what it returns."""
-        for kind in types:
-            if self._unwraps(kind):
-                return NotImplemented  # its parts come by on their own
-        keywords = keywords or {}
-        result = function(*arguments, **keywords)
-        if self._paused:
-            return result
-        given = None
-        if self.owners is not None:
-            self.owners.heed(function, arguments)
-            if self._may_be_foreign(function):
-                given = (*arguments, *keywords.values())
-        if isinstance(result, torch.Tensor):
-            self.storages.see(result, function, given)
-        elif isinstance(result, tuple | list):
-            for leaf in tree_iter(result):
-                if isinstance(leaf, torch.Tensor):
-                    self.storages.see(leaf, function, given)
-        return result
-
-    def _unwraps(self, kind: type) -> bool:
-        known = self._subclasses.get(kind)
-        if known is None:
-            known = self._subclasses[kind] = unwraps_itself(kind)
-        return known
-
-    def _may_be_foreign(self, function: Any) -> bool:
-        """Whether an operation may be given a storage that is not counted: what a backend copied
-        for itself comes by when a collective ends. Elsewhere everything given is known."""
+    def heed(self, function: Any, arguments: Any, keywords: Any, result: Any) -> bool:
+        """Count what the operation was given and nobody made. Whether it may return such a thing:
+        what a backend copied for itself comes by when a collective ends; elsewhere everything
+        given is known."""
+        if self.owners is None:
+            return False
+        self.owners.heed(function, arguments)
         return (self.in_region or in_backward()) and not is_constant(function)
 
     @property
@@ -200,8 +162,19 @@ class MemoryTracker(TorchDispatchMode):
             kind = "input"
         return Holding(kind, GUESSED, operation, self.module)
 
-    def _pause(self, on: bool) -> None:
-        self._paused += 1 if on else -1
+    def resize(self, held: Holding, size: int) -> None:
+        """A storage has ``size`` bytes from now on."""
+        self.log.turn(self.phase)
+        self.log.resize(held, size, self.module)
+
+    def change(self, held: Holding, new: Holding, size: int) -> None:
+        """A storage is used for something else from now on, whatever module is at work."""
+        self.log.resize(held, 0, None)
+        self.log.resize(new, size, None)
+
+    def free(self, held: Holding) -> None:
+        """A storage is gone; any thread may say so."""
+        self.log.go(held)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         take_up = self.owners is not None and not self._paused
@@ -235,7 +208,6 @@ class MemoryTracker(TorchDispatchMode):
 
     def _begin(self, around: ExitStack) -> None:
         around.callback(self.close)
-        around.enter_context(following_resizes(self._resized))
         around.enter_context(quiet_propagation(self._pause))
         around.enter_context(listening(self._hear))
         if self.owners is None:

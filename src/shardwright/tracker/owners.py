@@ -21,17 +21,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.timeline import Kind, Phase
-from shardwright.tracker.collectives import kind_moved
+from shardwright.tracker.collectives import buffers_of, kind_moved
 from shardwright.tracker.fsdp2 import following_fsdp2
 from shardwright.tracker.log import DECLARED, INFERRED, MOVED
 from shardwright.tracker.modules import Modules
 from shardwright.tracker.private import after_backward, in_backward, is_compiled
-from shardwright.tracker.storages import given_tensors
+from shardwright.tracker.storages import given_tensors, is_constant
 
 if TYPE_CHECKING:
     from shardwright.tracker.memory import MemoryTracker
-
-_FRESH = torch.ops.aten.lift_fresh.default  # its argument is a constant that was just made
 
 
 class Owners:
@@ -171,7 +169,8 @@ class Owners:
                 self._watched[parameter] = hook
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        whole = self.storages.kind_of(parameter) == "gathered_weight"
+        held = self.storages.held(parameter)
+        whole = held is not None and held.kind == "gathered_weight"
         if parameter.grad is not None:
             kind: Kind = "unreduced_gradient" if whole else "gradient"
             name = f"{self._names.get(parameter, '')}.grad"
@@ -190,7 +189,11 @@ class Owners:
         kind = kind_moved(function, computing=computing)
         if kind is not None:
             first = self.modules.iteration == 1  # in which the buffers of DDP turn up
-            self.storages.assign_buffers(arguments, kind, earlier=first)
+            for buffer in buffers_of(arguments):
+                for held in reversed(self.storages.meet(buffer)):
+                    if first:
+                        self.tracker.log.put_earlier(held)
+                self.storages.assign(buffer, kind, MOVED)
             return
         if backward or not computing or is_constant(function) or self.tracker.in_region:
             return  # backends copy what they move into buffers of their own, and hand it over then
@@ -249,11 +252,6 @@ class Owners:
         for hook in self._watched.values():
             hook.remove()
         self._watched.clear()
-
-
-def is_constant(function: Any) -> bool:
-    """Whether an operation returns the tensor that it is given as one that was just made."""
-    return function is _FRESH
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

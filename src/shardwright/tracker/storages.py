@@ -1,7 +1,8 @@
-"""The storages that are alive, and what each is for.
+"""The storages that are alive, and what each is for: followed under a dispatch mode.
 
 A storage counts once however many views it has, from its first tensor until it is freed or resized
-to nothing.
+to nothing. The mode sees each new tensor below autograd; memory inside one kernel, the interpreter
+and the allocator's own are not seen.
 """
 
 from __future__ import annotations
@@ -9,47 +10,120 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
-from typing import Any, Protocol
+from contextlib import ExitStack
+from functools import cache, partial
+from typing import Any, Self
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.core.timeline import Kind, Phase
-from shardwright.tracker.collectives import buffers_of
+from shardwright.core.timeline import Kind
 from shardwright.tracker.device import granularity_of
-from shardwright.tracker.log import GUESSED, INFERRED, MOVED, Holding, Log, operation_name
-from shardwright.tracker.private import FakeTensor, FakeTensorMode, key_of, plain_parts
+from shardwright.tracker.log import GUESSED, INFERRED, Holding, operation_name
+from shardwright.tracker.private import (
+    FakeTensor,
+    FakeTensorMode,
+    following_resizes,
+    key_of,
+    plain_parts,
+    unwraps_itself,
+)
 
-_BEFORE = "made before"  # in place of an operation
+_FRESH = torch.ops.aten.lift_fresh.default  # its argument is a constant that was just made
+BEFORE = "made before"  # in place of an operation
 _OTHERS = " and others"  # of one storage
 
 
-class Scene(Protocol):
-    """What is going on while a storage is made."""
+class Follower(TorchDispatchMode):
+    """Sees operations while it is entered; what storages do is written down by who inherits it."""
 
-    @property
-    def phase(self) -> Phase:
-        """The phase that is on."""
-
-    @property
-    def module(self) -> str | None:
-        """The path of the module at work, None outside of all."""
+    def __init__(self, *, granularity: int | None, mixed: bool, device_type: str | None) -> None:
+        super().__init__()
+        self.storages = Storages(
+            self, granularity=granularity, mixed=mixed, device_type=device_type
+        )
+        self._paused = 0
+        self._following = ExitStack()
 
     def made_by(self, operation: object) -> Holding:
         """A holding of what ``operation`` makes now."""
+        raise NotImplementedError
+
+    def resize(self, held: Holding, size: int) -> None:
+        """A storage has ``size`` bytes from now on, instead of ``held.size``."""
+        raise NotImplementedError
+
+    def free(self, held: Holding) -> None:
+        """A storage is gone; any thread may say so."""
+        raise NotImplementedError
+
+    def change(self, held: Holding, new: Holding, size: int) -> None:
+        """A storage is used for something else from now on."""
+        self.free(held)
+        self.resize(new, size)
+
+    def heed(self, function: Any, arguments: Any, keywords: Any, result: Any) -> bool:
+        """An operation ran; whether it may return what it was given and nobody counts."""
+        return False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        """Run the operation and count the storages of what it returns."""
+        if any(map(_unwraps, types)):
+            return NotImplemented  # its parts come by on their own
+        keywords = keywords or {}
+        result = function(*arguments, **keywords)
+        if self._paused:
+            return result
+        foreign = self.heed(function, arguments, keywords, result)
+        given = (*arguments, *keywords.values()) if foreign else None
+        if isinstance(result, torch.Tensor):
+            self.storages.see(result, function, given)
+        elif isinstance(result, tuple | list):
+            for leaf in tree_iter(result):
+                if isinstance(leaf, torch.Tensor):
+                    self.storages.see(leaf, function, given)
+        return result
+
+    def __enter__(self) -> Self:
+        self._following.enter_context(following_resizes(self._resized))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._following.close()
+
+    def _pause(self, on: bool) -> None:
+        self._paused += 1 if on else -1
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        self.storages.resized(storage, take_up=False)
+
+
+_unwraps = cache(unwraps_itself)
 
 
 class Storages:
-    """Follows storages and writes the log. ``mode`` is whose fake tensors count, None for real
-    ones; ``mixed``: all count. ``device_type`` "" is any but meta."""
+    """The table of what is alive. ``mode`` is whose fake tensors count, None for real ones;
+    ``mixed``: all count. ``device_type`` "" is any but meta, None any.
+    ``granularity`` None: as the allocator of each device rounds."""
 
-    def __init__(self, log: Log, scene: Scene, *, granularity: int | None, mixed: bool) -> None:
-        self.log = log
-        self.scene = scene
+    def __init__(
+        self,
+        follower: Follower,
+        *,
+        granularity: int | None,
+        mixed: bool,
+        device_type: str | None,
+    ) -> None:
+        self.follower = follower
         self.mode: FakeTensorMode | None = None
         self.mixed = mixed
-        self.device_type = ""
+        self.device_type = device_type
         self._granularity = granularity
         self._known: dict[int, Holding] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -67,13 +141,10 @@ class Storages:
         """Bytes alive."""
         return sum(held.size for held in list(self._known.values()))
 
-    def kind_of(self, tensor: torch.Tensor) -> Kind | None:
-        """What a tensor counts as now; None for one that is not followed."""
-        for part in plain_parts(tensor):
-            held = self._known.get(key_of(part.untyped_storage()))
-            if held is not None:
-                return held.kind
-        return None
+    def held(self, tensor: torch.Tensor) -> Holding | None:
+        """What a tensor is known for now; None for one that is not followed."""
+        found = (self._known.get(key_of(p.untyped_storage())) for p in plain_parts(tensor))
+        return next((held for held in found if held is not None), None)
 
     def release(self) -> None:
         """Follow nothing any more; what is alive stays as it was."""
@@ -88,19 +159,13 @@ class Storages:
         """
         for part, storage, held in self._counted(tensor):
             if held is None:
-                held = self._add(storage, part, Holding(kind, certainty, _BEFORE, None))
+                held = self._add(storage, part, Holding(kind, certainty, BEFORE, None))
             elif certainty > held.certainty:
                 held.kind, held.certainty = kind, certainty
             elif certainty == held.certainty >= INFERRED and kind != held.kind:
                 held = self._change(key_of(storage), held, kind)
             if name and name != held.name and not held.name.endswith(_OTHERS):
                 held.name = f"{held.name}{_OTHERS}" if held.name else name
-
-    def assign_buffers(self, arguments: Any, kind: Kind, *, earlier: bool) -> None:
-        """Count the buffers of a collective as what they are for, if they are nothing surer."""
-        for buffer in buffers_of(arguments):
-            self.meet(buffer, earlier=earlier)
-            self.assign(buffer, kind, MOVED)
 
     # ---- what comes and goes ---------------------------------------------------------------------
 
@@ -110,21 +175,17 @@ class Storages:
         for part, storage, held in self._counted(tensor):
             if held is None:
                 if given is None or not _is_of(storage, given):
-                    self._add(storage, part, self.scene.made_by(operation))
+                    self._add(storage, part, self.follower.made_by(operation))
             elif held.raw != storage.nbytes():  # grown by an out= argument
                 self._measure(held, storage)
 
-    def meet(self, tensor: torch.Tensor, *, earlier: bool = False) -> None:
-        """Count a storage that turns up without having been made; ``earlier``: it was there from
-        the beginning."""
-        for part in plain_parts(tensor):
-            storage = part.untyped_storage()
-            if key_of(storage) in self._known or not self._counts(part):
-                continue
-            held = self._add(storage, part, Holding("input", GUESSED, _BEFORE, None))
-            if earlier and held.size and self.log.entries[-1][0] is held:
-                self.log.entries.pop()
-                self.log.earlier.append((held, held.size))
+    def meet(self, tensor: torch.Tensor) -> list[Holding]:
+        """Count storages that turn up without having been made; those that are new."""
+        return [
+            self._add(storage, part, Holding("input", GUESSED, BEFORE, None))
+            for part, storage, held in self._counted(tensor)
+            if held is None
+        ]
 
     def resized(self, storage: torch.UntypedStorage, *, take_up: bool) -> None:
         """A storage was resized; ``take_up`` one that was not followed."""
@@ -134,7 +195,7 @@ class Storages:
         elif take_up:
             is_fake = storage.device.type == "meta"  # as the storages of fake tensors say
             if is_fake == (self.mode is not None):
-                self._add(storage, None, self.scene.made_by("resize_"))
+                self._add(storage, None, self.follower.made_by("resize_"))
 
     def _counted(
         self, tensor: torch.Tensor
@@ -151,19 +212,17 @@ class Storages:
             mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
             if mode is not self.mode:
                 return False
-        found = self._device_type_of(tensor)
+        if self.device_type is None:
+            return True
+        found = device_type_of(tensor)
         return found == self.device_type if self.device_type else found != "meta"
-
-    def _device_type_of(self, tensor: torch.Tensor | None) -> str:
-        if tensor is None:
-            return self.device_type
-        return device_type_of(tensor)
 
     def _add(
         self, storage: torch.UntypedStorage, tensor: torch.Tensor | None, held: Holding
     ) -> Holding:
         key = key_of(storage)
-        held.grain = self._granularity or granularity_of(self._device_type_of(tensor))
+        device = (self.device_type or "") if tensor is None else device_type_of(tensor)
+        held.grain = self._granularity or granularity_of(device)
         self._known[key] = held
         self._references[key] = weakref.ref(storage, partial(self._freed, key))
         self._measure(held, storage)
@@ -173,23 +232,21 @@ class Storages:
         held.raw = size = storage.nbytes()
         if not isinstance(size, int):
             raise _unknown_size(size, held)
-        self.log.turn(self.scene.phase)
-        self.log.resize(held, -(-size // held.grain) * held.grain, self.scene.module)
+        self.follower.resize(held, -(-size // held.grain) * held.grain)
 
     def _change(self, key: int, held: Holding, kind: Kind) -> Holding:
         """The storage is used for something else from now on."""
         new = Holding(kind, held.certainty, held.operation, held.module)
-        new.name, new.raw, new.grain, size = held.name, held.raw, held.grain, held.size
+        new.name, new.raw, new.grain = held.name, held.raw, held.grain
         self._known[key] = new
-        self.log.resize(held, 0, None)
-        self.log.resize(new, size, None)
+        self.follower.change(held, new, held.size)
         return new
 
     def _freed(self, key: int, _: object = None) -> None:
         self._references.pop(key, None)
         held = self._known.pop(key, None)
         if held is not None:
-            self.log.go(held)
+            self.follower.free(held)
 
 
 def _unknown_size(size: object, held: Holding) -> UnsupportedError:
@@ -198,7 +255,7 @@ def _unknown_size(size: object, held: Holding) -> UnsupportedError:
         expected(
             f"module '{held.module}'" if held.module else "MemoryTracker",
             "tensors of known size",
-            f"one of {size} bytes ({made if made == _BEFORE else f'by {made}'})",
+            f"one of {size} bytes ({made if made == BEFORE else f'by {made}'})",
             "Give the fake mode static shapes.",
         )
     )
@@ -218,6 +275,11 @@ def _is_of(storage: torch.UntypedStorage, given: tuple[Any, ...]) -> bool:
         for tensor in given_tensors(given)
         for part in plain_parts(tensor)
     )
+
+
+def is_constant(function: Any) -> bool:
+    """Whether an operation returns the tensor that it is given as one that was just made."""
+    return function is _FRESH
 
 
 def given_tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -96,8 +96,8 @@ def _measured(
         recorder.adopt(tensor)
     with recorder:
         step().backward()
-        records = list(recorder.records)
-    recorder.close()
+        records = list(recorder.touches)
+    recorder.storages.release()
     return [r.nbytes if r.what == "take" else -r.nbytes for r in records if r.nbytes]
 
 
