@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_iter
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.optimizers import DENSE, OPTIMIZERS, Optimizer, optimizer_named
 from shardwright.core.tensor import TensorSpec
+from shardwright.core.timeline import Change
 from shardwright.memory.optimizers import (
-    Change,
     Kept,
     peak_bytes,
     state_bytes,
@@ -190,8 +190,8 @@ def test_offloaded_states_take_nothing_on_the_device() -> None:
 def test_a_step_frees_what_it_takes(name: str) -> None:
     alive: set[str] = set()
     for change in step_temporaries(optimizer_named(name), _specs(MIXED, SHAPES)):
-        assert (change.name in alive) == (change.bytes < 0) or change.bytes == 0
-        alive.symmetric_difference_update({change.name})
+        assert (change.storage in alive) == (change.bytes < 0) or change.bytes == 0
+        alive.symmetric_difference_update({change.storage})
     assert alive == set()
 
 

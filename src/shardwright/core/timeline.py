@@ -1,4 +1,5 @@
-"""What happens on a rank, predicted or measured: one event type for both.
+"""What happens on a rank, predicted or measured: one event type for both, and the changes of its
+storages that events add up.
 
 Bytes are signed: positive when they come to life, negative when they are freed. Seconds are
 floats from the beginning of a step. Predicted and measured timelines are compared by a join on
@@ -7,8 +8,8 @@ floats from the beginning of a step. Predicted and measured timelines are compar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Literal
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -61,6 +62,20 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     bytes: int = 0
     start: float = 0.0
     duration: float = 0.0
+
+
+class Change(NamedTuple):
+    """Bytes of one ``storage`` come (above 0) or go (below 0): ``name`` says what they are,
+    ``module`` what made them, the others where in a step that is."""
+
+    storage: Hashable
+    bytes: int
+    kind: Kind = "temporary"
+    name: str = ""
+    module: str = ""
+    phase: Phase = "setup"
+    unit: str = ""
+    microbatch: int = 0
 
 
 class EventRun(msgspec.Struct, frozen=True, array_like=True):

@@ -16,6 +16,7 @@ import msgspec
 
 from shardwright.core.optimizers import Optimizer
 from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.core.timeline import Change
 
 Place = Literal["device", "host"]
 
@@ -26,13 +27,6 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     name: str
     bytes: int
     place: Place = "device"
-
-
-class Change(msgspec.Struct, frozen=True, array_like=True):
-    """An allocation (bytes above 0) or its release (the same name, bytes below 0)."""
-
-    name: str
-    bytes: int
 
 
 def states(optimizer: Optimizer, tensor: TensorSpec) -> Iterator[Kept]:
@@ -120,4 +114,4 @@ class _Names:
         return made
 
     def _free(self, made: list[Change]) -> None:
-        self._changes += [Change(each.name, -each.bytes) for each in made]
+        self._changes += [each._replace(bytes=-each.bytes) for each in made]

@@ -128,9 +128,9 @@ class RankStep:
                 route.update(heap, self.tables)
             for change in step_temporaries(self.optimizer, machine.updated()):
                 if change.bytes > 0:
-                    heap.take(f"step.{change.name}", "temporary", change.bytes)
+                    heap.take(f"step.{change.storage}", "temporary", change.bytes)
                 else:
-                    heap.free(f"step.{change.name}")
+                    heap.free(f"step.{change.storage}")
             machine.zero_grad()
         heap.peaks.pop("setup", None)  # what is there before a step is no phase of it
         return machine

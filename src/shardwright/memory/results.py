@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shardwright.core.footprint import Certainty, ModuleMemory, PhasePeak, RankMemory, Sample
-from shardwright.core.timeline import Kind
+from shardwright.core.timeline import Change, Kind
 from shardwright.memory.allocator import AllocatorSettings, Replay, Request, replay
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.rank_step import MakeMachine, RankStep
-from shardwright.memory.tape import Happening
 
 MODELLED: tuple[Kind, ...] = ("activation", "temporary", "output")  # what kernels decide
 
@@ -59,7 +58,7 @@ STREAMS: dict[Kind, int] = {"all_gather": 1, "gradient": 2}
 
 
 def module_memory(
-    happenings: Sequence[Happening], parameters: dict[str, int], counts: dict[str, int]
+    changes: Sequence[Change], parameters: dict[str, int], counts: dict[str, int]
 ) -> tuple[ModuleMemory, ...]:
     """Every module that made a tensor, and those around it, from the root down.
 
@@ -71,14 +70,14 @@ def module_memory(
     forward: dict[str, int] = {}
     backward: dict[str, int] = {}
     total = 0
-    for event in happenings:
-        total += event.nbytes
-        if event.kind == "activation" and event.phase == "forward" and event.microbatch == 0:
-            for path in _around(event.module):
-                saved[path] = saved.get(path, 0) + event.nbytes
-        if event.nbytes > 0 and event.phase in ("forward", "backward"):
-            highest = forward if event.phase == "forward" else backward
-            for path in _around(event.module):
+    for change in changes:
+        total += change.bytes
+        if change.kind == "activation" and change.phase == "forward" and change.microbatch == 0:
+            for path in _around(change.module):
+                saved[path] = saved.get(path, 0) + change.bytes
+        if change.bytes > 0 and change.phase in ("forward", "backward"):
+            highest = forward if change.phase == "forward" else backward
+            for path in _around(change.module):
                 if total > highest.get(path, 0):
                     highest[path] = total
     paths = sorted(set(parameters) | set(forward) | set(backward), key=lambda path: path.split("."))
@@ -96,22 +95,22 @@ def module_memory(
     )
 
 
-def timeline(happenings: Sequence[Happening]) -> tuple[tuple[Kind, ...], tuple[Sample, ...]]:
-    """Live bytes by kind after the events, thinned to the extremes of equal stretches."""
-    kinds = tuple(dict.fromkeys(event.kind for event in happenings))
+def timeline(changes: Sequence[Change]) -> tuple[tuple[Kind, ...], tuple[Sample, ...]]:
+    """Live bytes by kind after the changes, thinned to the extremes of equal stretches."""
+    kinds = tuple(dict.fromkeys(change.kind for change in changes))
     live = dict.fromkeys(kinds, 0)
-    stretch = max(1, len(happenings) * 2 // MOST_SAMPLES)
+    stretch = max(1, len(changes) * 2 // MOST_SAMPLES)
     found: list[Sample] = []
     best: tuple[int, Sample] | None = None
     total = 0
-    for index, event in enumerate(happenings):
-        live[event.kind] += event.nbytes
-        total += event.nbytes
-        name = event.label or "free"
-        sample = Sample(f"{event.unit} {name}".strip(), event.phase, tuple(live.values()))
+    for index, change in enumerate(changes):
+        live[change.kind] += change.bytes
+        total += change.bytes
+        name = change.name or "free"
+        sample = Sample(f"{change.unit} {name}".strip(), change.phase, tuple(live.values()))
         if best is None or total > best[0]:
             best = (total, sample)
-        if (index + 1) % stretch == 0 or index + 1 == len(happenings):
+        if (index + 1) % stretch == 0 or index + 1 == len(changes):
             found.append(best[1])
             if sample is not best[1]:
                 found.append(sample)
@@ -120,26 +119,26 @@ def timeline(happenings: Sequence[Happening]) -> tuple[tuple[Kind, ...], tuple[S
 
 
 def reserved(
-    happenings: Sequence[Happening], settings: AllocatorSettings, capacity: int | None
+    changes: Sequence[Change], settings: AllocatorSettings, capacity: int | None
 ) -> Replay:
     """Two steps through the caching allocator: what was there before, then the step twice.
 
     Where the device would be full, it is what a larger one would hold.
     """
-    found = replay(_requests(happenings), settings, capacity)
+    found = replay(_requests(changes), settings, capacity)
     if found.out_of_memory is None:
         return found
-    return replay(_requests(happenings), settings)
+    return replay(_requests(changes), settings)
 
 
-def _requests(happenings: Sequence[Happening]) -> Iterable[Request]:
-    before = [event for event in happenings if event.phase == "setup"]
-    step = [event for event in happenings if event.phase != "setup"]
-    for event in before:
-        yield Request(event.key, event.nbytes, STREAMS.get(event.kind, 0))
+def _requests(changes: Sequence[Change]) -> Iterable[Request]:
+    before = [change for change in changes if change.phase == "setup"]
+    step = [change for change in changes if change.phase != "setup"]
+    for change in before:
+        yield Request(change.storage, change.bytes, STREAMS.get(change.kind, 0))
     for turn in range(2):
-        for event in step:
-            yield Request((turn, event.key), event.nbytes, STREAMS.get(event.kind, 0))
+        for change in step:
+            yield Request((turn, change.storage), change.bytes, STREAMS.get(change.kind, 0))
 
 
 def _around(module: str) -> Iterable[str]:

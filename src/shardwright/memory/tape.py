@@ -1,44 +1,30 @@
-"""A heap that keeps every event: for timelines, for the tensors that are alive at the peak, for
+"""A heap that keeps every change: for timelines, for the tensors that are alive at the peak, for
 what each module takes, and for an allocator to replay."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from shardwright.core.footprint import Alive
-from shardwright.core.timeline import Kind, Phase
+from shardwright.core.timeline import Change, Kind
 from shardwright.memory.ledger import GradientRule, Ledger, Scene, Summary
 from shardwright.memory.pieces import STAYING, Slots
 
 
-class Happening(NamedTuple):
-    """Bytes come (positive) or go (negative); ``label`` and ``module`` say what they are."""
-
-    key: Hashable
-    nbytes: int
-    kind: Kind
-    phase: Phase
-    label: str
-    module: str
-    unit: str
-    microbatch: int = 0
-
-
 class Tape(Ledger):
-    """A ledger that writes down every event. ``slots`` are those of a rank's chunks."""
+    """A ledger that writes down every change. ``slots`` are those of a rank's chunks."""
 
     def __init__(self, slots: Sequence[Slots]) -> None:
         super().__init__()
-        self.happenings: list[Happening] = []
+        self.changes: list[Change] = []
         self._slots = slots
         self._units = {name: folded for its in slots for name, folded in its.units()}
         self._passed = 0
         self._microbatch = 0
         self._parts: dict[str, list[tuple[Hashable, int]]] = {}
         self._fresh: list[tuple[Hashable, int]] = []
-        self._alive: dict[Hashable, Happening] = {}
+        self._alive: dict[Hashable, Change] = {}
 
     def take(self, name: str, kind: Kind, nbytes: int) -> None:
         """Allocate, and note it."""
@@ -97,15 +83,15 @@ class Tape(Ledger):
 
     def alive_at_peak(self) -> list[Alive]:
         """What is alive when most is, largest first; equal tensors of a name together."""
-        live: dict[Hashable, Happening] = {}
-        for event in self.happenings[: self.peak()]:
-            if event.nbytes > 0:
-                live[event.key] = event
+        live: dict[Hashable, Change] = {}
+        for change in self.changes[: self.peak()]:
+            if change.bytes > 0:
+                live[change.storage] = change
             else:
-                live.pop(event.key, None)
+                live.pop(change.storage, None)
         found: dict[tuple[str, str, Kind, int], int] = {}
-        for event in live.values():
-            name = (event.label, event.module, event.kind, event.nbytes)
+        for change in live.values():
+            name = (change.name, change.module, change.kind, change.bytes)
             found[name] = found.get(name, 0) + 1
         ordered = sorted(found.items(), key=lambda item: -item[0][3] * item[1])
         return [
@@ -114,24 +100,24 @@ class Tape(Ledger):
         ]
 
     def peak(self) -> int:
-        """How many events have happened when the total is highest."""
+        """How many changes there were when the total is highest."""
         total = highest = where = 0
-        for index, event in enumerate(self.happenings):
-            total += event.nbytes
+        for index, change in enumerate(self.changes):
+            total += change.bytes
             if total > highest:
                 highest, where = total, index + 1
         return where
 
     def _note(self, key: Hashable, nbytes: int, kind: Kind, label: str, module: str) -> None:
         if nbytes:
-            event = Happening(
-                key, nbytes, kind, self.phase, label, module, self.unit, self._microbatch
+            change = Change(
+                key, nbytes, kind, label, module, self.phase, self.unit, self._microbatch
             )
-            self._alive[key] = event
-            self.happenings.append(event)
+            self._alive[key] = change
+            self.changes.append(change)
 
     def _gone(self, key: Hashable, kind: Kind) -> None:
         taken = self._alive.pop(key, None)
         if taken is not None:
-            gone = taken._replace(nbytes=-taken.nbytes, phase=self.phase, unit=self.unit, label="")
-            self.happenings.append(gone)
+            gone = taken._replace(bytes=-taken.bytes, phase=self.phase, unit=self.unit, name="")
+            self.changes.append(gone)

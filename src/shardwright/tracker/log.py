@@ -53,17 +53,15 @@ def operation_name(operation: object) -> str:
     return str(name).replace("::", ".")
 
 
-Entry = tuple[Holding, int, str | None]  # bytes more or less, and the module that was at work
-
-
 class Log:
-    """``entries``, and at which of them a phase or an iteration began.
+    """``entries`` (a storage, bytes more or less, the module at work), and at which of them a phase
+    or an iteration began.
 
     ``earlier`` are holdings that were there before the first entry and were found later.
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[tuple[Holding, int, str | None]] = []
         self.earlier: list[tuple[Holding, int]] = []
         self.turns: list[tuple[int, Phase]] = []
         self.iterations: list[tuple[int, int]] = []

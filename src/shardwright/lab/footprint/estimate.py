@@ -128,15 +128,15 @@ class _Estimate:
         step = classes[index].step
         tape = step.taped(machine_of(self.section, self.sharding))
         if self.device == "cuda":
-            held = reserved(tape.happenings, self.allocator, self.capacity).reserved_peak
+            held = reserved(tape.changes, self.allocator, self.capacity).reserved_peak
             found[index] = msgspec.structs.replace(found[index], reserved_bytes=held)
             self.assumptions.append(ASSUMPTION)
         if not details:
             return
-        kinds, samples = timeline(tape.happenings)
+        kinds, samples = timeline(tape.changes)
         found[index] = msgspec.structs.replace(
             found[index],
-            modules=module_memory(tape.happenings, *step.parameters(self.sharding)),
+            modules=module_memory(tape.changes, *step.parameters(self.sharding)),
             largest=tuple(tape.alive_at_peak()[:LARGEST]),
             kinds=kinds,
             timeline=samples,
