@@ -43,10 +43,9 @@ if TYPE_CHECKING:
     from shardwright.runtime.sharded_module import ShardedModule
     from shardwright.runtime.state import full_state_dict
     from shardwright.runtime.units.buffers import shard_buffer
-    from shardwright.runtime.units.dstorage import DStorage
+    from shardwright.runtime.units.dstorage import DStorage, get_dstorage
     from shardwright.runtime.units.parameter import ParamInfo
     from shardwright.runtime.units.precision import MixedPrecision
-    from shardwright.runtime.units.registry import get_dstorage
     from shardwright.runtime.units.shard_tensor import ShardTensor
     from shardwright.runtime.units.unit import State
     from shardwright.tracker.memory import MemoryTracker
@@ -82,7 +81,7 @@ _HOMES = {
     "compare": "lab.compare",
     "full_state_dict": "runtime.state",
     "fully_shard_flat": "runtime.fully_shard",
-    "get_dstorage": "runtime.units.registry",
+    "get_dstorage": "runtime.units.dstorage",
     "load_checkpoint": "runtime.saving",
     "load_optimizer_state_dict": "runtime.optimizer_dict",
     "optimizer_parameters": "runtime.optimizer",

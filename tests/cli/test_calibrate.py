@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.core.calibration import SCHEMA, read_calibration
+from shardwright.core.cluster import SCHEMA, read_calibration
 from shardwright.cost.presets import LOCAL
 from shardwright.launcher.folder import MARK
 

@@ -19,7 +19,7 @@ from shardwright.core.batch import Batch
 from shardwright.core.cluster import Cluster
 from shardwright.core.model import TableSpec
 from shardwright.core.planning import EstimatorSection
-from shardwright.planner.pricing.context import PricingContext
+from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.torchrec.constants import (
     BACKWARD,
     BANDWIDTHS,

@@ -18,7 +18,7 @@ from shardwright.core.planning import PartitionerSection, ProposerSection, Reser
 from shardwright.cost.imbalance import each_rank, unevenness
 from shardwright.cost.reservation import Reservation, reserve
 from shardwright.planner.choice import Choice
-from shardwright.planner.pricing.context import PricingContext
+from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.torchrec.critical_path import critical_terms
 from shardwright.torchrec.loop import Proposed, propose
 from shardwright.torchrec.options import torchrec_options

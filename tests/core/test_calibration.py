@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.core.calibration import (
+from shardwright.core.cluster import (
     SCHEMA,
     Calibration,
     Figure,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.core.comparison import Line
+from shardwright.core.measurement import Line
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.core.amount import Step, derivation, leaf
-from shardwright.core.sums import TERMS, alike, bare, largest, smallest, sum_of, summed
+from shardwright.core.amount import (
+    TERMS,
+    Step,
+    alike,
+    bare,
+    derivation,
+    largest,
+    leaf,
+    smallest,
+    sum_of,
+    summed,
+)
 
 NUMBERS = st.lists(st.integers(0, 2**70), min_size=1, max_size=60)
 

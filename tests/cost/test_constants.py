@@ -6,7 +6,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from shardwright.core.calibration import SCHEMA, Calibration, Figure, write_calibration
+from shardwright.core.cluster import SCHEMA, Calibration, Figure, write_calibration
 from shardwright.core.errors import InputError
 from shardwright.core.job import ClusterSection
 from shardwright.core.planning import Profile

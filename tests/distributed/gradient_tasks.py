@@ -15,9 +15,8 @@ from shardwright.core.placement import BlockShard, Owned, Placement, Replicate, 
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.torch_private import local_of
 from shardwright.runtime.units.cut import part_of
-from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.precision import MixedPrecision
-from shardwright.runtime.units.registry import storages_in
 from shardwright.runtime.units.unit import State
 
 STRATEGIES = ("flat", "per_param", "param_boundary", "mixture")

@@ -23,7 +23,7 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
-from shardwright.runtime.units.registry import storages_in
+from shardwright.runtime.units.dstorage import storages_in
 
 BAD_STEP = 3  # from 1 on; the steps before it are good ones
 Loss = Callable[[nn.Module], torch.Tensor]

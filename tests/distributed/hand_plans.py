@@ -14,7 +14,7 @@ from shardwright.core.layout import unit_layout
 from shardwright.core.placement import Flat, Placement, Replicate
 from shardwright.core.plan import Plan, Reserved, Search, UnitPlan, sealed
 from shardwright.core.tensor import TensorSpec
-from shardwright.tracker.dtypes import NAMES
+from shardwright.tracker.tensors import NAMES
 
 ROLES = ("parameter", "gradient", "optimizer_state")
 

@@ -24,7 +24,7 @@ from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter, exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
-from shardwright.runtime.units.registry import storages_in
+from shardwright.runtime.units.dstorage import storages_in
 from shardwright.tracker.memory import MemoryTracker
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import shardwright as sw
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.units.registry import storages_in
+from shardwright.runtime.units.dstorage import storages_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-fsdp2.md"
 GUIDE = PAGE.with_name("runtime.md")

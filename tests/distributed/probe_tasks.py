@@ -22,7 +22,7 @@ from shardwright.core.placement import Owned, Replicate, Shard
 from shardwright.runtime.clip import clip_grad_norm_
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.units.cut import part_of
-from shardwright.runtime.units.registry import get_dstorage, storages_in
+from shardwright.runtime.units.dstorage import get_dstorage, storages_in
 from shardwright.runtime.units.unit import State
 
 ROWS = 4

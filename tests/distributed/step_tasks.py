@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.torch_private import C_GRAD
-from shardwright.runtime.units.dstorage import DStorage
-from shardwright.runtime.units.registry import storages_in
+from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.unit import State
 
 Loss = Callable[[Net, torch.Tensor], torch.Tensor]

@@ -18,8 +18,7 @@ from shardwright.runtime.apply import apply
 from shardwright.runtime.meter import Meter, exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
-from shardwright.runtime.units.registry import storages_in
-from shardwright.runtime.units.table import traffic
+from shardwright.runtime.units.dstorage import storages_in, traffic
 
 
 def train_whole(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:

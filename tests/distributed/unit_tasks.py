@@ -25,10 +25,9 @@ from shardwright.runtime.apply import apply
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.buffers import shard_buffer
-from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.dstorage import DStorage, get_dstorage, storages_in
 from shardwright.runtime.units.gradients import SegmentGradient
 from shardwright.runtime.units.precision import MixedPrecision
-from shardwright.runtime.units.registry import get_dstorage, storages_in
 from shardwright.runtime.units.unit import State
 
 STRATEGIES = ("flat", "per_param", "param_boundary", "mixture")

@@ -19,7 +19,7 @@ def install(rank: int, what: str, folder: Path) -> None:
 
     from shardwright.lab.tasks.clicks import Clicks
     from shardwright.runtime.embeddings.tables import ShardedTables
-    from shardwright.runtime.units.registry import storages_in
+    from shardwright.runtime.units.dstorage import storages_in
 
     def weights(model: nn.Module) -> list[torch.Tensor]:
         found = [unit.byte_storage for unit in storages_in(model)]

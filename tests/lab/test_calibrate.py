@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.core.calibration import Calibration
-from shardwright.core.cluster import Device
+from shardwright.core.cluster import Calibration, Device
 from shardwright.core.job import ClusterSection
-from shardwright.cost.calibrated import calibrated
-from shardwright.cost.constants import cluster
+from shardwright.cost.constants import calibrated, cluster
 from shardwright.cost.network import CROSSINGS
 from shardwright.cost.presets import LOCAL, PRESETS
 from shardwright.lab.calibrate import calibrate

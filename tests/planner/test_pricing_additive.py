@@ -17,7 +17,7 @@ from shardwright.core.option import Option, shard_runs
 from shardwright.core.sharding import ShardingType
 from shardwright.cost.constants import cluster
 from shardwright.planner.pricing import additive
-from shardwright.planner.pricing.context import PricingContext
+from shardwright.planner.pricing.evaluate import PricingContext
 
 
 def _setting(batch: int = 4096, **section: Any) -> PricingContext:

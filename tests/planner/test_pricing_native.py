@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core import optimizers
-from shardwright.core.amount import Step, derivation
+from shardwright.core.amount import Step, bare, derivation
 from shardwright.core.batch import Batch, lookups, outputs
 from shardwright.core.cluster import TIERS
 from shardwright.core.job import ClusterSection
@@ -21,11 +21,9 @@ from shardwright.core.model import (
 from shardwright.core.option import Option, shard_runs
 from shardwright.core.planning import EstimatorSection, PipelineType
 from shardwright.core.sharding import ShardingType
-from shardwright.core.sums import bare
 from shardwright.cost.constants import cluster
 from shardwright.planner.pricing import native
-from shardwright.planner.pricing.context import PricingContext
-from shardwright.planner.pricing.evaluate import traffic
+from shardwright.planner.pricing.evaluate import PricingContext, traffic
 
 TYPES: tuple[ShardingType, ...] = get_args(ShardingType)
 KERNELS: tuple[ComputeKernel, ...] = get_args(ComputeKernel)

@@ -11,9 +11,8 @@ from recordings import unit as recorded_unit
 
 from shardwright.core.block import Block, encode
 from shardwright.core.cluster import Cluster, Constant
-from shardwright.core.comparison import Comparison, Line
 from shardwright.core.job import Job, parse_job
-from shardwright.core.measurement import Curve, Measurement, Quality
+from shardwright.core.measurement import Comparison, Curve, Line, Measurement, Quality
 from shardwright.core.option import Option, ShardRun, place, row_runs
 from shardwright.core.placement import Flat, Replicate
 from shardwright.core.plan import (

@@ -6,8 +6,7 @@ import msgspec
 from footprints import MIB, footprint
 from rich.console import Console
 
-from shardwright.core.footprint import PhasePeak
-from shardwright.core.tracked import Tracked
+from shardwright.core.footprint import PhasePeak, Tracked
 from shardwright.report.memory_report import rehearsal_report
 
 

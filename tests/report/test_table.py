@@ -9,7 +9,7 @@ import pytest
 import samples
 from rich.console import Console, RenderableType
 
-from shardwright.core.comparison import Line
+from shardwright.core.measurement import Line
 from shardwright.core.option import ShardRun
 from shardwright.core.quantities import format_bytes
 from shardwright.report.plan_sheets import table_seconds

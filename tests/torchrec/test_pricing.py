@@ -17,7 +17,7 @@ from shardwright.core.errors import InputError
 from shardwright.core.model import CacheSpec, TableSpec
 from shardwright.core.planning import EstimatorSection
 from shardwright.planner.options import QUANTIZED_TYPES
-from shardwright.planner.pricing.context import PricingContext
+from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.torchrec import storage, times
 from shardwright.torchrec.constants import DDR_CAP, HBM_CAP, SSD_CAP, TORCHREC
 from shardwright.torchrec.options import torchrec_options

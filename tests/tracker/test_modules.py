@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from tracker_nets import FLOAT, LENGTH, ROWS, WIDTH, Net, adam, bytes_of, train, words
 
-from shardwright.core.tracked import STATES
+from shardwright.core.footprint import STATES
 from shardwright.tracker.memory import MemoryTracker
 
 EIGHT = [state for state in STATES if "peak" not in state and "recompute" not in state]

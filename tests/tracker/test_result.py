@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from tracker_nets import train
 
-from shardwright.core.footprint import PhasePeak
-from shardwright.core.tracked import DeviceMemory, Tracked
+from shardwright.core.footprint import DeviceMemory, PhasePeak, Tracked
 from shardwright.tracker.memory import MemoryTracker
 from shardwright.tracker.table import as_text
 

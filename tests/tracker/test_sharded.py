@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tracker_tasks import BATCH, LENGTH, Case, fake_world, sharded
 
 from shardwright.runtime.optimizer import optimizer_parameters
-from shardwright.runtime.units.registry import storages_in
+from shardwright.runtime.units.dstorage import storages_in
 from shardwright.tracker.announce import announce
 from shardwright.tracker.memory import MemoryTracker
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from shardwright.cli import options as shared
-from shardwright.core.calibration import write_calibration
+from shardwright.core.cluster import write_calibration
 from shardwright.core.errors import InputError, expected
 from shardwright.core.outputs import CLUSTER, check_output
 

@@ -11,10 +11,9 @@ import msgspec
 from shardwright.cli import options as shared
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected
-from shardwright.core.footprint import Footprint, RankMemory
+from shardwright.core.footprint import Footprint, RankMemory, Tracked
 from shardwright.core.job import Job, named_files
 from shardwright.core.outputs import PICTURE, TRACE, check_output
-from shardwright.core.tracked import Tracked
 
 PICTURES = {".svg": PICTURE, ".json": TRACE}
 

@@ -1,10 +1,19 @@
-"""The machine a plan is for: ranks, memory per rank, and the constants its times rest on."""
+"""The machine a plan is for: ranks, memory per rank, the constants its times rest on, and the TOML
+file of a measured one."""
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+from shardwright.core.document import read_bytes, write_atomically
+from shardwright.core.errors import InputError, expected
+from shardwright.core.strict import convert, unknown_key
 
 Device = Literal["cpu", "cuda"]
 Tier = Literal["hbm", "ddr", "ssd"]
@@ -50,3 +59,107 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def values(self) -> dict[str, float]:
         """The constants' values by name."""
         return {name: constant.value for name, constant in self.constants.items()}
+
+
+SCHEMA = "shardwright.cluster/1"
+MAKE = "Make one with `shardwright calibrate -o cluster.toml`."
+CAPACITIES = ("hbm_cap", "ddr_cap", "ssd_cap")
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Value = Annotated[float, msgspec.Meta(ge=0, le=1e20)]
+Day = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
+
+
+class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A number with its unit, and where it is from.
+
+    ``median_of`` is the number of measurements, 0 of a number that was not measured; ``spread`` is
+    half of the distance between their quartiles, as a share of the value.
+    """
+
+    value: Value
+    unit: Text
+    source: Text
+    date: Day
+    median_of: Count = 0
+    spread: Value = 0.0
+
+
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A machine as ``world_size`` ranks of it found it; ``capacities`` are bytes per rank."""
+
+    schema: Text
+    date: Day
+    world_size: Ranks
+    compute_device: Device
+    backend: Text
+    machine: dict[Text, Text]
+    capacities: dict[Text, Figure]
+    constants: dict[Text, Figure]
+
+    @property
+    def carried_over(self) -> tuple[str, ...]:
+        """The constants that were not measured, sorted."""
+        return tuple(sorted(n for n, figure in self.constants.items() if not figure.median_of))
+
+
+def read_calibration(path: Path | str) -> Calibration:
+    """Read a cluster file; whatever it cannot be is one line that names the key."""
+    raw = read_bytes(path, "cluster", MAKE)
+    try:
+        document = tomllib.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
+        raise InputError(expected(str(path), "a cluster in TOML", f"'{error}'")) from None
+    return parse_calibration(document, str(path))
+
+
+def parse_calibration(document: dict[str, Any], where: str) -> Calibration:
+    """Check a decoded cluster file."""
+    found = document.get("schema", "none")
+    if found != SCHEMA:
+        raise InputError(expected(f"{where}: schema", f"'{SCHEMA}'", repr(found)[:60], MAKE))
+    for group in ("capacities", "constants"):
+        figures = document.get(group)
+        for name, figure in figures.items() if isinstance(figures, dict) else ():
+            if group == "capacities" and name not in CAPACITIES:
+                raise unknown_key(where, f"{group}.{name}", name, CAPACITIES)
+            convert(figure, Figure, where, f"{group}.{name}")
+    return convert(document, Calibration, where)
+
+
+def write_calibration(calibration: Calibration, path: Path | str) -> None:
+    """Write the file, whole or not at all."""
+    write_atomically(path, to_toml(calibration).encode())
+
+
+def to_toml(calibration: Calibration) -> str:
+    """The file's text: plain keys first, then a section for each figure."""
+    document: dict[str, Any] = msgspec.to_builtins(calibration)
+    lines = [
+        "# Measured by `shardwright calibrate`. A job names this file instead of a preset:",
+        "# [cluster]",
+        '# file = "cluster.toml"',
+        "",
+    ]
+    lines += [f"{key} = {_toml(v)}" for key, v in document.items() if not isinstance(v, dict)]
+    lines += ["", "[machine]"]
+    lines += [f"{_key(key)} = {_toml(v)}" for key, v in document["machine"].items()]
+    for group in ("capacities", "constants"):
+        for name, figure in document[group].items():
+            lines += ["", f"[{group}.{_key(name)}]"]
+            lines += [f"{key} = {_toml(value)}" for key, value in figure.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _key(name: str) -> str:
+    """A key as it is, or quoted where TOML asks for it."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+
+
+def _toml(value: str | int | float) -> str:
+    """A text, an integer or a finite number as TOML writes them."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

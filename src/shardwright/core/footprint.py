@@ -1,4 +1,4 @@
-"""How much memory a training step takes, rank by rank, before it is run.
+"""How much memory a training step takes, rank by rank, before it is run, and what a tracker saw.
 
 Ranks that hold and do the same are one class, so sixteen thousand of them are described by a few.
 Every figure says how sure it is: ``exact`` is arithmetic or a trace, ``modelled`` rests on a model
@@ -15,6 +15,7 @@ import msgspec
 from shardwright.core.timeline import Kind
 
 SCHEMA = "shardwright.memory/1"
+TRACKED_SCHEMA = "shardwright.tracked/1"
 
 Certainty = Literal["exact", "modelled", "assumed"]
 Verdict = Literal["fits", "perhaps", "does not fit", "unknown"]
@@ -137,3 +138,73 @@ class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         or what the allocator holds for them, and the range of what is outside."""
         most = max(rank.reserved_bytes, rank.peak_bytes) + sum(e.high for e in self.outside)
         return rank.peak_bytes + sum(e.low for e in self.outside), most
+
+
+State = Literal[
+    "before pre-forward",
+    "after pre-forward",
+    "peak forward",
+    "before post-forward",
+    "after post-forward",
+    "before pre-backward",
+    "after pre-backward",
+    "before recompute",
+    "after recompute",
+    "peak backward",
+    "before post-backward",
+    "after post-backward",
+]
+STATES: tuple[State, ...] = State.__args__  # type: ignore[attr-defined]
+
+
+class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Live bytes at one moment of a module's step.
+
+    ``pre`` and ``post`` are what hooks do around a forward or backward: where a unit of FSDP is
+    gathered, freed and reduced. ``call`` counts the module's forwards of an iteration from 1, and
+    its backwards have the number of their forward. A peak is the highest moment of all calls.
+    """
+
+    module: str
+    state: State
+    iteration: int
+    call: int
+    bytes: int
+    by_category: dict[Kind, int]
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the allocator of an accelerator said for the same time. ``before`` is what was active
+    when tracking began; ``retries`` are allocations that first had to give cached memory back."""
+
+    device: str
+    before: int
+    active_peak: int
+    allocated_peak: int
+    reserved_peak: int
+    retries: int
+    out_of_memory: int
+
+
+class Tracked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that was seen. ``iterations`` are the peaks of each, ``phases`` those over all of them;
+    ``largest`` is what was alive at the peak."""
+
+    model: str
+    fake: bool
+    peak: PhasePeak
+    phases: tuple[PhasePeak, ...]
+    iterations: tuple[PhasePeak, ...]
+    modules: tuple[ModuleMemory, ...] = ()
+    largest: tuple[Alive, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
+    device: DeviceMemory | None = None
+    schema: str = TRACKED_SCHEMA
+
+    @property
+    def accuracy(self) -> float | None:
+        """The tracked peak over the device's active peak: near 1 is good, less means that a
+        category is missing; None without a device."""
+        if self.device is None or not self.device.active_peak:
+            return None
+        return self.peak.bytes / self.device.active_peak

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.calibration import Calibration, read_calibration
+from shardwright.core.cluster import Calibration, read_calibration
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.memory_section import PLANNED, MemorySection, check_memory, check_planned

@@ -1,4 +1,4 @@
-"""What a run measured, and what of it one rank leaves behind."""
+"""What a run measured, what of it one rank leaves behind, and predicted beside measured."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from shardwright.core.document import read_document, write_document
 from shardwright.core.timeline import Event, EventRun
 
 RECORD_SCHEMA = "shardwright.record/1"
+SCHEMA = "shardwright.measurement/1"
+COMPARISON_SCHEMA = "shardwright.comparison/1"
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,9 +29,6 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_rows: int
     versions: dict[str, str]
     machine: dict[str, str]
-
-
-SCHEMA = "shardwright.measurement/1"
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,3 +83,41 @@ def write_measurement(measurement: Measurement, path: Path | str) -> None:
 def read_measurement(path: Path | str) -> Measurement:
     """Read a measurement."""
     return read_document(path, Measurement, SCHEMA, made_by="shardwright train JOB.toml")
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One number of both timelines; None where one side does not have it. Bytes or seconds."""
+
+    rank: int
+    phase: str
+    kind: str
+    name: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def difference(self) -> float:
+        """Measured minus predicted; a missing side counts as zero."""
+        return (self.measured or 0) - (self.predicted or 0)
+
+    @property
+    def error(self) -> float | None:
+        """The difference relative to the measurement; None where nothing was measured."""
+        return self.difference / self.measured if self.measured else None
+
+
+class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``exact`` bytes must be equal, ``peaks`` (one per rank) within ``tolerance``.
+
+    ``phase_peaks`` and ``seconds`` (per rank and phase) are shown with their error; seconds are
+    gated only on a calibrated cluster. ``failures`` are the reasons why the comparison failed.
+    """
+
+    schema: Literal["shardwright.comparison/1"]
+    plan_fingerprint: str
+    tolerance: float
+    exact: tuple[Line, ...]
+    peaks: tuple[Line, ...]
+    phase_peaks: tuple[Line, ...]
+    seconds: tuple[Line, ...]
+    failures: tuple[str, ...]

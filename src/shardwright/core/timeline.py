@@ -1,5 +1,5 @@
 """What happens on a rank, predicted or measured: one event type for both, and the changes of its
-storages that events add up.
+storages that events add up; what people call the kinds of bytes.
 
 Bytes are signed: positive when they come to life, negative when they are freed. Seconds are
 floats from the beginning of a step. Predicted and measured timelines are compared by a join on
@@ -150,3 +150,33 @@ def phase_seconds(events: Iterable[Event]) -> dict[tuple[int, str], float]:
             key = (e.rank, e.phase)
             seconds[key] = seconds.get(key, 0.0) + e.duration
     return seconds
+
+
+CATEGORIES: dict[str, str] = {
+    "weight": "weights",
+    "optimizer_state": "optimizer states",
+    "gradient": "gradients",
+    "buffer": "buffers",
+    "input": "inputs",
+    "cache": "caches",
+    "padding": "padding",
+    "activation": "activations",
+    "gathered_weight": "gathered weights",
+    "unreduced_gradient": "unreduced gradients",
+    "all_gather": "all-gather buffers",
+    "reduce_scatter": "reduce-scatter buffers",
+    "communication": "exchange buffers",
+    "output": "outputs",
+    "temporary": "temporaries",
+}
+_PLACES = {kind: place for place, kind in enumerate(CATEGORIES)}
+
+
+def category(kind: str) -> str:
+    """A kind in words."""
+    return CATEGORIES.get(kind, kind)
+
+
+def in_order(kinds: Iterable[Kind]) -> list[Kind]:
+    """Distinct kinds in the order of ``CATEGORIES``."""
+    return sorted(set(kinds), key=lambda kind: (_PLACES.get(kind, len(_PLACES)), kind))

@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from shardwright.core.amount import log, maximum, named, noted, plain
+from shardwright.core.amount import Fold, largest, log, maximum, named, noted, plain, summed, times
 from shardwright.core.statistics import Measure, Unevenness
-from shardwright.core.sums import Fold, largest, summed, times
 
 
 class Ranks(NamedTuple):

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.core.amount import ceil, maximum, minimum, named, rounded
+from shardwright.core.amount import ceil, maximum, minimum, named, rounded, summed
 from shardwright.core.batch import INDEX_BYTES, Batch, feature_batches
 from shardwright.core.cluster import Device
 from shardwright.core.errors import NoPlanError, UnsupportedError, expected
 from shardwright.core.model import TableSpec
 from shardwright.core.planning import ReservationSection
 from shardwright.core.quantities import format_bytes
-from shardwright.core.sums import summed
 
 PIPELINED_BATCHES = 2  # batches alive at once in training
 BATCH_COPIES = 10  # copies of each that the pipeline makes

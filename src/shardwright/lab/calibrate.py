@@ -12,7 +12,7 @@ from typing import TextIO
 
 import msgspec
 
-from shardwright.core.calibration import Calibration
+from shardwright.core.cluster import Calibration
 from shardwright.core.document import read_document
 from shardwright.core.errors import EXIT_BUG, EXIT_RUN_FAILED, InputError, expected
 from shardwright.lab.measure.figures import calibration

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from shardwright.core.comparison import SCHEMA, Comparison, Line
 from shardwright.core.errors import MismatchError, expected
-from shardwright.core.measurement import Measurement
+from shardwright.core.measurement import COMPARISON_SCHEMA, Comparison, Line, Measurement
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import PEAK, decode, exact_bytes, phase_peaks, phase_seconds
 
@@ -46,7 +45,7 @@ def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Com
         for (rank, phase), a, b in _join(phase_seconds(predicted), phase_seconds(measured))
     )
     return Comparison(
-        schema=SCHEMA,
+        schema=COMPARISON_SCHEMA,
         plan_fingerprint=plan.fingerprint,
         tolerance=tolerance,
         exact=exact,
@@ -68,7 +67,7 @@ def _not_measured(plan: Plan, measurement: Measurement, tolerance: float) -> Com
         f"{measurement.steps}; set train.steps to 3 or more"
     )
     return Comparison(
-        SCHEMA,
+        COMPARISON_SCHEMA,
         plan.fingerprint,
         tolerance,
         exact=(),

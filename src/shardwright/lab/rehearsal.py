@@ -12,14 +12,13 @@ import msgspec
 import torch
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.footprint import Footprint
+from shardwright.core.footprint import Footprint, Tracked
 from shardwright.core.job import Job, memory_of
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.parallel import ParallelSection
 from shardwright.core.quantities import format_bytes
-from shardwright.core.tracked import Tracked
 from shardwright.lab.footprint.machines import optimizer_of
 from shardwright.models.llama import Llama
 from shardwright.runtime.optimizer import make_optimizer

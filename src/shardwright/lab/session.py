@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from shardwright.core.comparison import Comparison
 from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import MismatchError, expected
 from shardwright.core.job import Job, named_files
 from shardwright.core.measurement import (
     RECORD_SCHEMA,
+    Comparison,
     Curve,
     Measurement,
     Quality,

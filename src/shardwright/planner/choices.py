@@ -16,7 +16,7 @@ from shardwright.planner import profiles
 from shardwright.planner.choice import Choice
 from shardwright.planner.options import SLOW_KERNELS, runnable_options, wide_options
 from shardwright.planner.pricing import additive, native
-from shardwright.planner.pricing.context import PricingContext
+from shardwright.planner.pricing.evaluate import PricingContext
 
 MAX_SHARDS = 3_000_000  # to list (like neighbours are one) or, in the finest cuts, to place: 1 GiB
 

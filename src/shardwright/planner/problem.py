@@ -20,7 +20,7 @@ from shardwright.cost import constants, reservation
 from shardwright.memory.rank_step import Chunk
 from shardwright.planner import profiles
 from shardwright.planner.choices import Tables, table_choices
-from shardwright.planner.pricing.context import PricingContext
+from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.planner.unit_choice import DenseContext, UnitChoice
 from shardwright.planner.units import UnitSpace
 

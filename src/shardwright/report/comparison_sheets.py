@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwright.core.categories import category
-from shardwright.core.comparison import Comparison, Line
+from shardwright.core.measurement import Comparison, Line
 from shardwright.core.quantities import format_bytes
-from shardwright.core.timeline import PHASES
+from shardwright.core.timeline import PHASES, category
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import (
     TEXT_LIMIT,

@@ -10,8 +10,7 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from shardwright.core.comparison import Comparison
-from shardwright.core.measurement import Measurement, Quality
+from shardwright.core.measurement import Comparison, Measurement, Quality
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets, plan_sheets, svg

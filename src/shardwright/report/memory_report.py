@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from shardwright.core.categories import category, in_order
-from shardwright.core.footprint import Footprint, ModuleMemory, RankMemory
+from shardwright.core.footprint import Footprint, ModuleMemory, RankMemory, Tracked
 from shardwright.core.quantities import format_bytes
-from shardwright.core.timeline import Kind
-from shardwright.core.tracked import Tracked
+from shardwright.core.timeline import Kind, category, in_order
 from shardwright.report.memory_wording import (
     VERDICT_STYLES,
     class_text,

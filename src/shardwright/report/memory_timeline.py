@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
-from shardwright.core.categories import category, in_order
 from shardwright.core.footprint import Footprint, RankMemory, Sample
 from shardwright.core.quantities import format_bytes
-from shardwright.core.timeline import Kind
+from shardwright.core.timeline import Kind, category, in_order
 from shardwright.report.marks import (
     LINE,
     WIDTH,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwright.core.categories import category
 from shardwright.core.footprint import Footprint, RankMemory, Verdict
 from shardwright.core.quantities import format_bytes
-from shardwright.core.timeline import Kind
+from shardwright.core.timeline import Kind, category
 from shardwright.report.wording import counted, printable
 
 MOST_NAMED = 3  # categories that a sentence names

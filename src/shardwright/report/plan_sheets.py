@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from shardwright.core.categories import category
 from shardwright.core.cluster import TIERS
 from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.sharding import traits
-from shardwright.core.timeline import EXACT_KINDS, Kind
+from shardwright.core.timeline import EXACT_KINDS, Kind, category
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import (
     TEXT_LIMIT,

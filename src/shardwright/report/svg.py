@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
-from shardwright.core.categories import category
 from shardwright.core.measurement import Curve, Measurement, Quality
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
@@ -20,6 +19,7 @@ from shardwright.core.timeline import (
     EXACT_KINDS,
     PHASES,
     EventRun,
+    category,
     decode,
     phase_peaks,
     phase_seconds,

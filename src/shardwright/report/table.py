@@ -13,8 +13,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.core.calibration import Calibration, Figure
-from shardwright.core.comparison import Comparison
+from shardwright.core.cluster import Calibration, Figure
+from shardwright.core.measurement import Comparison
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets, plan_sheets

@@ -25,10 +25,10 @@ from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.fully_shard import attach, check_members
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
+from shardwright.runtime.units.dstorage import storages_in
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.parameter import DTYPES, Member, find_members
 from shardwright.runtime.units.precision import MixedPrecision
-from shardwright.runtime.units.registry import storages_in
 
 
 @runtime_checkable

@@ -10,9 +10,8 @@ from torch import nn
 
 from shardwright.core.errors import InputError, RunError, expected
 from shardwright.runtime.torch_private import local_of
-from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.reductions import norms
-from shardwright.runtime.units.registry import storages_in
 from shardwright.runtime.units.shard_tensor import ShardTensor
 
 

@@ -19,12 +19,17 @@ from shardwright.runtime.flat_tensors import TAKEN
 from shardwright.runtime.sharded_module import as_sharded, class_name
 from shardwright.runtime.state import follow_state_dict
 from shardwright.runtime.units import replicas
-from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.dstorage import (
+    DStorage,
+    get_dstorage,
+    holder_of,
+    register,
+    storages_in,
+)
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.hooks import UnitHooks
 from shardwright.runtime.units.parameter import Member, check_materials, find_members
 from shardwright.runtime.units.precision import as_precision
-from shardwright.runtime.units.registry import get_dstorage, holder_of, register, storages_in
 from shardwright.runtime.units.unit import Initial
 
 STRATEGIES = ("per_param", "param_boundary", "flat")

@@ -19,8 +19,7 @@ from shardwright.core.schedule import Action
 from shardwright.core.timeline import PEAK, Event, Kind, Phase
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.probe import Probe
-from shardwright.runtime.units.dstorage import DStorage
-from shardwright.runtime.units.registry import storages_in
+from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.tracker.memory import MemoryTracker
 
 LASTING: tuple[Kind, ...] = (

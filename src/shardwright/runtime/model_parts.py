@@ -15,9 +15,8 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.checkpoint.held import Held, whole
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.parameter import plain_name
-from shardwright.runtime.units.registry import storages_in
 
 STATE = "optimizer/"  # what names of optimizer state begin with
 

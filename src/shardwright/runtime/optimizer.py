@@ -14,10 +14,9 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.optimizers import MADE, Implementation, OptimizerName, optimizer_named
 from shardwright.runtime.flat_tensors import FlatTensor, Run, runs_of
 from shardwright.runtime.torch_private import storage_of
-from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.parameter import plain_name
 from shardwright.runtime.units.rebind import rebase
-from shardwright.runtime.units.registry import storages_in
 
 Groups = Sequence[Mapping[str, Any]]
 GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]

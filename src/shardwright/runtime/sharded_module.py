@@ -9,8 +9,13 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.runtime.units.dstorage import DStorage, divide_factor
-from shardwright.runtime.units.registry import get_dstorage, register, storages_in
+from shardwright.runtime.units.dstorage import (
+    DStorage,
+    divide_factor,
+    get_dstorage,
+    register,
+    storages_in,
+)
 
 
 class ShardedModule:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.units.dstorage import DStorage
+from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.parameter import plain_name
-from shardwright.runtime.units.registry import storages_in
 from shardwright.runtime.units.shard_tensor import OPERATORS
 
 

@@ -11,19 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.core.amount import ceil_div, leaf, minimum, named
+from shardwright.core.amount import Lift, bare, ceil_div, leaf, minimum, named
 from shardwright.core.batch import feature_batches
 from shardwright.core.cluster import Cluster
 from shardwright.core.model import CacheSpec, TableSpec
 from shardwright.core.option import Option
-from shardwright.core.sums import Lift, bare
 from shardwright.core.tensor import ELEMENT_BYTES, element_bytes
 from shardwright.cost.embedding import Demand
 from shardwright.planner.choice import Choice
-from shardwright.planner.pricing.context import Derived, PricingContext
-from shardwright.planner.pricing.evaluate import constants_of, costs, tier_totals
-from shardwright.planner.pricing.group import Group
-from shardwright.planner.pricing.rivals import faster_kernels
+from shardwright.planner.pricing.evaluate import (
+    Derived,
+    Group,
+    PricingContext,
+    constants_of,
+    costs,
+    faster_kernels,
+    tier_totals,
+)
 from shardwright.torchrec import storage, times
 from shardwright.torchrec.storage import ROW_TYPES, Ranks, Scheme, Shards
 

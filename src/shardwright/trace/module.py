@@ -17,8 +17,8 @@ from shardwright.core.recording import RecordedUnit, Recording, Series
 from shardwright.core.tensor import TensorSpec
 from shardwright.trace.checks import Untraceable
 from shardwright.trace.recorder import Recorder, watching
-from shardwright.tracker.dtypes import NAMES
 from shardwright.tracker.private import key_of
+from shardwright.tracker.tensors import NAMES
 
 
 @dataclass(frozen=True, slots=True)

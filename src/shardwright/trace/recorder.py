@@ -21,10 +21,10 @@ from shardwright.core.recording import Piece, Point, Touch
 from shardwright.core.timeline import Kind
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.work import NOTHING, work_of
-from shardwright.tracker.containers import map_tensors, tensors_in
 from shardwright.tracker.log import DECLARED, GUESSED, Holding
 from shardwright.tracker.private import key_of
 from shardwright.tracker.storages import BEFORE, Follower, given_tensors, is_constant
+from shardwright.tracker.tensors import map_tensors, tensors_in
 
 TOLD = "_shardwright_module_told"  # on results whose gradient names the module that made them
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwright.core.tracked import DeviceMemory
+from shardwright.core.footprint import DeviceMemory
 
 CUDA_GRANULARITY = 512  # bytes: the CUDA caching allocator's smallest block, kMinBlockSize
 

@@ -11,9 +11,16 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.footprint import Alive, ModuleMemory, PhasePeak, Sample
+from shardwright.core.footprint import (
+    Alive,
+    DeviceMemory,
+    ModuleMemory,
+    PhasePeak,
+    Sample,
+    Snapshot,
+    Tracked,
+)
 from shardwright.core.timeline import Kind, Phase
-from shardwright.core.tracked import DeviceMemory, Snapshot, Tracked
 from shardwright.tracker.announce import is_listening, listening
 from shardwright.tracker.device import DeviceMeter, meter_for
 from shardwright.tracker.log import DECLARED, GUESSED, MOVED, Holding, Log

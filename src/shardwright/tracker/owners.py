@@ -21,7 +21,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.timeline import Kind, Phase
-from shardwright.tracker.collectives import buffers_of, kind_moved
 from shardwright.tracker.fsdp2 import following_fsdp2
 from shardwright.tracker.log import DECLARED, INFERRED, MOVED
 from shardwright.tracker.modules import Modules
@@ -30,6 +29,7 @@ from shardwright.tracker.storages import given_tensors, is_constant
 
 if TYPE_CHECKING:
     from shardwright.tracker.memory import MemoryTracker
+from functools import cache
 
 
 class Owners:
@@ -261,3 +261,43 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+_GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_")
+_SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
+# These also carry activations of a forward, and tokens to experts: there they stay what they are.
+_OTHERS = ("allreduce_", "allreduce_coalesced_", "alltoall_base_", "alltoall_", "broadcast_")
+_TENSOR_ARGUMENTS = 2  # every one of these names its tensors first
+
+
+@cache
+def _kinds() -> dict[Any, Kind]:
+    names: dict[str, Kind] = {
+        **dict.fromkeys(_GATHERS, "all_gather"),
+        **dict.fromkeys(_SCATTERS, "reduce_scatter"),
+        **dict.fromkeys(_OTHERS, "communication"),
+    }
+    found: dict[Any, Kind] = {}
+    for name, kind in names.items():
+        packet = getattr(torch.ops.c10d, name, None)
+        if packet is not None:
+            found[packet.default] = kind
+    return found
+
+
+def kind_moved(function: Any, *, computing: bool) -> Kind | None:
+    """What buffers of a collective are; None for other operators, and where it carries what a
+    forward is ``computing``."""
+    kind = _kinds().get(function)
+    return None if computing and kind == "communication" else kind
+
+
+def buffers_of(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """The tensors that a collective moves."""
+    todo = list(arguments[:_TENSOR_ARGUMENTS])
+    while todo:
+        argument = todo.pop()
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            todo.extend(argument)

@@ -9,9 +9,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwright.core.footprint import Alive, ModuleMemory, PhasePeak, Sample
+from shardwright.core.footprint import (
+    STATES,
+    Alive,
+    ModuleMemory,
+    PhasePeak,
+    Sample,
+    Snapshot,
+    State,
+)
 from shardwright.core.timeline import Kind, Phase
-from shardwright.core.tracked import STATES, Snapshot, State
 from shardwright.tracker.log import Holding, Log
 from shardwright.tracker.modules import Modules
 from shardwright.tracker.private import plain_parts

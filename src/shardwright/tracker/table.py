@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardwright.core.categories import category, in_order
+from shardwright.core.footprint import Tracked
 from shardwright.core.quantities import format_bytes
-from shardwright.core.tracked import Tracked
+from shardwright.core.timeline import category, in_order
 
 _WIDEST = 48  # characters of a name
 

@@ -5,9 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from shardwright.planner.search.dealing import MANY, Dealt, deal
 from shardwright.planner.search.space import Block, Bools, Floats, Space
-from shardwright.planner.search.state import State
+from shardwright.planner.search.state import MANY, Dealt, State, deal
 
 GROUP = 4
 

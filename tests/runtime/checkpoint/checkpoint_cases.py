@@ -16,8 +16,7 @@ from shardwright.runtime.checkpoint.folders import step_folder, temporary_folder
 from shardwright.runtime.checkpoint.held import checked
 from shardwright.runtime.checkpoint.manifest import digest_of, list_name, sealed, shard_name
 from shardwright.runtime.checkpoint.region import Box, is_range
-from shardwright.runtime.checkpoint.replicas import claim, writers
-from shardwright.runtime.checkpoint.write import commit, write_rank
+from shardwright.runtime.checkpoint.write import claim, commit, write_rank, writers
 
 Tensors = dict[str, torch.Tensor]
 Cut = list[list[Box]]  # by rank

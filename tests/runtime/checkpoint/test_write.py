@@ -22,8 +22,7 @@ from shardwright.core.errors import InputError, MismatchError, RunError
 from shardwright.runtime.checkpoint import Held, read_checkpoint, read_full, write_checkpoint
 from shardwright.runtime.checkpoint.folders import temporary_folder
 from shardwright.runtime.checkpoint.locks import LOCK_FILE
-from shardwright.runtime.checkpoint.replicas import Claim, writers
-from shardwright.runtime.checkpoint.write import write_rank
+from shardwright.runtime.checkpoint.write import Claim, write_rank, writers
 
 
 def weights(value: float, count: int = 3) -> list[Held]:

@@ -21,7 +21,7 @@ from shardwright.trace.compiled import compiled_loss
 from shardwright.trace.module import Subject, record
 from shardwright.trace.repeats import Stretch, series_of, stretches
 from shardwright.trace.treatment import Treatment
-from shardwright.tracker.dtypes import DTYPES
+from shardwright.tracker.tensors import DTYPES
 
 KEPT = ("", "head")  # units that are not freed after their forward
 

@@ -33,7 +33,7 @@ from shardwright.trace.checks import Untraceable, check_module, explained, witho
 from shardwright.trace.composed import Composer, Shortened
 from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
 from shardwright.trace.treatment import Treatment
-from shardwright.tracker.dtypes import DTYPES, NAMES
+from shardwright.tracker.tensors import DTYPES, NAMES
 
 POINTER = "Accessing the data pointer of FakeTensor"  # torch's words, 2.11 to 2.13
 

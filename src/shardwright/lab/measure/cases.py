@@ -13,13 +13,14 @@ from torch import nn
 from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.data.criteo import CriteoReader
 from shardwright.data.synthetic import ClickModel
-from shardwright.lab.measure.bench import Bench, Run
 from shardwright.lab.measure.samples import (
     BUFFERS,
     FLOAT,
     OVERLAPPED,
     PARTS,
     WIDTHS,
+    Bench,
+    Run,
     collective_case,
     overlap_case,
     row_case,

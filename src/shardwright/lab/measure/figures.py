@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardwright.core.calibration import SCHEMA, Calibration, Figure
-from shardwright.core.cluster import Constant
+from shardwright.core.cluster import SCHEMA, Calibration, Constant, Figure
 from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.cost.presets import LOCAL, PRESETS
 from shardwright.lab.measure.samples import (

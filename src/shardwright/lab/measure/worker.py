@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwright.core.cluster import Device
 from shardwright.core.document import write_document
 from shardwright.lab.measure import cases
-from shardwright.lab.measure.bench import Bench, Run
-from shardwright.lab.measure.samples import BUFFERS, SCHEMA, Samples, samples_file
+from shardwright.lab.measure.samples import BUFFERS, SCHEMA, Bench, Run, Samples, samples_file
 from shardwright.launcher.folder import store_file
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.progress import ProgressLog

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardwright.core.amount import leaf, named
+from shardwright.core.amount import largest, leaf, named
 from shardwright.core.statistics import Measure
-from shardwright.core.sums import largest
 from shardwright.cost.imbalance import Ranks, mean, unevenness, unit_of
 from shardwright.planner.explain.explanation import (
     REORDERED,

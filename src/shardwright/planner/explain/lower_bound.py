@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.core.amount import Amount, leaf, named
+from shardwright.core.amount import Amount, alike, grouped, leaf, named, summed, times
 from shardwright.core.cluster import TIERS
-from shardwright.core.sums import alike, grouped, summed, times
 from shardwright.planner.assemble import gap, proven
 from shardwright.planner.explain.explanation import REORDERED, Explanation, Subject, finished
 from shardwright.planner.problem import Problem

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardwright.core.amount import leaf, named
+from shardwright.core.amount import largest, leaf, named, smallest
 from shardwright.core.batch import feature_batches
 from shardwright.core.cluster import Tier
 from shardwright.core.statistics import Ledger
-from shardwright.core.sums import largest, smallest
 from shardwright.cost import reservation
 from shardwright.planner.explain.explanation import (
     Explanation,

@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from shardwright.core.amount import leaf, named
+from shardwright.core.amount import alike, leaf, named, sum_of, summed
 from shardwright.core.cluster import TIERS
 from shardwright.core.statistics import CriticalTerm, RankStatistics
-from shardwright.core.sums import alike, sum_of, summed
 from shardwright.planner import profiles
 from shardwright.planner.explain.explanation import (
     REORDERED,

@@ -21,8 +21,7 @@ from shardwright.planner.explain.explanation import (
 from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.explain.units import explain_unit
 from shardwright.planner.pricing import additive, native
-from shardwright.planner.pricing.context import Derived
-from shardwright.planner.pricing.evaluate import constants_of, traffic
+from shardwright.planner.pricing.evaluate import Derived, constants_of, traffic
 from shardwright.planner.problem import Problem
 from shardwright.planner.statistics.tables import STORED, kernel_of, over_shards
 from shardwright.planner.statistics.tables import traffic as moved

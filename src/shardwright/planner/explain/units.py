@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardwright.core.amount import Amount, leaf, named, total
+from shardwright.core.amount import Amount, leaf, named, summed, total
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.schedule import Action
-from shardwright.core.sums import summed
 from shardwright.core.tensor import element_bytes
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import Spent, UnitSeconds, walk

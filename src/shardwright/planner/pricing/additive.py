@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.core.amount import leaf, named, total
+from shardwright.core.amount import Lift, bare, leaf, named, total
 from shardwright.core.cluster import Tier
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
-from shardwright.core.sums import Lift, bare
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import additive
 from shardwright.planner.choice import Choice, Cost, cost
-from shardwright.planner.pricing.context import Derived, PricingContext
 from shardwright.planner.pricing.evaluate import (
+    Derived,
+    PricingContext,
     constants_of,
     shard_shape,
     tier_totals,

@@ -1,22 +1,48 @@
-"""Formulas evaluated for many shards as arrays, and for one as a derivation."""
+"""What a price depends on; formulas over many shards as arrays, over one as a derivation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shardwright.core.amount import ceil_div, leaf, maximum, minimum, named, total
-from shardwright.core.batch import feature_batches
+from shardwright.core.amount import Amount, Lift, ceil_div, leaf, maximum, minimum, named, total
+from shardwright.core.batch import Batch, feature_batches
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
-from shardwright.core.sums import Lift
+from shardwright.core.planning import EstimatorSection
 from shardwright.planner.choice import Cost, cost
-from shardwright.planner.pricing.context import PricingContext
 
+S = TypeVar("S", bound=Hashable)
+Floats = NDArray[np.float64]
 Tiers = Mapping[Tier, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class PricingContext:
+    """The machine, the batch of one rank, and what a step keeps alive."""
+
+    cluster: Cluster
+    batch: Batch
+    estimator: EstimatorSection = field(default_factory=EstimatorSection)
+
+    @cached_property
+    def values(self) -> dict[str, float]:
+        """The cluster's constants by name."""
+        return self.cluster.values
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """One shard's price as derivations: seconds per step, and bytes by tier."""
+
+    seconds: Amount
+    storage: dict[Tier, Amount]
 
 
 def constants_of(cluster: Cluster) -> dict[str, Any]:
@@ -94,3 +120,67 @@ def shard_shape(table: TableSpec, option: Option, run_index: int, parts: Any) ->
         columns = named("columns_of_shard", columns // blocks, "columns")
     assert (rows.value, columns.value) == (run.rows, run.columns)
     return rows, columns
+
+
+@dataclass
+class Group(Generic[S]):
+    """Shards of one scheme: for each a table's number, rows and columns; then its cost."""
+
+    scheme: S
+    tables: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+
+    def add(self, table: int, option: Option) -> list[int]:
+        """Note an option's shards; returns the place of each run, one for equal shapes."""
+        seen: dict[tuple[int, int], int] = {}
+        slots = []
+        for run in option.runs:
+            shape = run.rows, run.columns
+            if shape not in seen:
+                seen[shape] = len(self.tables)
+                self.tables.append(table)
+                self.rows.append(run.rows)
+                self.columns.append(run.columns)
+            slots.append(seen[shape])
+        return slots
+
+
+def faster_kernels(
+    cases: Sequence[tuple[TableSpec, Option]],
+    kernels: Sequence[str],
+    facts_of: Callable[[TableSpec], Sequence[Any]],
+    scheme_of: Callable[[TableSpec, str, str], S],
+    seconds: Callable[[S, list[Floats]], Floats],
+) -> set[tuple[int, str]]:
+    """Cases of which some shard takes less time with one of ``kernels``: number and kernel.
+
+    :param facts_of: the quantities of a table.
+    :param scheme_of: what formulas branch on, by table, sharding type and kernel.
+    :param seconds: of shards by scheme, from their rows, columns and quantities.
+    """
+    numbers: dict[int, int] = {}
+    facts: list[Sequence[Any]] = []
+    known: dict[tuple[int, str, str], tuple[Group[tuple[S, ...]], list[int]]] = {}
+    groups: dict[tuple[S, ...], tuple[Group[tuple[S, ...]], list[int]]] = {}
+    for case, (table, option) in enumerate(cases):
+        number = numbers.setdefault(id(table), len(facts))
+        if number == len(facts):
+            facts.append(facts_of(table))
+        place = number, option.sharding_type, option.compute_kernel
+        if place not in known:
+            own = (option.compute_kernel, *kernels)
+            schemes = tuple(scheme_of(table, option.sharding_type, kernel) for kernel in own)
+            known[place] = groups.setdefault(schemes, (Group(schemes), []))
+        group, owners = known[place]
+        group.add(number, option)
+        owners += [case] * (len(group.tables) - len(owners))
+    found: set[tuple[int, str]] = set()
+    for schemes, (group, owners) in groups.items():
+        quantities = np.array(facts, dtype=np.float64).T[:, group.tables]
+        sizes = (np.array(group.rows, dtype=np.float64), np.array(group.columns, dtype=np.float64))
+        own_seconds, *others = (seconds(scheme, [*sizes, *quantities]) for scheme in schemes)
+        for kernel, other in zip(kernels, others, strict=True):
+            found |= {(owners[i], kernel) for i in np.flatnonzero(other < own_seconds)}
+    return found

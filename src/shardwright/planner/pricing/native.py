@@ -11,26 +11,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright.core.amount import leaf, named, total
+from shardwright.core.amount import Lift, bare, leaf, named, total
 from shardwright.core.cluster import Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
-from shardwright.core.sums import Lift, bare
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding, optimizer
 from shardwright.cost.cache import Cache, cache_bytes, cached_rows
 from shardwright.cost.embedding import CACHED_KERNELS, Demand
 from shardwright.planner.choice import Choice
-from shardwright.planner.pricing.context import Derived, PricingContext
 from shardwright.planner.pricing.evaluate import (
+    Derived,
+    Group,
+    PricingContext,
     constants_of,
     costs,
+    faster_kernels,
     shard_shape,
     tier_totals,
     traffic,
 )
-from shardwright.planner.pricing.group import Group
-from shardwright.planner.pricing.rivals import faster_kernels
 
 MIB = 2**20
 PREFETCHING = "train_prefetch_sparse_dist"

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.amount import named, plain, total, where
+from shardwright.core.amount import largest, named, plain, smallest, total, where
 from shardwright.core.plan import Plan
 from shardwright.core.statistics import Measure, RankStatistics, Spread, Unevenness
-from shardwright.core.sums import largest, smallest
 from shardwright.cost.imbalance import Ranks, each_rank, mean, unevenness, unit_of
-from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.statistics.memory import Holdings
 from shardwright.planner.statistics.tables import traffic
 
 SAME_SECONDS = 1e-9  # relative; closer ones differ by rounding

@@ -7,21 +7,20 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.core.amount import named, total
+from shardwright.core.amount import Lift, bare, named, sum_of, summed, times, total
 from shardwright.core.batch import Batch, lookups, outputs
 from shardwright.core.cluster import TIERS
 from shardwright.core.model import TableSpec
 from shardwright.core.option import ShardRun
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.statistics import KernelStatistics, Measure, TableStatistics
-from shardwright.core.sums import Lift, bare, sum_of, summed, times
 from shardwright.core.tensor import element_bytes
 from shardwright.cost import embedding
 from shardwright.cost.embedding import CACHED_KERNELS, Demand
 from shardwright.cost.imbalance import unit_of
 from shardwright.planner import profiles
 from shardwright.planner.choice import Choice, Cost
-from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.statistics.memory import Holdings
 from shardwright.planner.tally import Placed
 
 STORED: tuple[Measure, ...] = ("hbm_bytes", "ddr_bytes", "ssd_bytes")

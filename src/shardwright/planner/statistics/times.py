@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.core.amount import named, noted, plain
+from shardwright.core.amount import largest, named, noted, plain, summed
 from shardwright.core.plan import Plan
 from shardwright.core.statistics import (
     Bottleneck,
@@ -16,12 +16,10 @@ from shardwright.core.statistics import (
     TableShare,
     Waiting,
 )
-from shardwright.core.sums import largest, summed
 from shardwright.core.timeline import PHASES
 from shardwright.cost.imbalance import Ranks, each_rank, mean
 from shardwright.planner import profiles
-from shardwright.planner.statistics.holdings import Holdings
-from shardwright.planner.statistics.memory import decisive, filled
+from shardwright.planner.statistics.memory import Holdings, decisive, filled
 from shardwright.planner.statistics.ranks import idle_seconds, ranks_with
 from shardwright.planner.statistics.tables import on_rank
 

@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from shardwright.core.amount import summed
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.schedule import Prefetch
 from shardwright.core.sharding import RUNNABLE, ShardingType, traits
-from shardwright.core.sums import summed
 from shardwright.planner.choices import Tables
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.least import least_memory
 from shardwright.planner.search.search import search
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import placed_tables, space_of
+from shardwright.planner.strategy.tables import Found
 from shardwright.planner.tally import Placed
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.unit_floor import unit_floors

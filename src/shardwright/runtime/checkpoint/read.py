@@ -17,9 +17,15 @@ from shardwright.core.errors import (
     expected,
 )
 from shardwright.runtime.checkpoint.agreement import Group, rank_and_size, reason, together, total
-from shardwright.runtime.checkpoint.dtypes import check_readable, dtype_of
 from shardwright.runtime.checkpoint.folders import newest_step, step_folder
-from shardwright.runtime.checkpoint.held import Held, checked, whole, window
+from shardwright.runtime.checkpoint.held import (
+    Held,
+    check_readable,
+    checked,
+    dtype_of,
+    whole,
+    window,
+)
 from shardwright.runtime.checkpoint.manifest import MAX_STEP, Piece
 from shardwright.runtime.checkpoint.region import Shared, shared
 from shardwright.runtime.checkpoint.shard import open_shard

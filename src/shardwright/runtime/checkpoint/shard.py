@@ -19,8 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shardwright.core.errors import InputError, MismatchError, expected
-from shardwright.runtime.checkpoint.dtypes import CODES, dtype_name, dtype_of
-from shardwright.runtime.checkpoint.held import Held
+from shardwright.runtime.checkpoint.held import CODES, Held, dtype_name, dtype_of
 from shardwright.runtime.checkpoint.manifest import FileDigest, Piece, check_digest, check_size
 
 CHUNK_BYTES = 32 * 2**20  # copied to the host and hashed at a time

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.core.errors import InputError, MismatchError, expected
-from shardwright.runtime.checkpoint.dtypes import dtype_of
+from shardwright.runtime.checkpoint.held import dtype_of
 from shardwright.runtime.checkpoint.manifest import (
     MANIFEST,
     Manifest,

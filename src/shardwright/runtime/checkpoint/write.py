@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwright.core.document import encode_document
 from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
@@ -16,6 +19,7 @@ from shardwright.runtime.checkpoint.agreement import (
     reason,
     together,
     together_numbered,
+    total,
 )
 from shardwright.runtime.checkpoint.folders import (
     give_name,
@@ -38,8 +42,6 @@ from shardwright.runtime.checkpoint.manifest import (
     sealed,
     shard_name,
 )
-from shardwright.runtime.checkpoint.replicas import without_copies
-from shardwright.runtime.checkpoint.scalars import plain
 from shardwright.runtime.checkpoint.shard import piece_of, write_shard
 from shardwright.runtime.checkpoint.stored import open_stored
 
@@ -158,3 +160,89 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+_WANTED = "text, a finite number, a 64-bit integer, true, false, none, or lists and maps of them"
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which tuples are lists; InputError names what would not come back equal."""
+    return {_key("scalars", key): _plain(f"scalars.{key}", value) for key, value in values.items()}
+
+
+def _plain(where: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if type(value) is int and -(2**63) <= value < 2**64:
+        return value
+    if type(value) is float and math.isfinite(value):
+        return value
+    if isinstance(value, str) and _encodes(value):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(f"{where}[{i}]", item) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {_key(where, key): _plain(f"{where}.{key}", v) for key, v in value.items()}
+    raise InputError(expected(where, _WANTED, f"{type(value).__name__} {value!r:.60}"))
+
+
+def _key(where: str, key: Any) -> str:
+    if not isinstance(key, str) or not _encodes(key):
+        raise InputError(expected(where, "names as text", f"{key!r:.60}"))
+    return key
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class Claim(NamedTuple):
+    """A part by the first 8 bytes of its description's sha256, and its bytes."""
+
+    part: int
+    nbytes: int
+
+
+def claim(held: Held) -> Claim:
+    """What the other ranks get to know about a part."""
+    text = repr(piece_of(held)).encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+    return Claim(number, held.tensor.numel() * held.tensor.element_size())
+
+
+def writers(claims: Sequence[Sequence[Claim]]) -> list[set[int]]:
+    """The parts that each rank writes: each part once.
+
+    Large parts go first, each to the rank among its holders that has least to write so far, so
+    the answer is the same wherever it is worked out.
+    """
+    holders: dict[Claim, list[int]] = defaultdict(list)
+    for rank, parts in enumerate(claims):
+        for part in parts:
+            holders[part].append(rank)
+    load = [0] * len(claims)
+    chosen: list[set[int]] = [set() for _ in claims]
+    for part in sorted(holders, key=lambda c: (len(holders[c]) > 1, -c.nbytes, c.part)):
+        rank = min(holders[part], key=lambda r: (load[r], r))
+        load[rank] += part.nbytes
+        chosen[rank].add(part.part)
+    return chosen
+
+
+def without_copies(held: Sequence[Held], comm: Group | None) -> list[Held]:
+    """Of what this rank holds, the parts that it has to write. Called by all ranks."""
+    rank, size = rank_and_size(comm)
+    if comm is None or size == 1:
+        return list(held)
+    own = [claim(part) for part in held]
+    counts = total(comm, "count parts", {rank: len(own)}, size).tolist()
+    first = 2 * sum(counts[:rank])
+    numbers = {first + i: n for i, n in enumerate(n for part in own for n in part)}
+    everyone = iter(total(comm, "list parts", numbers, 2 * sum(counts)).tolist())
+    claims = [[Claim(next(everyone), next(everyone)) for _ in range(n)] for n in counts]
+    mine = writers(claims)[rank]
+    return [part for part, number in zip(held, own, strict=True) if number.part in mine]

@@ -17,7 +17,7 @@ from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.units.linked import LinkedParameter
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.regroup import Together
-from shardwright.tracker.dtypes import DTYPES
+from shardwright.tracker.tensors import DTYPES
 
 Span = tuple[int, int, tuple[int, ...]]  # begin, end, sizes
 

@@ -1,20 +1,24 @@
-"""What users hold of a sharded unit: its bytes, its views, its states and settings."""
+"""What users hold of a sharded unit: its bytes, its views, its states and settings; which module
+has which storage."""
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import nn
 
 from shardwright.core.errors import InputError, expected
+from shardwright.core.placement import describe
+from shardwright.core.quantities import format_bytes
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.rebind import absorb, follow_objects
 from shardwright.runtime.units.structure import Structure
-from shardwright.runtime.units.table import table
 from shardwright.runtime.units.unit import FULL_PRECISION, SHARDED, UNSHARDED, Unit
 
 
@@ -192,3 +196,78 @@ def divide_factor(factor: float) -> float:
     if not factor > 0:
         raise InputError(expected("gradient divide factor", "a number above 0", f"{factor}"))
     return float(factor)
+
+
+class UnitTraffic(NamedTuple):
+    """Collectives of a unit in a step with one forward and one backward, and their bytes."""
+
+    collectives: int
+    nbytes: int
+
+
+def traffic(unit: Unit, reshards: bool) -> UnitTraffic:
+    """What the unit moves in a step: bytes of the full buffer of each call."""
+    buffers, gradients = unit.buffers, unit.gradients
+    gathers = len(buffers.direct) + bool(buffers.chunked)
+    gathered = buffers.stage.nbytes + sum(target.nbytes for _, target, _ in buffers.direct)
+    passes = 1 + reshards
+    sums = [gradient for gradient in gradients.segments if gradient.trains]
+    summed = sum(gradient.send.nbytes for gradient in sums)
+    return UnitTraffic(passes * gathers + len(sums), passes * gathered + summed)
+
+
+def table(flow: Flow) -> str:
+    """Units, one per line: parameters, bytes per rank, padding, collectives and bytes per step."""
+    rows = [("unit", "cut", "params", "per rank", "padding", "collectives", "per step", "dtypes")]
+    notes: list[str] = []
+    for unit in flow.units():
+        layout, moved = unit.layout, traffic(unit, flow.reshards(unit.key))
+        placements = {describe(info.placements[0]) for info in unit.param_infos.values()}
+        rows.append(
+            (
+                unit.name,
+                placements.pop() if len(placements) == 1 else f"{len(placements)} placements",
+                str(len(unit.param_infos)),
+                format_bytes(layout.shard_bytes),
+                f"{layout.padding_bytes(unit.comm.rank)} B",
+                str(moved.collectives),
+                format_bytes(moved.nbytes),
+                ", ".join(dict.fromkeys(segment.dtype for segment in layout.segments)),
+            )
+        )
+        notes.extend(f"{unit.name}: {fqn} ignored, not reduced" for fqn in unit.ignored)
+        notes.extend(f"{unit.name}: {note}" for note in unit.notes)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in [*lines, *notes])
+
+
+_STORAGES: weakref.WeakKeyDictionary[nn.Module, DStorage] = weakref.WeakKeyDictionary()
+_HOLDERS: weakref.WeakKeyDictionary[nn.Module, DStorage] = weakref.WeakKeyDictionary()
+
+
+def get_dstorage(module: nn.Module) -> DStorage | None:
+    """The storage attached to ``module`` itself, or None."""
+    return _STORAGES.get(module)
+
+
+def register(module: nn.Module, storage: DStorage) -> None:
+    """Attach ``storage`` to ``module``."""
+    _STORAGES[module] = storage
+    for inner in module.modules():
+        _HOLDERS.setdefault(inner, storage)
+
+
+def holder_of(module: nn.Module) -> DStorage | None:
+    """The storage whose unit ``module`` is a part of, the innermost one, or None."""
+    return _HOLDERS.get(module)
+
+
+def storages_in(module: nn.Module) -> Iterator[DStorage]:
+    """The storages of ``module`` and of every module below it, each once, in module order."""
+    seen: set[int] = set()
+    for inner in module.modules():
+        storage = _STORAGES.get(inner)
+        if storage is not None and id(storage) not in seen:
+            seen.add(id(storage))
+            yield storage

@@ -17,9 +17,8 @@ from shardwright.runtime.torch_private import (
     unwrapped,
     will_accumulate,
 )
-from shardwright.runtime.units.dstorage import DStorage
-from shardwright.runtime.units.registry import holder_of
-from shardwright.tracker.containers import map_tensors
+from shardwright.runtime.units.dstorage import DStorage, holder_of
+from shardwright.tracker.tensors import map_tensors
 
 LOOKS = 2  # forwards of a unit whose modules are looked through for stashed tensors
 

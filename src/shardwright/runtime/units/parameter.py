@@ -18,7 +18,7 @@ from shardwright.core.layout import UnitLayout
 from shardwright.core.placement import Owned, Placement
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.torch_private import address_of, is_plain, storage_of
-from shardwright.tracker.dtypes import DTYPES, NAMES
+from shardwright.tracker.tensors import DTYPES, NAMES
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 

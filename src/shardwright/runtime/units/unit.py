@@ -40,9 +40,8 @@ from shardwright.runtime.units.linked import (
 )
 from shardwright.runtime.units.parameter import Member, infos_of
 from shardwright.runtime.units.precision import MixedPrecision
-from shardwright.runtime.units.sharded_parameters import ShardedParameters
+from shardwright.runtime.units.sharded_parameters import ShardedParameters, Writes
 from shardwright.runtime.units.structure import Structure
-from shardwright.runtime.units.writes import Writes
 
 Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile
 Initial = Callable[[str], torch.Tensor]

@@ -21,7 +21,7 @@ from torchrec.distributed.utils import get_device_type
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.torchrec.constants import BACKWARD, BANDWIDTHS
-from shardwright.tracker.dtypes import NAMES
+from shardwright.tracker.tensors import NAMES
 
 DEVICES = ("cpu", "cuda")
 RESERVED_SHARE = 0.15  # of a job that names no reservation, as in TorchRec

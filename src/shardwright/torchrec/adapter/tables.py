@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.model import CacheSpec, TableSpec
 from shardwright.core.optimizers import TableOptimizer
-from shardwright.tracker.dtypes import NAMES
+from shardwright.tracker.tensors import NAMES
 
 OPTIMIZER_CLASSES: dict[type, TableOptimizer] = {
     torch.optim.SGD: "sgd",

@@ -1,4 +1,4 @@
-"""Tensors in what modules take and return: alone, in containers, in attributes of objects."""
+"""Tensors in what modules take and return; dtypes by the names of ``core/tensor.py``, and back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwright.core.tensor import ELEMENT_BYTES, TORCH_NAMES
 
 DEPTH = 4  # of objects in objects, in which tensors are looked for
 _NO_CARRIERS = (int, float, complex, str, bytes, type(None), type, nn.Module, ModuleType)
@@ -59,3 +61,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
     map_tensors(take, value)
     return found
+
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, TORCH_NAMES.get(name, name)) for name in ELEMENT_BYTES
+}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
