@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwright.core.block import Block, BlockRun, Role, check_tiling, decode, encode
 from shardwright.core.errors import InputError
-from shardwright.core.layout import unit_blocks
+from shardwright.core.layout import unit_layout
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, column_widths, place, shard_runs
 from shardwright.core.placement import Flat, Replicate
@@ -104,7 +104,7 @@ def test_the_blocks_of_a_unit_tile_its_tensors(placement: Flat | Replicate, rank
         TensorSpec("empty", (0, 4)),
         TensorSpec("bias", (7,), "bf16"),
     ]
-    check_tiling(unit_blocks(tensors, placement, "parameter", ranks), tensors, ranks)
+    check_tiling(unit_layout(tensors, placement, ranks).blocks("parameter"), tensors, ranks)
 
 
 W = TensorSpec("w", (4, 6))

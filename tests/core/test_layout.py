@@ -15,7 +15,6 @@ from shardwright.core.layout import (
     Segment,
     UnitLayout,
     balanced_owners,
-    unit_blocks,
     unit_layout,
 )
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
@@ -380,7 +379,7 @@ def test_a_replicated_unit_is_whole_on_every_rank(ranks: int) -> None:
     tensors = [TensorSpec("w", (3, 5)), TensorSpec("b", (3,))]
     layout = unit_layout(tensors, Replicate(), ranks)
     assert layout.nbytes == layout.shard_bytes
-    blocks = list(unit_blocks(tensors, Replicate(), "gradient", ranks))
+    blocks = list(layout.blocks("gradient"))
     assert [(b.tensor, b.role, b.offsets, b.sizes, b.rank) for b in blocks] == [
         (name, "gradient", (0,) * len(shape), shape, rank)
         for name, shape in (("w", (3, 5)), ("b", (3,)))

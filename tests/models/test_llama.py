@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape, local_tensors
+from shardwright.core.llama_local import LocalShape
 from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
 
 DENSE = LlamaShape(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, vocab=64)
@@ -213,8 +213,6 @@ def _checked(shape: LlamaShape, local: LocalShape, dtype: torch.dtype) -> torch.
     with FakeTensorMode():
         model = Llama(shape, local, sequence=LENGTH, dtype=dtype)
         found = _step(model)
-    sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert sizes == dict(local_tensors(shape, local))
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
     return found
 

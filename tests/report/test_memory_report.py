@@ -12,7 +12,7 @@ from rich.console import Console
 from shardwright.core.footprint import Footprint, ModuleMemory
 from shardwright.core.quantities import format_bytes
 from shardwright.report.memory_report import memory_report
-from shardwright.report.memory_wording import range_text, verdict_sentence
+from shardwright.report.wording import range_text, verdict_sentence
 
 
 def printed(made: Footprint, width: int = 120, **options: Any) -> str:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.tracker.device import granularity_of, meter_for
-from shardwright.tracker.memory import MemoryTracker
+from shardwright.tracker.memory import MemoryTracker, meter_for
+from shardwright.tracker.storages import granularity_of
 
 
 def test_only_real_tensors_on_a_gpu_are_metered() -> None:

@@ -90,12 +90,6 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kinds: tuple[Kind, ...] = ()
     timeline: tuple[Sample, ...] = ()
 
-    @property
-    def steady_bytes(self) -> int:
-        """What stays from step to step: weights, states and buffers."""
-        kept: tuple[Kind, ...] = ("weight", "optimizer_state", "buffer", "cache")
-        return sum(self.by_category.get(kind, 0) for kind in kept)
-
 
 class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every class of ranks of a job; the first is the one with the highest peak."""

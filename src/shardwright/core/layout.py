@@ -334,14 +334,3 @@ def balanced_owners(tensors: Iterable[TensorSpec], world_size: int) -> dict[str,
         filled[rank] += ceil_div(tensor.nbytes, ALIGNMENT) * ALIGNMENT
         owners[tensor.fqn] = Owned(rank)
     return owners
-
-
-def unit_blocks(
-    tensors: Iterable[TensorSpec],
-    placement: Placement | Mapping[str, Placement],
-    role: Role,
-    world_size: int,
-    frozen: Collection[str] = (),
-) -> Iterable[Block]:
-    """The blocks of a unit under ``placement``."""
-    return unit_layout(tensors, placement, world_size, frozen).blocks(role)

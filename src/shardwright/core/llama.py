@@ -72,13 +72,6 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Elements of all parameters; tied weights count once."""
         return sum(_elements(shape) for _, shape in self.tensors)
 
-    @property
-    def active_parameter_count(self) -> int:
-        """Elements that one token meets: of the experts only those it is sent to."""
-        idle = self.experts - self.experts_per_token
-        expert = 3 * self.dim * self.expert_ffn_dim
-        return self.parameter_count - len(self.moe_layers) * idle * expert
-
 
 def check_shape(shape: LlamaShape, where: str = "model") -> None:
     """Refuse sizes that contradict each other; InputError names ``where`` and the key."""

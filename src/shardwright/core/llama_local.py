@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.llama import LlamaShape, NamedShape, block_tensors
+from shardwright.core.llama import LlamaShape
 
 Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 LossKind = Literal["gathered", "parallel", "chunked"]
@@ -127,37 +127,3 @@ def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -
 def _divides(size: int, degree: int, where: str, what: str) -> None:
     if size % degree:
         raise InputError(expected(where, f"a divisor of the {size} {what}", str(degree)))
-
-
-def local_tensors(shape: LlamaShape, local: LocalShape) -> tuple[NamedShape, ...]:
-    """Name and shape of every parameter that this rank holds, before data ranks share them."""
-    found: list[NamedShape] = []
-    if local.first:
-        found.append(("tok_embeddings.weight", (local.vocab(shape), shape.dim)))
-    for layer in local.layer_range(shape):
-        found += [
-            (name, _cut(name, size, shape, local)) for name, size in block_tensors(shape, layer)
-        ]
-    if local.last:
-        found.append(("norm.weight", (shape.dim,)))
-        # A tied head beside its embedding is the same tensor; on a stage of its own it is a copy.
-        if not (shape.tied_embeddings and local.first):
-            found.append(("output.weight", (local.vocab(shape), shape.dim)))
-    return tuple(found)
-
-
-def _cut(name: str, size: tuple[int, ...], shape: LlamaShape, local: LocalShape) -> tuple[int, ...]:
-    """A tensor's shape on this rank: columns of w1, w3, wq, wk, wv; rows of w2, wo."""
-    part = name.split(".", 2)[2]
-    if part.startswith("moe.experts."):
-        experts, rows, columns = size
-        cut = local.expert_width_degree
-        narrow = (rows, columns // cut) if part.endswith("w2") else (rows // cut, columns)
-        return (experts // local.expert, *narrow)
-    if part.startswith(("attention.wk.", "attention.wv.")):
-        return (local.kv_heads(shape) * shape.head_dim, *size[1:])
-    if part.startswith("attention.wq.") or ".w1." in part or ".w3." in part:
-        return (size[0] // local.tensor, *size[1:])
-    if part.endswith(("attention.wo.weight", "w2.weight")):
-        return (size[0], size[1] // local.tensor)
-    return size

@@ -7,10 +7,16 @@ from rich.text import Text
 
 from shardwright.core.fit import Estimate, Fit, Largest
 from shardwright.core.quantities import format_bytes, format_seconds
-from shardwright.report.memory_wording import VERDICT_STYLES, largest_text, range_text
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.table import drawn, listed, spaced
-from shardwright.report.wording import TEXT_LIMIT, counted, printable
+from shardwright.report.wording import (
+    TEXT_LIMIT,
+    VERDICT_STYLES,
+    counted,
+    largest_text,
+    printable,
+    range_text,
+)
 
 HOW = (
     "Fits: live bytes, what the allocator holds and the upper end of what else is on the device. "

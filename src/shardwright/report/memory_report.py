@@ -10,18 +10,22 @@ from rich.text import Text
 from shardwright.core.footprint import Footprint, ModuleMemory, RankMemory, Tracked
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind, category, in_order
-from shardwright.report.memory_wording import (
-    VERDICT_STYLES,
-    class_text,
-    headline,
-    peak_text,
-    range_text,
-    settings_lines,
-    verdict_sentence,
-)
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.table import drawn, listed, spaced
-from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable, signed_bytes
+from shardwright.report.wording import (
+    TEXT_LIMIT,
+    VERDICT_STYLES,
+    class_text,
+    counted,
+    headline,
+    peak_text,
+    percent,
+    printable,
+    range_text,
+    settings_lines,
+    signed_bytes,
+    verdict_sentence,
+)
 
 EVERYTHING = 10**6  # rows that a full report may have
 SURE = (

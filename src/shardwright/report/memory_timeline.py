@@ -29,8 +29,7 @@ from shardwright.report.marks import (
     text_width,
     ticks,
 )
-from shardwright.report.memory_wording import headline, peak_text, verdict_sentence
-from shardwright.report.wording import counted, shortened
+from shardwright.report.wording import counted, headline, peak_text, shortened, verdict_sentence
 
 # What belongs together has one hue; a texture distinguishes areas without colour.
 FILLS: dict[Kind, Fill] = {

@@ -32,7 +32,6 @@ DRAW_BITS = 24  # of a single-precision uniform number, the low ones of a draw o
 MAX_DRAWS = 1_000  # for one probe; more are needed only where there is nothing left to probe
 
 Singles = NDArray[np.float32]
-Doubles = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

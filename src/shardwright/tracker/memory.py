@@ -22,7 +22,6 @@ from shardwright.core.footprint import (
 )
 from shardwright.core.timeline import Kind, Phase
 from shardwright.tracker.announce import is_listening, listening
-from shardwright.tracker.device import DeviceMeter, meter_for
 from shardwright.tracker.log import DECLARED, GUESSED, MOVED, Holding, Log
 from shardwright.tracker.owners import Owners
 from shardwright.tracker.private import (
@@ -311,3 +310,36 @@ class MemoryTracker(Follower):
 
     def _read(self) -> Reading:
         return Reading(self.log, None if self.owners is None else self.owners.modules)
+
+
+class DeviceMeter:
+    """Peaks of ``torch.cuda`` from its making on; making one resets them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.reset_peak_memory_stats(device)
+        self.first = self._now()
+
+    def read(self) -> DeviceMemory:
+        """The figures until now."""
+        now, first = self._now(), self.first
+        return DeviceMemory(
+            device=torch.cuda.get_device_name(self.device),
+            before=first["active_bytes.all.current"],
+            active_peak=now["active_bytes.all.peak"],
+            allocated_peak=now["allocated_bytes.all.peak"],
+            reserved_peak=now["reserved_bytes.all.peak"],
+            retries=now["num_alloc_retries"] - first["num_alloc_retries"],
+            out_of_memory=now["num_ooms"] - first["num_ooms"],
+        )
+
+    def _now(self) -> dict[str, Any]:
+        torch.cuda.synchronize(self.device)
+        return dict(torch.cuda.memory_stats(self.device))
+
+
+def meter_for(device: torch.device | None, *, fake: bool) -> DeviceMeter | None:
+    """A meter where real tensors live on a GPU."""
+    if fake or device is None or device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return DeviceMeter(device)

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_iter
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.timeline import Kind
-from shardwright.tracker.device import granularity_of
 from shardwright.tracker.log import GUESSED, INFERRED, Holding, operation_name
 from shardwright.tracker.private import (
     FakeTensor,
@@ -31,6 +30,7 @@ from shardwright.tracker.private import (
     unwraps_itself,
 )
 
+CUDA_GRANULARITY = 512  # bytes: the CUDA caching allocator's smallest block, kMinBlockSize
 _FRESH = torch.ops.aten.lift_fresh.default  # its argument is a constant that was just made
 BEFORE = "made before"  # in place of an operation
 _OTHERS = " and others"  # of one storage
@@ -291,3 +291,8 @@ def given_tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
         elif isinstance(argument, list | tuple):
             found.extend(leaf for leaf in argument if isinstance(leaf, torch.Tensor))
     return found
+
+
+def granularity_of(device_type: str) -> int:
+    """Bytes to which an allocation on a device is rounded up."""
+    return CUDA_GRANULARITY if device_type == "cuda" else 1
