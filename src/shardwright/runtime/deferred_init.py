@@ -21,8 +21,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwright.tracker.private import (
+    key_of,
+    operator_name,
+    own_buffers,
+    own_parameters,
+    schema_of,
+    without_dispatch_modes,
+)
 
 Memory = dict[int, tuple[int, torch.UntypedStorage]]  # of storages: who wrote last, and the bytes
 
@@ -156,7 +165,7 @@ class Deferred(TorchDispatchMode):
             raise NotDeferredError("memory that no operation has made, as of a file")
         if not isinstance(value, torch.Tensor):
             return value
-        known = value.untyped_storage()._cdata in self._numbers
+        known = key_of(value.untyped_storage()) in self._numbers
         place = self.place(value)
         if not known:
             if isinstance(value, FakeTensor):
@@ -169,7 +178,7 @@ class Deferred(TorchDispatchMode):
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotDeferredError("a tensor that is sparse or a conjugate")
         storage = tensor.untyped_storage()
-        number = self._numbers.setdefault(storage._cdata, len(self._storages))
+        number = self._numbers.setdefault(key_of(storage), len(self._storages))
         if number == len(self._storages):
             self._storages.append(storage)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -186,7 +195,7 @@ class Deferred(TorchDispatchMode):
             raise NotDeferredError("a change of a tensor that was there before")
         if not makes and not written:
             return  # a view
-        fills = function._schema.name.removeprefix("aten::") in FILLS
+        fills = operator_name(function).removeprefix("aten::") in FILLS
         read = _places((arguments[1:], keywords) if fills else (arguments, keywords))
         index = len(self._operations)
         operation = Operation(
@@ -223,7 +232,7 @@ class Deferred(TorchDispatchMode):
         generator = generator or torch.default_generator
         if generator.device.type != "cpu":
             raise NotDeferredError(f"numbers drawn on '{generator.device}'")
-        with _disable_current_modes():
+        with without_dispatch_modes():
             state = generator.get_state()
             stream = self._streams.get(generator)
             if stream is None or not torch.equal(stream.states[0], state):
@@ -255,7 +264,7 @@ class Deferred(TorchDispatchMode):
         """What an operation says of numbers, no tensor. What led to them is kept until the next,
         for functions often ask in a loop."""
         wanted = [(p.storage, len(self._operations)) for p in _places((arguments, keywords))]
-        with _disable_current_modes(), _again():
+        with without_dispatch_modes(), _again():
             real = self._recent
             ready = {storage: index for storage, (index, _) in real.items()}
             found = self._leading_to(wanted, ready)
@@ -322,7 +331,7 @@ class Deferred(TorchDispatchMode):
                 turn[0].states.append(torch.get_rng_state())
             for place, found in zip(operation.results, leaves, strict=True):
                 if isinstance(place, Place) and place.storage in operation.makes:
-                    is_ours = found.untyped_storage()._cdata in self._numbers  # a constant's
+                    is_ours = key_of(found.untyped_storage()) in self._numbers  # a constant's
                     found = place.as_noted(found.clone() if is_ours else found)
                     real[place.storage] = (index, found.untyped_storage())
             for storage in operation.writes:
@@ -365,7 +374,7 @@ class Deferred(TorchDispatchMode):
             return done[id(value)][1]
 
         for part in module.modules():
-            for name, value in [*part._parameters.items(), *part._buffers.items()]:
+            for name, value in [*own_parameters(part).items(), *own_buffers(part).items()]:
                 if value is not None:
                     setattr(part, name, settled(value))
             for name, value in list(vars(part).items()):
@@ -420,7 +429,7 @@ def _places(values: Any) -> list[Place]:
 def _written(function: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> list[Place]:
     """The arguments that an operation writes into."""
     found = []
-    for index, wanted in enumerate(function._schema.arguments):
+    for index, wanted in enumerate(schema_of(function).arguments):
         if wanted.alias_info is not None and wanted.alias_info.is_write:
             there = index < len(arguments) and not wanted.kwarg_only
             found += _places(arguments[index] if there else keywords.get(wanted.name))

@@ -22,6 +22,7 @@ from shardwright.runtime.units.linked import (
     trainable,
 )
 from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor, as_parameter
+from shardwright.tracker.private import gradient_hooks
 
 
 class Run(NamedTuple):
@@ -254,7 +255,7 @@ class Stretch(NamedTuple):
     def _call_hooks(self, part: torch.Tensor) -> None:
         """Those on the flat tensor's gradient, which see all of this one."""
         flat = self.flat
-        if not flat.parameter._backward_hooks:
+        if not gradient_hooks(flat.parameter):
             return
         if self.run.length != len(local_of(flat.parameter)):
             raise InputError(

@@ -31,6 +31,7 @@ from shardwright.runtime.units.hooks import UnitHooks
 from shardwright.runtime.units.parameter import Member, check_materials, find_members
 from shardwright.runtime.units.precision import as_precision
 from shardwright.runtime.units.unit import Initial
+from shardwright.tracker.private import own_parameters
 
 STRATEGIES = ("per_param", "param_boundary", "flat")
 
@@ -203,7 +204,7 @@ def unit_members(
     _refuse_sharded(modules, unit)
     members = find_members(modules, prefixes, ignored, _is_unit)
     inside = {
-        id(inner._parameters): holder
+        id(own_parameters(inner)): holder
         for module in modules
         for inner in module.modules()
         if (holder := holder_of(inner)) is not None

@@ -17,6 +17,7 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.parameter import plain_name
+from shardwright.tracker.private import own_buffers
 
 STATE = "optimizer/"  # what names of optimizer state begin with
 
@@ -158,7 +159,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that a state dict has, each once."""
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in own_buffers(module).items():
             if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))

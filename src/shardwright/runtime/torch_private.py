@@ -1,4 +1,5 @@
-"""The private interfaces of torch that change what happens; docs/architecture.md lists the rest."""
+"""The private interfaces of torch by which it is changed; `tracker/private.py` has those by which
+it is looked at."""
 
 from __future__ import annotations
 
@@ -29,16 +30,6 @@ C_GRAD: Any = torch._C.TensorBase.grad
 _OFFSET_BITS = 60  # more than any offset within a storage has
 
 
-def after_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the running backward pass has computed every gradient."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def in_backward() -> bool:
-    """Whether this thread is running a backward pass, as a recomputed forward does."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def will_accumulate(node: Any, place: int) -> bool | None:
     """Whether the running backward adds to the gradient of a leaf, which is the input ``place`` of
     the function whose ``node`` runs: ``torch.autograd.grad`` for other tensors does not. None for
@@ -66,6 +57,9 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
+
+no_subclass_functions = torch._C.DisableTorchFunctionSubclass
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 # What runs inside is no part of the function that torch.func transforms.
 outside_of_transforms = torch._C._DisableFuncTorch

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 
 from shardwright.core.errors import InputError, expected
 from shardwright.trace.lowering.operators import aten_name
+from shardwright.tracker.private import operator_name
 
 Kind = Literal["none", "full", "operators", "core_attention"]
 
@@ -176,7 +177,7 @@ def _contexts(chosen: Policy) -> Any:
 
     def decide(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         keep = again if context.is_recompute else forward
-        if keep(operator._schema.name):
+        if keep(operator_name(operator)):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

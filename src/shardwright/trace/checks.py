@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import is_lazy
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.tracker.private import own_buffers, own_parameters
 
 LONGEST = 160  # letters of another's message that are repeated
 
@@ -77,7 +78,7 @@ def check_module(module: nn.Module, where: str) -> None:
 
 
 def _own(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for held in (part._parameters, part._buffers):
+    for held in (own_parameters(part), own_buffers(part)):
         yield from ((name, tensor) for name, tensor in held.items() if tensor is not None)
 
 

@@ -30,6 +30,7 @@ from shardwright.trace.checks import Untraceable, first_line
 from shardwright.trace.module import NoUnitsError
 from shardwright.trace.repeats import FEW
 from shardwright.trace.structure import Container, containers, large_parts, repeats
+from shardwright.tracker.private import own_buffers, own_children
 
 ROOT = ""  # the unit of everything that is in no other
 # The first call of an operator may differ: torch 2.13 remembers of mkldnn's RNN that its gradients
@@ -182,7 +183,7 @@ def _said(recording: Recording) -> list[object]:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """What modules remember of a forward, and which parts they have, is as before at the end."""
     before = [
-        (part, dict(vars(part)), dict(part._buffers), dict(part._modules))
+        (part, dict(vars(part)), dict(own_buffers(part)), dict(own_children(part)))
         for part in model.modules()
     ]
     try:
@@ -191,18 +192,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for part, attributes, buffers, modules in before:
             vars(part).clear()
             vars(part).update(attributes)
-            part._buffers.clear()
-            part._buffers.update(buffers)
-            part._modules.clear()
-            part._modules.update(modules)
+            own_buffers(part).clear()
+            own_buffers(part).update(buffers)
+            own_children(part).clear()
+            own_children(part).update(modules)
 
 
 def _keep(container: Container, kept: Sequence[int]) -> None:
     """Leave these children in a container; those of a list are numbered anew."""
-    old = [name for name, child in container.module._modules.items() if child is not None]
+    old = [name for name, child in own_children(container.module).items() if child is not None]
     numbered = isinstance(container.module, nn.ModuleList)
     names = [str(k) if numbered else old[place] for k, place in enumerate(sorted(kept))]
-    modules = container.module._modules
+    modules = own_children(container.module)
     modules.clear()
     modules.update(zip(names, (container.children[place] for place in sorted(kept)), strict=True))
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from shardwright.trace.lowering.lowered import take
 from shardwright.trace.lowering.operators import workspace
+from shardwright.tracker.private import OpOverload
 
 Held = Any  # a tensor, or what a graph returns in its place
 Cell = tuple[fx.Node, int]
@@ -150,12 +151,12 @@ def _alias(node: fx.Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return True
-    return isinstance(target, torch._ops.OpOverload) and (target.is_view or _name(node) in ALIASES)
+    return isinstance(target, OpOverload) and (target.is_view or _name(node) in ALIASES)
 
 
 def _inlined(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target is operator.getitem
     return torch.Tag.pointwise in target.tags or _kind(node) in INLINED or _alias(node)
 
@@ -166,7 +167,7 @@ def _values(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _inner(node: fx.Node) -> int:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return 0
 
     def value(argument: Any) -> Any:

@@ -22,7 +22,7 @@ from shardwright.core.timeline import Kind
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.work import NOTHING, work_of
 from shardwright.tracker.log import DECLARED, GUESSED, Holding
-from shardwright.tracker.private import key_of
+from shardwright.tracker.private import key_of, operator_name
 from shardwright.tracker.storages import BEFORE, Follower, given_tensors, is_constant
 from shardwright.tracker.tensors import map_tensors, tensors_in
 
@@ -111,7 +111,7 @@ class Recorder(Follower):
 
     def heed(self, function: Any, arguments: Any, keywords: Any, result: Any) -> bool:
         """Count an operation's work, and adopt what it was given and nobody made."""
-        self.operators.add(function._schema.name)
+        self.operators.add(operator_name(function))
         self.work += work_of(function, arguments, keywords, result)
         if is_constant(function):
             return False
@@ -141,7 +141,7 @@ class Recorder(Follower):
             held.kind = self._kind()
             self._fresh[held] = len(self.touches)
             slot = self._slots.setdefault(held, len(self._slots))
-            name = held.operation._schema.name
+            name = operator_name(held.operation)
             self.touches.append(Touch("take", slot, size, held.kind, name, self.module))
 
     def free(self, held: Holding) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from shardwright.trace.repeats import Stretch, stretches
+from shardwright.tracker.private import hook_counts, own_buffers, own_children, own_parameters
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 DEEPEST = 4  # objects within objects that are compared
@@ -102,7 +103,7 @@ class _Sharing:
 
 def _places(module: nn.Module) -> Iterator[nn.Parameter]:
     for _, part in module.named_modules(remove_duplicate=False):
-        yield from (p for p in part._parameters.values() if p is not None)
+        yield from (p for p in own_parameters(part).values() if p is not None)
 
 
 def _walk(module: nn.Module, path: str, sharing: _Sharing) -> Iterator[Container]:
@@ -120,7 +121,7 @@ def _walk(module: nn.Module, path: str, sharing: _Sharing) -> Iterator[Container
 
 def _container(module: nn.Module, path: str, sharing: _Sharing) -> Container | None:
     """``module`` with the stretches of its children, if any repeats that has parameters."""
-    items = [(name, child) for name, child in module._modules.items() if child is not None]
+    items = [(name, child) for name, child in own_children(module).items() if child is not None]
     children = tuple(child for _, child in items)
     cut = stretches(_keys(children, sharing))
     repeated = [k for each in cut if repeats(each) for k in each.every]
@@ -194,10 +195,10 @@ def _built(module: nn.Module, numbers: list[float]) -> Hashable:
     return (
         type(module),
         attributes,
-        tuple((name, _tensor(p)) for name, p in module._parameters.items()),
-        tuple((name, _tensor(b)) for name, b in module._buffers.items()),
-        tuple((name, _child(c, numbers)) for name, c in module._modules.items()),
-        (len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks)),
+        tuple((name, _tensor(p)) for name, p in own_parameters(module).items()),
+        tuple((name, _tensor(b)) for name, b in own_buffers(module).items()),
+        tuple((name, _child(c, numbers)) for name, c in own_children(module).items()),
+        hook_counts(module),
     )
 
 

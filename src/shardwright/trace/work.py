@@ -13,6 +13,7 @@ from torch.utils.flop_counter import (
 )
 
 from shardwright.core.recording import Work
+from shardwright.tracker.private import key_of, schema_of
 
 aten = torch.ops.aten
 NOTHING = Work()
@@ -26,7 +27,7 @@ _FREE = frozenset(
 
 def work_of(function: Any, arguments: Any, keywords: Any, result: Any) -> Work:
     """The work of one call of an operator, as it was dispatched."""
-    packet = function._overloadpacket
+    packet = function.overloadpacket
     if function.namespace == "prim" or packet in _FREE or _is_view(function, arguments, result):
         return NOTHING
     counted = flop_registry.get(packet)
@@ -42,11 +43,11 @@ def _is_view(function: Any, arguments: Any, result: Any) -> bool:
     """Whether an operator gives memory back that it was given, and changes none of it."""
     if function.is_view:
         return True
-    if function._schema.is_mutable or not isinstance(result, torch.Tensor):
+    if schema_of(function).is_mutable or not isinstance(result, torch.Tensor):
         return False
-    own = result.untyped_storage()._cdata
+    own = key_of(result.untyped_storage())
     given = (a for a in arguments if isinstance(a, torch.Tensor))
-    return any(tensor.untyped_storage()._cdata == own for tensor in given)
+    return any(key_of(tensor.untyped_storage()) == own for tensor in given)
 
 
 def _attention(arguments: Any) -> int:

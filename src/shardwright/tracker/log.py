@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from shardwright.core.timeline import Kind, Phase
+from shardwright.tracker.private import schema_of
 
 GUESSED = 0  # by the phase that a storage was made in
 MOVED = 1  # by the collective that moved it
@@ -48,7 +49,7 @@ def operation_name(operation: object) -> str:
     """``aten.mm`` for an operator, ``resize_`` for a text."""
     if isinstance(operation, str):
         return operation
-    schema = getattr(operation, "_schema", None)
+    schema = schema_of(operation)
     name = schema.name if schema is not None else getattr(operation, "__name__", str(operation))
     return str(name).replace("::", ".")
 

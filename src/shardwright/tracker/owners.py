@@ -24,7 +24,7 @@ from shardwright.core.timeline import Kind, Phase
 from shardwright.tracker.fsdp2 import following_fsdp2
 from shardwright.tracker.log import DECLARED, INFERRED, MOVED
 from shardwright.tracker.modules import Modules
-from shardwright.tracker.private import after_backward, in_backward, is_compiled
+from shardwright.tracker.private import after_backward, in_backward, is_compiled, own_parameters
 from shardwright.tracker.storages import given_tensors, is_constant
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Owners:
     def meet(self, path: str, module: nn.Module) -> None:
         """A module has its parameters as it computes with them: those that were not there at first
         are gathered ones."""
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is None:
                 continue
             fqn = self._names.setdefault(parameter, f"{path}.{name}" if path else name)

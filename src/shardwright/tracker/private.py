@@ -1,4 +1,4 @@
-"""Every private interface of torch that the tracker uses, and nothing else.
+"""The private interfaces of torch by which it is looked at: storages, operators, modules, graphs.
 
 Each patch is a context that puts back what it replaced. Names are those of torch 2.11 to 2.13.
 """
@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import (
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
@@ -23,19 +26,30 @@ from torch.utils._python_dispatch import (
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
+    "accumulated_hooks",
     "after_backward",
     "counting_nodes",
     "fake_mode_of",
     "following_resizes",
     "fsdp_groups",
+    "gradient_hooks",
+    "hook_counts",
     "in_backward",
     "is_compiled",
     "key_of",
     "node_number",
+    "operator_name",
+    "own_buffers",
+    "own_children",
+    "own_parameters",
     "plain_parts",
     "present_fake_mode",
     "quiet_propagation",
+    "schema_of",
     "unwraps_itself",
+    "without_dispatch_modes",
+    "without_modes",
     "wrapping_groups",
 ]
 
@@ -47,8 +61,52 @@ def key_of(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def schema_of(operator: Any) -> Any:
+    """Names, types and effects of an operator's arguments; None for what is no operator."""
+    return getattr(operator, "_schema", None)
+
+
+def operator_name(operator: OpOverload) -> str:
+    """``aten::mm``."""
+    return str(operator._schema.name)
+
+
+# What a module has itself, by name, as torch keeps it; None where a name stands for nothing.
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Without those of modules inside."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Without those of modules inside."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module twice where it has two names."""
+    return module._modules
+
+
+def hook_counts(module: nn.Module) -> tuple[int, ...]:
+    """How many hooks its forward and backward have."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return tuple(map(len, hooks))
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """What was given to ``register_hook``."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def accumulated_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
+    """What was given to ``register_post_accumulate_grad_hook``."""
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
 def in_backward() -> bool:
-    """Whether this thread is running a backward pass."""
+    """Whether this thread is running a backward pass, as a recomputed forward does."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -86,6 +144,21 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         part = getattr(tensor, name)
         if isinstance(part, torch.Tensor):
             yield from plain_parts(part)
+
+
+without_dispatch_modes = _disable_current_modes
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """No dispatch mode and no function mode is active inside."""
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def present_fake_mode() -> FakeTensorMode | None:

@@ -9,15 +9,11 @@ from typing import Any
 from shardwright.core.errors import InputError, expected
 from shardwright.core.schedule import Action, Direction, Modes, UnitFlow
 from shardwright.runtime.guard import Guard
-from shardwright.runtime.torch_private import (
-    adds_to,
-    after_backward,
-    in_backward,
-    outside_of_transforms,
-)
+from shardwright.runtime.torch_private import adds_to, outside_of_transforms
 from shardwright.runtime.units.linked import asked_for
 from shardwright.runtime.units.rebind import absorb
 from shardwright.runtime.units.unit import Unit
+from shardwright.tracker.private import after_backward, in_backward
 
 
 class Flow(UnitFlow):

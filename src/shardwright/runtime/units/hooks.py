@@ -12,12 +12,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.schedule import Action
 from shardwright.runtime.torch_private import (
-    in_backward,
+    in_transform,
     outside_graphs,
     unwrapped,
     will_accumulate,
 )
 from shardwright.runtime.units.dstorage import DStorage, holder_of
+from shardwright.tracker.private import in_backward
 from shardwright.tracker.tensors import map_tensors
 
 LOOKS = 2  # forwards of a unit whose modules are looked through for stashed tensors
@@ -263,7 +264,7 @@ class _Mark(torch.autograd.Function):
     @classmethod
     def apply(cls, *arguments: Any) -> Any:
         """Without the look at the signature of ``forward`` that torch takes every time."""
-        if torch._C._are_functorch_transforms_active():
+        if in_transform():
             return super().apply(*arguments)
         return super(torch.autograd.Function, cls).apply(*arguments)
 

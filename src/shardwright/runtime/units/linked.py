@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.runtime.torch_private import C_DATA, C_GRAD, adds_to
+from shardwright.runtime.torch_private import C_DATA, C_GRAD, adds_to, no_subclass_functions
+from shardwright.tracker.private import accumulated_hooks, gradient_hooks
 
 
 class Home(Protocol):
@@ -164,7 +165,7 @@ class FlatReplica(LinkedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "norm" in getattr(func, "__name__", ""):
             raise norm_of_many("a flat tensor that every rank has whole")
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             return func(*args, **(kwargs or {}))
 
 
@@ -224,7 +225,7 @@ class AtShard:
 
 def call_gradient_hooks(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     """Let hooks on ``parameter`` change ``gradient``, which autograd did not bring, in place."""
-    for hook in list((parameter._backward_hooks or {}).values()):
+    for hook in gradient_hooks(parameter):
         changed = hook(gradient)
         if changed is not None and changed is not gradient:
             gradient.copy_(changed)
@@ -232,7 +233,7 @@ def call_gradient_hooks(parameter: nn.Parameter, gradient: torch.Tensor) -> None
 
 def call_accumulated(parameter: nn.Parameter) -> None:
     """Call the hooks that wait for a gradient, such as an optimizer in the backward."""
-    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+    for hook in accumulated_hooks(parameter):
         hook(parameter)
 
 
@@ -265,7 +266,7 @@ def inherit(parameter: nn.Parameter, original: nn.Parameter) -> None:
     for name, value in vars(original).items():
         if name not in vars(parameter):
             setattr(parameter, name, value)
-    for hook in (original._backward_hooks or {}).values():
+    for hook in gradient_hooks(original):
         parameter.register_hook(hook)
-    for hook in (original._post_accumulate_grad_hooks or {}).values():
+    for hook in accumulated_hooks(original):
         parameter.register_post_accumulate_grad_hook(hook)

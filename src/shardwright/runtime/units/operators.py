@@ -25,6 +25,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.units import reductions
 from shardwright.runtime.units.cut import Cut
 from shardwright.runtime.units.linked import norm_of_many
+from shardwright.tracker.private import operator_name, schema_of
 
 aten = torch.ops.aten
 Rule = Callable[[Any, Any, Any], Any]
@@ -68,7 +69,7 @@ class Operators:
         return rule(func, args, kwargs)
 
     def _rule(self, func: Any) -> Rule:
-        packet, name = func.overloadpacket, func._schema.name.removeprefix("aten::")
+        packet, name = func.overloadpacket, operator_name(func).removeprefix("aten::")
         written = _written(func)
         if func in (aten.detach.default, aten.alias.default):
             return self._alias
@@ -235,7 +236,7 @@ class Operators:
     def _drawn(self, written: Sequence[str], func: Any, args: Any, kwargs: Any) -> Any:
         """Random numbers for a whole tensor, of which each rank keeps its part."""
         tensor, rest = args[0], args[1:]
-        like = not written and func._schema.name.endswith("_like")
+        like = not written and operator_name(func).endswith("_like")
         if type(tensor) is not self.kind or tensor.view_of_base is not None:
             return self._on_wholes(written, func, args, kwargs)
         if written != ("self",) and not like:
@@ -368,7 +369,7 @@ def refused(cut: Cut, what: str, remedy: str = "") -> UnsupportedError:
 
 def _refuse_collective(func: Any, args: Any, kwargs: Any) -> Any:
     shard = next(leaf for leaf in tree_flatten((args, kwargs))[0] if hasattr(leaf, "cut"))
-    name = func._schema.name.partition("::")[2].rstrip("_")
+    name = operator_name(func).partition("::")[2].rstrip("_")
     raise refused(
         shard.cut,
         f"{name}, for ranks have different parts",
@@ -383,7 +384,7 @@ def _refuse_training(shards: Sequence[Any], func: Any, found: Any) -> None:
     shard = next(s for s in shards if s.requires_grad)
     raise refused(
         shard.cut,
-        f"{func._schema.name.removeprefix('aten::')} with a graph",
+        f"{operator_name(func).removeprefix('aten::')} with a graph",
         "Train through it inside its unit's forward; use full_tensor() in a loss that is the same "
         "on every rank, and detach() to look.",
     )
@@ -400,14 +401,14 @@ def _written(func: Any) -> tuple[str, ...]:
     """The names of the arguments that an operator writes."""
     return tuple(
         argument.name
-        for argument in func._schema.arguments
+        for argument in schema_of(func).arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
 
 def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments that were given, by name."""
-    names = (argument.name for argument in func._schema.arguments)
+    names = (argument.name for argument in schema_of(func).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 

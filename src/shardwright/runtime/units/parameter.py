@@ -18,6 +18,7 @@ from shardwright.core.layout import UnitLayout
 from shardwright.core.placement import Owned, Placement
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.torch_private import address_of, is_plain, storage_of
+from shardwright.tracker.private import own_children, own_parameters
 from shardwright.tracker.tensors import DTYPES, NAMES
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -91,7 +92,7 @@ class Member:
 
     def add_place(self, module: nn.Module, name: str) -> None:
         """One more module that shows this parameter."""
-        self.places.append((module._parameters, name))
+        self.places.append((own_parameters(module), name))
         if type(module).__setattr__ is not nn.Module.__setattr__:
             self.setters.append((weakref.ref(module), name))
 
@@ -135,7 +136,7 @@ def find_members(
     found: dict[int, Member] = {}
     for module, prefix in zip(modules, prefixes, strict=True):
         for path, owner in own_modules(module, prefix, is_taken):
-            for name, parameter in owner._parameters.items():
+            for name, parameter in own_parameters(owner).items():
                 if parameter is None or id(parameter) in left_out:
                     continue
                 fqn = plain_name(f"{path}.{name}" if path else name)
@@ -173,7 +174,7 @@ def own_modules(
         yield path, current
         children = [
             (f"{path}.{name}" if path else name, child)
-            for name, child in current._modules.items()
+            for name, child in own_children(current).items()
             if child is not None and not is_taken(child)
         ]
         stack.extend(reversed(children))

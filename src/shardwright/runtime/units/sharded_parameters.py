@@ -17,6 +17,7 @@ from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import Cut, part_of
 from shardwright.runtime.units.linked import Replica, call_accumulated, call_gradient_hooks
 from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
+from shardwright.tracker.private import gradient_hooks
 
 
 class ShardedParameters:
@@ -88,7 +89,7 @@ class ShardedParameters:
 
     def hooked(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         """Let the hooks on the parameters of a segment change their parts of its mean gradient."""
-        if not any(self.all[place]._backward_hooks for place in self.places[index]):
+        if not any(gradient_hooks(self.all[place]) for place in self.places[index]):
             return
         for place in self._with_gradient(index, present):
             call_gradient_hooks(self.all[place], self._part(place, share))

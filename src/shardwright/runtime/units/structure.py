@@ -13,6 +13,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.units.linked import LinkedParameter
 from shardwright.runtime.units.parameter import own_modules, plain_name
 from shardwright.runtime.units.shard_tensor import ShardTensor
+from shardwright.tracker.private import own_children, own_parameters
 
 
 class _Row(NamedTuple):
@@ -25,12 +26,12 @@ class _Row(NamedTuple):
 
     @classmethod
     def of(cls, path: str, module: nn.Module) -> _Row:
-        children = tuple(c if c is None else weakref.ref(c) for c in module._modules.values())
-        return cls(path, weakref.ref(module), children, tuple(module._parameters))
+        children = tuple(c if c is None else weakref.ref(c) for c in own_children(module).values())
+        return cls(path, weakref.ref(module), children, tuple(own_parameters(module)))
 
     def is_as_before(self, module: nn.Module) -> bool:
-        children = module._modules
-        if len(children) != len(self.children) or len(module._parameters) != len(self.names):
+        children = own_children(module)
+        if len(children) != len(self.children) or len(own_parameters(module)) != len(self.names):
             return False
         pairs = zip(children.values(), self.children, strict=True)
         return all(now is (then and then()) for now, then in pairs)
@@ -59,10 +60,10 @@ class Structure:
 def _refuse_new(module: nn.Module, before: _Row, unit: str) -> None:
     found: dict[str, torch.Tensor] = {
         name: parameter
-        for name, parameter in module._parameters.items()
+        for name, parameter in own_parameters(module).items()
         if parameter is not None and name not in before.names
     }
-    for name, child in module._modules.items():
+    for name, child in own_children(module).items():
         if child is not None:
             found.update(child.named_parameters(name))
     for name, parameter in found.items():

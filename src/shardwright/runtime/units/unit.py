@@ -42,6 +42,7 @@ from shardwright.runtime.units.parameter import Member, infos_of
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.sharded_parameters import ShardedParameters, Writes
 from shardwright.runtime.units.structure import Structure
+from shardwright.tracker.private import accumulated_hooks, gradient_hooks
 
 Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile
 Initial = Callable[[str], torch.Tensor]
@@ -356,7 +357,7 @@ class Unit:
 
     def take_stray(self, parameter: Replica, gradient: torch.Tensor) -> None:
         """A gradient of a use outside of the unit's forward: it is summed with the unit's."""
-        if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1:
+        if gradient_hooks(parameter) or len(accumulated_hooks(parameter)) > 1:
             raise hooked_twice(f"{self.members[parameter.place].fqn} of unit '{self.name}'")
         self.gradients.hold(parameter.place, gradient)
         if self.driven_by_hand:

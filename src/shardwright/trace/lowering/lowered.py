@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.trace.lowering import attention, losses, norms
 from shardwright.trace.lowering.kernels import Kernels, kernels
 from shardwright.trace.lowering.operators import workspace
+from shardwright.tracker.private import operator_name, without_modes
 
 _ORIGINALS = {
     function.__name__: function
@@ -117,15 +118,12 @@ class Lowering:
 def alone() -> Iterator[None]:
     """Without the modes and replacements that are active, for a trace inside a trace."""
     patched = {name: getattr(functional, name) for name in _ORIGINALS}
-    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
     for name, original in _ORIGINALS.items():
         setattr(functional, name, original)
     try:
-        with _disable_current_modes():
+        with without_modes():
             yield
     finally:
-        for mode in reversed(modes):
-            _push_mode(mode)
         for name, function in patched.items():
             setattr(functional, name, function)
 
@@ -157,7 +155,7 @@ class _Operators(TorchDispatchMode):
         taken = take(_tensor(arguments), nbytes) if nbytes else None
         result = function(*arguments, **(keywords or {}))
         del taken
-        if function._schema.name in _STATISTICS and result[1].element_size() < 4:
+        if operator_name(function) in _STATISTICS and result[1].element_size() < 4:
             return result[0], result[1].float(), result[2].float()
         return result
 

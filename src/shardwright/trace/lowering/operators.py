@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.tracker.private import OpOverload, operator_name
+
 FLASH_ROWS = 128  # rows of a query are rounded up, .../cuda/flash_attn/flash_api.cpp, mha_bwd
 FLASH_NARROW, FLASH_WIDE, FLASH_WIDE_ABOVE = 32, 64, 128  # head sizes are rounded up, same place
 EMBEDDING_SMALL = 3072  # indices that need no sorting, aten/src/ATen/native/cuda/Embedding.cu
@@ -25,9 +27,9 @@ FLOAT, LONG = 4, 8  # bytes
 Rule = Callable[[Sequence[Any]], int]
 
 
-def workspace(function: torch._ops.OpOverload, arguments: Sequence[Any]) -> int:
+def workspace(function: OpOverload, arguments: Sequence[Any]) -> int:
     """Bytes that CUDA's kernel of an operator takes beyond its results, 0 where none is known."""
-    rule = RULES.get(function._schema.name)
+    rule = RULES.get(operator_name(function))
     return rule(arguments) if rule else 0
 
 
@@ -186,10 +188,10 @@ def _known(name: str) -> bool:
     return any(_plain(overload) for overload in _overloads(rest))
 
 
-def _plain(operator: torch._ops.OpOverload) -> bool:
+def _plain(operator: OpOverload) -> bool:
     return operator.is_view or torch.Tag.pointwise in operator.tags
 
 
-def _overloads(rest: str) -> list[torch._ops.OpOverload]:
+def _overloads(rest: str) -> list[OpOverload]:
     packet = getattr(torch.ops.aten, rest, None)
     return [getattr(packet, name) for name in packet.overloads()] if packet else []
