@@ -59,11 +59,6 @@ def test_a_saturated_probability_costs_a_finite_amount() -> None:
     assert quality.log_loss([1], [0.0]) == pytest.approx(36.04, abs=0.01)
 
 
-def test_majority_accuracy_is_the_share_of_the_more_frequent_label() -> None:
-    assert quality.majority_accuracy([0, 0, 0, 1]) == 0.75
-    assert quality.majority_accuracy([1, 1, 0]) == pytest.approx(2 / 3)
-
-
 @given(st.lists(PROBABILITY, min_size=2, max_size=7))
 def test_bayes_auc_is_expected_ordered_pairs_over_expected_pairs(p: list[float]) -> None:
     ordered = pairs = 0.0
@@ -117,7 +112,6 @@ def test_no_score_beats_the_true_probability() -> None:
         (lambda: quality.log_loss([0], [math.nan]), "probabilities: expected numbers, got 1 NaN"),
         (lambda: quality.log_loss([0, 1], [0.5, 1.5]), "from 0 to 1, got 1.5 in row 1"),
         (lambda: quality.log_loss([], []), r"expected a column of at least one row, got shape \[0"),
-        (lambda: quality.majority_accuracy([[1]]), r"at least one row, got shape \[1, 1\]"),
         (lambda: quality.bayes_auc([0.5]), "can make a click and a no click, got one row"),
         (lambda: quality.bayes_auc([1.0, 1.0]), "got 2 rows whose labels are all certain"),
         (lambda: quality.bayes_log_loss([-0.1]), "p: expected probabilities from 0 to 1, got -0.1"),

@@ -52,12 +52,6 @@ def log_loss(labels: ArrayLike, probabilities: ArrayLike) -> float:
     return float(-np.where(clicked, np.log(p), np.log1p(-p)).mean())
 
 
-def majority_accuracy(labels: ArrayLike) -> float:
-    """Accuracy of always answering with the more frequent label; ``labels`` [n] of 0 and 1."""
-    rate = float(_labels(labels).mean())
-    return max(rate, 1.0 - rate)
-
-
 def bayes_auc(p: ArrayLike) -> float:
     """Expected AUC of the score p when row i is a click with probability p[i], ``p`` [n].
 

@@ -131,14 +131,7 @@ class ShardedModule:
         return made
 
     def __reduce__(self) -> NoReturn:
-        raise InputError(
-            expected(
-                f"a pickle of unit '{_own(self).name}'",
-                "a module that is not sharded",
-                "a sharded one, which needs its ranks",
-                "Pickle state_dict(), or full_state_dict() for use anywhere.",
-            )
-        )
+        _own(self).__reduce__()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.__reduce__()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,12 +11,30 @@ from shardwright.core.pipelining import (
     SCHEDULES,
     Pass,
     chunk_count,
-    in_flight,
     order,
     representative,
     stage_of,
 )
 from shardwright.core.pipelining.flight import _highest
+
+
+def in_flight(
+    schedule: str, stages: int, microbatches: int, chunks: int | None = None
+) -> tuple[int, ...]:
+    """The most (chunk, microbatch) pairs whose activations a rank keeps at once, rank by rank: from
+    the forward to the end of the backward, of that of the weights where it is split."""
+    return tuple(map(_most, order(schedule, stages, microbatches, chunks)))
+
+
+def _most(passes: Sequence[Pass]) -> int:
+    now = most = 0
+    for each in passes:
+        if each.kind == "forward":
+            now += 1
+            most = max(most, now)
+        elif each.kind != "input_backward":
+            now -= 1
+    return most
 
 
 def _possible(name: str, stages: int, microbatches: int) -> bool:

@@ -1,8 +1,8 @@
-"""Which pass a rank of a pipeline runs when: schedules by name, and what they keep in flight."""
+"""Which pass a rank of a pipeline runs when: schedules by name; how few microbatches show them."""
 
 from __future__ import annotations
 
-from shardwright.core.pipelining.flight import in_flight, representative
+from shardwright.core.pipelining.flight import representative
 from shardwright.core.pipelining.orders import Pass
 from shardwright.core.pipelining.schedules import SCHEDULES, chunk_count, order, stage_of
 
@@ -10,7 +10,6 @@ __all__ = [
     "SCHEDULES",
     "Pass",
     "chunk_count",
-    "in_flight",
     "order",
     "representative",
     "stage_of",

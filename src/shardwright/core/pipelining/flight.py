@@ -1,4 +1,4 @@
-"""How many microbatches' activations a rank keeps at once, and how few microbatches show it."""
+"""How few microbatches show what passes of a pipeline find alive."""
 
 from __future__ import annotations
 
@@ -14,18 +14,6 @@ STEADY_PIPELINES = 4
 # Before a pass: by chunk what is kept for a backward, of it what still waits for the gradient of
 # its input, and 1 where a backward has left gradients of the weights.
 State = tuple[int, ...]
-
-
-def in_flight(
-    schedule: str, stages: int, microbatches: int, chunks: int | None = None
-) -> tuple[int, ...]:
-    """The most (chunk, microbatch) pairs whose activations a rank keeps at once, rank by rank.
-
-    They are kept from the forward to the end of the backward, of that of the weights where it is
-    split. Divided by the chunks of a rank they are microbatches of the rank's whole model.
-    """
-    ranks = order(schedule, stages, microbatches, chunks)
-    return tuple(_most(passes) for passes in ranks)
 
 
 def representative(schedule: str, stages: int, microbatches: int, chunks: int | None = None) -> int:
@@ -52,17 +40,6 @@ def representative(schedule: str, stages: int, microbatches: int, chunks: int | 
         else:
             least = middle
     return enough * step
-
-
-def _most(passes: Sequence[Pass]) -> int:
-    now = most = 0
-    for each in passes:
-        if each.kind == "forward":
-            now += 1
-            most = max(most, now)
-        elif each.kind != "input_backward":
-            now -= 1
-    return most
 
 
 def _highest(
