@@ -20,8 +20,8 @@ from shardwright.planner.problem import make_problem
 from shardwright.planner.search.bound import ROUNDING, lower_bound, table
 from shardwright.planner.search.least import least_share
 from shardwright.planner.strategy import search
+from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import space_of
-from shardwright.planner.strategy.tables import Found
 
 ROUNDED = 1e-9  # sums in another order
 SOLVED = 1e-4  # the gap at which the solver ends

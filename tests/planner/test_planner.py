@@ -20,8 +20,8 @@ from shardwright.planner.assemble import assemble
 from shardwright.planner.choice import Choice
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
-from shardwright.planner.strategy.tables import Found
 from shardwright.planner.tally import Placed
 
 MakeJob = Callable[..., Job]

@@ -20,7 +20,7 @@ from shardwright.lab.recordings import plan
 from shardwright.planner.assemble import gap, proven
 from shardwright.planner.search.bound import beyond_room, priced, slowest_rank
 from shardwright.planner.statistics import memory, ranks, tables, times
-from shardwright.planner.statistics.memory import Holdings
+from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.strategy.steps import step_seconds
 
 Agree = Callable[[Any, Any], None]

@@ -10,6 +10,7 @@ from shardwright.core.job import Job
 from shardwright.lab.recordings import described
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import (
     LEFT_OUT,
     search_steps,
@@ -18,7 +19,6 @@ from shardwright.planner.strategy.steps import (
     step_bound,
     without,
 )
-from shardwright.planner.strategy.tables import Found
 from shardwright.planner.tally import Placed
 
 MakeJob = Callable[..., Job]

@@ -19,8 +19,8 @@ from shardwright.cost.presets import LOCAL
 from shardwright.lab.recordings import described, plan
 from shardwright.planner.explain import draft_of
 from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
-from shardwright.planner.strategy.tables import Found
 from shardwright.planner.unit_choice import DenseContext, merged
 from shardwright.planner.unit_floor import unit_floors
 from shardwright.planner.units import WORTH, Arrangement, UnitSpace, cut_evenly

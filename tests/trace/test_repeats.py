@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.trace.repeats import FEW, LONGEST_PERIOD, Stretch, series_of, stretches
+from shardwright.trace.structure import FEW, LONGEST_PERIOD, Stretch, series_of, stretches
 
 
 def test_equal_layers_are_one_stretch_of_period_one() -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.trace.repeats import Stretch
-from shardwright.trace.structure import containers
+from shardwright.trace.structure import Stretch, containers
 
 
 class Layer(nn.Module):

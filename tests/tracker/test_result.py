@@ -9,7 +9,7 @@ from tracker_nets import train
 
 from shardwright.core.footprint import DeviceMemory, PhasePeak, Tracked
 from shardwright.tracker.memory import MemoryTracker
-from shardwright.tracker.table import as_text
+from shardwright.tracker.reading import as_text
 
 
 def test_the_peak_is_the_highest_of_all_phases_and_says_where() -> None:

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shardwright.core.document import read_bytes, write_atomically
+from shardwright.core.document import convert, read_bytes, unknown_key, write_atomically
 from shardwright.core.errors import InputError, expected
-from shardwright.core.strict import convert, unknown_key
 
 Device = Literal["cpu", "cuda"]
 Tier = Literal["hbm", "ddr", "ssd"]

@@ -1,12 +1,19 @@
-"""JSON documents with a schema tag: read with one-line errors, written whole or not at all."""
+"""JSON documents with a schema tag: read with one-line errors, written whole or not at all; values
+of a document, where an error names the key."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
 import json
 import os
+import re
+import types
+import typing
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -15,6 +22,7 @@ from shardwright.core.errors import InputError, expected
 MAX_DOCUMENT_BYTES = 256 * 2**20
 
 T = TypeVar("T", bound=msgspec.Struct)
+S = TypeVar("S")
 
 
 def read_bytes(path: Path | str, what: str, remedy: str = "") -> bytes:
@@ -98,3 +106,105 @@ def write_atomically(path: Path | str, data: bytes) -> None:
 def to_json(value: Any) -> str:
     """A value as indented JSON text for ``--json`` output."""
     return json.dumps(msgspec.to_builtins(value), indent=2)
+
+
+def convert(
+    document: Any, kind: type[S], where: str, at: str = "", hidden: Collection[str] = ()
+) -> S:
+    """``document`` as a ``kind``; InputError names ``where`` and the key, ``at`` being its own.
+
+    ``hidden`` are keys, as Struct.field, that no document may have.
+    """
+    _refuse_unknown_keys(document, kind, where, at, frozenset(hidden))
+    try:
+        return msgspec.convert(document, kind)
+    except msgspec.ValidationError as error:
+        raise InputError(_explain(str(error), document, kind, where, at)) from None
+
+
+def unknown_key(where: str, spot: str, key: str, known: Collection[str]) -> InputError:
+    """An error that names the nearest known key."""
+    ordered = sorted(known)
+    near = [name for name in ordered if name.startswith(key)]
+    near = near or difflib.get_close_matches(key, ordered, n=1, cutoff=0.0)
+    return InputError(
+        f"{where}: unknown key '{spot}'. Did you mean '{near[0] if near else ''}'? "
+        f"Known here: {', '.join(ordered)}."
+    )
+
+
+def _refuse_unknown_keys(
+    value: Any, kind: Any, where: str, path: str, hidden: frozenset[str]
+) -> None:
+    """Walk the document beside its type and name the first key that does not exist."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        if not isinstance(value, dict):
+            return
+        fields = _fields(kind)
+        known = {name for name in fields if f"{kind.__name__}.{name}" not in hidden}
+        for key, inner in value.items():
+            spot = f"{path}.{key}" if path else key
+            if key not in known:
+                raise unknown_key(where, spot, key, known)
+            _refuse_unknown_keys(inner, fields[key], where, spot, hidden)
+    elif typing.get_origin(kind) is types.UnionType:  # a section that may be left out
+        for inner in typing.get_args(kind):
+            _refuse_unknown_keys(value, inner, where, path, hidden)
+    elif typing.get_origin(kind) is tuple and isinstance(value, list):
+        for index, inner in enumerate(value):
+            element = typing.get_args(kind)[0]
+            _refuse_unknown_keys(inner, element, where, f"{path}[{index}]", hidden)
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, Any]:
+    """The fields of a struct by name, with their types."""
+    return typing.get_type_hints(kind)
+
+
+def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str:
+    """Turn ``Expected `int` >= 1 - at `$.tables[0].rows``` into our form, with what was found."""
+    text, _, place = message.partition(" - at `$")
+    keys = [k for k in re.split(r"[.\[\]`]+", place) if k]
+    spot = (at + place.rstrip("`.")).lstrip(".") or "job"
+    found: Any = document
+    for key in keys:
+        kind = _inner(kind, key)
+        if isinstance(found, list) and key.isdigit() and int(key) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, dict) and key in found:
+            found = found[key]
+        else:
+            return f"{where}: {spot}: {text.replace('`', '')}."
+    shown = repr(found) if len(repr(found)) < 60 else type(found).__name__
+    if text.startswith("Object missing required field"):
+        inside = f"{spot}." if keys or at else ""
+        return expected(f"{where}: {inside}{text.split('`')[1]}", "a value", "none")
+    wanted = text.replace("`", "").removeprefix("Expected ")
+    if text.startswith("Invalid enum value"):
+        wanted = f"one of {', '.join(dict.fromkeys(_choices(kind)))}"
+    if ", got" in wanted:
+        wanted = wanted.partition(", got")[0]
+    return expected(f"{where}: {spot}", wanted, shown)
+
+
+def _inner(kind: Any, key: str) -> Any:
+    """The type of a field of a struct, or of the elements of a tuple; of a section that may be
+    left out too."""
+    if typing.get_origin(kind) is types.UnionType:
+        kind = next((inner for inner in typing.get_args(kind) if _is_section(inner)), kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _fields(kind).get(key)
+    arguments = typing.get_args(kind)
+    return arguments[0] if arguments else None
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _choices(kind: Any) -> list[str]:
+    """The texts that a type allows, wherever they stand in it."""
+    if typing.get_origin(kind) is Literal:
+        return [str(choice) for choice in typing.get_args(kind)]
+    return [choice for inner in typing.get_args(kind) for choice in _choices(inner)]

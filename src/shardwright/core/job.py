@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.cluster import Calibration, read_calibration
-from shardwright.core.document import read_bytes
+from shardwright.core.document import convert, read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.memory_section import PLANNED, MemorySection, check_memory, check_planned
 from shardwright.core.model import TableSpec
@@ -34,7 +34,6 @@ from shardwright.core.parallel import (
     fixed_world,
 )
 from shardwright.core.planning import PlannerSection
-from shardwright.core.strict import convert
 from shardwright.core.tables import check_constraints, check_tables, read_tables
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]

@@ -1,5 +1,4 @@
-"""The recording of a job's model: made once on fake tensors, then read from a cache; jobs and
-modules planned with it.
+"""The recording of a job's model: made once on fake tensors, then read from a cache.
 
 A recording that the cache has needs no torch. It is kept under ``$SHARDWRIGHT_CACHE`` (by default
 ``~/.cache/shardwright``, none where that is empty) by everything it depends on: the model, the
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import UNSET
 
 from shardwright import __version__
 from shardwright.core.document import write_atomically
@@ -26,7 +24,7 @@ from shardwright.core.errors import InputError
 from shardwright.core.job import Job, memory_of, parallel_of, parse_job
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import check_model, model_of, step_dtypes
-from shardwright.core.model_section import ESTIMATED, ModelSection
+from shardwright.core.model_section import ESTIMATED
 from shardwright.core.plan import Plan
 from shardwright.core.recording import Recording
 from shardwright.cost import constants
@@ -138,25 +136,3 @@ def _path(job: Job, device: str) -> Path | None:
     of = (job.model, job.batch, tables, *run, version("torch"), __version__)
     digest = hashlib.sha256(msgspec.json.encode(of, order="deterministic")).hexdigest()
     return Path(os.path.expanduser(folder)) / "recordings" / f"{digest}.json"
-
-
-def with_traced_dense(job: Job) -> Job:
-    """The job with the traced peak of its dense part in ``planner.reservation.nbytes``.
-
-    Only of tables alone whose reservation is ``traced`` and whose ``model.python`` names the
-    function that makes the dense part; other jobs come back as they are. On an accelerator it is
-    what the allocator reserves, for that is not there for tables.
-    """
-    section = job.planner.reservation
-    wanted = job.model.kind == "tables" and section.kind == "traced" and not section.nbytes
-    if not wanted or job.model.python is UNSET:
-        return job
-    from shardwright.lab.footprint import footprint
-
-    model = ModelSection(kind="python", python=job.model.python, arguments=job.model.arguments)
-    worst = footprint(msgspec.structs.replace(job, tables=(), model=model)).worst
-    nbytes = max(worst.peak_bytes, worst.reserved_bytes)
-    planner = msgspec.structs.replace(
-        job.planner, reservation=msgspec.structs.replace(section, nbytes=nbytes)
-    )
-    return msgspec.structs.replace(job, planner=planner)

@@ -17,7 +17,8 @@ from shardwright.planner.choice import Choice, Cost
 from shardwright.planner.choices import Tables, price
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import Problem, make_problem
-from shardwright.planner.strategy.tables import Found, tables_bound
+from shardwright.planner.strategy.found import Found
+from shardwright.planner.strategy.tables import tables_bound
 from shardwright.torchrec.loop import Proposed, propose
 from shardwright.torchrec.proposers import make_proposers
 from shardwright.torchrec.scaleup import CACHED, WHOLE

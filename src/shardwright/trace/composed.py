@@ -28,8 +28,7 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.memory.pieces import Summaries
 from shardwright.trace.checks import Untraceable, first_line
 from shardwright.trace.module import NoUnitsError
-from shardwright.trace.repeats import FEW
-from shardwright.trace.structure import Container, containers, large_parts, repeats
+from shardwright.trace.structure import FEW, Container, containers, large_parts, repeats
 from shardwright.tracker.private import own_buffers, own_children
 
 ROOT = ""  # the unit of everything that is in no other

@@ -31,9 +31,8 @@ from shardwright.tracker.private import (
     present_fake_mode,
     quiet_propagation,
 )
-from shardwright.tracker.reading import Reading
+from shardwright.tracker.reading import Reading, as_text
 from shardwright.tracker.storages import Follower, device_type_of, is_constant
-from shardwright.tracker.table import as_text
 
 _DEFAULT: dict[str, Kind] = {
     "exchange_ids": "communication",

@@ -64,7 +64,7 @@ def test_unfolded_layers_take_what_each_of_them_takes(
     checkpointing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folded = bytes_of(recorded(checkpointing=checkpointing))
-    monkeypatch.setattr("shardwright.trace.repeats.LONGEST_PERIOD", 0)
+    monkeypatch.setattr("shardwright.trace.structure.LONGEST_PERIOD", 0)
     forget_recordings()
     whole = recorded(checkpointing=checkpointing)
     assert len(whole.units) == 2 + SHAPE.layers

@@ -19,7 +19,7 @@ from shardwright.models.llama import Llama
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.compiled import compiled_loss
 from shardwright.trace.module import Subject, record
-from shardwright.trace.repeats import Stretch, series_of, stretches
+from shardwright.trace.structure import Stretch, series_of, stretches
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES
 

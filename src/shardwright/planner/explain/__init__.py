@@ -13,7 +13,7 @@ from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.explain.tables import explain_tensor
 from shardwright.planner.explain.why_not import WANTED, WhyNot, why_not
 from shardwright.planner.statistics import statistics
-from shardwright.planner.statistics.memory import Holdings
+from shardwright.planner.statistics.holdings import Holdings
 
 __all__ = [
     "STATISTICS",

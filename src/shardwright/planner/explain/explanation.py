@@ -13,7 +13,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.statistics import Statistics
 from shardwright.cost.imbalance import Ranks
 from shardwright.planner.draft import Draft
-from shardwright.planner.statistics.memory import Holdings
+from shardwright.planner.statistics.holdings import Holdings
 
 RELATIVE = 1e-12  # by which a number may come out otherwise for rounding
 REORDERED = 1e-9  # the same of a sum in another order

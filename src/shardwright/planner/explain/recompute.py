@@ -19,7 +19,7 @@ from shardwright.planner.choices import price
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain.explanation import same
 from shardwright.planner.problem import Problem, make_problem
-from shardwright.planner.statistics.memory import as_planned, ranks_of
+from shardwright.planner.statistics.holdings import as_planned, ranks_of
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy import bound_of
 from shardwright.planner.tally import Placed

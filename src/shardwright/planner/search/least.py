@@ -8,7 +8,6 @@ in two memories at once, and the bound is worked out for each memory and for all
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,14 +15,7 @@ import numpy as np
 from shardwright.planner.choice import Choice
 from shardwright.planner.search.bound import ROUNDING, Bound, Table, lower_bound, table
 from shardwright.planner.search.search import Outcome, search
-from shardwright.planner.search.space import (
-    Assignment,
-    Floats,
-    Item,
-    ItemOption,
-    Space,
-    item_option,
-)
+from shardwright.planner.search.space import Floats, Space, item_option
 from shardwright.planner.search.state import restored
 
 UNLIMITED = 2**62
@@ -99,47 +91,3 @@ def _with_shares(choice: Choice, capacity: tuple[int, int, int]) -> Choice:
 
     costs = tuple(replace(c, total_seconds=share(c.storage)) for c in choice.costs)
     return Choice(choice.table, choice.option, costs)
-
-
-def search_widening(
-    space: Space,
-    narrow: Callable[[Item, ItemOption], bool],
-    deadline: float = float("inf"),
-) -> Outcome:
-    """First among the ``narrow`` options, then, from what that found, among all: looking at more
-    never makes a plan worse. Where nothing fits, memory alone is looked at before giving up."""
-    outcome = _widened(space, narrow, deadline)
-    if outcome.best is not None or not outcome.bound.usable:
-        return outcome
-    least = least_memory(space)
-    fits = least.seconds <= 1 or len(space.used_tiers) > 1  # of several memories it knows too much
-    if least.best is None or least.bound.seconds > 1 + ROUNDING or not fits:
-        return replace(outcome, tried=outcome.tried + least.tried)
-    found = search(space, deadline, least.best)
-    return replace(
-        found,
-        tried=outcome.tried + least.tried + found.tried,
-        feasible=outcome.feasible + found.feasible,
-    )
-
-
-def _widened(space: Space, narrow: Callable[[Item, ItemOption], bool], deadline: float) -> Outcome:
-    kept = [
-        [number for number, option in enumerate(item.options) if narrow(item, option)]
-        or list(range(len(item.options)))
-        for item in space.items
-    ]
-    if all(len(k) == len(i.options) for k, i in zip(kept, space.items, strict=True)):
-        return search(space, deadline)
-    items = tuple(
-        replace(item, options=tuple(item.options[number] for number in numbers), floor=None)
-        for item, numbers in zip(space.items, kept, strict=True)
-    )
-    inner = search(replace(space, items=items), deadline)
-    first = inner.best
-    if first is not None:
-        options = tuple(kept[item][option] for item, option in enumerate(first.options))
-        first = Assignment(options, first.slots)
-    known = inner.bound.seconds if first is not None else float("inf")
-    outer = search(space, deadline, first, known_bound=known)
-    return replace(outer, tried=outer.tried + inner.tried, feasible=outer.feasible + inner.feasible)

@@ -6,7 +6,8 @@ from shardwright.core.plan import Plan
 from shardwright.core.statistics import Statistics
 from shardwright.cost.imbalance import each_rank
 from shardwright.planner.statistics import memory, ranks, tables, times
-from shardwright.planner.statistics.memory import Holdings, memory_prices
+from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.statistics.memory import memory_prices
 
 __all__ = ["memory_prices", "statistics"]
 

@@ -12,7 +12,7 @@ from shardwright.core.amount import largest, named, plain, smallest, total, wher
 from shardwright.core.plan import Plan
 from shardwright.core.statistics import Measure, RankStatistics, Spread, Unevenness
 from shardwright.cost.imbalance import Ranks, each_rank, mean, unevenness, unit_of
-from shardwright.planner.statistics.memory import Holdings
+from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.statistics.tables import traffic
 
 SAME_SECONDS = 1e-9  # relative; closer ones differ by rounding

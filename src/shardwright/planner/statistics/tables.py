@@ -20,7 +20,7 @@ from shardwright.cost.embedding import CACHED_KERNELS, Demand
 from shardwright.cost.imbalance import unit_of
 from shardwright.planner import profiles
 from shardwright.planner.choice import Choice, Cost
-from shardwright.planner.statistics.memory import Holdings
+from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.tally import Placed
 
 STORED: tuple[Measure, ...] = ("hbm_bytes", "ddr_bytes", "ssd_bytes")

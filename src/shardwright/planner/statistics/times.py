@@ -19,7 +19,8 @@ from shardwright.core.statistics import (
 from shardwright.core.timeline import PHASES
 from shardwright.cost.imbalance import Ranks, each_rank, mean
 from shardwright.planner import profiles
-from shardwright.planner.statistics.memory import Holdings, decisive, filled
+from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.statistics.memory import decisive, filled
 from shardwright.planner.statistics.ranks import idle_seconds, ranks_with
 from shardwright.planner.statistics.tables import on_rank
 

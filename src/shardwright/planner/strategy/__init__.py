@@ -7,8 +7,9 @@ from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.planner import profiles
 from shardwright.planner.problem import Problem
+from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
-from shardwright.planner.strategy.tables import Found, search_tables, tables_bound
+from shardwright.planner.strategy.tables import search_tables, tables_bound
 
 
 def search(job: Job, model: ModelSpec, deadline: float) -> Found:
@@ -28,7 +29,7 @@ def search(job: Job, model: ModelSpec, deadline: float) -> Found:
     if wanted == "proposers":
         return profiles.torchrec.search(job, model, deadline)
     if wanted == "exact":
-        from shardwright.planner.strategy.tables import search_exactly
+        from shardwright.planner.strategy.exact import search_exactly
 
         return search_exactly(job, model, deadline)
     return search_tables(job, model, deadline)

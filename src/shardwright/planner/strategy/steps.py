@@ -25,8 +25,8 @@ from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.least import least_memory
 from shardwright.planner.search.search import search
 from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import placed_tables, space_of
-from shardwright.planner.strategy.tables import Found
 from shardwright.planner.tally import Placed
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.unit_floor import unit_floors

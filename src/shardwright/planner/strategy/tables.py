@@ -1,8 +1,7 @@
-"""Searches over tables alone, bounded and exact, and what any strategy brings back."""
+"""The bounded search over tables alone."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,21 +9,15 @@ from functools import cached_property
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.option import column_width
-from shardwright.core.plan import Search
-from shardwright.planner.draft import Draft, TablesDraft
+from shardwright.planner.draft import TablesDraft
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
-from shardwright.planner.search import exact
 from shardwright.planner.search.bound import lower_bound, table
-from shardwright.planner.search.least import search_widening
 from shardwright.planner.search.search import Outcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
-from shardwright.planner.strategy.spacing import (
-    bounded_space,
-    placed_tables,
-    space_of,
-    with_close_columns,
-)
+from shardwright.planner.search.widening import search_widening
+from shardwright.planner.strategy.found import Found
+from shardwright.planner.strategy.spacing import bounded_space, placed_tables, space_of
 
 SAME_BOUND = 1e-12
 WIDE_GAP = 0.01  # above the bound, where a rank is
@@ -129,63 +122,3 @@ def tables_bound(problem: Problem) -> float:
     """No plan of these tables is faster."""
     space = bounded_space(problem)
     return lower_bound(space, table(space)).seconds
-
-
-DEFAULT_SECONDS = 60.0
-
-
-def search_exactly(job: Job, model: ModelSpec, deadline: float) -> Found:
-    """The proven optimum, or the best of the time limit (60 s if none is given)."""
-    problem = make_problem(job, model, slow=True)
-    space = space_of(problem, problem.tables, problem.capacity)
-    start = search(space, deadline)
-    left = min(DEFAULT_SECONDS, deadline - time.perf_counter())
-    if deadline < float("inf"):
-        left = max(deadline - time.perf_counter(), 0.1)
-    space = with_close_columns(space)
-    assignment, proved = exact.solve(space, start, left)
-    if any(item.floor for item in space.items):
-        proved = 0.0  # options that are not listed may be faster
-    drafts = [
-        TablesDraft(problem, placed_tables(space, found), ())
-        for found in (start.best, assignment)
-        if found is not None
-    ]
-    fitting = [draft for draft in drafts if draft.fits]
-    best = min(fitting, key=lambda draft: draft.max_rank_seconds, default=None)
-    return Found(
-        problem,
-        best,
-        start.bound.seconds,
-        "exact",
-        start.tried + 1,
-        len(fitting),
-        proved=proved,
-    )
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best draft that fits, if any; ``bound`` seconds no plan of ``problem`` can beat."""
-
-    problem: Problem
-    draft: Draft | None
-    bound: float
-    name: str
-    proposals: int
-    feasible: int
-    proved: float = 0.0
-    skipped: tuple[str, ...] = ()
-
-    def told(self, wall_seconds: float) -> Search:
-        """How the plan was found, as a plan tells it."""
-        return Search(
-            name=self.name,
-            proposals=self.proposals,
-            feasible=self.feasible,
-            wall_seconds=wall_seconds,
-            options=sum(len(choices) for choices in self.problem.tables),
-            slow_kernels=self.problem.slow,
-            proved_seconds=self.proved,
-            skipped=self.skipped,
-        )

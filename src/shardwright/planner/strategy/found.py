@@ -1,0 +1,36 @@
+"""What a strategy brings back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.core.plan import Search
+from shardwright.planner.draft import Draft
+from shardwright.planner.problem import Problem
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best draft that fits, if any; ``bound`` seconds no plan of ``problem`` can beat."""
+
+    problem: Problem
+    draft: Draft | None
+    bound: float
+    name: str
+    proposals: int
+    feasible: int
+    proved: float = 0.0
+    skipped: tuple[str, ...] = ()
+
+    def told(self, wall_seconds: float) -> Search:
+        """How the plan was found, as a plan tells it."""
+        return Search(
+            name=self.name,
+            proposals=self.proposals,
+            feasible=self.feasible,
+            wall_seconds=wall_seconds,
+            options=sum(len(choices) for choices in self.problem.tables),
+            slow_kernels=self.problem.slow,
+            proved_seconds=self.proved,
+            skipped=self.skipped,
+        )
