@@ -19,10 +19,10 @@ from shardwright.planner.choice import Choice, cost
 from shardwright.planner.tally import Placed
 from shardwright.torchrec import loop, partitioners
 from shardwright.torchrec.candidate import Bytes, Offer, Proposals, Proposer, add_often
+from shardwright.torchrec.critical_path import critical_terms
 from shardwright.torchrec.dynamic_programming import DynamicProgramming
 from shardwright.torchrec.loop import Proposed, propose
 from shardwright.torchrec.proposers import DEFAULT, Greedy, Grid, Uniform
-from shardwright.torchrec.times import critical_terms
 
 MACHINE = Cluster("test", 4, 2, "cuda", 0, 0, 0, 2, {})
 MANY = 10**15
