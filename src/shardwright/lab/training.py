@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from shardwright.core.job import named_files
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.timeline import Phase
 from shardwright.lab.loop import Measured, measure
+from shardwright.lab.python_model import Call, naming_errors
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Batch
 from shardwright.launcher.folder import check_inputs, record_file, scores_file
@@ -52,6 +55,9 @@ class Training:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(self.device)
         on_cpu = self.device.type == "cpu"
+        self._errors: Callable[[], AbstractContextManager[None]] = nullcontext
+        if isinstance(plan.job.model.python, str):
+            self._errors = partial(naming_errors, Call.of(plan.job).where)
         self.meter = Meter(rank, self._listen, None if on_cpu else torch.cuda.synchronize)
 
     def _listen(self, phase: Phase | None) -> None:
@@ -88,7 +94,8 @@ class Training:
         steps = self.job.train.steps
         shown = 0.0
         for step in range(1, steps + 1):
-            loss = self._one_step(model, optimizer, batches)
+            with self._errors():
+                loss = self._one_step(model, optimizer, batches)
             measured.step(loss)
             now = time.monotonic()
             if progress and (now - shown > PROGRESS_SECONDS or step == steps):

@@ -234,6 +234,8 @@ REFUSED = {
         " got aten.nonzero.default, whose result is as large as its values say."
     ),
     "counts": "module 'layers.0.1' (Counts): expected shapes that do not depend on values",
+    "decodes": "an if on a tensor. Call it with tgt_is_causal=True or False,",
+    "encodes": "an if on a tensor. Call it with is_causal=True or False (src_is_causal of",
     "points": "module 'layers.0.1' (Points): expected a forward of torch's operators alone",
     "numpy": "module 'layers.0.1' (Numpy): expected a forward of torch's operators alone",
     "kernel": (
