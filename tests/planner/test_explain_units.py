@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # What no number depends on, and what only a new search could tell.
 NOT_FELT = (
-    *("version", "fingerprint", "job.data", "job.model", "job.batch", "job.cluster.preset"),
+    *("version", "fingerprint", "job.data", "job.model", "job.cluster.preset"),
     *("search.wall_seconds", "search.proposals", "search.feasible", "search.slow_kernels"),
     *("job.planner.estimator", "job.planner.partitioner", "job.planner.options"),
     *("job.planner.reservation", "job.train.steps", "job.train.learning_rate", "job.train.seed"),
@@ -38,7 +38,7 @@ NOT_FELT = (
 
 # Names of operators and modules are for people; what computes nothing has no numbers.
 OF_RECORDING = re.compile(
-    r"recording\.(operators|notes|result|series\.\d+\.period|pieces\.\d+\.touches\.\d+\.[45])"
+    r"recording\.(operators|result|series\.\d+\.period|pieces\.\d+\.touches\.\d+\.[45])"
 )
 
 
