@@ -116,7 +116,7 @@ def test_blocks_of_merged_units_tile_the_model(made: Plan) -> None:
     check_tiling(made.expanded(), described(made.job).tensors, made.world_size)
 
 
-def test_facts_tell_what_was_forced_and_what_was_chosen() -> None:
+def test_facts_say_what_was_forced_and_what_was_chosen() -> None:
     facts = {f.what: f for f in explain.basis(plan(_job(CASES["resharded"])))}
     assert (
         facts["model"].value == "transformer: units embed, layers.0-1, layers.2-3, layers.4-5, head"

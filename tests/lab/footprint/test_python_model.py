@@ -125,7 +125,7 @@ def test_names_are_those_of_the_whole_module() -> None:
         ("skipping", {"more": 2}, "it does not run with fewer (IndexError: pop from empty list)"),
     ],
 )
-def test_where_few_layers_do_not_tell_all_are_traced_and_a_note_says_so(
+def test_where_few_layers_do_not_stand_for_all_they_are_traced_and_a_note_says_so(
     name: str, arguments: dict[str, Any], reason: str
 ) -> None:
     job = job_of(f"architectures:{name}", arguments)

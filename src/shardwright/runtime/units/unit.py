@@ -1,6 +1,6 @@
 """One sharded unit: its buffers, its states, and the steps between them.
 
-States are told by the bytes they own:
+States are the bytes they own:
 
 * ``SHARDED``: this rank's shard and, after a backward, its reduced gradient. The modules show
   sharded parameters, views of the shard.
