@@ -1,11 +1,9 @@
-"""A model and a loop of your own: planned in Python, sharded, trained, and its memory measured.
+"""A model and a loop of your own: planned in Python, sharded, trained, and compared with its plan.
 
 torchrun --nproc-per-node 2 examples/own_loop.py
 """
 
 from __future__ import annotations
-
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ import shardwright as sw
 
 BATCH, WIDTH, CLASSES = 32, 64, 10
 STEPS = 100
-FOLLOWED = 3  # the step whose memory is measured: by then the optimizer has its states
 
 
 class Classifier(nn.Module):
@@ -48,9 +45,8 @@ def example(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, x[:, :CLASSES].argmax(1)
 
 
-def train(mesh: DeviceMesh, steps: int) -> tuple[list[float], int, int]:
-    """Plan for the ranks of the mesh, shard, train: the losses of this rank, the peak that was
-    predicted for it and the one that was measured."""
+def train(mesh: DeviceMesh, steps: int) -> tuple[sw.Plan, sw.Measurement]:
+    """Plan for the ranks of the mesh, shard, train: the plan, and what all ranks measured."""
     rank = mesh.get_local_rank()
     generator = torch.Generator().manual_seed(rank)
     inputs, targets = example(generator)
@@ -63,30 +59,27 @@ def train(mesh: DeviceMesh, steps: int) -> tuple[list[float], int, int]:
     model = sw.apply(Classifier(), plan, mesh)
     optimizer = torch.optim.Adam(sw.optimizer_parameters(model), lr=0.002, fused=True)
 
-    losses, measured = [], 0
-    for step in range(steps):
-        x, y = example(generator)
-        followed = sw.MemoryTracker(model, optimizer, inputs=(x, y))  # which slows a step
-        with followed if step == FOLLOWED else nullcontext():
+    with sw.measure(plan, model, optimizer) as measured:
+        for step in range(steps):
+            x, y = example(generator)
             loss = loss_of(model(x), y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        if step == FOLLOWED:
-            measured = followed.peak.bytes
-        losses.append(loss.item())
-        if rank == 0 and (step + 1) % 20 == 0:
-            print(f"step {step + 1}: loss {losses[-1]:.4f}")
-    return losses, plan.ranks[rank].peak_bytes, measured
+            measured.step(loss)
+            if rank == 0 and (step + 1) % 20 == 0:
+                print(f"step {step + 1}: loss {loss.item():.4f}")
+    return plan, measured.gather()
 
 
 def main() -> None:
-    """Train on the ranks that torchrun started, and compare their memory."""
+    """Train on the ranks that torchrun started, and compare with the plan."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    _, predicted, measured = train(mesh, STEPS)
-    print(f"rank {dist.get_rank()}: peak {predicted:,} B predicted, {measured:,} B measured")
+    plan, measurement = train(mesh, STEPS)
+    if dist.get_rank() == 0:
+        print(sw.compare(plan, measurement))
     dist.destroy_process_group()
 
 

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from shardwright.core.job import Job, parse_job, read_job
-    from shardwright.core.measurement import Measurement, read_measurement
+    from shardwright.core.measurement import Measurement, read_measurement, write_measurement
     from shardwright.core.placement import BlockShard, Owned, Replicate, Shard
     from shardwright.core.plan import Plan, read_plan, write_plan
     from shardwright.lab.compare import compare
     from shardwright.lab.footprint import footprint as estimate_memory
+    from shardwright.lab.loop import measure
     from shardwright.lab.recordings import plan, plan_module
     from shardwright.lab.tasks.task import Task
     from shardwright.planner.explain import explain_tensor as explain
@@ -84,6 +85,7 @@ _HOMES = {
     "get_dstorage": "runtime.units.dstorage",
     "load_checkpoint": "runtime.saving",
     "load_optimizer_state_dict": "runtime.optimizer_dict",
+    "measure": "lab.loop",
     "optimizer_parameters": "runtime.optimizer",
     "optimizer_state_dict": "runtime.optimizer_dict",
     "parse_job": "core.job",
@@ -94,6 +96,7 @@ _HOMES = {
     "read_plan": "core.plan",
     "shard_buffer": "runtime.units.buffers",
     "save_checkpoint": "runtime.saving",
+    "write_measurement": "core.measurement",
     "write_plan": "core.plan",
 }
 _RENAMED = {
@@ -137,6 +140,7 @@ __all__ = [
     "get_dstorage",
     "load_checkpoint",
     "load_optimizer_state_dict",
+    "measure",
     "optimizer_parameters",
     "optimizer_state_dict",
     "parse_job",
@@ -147,6 +151,7 @@ __all__ = [
     "read_plan",
     "save_checkpoint",
     "shard_buffer",
+    "write_measurement",
     "write_plan",
 ]
 

@@ -9,7 +9,7 @@ import sys
 from shardwright import __version__
 
 
-def test_doctor_tells_versions_and_whether_training_works() -> None:
+def test_doctor_shows_versions_and_whether_training_works() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shardwright", "doctor", "--json"],
         capture_output=True,

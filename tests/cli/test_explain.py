@@ -49,7 +49,7 @@ def test_a_plan_alone_says_what_it_rests_on_and_where_each_rank_peaks(call: Any,
         assert word in answer.out
 
 
-def test_what_was_not_said_is_told_as_a_default(call: Any, plan: Any) -> None:
+def test_what_was_not_said_is_shown_as_a_default(call: Any, plan: Any) -> None:
     lines = call("explain", plan).out.splitlines()
     facts = {line.split("  ")[0]: line for line in lines if line.endswith("]")}
     assert "[tables.dtype not given: the default]" in facts["dtype"]
@@ -143,7 +143,7 @@ def test_why_not_of_no_sharding_type_is_refused(call: Any, plan: Any) -> None:
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_every_statistic_is_told_in_words_and_as_json(call: Any, plan: Any, name: str) -> None:
+def test_every_statistic_is_shown_in_words_and_as_json(call: Any, plan: Any, name: str) -> None:
     text = call("explain", plan, "--statistic", name)
     assert (text.code, text.err) == (0, "")
     found = call("explain", plan, "--statistic", name, "--json").json

@@ -76,7 +76,7 @@ def test_json_has_the_names_that_scripts_rely_on(call: Any, llama: Path) -> None
     assert told["schema"] == "shardwright.memory/1"
 
 
-def test_every_stage_is_told_and_one_can_be_chosen(call: Any, llama: Path) -> None:
+def test_every_stage_is_shown_and_one_can_be_chosen(call: Any, llama: Path) -> None:
     told = call("memory", llama, "--json", *PIPELINE, "--rank", "stage 1").json
     assert {rank["name"] for rank in told["ranks"]} == {"stage 0", "stage 1"}
     assert sum(rank["ranks"] for rank in told["ranks"]) == 8

@@ -187,7 +187,7 @@ def test_a_directory_is_no_job(call: Any, tmp_path: Path) -> None:
     call("plan", tmp_path).refuses(2, str(tmp_path), "a directory")
 
 
-def test_broken_toml_is_told_with_its_line(call: Any, job: Path) -> None:
+def test_broken_toml_is_shown_with_its_line(call: Any, job: Path) -> None:
     job.write_text("[model]\nbottom = = [64]\n")
     call("plan", job).refuses(2, "a job in TOML", "line")
 
@@ -243,7 +243,7 @@ def test_an_override_needs_section_key_and_value(call: Any, job: Path, text: str
         ("cluster.ddr_cap=9999999 TiB", "a size", "9999999 TiB"),
     ],
 )
-def test_an_impossible_value_is_told_with_key_and_both_values(
+def test_an_impossible_value_is_shown_with_key_and_both_values(
     call: Any, job: Path, override: str, wanted: str, found: str
 ) -> None:
     key = override.partition("=")[0]
@@ -267,7 +267,7 @@ def test_an_impossible_value_is_told_with_key_and_both_values(
         ('compute_kernels = ["magic"]', "compute_kernels[0]", "'magic'"),
     ],
 )
-def test_an_impossible_table_is_told_with_its_key(
+def test_an_impossible_table_is_shown_with_its_key(
     call: Any, job: Path, line: str, spot: str, found: str
 ) -> None:
     key = line.partition(" ")[0]

@@ -54,22 +54,22 @@ def test_a_missing_test_file_is_named(train: Any) -> None:
     train(f"{HEADER}\n{ROW}\n", "--set", "data.test_path=none.csv").refuses(2, "none.csv")
 
 
-def test_a_truncated_row_is_told_with_file_and_line(train: Any) -> None:
+def test_a_truncated_row_is_shown_with_file_and_line(train: Any) -> None:
     row = ",".join(ROW.split(",")[:12])
     train(f"{HEADER}\n{row}\n").refuses(2, "clicks.csv:2", "40 fields", "12")
 
 
-def test_a_row_that_is_too_wide_is_told_with_file_and_line(train: Any) -> None:
+def test_a_row_that_is_too_wide_is_shown_with_file_and_line(train: Any) -> None:
     row = "\t".join([*ROW.split(","), "7"])
     train(f"{row}\n").refuses(2, "clicks.csv:1", "40 fields", "41")
 
 
-def test_a_bad_field_is_told_with_file_line_and_field(train: Any) -> None:
+def test_a_bad_field_is_shown_with_file_line_and_field(train: Any) -> None:
     row = ROW.replace("0a1b2c3d", "wxyz", 1)
     train(f"{HEADER}\n{row}\n").refuses(2, "clicks.csv:2, field C1", "wxyz")
 
 
-def test_a_wrong_header_is_told_with_its_column(train: Any) -> None:
+def test_a_wrong_header_is_shown_with_its_column(train: Any) -> None:
     train(f"{HEADER.replace('I7', 'J7')}\n{ROW}\n").refuses(2, "clicks.csv:1", "'I7'", "'J7'")
 
 

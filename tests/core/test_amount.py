@@ -140,7 +140,7 @@ def test_an_array_does_not_swallow_an_amount(combine: Callable[[Any, Any], Any])
         combine(np.array([1]), leaf(2, "ranks"))
 
 
-def test_the_reason_against_arrays_is_told() -> None:
+def test_the_reason_against_arrays_is_shown() -> None:
     with pytest.raises(TypeError, match="explain one case at a time"):
         np.array([1]) * leaf(2, "ranks")
 

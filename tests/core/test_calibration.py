@@ -65,7 +65,7 @@ def test_any_text_and_number_survives_the_file(
     assert parse_calibration(tomllib.loads(to_toml(found)), "c.toml") == found
 
 
-def test_what_was_not_measured_is_told_apart() -> None:
+def test_what_was_not_measured_is_listed_apart() -> None:
     assert FOUND.carried_over == ("ssd_rate",)
 
 

@@ -16,7 +16,7 @@ def test_a_rank_fills_the_memory_of_its_device(device: Device, bytes_: int) -> N
     assert _cluster(device).memory_per_rank == bytes_
 
 
-def test_capacities_are_told_in_the_order_of_the_tiers() -> None:
+def test_capacities_are_shown_in_the_order_of_the_tiers() -> None:
     cluster = _cluster("cuda")
     assert cluster.capacity == tuple(getattr(cluster, f"{tier}_cap") for tier in TIERS)
 

@@ -272,7 +272,7 @@ def test_tables_alone_may_have_any_name_without_white_space(name: str) -> None:
     assert parse_job({"tables": [TABLE | {"name": name}]}).tables[0].name == name
 
 
-def test_a_table_without_rows_is_told_which_key_it_lacks() -> None:
+def test_the_key_that_a_table_without_rows_lacks_is_named() -> None:
     assert _refused({"tables": [{"name": "a", "dim": 4}]}) == (
         "job: tables[0].rows: expected a value, got none."
     )

@@ -54,7 +54,7 @@ def test_row_shards_follow_one_another_in_ceiling_chunks(rows: int, parts: int) 
 
 @given(st.integers(1, 2**40), st.integers(1, 10**6))
 @settings(deadline=None)
-def test_a_cut_by_rows_is_told_in_three_runs_at_most(rows: int, parts: int) -> None:
+def test_a_cut_by_rows_is_shown_in_three_runs_at_most(rows: int, parts: int) -> None:
     runs = row_runs(rows, 4, parts)
     assert len(runs) <= 3
     assert sum(run.count for run in runs) == parts

@@ -61,7 +61,7 @@ def test_a_plan_carries_the_model_that_was_planned(made: Plan, of_tables: Plan) 
     assert not of_tables.model.is_trained
 
 
-def test_an_edited_plan_is_told_both_fingerprints(made: Plan, tmp_path: Path) -> None:
+def test_of_an_edited_plan_both_fingerprints_are_named(made: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     edited = msgspec.structs.replace(made, gap=made.gap + 1)
     write_plan(edited, path)
@@ -115,14 +115,14 @@ def test_a_plan_of_the_schema_before_is_refused(made: Plan, tmp_path: Path) -> N
     )
 
 
-def test_shards_alike_on_ranks_that_follow_are_told_together(of_tables: Plan) -> None:
+def test_shards_alike_on_ranks_that_follow_are_written_together(of_tables: Plan) -> None:
     rows, columns, copies = of_tables.tables
     assert [(s.rank, s.run.rows, s.run.count) for s in rows.shards] == [(0, 63, 15), (15, 56, 1)]
     assert len(copies.shards) == 1
     assert len(columns.shards) <= len(columns.ranks)
 
 
-def test_a_table_tells_rank_size_seconds_and_bytes_of_every_shard(of_tables: Plan) -> None:
+def test_a_table_shows_rank_size_seconds_and_bytes_of_every_shard(of_tables: Plan) -> None:
     rows, columns, copies = of_tables.tables
     assert rows.ranks == copies.ranks == tuple(range(16))
     assert rows.shard_sizes == ((63, 16),) * 15 + ((56, 16),)
@@ -148,7 +148,7 @@ def test_the_blocks_of_a_table_are_those_of_its_shards(of_tables: Plan) -> None:
         assert [block.sizes for block in blocks] == list(table.shard_sizes)
 
 
-def test_a_plan_tells_the_order_of_its_step() -> None:
+def test_a_plan_shows_the_order_of_its_step() -> None:
     model = {"kind": "transformer", "layers": 4, "dim": 8, "heads": 2, "vocab": 16}
     units = {"embed": "replicate", "layers": "shard", "head": "shard"}
     dense = {"layers_per_unit": 2, "prefetch": 1, "reshard": True}
@@ -167,7 +167,7 @@ def test_a_plan_tells_the_order_of_its_step() -> None:
     assert [unit.modules for unit in made.units] == [("embed",), *pairs.values(), ("head",)]
 
 
-def test_a_unit_tells_the_calls_of_a_step_and_the_buffers_they_fill(made: Plan) -> None:
+def test_a_unit_shows_the_calls_of_a_step_and_the_buffers_they_fill(made: Plan) -> None:
     for unit in made.units:
         note = 4 * 64  # 16 bits twice and a number for every tensor, up to a multiple of 32
         moved = unit.bytes_per_rank + note

@@ -9,7 +9,7 @@ def test_every_sharding_type_has_its_traits() -> None:
     assert get_args(ShardingType) == TYPES == tuple(traits(t).name for t in TYPES)
 
 
-def test_types_are_told_apart_by_their_letters() -> None:
+def test_types_have_letters_of_their_own() -> None:
     assert len({traits(t).letters for t in TYPES}) == len(TYPES)
 
 

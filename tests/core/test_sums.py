@@ -51,7 +51,7 @@ def test_plain_numbers_may_be_added_without_rounding() -> None:
     assert summed("all", [1e100, 1.0, -1e100], "s", math.fsum) == 1.0
 
 
-def test_equal_values_are_told_once_and_counted() -> None:
+def test_equal_values_are_written_once_and_counted() -> None:
     values = {"a": 5, "b": 7, "c": 5}
     assert alike("x", values, "B", "", bare) == [10, 7]
     (step, *_), last = derivation(sum_of("x", values, "B", "")), sum_of("x", values, "B", "")
@@ -59,6 +59,6 @@ def test_equal_values_are_told_once_and_counted() -> None:
 
 
 @pytest.mark.parametrize("lift", [bare, leaf])
-def test_a_sum_of_values_is_the_same_however_it_is_told(lift: Callable[..., object]) -> None:
+def test_a_sum_of_values_is_the_same_however_it_is_written(lift: Callable[..., object]) -> None:
     found = sum_of("x", {str(n): n % 7 for n in range(100)}, "B", "", lift)
     assert getattr(found, "value", found) == sum(n % 7 for n in range(100))

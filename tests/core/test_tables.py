@@ -49,7 +49,7 @@ def test_a_file_may_be_an_object_with_tables(tmp_path: Path) -> None:
     assert _read(tmp_path, {"tables": [TABLE]}) == _read(tmp_path, [TABLE])
 
 
-def test_notes_of_a_file_are_told_and_not_used(tmp_path: Path) -> None:
+def test_notes_of_a_file_are_shown_and_not_used(tmp_path: Path) -> None:
     notes = {"source": "where it is from", "kind": "kaggle", "dim": 99}
     assert _read(tmp_path, notes | {"tables": [TABLE]}) == _read(tmp_path, [TABLE])
 

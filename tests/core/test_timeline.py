@@ -61,7 +61,7 @@ def test_exact_bytes_add_up_by_rank_phase_kind_and_name() -> None:
     }
 
 
-def test_peaks_are_told_by_rank_and_phase() -> None:
+def test_peaks_are_shown_by_rank_and_phase() -> None:
     events = [
         Event(0, 1, "forward", "weight", PEAK, 100),
         Event(0, 1, "forward", "activation", PEAK, 20),

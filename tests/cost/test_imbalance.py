@@ -93,7 +93,7 @@ def test_numbers_and_amounts_give_one_result_which_is_derived(
 
 
 @given(GROUPS)
-def test_ranks_told_together_are_as_uneven_as_one_by_one(pairs: list[tuple[float, int]]) -> None:
+def test_ranks_counted_together_are_as_uneven_as_one_by_one(pairs: list[tuple[float, int]]) -> None:
     together = unevenness("seconds", [Ranks(value, range(count)) for value, count in pairs])
     alone = unevenness("seconds", each_rank(v for v, count in pairs for _ in range(count)))
     for name in MEASURES:

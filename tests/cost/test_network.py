@@ -104,7 +104,7 @@ def test_an_all_reduce_of_hosts_moves_its_bytes_twice() -> None:
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @given(nbytes=st.integers(0, 2**40), local=st.integers(1, 8))
-def test_one_host_told_as_such_costs_what_it_did(
+def test_one_host_given_as_such_costs_what_it_did(
     collective: network.Collective, nbytes: int, local: int
 ) -> None:
     told = network.collective_seconds(collective, nbytes, local, TEN, local)

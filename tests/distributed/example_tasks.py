@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +18,22 @@ import shardwright as sw
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model.py"
 OWN_LOOP = EXAMPLE.with_name("own_loop.py")
+
+
+def under_torchrun(path: Path, *arguments: str) -> str:
+    """What an example says on two ranks that torchrun starts."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(path), *arguments]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _example(path: Path = EXAMPLE) -> ModuleType:
@@ -34,9 +53,9 @@ def train(mesh: DeviceMesh, folder: str, steps: int, every: int, stop: int) -> A
     return losses, _saved(example, mesh, folder)
 
 
-def train_own(mesh: DeviceMesh, steps: int) -> tuple[list[float], int, int]:
-    """The losses of a rank, and its peak as predicted and as measured."""
-    found: tuple[list[float], int, int] = _example(OWN_LOOP).train(mesh, steps)
+def train_own(mesh: DeviceMesh, steps: int) -> tuple[sw.Plan, sw.Measurement]:
+    """The plan, and what all ranks measured."""
+    found: tuple[sw.Plan, sw.Measurement] = _example(OWN_LOOP).train(mesh, steps)
     return found
 
 

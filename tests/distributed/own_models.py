@@ -46,6 +46,29 @@ def adapted(width: int = 13, depth: int = 4) -> Any:
     return model.double(), torch.randn(4, width, dtype=torch.float64)
 
 
+class Spared(torch.nn.Module):
+    """Layers with a parameter each that nothing uses, the last of them not used at all, and a layer
+    beside them."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
+        for layer in self.layers:
+            layer.spare = torch.nn.Parameter(torch.ones(3))
+        self.head = torch.nn.Linear(width, 1)
+        self.other = torch.nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def spared(width: int = 13, depth: int = 5) -> Any:
+    """A model of which much gets no gradient."""
+    return Spared(width, depth).double(), torch.randn(4, width, dtype=torch.float64)
+
+
 def batches_of_adapted(rank: int, seed: int) -> Iterator[Any]:
     """Inputs that differ from rank to rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)

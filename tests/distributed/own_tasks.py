@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import metering
+import msgspec
 import torch
 from hand_plans import plan_by_hand
+from metering import steps_measured
 from public_models import MODELS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 from worlds import apart
 
 from shardwright.core.job import Job, parse_job
@@ -19,7 +21,6 @@ from shardwright.lab.python_model import Built, Call, as_tensors, python_functio
 from shardwright.lab.tasks import Task, task_of
 from shardwright.lab.tasks.python import Given, really
 from shardwright.runtime.apply import apply
-from shardwright.runtime.comm import Comm
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter, exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
@@ -150,36 +151,14 @@ def planned(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[dict[str, float], l
 
 
 def measured(job: Job, made: Plan, mesh: DeviceMesh) -> list[Event]:
-    """Exact bytes, and peaks by phase of the step that showed least: gloo's threads may hold a
-    buffer for a moment after the wait."""
-    task, rank = task_of(job), mesh.get_local_rank()
-    meter, guard = Meter(rank), Guard(Comm(mesh))
+    """Exact bytes, and peaks by phase of the step that showed least."""
+    train = msgspec.structs.replace(job.train, steps=metering.STEPS)
+    task, rank = task_of(msgspec.structs.replace(job, train=train)), mesh.get_local_rank()
+    meter, guard = Meter(rank), Guard(mesh)
     model = apply(task.model(CPU), made, mesh, probe=meter, guard=guard)
-    parameters = optimizer_parameters(model, per_unit=True)
-    optimizer = make_optimizer(job.train.optimizer, parameters, job.train.learning_rate)
-    batches = task.batches(rank, mesh.size())
-    exact: list[Event] = []
-    steps: list[list[Event]] = []
-    for step in range(STEPS):
-        with meter.metered_step(optimizer, model) if step else meter.timed_step():
-            with meter.phase("load"):
-                batch = as_tensors(next(batches))
-                for leaf in tree_leaves(batch):
-                    if isinstance(leaf, torch.Tensor):
-                        meter.holds(leaf, "input")
-            with meter.phase("forward"):
-                loss = task.loss(model, batch)
-            with meter.phase("backward"):
-                loss.backward()
-            exact = exact_events(rank, model, optimizer)
-            with meter.phase("step"):
-                guard.settle()
-                optimizer.step()
-                optimizer.zero_grad()
-            del loss, batch
-        if step:
-            steps.append(meter.events())
-            meter.forget_peaks()
+    optimizer = make_optimizer(train.optimizer, optimizer_parameters(model), train.learning_rate)
+    batches = map(as_tensors, task.batches(rank, mesh.size()))
+    exact, steps = steps_measured(meter, guard, model, optimizer, batches, task.loss)
     return exact + min(steps, key=_highest)
 
 

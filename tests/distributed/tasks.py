@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import metering
 import torch
+from metering import steps_measured
 from reference import batches, loss_of
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,9 +15,8 @@ from shardwright.core.plan import Plan
 from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import apply
-from shardwright.runtime.comm import Comm
 from shardwright.runtime.guard import Guard
-from shardwright.runtime.meter import Meter, exact_events
+from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
 
@@ -48,40 +49,13 @@ def train_sharded(mesh: DeviceMesh, job: Job, meta: bool) -> Any:
 
 
 def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
-    """Exact events, the events of each metered step, and the actions of a steady step.
-
-    Peaks are kept apart by step: gloo's threads may hold a buffer for a moment after the wait, so
-    on a busy machine a step can show more than it needs.
-    """
+    """Exact events, the events of each metered step, and the actions of a steady step."""
     rank, size = mesh.get_local_rank(), mesh.size()
-    meter, guard = Meter(rank), Guard(Comm(mesh))
+    meter, guard = Meter(rank), Guard(mesh)
     model = apply(DLRM(job, device="meta"), made, mesh, probe=meter, guard=guard)
     rate = job.train.learning_rate
-    optimizer = make_optimizer(
-        job.train.optimizer, optimizer_parameters(model, per_unit=True), rate
-    )
-    total = job.batch.size * size
-    exact: Any = []
-    by_step = []
-    for step, batch in enumerate(batches(job, 5, total), start=1):
-        inputs = tuple(tensor.clone() for tensor in share(batch, rank, size))
-        around = meter.metered_step(optimizer, model) if step > 2 else meter.timed_step()
-        with around:
-            with meter.phase("load"):
-                inputs = tuple(tensor.clone() for tensor in inputs)
-                for tensor in inputs:
-                    meter.holds(tensor, "input")
-            with meter.phase("forward"):
-                loss = loss_of(model, inputs)
-            with meter.phase("backward"):
-                loss.backward()
-            exact = exact_events(rank, model, optimizer)
-            with meter.phase("step"):
-                guard.settle()
-                optimizer.step()
-                optimizer.zero_grad()
-            del loss
-        if step > 2:
-            by_step.append(meter.events())
-            meter.forget_peaks()
+    optimizer = make_optimizer(job.train.optimizer, optimizer_parameters(model), rate)
+    given = batches(job, metering.STEPS, job.batch.size * size)
+    own = (tuple(tensor.clone() for tensor in share(batch, rank, size)) for batch in given)
+    exact, by_step = steps_measured(meter, guard, model, optimizer, own, loss_of)
     return exact, by_step, list(meter.actions)

@@ -20,7 +20,7 @@ STRATEGIES = ("flat", "per_param", "param_boundary")
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("orders", [{0: [0], 1: [1]}, {0: [0, 1], 1: [1, 0]}], ids=str)
-def test_ranks_that_run_other_units_are_told_apart(
+def test_ranks_that_run_other_units_are_noticed(
     pool: Pool, orders: dict[int, list[int]], strategy: str
 ) -> None:
     for error, unchanged in pool.run(2, branches, strategy=strategy, orders=orders):

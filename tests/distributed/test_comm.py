@@ -193,7 +193,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("how", DIFFERENCES)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_that_are_about_to_do_different_things_are_told_so(
+def test_ranks_that_are_about_to_do_different_things_are_refused(
     pool: Pool, world_size: int, how: str
 ) -> None:
     texts = pool.run(world_size, tasks.disagreeing, how=how)

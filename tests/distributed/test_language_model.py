@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +46,11 @@ def test_it_goes_on_with_another_number_of_ranks(
 
 @pytest.mark.slow
 def test_it_learns_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(tasks.EXAMPLE)]
-    command += ["--folder", str(tmp_path), "--steps", "40", "--every", "20"]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[4][:-1]) for line in done.stdout.splitlines() if "loss" in line]
+    given = ["--folder", str(tmp_path), "--steps", "40", "--every", "20"]
+    said = tasks.under_torchrun(tasks.EXAMPLE, *given)
+    losses = [float(line.split()[4][:-1]) for line in said.splitlines() if "loss" in line]
     assert len(losses) == 2
     assert losses[0] < 2.8  # letters alone: 2.75, nothing at all: 3.2
     assert losses[1] < 2.3
-    assert "LanguageModel" in done.stdout
+    assert "LanguageModel" in said
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-20", "step-40"]

@@ -47,11 +47,11 @@ def test_bytes_are_exact_and_the_schedule_is_followed(
     assert {key: size for key, size in exact_bytes(measured).items() if size} == wanted
     for _, _, actions in results:
         planned = training_step(made.model.step, made.modes)
-        assert actions == [_as_run(action) for action in planned if _is_told(action)]
+        assert actions == [_as_run(action) for action in planned if _is_reported(action)]
 
 
-def _is_told(action: Action) -> bool:
-    """The runtime tells what it does itself; the batch, what is computed outside of units, and
+def _is_reported(action: Action) -> bool:
+    """The runtime reports what it does itself; the batch, what is computed outside of units, and
     their updates are the loop's."""
     if action.verb == "update":
         return action.target == "tables"

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import example_tasks as tasks
 import pytest
 from pool import Pool
 
+import shardwright as sw
+from shardwright.cli.main import main
+
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loop_of_one_s_own_learns_and_takes_what_was_predicted(pool: Pool, ranks: int) -> None:
-    for losses, predicted, measured in pool.run(ranks, tasks.train_own, steps=40):
-        assert measured == pytest.approx(predicted, rel=0.01)
-        assert losses[0] > 2.0  # of ten classes: 2.3
-        assert sum(losses[-5:]) / 5 < 1.5
+    found = pool.run(ranks, tasks.train_own, steps=40)
+    plan, measured = found[0]
+    assert [other for _, other in found] == [measured] * ranks
+    compared = sw.compare(plan, measured, tolerance=0.01)
+    assert compared.failures == ()
+    assert {line.rank for line in compared.exact if line.measured} == set(range(ranks))
+    assert measured.curve.loss[0] > 2.0  # of ten classes: 2.3
+    assert sum(measured.curve.loss[-5:]) / 5 < 1.5
+
+
+def test_what_it_measured_is_a_run_s_folder(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ((plan, measured),) = pool.run(1, tasks.train_own, steps=6)
+    sw.write_plan(plan, tmp_path / "plan.json")
+    sw.write_measurement(measured, tmp_path / "measured.json")
+    assert main(["compare", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == repr(sw.compare(plan, measured))
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
 
 
 @pytest.mark.slow
-def test_it_says_both_peaks_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(tasks.OWN_LOOP)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    for rank in (0, 1):
-        assert f"rank {rank}: peak " in done.stdout
-    assert "step 100: loss " in done.stdout
+def test_it_prints_the_comparison_under_torchrun() -> None:
+    done = tasks.under_torchrun(tasks.OWN_LOOP)
+    assert "Memory as predicted: exact bytes equal on 2 of 2 ranks" in done
+    assert "step 100: loss " in done

@@ -91,6 +91,27 @@ def test_what_is_frozen_has_neither_gradient_nor_states(pool: Pool, way: str) ->
     _check_as_planned(pool, job, made)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("way", ["shard", "replicate"])
+def test_what_gets_no_gradient_stays_as_it_is(pool: Pool, way: str, optimizer: str) -> None:
+    job = parse_job(
+        {
+            "model": {"python": "own_models:spared"},
+            "data": {"python": "own_models:batches_of_adapted"},
+            "train": {"steps": 3, "optimizer": optimizer, "learning_rate": 0.01},
+            "cluster": {"preset": "local", "world_size": 2},
+            "planner": {"units": {"root": way, "layers": way}},
+        }
+    )
+    made = plan(job)
+    trained = {block.tensor for block in made.expanded() if block.role == "gradient"}
+    layers = {f"layers.{k}.{name}" for k in range(4) for name in ("weight", "bias")}
+    assert trained == layers | {"head.weight", "head.bias"}
+    said = "'layers.0.spare' and others get no gradient in a step: planned and run as frozen"
+    assert said in made.assumptions
+    _check_as_planned(pool, job, made)
+
+
 @pytest.mark.parametrize("name", sorted(UNTRACED))
 def test_a_module_whose_shapes_depend_on_values_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedError, match="expected shapes that do not depend on values"):

@@ -186,7 +186,7 @@ def test_training_goes_on_after_a_save_that_one_rank_could_not_write(
 
 
 @pytest.mark.parametrize("what", ["no units", "several meshes"])
-def test_a_model_that_does_not_tell_its_ranks_is_saved_by_those_it_is_told(
+def test_a_model_that_does_not_say_its_ranks_is_saved_by_those_that_are_given(
     pool: Pool, tmp_path: Path, what: str
 ) -> None:
     for text, names in pool.run(4, tasks.unknown_ranks, folder=str(tmp_path), what=what):

@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from metering import steps_measured
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.job import Job
 from shardwright.core.llama import LlamaShape
 from shardwright.core.plan import Plan
+from shardwright.lab.python_model import as_tensors
 from shardwright.lab.tasks import task_of
 from shardwright.models.llama import Llama
 from shardwright.models.transformer import Transformer
 from shardwright.runtime.apply import apply
-from shardwright.runtime.meter import Meter, exact_events
+from shardwright.runtime.guard import Guard
+from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.dstorage import storages_in, traffic
@@ -67,35 +70,12 @@ def train_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
 def meter_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
     """Exact events, and the events of each metered step."""
     rank, size = mesh.get_local_rank(), mesh.size()
-    meter, task = Meter(rank), task_of(job)
+    meter, guard, task = Meter(rank), Guard(mesh), task_of(job)
     model = apply(task.model(torch.device("cpu")), made, mesh, probe=meter)
     rate = job.train.learning_rate
-    optimizer = make_optimizer(
-        job.train.optimizer, optimizer_parameters(model, per_unit=True), rate
-    )
-    exact: Any = []
-    by_step = []
-    batches = task.batches(rank, size)
-    for step in range(1, 6):
-        around = meter.metered_step(optimizer, model) if step > 2 else meter.timed_step()
-        with around:
-            with meter.phase("load"):
-                batch = tuple(map(torch.from_numpy, next(batches)))
-                for tensor in batch:
-                    meter.holds(tensor, "input")
-            with meter.phase("forward"):
-                loss = task.loss(model, batch)
-            with meter.phase("backward"):
-                loss.backward()
-            exact = exact_events(rank, model, optimizer)
-            with meter.phase("step"):
-                optimizer.step()
-                optimizer.zero_grad()
-            del loss, batch
-        if step > 2:
-            by_step.append(meter.events())
-            meter.forget_peaks()
-    return exact, by_step
+    optimizer = make_optimizer(job.train.optimizer, optimizer_parameters(model), rate)
+    batches = map(as_tensors, task.batches(rank, size))
+    return steps_measured(meter, guard, model, optimizer, batches, task.loss)
 
 
 def moved_by_units(mesh: DeviceMesh, made: Plan) -> dict[str, tuple[int, int]]:

@@ -151,6 +151,24 @@ def batches(batch, rank):
             {breaks}
         yield torch.ones(batch, 4)
 """
+STEP = """
+import torch
+
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x)
+
+def build(batch):
+    return Own(), torch.zeros(batch, 4)
+
+def batches(batch, rank):
+    for number in range(5):
+        yield torch.ones(batch, 4 + (rank == 1 and number == 2))
+"""
 BREAKS = {
     "raise OSError('no disk')": "expected batch 4, got OSError: no disk.",
     "return": "expected batches for 1000 steps, got 3. Let it go on",
@@ -165,7 +183,15 @@ BREAKS = {
 def test_batches_of_a_user_s_own_that_fail_on_one_rank_end_the_run_on_all(
     folder: Path, breaks: str
 ) -> None:
-    (folder / "own.py").write_text(OWN.format(breaks=breaks))
+    done = finished_own(folder, OWN.format(breaks=breaks))
+    (said,) = [text for text in done.stderr.splitlines() if BREAKS[breaks] in text]
+    assert said.startswith("shardwright: rank 1")
+    assert "Traceback" not in done.stderr
+    assert outcome(folder).code == 2
+
+
+def finished_own(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (folder / "own.py").write_text(text)
     (folder / "job.toml").write_text(
         '[model]\npython = "own:build"\n[data]\npython = "own:batches"\n[batch]\nsize = 2\n'
         f'[train]\nsteps = 1000\nout = "{folder / "run"}"\n'
@@ -175,10 +201,18 @@ def test_batches_of_a_user_s_own_that_fail_on_one_rank_end_the_run_on_all(
         line, capture_output=True, text=True, timeout=HANGS, cwd=folder, check=False
     )
     assert done.returncode == 2, done.stderr
-    (said,) = [text for text in done.stderr.splitlines() if BREAKS[breaks] in text]
-    assert said.startswith("shardwright: rank 1")
+    return done
+
+
+def test_an_error_in_a_user_s_own_forward_names_its_line_and_its_rank(folder: Path) -> None:
+    done = finished_own(folder, STEP)
+    (said,) = [text for text in done.stderr.splitlines() if "own.py" in text]
+    assert said.startswith("shardwright: rank 1: model.python 'own:build', own.py:10 (forward)")
+    assert "got RuntimeError: mat1 and mat2 shapes cannot be multiplied" in said
+    assert said.endswith("(step 3, forward)")
     assert "Traceback" not in done.stderr
-    assert outcome(folder).code == 2
+    log = (folder / "run" / "rank-1.log").read_text()
+    assert "return self.inner(x)" in log
 
 
 NOT_FINITE = {

@@ -203,7 +203,7 @@ def test_a_loop_over_tensors_holds_the_last_denominator_while_it_makes_the_next(
     assert taken[0] == Change("root.1", 40)
 
 
-def test_an_optimizer_tells_what_is_assumed_about_it() -> None:
+def test_an_optimizer_shows_what_is_assumed_about_it() -> None:
     assert OPTIMIZERS["adam"].assumptions() == ()
     assert "AdamW the rest" in optimizer_named("muon").assumptions()[0]
     assert "compiled" in optimizer_named("adamw_8bit").assumptions()[0]

@@ -77,7 +77,7 @@ def test_the_allocator_reserves_at_least_what_is_alive(case: str) -> None:
     assert worst.reserved_bytes >= worst.peak_bytes
 
 
-def test_a_class_that_is_asked_for_is_told_in_detail(monkeypatch: Any) -> None:
+def test_a_class_that_is_asked_for_is_shown_in_detail(monkeypatch: Any) -> None:
     monkeypatch.setattr("shardwright.lab.footprint.estimate.LARGEST", 10_000)
     job = {
         "model": {**MODEL, "layers": 24},
@@ -100,7 +100,7 @@ def test_a_cpu_has_no_caching_allocator_to_replay() -> None:
     assert _worst(device="cpu").reserved_bytes == 0
 
 
-def test_modules_tell_parameters_and_what_their_forward_saves() -> None:
+def test_modules_show_parameters_and_what_their_forward_saves() -> None:
     modules = {module.name: module for module in _worst().modules}
     block, root = modules["layers.*"], modules[""]
     assert block.count == 6

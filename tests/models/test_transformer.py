@@ -33,7 +33,7 @@ def model() -> Transformer:
     return Transformer(_job())
 
 
-def test_the_feed_forward_is_four_times_as_wide_unless_it_is_told() -> None:
+def test_the_feed_forward_is_four_times_as_wide_unless_it_is_given() -> None:
     for ffn_dim, width in ((None, 24), (5, 5)):
         widths = {} if ffn_dim is None else {"ffn_dim": ffn_dim}
         block = Transformer(_job(dim=6, **widths), "meta").layers[1]
@@ -110,7 +110,7 @@ def test_starting_values_follow_the_seed_and_nothing_else(model: Transformer) ->
         assert same == (parameter.dim() == 1)
 
 
-def test_a_model_on_the_meta_device_can_tell_its_starting_values(model: Transformer) -> None:
+def test_a_model_on_the_meta_device_has_its_starting_values(model: Transformer) -> None:
     planned = Transformer(_job(), "meta")
     assert all(p.is_meta for p in planned.parameters())
     whole = planned.initial_block("layers.1.proj.weight", (0, 0), (12, 12))

@@ -183,7 +183,7 @@ def test_every_memory_that_a_kernel_fills_is_explained(made_of_tables: Plan, nam
     assert found["seconds per step"].stored == table.shards[0].total_seconds
 
 
-def test_seconds_that_count_in_no_total_are_told_beside_it(made_of_tables: Plan) -> None:
+def test_seconds_that_count_in_no_total_are_shown_beside_it(made_of_tables: Plan) -> None:
     found = explain.explain_tensor(made_of_tables, "bags")
     seconds = next(e for e in found if e.title.endswith("seconds per step"))
     assert any(note.startswith("input_dist takes ") for note in seconds.notes)
@@ -241,7 +241,7 @@ def _facts(made: Plan) -> dict[str, tuple[str, str]]:
     return {fact.what: (fact.value, fact.origin) for fact in explain.basis(made)}
 
 
-def test_the_basis_tells_what_the_job_says_and_what_is_a_default(made_of_tables: Plan) -> None:
+def test_the_basis_shows_what_the_job_says_and_what_is_a_default(made_of_tables: Plan) -> None:
     facts = _facts(made_of_tables)
     assert facts["lookups"] == (
         "pooled (8), sequence (1)",
@@ -262,7 +262,7 @@ def test_the_basis_tells_what_the_job_says_and_what_is_a_default(made_of_tables:
     assert facts["costs"][1] == "planner.constants"
 
 
-def test_the_basis_tells_what_a_job_sets() -> None:
+def test_the_basis_shows_what_a_job_sets() -> None:
     planner = {
         "constants": "torchrec-1.9",
         "estimator": {
@@ -482,7 +482,7 @@ def _facts_of_shares(made: Plan) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("wanted", TYPES)
 @pytest.mark.parametrize("name", ["t_table_wise", "tables.t_row_wise.weight"])
-def test_why_not_tells_what_another_type_would_do(name: str, wanted: str) -> None:
+def test_why_not_shows_what_another_type_would_do(name: str, wanted: str) -> None:
     tables = [{"name": f"t_{kind}", "rows": 5000, "dim": 16} for kind in ("table_wise", "row_wise")]
     made = plan(_job(2, tables=tables))
     found = explain.why_not(made, name, wanted)
@@ -497,7 +497,7 @@ def test_why_not_tells_what_another_type_would_do(name: str, wanted: str) -> Non
         assert (found.seconds > made.max_rank_seconds) == (found.verdict == "slower")
 
 
-def test_why_not_tells_the_shortfall() -> None:
+def test_why_not_shows_the_shortfall() -> None:
     cluster = {"world_size": 2, "ddr_cap": "9 MiB"}
     made = plan(_job(2, tables=[{"name": "t", "rows": 200_000, "dim": 16}], cluster=cluster))
     found = explain.why_not(made, "t", "table_wise")
@@ -507,7 +507,7 @@ def test_why_not_tells_the_shortfall() -> None:
     assert found.missing > 0
 
 
-def test_why_not_of_tables_alone_tells_the_memory_that_is_short() -> None:
+def test_why_not_of_tables_alone_shows_the_memory_that_is_short() -> None:
     tables = [{"name": "t", "rows": 400_000, "dim": 64, "optimizer": "sgd"}]
     cluster = {
         "world_size": 4,
@@ -630,7 +630,7 @@ IMPOSSIBLE: dict[str, tuple[Job, str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_why_not_tells_what_is_not_possible_and_why(case: str) -> None:
+def test_why_not_shows_what_is_not_possible_and_why(case: str) -> None:
     job, name, wanted, why = IMPOSSIBLE[case]
     found = explain.why_not(plan(job), name, wanted)
     assert found.verdict == "impossible", found.reason

@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # What no number depends on, and what only a new search could tell.
 NOT_FELT = (
-    *("version", "fingerprint", "job.data", "job.model", "job.batch", "job.cluster.preset"),
+    *("version", "fingerprint", "job.data", "job.model", "job.cluster.preset"),
     *("search.wall_seconds", "search.proposals", "search.feasible", "search.slow_kernels"),
     *("job.planner.estimator", "job.planner.partitioner", "job.planner.options"),
     *("job.planner.reservation", "job.train.steps", "job.train.learning_rate", "job.train.seed"),
@@ -38,7 +38,7 @@ NOT_FELT = (
 
 # Names of operators and modules are for people; what computes nothing has no numbers.
 OF_RECORDING = re.compile(
-    r"recording\.(operators|notes|result|series\.\d+\.period|pieces\.\d+\.touches\.\d+\.[45])"
+    r"recording\.(operators|result|series\.\d+\.period|pieces\.\d+\.touches\.\d+\.[45])"
 )
 
 
@@ -116,7 +116,7 @@ def test_blocks_of_merged_units_tile_the_model(made: Plan) -> None:
     check_tiling(made.expanded(), described(made.job).tensors, made.world_size)
 
 
-def test_facts_tell_what_was_forced_and_what_was_chosen() -> None:
+def test_facts_say_what_was_forced_and_what_was_chosen() -> None:
     facts = {f.what: f for f in explain.basis(plan(_job(CASES["resharded"])))}
     assert (
         facts["model"].value == "transformer: units embed, layers.0-1, layers.2-3, layers.4-5, head"

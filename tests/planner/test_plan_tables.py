@@ -325,7 +325,7 @@ def test_the_exact_search_plans_types_of_all_ranks(sharding_type: str, ranks: in
     check_tiling(made.expanded(), described(job).tensors, made.world_size)
 
 
-def test_several_hosts_are_told_apart() -> None:
+def test_several_hosts_are_distinguished() -> None:
     table = {"rows": 5_000_000, "dim": 128, "pooling_factors": [50.0]}
     near, far = (
         plan(_job([table] * 8, cluster={"world_size": 16, "local_world_size": local}))

@@ -280,7 +280,7 @@ def test_a_draft_of_a_fitting_search_is_written_down_as_it_was_found(make_job: M
     assert tuple(r.peak_bytes for r in made.ranks) == found.draft.peak_bytes
 
 
-def test_a_bound_is_never_told_above_the_plan_it_belongs_to(make_job: MakeJob) -> None:
+def test_a_bound_is_never_above_the_plan_it_belongs_to(make_job: MakeJob) -> None:
     found = _search(make_job(50))
     assert found.draft is not None
     made = assemble(found.draft, 2 * found.draft.max_rank_seconds, found.told(0.0))

@@ -93,12 +93,12 @@ def test_a_way_out_that_does_not_fit_is_not_named(too_large: Job) -> None:
     assert "a batch of" not in _refusal(too_large)  # the weights alone are too large
 
 
-def test_an_accelerator_is_told_its_own_key(make_job: MakeJob) -> None:
+def test_an_accelerator_s_own_key_is_named(make_job: MakeJob) -> None:
     cluster = {"preset": "h100-8", "world_size": 2, "hbm_cap": CAP}
     assert "cluster.hbm_cap of " in _refusal(make_job(200_000, 90_000, cluster=cluster))
 
 
-def test_a_job_beyond_every_way_out_is_told_the_capacity_alone(make_job: MakeJob) -> None:
+def test_of_a_job_beyond_every_way_out_the_capacity_alone_is_named(make_job: MakeJob) -> None:
     message = _refusal(make_job(50, cluster={"world_size": 2, "ddr_cap": 1}))
     assert message.endswith(" fits.")
     assert message.count("fit") == 2  # "found that fits", and the capacity that does
@@ -296,14 +296,14 @@ def test_a_capacity_of_a_byte_less_than_named_may_not_do() -> None:
     _refusal(_changed(job, "cluster", hbm_cap=capacity - 1))
 
 
-def test_the_reservation_is_told_where_it_takes_memory() -> None:
+def test_the_reservation_is_shown_where_it_takes_memory() -> None:
     message = _refusal(REFUSED["percentage"])
     left, whole = 10 * MIB, 20 * MIB
     assert f" of {left:,} B (10.00 MiB) left of {whole:,} B (20.00 MiB) by the " in message
     assert "by the reservation" not in _refusal(REFUSED["weights"])
 
 
-def test_a_reservation_of_accelerator_memory_is_not_told_of_host_memory() -> None:
+def test_a_reservation_of_accelerator_memory_is_not_one_of_host_memory() -> None:
     job = _tables(
         *[BIG | {"compute_kernels": ["fused_uvm"]}] * 3,
         cluster=_h100(2, ddr_cap=10 * MIB),
@@ -335,7 +335,7 @@ def test_an_absolute_reservation_of_everything_leaves_nothing() -> None:
         _fitting(_with_way(job, way))
 
 
-def test_three_whole_tables_larger_than_a_rank_are_told_as_they_are() -> None:
+def test_three_whole_tables_larger_than_a_rank_are_shown_as_they_are() -> None:
     """TorchRec's planner shows a requirement below what there is, and one shard's bytes."""
     table = {"rows": 30_000_000, "dim": 128, "sharding_types": ["table_wise"]}
     job = _tables(
@@ -355,7 +355,7 @@ def test_three_whole_tables_larger_than_a_rank_are_told_as_they_are() -> None:
         _fitting(_with_way(limited, way))
 
 
-def test_four_huge_tables_on_eight_ranks_are_told_the_bytes_they_lack() -> None:
+def test_the_bytes_that_four_huge_tables_on_eight_ranks_lack_are_named() -> None:
     table = {"rows": 2_000_000_000, "dim": 128, "compute_kernels": ["fused"]}
     job = _tables(*[table] * 4, profile="torchrec-1.9", cluster={"world_size": 8})
     message = _refusal(job)
@@ -374,7 +374,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_shortage_of_many_tables_on_many_ranks_is_told_without_trying_everything(
+def test_a_shortage_of_many_tables_on_many_ranks_is_shown_without_trying_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()

@@ -152,7 +152,7 @@ def test_waiting_names_the_slowest_rank_and_where_it_loses() -> None:
     assert (told.part, told.part_seconds, told.part_mean) == ("bwd_compute", 4.0, 2.75)
 
 
-def test_the_slowest_and_the_fullest_rank_tell_what_they_hold() -> None:
+def test_the_slowest_and_the_fullest_rank_are_shown_with_what_they_hold() -> None:
     seconds, nbytes = statistics(_by_hand()).bottlenecks
     assert (seconds.of, seconds.rank, seconds.ranks, seconds.total) == ("seconds", 1, (1,), 10.0)
     assert [(t.name, t.amount) for t in seconds.tables] == [("a", 6.0), ("c", 4.0)]
@@ -192,7 +192,7 @@ def test_peak_tiers_have_true_rank_numbers() -> None:
     assert [(tier.nbytes, tier.ranks) for tier in tiers] == [(61 * MIB, (1, 3)), (MIB, (0, 2))]
 
 
-def test_only_the_five_fullest_tiers_are_told() -> None:
+def test_only_the_five_fullest_tiers_are_shown() -> None:
     by_hand = _by_hand()
     ranks = tuple(
         msgspec.structs.replace(by_hand.ranks[0], rank=r, hbm_bytes=(r * 7 % 16) * 3 * MIB)
@@ -287,7 +287,7 @@ def test_kernels_add_up_to_the_tables_and_by_kind_to_the_memories(made: Plan) ->
     assert sum(told.named for told in found.kernels) == limited
 
 
-def test_lookups_are_told_as_the_job_has_them() -> None:
+def test_lookups_are_shown_as_the_job_has_them() -> None:
     tables = {table.name: table for table in statistics(plan(_tables())).tables}
     bags = tables["bags"]
     assert (bags.features, bags.pooling_factor, bags.num_poolings) == (2, 20.5, 3.0)
@@ -418,7 +418,7 @@ def test_every_ledger_is_of_the_fullest_rank(made: Plan) -> None:
         assert nbytes[ledger.rank] == max(nbytes)
 
 
-def test_tiers_are_within_a_mebibyte_and_tell_no_rank_twice(made: Plan) -> None:
+def test_tiers_are_within_a_mebibyte_and_name_no_rank_twice(made: Plan) -> None:
     found = statistics(made)
     nbytes = _filled(made, found.decisive)
     told = [rank for tier in found.peak_tiers for rank in tier.ranks]
@@ -462,7 +462,7 @@ def test_memory_that_is_not_short_has_no_price(made: Plan) -> None:
     assert {(price.bound_falls, price.price) for price in prices} == {(0.0, 0.0)}
 
 
-def test_one_more_gib_lowers_the_bound_by_what_is_told() -> None:
+def test_one_more_gib_lowers_the_bound_by_what_is_shown() -> None:
     short = plan(_short(150 * MIB))
     more = plan(_short(150 * MIB + GIB))
     told = {price.tier: price for price in memory_prices(short)}

@@ -111,7 +111,7 @@ def test_bytes_beyond_64_bits_lose_no_digit(size: int) -> None:
     assert total.kinds("hbm", 0) == {"weight": 3 * size}
 
 
-def test_seconds_of_a_rank_are_told_by_part() -> None:
+def test_seconds_of_a_rank_are_shown_by_part() -> None:
     lookup, exchange = cost({"lookup": 1.0}), cost({"lookup": 0.5, "exchange_rows": 2.0})
     whole = (ShardRun(64, 64),)
     total = tally([_placed(whole, (0,), lookup), _placed(whole, (1,), exchange)], 3)
@@ -120,7 +120,7 @@ def test_seconds_of_a_rank_are_told_by_part() -> None:
     assert total.parts(2) == {"lookup": 0.0, "exchange_rows": 0.0}
 
 
-def test_bytes_of_a_tier_are_told_by_kind() -> None:
+def test_bytes_of_a_tier_are_shown_by_kind() -> None:
     kept = cost({}, hbm={"weight": 3, "cache": 4}, ssd={"weight": 5})
     total = tally([_placed((ShardRun(64, 64),), (1,), kept)], 2)
     assert total.kinds("hbm", 1) == {"weight": 3, "cache": 4}

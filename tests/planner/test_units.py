@@ -377,7 +377,7 @@ def test_what_is_simulated_of_one_rank_is_what_every_rank_has(prefetch: int) -> 
         assert {*draft.kept_bytes} == {sum(draft.exact[0].values())}
 
 
-def test_layers_that_do_not_fit_are_told_what_would_help() -> None:
+def test_of_layers_that_do_not_fit_it_is_said_what_would_help() -> None:
     with pytest.raises(NoPlanError) as caught:
         plan(make_layers(8, 64, cluster={"world_size": 2, "ddr_cap": "3 MiB"}))
     told = str(caught.value)

@@ -54,7 +54,7 @@ def _told(predicted: int, measured: int, capacity: int | None = 80 * GIB, test: 
     return Row(f"repository:{test}/{measured}.json", "megatron", told)
 
 
-def test_a_row_is_told_with_its_parts_and_what_was_taken_for_granted() -> None:
+def test_a_row_is_shown_with_its_parts_and_what_was_taken_for_granted() -> None:
     (row,) = _compared(_row())["rows"]
     assert row["family"] == "gpt"
     assert row["predicted_bytes"] == sum(row["parts"].values())
@@ -117,7 +117,7 @@ def test_no_set_of_arguments_breaks_the_comparison() -> None:
     assert len(result["rows"]) + len(result["left_out"]) == len(rows)
 
 
-def test_the_distribution_tells_median_ninth_tenth_and_worst() -> None:
+def test_the_distribution_shows_median_ninth_tenth_and_worst() -> None:
     rows = [_told(100 + off, 100) for off in (0, -10, 20, 30)]
     told = distribution(rows)
     assert (told["n"], told["median"], told["worst"]) == (4, 0.15, 0.3)
@@ -181,7 +181,7 @@ def test_devices_are_read_from_the_name_of_a_platform() -> None:
     assert notes
 
 
-def test_old_containers_are_told_by_platform_and_test() -> None:
+def test_old_containers_are_known_by_platform_and_test() -> None:
     assert old_engine("gpt3_frozen_resume", "lts_dgx_a100")
     assert old_engine("gpt3", "lts_dgxa100_dracooci")
     assert not old_engine("gpt3_frozen_resume", "dev_dgx_a100")

@@ -93,7 +93,7 @@ def test_a_job_that_fits_names_no_way_out() -> None:
     assert "What helps" not in flowed(made())
 
 
-def test_a_job_without_tokens_tells_of_none() -> None:
+def test_a_job_without_tokens_speaks_of_none() -> None:
     text = flowed(made(sequence=1, longest_sequence=None))
     assert "token" not in text
     assert "As it is (2 samples, none)" in text

@@ -178,7 +178,7 @@ def test_a_plan_without_tables_is_a_report() -> None:
         (Quality(9, None, 0.4), "On 9 held-out rows figure reached best possible how far Log-loss"),
     ],
 )
-def test_held_out_text_is_told_in_nats_and_bits_and_without_auc(
+def test_held_out_text_is_shown_in_nats_and_bits_and_without_auc(
     quality: Quality, told: str
 ) -> None:
     plan = samples.plan()
@@ -188,7 +188,7 @@ def test_held_out_text_is_told_in_nats_and_bits_and_without_auc(
     assert "AUC 0" not in text
 
 
-def test_a_failed_comparison_is_told_in_words() -> None:
+def test_a_failed_comparison_is_shown_in_words() -> None:
     plan = samples.plan()
     compared = samples.comparison(plan, tolerance=0.01, failures=("rank 1: peak is 3.5 % off.",))
     text = shown(render(plan, samples.measurement(plan), compared))

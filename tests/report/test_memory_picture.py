@@ -56,7 +56,7 @@ def test_the_peak_and_the_capacity_are_marked() -> None:
     assert "capacity 40.00 GiB" in words
 
 
-def test_a_capacity_far_beyond_the_peak_is_told_instead_of_drawn() -> None:
+def test_a_capacity_far_beyond_the_peak_is_written_instead_of_drawn() -> None:
     svg = timeline_chart(footprint(capacity=400 * GIB))
     assert not any("capacity" in word for word in texts(svg))
     assert "Fits 400.00 GiB" in texts(svg, "desc")[0]
@@ -133,7 +133,7 @@ def test_a_file_of_its_own_needs_no_variables_and_has_a_dark_side() -> None:
     assert top < 0
 
 
-def test_neighbours_are_told_apart_without_colour() -> None:
+def test_neighbours_differ_without_colour() -> None:
     textures = [fill.texture for fill in FILLS.values() if fill.texture]
     assert len(set(textures)) == len(textures)
     plain = [kind for kind, fill in FILLS.items() if not fill.texture]

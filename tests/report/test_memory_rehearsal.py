@@ -38,7 +38,7 @@ def test_equal_bytes_are_said_to_be_equal() -> None:
     assert "+" not in text
 
 
-def test_a_difference_is_told_to_the_byte() -> None:
+def test_a_difference_is_shown_to_the_byte() -> None:
     text = flowed(measured(more=4096))
     assert "-4,096 B" in text
     assert "temporaries 1.96 GiB 1.96 GiB -4,096 B" in text

@@ -59,7 +59,7 @@ def test_what_a_reader_looks_for_is_there() -> None:
         assert words in text
 
 
-def test_degrees_of_one_are_not_told() -> None:
+def test_degrees_of_one_are_not_shown() -> None:
     assert "data replicate" not in flowed(footprint())
 
 
@@ -80,7 +80,7 @@ def test_modules_stand_below_the_modules_that_hold_them() -> None:
     assert "  layers" not in begins  # the list itself says nothing more than its members
 
 
-def test_alike_modules_are_counted_and_told_together_and_each() -> None:
+def test_alike_modules_are_counted_and_listed_together_and_each() -> None:
     assert "layers.* Block 4 436.00 MiB 5.51 GiB 1.38 GiB 20.00 GiB" in flowed(footprint())
 
 
@@ -103,7 +103,7 @@ def test_of_many_classes_the_fullest_are_shown() -> None:
     assert "stage 39" in flowed(footprint(ranks=ranks), full=True)
 
 
-def test_another_class_can_be_told_and_says_who_has_the_details() -> None:
+def test_another_class_can_be_shown_and_says_who_has_the_details() -> None:
     made = footprint()
     text = flowed(made, rank=made.ranks[1])
     assert "By category, rank class 'stage 1' (4 ranks)" in text

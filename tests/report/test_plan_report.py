@@ -122,7 +122,7 @@ def test_alike_ranks_share_a_row_and_are_named() -> None:
     assert len(rows) == 2
 
 
-def test_bytes_are_told_exactly_where_they_matter() -> None:
+def test_bytes_are_shown_exactly_where_they_matter() -> None:
     made = tables_plan()
     text = flowed(made)
     fullest = max(totals.hbm_bytes for totals in made.ranks)
@@ -150,7 +150,7 @@ def test_letters_of_sharding_types_are_explained() -> None:
         assert (f"{letters} {kind}" in text) == used
 
 
-def test_waiting_is_told_in_words() -> None:
+def test_waiting_is_shown_in_words() -> None:
     assert "Ranks wait for rank 1: 50 µs on average (0.6 % of a step), rank 0 longest" in flowed(
         samples.plan(max_rank_seconds=8.2e-3)
     )
@@ -158,7 +158,7 @@ def test_waiting_is_told_in_words() -> None:
     assert "No rank waits for another." in flowed(samples.plan(ranks=even))
 
 
-def test_what_more_memory_would_buy_is_told() -> None:
+def test_what_more_memory_would_buy_is_shown() -> None:
     text = flowed(tables_plan(), falls=2e-4)
     assert "One more GiB of HBM per rank would lower the bound by 200 µs." in text
     text = flowed(tables_plan())
@@ -209,7 +209,7 @@ def test_names_are_never_terminal_codes(full: bool) -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_plan_without_tables_tells_of_none(full: bool) -> None:
+def test_a_plan_without_tables_speaks_of_none(full: bool) -> None:
     model = {"kind": "transformer", "layers": 2, "dim": 32, "heads": 4}
     made = plan(parse_job({"model": model, "batch": {"size": 4, "sequence": 16}}))
     text = flowed(made, full=full)

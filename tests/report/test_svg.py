@@ -77,7 +77,7 @@ def test_memory_bars_are_as_long_as_their_bytes() -> None:
         assert length / lengths[largest] == pytest.approx(nbytes / largest, abs=1e-4)
 
 
-def test_a_budget_far_beyond_the_bars_is_told_instead_of_drawn() -> None:
+def test_a_budget_far_beyond_the_bars_is_written_instead_of_drawn() -> None:
     plan = samples.plan()
     wide = msgspec.structs.replace(plan.cluster, ddr_cap=2**40)
     svg = memory_chart(msgspec.structs.replace(plan, cluster=wide))
@@ -155,7 +155,7 @@ def test_a_phase_that_was_not_measured_says_so() -> None:
     assert "not measured" in texts(phase_chart(plan, run))
 
 
-def test_the_loss_curve_tells_held_out_and_best_loss() -> None:
+def test_the_loss_curve_shows_held_out_and_best_loss() -> None:
     words = texts(charts()["loss"])
     assert "Held-out log-loss 0.4387" in words
     assert "Best possible log-loss 0.4211" in words

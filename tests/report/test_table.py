@@ -81,7 +81,7 @@ def test_a_plan_shows_budget_peak_phase_gap_and_assumptions() -> None:
         assert shown in text
 
 
-def test_placements_are_told_in_words() -> None:
+def test_placements_are_shown_in_words() -> None:
     text = printed(plan_summary(samples.plan()), 120)
     assert "replicated" in text
     assert "sharded (flat)" in text

@@ -136,7 +136,7 @@ def test_tables_that_are_not_pooled_come_first_as_in_torchrec() -> None:
     assert [placed.choice.table.name for placed in proposed(tables).tables] == ["plain", "bag"]
 
 
-def test_skipped_proposers_tell_why() -> None:
+def test_skipped_proposers_show_why() -> None:
     tables = [ways(f"t{i}", ("table_wise", 1, 1.0), ("row_wise", 1, 1.0)) for i in range(4)]
     found = proposed(tables, Grid(max_proposals=9), Greedy(), Grid(max_proposals=3))
     assert found.skipped == {
@@ -145,7 +145,7 @@ def test_skipped_proposers_tell_why() -> None:
     }
 
 
-def test_what_does_not_fit_tells_the_last_the_closest_and_the_smallest() -> None:
+def test_what_does_not_fit_shows_the_last_the_closest_and_the_smallest() -> None:
     tables = [
         ways(
             "t",

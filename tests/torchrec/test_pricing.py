@@ -100,7 +100,6 @@ DEMAND: dict[str, Case] = {
     "state_share": lambda s, q, r, c: {
         kind: storage.state_share(kind, q.dim, c) for kind in OPTIMIZERS
     },
-    "row_parts": lambda s, q, r, c: storage.row_parts(s, r),
     "served_lookups": lambda s, q, r, c: storage.served_lookups(s, q, r),
     "returned_rows": lambda s, q, r, c: storage.returned_rows(s, q, r),
     "id_bytes": lambda s, q, r, c: storage.id_bytes(q.lookups, c),

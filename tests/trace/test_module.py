@@ -58,7 +58,7 @@ def test_pieces_follow_the_units_through_forward_and_backward() -> None:
     ]
 
 
-def test_every_parameter_is_in_one_unit_and_its_gradient_is_told() -> None:
+def test_every_parameter_is_in_one_unit_and_its_gradient_is_recorded() -> None:
     found = recorded()
     tensors = {unit.name: [t.fqn for t in unit.tensors] for unit in found.units}
     assert tensors == {

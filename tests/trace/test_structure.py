@@ -65,7 +65,7 @@ def test_a_number_that_changes_otherwise_is_how_a_layer_is_built() -> None:
         lambda: Layer().eval(),
     ],
 )
-def test_what_decides_a_forward_tells_layers_apart(other: Callable[[], nn.Module]) -> None:
+def test_what_decides_a_forward_distinguishes_layers(other: Callable[[], nn.Module]) -> None:
     assert cut([Layer(), Layer(), other(), other()]) == [Stretch(0, 2, 1), Stretch(2, 2, 1)]
 
 
@@ -112,7 +112,7 @@ def test_a_layer_tied_to_what_is_outside_is_no_unit() -> None:
     assert found[0].units == (0, 1, 2)
 
 
-def test_parts_that_a_policy_picks_are_told_from_the_others() -> None:
+def test_parts_that_a_policy_picks_are_unlike_the_others() -> None:
     model = nn.ModuleList(Layer() for _ in range(9))
     assert containers(model, every=2)[0].stretches == (Stretch(0, 9, 2),)
     two = nn.ModuleDict({"a": nn.ModuleList(Layer() for _ in range(3)), "b": model})

@@ -14,7 +14,7 @@ WEIGHTS = bytes_of(Net().parameters())
 IDLE = bytes_of(Net().idle.parameters())
 
 
-def test_what_was_there_before_is_told_by_its_owners() -> None:
+def test_what_was_there_before_is_known_by_its_owners() -> None:
     model = Net()
     optimizer = adam(model)
     model(words()).sum().backward()

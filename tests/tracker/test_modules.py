@@ -35,7 +35,7 @@ def test_a_module_goes_through_eight_states_in_order_and_two_peaks(module: str) 
         assert states_of(tracker, module, iteration) == [*EIGHT, "peak forward", "peak backward"]
 
 
-def test_a_snapshot_tells_what_was_alive_then() -> None:
+def test_a_snapshot_shows_what_was_alive_then() -> None:
     model, batch = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 4)), torch.ones(3, 2)
     weights = bytes_of(model.parameters())
     with MemoryTracker(model, inputs=batch) as tracker:

@@ -34,7 +34,7 @@ def test_the_largest_tensors_of_the_peak_are_named() -> None:
     assert tracker.alive_at_peak(3) == alive[:3]
 
 
-def test_what_has_no_name_is_told_by_module_and_operation() -> None:
+def test_what_has_no_name_is_shown_by_module_and_operation() -> None:
     model, batch = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
     with MemoryTracker(model, inputs=batch) as tracker:
         kept = [model(batch), model(batch)]

@@ -93,7 +93,7 @@ def test_a_unit_is_gathered_freed_and_reduced_between_the_states_of_its_module(
     assert change("post-backward", "unreduced_gradient") <= 0
 
 
-def test_a_model_that_is_left_gathered_tells_its_shards_all_the_same(mesh: DeviceMesh) -> None:
+def test_a_model_that_is_left_gathered_shows_its_shards_all_the_same(mesh: DeviceMesh) -> None:
     model = sharded(mesh, Case("fsdp2"))
     model.unshard()
     with MemoryTracker(model) as tracker:
@@ -104,7 +104,7 @@ def test_a_model_that_is_left_gathered_tells_its_shards_all_the_same(mesh: Devic
         assert tracker.live["weight"] == live["weight"] > 0
 
 
-def test_what_a_runtime_tells_is_heard_with_a_model_only() -> None:
+def test_what_a_runtime_says_is_heard_with_a_model_only() -> None:
     made = torch.ones(4)
     with MemoryTracker() as tracker:
         announce(made, "cache")

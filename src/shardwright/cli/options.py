@@ -62,13 +62,9 @@ def print_json(value: Any) -> None:
 
 def show(renderable: Any) -> None:
     """A table on stdout, in the terminal's width; 120 columns where there is no terminal."""
-    from rich.console import Console
+    from shardwright.report.table import text_of
 
-    console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
-    if not console.is_terminal:
-        console.width = 120
-    with console.capture() as drawn:
-        console.print(renderable)
+    text = text_of(renderable, color=not os.environ.get("NO_COLOR"))
     # not through rich, which ends the process with 1 when the reader is gone (`| head`)
     encoding = sys.stdout.encoding or "utf-8"
-    print(drawn.get().encode(encoding, "replace").decode(encoding), end="")
+    print(text.encode(encoding, "replace").decode(encoding), end="")

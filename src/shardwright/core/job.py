@@ -33,7 +33,7 @@ from shardwright.core.parallel import (
     degrees,
     fixed_world,
 )
-from shardwright.core.planning import PlannerSection
+from shardwright.core.planning import ESTIMATOR_UNREAD, PlannerSection
 from shardwright.core.tables import check_constraints, check_tables, read_tables
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -249,7 +249,16 @@ def _refuse_unread(job: Job, where: str) -> None:
     unread: list[tuple[str, Any, str, str]] = []
     if kind in WITHOUT_TABLES:
         unread.append(("train", job.train, "table_learning_rate", f"model.kind '{kind}'"))
-    if job.data.kind in ("text", "python"):
+    if kind == "tables":
+        for section, given in (("data", job.data), ("train", job.train)):
+            unread += [
+                (section, given, key, "model.kind 'tables'") for key in given.__struct_fields__
+            ]
+        estimator = job.planner.estimator
+        for key in ESTIMATOR_UNREAD.get(job.planner.constants, ()):
+            constants = f"planner.constants '{job.planner.constants}'"
+            unread.append(("planner.estimator", estimator, key, constants))
+    elif job.data.kind in ("text", "python"):
         for key in ("rows", "test_rows", "skip_bad_rows"):
             unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
     if job.planner.search != "proposers":

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from shardwright.core.document import read_document, write_document
-from shardwright.core.timeline import Event, EventRun
+from shardwright.core.plan import Plan
+from shardwright.core.timeline import Event, EventRun, encode
 
 RECORD_SCHEMA = "shardwright.record/1"
 SCHEMA = "shardwright.measurement/1"
 COMPARISON_SCHEMA = "shardwright.comparison/1"
+CURVE_POINTS = 500
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,6 +76,42 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_rows: int
     versions: dict[str, str]
     machine: dict[str, str]
+
+
+def merge(plan: Plan, records: Sequence[Record], quality: Quality | None = None) -> Measurement:
+    """One measurement from every rank's record, in their order."""
+    first = records[0]
+    steps = max((*first.memory_steps, *first.time_steps), default=0)
+    slowest = max(record.seconds_per_step for record in records)
+    samples = plan.job.batch.size * plan.world_size
+    return Measurement(
+        schema="shardwright.measurement/1",
+        plan_fingerprint=plan.fingerprint,
+        world_size=plan.world_size,
+        steps=steps,
+        memory_steps=first.memory_steps,
+        time_steps=first.time_steps,
+        timeline=encode([event for record in records for event in record.events]),
+        curve=_curve([record.losses for record in records], steps),
+        quality=quality,
+        samples_per_second=samples / slowest if slowest else 0.0,
+        bad_rows=sum(record.bad_rows for record in records),
+        versions=first.versions,
+        machine=first.machine,
+    )
+
+
+def _curve(losses: Sequence[Sequence[float]], steps: int) -> Curve:
+    """The mean over ranks, in so many points; nothing where steps have no loss."""
+    if any(len(own) != steps for own in losses):
+        return Curve()
+    means = [sum(values) / len(values) for values in zip(*losses, strict=True)]
+    stride = max(1, steps // CURVE_POINTS)
+    kept = range(stride - 1, steps, stride)
+    return Curve(
+        tuple(k + 1 for k in kept),
+        tuple(sum(means[k - stride + 1 : k + 1]) / stride for k in kept),
+    )
 
 
 def write_measurement(measurement: Measurement, path: Path | str) -> None:

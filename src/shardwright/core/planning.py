@@ -30,6 +30,13 @@ class EstimatorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefetch_pipeline: bool | None = None
 
 
+# What of it costs do not depend on, by the profile of constants.
+ESTIMATOR_UNREAD: dict[str, tuple[str, ...]] = {
+    "cluster": ("count_ephemeral",),
+    "additive": EstimatorSection.__struct_fields__,
+}
+
+
 class ReservationSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory that tables may not use, per rank.
 

@@ -293,9 +293,12 @@ class Unfolded:
 
     @cached_property
     def units(self) -> dict[str, RecordedUnit]:
-        """Every unit by its own name, in the order in which their forwards begin."""
+        """Every unit by its own name, in the order in which their forwards begin; one that has none
+        is of no series, for it cannot wait for the others."""
         found = {name: self.blocks.own(name, unit) for name, unit in self.blocks.unfolded()}
         entered = dict.fromkeys(m.unit for m in self.forward if m.piece.point == "enter")
+        for name in found.keys() - entered:
+            found[name] = msgspec.structs.replace(found[name], series="")
         return {name: found[name] for name in (*entered, *found) if name in found}
 
     @cached_property

@@ -12,16 +12,14 @@ from shardwright.core.job import Job, named_files
 from shardwright.core.measurement import (
     RECORD_SCHEMA,
     Comparison,
-    Curve,
     Measurement,
     Quality,
     Record,
+    merge,
     write_measurement,
 )
-from shardwright.core.measurement import SCHEMA as MEASUREMENT_SCHEMA
 from shardwright.core.outputs import same_file
 from shardwright.core.plan import Plan, write_plan
-from shardwright.core.timeline import encode
 from shardwright.lab.compare import compare
 from shardwright.lab.sources import source_of
 from shardwright.launcher.folder import (
@@ -38,7 +36,6 @@ from shardwright.launcher.folder import (
 from shardwright.launcher.launch import Launch, launch
 from shardwright.launcher.outcome import Outcome
 
-CURVE_POINTS = 500
 SETUP_TIMEOUT = 300.0
 
 
@@ -83,7 +80,7 @@ def run(
     outcome = launch(request, stream, prepare)
     if outcome.code != 0:
         return Session(folder, plan, outcome, None, None)
-    measurement = merge(plan, folder)
+    measurement = merge(plan, _records(plan, folder), _quality(plan, folder))
     write_measurement(measurement, measurement_file(folder))
     comparison = compare(plan, measurement, tolerance)
     write_document(comparison, comparison_file(folder))
@@ -97,8 +94,8 @@ def check(job: Job, folder: Path, given: Path | None = None) -> None:
     check_folder(folder, given)
 
 
-def merge(plan: Plan, folder: Path) -> Measurement:
-    """One measurement from every rank's record and scores."""
+def _records(plan: Plan, folder: Path) -> list[Record]:
+    """What every rank left."""
     records = [
         read_document(record_file(folder, rank), Record, RECORD_SCHEMA, "train")
         for rank in range(plan.world_size)
@@ -112,30 +109,7 @@ def merge(plan: Plan, folder: Path) -> Measurement:
                     f"rank {record.rank}'s under plan {record.plan_fingerprint[:12]}",
                 )
             )
-    by_step = zip(*(record.losses for record in records), strict=True)
-    losses = [sum(values) / len(values) for values in by_step]
-    stride = max(1, len(losses) // CURVE_POINTS)
-    kept = range(stride - 1, len(losses), stride)
-    slowest = max(record.seconds_per_step for record in records)
-    samples = plan.job.batch.size * plan.world_size
-    return Measurement(
-        schema=MEASUREMENT_SCHEMA,
-        plan_fingerprint=plan.fingerprint,
-        world_size=plan.world_size,
-        steps=len(losses),
-        memory_steps=records[0].memory_steps,
-        time_steps=records[0].time_steps,
-        timeline=encode([event for record in records for event in record.events]),
-        curve=Curve(
-            tuple(k + 1 for k in kept),
-            tuple(sum(losses[k - stride + 1 : k + 1]) / stride for k in kept),
-        ),
-        quality=_quality(plan, folder),
-        samples_per_second=samples / slowest if slowest else 0.0,
-        bad_rows=sum(record.bad_rows for record in records),
-        versions=records[0].versions,
-        machine=records[0].machine,
-    )
+    return records
 
 
 def _quality(plan: Plan, folder: Path) -> Quality | None:

@@ -1,17 +1,15 @@
 """What each rank does: apply the plan, train, measure, evaluate, leave a record.
 
-Runs under torchrun and never imports the planner. Memory is metered on steps 3 to 5, seconds on
-the steps after them, so that neither disturbs the other.
+Runs under torchrun and never imports the planner.
 """
 
 from __future__ import annotations
 
 import os
-import platform
-import statistics
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
-from shardwright import __version__
 from shardwright.core.document import write_document
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import named_files
-from shardwright.core.measurement import RECORD_SCHEMA, Record
 from shardwright.core.plan import Plan, read_plan
-from shardwright.core.timeline import Event, Phase
+from shardwright.core.timeline import Phase
+from shardwright.lab.loop import Measured, measure
+from shardwright.lab.python_model import Call, naming_errors
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Batch
 from shardwright.launcher.folder import check_inputs, record_file, scores_file
@@ -36,10 +34,9 @@ from shardwright.launcher.progress import ProgressLog
 from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
 from shardwright.runtime.guard import Guard
-from shardwright.runtime.meter import Meter, exact_events
+from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 
-MEMORY_STEPS = (3, 4, 5)
 PROGRESS_SECONDS = 0.2
 
 
@@ -53,28 +50,26 @@ class Training:
         self.rank = rank
         self.task = task_of(plan.job)
         self.heartbeat = heartbeat
-        self.step = 0
         self.device = torch.device("cpu")
         if plan.cluster.compute_device == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(self.device)
         on_cpu = self.device.type == "cpu"
+        self._errors: Callable[[], AbstractContextManager[None]] = nullcontext
+        if isinstance(plan.job.model.python, str):
+            self._errors = partial(naming_errors, Call.of(plan.job).where)
         self.meter = Meter(rank, self._listen, None if on_cpu else torch.cuda.synchronize)
-        self.losses: list[float] = []
-        self.step_seconds: list[float] = []
-        self.exact: list[Event] = []
 
     def _listen(self, phase: Phase | None) -> None:
         if phase is None:
-            self.heartbeat.begin(step=self.step)
+            self.heartbeat.begin(step=self.meter.number)
         else:
-            self.heartbeat.mark(phase, self.step)
+            self.heartbeat.mark(phase, self.meter.number)
 
     def run(self) -> None:
         """Train to the end and leave a record, and scores of what is held out."""
         mesh = init_device_mesh(self.device.type, (self.plan.world_size,))
-        self.ranks = comm.Comm(mesh)
-        self.guard = Guard(self.ranks)
+        self.guard = Guard(mesh)
         torch.manual_seed(self.job.train.seed)  # one model on all ranks
         empty = self.task.model(self.device)
         model = apply(empty, self.plan, mesh, probe=self.meter, guard=self.guard)
@@ -82,62 +77,42 @@ class Training:
         rate = self.job.train.learning_rate
         optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)
         torch.manual_seed(self.job.train.seed + self.rank)  # of what modules draw, as dropout does
-        self._train(model, optimizer, self.task.batches(self.rank, self.plan.world_size))
+        batches = self.task.batches(self.rank, self.plan.world_size)
+        with measure(self.plan, model, optimizer, meter=self.meter) as measured:
+            self._train(model, optimizer, batches, measured)
         self._evaluate(model)
-        self._leave_record()
+        write_document(measured.record(self.task.bad_rows), record_file(self.folder, self.rank))
 
     def _train(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Batch]
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: Iterator[Batch],
+        measured: Measured,
     ) -> None:
         progress = ProgressLog(self.folder) if self.rank == 0 else None
         steps = self.job.train.steps
         shown = 0.0
-        for self.step in range(1, steps + 1):
-            self.ranks.step = self.step  # for messages about lost peers
-            began = time.perf_counter()
-            with self._measured(model, optimizer):
+        for step in range(1, steps + 1):
+            with self._errors():
                 loss = self._one_step(model, optimizer, batches)
-            self.losses.append(loss)
-            if self._is_timed(self.step):
-                self.step_seconds.append(time.perf_counter() - began)
+            measured.step(loss)
             now = time.monotonic()
-            if progress and (now - shown > PROGRESS_SECONDS or self.step == steps):
+            if progress and (now - shown > PROGRESS_SECONDS or step == steps):
                 shown = now
                 text = f"loss on rank 0 {loss:.4f}"
-                progress.append({"step": self.step, "steps": steps, "loss": loss, "text": text})
-
-    def _measured(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> AbstractContextManager[None]:
-        if self.step in MEMORY_STEPS:
-            return self.meter.metered_step(optimizer, model)
-        return self.meter.timed_step(keep=self._is_timed(self.step))
-
-    def _is_timed(self, step: int) -> bool:
-        """Steps after the metered ones; in a short run those before them, the first apart."""
-        last = MEMORY_STEPS[-1]
-        if self.job.train.steps > last:
-            return step > last
-        return 1 < step < MEMORY_STEPS[0] or self.job.train.steps == 1
+                progress.append({"step": step, "steps": steps, "loss": loss, "text": text})
 
     def _one_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Batch]
     ) -> float:
-        meter = self.meter
-        with meter.phase("load"):
-            batch = self._tensors(next(batches))
-        with meter.phase("forward"):
-            loss = self.task.loss(model, batch)
+        loss = self.task.loss(model, self._tensors(next(batches)))
         value = loss.item()
         self.guard.look([loss.detach()], ["loss"], lambda: [loss.detach()])
-        with meter.phase("backward"):
-            loss.backward()
-        if self.step in MEMORY_STEPS and not self.exact:
-            self.exact = exact_events(self.rank, model, optimizer)
-        with meter.phase("step"):
-            self.guard.settle()  # tables are updated here, or nothing is
-            optimizer.step()
-            optimizer.zero_grad()
+        loss.backward()
+        self.guard.settle()  # tables are updated here, or nothing is
+        optimizer.step()
+        optimizer.zero_grad()
         return value
 
     def _tensors(self, batch: Batch) -> Batch:
@@ -164,32 +139,6 @@ class Training:
         ]
         found = np.concatenate(rows) if rows else np.empty((0, 3))
         np.save(scores_file(self.folder, self.rank), found, allow_pickle=False)
-
-    def _leave_record(self) -> None:
-        steps = range(1, self.job.train.steps + 1)
-        record = Record(
-            schema=RECORD_SCHEMA,
-            plan_fingerprint=self.plan.fingerprint,
-            rank=self.rank,
-            events=(*self.exact, *self.meter.events()),
-            losses=tuple(self.losses),
-            seconds_per_step=statistics.median(self.step_seconds) if self.step_seconds else 0.0,
-            memory_steps=tuple(s for s in steps if s in MEMORY_STEPS),
-            time_steps=tuple(s for s in steps if self._is_timed(s)),
-            bad_rows=self.task.bad_rows,
-            versions={
-                "shardwright": __version__,
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-            },
-            machine={
-                "system": platform.system(),
-                "processor": platform.machine(),
-                "cores": str(os.cpu_count()),
-                "threads_per_rank": str(torch.get_num_threads()),
-            },
-        )
-        write_document(record, record_file(self.folder, self.rank))
 
 
 def train_rank(plan_path: Path, folder: Path, store: Path | None, heartbeat: Heartbeat) -> None:

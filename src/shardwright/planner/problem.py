@@ -132,7 +132,8 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
 
 
 def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
-    notes, model = [], unit_space.model
+    model = unit_space.model
+    notes = list(model.recording.notes) if model.recording else []
     if job.planner.constants == "cluster":
         if model.tables:
             notes.append("ids spread evenly over the rows of a table cut by rows")

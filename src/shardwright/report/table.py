@@ -22,9 +22,26 @@ from shardwright.report.difference import Difference, Unit, Value, differences
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable
 
-__all__ = ["Difference", "comparison_summary", "differences", "plan_difference", "plan_summary"]
+__all__ = [
+    "Difference",
+    "comparison_summary",
+    "differences",
+    "plan_difference",
+    "plan_summary",
+    "text_of",
+]
 
 _UNBOUNDED = 10_000
+
+
+def text_of(renderable: RenderableType, *, color: bool = False) -> str:
+    """A table in the terminal's width, or 120 columns where there is no terminal."""
+    console = Console(color_system="auto" if color else None)
+    if not console.is_terminal:
+        console.width = 120
+    with console.capture() as drawn:
+        console.print(renderable)
+    return drawn.get()
 
 
 def plan_summary(plan: Plan) -> RenderableType:

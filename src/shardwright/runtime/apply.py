@@ -54,7 +54,8 @@ def apply(
 
     Weights start from the model's own, or, on the meta device, from ``model.initial_block``. Tables
     are updated inside their backward, which raises :class:`RunError` on every rank, and updates no
-    row, where a row gradient is not finite; with a ``guard`` when that is settled. Raises
+    row, where a row gradient is not finite; with a ``guard`` when that is settled. Parameters that
+    the plan has no gradient for, since they got none when it was made, are frozen. Raises
     :class:`MismatchError` before anything moves if ranks disagree on plan, model or versions, or if
     the mesh or the model is not the plan's; :class:`UnsupportedError` for what this version plans
     but does not run.
@@ -74,6 +75,7 @@ def apply(
     _check_model(model, plan, blocks)
     _check_supported(plan)
     members = {m.fqn: m for m in find_members([model], [""], (), lambda _: False)}
+    _freeze(members, plan, blocks)
     for unit in plan.units:
         _check_unit_blocks(unit, blocks, comm, [members[fqn] for fqn in unit.tensors])
     initial_block = _initial(model)
@@ -218,6 +220,13 @@ def _check_supported(plan: Plan) -> None:
             raise UnsupportedError(
                 expected(table.fqn, "kernel fused or dense", table.compute_kernel)
             )
+
+
+def _freeze(members: Mapping[str, Member], plan: Plan, blocks: list[Block]) -> None:
+    """What the plan has no gradient for is not trained."""
+    trained = {block.tensor for block in blocks if block.role == "gradient"}
+    for fqn in {fqn for unit in plan.units for fqn in unit.tensors} - trained:
+        members[fqn].parameter.requires_grad_(False)
 
 
 def _check_unit_blocks(

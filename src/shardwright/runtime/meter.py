@@ -8,34 +8,37 @@ from __future__ import annotations
 
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
+from shardwright.core.errors import InputError, expected
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import PEAK, Event, Kind, Phase
+from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.probe import Probe
+from shardwright.runtime.torch_private import following_backwards
 from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.tracker.memory import MemoryTracker
+from shardwright.tracker.private import in_backward
 
-LASTING: tuple[Kind, ...] = (
-    "weight",
-    "optimizer_state",
-    "gathered_weight",
-    "unreduced_gradient",
-    "reduce_scatter",
-    "communication",
-    "buffer",
-)
+MEMORY_STEPS = (3, 4, 5)  # by then the optimizer has its states
 STEADY = 1  # the step number of events that hold for every steady step
 
 
 class Meter(Probe):
-    """A probe that keeps seconds by phase and step, peaks by phase, and the actions of a step."""
+    """A probe that keeps seconds by phase and step, peaks by phase, and the actions of a step.
+
+    Inside of ``watching`` it finds the phases of a loop: a step loads until the model's forward
+    begins, and what follows a backward is the optimizer's ``step``. ``begin`` and ``end`` enclose
+    one. Memory is followed on ``MEMORY_STEPS``, seconds are those of the steps after them; in a
+    shorter loop of those before them, the first apart.
+    """
 
     def __init__(
         self,
@@ -46,31 +49,26 @@ class Meter(Probe):
         self.rank = rank
         self.listener = listener  # called at every phase and (with None) at every collective
         self.synchronise = synchronise  # waits for a device that computes on its own, before a look
+        self.number = 0  # of the step that began last
         self.actions: list[Action] = []
+        self.exact: list[Event] = []  # of the first step whose memory was followed
         self.tracker: MemoryTracker | None = None
-        self._kinds: list[tuple[weakref.ref[torch.Tensor], Kind]] = []
         self._stack: list[Phase] = []
         self._since = 0.0
         self._seconds: dict[Phase, float] = {}
-        self._steps: list[dict[Phase, float]] = []
+        self._steps: dict[int, dict[Phase, float]] = {}
         self._peaks: dict[Phase, dict[Kind, int]] = {}
+
+    # ---- what the runtime says -------------------------------------------------------------------
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Clock, tracker and listener follow the phase."""
-        self._turn()
-        self._stack.append(phase)
-        if self.listener:
-            self.listener(phase)
+        self._enter(phase)
         try:
-            if self.tracker is None:
-                yield
-            else:
-                with self.tracker.during(phase):
-                    yield
+            yield
         finally:
-            self._turn()
-            self._stack.pop()
+            self._leave()
             if self.listener and self._stack:
                 self.listener(self._stack[-1])
 
@@ -80,9 +78,7 @@ class Meter(Probe):
             self.listener(None)
 
     def holds(self, tensor: torch.Tensor, kind: Kind) -> None:
-        """Remember long-lived storages and report them to the tracker."""
-        if kind in LASTING:
-            self._kinds.append((weakref.ref(tensor), kind))
+        """Let the tracker know."""
         if self.tracker is not None:
             self.tracker.adopt(tensor, kind)
 
@@ -90,45 +86,102 @@ class Meter(Probe):
         """Keep what was done since the step began."""
         self.actions.append(action)
 
-    @contextmanager
-    def timed_step(self, *, keep: bool = True) -> Iterator[None]:
-        """A step whose seconds count, if ``keep``."""
-        self._begin()
-        yield
-        self._turn()
-        if keep:
-            self._steps.append(dict(self._seconds))
+    # ---- a loop and its steps --------------------------------------------------------------------
 
     @contextmanager
-    def metered_step(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> Iterator[None]:
-        """A step whose memory is followed; its seconds do not count."""
-        self._begin()
-        tracker = MemoryTracker()
-        for reference, kind in self._kinds:
-            tensor = reference()
-            if tensor is not None:
-                tracker.adopt(tensor, kind)
-        for buffer in module.buffers():
-            tracker.adopt(buffer, "buffer")
-        for tensor in _optimizer_tensors(optimizer):
-            tracker.adopt(tensor, "optimizer_state")
-        self.tracker = tracker
-        try:
-            with tracker:
-                yield
-        finally:
-            self.tracker = None
-            tracker.close()
-        for phase, kinds in tracker.peaks.items():
+    def watching(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Find the phases of steps of ``model`` and ``optimizer`` inside."""
+        self.model, self.optimizer = model, optimizer
+        comm = comm_of(model)
+        before, comm.probe = comm.probe, self
+        with ExitStack() as around:
+            around.callback(setattr, comm, "probe", before)
+            around.callback(self.drop)
+            for handle in (
+                model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True),
+                optimizer.register_step_pre_hook(self._before_step),
+            ):
+                around.callback(handle.remove)
+            around.enter_context(following_backwards(self._turn))
+            yield
+
+    def begin(self) -> None:
+        """The next step begins."""
+        self.number += 1
+        self.actions.clear()
+        self._seconds = {}
+        if self.number in MEMORY_STEPS:
+            self.tracker = self._tracker()
+        self._since = time.perf_counter()
+        self._enter("load")
+
+    def end(self) -> None:
+        """The step is over."""
+        self._leave()
+        if self.tracker is None:
+            self._steps[self.number] = self._seconds
+            return
+        for phase, kinds in self._end_tracker().peaks.items():
             if phase != "setup" and sum(kinds.values()) > sum(self._peaks.get(phase, {}).values()):
                 self._peaks[phase] = kinds
 
-    def _begin(self) -> None:
-        self.actions.clear()
-        self._seconds = {}
-        self._since = time.perf_counter()
+    def drop(self) -> None:
+        """Forget the step that is under way, if there is one."""
+        while self._stack:
+            self._leave()
+        if self.tracker is not None:
+            self._end_tracker()
 
-    def _turn(self) -> None:
+    def _turn(self, phase: Phase) -> None:
+        """The loop goes on to ``phase``, if a step is under way."""
+        if self._stack and self._stack[-1] != phase:
+            self._leave()
+            self._enter(phase)
+
+    def _forward(self, _: nn.Module, arguments: Any, keywords: Any) -> None:
+        if in_backward():  # computed again
+            return
+        for leaf in tree_iter((arguments, keywords)):
+            if isinstance(leaf, torch.Tensor):
+                self.holds(leaf, "input")
+        self._turn("forward")
+
+    def _before_step(self, *_: Any) -> None:
+        if self.tracker is not None and not self.exact:
+            self.exact = exact_events(self.rank, self.model, self.optimizer)
+
+    # ---- memory and seconds ----------------------------------------------------------------------
+
+    def _tracker(self) -> MemoryTracker:
+        """One that knows what was there before."""
+        tracker = MemoryTracker()
+        for tensor, kind in _lasting(self.model, self.optimizer):
+            tracker.adopt(tensor, kind)
+        tracker.__enter__()
+        return tracker
+
+    def _end_tracker(self) -> MemoryTracker:
+        tracker, self.tracker = self.tracker, None
+        assert tracker is not None
+        tracker.__exit__(None, None, None)
+        return tracker
+
+    def _enter(self, phase: Phase) -> None:
+        self._look()
+        self._stack.append(phase)
+        if self.tracker is not None:
+            self.tracker.begin(phase)
+        if self.listener:
+            self.listener(phase)
+
+    def _leave(self) -> None:
+        self._look()
+        self._stack.pop()
+        if self.tracker is not None:
+            self.tracker.end()
+
+    def _look(self) -> None:
+        """Add what passed since the last look to the phase that is on."""
         if self.synchronise:
             self.synchronise()
         now = time.perf_counter()
@@ -137,9 +190,26 @@ class Meter(Probe):
             self._seconds[current] = self._seconds.get(current, 0.0) + now - self._since
         self._since = now
 
+    # ---- what was measured -----------------------------------------------------------------------
+
     def forget_peaks(self) -> None:
         """Start the peaks anew."""
         self._peaks.clear()
+
+    @property
+    def time_steps(self) -> tuple[int, ...]:
+        """The steps whose seconds count."""
+        for first in (MEMORY_STEPS[-1] + 1, 2, 1):
+            found = tuple(number for number in self._steps if number >= first)
+            if found:
+                return found
+        return ()
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The median of a step's seconds; 0 where none was taken."""
+        seconds = [sum(self._steps[number].values()) for number in self.time_steps]
+        return statistics.median(seconds) if seconds else 0.0
 
     def events(self) -> list[Event]:
         """Peaks by phase and kind, and median seconds by phase laid one after the other."""
@@ -149,11 +219,41 @@ class Meter(Probe):
             for kind, size in sorted(kinds.items())
         ]
         start = 0.0
-        for phase in dict.fromkeys(phase for step in self._steps for phase in step):
-            duration = statistics.median(step.get(phase, 0.0) for step in self._steps)
+        steps = [self._steps[number] for number in self.time_steps]
+        for phase in dict.fromkeys(phase for step in steps for phase in step):
+            duration = statistics.median(step.get(phase, 0.0) for step in steps)
             events.append(Event(self.rank, STEADY, phase, "time", phase, 0, start, duration))
             start += duration
         return events
+
+
+def comm_of(model: nn.Module) -> Comm:
+    """The collectives of a sharded model."""
+    found = next((storage.comm for storage in storages_in(model)), None)
+    tables = (module.comm for module in model.modules() if isinstance(module, ShardedTables))
+    found = found or next(tables, None)
+    if found is None:
+        remedy = "Measure what apply returned."
+        raise InputError(expected("model", "one that runs a plan", type(model).__name__, remedy))
+    return found
+
+
+def _lasting(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[torch.Tensor, Kind]]:
+    """What is there before a step, and what it is for."""
+    for module in model.modules():
+        if isinstance(module, ShardedTables):
+            for store in (*module.stores, module.replicas):
+                yield from store.lasting()
+    for storage in storages_in(model):
+        yield from storage.lasting()
+    for buffer in model.buffers():
+        yield buffer, "buffer"
+    for state in optimizer.state.values():
+        yield from (
+            (value, "optimizer_state") for value in state.values() if torch.is_tensor(value)
+        )
 
 
 def exact_events(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Event]:
@@ -210,8 +310,3 @@ def _unit_events(rank: int, storage: DStorage, optimizer: torch.optim.Optimizer)
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if torch.is_tensor(value))

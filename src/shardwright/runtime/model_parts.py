@@ -84,7 +84,7 @@ def comm_of(model: nn.Module, mesh: DeviceMesh | None = None) -> Comm | None:
         raise InputError(
             expected(
                 "mesh",
-                "the ranks that have the model, which has no units that would tell",
+                "the ranks that have the model, which has no units to know them by",
                 "none",
                 "Pass mesh=... of all ranks, or of this one alone.",
             )

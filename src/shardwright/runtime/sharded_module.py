@@ -189,5 +189,5 @@ def _units(module: Any, recurse: bool) -> Iterator[DStorage]:
 
 
 def _refused(name: str) -> UnsupportedError:
-    wanted = "no such hook; storage.comm.paths tells the ways of collectives"
+    wanted = "no such hook; storage.comm.paths has the ways of collectives"
     return UnsupportedError(expected(name, wanted, "one"))

@@ -3,9 +3,11 @@ it is looked at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from functools import wraps
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from shardwright.core.errors import UnsupportedError, expected
+from shardwright.tracker.private import in_backward
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 no_torch_function = torch._C._disabled_torch_function_impl
@@ -28,6 +31,27 @@ C_DATA: Any = (
 )  # what torch itself reads and writes, whatever a subclass says
 C_GRAD: Any = torch._C.TensorBase.grad
 _OFFSET_BITS = 60  # more than any offset within a storage has
+
+
+@contextmanager
+def following_backwards(turn: Callable[[Literal["backward", "step"]], None]) -> Iterator[None]:
+    """Say when a backward begins, before anything is computed, and what comes after it."""
+    original = torch.autograd.backward
+
+    @wraps(original)
+    def backward(*arguments: Any, **keywords: Any) -> None:
+        if in_backward():  # of what is computed again
+            original(*arguments, **keywords)
+            return
+        turn("backward")
+        original(*arguments, **keywords)
+        turn("step")
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
 
 
 def will_accumulate(node: Any, place: int) -> bool | None:

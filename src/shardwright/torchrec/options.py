@@ -6,7 +6,7 @@ from shardwright.core.cluster import Cluster, Device
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import Option, column_width, shard_runs
-from shardwright.core.sharding import ShardingType
+from shardwright.core.sharding import ShardingType, traits
 from shardwright.planner.options import (
     QUANTIZED_KERNELS,
     QUANTIZED_TYPES,
@@ -14,12 +14,6 @@ from shardwright.planner.options import (
     is_quantized,
 )
 
-_SEQUENCE_TYPES: tuple[ShardingType, ...] = (
-    "data_parallel",
-    "table_wise",
-    "column_wise",
-    "row_wise",
-)
 _BAG_TYPES: tuple[ShardingType, ...] = (
     "data_parallel",
     "table_wise",
@@ -29,6 +23,7 @@ _BAG_TYPES: tuple[ShardingType, ...] = (
     "table_row_wise",
     "grid_shard",
 )
+_SEQUENCE_TYPES = tuple(name for name in _BAG_TYPES if traits(name).sequences)
 _BAG_TYPES_ON_CPU = _BAG_TYPES[:4]
 _TYPES_ON_REQUEST: tuple[ShardingType, ...] = ("grid_shard",)
 _KERNELS: dict[Device, tuple[ComputeKernel, ...]] = {
@@ -82,7 +77,7 @@ def _kernels(
 ) -> tuple[ComputeKernel, ...]:
     device = cluster.compute_device
     possible = QUANTIZED_KERNELS[device] if is_quantized(table) else _KERNELS[device]
-    if sharding_type == "data_parallel":
+    if traits(sharding_type).replicated:
         possible = ("dense",)
     if not cluster.ssd_cap:
         possible = tuple(k for k in possible if k != "key_value")

@@ -10,6 +10,7 @@ import msgspec
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.planning import PartitionerSection
+from shardwright.core.sharding import traits
 from shardwright.torchrec.candidate import MS_PER_SECOND, Bytes, Candidate, in_turn
 from shardwright.torchrec.room import (
     Heap,
@@ -99,7 +100,8 @@ def _order(section: PartitionerSection, proposal: Sequence[Candidate]) -> list[i
 
 def _needs_different_ranks(candidate: Candidate) -> bool:
     option = candidate.choice.option
-    return option.compute_kernel == "key_value" and option.sharding_type == "column_wise"
+    kind = traits(option.sharding_type)
+    return option.compute_kernel == "key_value" and kind.cuts_columns and kind.partition == "device"
 
 
 class _Hosts:
@@ -130,7 +132,7 @@ class _Hosts:
             if any(n > f for n, f in zip(needed, free, strict=True)):
                 closest = _closer(closest, no_room(candidate, needed, ranks, free))
                 continue
-            if candidate.choice.option.sharding_type == "table_row_wise":
+            if traits(candidate.choice.option.sharding_type).cuts_rows:
                 error = put_side_by_side(self._room, candidate, ranks.start)
                 if error is None:
                     return ranks

@@ -16,6 +16,7 @@ from shardwright.core.batch import feature_batches
 from shardwright.core.cluster import Cluster
 from shardwright.core.model import CacheSpec, TableSpec
 from shardwright.core.option import Option
+from shardwright.core.sharding import traits
 from shardwright.core.tensor import ELEMENT_BYTES, element_bytes
 from shardwright.cost.embedding import Demand
 from shardwright.planner.choice import Choice
@@ -29,7 +30,7 @@ from shardwright.planner.pricing.evaluate import (
     tier_totals,
 )
 from shardwright.torchrec import storage, times
-from shardwright.torchrec.storage import ROW_TYPES, Ranks, Scheme, Shards
+from shardwright.torchrec.storage import Ranks, Scheme, Shards
 
 MIB = 2**20
 REDUCED = {"fp8": "fp16"}  # what TorchRec reduces in instead of a dtype that cannot be summed
@@ -136,8 +137,8 @@ def _sizes(option: Option, run_index: int, q: Shards, ranks: Ranks) -> tuple[Any
     """Rows and columns of a run's first shard, from the table's own."""
     run = option.runs[run_index]
     rows, columns = q.table_rows, q.dim
-    if option.sharding_type in ROW_TYPES:
-        parts = ranks.world if option.sharding_type == "row_wise" else ranks.group
+    if traits(option.sharding_type).cuts_rows:
+        parts = traits(option.sharding_type).row_parts(ranks.world, ranks.group)
         chunk = named("rows_per_part", ceil_div(rows, parts), "rows")
         first = leaf(run.row, "first_row", "", f"{option.sharding_type}: the shard's first row")
         rows = named("rows_of_shard", minimum(chunk, rows - first), "rows")

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from shardwright.core.amount import ceil, minimum, named, noted, rounded, total, where
 from shardwright.core.cluster import Tier
+from shardwright.core.sharding import Traits, traits
 
-REPLICATED = "data_parallel"
-ROW_TYPES = ("row_wise", "table_row_wise", "grid_shard")
 QUANTIZED = ("quant", "quant_uvm", "quant_uvm_caching")  # in inference only
 CACHES = ("fused_uvm_caching", "quant_uvm_caching")  # in HBM, of a table in host memory
 CACHED_KERNELS = (*CACHES, "key_value")
@@ -45,6 +44,11 @@ class Scheme(NamedTuple):
     pipeline: str = "none"
     ephemeral: bool = False
     inference: bool = False
+
+    @property
+    def traits(self) -> Traits:
+        """What the sharding type does to a table."""
+        return traits(self.sharding_type)
 
 
 class Shards(NamedTuple):
@@ -111,21 +115,16 @@ def state_share(optimizer: str, dim: Any, c: Any) -> Any:
             return named("state_share", c["other_state"])
 
 
-def row_parts(scheme: Scheme, ranks: Ranks) -> Any:
-    """How many shards share the ids of a table that is cut by rows."""
-    return ranks.world if scheme.sharding_type == "row_wise" else ranks.group
-
-
 def served_lookups(scheme: Scheme, q: Shards, ranks: Ranks) -> Any:
     """Ids that a shard serves in a step: a replica its own rank's, another those of all ranks.
 
     Shards cut by rows share them evenly.
     """
-    if scheme.sharding_type == REPLICATED:
+    if scheme.traits.replicated:
         return named("served_lookups", q.lookups, "ids")
     ids = q.lookups
-    if scheme.sharding_type in ROW_TYPES:
-        ids = ids / row_parts(scheme, ranks)
+    if scheme.traits.cuts_rows:
+        ids = ids / scheme.traits.row_parts(ranks.world, ranks.group)
     return named("served_lookups", ids * ranks.world, "ids")
 
 
@@ -134,11 +133,11 @@ def returned_rows(scheme: Scheme, q: Shards, ranks: Ranks) -> Any:
 
     Each shard of a pooled table that is cut by rows hands out a partial sum for every bag.
     """
-    if scheme.sharding_type == REPLICATED:
+    if scheme.traits.replicated:
         return named("returned_rows", q.outputs, "rows")
     rows = q.outputs
-    if scheme.sharding_type in ROW_TYPES and not scheme.pooled:
-        rows = rows / row_parts(scheme, ranks)
+    if scheme.traits.cuts_rows and not scheme.pooled:
+        rows = rows / scheme.traits.row_parts(ranks.world, ranks.group)
     return named("returned_rows", rows * ranks.world, "rows")
 
 
@@ -167,7 +166,7 @@ def output_bytes(scheme: Scheme, q: Shards, ranks: Ranks) -> Any:
 
 
 def _unless_empty(scheme: Scheme, q: Shards, size: Any) -> Any:
-    if scheme.sharding_type not in ROW_TYPES:
+    if not scheme.traits.cuts_rows:
         return size
     return where(q.rows * q.columns > 0, size, 0)
 
@@ -184,7 +183,7 @@ def table_bytes(scheme: Scheme, q: Shards) -> Any:
 def weight_bytes(scheme: Scheme, q: Shards, base: Any, tier: Tier) -> Any:
     """A shard's part of ``base`` bytes that all shards keep in ``tier``; a replica keeps all."""
     name = f"{tier}_weight_bytes"
-    if scheme.sharding_type == REPLICATED:
+    if scheme.traits.replicated:
         return named(name, base, "B")
     return named(name, ceil(base * (q.rows * q.columns) / (q.table_rows * q.dim)), "B")
 

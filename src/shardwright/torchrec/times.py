@@ -13,20 +13,16 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.timeline import Phase
 from shardwright.torchrec.storage import (
     QUANTIZED,
-    REPLICATED,
-    ROW_TYPES,
     Ranks,
     Scheme,
     Shards,
     id_bytes,
     returned_rows,
-    row_parts,
     served_lookups,
 )
 
 MS_PER_SECOND = 1000
 RING_PASSES = 2  # a ring all-reduce moves a gradient once to reduce it, once to spread the sum
-GROUPED = ("table_row_wise", "grid_shard")  # cut by rows over the ranks of a group
 
 # The parts of a step as TorchRec lists them, and the phase in which each passes.
 PHASE_OF_PART: dict[str, Phase] = {
@@ -99,9 +95,9 @@ def flow(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Flow:
     """
     rows = named("returned_elements", returned_rows(scheme, q, ranks) * q.columns, "elements")
     forward, backward = q.forward_bytes, q.backward_bytes
-    if scheme.sharding_type == REPLICATED or scheme.kernel in QUANTIZED:
+    if scheme.traits.replicated or scheme.kernel in QUANTIZED:
         forward = backward = q.element_bytes
-    elif scheme.sharding_type in ROW_TYPES and (scheme.pooled or scheme.sharding_type in GROUPED):
+    elif scheme.traits.cuts_rows and (scheme.pooled or scheme.traits.rows_over == "host"):
         forward, backward = q.forward_reduce_bytes, q.backward_reduce_bytes
     return Flow(
         named("forward_output_bytes", rows * forward, "B"),
@@ -116,7 +112,7 @@ def compute_times(scheme: Scheme, q: Shards, ranks: Ranks, moved: Flow, c: Any) 
     ids = id_bytes(served, c)
     if scheme.weighted:
         ids = ids * c["weighted_input_multiplier"]
-    whole_rows = scheme.sharding_type not in (REPLICATED, *ROW_TYPES)
+    whole_rows = not (scheme.traits.replicated or scheme.traits.cuts_rows)
     width = maximum(q.columns, c["lookup_columns"]) if whole_rows else q.columns
     rows = named("lookup_bytes", served * width * q.element_bytes, "B")
     touched = ids + rows + moved.forward
@@ -155,12 +151,12 @@ def exchange_times(scheme: Scheme, q: Shards, ranks: Ranks, moved: Flow, c: Any)
     Shards cut by rows copy gradients once more; those cut by rows of a group reduce inside the
     group first and then exchange sums between groups.
     """
-    grouped = scheme.sharding_type in GROUPED
+    grouped = scheme.traits.rows_over == "host"
     width = ranks.group if grouped else ranks.world
     close = minimum(ranks.group, ranks.local) if grouped else ranks.local
     rate = link_rate("exchange_rate", width, close, c)
     there, back = moved.forward / rate, moved.backward / rate
-    if scheme.sharding_type in ROW_TYPES:
+    if scheme.traits.cuts_rows:
         back = back + c["batched_copy_factor"] * moved.backward / moved.rate
     if grouped:
         spent = between_groups(q, ranks, c)
@@ -186,7 +182,7 @@ def communication_times(
     scheme: Scheme, q: Shards, ranks: Ranks, moved: Flow, c: Any
 ) -> dict[str, Any]:
     """Milliseconds of a shard's collectives, forward and backward."""
-    if scheme.sharding_type == REPLICATED:
+    if scheme.traits.replicated:
         spent = replica_times(q, ranks, moved, c)
     else:
         spent = exchange_times(scheme, q, ranks, moved, c)
@@ -201,12 +197,12 @@ def prefetch_time(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Any:
     Unknown, and counted as nothing, without a load factor and statistics.
     """
     fetching = scheme.kernel == "fused_uvm_caching" and scheme.counted
-    if not fetching or scheme.sharding_type == REPLICATED:
+    if not fetching or scheme.traits.replicated:
         return _nothing("prefetch_ms", q.columns)
     rate = named("miss_rate", q.misses * (1 - q.load_factor))
     rows = rate * q.expected_lookups
-    if scheme.sharding_type in ROW_TYPES:
-        rows = rows / row_parts(scheme, ranks)
+    if scheme.traits.cuts_rows:
+        rows = rows / scheme.traits.row_parts(ranks.world, ranks.group)
     fetched = named("fetched_rows", rows, "rows")
     spent = fetched * q.columns * q.element_bytes / c["hbm_to_ddr_mem_bw"]
     return named("prefetch_ms", spent, "ms")
@@ -214,7 +210,7 @@ def prefetch_time(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Any:
 
 def input_dist_time(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Any:
     """Milliseconds to send a batch's ids to all ranks' shards; shown, but part of no total."""
-    if scheme.sharding_type == REPLICATED:
+    if scheme.traits.replicated:
         return _nothing("input_dist_ms", q.lookups)
     sent = id_bytes(q.lookups * ranks.world, c)
     rate = link_rate("input_dist_rate", ranks.world, ranks.local, c)

@@ -39,6 +39,9 @@ class _Reason(NamedTuple):
 def explained(error: Untraceable, module: nn.Module, where: str, called: str) -> UnsupportedError:
     """The error as a person reads it; ``called`` says with what the module was called."""
     reason = _reason(error.cause, called)
+    if isinstance(error.cause, DataDependentOutputException):
+        kind = named(module, error.path).rpartition("(")[2].rstrip(")")
+        reason = reason._replace(remedy=_ABOUT_MASKS.get(kind, reason.remedy))
     place = f"{where}: {named(module, error.path)}"
     return UnsupportedError(expected(place, reason.wanted, reason.found, reason.remedy))
 
@@ -169,6 +172,14 @@ def _reason(error: Exception, called: str) -> _Reason:
         first_line(error),
         "Return (module, inputs) or (module, inputs, loss) from the function if it takes others.",
     )
+
+
+# Modules of torch that look at a mask, unless the caller says what it is.
+_ABOUT_MASKS = {
+    "TransformerDecoder": "Call it with tgt_is_causal=True or False, so that torch need not look.",
+    "TransformerEncoder": "Call it with is_causal=True or False (src_is_causal of nn.Transformer), "
+    "so that torch need not look.",
+}
 
 
 def _without_fake(error: Exception) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,8 @@ class Subject:
 
     ``units`` are the modules that share a unit, by the unit's name, in the order of their forward;
     one named ``""`` is the whole module and has the parameters of no other. Without a ``loss`` the
-    result's own gradient is made up, as a pipeline's stage receives it.
+    result's own gradient is made up, as a pipeline's stage receives it. ``freezes``: parameters
+    that get no gradient count as frozen.
     """
 
     module: nn.Module
@@ -40,6 +41,7 @@ class Subject:
     keywords: Mapping[str, Any] = field(default_factory=dict)  # further inputs of the module
     around: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     apart: Sequence[str] = ()  # units that are one only if nobody else uses their parameters
+    freezes: bool = False
 
 
 class NoUnitsError(Exception):
@@ -70,6 +72,7 @@ def record(subject: Subject) -> Recording:
         with _garbage_stays(), watched, recorder, subject.around():
             returned = _step(recorder, subject)
         pieces, given_bytes = recorder.finished(), recorder.given
+        trained = None if not subject.freezes else _with_gradient(module)
     except ShardwrightError:
         raise
     except Exception as error:  # modules fail in as many ways as they are written
@@ -83,7 +86,7 @@ def record(subject: Subject) -> Recording:
         raise NoUnitsError(strange)
     return Recording(
         pieces=pieces,
-        units=tuple(recorded_units(module, subject.units, subject.series)),
+        units=tuple(recorded_units(module, subject.units, subject.series, trained)),
         series=subject.series,
         buffers=storage_bytes(t for t in held if not isinstance(t, nn.Parameter)),
         inputs=storage_bytes(before) + given_bytes,
@@ -148,13 +151,23 @@ def _trained(result: Any) -> torch.Tensor:
     return next(leaf for leaf in leaves if leaf.requires_grad)
 
 
+def _with_gradient(module: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in module.parameters() if parameter.grad is not None}
+
+
 def recorded_units(
-    module: nn.Module, units: Mapping[str, Sequence[nn.Module]], series: Sequence[Series] = ()
+    module: nn.Module,
+    units: Mapping[str, Sequence[nn.Module]],
+    series: Sequence[Series] = (),
+    trained: Collection[nn.Parameter] | None = None,
 ) -> list[RecordedUnit]:
     """The parameters of every unit, frozen ones too: they are gathered with the others.
 
-    A parameter that several units share belongs to the first that has it.
+    A parameter that several units share belongs to the first that has it. ``trained`` are those
+    that are not frozen, by default all that require a gradient.
     """
+    if trained is None:
+        trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
     names: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters():
         names.setdefault(parameter, name)
@@ -168,7 +181,7 @@ def recorded_units(
         taken.update(left)
         tensors = tuple(_spec(names[p], p) for p in left)
         paths = tuple(places[part] for part in units[unit])
-        frozen = tuple(names[p] for p in left if not p.requires_grad)
+        frozen = tuple(names[p] for p in left if p not in trained)
         found[unit] = RecordedUnit(unit, tensors, of_series.get(unit, ""), paths, frozen)
     missing = [names[p] for p in names if p not in taken]
     assert not missing, f"in no unit: {missing}"

@@ -26,7 +26,7 @@ from shardwright.tracker.private import key_of, operator_name
 from shardwright.tracker.storages import BEFORE, Follower, given_tensors, is_constant
 from shardwright.tracker.tensors import map_tensors, tensors_in
 
-TOLD = "_shardwright_module_told"  # on results whose gradient names the module that made them
+HOOKED = "_shardwright_hooked"  # results whose gradient names the module that made them
 
 
 class Recorder(Follower):
@@ -167,7 +167,7 @@ def watching(
     units: dict[str, Sequence[nn.Module]],
     cast: torch.dtype | None,
 ) -> Iterator[None]:
-    """Hooks that tell ``recorder`` where in the model it is, gone again at the end.
+    """Hooks that keep where in the model ``recorder`` is, gone again at the end.
 
     A unit is entered with its first module's forward and left with its last one's; its backward
     begins with the gradient of its output and ends with that of its inputs. Floating inputs of
@@ -222,9 +222,9 @@ def _leaving(recorder: Recorder, names: dict[nn.Module, str]) -> Callable[..., N
         def backward(gradient: torch.Tensor) -> None:
             recorder.module = name  # until the gradient of another module's result arrives
 
-        told = isinstance(result, torch.Tensor) and hasattr(result, TOLD)  # by a module inside
-        if isinstance(result, torch.Tensor) and result.requires_grad and not told:
-            setattr(result, TOLD, True)
+        hooked = isinstance(result, torch.Tensor) and hasattr(result, HOOKED)  # by a module inside
+        if isinstance(result, torch.Tensor) and result.requires_grad and not hooked:
+            setattr(result, HOOKED, True)
             result.register_hook(backward)
 
     return hook

@@ -189,7 +189,7 @@ def test_zero_bubble_v_keeps_no_more_on_any_rank_than_1f1b_on_the_first(stages: 
     assert in_flight("zbv", stages, 4 * stages) == (2 * stages,) * stages
 
 
-def test_passes_are_told_by_kind_chunk_and_microbatch() -> None:
+def test_passes_are_shown_by_kind_chunk_and_microbatch() -> None:
     assert order("1f1b", 2, 2)[0] == (
         Pass("forward", 0, 0),
         Pass("forward", 0, 1),

@@ -137,7 +137,7 @@ def test_more_ranks_are_named_where_they_are_enough() -> None:
     assert f"parallel.data_shard = {told.fewest_ranks} ({told.fewest_ranks} ranks)" in named
 
 
-def test_every_variant_is_estimated_once_and_told() -> None:
+def test_every_variant_is_estimated_once_and_shown() -> None:
     seen: list[Job] = []
     lines: list[str] = []
 

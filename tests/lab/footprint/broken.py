@@ -45,6 +45,28 @@ class Counts(nn.Module):
         return x + x.nonzero().shape[0]
 
 
+class Decodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(8, 2, 8, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.decoder(x, x, tgt_mask=mask)
+
+
+class Encodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.encoder(x, mask=mask)
+
+
 class Points(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + x.data_ptr() % 2
@@ -74,6 +96,14 @@ def masks() -> Made:
 
 def counts() -> Made:
     return Around(Counts())
+
+
+def decodes() -> Made:
+    return Around(Decodes())
+
+
+def encodes() -> Made:
+    return Around(Encodes())
 
 
 def points() -> Made:

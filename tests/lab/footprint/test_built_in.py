@@ -328,7 +328,7 @@ def _whole(job: Job) -> Recording:
             )
 
 
-def test_few_blocks_of_a_deep_model_tell_of_all_of_them(transformer: Sized) -> None:
+def test_few_blocks_of_a_deep_model_stand_for_all_of_them(transformer: Sized) -> None:
     few, whole = transformer(SIZES["deep"]), _whole(transformer_job(**SIZES["deep"]))
     assert len(few.pieces) < len(whole.pieces)
     assert (few.inputs, few.buffers) == (whole.inputs, whole.buffers)

@@ -125,7 +125,7 @@ def test_names_are_those_of_the_whole_module() -> None:
         ("skipping", {"more": 2}, "it does not run with fewer (IndexError: pop from empty list)"),
     ],
 )
-def test_where_few_layers_do_not_tell_all_are_traced_and_a_note_says_so(
+def test_where_few_layers_do_not_stand_for_all_they_are_traced_and_a_note_says_so(
     name: str, arguments: dict[str, Any], reason: str
 ) -> None:
     job = job_of(f"architectures:{name}", arguments)
@@ -234,6 +234,8 @@ REFUSED = {
         " got aten.nonzero.default, whose result is as large as its values say."
     ),
     "counts": "module 'layers.0.1' (Counts): expected shapes that do not depend on values",
+    "decodes": "an if on a tensor. Call it with tgt_is_causal=True or False,",
+    "encodes": "an if on a tensor. Call it with is_causal=True or False (src_is_causal of",
     "points": "module 'layers.0.1' (Points): expected a forward of torch's operators alone",
     "numpy": "module 'layers.0.1' (Numpy): expected a forward of torch's operators alone",
     "kernel": (

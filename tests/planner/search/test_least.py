@@ -29,7 +29,7 @@ def _with_memory(space: Space, hbm: int, ddr: int) -> Space:
 
 @given(seed=st.integers(0, 10**9), hbm=st.integers(1, 20_000), ddr=st.integers(1, 20_000))
 @settings(deadline=None, max_examples=40)
-def test_the_share_told_is_that_of_the_fullest_rank(
+def test_the_share_shown_is_that_of_the_fullest_rank(
     space_of_seed: SpaceOf, totals_of: Callable[..., Any], seed: int, hbm: int, ddr: int
 ) -> None:
     space = _with_memory(space_of_seed(seed), hbm, ddr)

@@ -59,7 +59,7 @@ def test_no_rank_is_over_its_capacity_by_a_byte(
 
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
 @settings(deadline=None, max_examples=40)
-def test_the_seconds_told_are_those_of_the_slowest_rank(
+def test_the_seconds_shown_are_those_of_the_slowest_rank(
     space_of_seed: SpaceOf, totals_of: Totals, seed: int, memory: str
 ) -> None:
     space = space_of_seed(seed, memory=memory)

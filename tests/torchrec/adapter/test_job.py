@@ -119,7 +119,7 @@ def test_what_a_job_cannot_say_is_refused_in_one_line() -> None:
         job_of(Model(), topology=uneven)
 
 
-def test_codecs_are_told_as_dtypes_of_the_wire() -> None:
+def test_codecs_are_dtypes_of_the_wire() -> None:
     from torchrec.distributed.fbgemm_qcomm_codec import (
         CommType,
         QCommsConfig,

@@ -257,7 +257,7 @@ def test_without_a_process_group_a_collective_plan_is_a_plan() -> None:
     assert planner.collective_plan(nn.Linear(2, 2)).plan == {}
 
 
-def test_a_plan_that_does_not_fit_is_told_by_the_planner() -> None:
+def test_a_plan_that_does_not_fit_is_refused_by_the_planner() -> None:
     planner = ShardwrightPlanner(
         topology(2, hbm_cap=10_000), 8, FixedPercentageStorageReservation(0.15)
     )

@@ -128,7 +128,8 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recor
         found = composer.recording()
     except Untraceable as error:
         raise explained(error, module, where, built.called) from error
-    notes = (*built.notes, *composer.notes, *_about_units(composer, request), *found.notes)
+    about = (*_about_units(composer, request), *_not_trained(module, found))
+    notes = (*built.notes, *composer.notes, *about, *found.notes)
     units = tuple(
         msgspec.structs.replace(
             unit,
@@ -159,6 +160,7 @@ def _run(request: Request, subject: Subject) -> Callable[[Shortened], Recording]
                 cast=dtype,
                 apart=shortened.apart,
                 around=applied.around,
+                freezes=request.planned,
             )
             found = record(here)
         return msgspec.structs.replace(found, notes=tuple(applied.notes))
@@ -172,6 +174,14 @@ def _about_units(composer: Composer, request: Request) -> Iterator[str]:
     yield "no part of the module repeats: all of its parameters are one unit"
     if request.treatment.checkpointing != "none":
         yield f"checkpointing '{request.treatment.checkpointing}' has no repeated parts to work on"
+
+
+def _not_trained(module: nn.Module, found: Recording) -> Iterator[str]:
+    frozen = {name for unit in found.units for name in unit.frozen}
+    names = [n for n, p in module.named_parameters() if p.requires_grad and n in frozen]
+    if names:
+        more = " and others get" if names[1:] else " gets"
+        yield f"'{names[0]}'{more} no gradient in a step: planned and run as frozen"
 
 
 # ---- tensors of one fake mode --------------------------------------------------------------------

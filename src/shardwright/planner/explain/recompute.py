@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 
+from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.errors import MismatchError, ShardwrightError, expected
+from shardwright.core.job import Job
 from shardwright.core.placement import Placement, describe
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
-from shardwright.core.recording import check_recording
+from shardwright.core.recording import Recording, check_recording
 from shardwright.core.tables import check_constraints, check_tables
 from shardwright.core.timeline import decode
 from shardwright.planner.assemble import assemble
@@ -63,10 +65,19 @@ def problem_of(plan: Plan) -> Problem:
         check_constraints(plan.job.planner.constraints, plan.job.tables, "job")
         if plan.recording is not None:
             check_recording(plan.recording)
+            _check_batch(plan.job, plan.recording)
         return make_problem(plan.job, plan.model, slow=plan.search.slow_kernels)
     except ShardwrightError as error:
         wanted = "the job that the plan was made from"
         raise MismatchError(expected("plan: job", wanted, f"'{error}'", AGAIN)) from None
+
+
+def _check_batch(job: Job, recording: Recording) -> None:
+    """The inputs of a step of text were tokens and targets of the job's batch. What a function of
+    the user's own makes of a batch, its recording alone knows."""
+    if job.model.kind in ("transformer", "llama"):
+        tokens = 2 * job.batch.size * job.batch.sequence * INDEX_BYTES
+        same("plan: bytes of the batch", recording.inputs, tokens)
 
 
 def _placed(problem: Problem, index: int, chosen: TablePlan) -> Placed:

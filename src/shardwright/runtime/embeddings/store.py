@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from shardwright.core.plan import TablePlan
+from shardwright.core.timeline import Kind
 from shardwright.runtime.embeddings import update
 from shardwright.runtime.embeddings.route import Held
 from shardwright.runtime.probe import Probe
@@ -44,8 +45,13 @@ class Store:
         self.optimizer = kinds.pop() if kinds else "sgd"
         assert not kinds, "a plan gives one optimizer to all tables"
         self.state = torch.zeros(rows if self.optimizer == "rowwise_adagrad" else 0, device=device)
-        probe.holds(self.weight, "weight")
-        probe.holds(self.state, "optimizer_state")
+        for tensor, kind in self.lasting():
+            probe.holds(tensor, kind)
+
+    def lasting(self) -> Iterator[tuple[torch.Tensor, Kind]]:
+        """The memory of the store, and what it is for."""
+        yield self.weight, "weight"
+        yield self.state, "optimizer_state"
 
     def block_view(self, item: Held) -> torch.Tensor:
         """The weights of one block, sharing storage."""

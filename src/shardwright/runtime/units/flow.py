@@ -117,7 +117,7 @@ class Flow(UnitFlow):
         return found.reshard_after_forward is not False
 
     def left(self) -> Iterator[str]:
-        """All but those that are told to stay, driven by hand, or in a forward, inside of which
+        """All but those that are to stay, driven by hand, or in a forward, inside of which
         there was a torch.autograd.grad."""
         for unit in self.units():
             is_running = unit.writes.watched is not None

@@ -202,7 +202,7 @@ class Gradients:
             accept(gradient.index, mean, present)
 
     def check(self, *, wait: bool = False) -> None:
-        """Look at what ranks told each other with sums that nothing has waited for yet."""
+        """Look at what ranks sent each other with sums that nothing has waited for yet."""
         self.unchecked = [note for note in self.unchecked if not note.check(wait=wait)]
 
     def drop(self) -> None:

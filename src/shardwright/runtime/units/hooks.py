@@ -47,7 +47,7 @@ class UnitHooks:
             module.register_forward_hook(after, always_call=True)
 
     def announce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, which tells this unit when a backward reaches it."""
+        """``tensor``, with a hook by which a backward reaches this unit."""
         marked: torch.Tensor = _BeforeBackward.apply(tensor, self.anchor, self)
         return marked
 

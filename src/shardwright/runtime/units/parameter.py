@@ -130,7 +130,7 @@ def find_members(
 ) -> list[Member]:
     """The parameters below ``modules`` that no inner unit has; tied names share one member.
 
-    ``is_taken`` tells the modules of inner units, whose whole subtree is theirs.
+    ``is_taken`` is true of the modules of inner units, whose whole subtree is theirs.
     """
     left_out = {id(parameter) for parameter in ignored}  # the caller keeps them alive meanwhile
     found: dict[int, Member] = {}

@@ -1,6 +1,6 @@
 """One sharded unit: its buffers, its states, and the steps between them.
 
-States are told by the bytes they own:
+States are the bytes they own:
 
 * ``SHARDED``: this rank's shard and, after a backward, its reduced gradient. The modules show
   sharded parameters, views of the shard.
@@ -24,6 +24,7 @@ from torch import nn
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.placement import Placement
+from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import storage_of
@@ -163,10 +164,15 @@ class Unit:
         )
         self.sharded = ShardedParameters(self.buffers, self.comm)
         self.param_infos = {i.fqn: i for i in infos_of(layout, self.comm.rank)}
-        probe = self.comm.probe
-        probe.holds(self.buffers.shard, "weight")
-        probe.holds(self.buffers.whole.tensor, "gathered_weight")
-        probe.holds(self.buffers.stage.tensor, "communication")
+
+    def lasting(self) -> Iterator[tuple[torch.Tensor, Kind]]:
+        """The buffers, whose storages may be empty now, and what they are for."""
+        yield self.buffers.shard, "weight"
+        yield self.buffers.whole.tensor, "gathered_weight"
+        yield self.buffers.stage.tensor, "communication"
+        yield from (
+            (gradient.send.tensor, "reduce_scatter") for gradient in self.gradients.segments
+        )
 
     def fill(self, value_of: Initial) -> None:
         """Keep this rank's piece of every whole value, one after the other."""
@@ -187,8 +193,8 @@ class Unit:
         """Everything that is made of the buffers and the parameters, and their SHARDED state."""
         self._is_alike = False
         self.gradients = Gradients(self.buffers, self.comm)
-        for gradient in self.gradients.segments:
-            self.comm.probe.holds(gradient.send.tensor, "reduce_scatter")
+        for tensor, kind in self.lasting():
+            self.comm.probe.holds(tensor, kind)
         buffers = self.buffers
         rows = list(zip(self.members, buffers.parameters, strict=True))
         for place, ((member, whole), apart) in enumerate(zip(rows, buffers.apart, strict=True)):

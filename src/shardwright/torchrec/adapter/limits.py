@@ -15,20 +15,10 @@ import msgspec
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import column_width, column_widths, row_runs
-from shardwright.core.sharding import ShardingType
+from shardwright.core.sharding import TYPES, ShardingType, traits
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.torchrec.adapter.tables import TorchRecTable
 
-TYPES: tuple[ShardingType, ...] = (
-    "data_parallel",
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
-)
-ROW_TYPES: tuple[ShardingType, ...] = ("row_wise", "table_row_wise", "grid_shard")
 GUARDED_TYPES: tuple[ShardingType, ...] = ("grid_shard",)
 KERNELS: dict[str, tuple[ComputeKernel, ...]] = {
     "cpu": ("dense", "fused"),
@@ -77,12 +67,12 @@ def limited(table: TorchRecTable, ranks: Ranks, *, lean: bool) -> TableSpec:
 
 
 def _runs(sharding_type: ShardingType, spec: TableSpec, ranks: Ranks) -> bool:
-    if sharding_type == "data_parallel":
+    if traits(sharding_type).replicated:
         return spec.pooled or ranks.device != "cpu"
     if spec.dim % COLUMNS:
         return False
-    if sharding_type in ROW_TYPES and ranks.device == "cpu":
-        parts = ranks.world if sharding_type == "row_wise" else ranks.group
+    if traits(sharding_type).cuts_rows and ranks.device == "cpu":
+        parts = traits(sharding_type).row_parts(ranks.world, ranks.group)
         return all(run.rows for run in row_runs(spec.rows, spec.dim, parts))
     return True
 
@@ -95,12 +85,10 @@ def _covered(
             narrowest = column_width(spec, spec.min_partition or USUAL_MIN_PARTITION)
             cuts = column_widths(spec) or narrowest < spec.dim
             return not cuts and "table_wise" in types
-        case "table_column_wise":
-            return "column_wise" in types
         case "table_row_wise":
             return ranks.group >= ranks.world and "row_wise" in types
         case _:
-            return False
+            return traits(sharding_type).freer in types
 
 
 def _kernels(

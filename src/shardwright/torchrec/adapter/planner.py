@@ -28,13 +28,13 @@ from shardwright.core.job import parse_job
 from shardwright.core.model_of_job import model_of
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.quantities import format_seconds
+from shardwright.core.sharding import traits
 from shardwright.planner.planner import plan as make_plan
 from shardwright.torchrec.adapter.job import Request, document
 from shardwright.torchrec.adapter.machine import default_topology
 from shardwright.torchrec.adapter.tables import Constraints, Sharders, TorchRecTable
 
 WHERE = "model"
-ON_A_HOST = ("table_row_wise", "table_column_wise", "grid_shard")
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class ShardwrightPlanner(ShardingPlanner):
             wanted = f"a divisor of the process group's {pg.size()} ranks"
             raise MismatchError(expected("topology.world_size", wanted, str(ranks)))
         tables = self.made.tables if self.made and pg.size() == ranks else ()
-        if any(table.sharding_type in ON_A_HOST for table in tables):
+        if any(traits(table.sharding_type).within_hosts for table in tables):
             group = comm.get_topology_group_world_size(pg.size())
             planned = self._request.topology.intra_group_size
             if group != planned:
@@ -157,7 +157,7 @@ def sharding_plan(plan: Plan, tables: Sequence[TorchRecTable], topology: Topolog
 
 
 def _parameter(found: TablePlan, table: TorchRecTable, topology: Topology) -> ParameterSharding:
-    replicated = found.sharding_type == "data_parallel"
+    replicated = traits(found.sharding_type).replicated
     given = table.constraint
     return ParameterSharding(
         sharding_type=found.sharding_type,

@@ -1,0 +1,112 @@
+"""A training loop is measured step by step: that of ``train``, and one of a user's own."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import torch
+from torch import nn
+
+from shardwright import __version__
+from shardwright.core.measurement import RECORD_SCHEMA, Measurement, Record, merge
+from shardwright.core.plan import Plan
+from shardwright.runtime.comm import Comm
+from shardwright.runtime.meter import MEMORY_STEPS, Meter, comm_of
+
+
+class Measured:
+    """What a loop on this rank took so far; ``measure`` makes one."""
+
+    def __init__(self, plan: Plan, comm: Comm, meter: Meter) -> None:
+        self.plan = plan
+        self._comm = comm
+        self._meter = meter
+        self._losses: list[float] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._meter.begin()
+        self._comm.step = self._meter.number  # for messages about lost peers
+
+    def step(self, loss: torch.Tensor | float | None = None) -> None:
+        """A step is over and the next one begins; ``loss`` is this rank's, for the curve."""
+        self._meter.end()
+        if loss is not None:
+            self._losses.append(loss.item() if isinstance(loss, torch.Tensor) else loss)
+        self._begin()
+
+    def record(self, bad_rows: int = 0) -> Record:
+        """What this rank measured."""
+        meter, steps = self._meter, self._meter.number - 1
+        return Record(
+            schema=RECORD_SCHEMA,
+            plan_fingerprint=self.plan.fingerprint,
+            rank=meter.rank,
+            events=(*meter.exact, *meter.events()),
+            losses=tuple(self._losses),
+            seconds_per_step=meter.seconds_per_step,
+            memory_steps=tuple(number for number in MEMORY_STEPS if number <= steps),
+            time_steps=meter.time_steps,
+            bad_rows=bad_rows,
+            versions={
+                "shardwright": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            machine={
+                "system": platform.system(),
+                "processor": platform.machine(),
+                "cores": str(os.cpu_count()),
+                "threads_per_rank": str(torch.get_num_threads()),
+            },
+        )
+
+    def gather(self) -> Measurement:
+        """What all ranks measured (collective), the same on every rank."""
+        comm, text = self._comm, msgspec.json.encode(self.record())
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(comm.mesh.device_type)
+        sizes = own.new_empty(comm.size, dtype=torch.int64)
+        comm.all_gather("sizes of records", sizes, sizes.new_tensor([len(text)]))
+        lengths = sizes.tolist()
+        texts = comm.gather_uneven("records", own, lengths).cpu().split(lengths)
+        return merge(
+            self.plan, [msgspec.json.decode(t.numpy().tobytes(), type=Record) for t in texts]
+        )
+
+
+@contextmanager
+def measure(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    meter: Meter | None = None,
+) -> Iterator[Measured]:
+    """Measure a loop over ``model``, which runs ``plan``, step by step::
+
+        with sw.measure(plan, model, optimizer) as measured:
+            for x, y in batches:
+                loss = loss_of(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                measured.step(loss)
+        print(sw.compare(plan, measured.gather()))
+
+    Memory is followed on steps 3 to 5, which slows them; seconds are those of the steps after, or
+    where there are none of the steps before, the first apart. What is loaded between two steps
+    belongs to the second one.
+    """
+    comm = comm_of(model)
+    if meter is None:
+        on_cpu = comm.mesh.device_type == "cpu"
+        meter = Meter(comm.rank, None, None if on_cpu else torch.cuda.synchronize)
+    try:
+        with meter.watching(model, optimizer):
+            yield Measured(plan, comm, meter)
+    finally:
+        comm.step = None
