@@ -29,8 +29,8 @@ from shardwright.report.wording import (
 
 EVERYTHING = 10**6  # rows that a full report may have
 SURE = (
-    "exact: arithmetic or a trace; modelled: rests on a model of the device; assumed: on a "
-    "constant that may be replaced."
+    "exact: arithmetic or a trace; modelled: rests on a model of the device, or of which ids come; "
+    "assumed: on a constant that may be replaced."
 )
 MORE = "Every class, module and tensor: --full. Over time: --timeline memory.svg."
 TRY = "Largest batch, fewest ranks, other checkpointing: shardwright fit JOB.toml."
@@ -44,7 +44,8 @@ def memory_report(
     rank = rank or footprint.worst
     tensors = tensors_sheet(rank, EVERYTHING if full else MOST_TENSORS)
     modules = modules_sheet(rank, EVERYTHING if full else MOST_MODULES)
-    lines = "\n".join(settings_lines(footprint))
+    source = (printable(footprint.source, TEXT_LIMIT),) if footprint.source else ()
+    lines = "\n".join((*settings_lines(footprint), *source))
     return spaced(
         Text(headline(footprint), style="bold"),
         Text(lines) if lines else None,
@@ -144,7 +145,7 @@ def categories_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
             Column("at the peak", numeric=True),
             Column("share", numeric=True),
             Column("how sure", under="category"),
-            *(Column(printable(phase.phase), numeric=True) for phase in phases),
+            *(Column(printable(p.phase.replace("_", " ")), numeric=True) for p in phases),
         ),
         tuple(rows),
         _places(rank),
