@@ -91,6 +91,11 @@ def unplanned(job: Job) -> Iterator[tuple[str, str, str]]:
         yield "cluster.world_size", f"at most {MAX_PLANNED}", str(world)
 
 
+def is_planned(job: Job) -> bool:
+    """Whether a plan can follow all that the job asks for, or the job can have nothing else."""
+    return job.model.kind not in ESTIMATED or next(unplanned(job), None) is None
+
+
 def _check_steps(job: Job) -> None:
     """Refuse what steps that are planned are not run with, by the key that asks for it."""
     for key, run, value in unplanned(job):

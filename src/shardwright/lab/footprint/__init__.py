@@ -8,8 +8,7 @@ import msgspec
 
 from shardwright.core.footprint import Footprint
 from shardwright.core.job import Job
-from shardwright.core.model_of_job import unplanned
-from shardwright.core.model_section import ESTIMATED
+from shardwright.core.model_of_job import is_planned
 from shardwright.lab.footprint.planned import planned
 
 __all__ = ["footprint"]
@@ -26,10 +25,10 @@ def footprint(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
     the place, NoPlanError where no tables alone fit.
     """
     begun = time.perf_counter()
-    if job.model.kind in ESTIMATED and next(unplanned(job), None) is not None:
+    if is_planned(job):
+        found = planned(job, details=details, rank=rank)
+    else:
         from shardwright.lab.footprint.estimate import estimated
 
         found = estimated(job, details=details, rank=rank)
-    else:
-        found = planned(job, details=details, rank=rank)
     return msgspec.structs.replace(found, seconds=time.perf_counter() - begun)
