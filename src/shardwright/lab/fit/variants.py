@@ -22,8 +22,8 @@ from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.parallel import MAX_WORLD
 from shardwright.lab.fit.search import Point, Space
 
-# A policy that keeps less stands further down; a job's own other one comes first. What is planned
-# keeps what backward needs.
+# A policy that keeps less stands further down; a job's own other one comes first. Kinds that are
+# only planned have none.
 POLICIES = ("none", "core_attention", "selective", "full")
 MOST_SAMPLES = 2**16  # per rank and step
 MOST_TOKENS = 2**22  # per sample
