@@ -44,11 +44,11 @@ def planned(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
         raise shortage.error(problem, described)
     room = problem.cluster.memory_per_rank if found.draft else problem.decisive_capacity
     world, assumptions = problem.cluster.world_size, list(problem.assumptions)
-    device = memory_of(job).lowering or problem.cluster.compute_device
+    device = memory_of(problem.job).lowering or problem.cluster.compute_device
     on_gpu = device == "cuda" and problem.model.is_trained
     if isinstance(draft, StepDraft):
         recording = problem.chunk.recording
-        assumptions += [*trained(job.train.optimizer).assumptions(), *recording.notes]
+        assumptions += [*trained(problem.job.train.optimizer).assumptions(), *recording.notes]
         assumptions += assumptions_on_gpu([recording.operators]) if on_gpu else []
         ranks = _stepped(draft, on_gpu, room, details, rank)
     else:
@@ -58,10 +58,10 @@ def planned(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
         parameters=sum(tensor.numel for tensor in problem.model.tensors),
         world_size=world,
         parallel={},
-        settings=settings_of(job, device if problem.model.is_trained else ""),
+        settings=settings_of(problem.job, device if problem.model.is_trained else ""),
         ranks=ranks,
         capacity=room,
-        outside=outside(degrees_of(job, world), on_gpu),
+        outside=outside(degrees_of(problem.job, world), on_gpu),
         assumptions=tuple(dict.fromkeys(assumptions)),
         source=source,
     )
