@@ -139,3 +139,32 @@ def test_a_planned_model_has_the_memory_of_its_plan(call: Any, job: Path) -> Non
     told = call("memory", job, "--json").json
     ranks = call("plan", job, "--json").json["ranks"]
     assert told["peak_bytes"] == max(rank["peak_bytes"] for rank in ranks)
+
+
+def test_a_plan_has_modules_tensors_and_a_timeline_too(
+    call: Any, job: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "step.json"
+    told = call("memory", job, "--json", "--timeline", target).json
+    events = json.loads(target.read_text())["traceEvents"]
+    assert max(e["args"]["bytes"] for e in events if e["name"] == "all") == told["peak_bytes"]
+    assert told["ranks"][0]["modules"]
+    assert told["ranks"][0]["largest"]
+
+
+def test_a_llama_that_can_be_planned_has_the_memory_of_its_plan(call: Any, llama: Path) -> None:
+    ours = ("--set", "memory.runtime=shardwright")
+    told = call("memory", llama, "--json", *ours).json
+    ranks = call("plan", llama, "--json", *ours).json["ranks"]
+    assert told["peak_bytes"] == max(rank["peak_bytes"] for rank in ranks)
+
+
+def test_the_key_that_no_plan_follows_is_named(call: Any, llama: Path) -> None:
+    assert "for none follows memory.runtime = 'fsdp2'" in call("memory", llama).out
+
+
+def test_what_no_plan_fits_is_shown_and_is_3(call: Any, job: Path) -> None:
+    answer = call("memory", job, "--set", "cluster.ddr_cap=64 KiB")
+    assert answer.code == 3
+    assert "No plan was found that fits" in answer.out
+    assert "Does not fit" in answer.out

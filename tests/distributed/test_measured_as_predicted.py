@@ -118,3 +118,16 @@ def test_a_run_has_the_phases_of_its_plan(pool: Pool, types: tuple[str, ...]) ->
     for rank, (_, by_step, _) in enumerate(pool.run(2, meter_steps, job=job, made=made)):
         measured = {phase for _, phase in phase_peaks(by_step[-1])}
         assert measured == {phase for r, phase in predicted if r == rank}
+
+
+@pytest.mark.parametrize("interaction", ["dot", "cat"])
+def test_phases_of_a_forward_take_what_was_predicted(pool: Pool, interaction: str) -> None:
+    rows = (30, 20, 5, 10, 40, 7)
+    small = small_job(TYPES, MODES["mixed"], 2, "sgd", batch=512, rows=rows)
+    made = plan(job := bigger(small, (8,), (2, 1), interaction))
+    predicted = phase_peaks(decode(made.timeline))
+    for rank, (_, by_step, _) in enumerate(pool.run(2, meter_steps, job=job, made=made)):
+        measured = phase_peaks(by_step[-1])
+        for phase in ("load", "lookup", "exchange_rows", "forward"):
+            expected = sum(predicted[rank, phase].values())
+            assert expected == pytest.approx(sum(measured[rank, phase].values()), rel=0.05), phase

@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.core.job import parse_job
-from shardwright.lab.footprint import footprint
+from shardwright.lab.footprint.estimate import estimated
 
 MODULE = """
 from torch import nn
@@ -50,7 +50,7 @@ def test_tables_get_what_the_traced_dense_part_leaves(
     assert main(["plan", str(job), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     dense = {"python": "dense_part_of_tables:dense", "arguments": {"width": 64}}
-    alone = footprint(
+    alone = estimated(
         parse_job(
             {
                 "model": dense,

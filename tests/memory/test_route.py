@@ -82,6 +82,11 @@ def test_the_owner_finds_the_rows_it_serves() -> None:
     assert _left(_traffic(), route.look_up) == 12 * 16 * FLOAT
 
 
+def test_rows_of_several_groups_are_found_group_by_group_and_joined() -> None:
+    assert _peak(route.look_up, TWO_GROUPS) == 2 * TWO_GROUPS.served_bytes
+    assert _left(TWO_GROUPS, route.look_up) == TWO_GROUPS.served_bytes
+
+
 def test_a_replica_finds_its_own_rows_and_keeps_the_ids() -> None:
     assert _left(REPLICAS, route.look_up) == 10 * ID + 10 * 16 * FLOAT
 

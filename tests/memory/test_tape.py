@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_alive_at_the_peak_adds_up_to_it(case: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("shardwright.lab.footprint.estimate.LARGEST", 10_000)
+    monkeypatch.setattr("shardwright.lab.footprint.classes.LARGEST", 10_000)
     worst = _worst(**CASES[case])
     assert sum(alive.bytes for alive in worst.largest) == worst.peak_bytes
     by_kind: dict[str, int] = {}
@@ -78,7 +78,7 @@ def test_the_allocator_reserves_at_least_what_is_alive(case: str) -> None:
 
 
 def test_a_class_that_is_asked_for_is_shown_in_detail(monkeypatch: Any) -> None:
-    monkeypatch.setattr("shardwright.lab.footprint.estimate.LARGEST", 10_000)
+    monkeypatch.setattr("shardwright.lab.footprint.classes.LARGEST", 10_000)
     job = {
         "model": {**MODEL, "layers": 24},
         "cluster": {"world_size": 8, "compute_device": "cpu"},
@@ -101,7 +101,8 @@ def test_a_cpu_has_no_caching_allocator_to_replay() -> None:
 
 
 def test_modules_show_parameters_and_what_their_forward_saves() -> None:
-    modules = {module.name: module for module in _worst().modules}
+    sharded = {"units": {"layers": "shard"}}
+    modules = {module.name: module for module in _worst(planner=sharded).modules}
     block, root = modules["layers.*"], modules[""]
     assert block.count == 6
     wide = 3 * 64 * 160 + 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64

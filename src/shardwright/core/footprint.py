@@ -92,7 +92,8 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every class of ranks of a job; the first is the one with the highest peak."""
+    """Every class of ranks of a job; the first is the one with the highest peak. ``source`` says
+    whether it is of the job's plan, or why it is of none."""
 
     model: str
     parameters: int
@@ -104,6 +105,7 @@ class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outside: tuple[Extra, ...] = ()
     assumptions: tuple[str, ...] = ()
     seconds: float = 0.0
+    source: str = ""
     schema: str = SCHEMA
 
     @property

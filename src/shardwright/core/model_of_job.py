@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job, memory_of, parallel_of
+from shardwright.core.job import MAX_PLANNED, Job, memory_of, parallel_of
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_section import ESTIMATED
-from shardwright.core.optimizers import trained
+from shardwright.core.optimizers import TRAINED, trained
 from shardwright.core.parallel import ParallelSection
 from shardwright.core.recording import Recording
 
@@ -73,12 +75,10 @@ def check_model(job: Job) -> None:
         _check_steps(job)
 
 
-def _check_steps(job: Job) -> None:
-    """Refuse what steps that are planned are not run with, by the key that asks for it."""
-    remedy = ""
-    if job.model.kind in ESTIMATED:
-        remedy = "`shardwright memory` and `fit` estimate it without a plan."
-    where = f"as steps of kind '{job.model.kind}' are planned and run"
+def unplanned(job: Job) -> Iterator[tuple[str, str, str]]:
+    """What no plan follows of a job that is more than tables: keys, what a plan has, the values."""
+    if job.train.optimizer not in TRAINED:
+        yield "train.optimizer", f"one of {', '.join(TRAINED)}", repr(job.train.optimizer)
     for section, own, run in (
         ("memory", memory_of(job), MemorySection()),
         ("parallel", parallel_of(job), ParallelSection()),
@@ -86,8 +86,24 @@ def _check_steps(job: Job) -> None:
         for key in msgspec.structs.fields(own):
             value, usual = getattr(own, key.name), getattr(run, key.name)
             if key.name not in HONOURED and value != usual:
-                wanted = f"{usual!r}, {where}"
-                raise InputError(expected(f"{section}.{key.name}", wanted, repr(value), remedy))
+                yield f"{section}.{key.name}", repr(usual), repr(value)
+    if (world := job.cluster.world_size or 0) > MAX_PLANNED:
+        yield "cluster.world_size", f"at most {MAX_PLANNED}", str(world)
+
+
+def is_planned(job: Job) -> bool:
+    """Whether a plan can follow all that the job asks for, or the job can have nothing else."""
+    return job.model.kind not in ESTIMATED or next(unplanned(job), None) is None
+
+
+def _check_steps(job: Job) -> None:
+    """Refuse what steps that are planned are not run with, by the key that asks for it."""
+    for key, run, value in unplanned(job):
+        remedy = ""
+        if job.model.kind in ESTIMATED:
+            remedy = "`shardwright memory` and `fit` estimate it without a plan."
+        wanted = f"{run}, as steps of kind '{job.model.kind}' are planned and run"
+        raise InputError(expected(key, wanted, value, remedy))
 
 
 def _check_dlrm(job: Job) -> None:

@@ -23,7 +23,7 @@ Words = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 ModelKind = Literal["dlrm", "transformer", "tables", "llama", "python"]
 WITHOUT_TABLES: tuple[ModelKind, ...] = ("transformer", "llama", "python")
-ESTIMATED: tuple[ModelKind, ...] = ("llama", "python")  # without a plan, too, as [memory] says
+ESTIMATED: tuple[ModelKind, ...] = ("llama", "python")  # also where no plan follows [memory]
 
 
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

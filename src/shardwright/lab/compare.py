@@ -40,14 +40,14 @@ def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Com
         Line(rank, phase, kind, name, a, b)
         for (rank, phase, kind, name), a, b in _join(exact_bytes(predicted), exact_bytes(measured))
     )
-    by_phase_a, by_phase_b = phase_peaks(predicted), phase_peaks(measured)
+    before, after = _totals(phase_peaks(predicted)), _totals(phase_peaks(measured))
     phase_lines = tuple(
-        Line(rank, phase, "total", PEAK, a, b)
-        for (rank, phase), a, b in _join(_totals(by_phase_a), _totals(by_phase_b))
+        Line(rank, phase, "total", PEAK, a, b) for (rank, phase), a, b in _join(before, after)
     )
+    where = _phases(before) | _phases(after)
     peaks = tuple(
-        Line(rank, "step", "total", PEAK, a, b)
-        for rank, a, b in _join(_highest(by_phase_a), _highest(by_phase_b))
+        Line(rank, where[rank], "total", PEAK, a, b)
+        for rank, a, b in _join(_highest(before), _highest(after))
     )
     seconds = tuple(
         Line(rank, phase, "time", phase, a, b)
@@ -98,11 +98,17 @@ def _totals(peaks: dict[tuple[int, str], dict[str, int]]) -> dict[tuple[int, str
     return {key: sum(kinds.values()) for key, kinds in peaks.items()}
 
 
-def _highest(peaks: dict[tuple[int, str], dict[str, int]]) -> dict[int, int]:
-    highest: dict[int, int] = {}
-    for (rank, _), kinds in peaks.items():
-        highest[rank] = max(highest.get(rank, 0), sum(kinds.values()))
-    return highest
+def _highest(totals: dict[tuple[int, str], int]) -> dict[int, int]:
+    return {rank: totals[rank, phase] for rank, phase in _phases(totals).items()}
+
+
+def _phases(totals: dict[tuple[int, str], int]) -> dict[int, str]:
+    """The phase with the highest total of each rank."""
+    found: dict[int, str] = {}
+    for rank, phase in totals:
+        if rank not in found or totals[rank, phase] > totals[rank, found[rank]]:
+            found[rank] = phase
+    return found
 
 
 def _exact_failures(lines: tuple[Line, ...]) -> list[str]:

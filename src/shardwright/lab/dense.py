@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from shardwright.core.job import Job
 from shardwright.core.model_section import ModelSection
-from shardwright.lab.footprint import footprint
+from shardwright.lab.footprint.estimate import estimated
 
 
 def with_traced_dense(job: Job) -> Job:
@@ -22,7 +22,7 @@ def with_traced_dense(job: Job) -> Job:
     if not wanted or job.model.python is UNSET:
         return job
     model = ModelSection(kind="python", python=job.model.python, arguments=job.model.arguments)
-    worst = footprint(msgspec.structs.replace(job, tables=(), model=model)).worst
+    worst = estimated(msgspec.structs.replace(job, tables=(), model=model)).worst
     nbytes = max(worst.peak_bytes, worst.reserved_bytes)
     planner = msgspec.structs.replace(
         job.planner, reservation=msgspec.structs.replace(section, nbytes=nbytes)

@@ -156,7 +156,7 @@ class RankStep:
                 prefix = f"{series.recorded[0].rpartition('.')[0]}."
                 counts[prefix] = counts.get(prefix, 0) + len(series.names)
             for name, unit in chunk.blocks.unfolded():
-                shards = sharding.shards_of(name)
+                shards = sharding.shards_of(self.merged.name(name))
                 for tensor in unit.tensors:
                     size = -(-tensor.numel // shards) * element_bytes(tensor.dtype)
                     parts = chunk.slots.folded(tensor.fqn).split(".")

@@ -5,9 +5,9 @@ From a tape also modules, a timeline, and what an allocator would reserve.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from shardwright.core.footprint import Certainty, ModuleMemory, PhasePeak, RankMemory, Sample
+from shardwright.core.footprint import ModuleMemory, PhasePeak, RankMemory, Sample
 from shardwright.core.timeline import Change, Kind
 from shardwright.memory.allocator import AllocatorSettings, Replay, Request, replay
 from shardwright.memory.ledger import Ledger
@@ -23,10 +23,12 @@ def rank_memory(
     step: RankStep,
     make: MakeMachine,
     *,
-    exact: bool,
+    modelled: Collection[Kind] = MODELLED,
+    fine: bool = False,
 ) -> RankMemory:
-    """Run a steady step of the class; ``exact`` where kernels are those of the trace."""
-    heap = Ledger()
+    """Run a steady step of the class. Figures of ``modelled`` kinds rest on a model; ``fine`` tells
+    every phase of a run."""
+    heap = Ledger(fine=fine)
     step.run(heap, make)
     phases = tuple(
         PhasePeak(
@@ -42,14 +44,9 @@ def rank_memory(
         peak_bytes=worst.bytes,
         peak_phase=worst.phase,
         by_category=worst.by_category,
-        certainty={kind: certainty(kind, exact) for kind in worst.by_category},
+        certainty={k: "modelled" if k in modelled else "exact" for k in worst.by_category},
         phases=phases,
     )
-
-
-def certainty(kind: Kind, exact: bool) -> Certainty:
-    """How sure a figure of a kind is."""
-    return "modelled" if kind in MODELLED and not exact else "exact"
 
 
 MOST_SAMPLES = 4000  # of a timeline; peaks between are kept

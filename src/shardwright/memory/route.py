@@ -83,7 +83,9 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
 def look_up(heap: Ledger, traffic: Traffic) -> None:
     """Rows for the others, and the replicas' rows for oneself."""
     if traffic.requests:
-        heap.take("route.found", "communication", traffic.served_bytes)
+        joined = traffic.served_bytes if len(traffic.requests) > 1 else 0
+        with heap.passing("communication", joined):  # rows group by group, put by rank
+            heap.take("route.found", "communication", traffic.served_bytes)
     if traffic.replica_ids:
         heap.take("replica.rows", "communication", traffic.replica_ids * INDEX_BYTES)
         size = traffic.replica_ids * traffic.dim * FLOAT

@@ -21,7 +21,7 @@ from shardwright.cost import dense, embedding, optimizer
 from shardwright.cost.pipeline import by_phase
 from shardwright.memory.flat import FlatUnits
 from shardwright.memory.ledger import Ledger
-from shardwright.memory.machine import Sharding
+from shardwright.memory.machine import Sharding, Units
 from shardwright.memory.rank_step import RankStep
 from shardwright.memory.route import Traffic
 from shardwright.planner.draft import Draft
@@ -96,13 +96,13 @@ class StepDraft(Draft):
 
     def exact_of(self, rank: int) -> Exact:
         """The same of one rank."""
-        found = dict(self._tables_exact[rank])
+        found = dict(self.tables_exact[rank])
         for choice in self.units:
             found.update(unit_events(choice, rank))
         return found
 
     @cached_property
-    def _tables_exact(self) -> list[Exact]:
+    def tables_exact(self) -> list[Exact]:
         found: list[Exact] = [{} for _ in range(self.ranks)]
         for placed in self.tables:
             fqn = placed.choice.table.tensor.fqn
@@ -126,7 +126,7 @@ class StepDraft(Draft):
         return RankLoad(resident, traffic)
 
     @cached_property
-    def _sharding(self) -> Sharding:
+    def sharding(self) -> Sharding:
         """What the units' placements are to whoever runs a step on a heap."""
         return Sharding(
             shards=self.ranks,
@@ -138,17 +138,24 @@ class StepDraft(Draft):
             on_gpu=self.problem.cluster.compute_device != "cpu",
         )
 
-    def phase_peaks(self, load: RankLoad) -> dict[Phase, dict[Kind, int]]:
-        """Live bytes by kind at the peak of each phase of a steady step of a rank."""
-        heap = Ledger(fine=True)
-        step = RankStep(
+    def rank_step(self, load: RankLoad) -> RankStep:
+        """A steady step of a rank, to be run with :meth:`machine`."""
+        return RankStep(
             [self.problem.chunk],
             optimizer=trained(self.problem.job.train.optimizer),
             merged=Merged(self.modes.merged),
             tables=load.traffic if self.tables else None,
             resident=load.resident,
         )
-        step.run(heap, lambda *made: FlatUnits(made[0], made[1], self._sharding, made[2]))
+
+    def machine(self, heap: Ledger, units: Units, frozen: frozenset[str]) -> FlatUnits:
+        """The runtime that follows this draft, on a heap."""
+        return FlatUnits(heap, units, self.sharding, frozen)
+
+    def phase_peaks(self, load: RankLoad) -> dict[Phase, dict[Kind, int]]:
+        """Live bytes by kind at the peak of each phase of a steady step of a rank."""
+        heap = Ledger(fine=True)
+        self.rank_step(load).run(heap, self.machine)
         return heap.peaks
 
     @cached_property
@@ -206,17 +213,21 @@ class StepDraft(Draft):
         return "ddr" if self.problem.cluster.compute_device == "cpu" else "hbm"
 
     @cached_property
-    def peaks(self) -> tuple[dict[Phase, dict[Kind, int]], ...]:
-        """Live bytes by kind at each phase's peak, of each rank; ranks loaded alike share them."""
-        known: dict[bytes, dict[Phase, dict[Kind, int]]] = {}
-        found = []
+    def classes(self) -> tuple[tuple[RankLoad, tuple[int, ...]], ...]:
+        """Ranks that are loaded alike, with their load."""
+        alike: dict[bytes, tuple[RankLoad, list[int]]] = {}
         for rank in range(self.ranks):
             load = self.load(rank)
-            key = msgspec.msgpack.encode(load)
-            if key not in known:
-                known[key] = self.phase_peaks(load)
-            found.append(known[key])
-        return tuple(found)
+            alike.setdefault(msgspec.msgpack.encode(load), (load, []))[1].append(rank)
+        return tuple((load, tuple(ranks)) for load, ranks in alike.values())
+
+    @cached_property
+    def peaks(self) -> tuple[dict[Phase, dict[Kind, int]], ...]:
+        """Live bytes by kind at each phase's peak, of each rank; ranks loaded alike share them."""
+        found: dict[int, dict[Phase, dict[Kind, int]]] = {}
+        for load, ranks in self.classes:
+            found.update(dict.fromkeys(ranks, self.phase_peaks(load)))
+        return tuple(found[rank] for rank in range(self.ranks))
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -245,7 +256,7 @@ class StepDraft(Draft):
     def kept_bytes(self) -> tuple[int, ...]:
         """Bytes a rank keeps, gradients included, whatever the batch."""
         units = sum(_unit_total(choice) for choice in self.units)
-        return tuple(units + sum(events.values()) for events in self._tables_exact)
+        return tuple(units + sum(events.values()) for events in self.tables_exact)
 
     def totals(self, rank: int) -> RankTotals:
         phases = self.peaks[rank]

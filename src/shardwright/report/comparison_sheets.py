@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwright.core.measurement import Comparison, Line
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import PHASES, category
-from shardwright.report.sheet import Column, Sheet
+from shardwright.report.sheet import Column, Sheet, number, sheet_of, text
 from shardwright.report.wording import (
     TEXT_LIMIT,
     counted,
@@ -114,28 +114,17 @@ def unequal_sheet(comparison: Comparison) -> Sheet | None:
     if not wrong:
         return None
     left = len(wrong) - MOST_DIFFERENCES
-    return Sheet(
+    return sheet_of(
         "Exact bytes that differ",
+        wrong[:MOST_DIFFERENCES],
         (
-            Column("rank"),
-            Column("phase"),
-            Column("bytes of", under="phase"),
-            Column("name"),
-            Column("predicted", numeric=True),
-            Column("measured", numeric=True),
-            Column("difference", numeric=True),
-        ),
-        tuple(
-            (
-                str(line.rank),
-                printable(line.phase),
-                printable(category(line.kind)),
-                printable(line.name),
-                _plain(line.predicted, "not predicted"),
-                _plain(line.measured, "not measured"),
-                signed_bytes(line.difference),
-            )
-            for line in wrong[:MOST_DIFFERENCES]
+            text("rank", lambda line: str(line.rank)),
+            text("phase", lambda line: printable(line.phase)),
+            text("bytes of", lambda line: printable(category(line.kind)), "phase"),
+            text("name", lambda line: printable(line.name)),
+            number("predicted", lambda line: _plain(line.predicted, "not predicted")),
+            number("measured", lambda line: _plain(line.measured, "not measured")),
+            number("difference", lambda line: signed_bytes(line.difference)),
         ),
         f"And {left:,} more." if left > 0 else "",
     )
@@ -148,26 +137,16 @@ def peaks_sheet(comparison: Comparison) -> Sheet:
         lines = tuple(sorted(lines, key=_distance, reverse=True)[:MOST_PEAKS])
     left = len(comparison.peaks) - len(lines)
     others = f" The other {counted(left, 'rank')} are closer." if left else ""
-    return Sheet(
+    return sheet_of(
         "Peak per rank",
+        lines,
         (
-            Column("rank"),
-            Column("phase"),
-            Column("predicted", numeric=True),
-            Column("measured", numeric=True),
-            Column("difference", numeric=True),
-            Column("error", numeric=True),
-        ),
-        tuple(
-            (
-                str(line.rank),
-                printable(line.phase),
-                _size(line.predicted, "not predicted"),
-                _size(line.measured, "not measured"),
-                signed_bytes(line.difference) if _both(line) else "-",
-                _error(line),
-            )
-            for line in lines
+            text("rank", lambda line: str(line.rank)),
+            text("phase", lambda line: printable(line.phase)),
+            number("predicted", lambda line: _size(line.predicted, "not predicted")),
+            number("measured", lambda line: _size(line.measured, "not measured")),
+            number("difference", _difference),
+            number("error", _error),
         ),
         f"Within {percent(comparison.tolerance)} is as predicted. {_NOTE}{others}",
     )
@@ -252,6 +231,10 @@ def _distance(line: Line) -> float:
     if not _both(line) or (line.error is None and line.difference):
         return float("inf")
     return abs(line.error or 0.0)
+
+
+def _difference(line: Line) -> str:
+    return signed_bytes(line.difference) if _both(line) else "-"
 
 
 def _error(line: Line) -> str:

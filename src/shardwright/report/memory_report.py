@@ -10,7 +10,7 @@ from rich.text import Text
 from shardwright.core.footprint import Footprint, ModuleMemory, RankMemory, Tracked
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind, category, in_order
-from shardwright.report.sheet import Column, Sheet
+from shardwright.report.sheet import Cell, Column, Sheet, number, sheet_of, text
 from shardwright.report.table import drawn, listed, spaced
 from shardwright.report.wording import (
     TEXT_LIMIT,
@@ -29,8 +29,8 @@ from shardwright.report.wording import (
 
 EVERYTHING = 10**6  # rows that a full report may have
 SURE = (
-    "exact: arithmetic or a trace; modelled: rests on a model of the device; assumed: on a "
-    "constant that may be replaced."
+    "exact: arithmetic or a trace; modelled: rests on a model of the device, or of which ids come; "
+    "assumed: on a constant that may be replaced."
 )
 MORE = "Every class, module and tensor: --full. Over time: --timeline memory.svg."
 TRY = "Largest batch, fewest ranks, other checkpointing: shardwright fit JOB.toml."
@@ -44,7 +44,8 @@ def memory_report(
     rank = rank or footprint.worst
     tensors = tensors_sheet(rank, EVERYTHING if full else MOST_TENSORS)
     modules = modules_sheet(rank, EVERYTHING if full else MOST_MODULES)
-    lines = "\n".join(settings_lines(footprint))
+    source = (printable(footprint.source, TEXT_LIMIT),) if footprint.source else ()
+    lines = "\n".join((*settings_lines(footprint), *source))
     return spaced(
         Text(headline(footprint), style="bold"),
         Text(lines) if lines else None,
@@ -82,34 +83,23 @@ def classes_sheet(footprint: Footprint, most: int = MOST_CLASSES) -> Sheet:
     if len(shown) > most:
         shown = tuple(sorted(shown, key=lambda rank: -rank.peak_bytes)[:most])
     left = len(footprint.ranks) - len(shown)
-    replayed = any(rank.reserved_bytes for rank in shown)
-    columns = [
-        Column("class"),
-        Column("ranks", numeric=True),
-        Column("peak", numeric=True),
-        Column("in"),
-        Column("allocator holds", numeric=True),
-        Column("needs of its device", numeric=True),
-        Column("verdict"),
+    cells: list[Cell[RankMemory]] = [
+        text("class", lambda rank: printable(rank.name)),
+        number("ranks", lambda rank: f"{rank.ranks:,}"),
+        number("peak", lambda rank: format_bytes(rank.peak_bytes)),
+        text("in", peak_text),
+        number("needs of its device", lambda rank: range_text(*footprint.needs(rank))),
+        text("verdict", footprint.verdict_of),
     ]
-    rows: list[tuple[str, ...]] = [
-        (
-            printable(rank.name),
-            f"{rank.ranks:,}",
-            format_bytes(rank.peak_bytes),
-            peak_text(rank),
-            format_bytes(rank.reserved_bytes) if rank.reserved_bytes else "not modelled",
-            range_text(*footprint.needs(rank)),
-            footprint.verdict_of(rank),
-        )
-        for rank in shown
-    ]
-    if not replayed:
-        del columns[4]
-        rows = [(*row[:4], *row[5:]) for row in rows]
+    if any(rank.reserved_bytes for rank in shown):
+        cells.insert(4, number("allocator holds", _held))
     capacity = "" if footprint.capacity is None else f" of {format_bytes(footprint.capacity)} each"
     note = f"The other {left:,} classes hold less: --full." if left else ""
-    return Sheet(f"Ranks{capacity}, alike ones as one class", tuple(columns), tuple(rows), note)
+    return sheet_of(f"Ranks{capacity}, alike ones as one class", shown, cells, note)
+
+
+def _held(rank: RankMemory) -> str:
+    return format_bytes(rank.reserved_bytes) if rank.reserved_bytes else "not modelled"
 
 
 def categories_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
@@ -144,7 +134,7 @@ def categories_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
             Column("at the peak", numeric=True),
             Column("share", numeric=True),
             Column("how sure", under="category"),
-            *(Column(printable(phase.phase), numeric=True) for phase in phases),
+            *(Column(printable(p.phase.replace("_", " ")), numeric=True) for p in phases),
         ),
         tuple(rows),
         _places(rank),
@@ -168,37 +158,23 @@ def modules_sheet(rank: RankMemory, most: int = MOST_MODULES) -> Sheet | None:
         return None
     shown = modules[:most]
     left = len(modules) - len(shown)
-    columns: tuple[Column, ...] = (
-        Column("module"),
-        Column("class", under="module"),
-        Column("times", numeric=True),
-        Column("weights", numeric=True),
-        Column("kept for backward", numeric=True),
-        Column("by each", numeric=True, under="kept for backward"),
-        Column("rank's peak in forward", numeric=True),
-        Column("in backward", numeric=True, under="rank's peak in forward"),
-    )
-    rows: list[tuple[str, ...]] = [
-        (
-            label,
-            printable(module.kind),
-            f"{module.count:,}",
-            _size(module.parameters),
-            _size(module.saved),
-            _size(module.saved // module.count),
-            _size(module.forward_peak),
-            _size(module.backward_peak),
-        )
-        for module, label in zip(shown, _tree(shown), strict=True)
+    labels = dict(zip([module.name for module in shown], _tree(shown), strict=True))
+    cells: list[Cell[ModuleMemory]] = [
+        text("module", lambda module: labels[module.name]),
+        number("times", lambda module: f"{module.count:,}"),
+        number("weights", lambda module: _size(module.parameters)),
+        number("kept for backward", lambda module: _size(module.saved)),
+        number("by each", lambda m: _size(m.saved // m.count), "kept for backward"),
+        number("rank's peak in forward", lambda module: _size(module.forward_peak)),
+        number("in backward", lambda m: _size(m.backward_peak), "rank's peak in forward"),
     ]
-    if not any(module.kind for module in shown):
-        columns = (columns[0], *columns[2:])
-        rows = [(row[0], *row[2:]) for row in rows]
+    if any(module.kind for module in shown):
+        cells.insert(1, text("class", lambda module: printable(module.kind), "module"))
     more = f" {counted(left, 'more module')}: --full." if left else ""
-    return Sheet(
+    return sheet_of(
         "By module",
-        columns,
-        tuple(rows),
+        shown,
+        cells,
         "Parameters and what is kept count all modules of a row; peaks are all that is alive on "
         f"the rank while one of them runs.{more}",
     )
@@ -240,26 +216,16 @@ def tensors_sheet(rank: RankMemory, most: int = MOST_TENSORS) -> Sheet | None:
     """The largest of what is alive at the peak; None where it was not followed."""
     if not rank.largest:
         return None
-    return Sheet(
+    return sheet_of(
         "Largest tensors at the peak",
+        rank.largest[:most],
         (
-            Column("tensor"),
-            Column("of module", under="tensor"),
-            Column("category"),
-            Column("times", numeric=True),
-            Column("together", numeric=True),
-            Column("share", numeric=True),
-        ),
-        tuple(
-            (
-                printable(alive.name),
-                printable(alive.module),
-                category(alive.kind),
-                str(alive.count),
-                format_bytes(alive.bytes),
-                percent(alive.bytes / max(rank.peak_bytes, 1)),
-            )
-            for alive in rank.largest[:most]
+            text("tensor", lambda alive: printable(alive.name)),
+            text("of module", lambda alive: printable(alive.module), "tensor"),
+            text("category", lambda alive: category(alive.kind)),
+            number("times", lambda alive: str(alive.count)),
+            number("together", lambda alive: format_bytes(alive.bytes)),
+            number("share", lambda alive: percent(alive.bytes / max(rank.peak_bytes, 1))),
         ),
     )
 

@@ -5,7 +5,8 @@ The sheets of its tables and kernels, what they are asked for and what that take
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -16,7 +17,7 @@ from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.statistics import KernelStatistics, MemoryPrice, Statistics, TableStatistics
 from shardwright.report import plan_sheets
 from shardwright.report import statistics_sheets as sheets
-from shardwright.report.sheet import Column, Sheet
+from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.statistics_sheets import PART_TITLES
 from shardwright.report.table import drawn, listed, spaced
 from shardwright.report.wording import percent, printable, ranks_text
@@ -73,125 +74,100 @@ def plan_report(
 
 def kernels_sheet(statistics: Statistics) -> Sheet:
     """Tables and bytes by compute kernel."""
-    tiers = _used(statistics.kernels)
-    rows = tuple(
-        (
-            printable(kernel.kernel),
-            f"{kernel.tables:,}",
-            f"{kernel.named:,}",
-            format_bytes(kernel.weight_bytes),
-            format_bytes(kernel.optimizer_bytes),
-            format_bytes(kernel.other_bytes),
-            *(format_bytes(getattr(kernel, f"{tier}_bytes")) for tier in tiers),
-        )
-        for kernel in statistics.kernels
-    )
-    return Sheet(
+    return sheet_of(
         "Compute kernels",
+        statistics.kernels,
         (
-            Column("kernel"),
-            Column("tables", numeric=True),
-            Column("named", numeric=True),
-            Column("weights", numeric=True),
-            Column("states", numeric=True),
-            Column("rest", numeric=True),
-            *(Column(tier.upper(), numeric=True) for tier in tiers),
+            text("kernel", lambda kernel: printable(kernel.kernel)),
+            number("tables", lambda kernel: f"{kernel.tables:,}"),
+            number("named", lambda kernel: f"{kernel.named:,}"),
+            number("weights", lambda kernel: format_bytes(kernel.weight_bytes)),
+            number("states", lambda kernel: format_bytes(kernel.optimizer_bytes)),
+            number("rest", lambda kernel: format_bytes(kernel.other_bytes)),
+            *_tiers(statistics.kernels),
         ),
-        rows,
         "Bytes on all ranks together, every replica counted; weights, states and the rest are the "
         "bytes of the memories. Named: tables whose kernels the job limits.",
     )
 
 
-def _used(held: Iterable[KernelStatistics | TableStatistics]) -> tuple[Tier, ...]:
-    """The memories in which something lies."""
-    held = tuple(held)
-    return tuple(tier for tier in TIERS if any(getattr(h, f"{tier}_bytes") for h in held))
+def _tiers(held: Sequence[KernelStatistics | TableStatistics]) -> list[Cell[Any]]:
+    """A column for each memory in which something lies."""
+    used = [tier for tier in TIERS if any(getattr(each, f"{tier}_bytes") for each in held)]
+    return [number(tier.upper(), _bytes_of(tier)) for tier in used]
+
+
+def _bytes_of(tier: Tier) -> Callable[[Any], str]:
+    return lambda each: format_bytes(getattr(each, f"{tier}_bytes"))
 
 
 def lookups_sheet(statistics: Statistics) -> Sheet:
     """What each table is asked for in a step."""
-    cached = any(table.load_factor is not None for table in statistics.tables)
-    return Sheet(
+    cells: list[Cell[TableStatistics]] = [
+        text("name", lambda table: printable(table.name)),
+        number("features", lambda table: f"{table.features:,}"),
+        number("ids/bag", lambda table: f"{table.pooling_factor:g}"),
+        number("bags", lambda table: f"{table.num_poolings:g}"),
+        number("ids/step", lambda table: f"{table.ids:,.10g}"),
+        text("lookup", _lookup),
+        number("width", lambda table: f"{table.columns:,}"),
+    ]
+    if any(table.load_factor is not None for table in statistics.tables):
+        cells.append(number("cached", _cached))
+    return sheet_of(
         "Lookups per table",
-        (
-            Column("name"),
-            Column("features", numeric=True),
-            Column("ids/bag", numeric=True),
-            Column("bags", numeric=True),
-            Column("ids/step", numeric=True),
-            Column("lookup"),
-            Column("width", numeric=True),
-            *((Column("cached", numeric=True),) if cached else ()),
-        ),
-        tuple(_lookup_row(table, cached) for table in statistics.tables),
+        statistics.tables,
+        cells,
         "Ids per bag and bags are sums over the features, ids per step those of one rank; the "
         "width is that of a shard.",
     )
 
 
-def _lookup_row(table: TableStatistics, cached: bool) -> tuple[str, ...]:
-    lookup = ("pooled" if table.pooled else "sequence") + (", weighted" if table.weighted else "")
-    share = "" if table.load_factor is None else percent(table.load_factor)
-    return (
-        printable(table.name),
-        f"{table.features:,}",
-        f"{table.pooling_factor:g}",
-        f"{table.num_poolings:g}",
-        f"{table.ids:,.10g}",
-        lookup,
-        f"{table.columns:,}",
-        *((share,) if cached else ()),
-    )
+def _lookup(table: TableStatistics) -> str:
+    return ("pooled" if table.pooled else "sequence") + (", weighted" if table.weighted else "")
+
+
+def _cached(table: TableStatistics) -> str:
+    return "" if table.load_factor is None else percent(table.load_factor)
 
 
 def storage_sheet(plan: Plan, statistics: Statistics) -> Sheet:
     """What each table takes of each memory on all ranks together."""
-    tiers = _used(statistics.tables)
-    return Sheet(
+    return sheet_of(
         "Storage per table",
+        statistics.tables,
         (
-            Column("name"),
-            Column("sharding"),
-            Column("kernel", under="sharding"),
-            *(Column(tier.upper(), numeric=True) for tier in tiers),
-            Column("rank"),
+            text("name", lambda table: printable(table.name)),
+            text("sharding", lambda table: printable(table.sharding_type)),
+            text("kernel", lambda table: printable(table.compute_kernel), "sharding"),
+            *_tiers(statistics.tables),
+            text("rank", lambda table: ranks_text(table.ranks, plan.world_size)),
         ),
-        tuple(
-            (
-                printable(table.name),
-                printable(table.sharding_type),
-                printable(table.compute_kernel),
-                *(format_bytes(getattr(table, f"{tier}_bytes")) for tier in tiers),
-                ranks_text(table.ranks, plan.world_size),
-            )
-            for table in statistics.tables
-        ),
-        "Sums over all shards of a table, whichever ranks they lie on.",
+        ALL_SHARDS,
     )
+
+
+ALL_SHARDS = "Sums over all shards of a table, whichever ranks they lie on."
 
 
 def seconds_sheet(statistics: Statistics) -> Sheet:
     """What each table takes of each part of a step on all ranks together."""
     tables = statistics.tables
     parts = [p.part for p in statistics.parts if any(t.parts.get(p.part) for t in tables)]
-    return Sheet(
+    return sheet_of(
         "Seconds per table",
+        tables,
         (
-            Column("name"),
-            Column("seconds", numeric=True),
-            *(Column(PART_TITLES.get(part, part), numeric=True) for part in parts),
+            text("name", lambda table: printable(table.name)),
+            number("seconds", lambda table: format_seconds(table.seconds)),
+            *(number(PART_TITLES.get(part, part), _seconds_of(part)) for part in parts),
         ),
-        tuple(
-            (
-                printable(table.name),
-                format_seconds(table.seconds),
-                *(format_seconds(table.parts.get(part, 0.0)) for part in parts),
-            )
-            for table in tables
-        ),
-        "Sums over all shards of a table, whichever ranks they lie on.",
+        ALL_SHARDS,
     )
+
+
+def _seconds_of(part: str) -> Callable[[TableStatistics], str]:
+    return lambda table: format_seconds(table.parts.get(part, 0.0))
 
 
 def is_plain(statistics: Statistics) -> bool:

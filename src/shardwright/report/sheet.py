@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +47,23 @@ class Sheet:
             ),
             self.note,
         )
+
+
+Cell = tuple[Column, Callable[[T], str]]
+
+
+def text(title: str, cell: Callable[[T], str], under: str = "") -> Cell[T]:
+    """A column of words, and what it says of a row's subject."""
+    return Column(title, under=under), cell
+
+
+def number(title: str, cell: Callable[[T], str], under: str = "") -> Cell[T]:
+    """A column of figures, and what it says of a row's subject."""
+    return Column(title, numeric=True, under=under), cell
+
+
+def sheet_of(title: str, subjects: Iterable[T], cells: Iterable[Cell[T]], note: str = "") -> Sheet:
+    """A sheet with a row for each subject."""
+    cells = tuple(cells)
+    rows = tuple(tuple(cell(each) for _, cell in cells) for each in subjects)
+    return Sheet(title, tuple(column for column, _ in cells), rows, note)

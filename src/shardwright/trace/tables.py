@@ -26,11 +26,12 @@ class RoutedRows(nn.Module):
         self.handle = torch.empty(0, requires_grad=True)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows in the order of the ids."""
-        rows: torch.Tensor = _Rows.apply(self.handle, (*ids.shape, self.dim), self.mark)
+        """Rows in the order of the ids; they lie table by table, as an exchange puts them."""
+        shape = (*ids.t().shape, self.dim)
+        rows: torch.Tensor = _Rows.apply(self.handle, shape, self.mark)
         if self.mark is not None:
             self.mark("tables", "rows")
-        return rows
+        return rows.transpose(0, 1)
 
 
 class _Rows(torch.autograd.Function):

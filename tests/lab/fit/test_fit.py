@@ -12,6 +12,7 @@ from shardwright.core.fit import Fit
 from shardwright.core.footprint import Footprint, RankMemory
 from shardwright.core.job import Job, memory_of, parallel_of, parse_job
 from shardwright.lab.fit import fit
+from shardwright.lab.recordings import plan
 
 MIB, GIB = 2**20, 2**30
 KEPT = {"none": 8, "core_attention": 7, "selective": 4, "full": 1}  # KiB of a token
@@ -148,6 +149,19 @@ def test_every_variant_is_estimated_once_and_shown() -> None:
     told = fit(job(), counting, lines.append)
     assert len(seen) == told.estimates == len(lines) <= 40
     assert len({repr(each) for each in seen}) == len(seen)
+
+
+def test_a_llama_that_can_be_planned_is_planned_for_each_size() -> None:
+    document: dict[str, Any] = {
+        "model": {"kind": "llama", "layers": 2, "dim": 32, "heads": 4, "vocab": 64},
+        "cluster": {"preset": "local", "world_size": 2, "ddr_cap": "4 MiB"},
+        "batch": {"size": 1, "sequence": 64},
+        "memory": {"param_dtype": "fp32"},
+    }
+    size = fit(parse_job(document)).own.largest_batch.size
+    plan(parse_job(document | {"batch": {"size": size, "sequence": 64}}))
+    with pytest.raises(NoPlanError):
+        plan(parse_job(document | {"batch": {"size": size + 1, "sequence": 64}}))
 
 
 def test_a_batch_that_cannot_be_planned_does_not_fit() -> None:

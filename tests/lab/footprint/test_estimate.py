@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwright.core.footprint import RankMemory
 from shardwright.core.job import Job, degrees_of, memory_of, parse_job
 from shardwright.core.llama import LlamaShape
-from shardwright.lab.footprint import footprint
+from shardwright.lab.footprint.estimate import estimated as footprint
 from shardwright.lab.footprint.machines import sharding
 from shardwright.memory.machine import Sharding
 from shardwright.models.llama import Llama

@@ -16,13 +16,14 @@ from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.fit import Estimate, Remedy
 from shardwright.core.footprint import Footprint
 from shardwright.core.job import MAX_PLANNED, Job, degrees_of, memory_of, parallel_of
+from shardwright.core.model_of_job import is_planned
 from shardwright.core.model_section import ESTIMATED
 from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.parallel import MAX_WORLD
 from shardwright.lab.fit.search import Point, Space
 
-# A policy that keeps less stands further down; a job's own other one comes first. What is planned
-# keeps what backward needs.
+# A policy that keeps less stands further down; a job's own other one comes first. Kinds that are
+# only planned have none.
 POLICIES = ("none", "core_attention", "selective", "full")
 MOST_SAMPLES = 2**16  # per rank and step
 MOST_TOKENS = 2**22  # per sample
@@ -124,8 +125,8 @@ def space_of(job: Job, world_size: int) -> Space:
     """Which variants of a job there are."""
     degrees, section = degrees_of(job, world_size), parallel_of(job)
     own = memory_of(job).checkpointing
-    planned = job.model.kind not in ESTIMATED
-    known = () if planned else POLICIES
+    planned = is_planned(job)
+    known = POLICIES if job.model.kind in ESTIMATED else ()
     others = degrees.world_size // degrees.data_shard
     group = degrees.context * degrees.tensor
     stream = 2 * group if degrees.context > 1 else group

@@ -1,0 +1,146 @@
+"""Classes of ranks on a symbolic heap: what each takes, and of some what every event shows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from shardwright.core.footprint import RankMemory
+from shardwright.core.job import Job, memory_of
+from shardwright.core.memory_section import MemorySection
+from shardwright.core.timeline import Kind
+from shardwright.memory.allocator import AllocatorSettings
+from shardwright.memory.allocator.replay import ASSUMPTION
+from shardwright.memory.machine import Sharding
+from shardwright.memory.rank_step import MakeMachine, RankStep
+from shardwright.memory.results import MODELLED, module_memory, rank_memory, reserved, timeline
+
+CLOSE, MOST_FOLLOWED = 0.9, 4  # classes whose peaks are followed event by event
+LARGEST = 20  # tensors at the peak that are listed
+
+
+@dataclass(frozen=True, slots=True)
+class RankClass:
+    """Ranks that do the same. ``tables`` are bytes of weights of what no unit has, by path."""
+
+    name: str
+    ranks: int
+    coordinates: dict[str, int]
+    step: RankStep
+    tables: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the classes of a job have in common: their runtime, as a machine that ``make`` makes,
+    and the device. Figures of ``modelled`` kinds rest on a model; ``fine`` has every phase of a
+    run, not only forward, backward and step."""
+
+    make: MakeMachine
+    sharding: Sharding
+    on_gpu: bool
+    allocator: AllocatorSettings
+    capacity: int | None
+    modelled: Collection[Kind] = MODELLED
+    fine: bool = False
+
+
+def rank_memories(
+    classes: Sequence[RankClass], setting: Setting, *, details: bool, named: str
+) -> tuple[RankMemory, ...]:
+    """The class with the highest peak first, the others in their order.
+
+    On an accelerator those close to the highest peak have what the allocator holds; with
+    ``details`` the first, and one that is ``named``, have modules, largest tensors and a timeline.
+    """
+    found = [
+        rank_memory(
+            each.name,
+            each.ranks,
+            each.coordinates,
+            each.step,
+            setting.make,
+            modelled=setting.modelled,
+            fine=setting.fine,
+        )
+        for each in classes
+    ]
+    worst = max(range(len(found)), key=lambda k: found[k].peak_bytes)
+    if details or setting.on_gpu:
+        for index in _followed(found, worst, setting.on_gpu, named):
+            found[index] = _with_events(found[index], classes[index], setting, details)
+    return (found.pop(worst), *found)
+
+
+def _followed(found: Sequence[RankMemory], worst: int, on_gpu: bool, named: str) -> list[int]:
+    """The classes whose events are looked at: the worst, those close to it on an accelerator,
+    whose allocator may hold more, and the one that is asked for."""
+    close = [worst]
+    if on_gpu:
+        order = sorted(range(len(found)), key=lambda k: -found[k].peak_bytes)
+        least = CLOSE * found[worst].peak_bytes
+        close += [k for k in order if k != worst and found[k].peak_bytes >= least]
+    asked = [k for k, each in enumerate(found) if each.name == named]
+    return list(dict.fromkeys([*close[:MOST_FOLLOWED], *asked]))
+
+
+def _with_events(
+    memory: RankMemory, each: RankClass, setting: Setting, details: bool
+) -> RankMemory:
+    """A class with what its events show."""
+    tape = each.step.taped(setting.make)
+    if setting.on_gpu:
+        held = reserved(tape.changes, setting.allocator, setting.capacity).reserved_peak
+        memory = msgspec.structs.replace(memory, reserved_bytes=held)
+    if not details:
+        return memory
+    kinds, samples = timeline(tape.changes)
+    parameters, counts = each.step.parameters(setting.sharding)
+    for path, nbytes in each.tables.items():
+        parts = path.split(".")
+        for above in (".".join(parts[:length]) for length in range(len(parts) + 1)):
+            parameters[above] = parameters.get(above, 0) + nbytes
+    return msgspec.structs.replace(
+        memory,
+        modules=module_memory(tape.changes, parameters, counts),
+        largest=tuple(tape.alive_at_peak()[:LARGEST]),
+        kinds=kinds,
+        timeline=samples,
+    )
+
+
+def assumptions_on_gpu(operators: Iterable[Iterable[str]]) -> list[str]:
+    """What is assumed of an accelerator: operators whose kernels nobody has compared take there
+    what they take on a CPU."""
+    from shardwright.trace.lowering import unknown_operators
+
+    unknown = [unknown_operators(tuple(each)) for each in operators]
+    return [*(f"as on a CPU: {', '.join(names)}" for names in unknown if names), ASSUMPTION]
+
+
+def settings_of(job: Job, device: str) -> dict[str, str]:
+    """What a step is run with on ``device``; of the rest what is not by default. Of tables alone,
+    without a step on any, the batch."""
+    batch = {"batch": str(job.batch.size)}
+    if not device:
+        return batch
+    section, usual = memory_of(job), MemorySection()
+    rest = ("zero", "compile", "float8", "offload", "loss", "implementation", "allocator")
+    changed = {
+        name: str(getattr(section, name))
+        for name in rest
+        if getattr(section, name) != getattr(usual, name)
+    }
+    return {
+        "runtime": section.runtime,
+        "checkpointing": section.checkpointing,
+        "lowering": device,
+        "param_dtype": section.param_dtype,
+        "reduce_dtype": section.reduce_dtype,
+        "optimizer": job.train.optimizer,
+        **batch,
+        "sequence": str(job.batch.sequence),
+        **changed,
+    }

@@ -1,0 +1,120 @@
+"""The memory of a job that is planned is that of its plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.core.footprint import Footprint
+from shardwright.core.job import Job, parse_job, read_job
+from shardwright.core.plan import Plan
+from shardwright.core.timeline import decode, phase_peaks
+from shardwright.lab.footprint import footprint
+from shardwright.lab.recordings import plan
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ("demo", "transformer", "llama_tiny", "llama_experts", "own_model", "vision")
+LLAMA: dict[str, Any] = {
+    "model": {"kind": "llama", "layers": 3, "dim": 64, "heads": 4, "vocab": 512},
+    "cluster": {"preset": "h100-8", "world_size": 4},
+    "batch": {"size": 2, "sequence": 64},
+    "memory": {"param_dtype": "bf16"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def example(name: str, *overrides: str) -> Job:
+    return read_job(ROOT / "examples" / f"{name}.toml", overrides)
+
+
+def llama(**sections: dict[str, Any]) -> Job:
+    return parse_job({k: LLAMA.get(k, {}) | sections.get(k, {}) for k in {**LLAMA, **sections}})
+
+
+def by_rank(found: Footprint, made: Plan) -> None:
+    """Every rank is in one class, whose peaks are those of the plan to the byte."""
+    peaks: dict[int, dict[str, dict[str, int]]] = {}
+    for (rank, phase), kinds in phase_peaks(decode(made.timeline)).items():
+        peaks.setdefault(rank, {})[phase] = kinds
+    assert sum(each.ranks for each in found.ranks) == len(made.ranks)
+    for each in found.ranks:
+        first = made.ranks[each.coordinates["rank"]]
+        assert (each.peak_bytes, each.peak_phase) == (first.peak_bytes, first.peak_phase)
+        assert each.by_category == first.at_peak
+        assert {p.phase: p.by_category for p in each.phases} == peaks[first.rank]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_rank_has_the_peaks_of_the_plan_to_the_byte(name: str, world_size: int) -> None:
+    roomy = ("cluster.ddr_cap=80 MiB",) if world_size == 1 else ()
+    job = example(name, f"cluster.world_size={world_size}", *roomy)
+    by_rank(footprint(job), plan(job))
+
+
+@pytest.mark.parametrize("name", ["demo", "llama_tiny"])
+def test_the_class_with_the_highest_peak_is_followed_event_by_event(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwright.lab.footprint.classes.LARGEST", 10_000)
+    worst = footprint(example(name), details=True).worst
+    assert sum(alive.bytes for alive in worst.largest) == worst.peak_bytes
+    assert max(sum(sample.bytes) for sample in worst.timeline) == worst.peak_bytes
+    root = next(module for module in worst.modules if not module.name)
+    assert root.parameters == pytest.approx(worst.by_category["weight"], rel=1e-3)  # but alignment
+
+
+def test_tables_are_modules_of_the_ranks_that_hold_them() -> None:
+    found = footprint(example("demo"), details=True, rank="rank 1")
+    held = [{module.name: module.parameters for module in each.modules} for each in found.ranks]
+    (of_c3,) = {each["tables.C3"] for each in held}  # cut by rows between the two
+    assert 2 * of_c3 == 500_000 * 16 * 4
+    assert ("tables.C12" in held[0]) != ("tables.C12" in held[1])  # on one of them
+
+
+def test_on_an_accelerator_the_allocator_and_what_is_outside_are_added() -> None:
+    found = footprint(llama())
+    assert found.worst.reserved_bytes >= found.worst.peak_bytes
+    assert [extra.name for extra in found.outside] == ["CUDA context", "1 communicator"]
+    assert {found.worst.certainty[kind] for kind in ("weight", "activation")} == {
+        "exact",
+        "modelled",
+    }
+
+
+def test_a_plan_with_more_shards_is_told_by_its_own_sharding() -> None:
+    sharded = llama(planner={"units": {"layers": "shard"}})
+    replicated = llama(planner={"units": {"layers": "replicate"}})
+    for job in (sharded, replicated):
+        by_rank(footprint(job), plan(job))
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"memory": {"runtime": "fsdp2"}}, "memory.runtime = 'fsdp2'"),
+        ({"memory": {"offload": "states"}}, "memory.offload = 'states'"),
+        ({"parallel": {"tensor": 2}}, "parallel.tensor = 2"),
+        ({"train": {"optimizer": "adamw_8bit"}}, "train.optimizer = 'adamw_8bit'"),
+        ({"cluster": {"world_size": 8192}}, "cluster.world_size = 8192"),
+    ],
+)
+def test_a_job_that_no_plan_follows_is_estimated_and_says_why(
+    sections: dict[str, Any], key: str
+) -> None:
+    assert (
+        footprint(llama(**sections)).source == f"Estimated without a plan, for none follows {key}."
+    )
+
+
+def test_where_no_plan_fits_it_is_shown_what_asks_least() -> None:
+    found = footprint(example("demo", "cluster.ddr_cap=8 MiB"))
+    assert found.verdict == "does not fit"
+    assert found.worst.peak_bytes > 8 * 2**20
+    assert found.source.startswith("No plan was found that fits")
