@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from shardwright.core.job import Job
@@ -10,17 +9,19 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.plan import Plan
 from shardwright.planner import shortage
 from shardwright.planner.assemble import assemble
+from shardwright.planner.search.watch import Hear, Watch
 from shardwright.planner.strategy import search
 
 
-def plan(job: Job, model_of: Callable[[Job], ModelSpec]) -> Plan:
+def plan(job: Job, model_of: Callable[[Job], ModelSpec], hear: Hear | None = None) -> Plan:
     """The best plan found for ``job``; raises NoPlanError with the shortfall if none fits.
 
-    ``model_of`` describes its model, and that of the same job with another batch.
+    ``model_of`` describes its model, and that of the same job with another batch. ``hear`` is
+    called with the :class:`Watch` of the search in every round.
     """
-    started = time.perf_counter()
-    limit = job.planner.time_limit
-    found = search(job, model_of(job), started + limit if limit else float("inf"))
+    watch = Watch(job.planner.time_limit or float("inf"), hear)
+    found = search(job, model_of(job), watch)
     if found.draft is None:
         raise shortage.error(found.problem, model_of)
-    return assemble(found.draft, found.bound, found.told(time.perf_counter() - started))
+    seconds = watch.elapsed
+    return assemble(found.draft, found.bound, found.described(seconds, cut_short=watch.cut_short))
