@@ -368,12 +368,43 @@ def test_an_override_of_another_form_is_refused(tmp_path: Path, text: str) -> No
     assert str(caught.value) == f"--set: expected section.key=value, got '{text}'."
 
 
-def test_tables_cannot_be_overridden(tmp_path: Path) -> None:
+def test_an_override_reaches_a_section_in_a_section(tmp_path: Path) -> None:
+    job = _overridden(tmp_path, "planner.dense.prefetch=0", "planner.dense.reshard=true")
+    assert (job.planner.dense.prefetch, job.planner.dense.reshard) == (0, True)
+
+
+def test_an_override_reaches_a_key_of_one_table(tmp_path: Path) -> None:
+    name = _overridden(tmp_path).tables[0].name
+    job = _overridden(tmp_path, f"tables.{name}.sharding_types=['row_wise']")
+    assert job.tables[0].sharding_types == ("row_wise",)
+    assert all(table.sharding_types is None for table in job.tables[1:])
+
+
+def test_a_step_with_dots_of_its_own_is_quoted(tmp_path: Path) -> None:
+    job = _overridden(tmp_path, 'planner.units."layers.0"=shard')
+    assert job.planner.units == {"layers.0": "shard"}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tables.rows=3", "--set tables.rows: expected the name of an entry first, got 'rows'."),
+        ("tables.no_such.rows=3", "--set tables.no_such: expected the name of an entry, such as "),
+        ("batch.size.more=3", "--set batch.size: expected a section, got "),
+    ],
+)
+def test_an_override_that_leads_nowhere_is_refused(
+    tmp_path: Path, override: str, said: str
+) -> None:
     with pytest.raises(InputError) as caught:
-        _overridden(tmp_path, "tables.rows=3")
-    assert str(caught.value) == (
-        "--set tables: expected a section with single keys, got a list of tables."
-    )
+        _overridden(tmp_path, override)
+    assert str(caught.value).startswith(said)
+
+
+def test_an_override_of_tables_in_a_file_of_their_own_is_refused(tmp_path: Path) -> None:
+    path = _written(tmp_path, 'model.tables = "tables.json"')
+    with pytest.raises(InputError, match=r"\[\[tables\]\] in the job, not in tables.json"):
+        read_job(path, ["tables.t0.rows=3"])
 
 
 def test_an_override_is_checked_like_the_file(tmp_path: Path) -> None:

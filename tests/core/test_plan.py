@@ -28,6 +28,12 @@ def made() -> Plan:
     return plan(parse_job({"model": model, "tables": [{"name": "a", "rows": 30, "dim": 16}]}))
 
 
+def test_a_plan_is_shown_in_one_line(made: Plan) -> None:
+    assert repr(made).startswith("<Plan of 1 table and 2 units on 2 ranks: ")
+    assert made.fingerprint[:12] in repr(made)
+    assert len(repr(made)) < 120
+
+
 def test_how_long_planning_took_is_no_part_of_the_fingerprint(made: Plan) -> None:
     slower = msgspec.structs.replace(made.search, wall_seconds=100.0)
     assert fingerprint(msgspec.structs.replace(made, search=slower)) == made.fingerprint

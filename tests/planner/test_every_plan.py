@@ -19,6 +19,7 @@ from shardwright.lab.recordings import described
 from shardwright.planner.problem import make_problem
 from shardwright.planner.search.bound import ROUNDING, lower_bound, table
 from shardwright.planner.search.least import least_share
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy import search
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import space_of
@@ -51,7 +52,7 @@ def _fastest(job: Job) -> float:
 def _found(job: Job) -> Found | None:
     """What the search brings, or None where rules leave a table no option."""
     try:
-        return search(job, described(job), math.inf)
+        return search(job, described(job), Watch())
     except InputError:
         return None
 
@@ -164,7 +165,7 @@ OVERLOOKED = {
 @pytest.mark.parametrize("why", OVERLOOKED)
 def test_the_fastest_plan_is_found_where_it_takes(why: str) -> None:
     job = OVERLOOKED[why]
-    found = search(job, described(job), math.inf)
+    found = search(job, described(job), Watch())
     assert found.draft is not None
     best = fastest(job)
     assert found.draft.max_rank_seconds == pytest.approx(best, rel=1e-3)
@@ -180,7 +181,7 @@ def test_a_table_whose_column_shards_fit_no_rank_has_the_plan_of_the_exact_searc
         types = {"sharding_types": ["column_wise", "row_wise"]}
         job = _tables(sizes | types, cluster=cluster, planner={"search": how})
         job = msgspec.structs.replace(job, batch=msgspec.structs.replace(job.batch, size=256))
-        found = search(job, described(job), math.inf)
+        found = search(job, described(job), Watch())
         assert found.draft is not None
         assert found.bound <= found.draft.max_rank_seconds * (1 + ROUNDED)
         seconds.append(found.draft.max_rank_seconds)
@@ -196,7 +197,7 @@ def test_the_exact_search_knows_cuts_that_no_bound_needs() -> None:
         WHOLE | {"rows": 1000, "dim": 2048, "pooling_factors": [12.0]},
     )
     job = _tables(*tables, planner={"search": "exact"})
-    found = search(job, described(job), math.inf)
+    found = search(job, described(job), Watch())
     assert found.draft is not None
     best = fastest(job)
     assert found.draft.max_rank_seconds == pytest.approx(best, rel=2 * SOLVED)
@@ -211,7 +212,7 @@ def test_nothing_is_proven_of_kernels_that_are_not_listed(how: str) -> None:
     together = {"constraints": {"together": [[f"t{i}" for i in range(6)]]}}
     cluster = {"hbm_cap": "120 MiB"}
     job = _tables(*tables, cluster=cluster, planner={"search": how} | together)
-    found = search(job, described(job), math.inf)
+    found = search(job, described(job), Watch())
     assert found.draft is not None
     best = fastest(job)
     assert best < 0.9 * found.draft.max_rank_seconds
@@ -223,7 +224,7 @@ def test_many_tables_together_need_no_kernel_in_common() -> None:
     tables += [WHOLE] * 6
     names = [f"t{i}" for i in range(len(tables))]
     job = _tables(*tables, planner={"constraints": {"together": [names]}})
-    found = search(job, described(job), math.inf)
+    found = search(job, described(job), Watch())
     assert found.draft is not None
     assert found.bound <= found.draft.max_rank_seconds * (1 + ROUNDED)
 
@@ -232,7 +233,7 @@ def test_tables_that_take_no_time_are_planned_where_memory_is_short() -> None:
     unused = {"rows": 2_700_000, "dim": 64, "pooling_factors": [0.0], "num_poolings": [0.0]}
     job = _tables(unused, unused, unused, cluster={"hbm_cap": "700 MiB"})
     with at_most(1_000_000):
-        found = search(job, described(job), math.inf)
+        found = search(job, described(job), Watch())
     assert found.draft is not None
     assert fastest(job) == found.draft.max_rank_seconds == found.bound == 0.0
 
@@ -245,7 +246,7 @@ def test_a_table_for_each_of_two_memories_may_fill_both() -> None:
         WHOLE | {"compute_kernels": ["fused_uvm"]},
         cluster={"world_size": 1, "local_world_size": 1, "hbm_cap": 2 * size, "ddr_cap": 2 * size},
     )
-    found = search(job, described(job), math.inf)
+    found = search(job, described(job), Watch())
     assert found.draft is not None
     space = space_of(found.problem, found.problem.tables, found.problem.capacity)
     assert least_share(space).seconds < 1
@@ -258,6 +259,6 @@ def test_proposers_that_enlarge_caches_do_not_beat_their_bound(kind: str) -> Non
     job = _tables(
         table | {"cache": cache}, planner={"search": "proposers", "proposers": [{"kind": kind}]}
     )
-    found = search(job, described(job), math.inf)
+    found = search(job, described(job), Watch())
     assert found.draft is not None
     assert 0 < found.bound <= found.draft.max_rank_seconds * (1 + ROUNDED)

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +14,8 @@ from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, ShardRun, shard_runs
 from shardwright.core.planning import PartitionerSection
 from shardwright.planner.choice import Choice, cost
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.tally import Placed
-from shardwright.torchrec import loop, partitioners
 from shardwright.torchrec.candidate import Bytes, Offer, Proposals, Proposer, add_often
 from shardwright.torchrec.critical_path import critical_terms
 from shardwright.torchrec.dynamic_programming import DynamicProgramming
@@ -176,8 +174,8 @@ def test_without_tables_there_is_nothing_to_propose() -> None:
     assert (found.tables, found.proposals) == ((), 0)
 
 
-def test_a_deadline_that_has_passed_lets_nothing_be_tried() -> None:
-    found = proposed(drawn(1), deadline=time.monotonic() - 1)
+def test_a_time_that_is_over_lets_nothing_be_tried() -> None:
+    found = proposed(drawn(1), watch=Watch(0.0))
     assert (found.tables, found.proposals) == ((), 0)
     assert set(found.skipped.values()) == {"out of time"}
 
@@ -194,15 +192,12 @@ class Endless:
         return None
 
 
-def test_a_proposer_without_end_leaves_time_to_those_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_proposer_without_end_leaves_time_to_those_after_it() -> None:
     """The clock here goes on by a second whenever it is looked at."""
     clock = itertools.count(0.0)
-    for module in (loop, partitioners):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    watch = Watch(300.0, clock=lambda: next(clock))
     tables = [ways("t", ("table_wise", 5, 2.0), ("row_wise", 5, 1.0))]
-    found = proposed(tables, Endless(), Endless(), Grid(), deadline=300.0)
+    found = proposed(tables, Endless(), Endless(), Grid(), watch=watch)
     assert next(clock) < 290
     assert found.attempts[0].proposals == 1
     assert found.skipped == {"endless": "out of time", "endless 2": "out of time"}

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, shard_runs
 from shardwright.core.planning import PartitionerSection
 from shardwright.planner.choice import Choice, cost
+from shardwright.planner.search.watch import Watch
 from shardwright.torchrec import partitioners
 from shardwright.torchrec.candidate import Candidate, Candidates
 from shardwright.torchrec.partitioners import OutOfTimeError, rank_ms
@@ -74,7 +74,7 @@ def place(
 ) -> list[list[int]]:
     """The ranks of each candidate's shards, with ``hbm`` bytes on each rank."""
     capacities = [(hbm, MANY, MANY)] * machine.world_size
-    placed = partitioners.place(partitioner, proposal, machine, capacities, math.inf)
+    placed = partitioners.place(partitioner, proposal, machine, capacities, Watch())
     return [list(ranks) for ranks in placed]
 
 
@@ -123,7 +123,7 @@ def test_every_shard_lies_on_a_rank_and_none_holds_more_than_it_may(
     ddr = int(sum(c.storage[1] for c in proposal) / size * share) + 8
     capacities = [(hbm, ddr, 0)] * size
     try:
-        placed = partitioners.place(partitioner, proposal, machine, capacities, math.inf)
+        placed = partitioners.place(partitioner, proposal, machine, capacities, Watch())
     except NoRoomError:
         return
     taken = [[0, 0] for _ in range(size)]
@@ -286,7 +286,7 @@ def test_even_shards_that_do_not_fit_are_named_with_their_rank() -> None:
     tables = [candidate(machine, "row_wise", name=name, size=60) for name in ("a", "b")]
     capacities = [(130, MANY, MANY), (100, MANY, MANY), (130, MANY, MANY)]
     with pytest.raises(NoRoomError) as caught:
-        partitioners.place(GREEDY, tables, machine, capacities, math.inf)
+        partitioners.place(GREEDY, tables, machine, capacities, Watch())
     assert caught.value.shortfall == Shortfall("b", "row_wise", (1,), (60, 0, 0), (40, MANY, MANY))
 
 
@@ -335,10 +335,10 @@ def test_balancing_never_fills_a_rank_more_and_keeps_its_tolerance(
     assert most(after)[1] <= most(before)[1] * (1 + tolerance)
 
 
-def test_a_deadline_that_has_passed_stops_placing() -> None:
+def test_a_time_that_is_over_stops_placing() -> None:
     machine = ranks_of(2)
     with pytest.raises(OutOfTimeError):
-        partitioners.place(GREEDY, [candidate(machine)], machine, [(MANY, 0, 0)] * 2, deadline=0.0)
+        partitioners.place(GREEDY, [candidate(machine)], machine, [(MANY, 0, 0)] * 2, Watch(0.0))
 
 
 def test_the_time_of_a_rank_is_that_of_its_shards_and_of_what_all_ranks_do() -> None:

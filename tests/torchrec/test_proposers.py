@@ -17,6 +17,7 @@ from shardwright.core.model import CacheSpec, TableSpec
 from shardwright.core.option import Option, ShardRun, shard_runs
 from shardwright.core.planning import ProposerSection
 from shardwright.planner.choice import Choice, cost
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics.tables import over_shards
 from shardwright.torchrec.candidate import Bytes, Candidates, Offer, Proposal, Proposer, Verdict
 from shardwright.torchrec.dynamic_programming import DynamicProgramming
@@ -44,7 +45,7 @@ def offer(
     known = Candidates()
     candidates = tuple(tuple(known.of(choice) for choice in each) for each in tables)
     capacities: list[Bytes] = [(size, 10**15, 0) for size in hbm]
-    return Offer(candidates, capacities, known, price, math.inf)
+    return Offer(candidates, capacities, known, price, Watch())
 
 
 def proposals(
@@ -317,7 +318,7 @@ def test_caches_that_do_not_fit_bound_those_tried_later() -> None:
 
 def test_without_prices_the_caches_stay_as_they_are() -> None:
     given_ = caches(cached("a", 1000, 0.2), hbm=10**6)
-    bare = Offer(given_.tables, given_.capacities, given_.known, None, math.inf)
+    bare = Offer(given_.tables, given_.capacities, given_.known, None, Watch())
     found, reason = proposals(Scaleup(), bare)
     assert (load_factors(found[0]), len(found)) == ([0.1], 1)
     assert "price" in (reason or "")

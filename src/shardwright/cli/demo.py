@@ -8,12 +8,12 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from shardwright.cli import options as shared
+from shardwright.cli.planning import planned
 from shardwright.cli.report import write_report
 from shardwright.cli.train import finish
 from shardwright.core.job import named_files, read_job
 from shardwright.core.outputs import REPORT, check_output
 from shardwright.core.plan import Plan
-from shardwright.lab.recordings import plan
 from shardwright.lab.session import check, run
 from shardwright.report.table import plan_summary
 
@@ -32,7 +32,7 @@ def execute(options: argparse.Namespace) -> int:
     report = folder / "report.html"
     check(job, folder)
     check_output(report, REPORT, named_files(job), "--out")
-    made = plan(job)
+    made = planned(job)
     shared.show(plan_summary(made))
     print(_announcement(made), file=sys.stderr, flush=True)
     session = run(made, folder, sys.stderr)

@@ -10,12 +10,12 @@ from pathlib import Path
 from msgspec import UNSET
 
 from shardwright.cli import options as shared
+from shardwright.cli.planning import planned
 from shardwright.core.cluster import TIERS
 from shardwright.core.job import named_files
 from shardwright.core.outputs import PLAN, check_output
 from shardwright.core.plan import Plan, write_plan
 from shardwright.core.statistics import MemoryPrice, Statistics
-from shardwright.lab.recordings import plan
 from shardwright.planner.statistics import memory_prices, statistics
 
 
@@ -36,7 +36,7 @@ def execute(options: argparse.Namespace) -> int:
         from shardwright.lab.dense import with_traced_dense  # only such a job needs torch
 
         job = with_traced_dense(job)
-    made = plan(job)
+    made = planned(job)
     if options.output:
         write_plan(made, options.output)
     found, prices = statistics(made), memory_prices(made)

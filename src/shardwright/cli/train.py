@@ -80,9 +80,9 @@ def _quality_line(quality: Quality) -> str:
 
 def _plan_of(options: argparse.Namespace) -> Plan:
     if options.job.suffix != ".json":
-        from shardwright.lab.recordings import plan
+        from shardwright.cli.planning import planned
 
-        return plan(shared.job_of(options))
+        return planned(shared.job_of(options))
     if options.set:
         raise InputError(
             expected("--set", "a job to override", "a plan", "Plan again with --set, then train.")

@@ -21,6 +21,7 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import model_of
 from shardwright.core.option import ShardRun
 from shardwright.core.placement import Placement, Replicate
+from shardwright.core.quantities import format_seconds
 from shardwright.core.recording import Recording
 from shardwright.core.schedule import Modes
 from shardwright.core.sharding import ShardingType, traits
@@ -203,6 +204,18 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     assumptions: tuple[str, ...]
     search: Search
     fingerprint: str = ""
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{len(them):,} {name}{'s' if len(them) != 1 else ''}"
+            for name, them in (("table", self.tables), ("unit", self.units))
+            if them
+        ]
+        return (
+            f"<Plan of {' and '.join(parts)} on {self.world_size:,} ranks: "
+            f"{format_seconds(self.max_rank_seconds)} per step, gap {self.gap * 100:.1f} %, "
+            f"fingerprint {self.fingerprint[:12]}>"
+        )
 
     @property
     def world_size(self) -> int:

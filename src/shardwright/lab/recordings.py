@@ -29,17 +29,19 @@ from shardwright.core.plan import Plan
 from shardwright.core.recording import Recording
 from shardwright.cost import constants
 from shardwright.planner.planner import plan as plan_model
+from shardwright.planner.search.watch import Hear
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def plan(job: Job) -> Plan:
+def plan(job: Job, hear: Hear | None = None) -> Plan:
     """The best plan found for ``job``: placements of its tables and dense units.
 
+    ``hear`` is called in every round of the search and may stop it, which keeps the best plan.
     Raises NoPlanError with the shortfall if none fits, InputError for what cannot be planned.
     """
-    return plan_model(job, described)
+    return plan_model(job, described, hear)
 
 
 def plan_module(

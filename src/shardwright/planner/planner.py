@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from shardwright.core.job import Job
@@ -10,24 +9,25 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.plan import Plan
 from shardwright.planner import shortage
 from shardwright.planner.assemble import assemble
+from shardwright.planner.search.watch import Hear, Watch
 from shardwright.planner.strategy import search
 from shardwright.planner.strategy.found import Found
 
 
-def plan(job: Job, model_of: Callable[[Job], ModelSpec]) -> Plan:
+def plan(job: Job, model_of: Callable[[Job], ModelSpec], hear: Hear | None = None) -> Plan:
     """The best plan found for ``job``; raises NoPlanError with the shortfall if none fits.
 
-    ``model_of`` describes its model, and that of the same job with another batch.
+    ``model_of`` describes its model, and that of the same job with another batch. ``hear`` is
+    called with the :class:`Watch` of the search in every round.
     """
-    started = time.perf_counter()
-    found = found_for(job, model_of)
+    watch = Watch(job.planner.time_limit or float("inf"), hear)
+    found = search(job, model_of(job), watch)
     if found.draft is None:
         raise shortage.error(found.problem, model_of)
-    return assemble(found.draft, found.bound, found.told(time.perf_counter() - started))
+    seconds = watch.elapsed
+    return assemble(found.draft, found.bound, found.described(seconds, cut_short=watch.cut_short))
 
 
 def found_for(job: Job, model_of: Callable[[Job], ModelSpec]) -> Found:
     """What the search of a job brings back, within its time limit."""
-    limit = job.planner.time_limit
-    deadline = time.perf_counter() + limit if limit else float("inf")
-    return search(job, model_of(job), deadline)
+    return search(job, model_of(job), Watch(job.planner.time_limit or float("inf")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import ROUNDING
 from shardwright.planner.search.least import fits_somehow, least_memory
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import smallest
@@ -57,7 +57,7 @@ def _least(problem: Problem) -> tuple[TablesDraft | None, bool]:
     """The draft that asks least, if the rules allow any, and whether it is proven that none
     fits."""
     space = space_of(problem, problem.tables, problem.capacity)
-    found = least_memory(space, time.perf_counter() + SECONDS_FOR_LEAST)
+    found = least_memory(space, Watch(SECONDS_FOR_LEAST))
     proven = found.bound.seconds > 1 + ROUNDING
     if found.best is None:
         return None, proven
@@ -122,7 +122,7 @@ def _larger_memory(problem: Problem, draft: Draft, model_of: ModelOf) -> Iterato
     total = getattr(problem.cluster, f"{tier}_cap")
     for wanted in (need + total - capacity, -(-need * total // max(capacity, 1))):
         job = _with(problem.job, "cluster", **{f"{tier}_cap": wanted})
-        if _fits(model_of, job, time.perf_counter() + SECONDS_FOR_A_WAY):
+        if _fits(model_of, job, Watch(SECONDS_FOR_A_WAY)):
             yield f"of {_size(wanted)} fits"
             return
 
@@ -130,12 +130,12 @@ def _larger_memory(problem: Problem, draft: Draft, model_of: ModelOf) -> Iterato
 def _ways(problem: Problem, model_of: ModelOf) -> Iterator[str]:
     """More ranks, a smaller batch, host memory, fewer limits: each tried before it is named."""
     for way in (_more_ranks, _smaller_batch, _host_memory, _fewer_limits):
-        found = way(problem, model_of, time.perf_counter() + SECONDS_FOR_A_WAY)
+        found = way(problem, model_of, Watch(SECONDS_FOR_A_WAY))
         if found:
             yield found
 
 
-def _more_ranks(problem: Problem, model_of: ModelOf, deadline: float) -> str:
+def _more_ranks(problem: Problem, model_of: ModelOf, watch: Watch) -> str:
     """The fewest further hosts that fit, or, on one CPU, processes."""
     job = problem.job
     cluster = problem.cluster
@@ -148,10 +148,10 @@ def _more_ranks(problem: Problem, model_of: ModelOf, deadline: float) -> str:
 
     most = MAX_RANKS // unit
     count = _first(
-        lambda n: _fits(model_of, job_of(n * unit), deadline),
+        lambda n: _fits(model_of, job_of(n * unit), watch),
         cluster.world_size // unit + 1,
         most,
-        deadline,
+        watch,
     )
     if count is None:
         return ""
@@ -159,29 +159,29 @@ def _more_ranks(problem: Problem, model_of: ModelOf, deadline: float) -> str:
     return f"{ranks} ranks fit ({ranks - cluster.world_size} more)"
 
 
-def _smaller_batch(problem: Problem, model_of: ModelOf, deadline: float) -> str:
+def _smaller_batch(problem: Problem, model_of: ModelOf, watch: Watch) -> str:
     """The largest smaller batch that fits."""
     job = problem.job
     size = job.batch.size
     steps = _first(
-        lambda n: _fits(model_of, _with(job, "batch", size=max(size // 2**n, 1)), deadline),
+        lambda n: _fits(model_of, _with(job, "batch", size=max(size // 2**n, 1)), watch),
         1,
         31,
-        deadline,
+        watch,
     )
     if steps is None or size == 1:
         return ""
     low, high = max(size // 2**steps, 1), size // 2 ** (steps - 1)
-    while high - low > max(1, low // 16) and time.perf_counter() < deadline:  # to about 6 %
+    while high - low > max(1, low // 16) and not watch.over():  # to about 6 %
         middle = (low + high) // 2
-        if _fits(model_of, _with(job, "batch", size=middle), deadline):
+        if _fits(model_of, _with(job, "batch", size=middle), watch):
             low = middle
         else:
             high = middle
     return f"a batch of {low} per rank fits"
 
 
-def _host_memory(problem: Problem, model_of: ModelOf, deadline: float) -> str:
+def _host_memory(problem: Problem, model_of: ModelOf, watch: Watch) -> str:
     """The fewest of the largest tables that have to live in host memory."""
     job = problem.job
     if problem.model.is_trained or problem.cluster.compute_device == "cpu":
@@ -196,7 +196,7 @@ def _host_memory(problem: Problem, model_of: ModelOf, deadline: float) -> str:
             job, tables=tuple(_offloaded(t) if t.name in moved else t for t in job.tables)
         )
 
-    count = _first(lambda n: _fits(model_of, job_of(n), deadline), 1, len(order), deadline)
+    count = _first(lambda n: _fits(model_of, job_of(n), watch), 1, len(order), watch)
     if count is None:
         return ""
     names = ", ".join(t.name for t in order[:count][:MAX_NAMED])
@@ -208,7 +208,7 @@ def _offloaded(table: TableSpec) -> TableSpec:
     return msgspec.structs.replace(table, compute_kernels=("fused_uvm",))
 
 
-def _fewer_limits(problem: Problem, model_of: ModelOf, deadline: float) -> str:
+def _fewer_limits(problem: Problem, model_of: ModelOf, watch: Watch) -> str:
     """Whether the limits on types and widths are what is in the way."""
     job = problem.job
     limited = [t.name for t in job.tables if t.sharding_types is not None or t.min_partition]
@@ -217,24 +217,24 @@ def _fewer_limits(problem: Problem, model_of: ModelOf, deadline: float) -> str:
     free = tuple(
         msgspec.structs.replace(t, sharding_types=None, min_partition=None) for t in job.tables
     )
-    if not _fits(model_of, msgspec.structs.replace(job, tables=free), deadline):
+    if not _fits(model_of, msgspec.structs.replace(job, tables=free), watch):
         return ""
     names = ", ".join(limited[:MAX_NAMED])
     more = f" and {len(limited) - MAX_NAMED} more" if len(limited) > MAX_NAMED else ""
     return f"without the sharding_types and min_partition of {names}{more} a plan fits"
 
 
-def _first(fits: Callable[[int], bool], low: int, high: int, deadline: float) -> int | None:
+def _first(fits: Callable[[int], bool], low: int, high: int, watch: Watch) -> int | None:
     """The smallest number from ``low`` to ``high`` that fits, by doubling steps and bisection; when
     time runs out the smallest that was tried."""
     step, at, failed = 1, low, low - 1
     while not fits(at):
         failed = at
-        if at >= high or time.perf_counter() > deadline:
+        if at >= high or watch.over():
             return None
         at = min(at + step, high)
         step *= 2
-    while at - failed > 1 and time.perf_counter() < deadline:
+    while at - failed > 1 and not watch.over():
         middle = (at + failed) // 2
         if fits(middle):
             at = middle
@@ -248,7 +248,7 @@ def _with(job: Job, section: str, **changes: Any) -> Job:
     return msgspec.structs.replace(job, **{section: changed})
 
 
-def _fits(model_of: ModelOf, job: Job, deadline: float) -> bool:
+def _fits(model_of: ModelOf, job: Job, watch: Watch) -> bool:
     """Whether a plan of ``job`` is found that fits."""
     try:
         model = model_of(job)
@@ -256,7 +256,7 @@ def _fits(model_of: ModelOf, job: Job, deadline: float) -> bool:
     except ShardwrightError:  # a way out that is none: too small for its own reservation, say
         return False
     if not model.is_trained:
-        return fits_somehow(space_of(problem, problem.tables, problem.capacity), deadline)
+        return fits_somehow(space_of(problem, problem.tables, problem.capacity), watch)
     return _step_fits(problem)
 
 

@@ -20,6 +20,7 @@ from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
 from shardwright.core.sharding import Partition
 from shardwright.planner.choice import Choice, Cost
+from shardwright.planner.search.watch import Watch
 
 MS_PER_SECOND = 1000.0
 MANY = 64  # additions from which an array is faster
@@ -209,15 +210,15 @@ Proposals = Generator[Proposal, Verdict, str | None]
 class Offer:
     """What there is to choose from: the candidates of each table, and room on each rank.
 
-    ``price`` prices options anew, for a proposer that changes them; ``deadline`` is a moment of
-    ``time.monotonic`` after which long work is to stop.
+    ``price`` prices options anew, for a proposer that changes them; ``watch`` says when
+    long work is to stop.
     """
 
     tables: tuple[tuple[Candidate, ...], ...]
     capacities: Sequence[Bytes]
     known: Candidates
     price: Price | None
-    deadline: float
+    watch: Watch
 
     @property
     def hbm(self) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.planner.search.watch import Watch
 from shardwright.torchrec.candidate import Candidate, Offer, Proposals
 
 MAX_CELLS = 50_000_000  # tables times bins; six bytes are kept for each
@@ -36,7 +36,7 @@ class DynamicProgramming:
             return "there is no HBM to cut into bins"
         if bins * len(tables) > MAX_CELLS:
             return f"{len(tables):,} tables by {bins:,} bins, more than {MAX_CELLS:,} cells"
-        layers = _solve(tables, bins, offer.hbm / bins, offer.deadline)
+        layers = _solve(tables, bins, offer.hbm / bins, offer.watch)
         if len(layers) < len(tables):
             return "out of time"
         last = layers[-1]
@@ -63,13 +63,13 @@ def _by_hbm(offer: Offer) -> list[list[Candidate]]:
     return list(tables.values())
 
 
-def _solve(tables: list[list[Candidate]], bins: int, size: float, deadline: float) -> list[_Layer]:
+def _solve(tables: list[list[Candidate]], bins: int, size: float, watch: Watch) -> list[_Layer]:
     """A layer for each table; fewer if time runs out. Options may use less than all bins."""
     layers: list[_Layer] = []
     time_at, fill_at = np.zeros(1), np.zeros(1)  # before the first table: nothing used
     before = np.zeros(1, dtype=np.int32)
     for ways in tables:
-        if time.monotonic() > deadline:
+        if watch.over():
             break
         best, fill = np.full(bins, np.inf), np.zeros(bins)
         layer = _Layer(np.full(bins, -1, dtype=np.int16), np.full(bins, -1, dtype=np.int32))

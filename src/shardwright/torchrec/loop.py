@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from hashlib import blake2b
 from shardwright.core.cluster import Cluster
 from shardwright.core.planning import PartitionerSection
 from shardwright.planner.choice import Choice
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.tally import Placed
 from shardwright.torchrec.candidate import (
     MS_PER_SECOND,
@@ -96,22 +96,22 @@ def propose(
     partitioner: PartitionerSection,
     *,
     price: Price | None = None,
-    deadline: float = math.inf,
+    watch: Watch | None = None,
 ) -> Proposed:
     """Try what the proposers propose; ``choices`` are the ways to shard each table.
 
     ``capacities`` are bytes of HBM, DDR and SSD per rank. ``price`` prices options that a proposer
-    changes. ``deadline`` is a moment of ``time.monotonic``; each proposer gets an even share of the
-    time that is left, so that those before it cannot take all.
+    changes. Each proposer gets an even share of the time that ``watch`` leaves, so that none takes
+    that of those after it.
     """
+    watch = watch or Watch()
     known = Candidates()
     tables = _candidates(choices, known)
-    loop = _Loop(cluster, capacities, partitioner)
+    loop = _Loop(cluster, capacities, partitioner, watch)
     attempts = []
     for number, proposer in enumerate(proposers):
-        now = time.monotonic()
-        until = now + (deadline - now) / (len(proposers) - number)
-        offer = Offer(tables, capacities, known, price, until)
+        share = watch.part(watch.left / (len(proposers) - number))
+        offer = Offer(tables, capacities, known, price, share)
         attempts.append(loop.run(proposer, offer))
     return loop.outcome(attempts)
 
@@ -131,6 +131,7 @@ class _Loop:
     cluster: Cluster
     capacities: Sequence[Bytes]
     partitioner: PartitionerSection
+    watch: Watch
     verdicts: dict[bytes, Verdict] = field(default_factory=dict)
     best: tuple[Placed, ...] = ()
     best_ms: float = math.inf
@@ -145,11 +146,11 @@ class _Loop:
         steps = proposer.proposals(offer)
         try:
             proposal = next(steps) if offer.tables else None
-            while proposal and time.monotonic() <= offer.deadline:
+            while proposal and not offer.watch.over():
                 key = _key(proposal)
                 verdict = self.verdicts.get(key)
                 if verdict is None:
-                    verdict = self.verdicts[key] = self._try(proposal, offer.deadline)
+                    verdict = self.verdicts[key] = self._try(proposal, offer.watch)
                     counts["proposals"] += 1
                     counts["plans"] += verdict.fits
                 else:
@@ -162,15 +163,16 @@ class _Loop:
         steps.close()
         return Attempt(proposer.name, **counts, stopped=stopped)
 
-    def _try(self, proposal: Proposal, deadline: float) -> Verdict:
+    def _try(self, proposal: Proposal, watch: Watch) -> Verdict:
         try:
-            placed = place(self.partitioner, proposal, self.cluster, self.capacities, deadline)
+            placed = place(self.partitioner, proposal, self.cluster, self.capacities, watch)
         except NoRoomError as error:
             self._note(proposal, error.shortfall)
             return Verdict(fits=False)
         rating = max(rank_ms(proposal, placed, len(self.capacities)))
         if rating < self.best_ms:
             self.best_ms = rating
+            self.watch.found(rating / MS_PER_SECOND)
             self.best = tuple(
                 Placed(candidate.choice, tuple(ranks))
                 for candidate, ranks in zip(proposal, placed, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ import msgspec
 from shardwright.core.cluster import Cluster
 from shardwright.core.planning import PartitionerSection
 from shardwright.core.sharding import traits
+from shardwright.planner.search.watch import Watch
 from shardwright.torchrec.candidate import MS_PER_SECOND, Bytes, Candidate, in_turn
 from shardwright.torchrec.room import (
     Heap,
@@ -30,7 +30,7 @@ Ranks = Sequence[int]  # the rank of each shard of one candidate
 
 
 class OutOfTimeError(Exception):
-    """The deadline passed while shards were being placed."""
+    """The time was over while shards were being placed."""
 
 
 def place(
@@ -38,16 +38,16 @@ def place(
     proposal: Sequence[Candidate],
     cluster: Cluster,
     capacities: Sequence[Bytes],
-    deadline: float,
+    watch: Watch,
 ) -> list[Ranks]:
     """The ranks of every candidate's shards, in the order of the proposal, as ``section`` asks.
 
     :raises NoRoomError: they do not fit into ``capacities``, the bytes of each rank.
-    :raises OutOfTimeError: ``deadline``, a moment of ``time.monotonic``, has passed.
+    :raises OutOfTimeError: the time of ``watch`` is over.
     """
     if section.kind == "greedy":
-        return _greedy(section, proposal, cluster, capacities, deadline)
-    return _memory_balanced(section, proposal, cluster, capacities, deadline)
+        return _greedy(section, proposal, cluster, capacities, watch)
+    return _memory_balanced(section, proposal, cluster, capacities, watch)
 
 
 def _greedy(
@@ -55,7 +55,7 @@ def _greedy(
     proposal: Sequence[Candidate],
     cluster: Cluster,
     capacities: Sequence[Bytes],
-    deadline: float,
+    watch: Watch,
 ) -> list[Ranks]:
     """Even shards first, then the largest tables.
 
@@ -69,7 +69,7 @@ def _greedy(
     hosts = _Hosts(room, cluster.group)
     heap: Heap | None = None
     for index in _order(section, proposal):
-        if time.monotonic() > deadline:
+        if watch.over():
             raise OutOfTimeError
         candidate = proposal[index]
         if candidate.partition != "device":
@@ -182,7 +182,7 @@ def _memory_balanced(
     proposal: Sequence[Candidate],
     cluster: Cluster,
     capacities: Sequence[Bytes],
-    deadline: float,
+    watch: Watch,
 ) -> list[Ranks]:
     """Greedy by time; then at most ``max_search_count`` further tries with less HBM on each rank.
 
@@ -190,7 +190,7 @@ def _memory_balanced(
     placement. Limits are halved between the mean need and the most that the first one needs.
     """
     by_time = msgspec.structs.replace(section, sort_by="perf")
-    best = _greedy(by_time, proposal, cluster, capacities, deadline)
+    best = _greedy(by_time, proposal, cluster, capacities, watch)
     limit = max(rank_ms(proposal, best, len(capacities))) * (1 + section.tolerance)
     used = _hbm_by_rank(proposal, best, len(capacities))
     largest = max(candidate.size_key[0] for candidate in proposal)
@@ -201,7 +201,7 @@ def _memory_balanced(
         middle = (high + low) // 2
         tried = [(min(middle, hbm), ddr, ssd) for hbm, ddr, ssd in capacities]
         try:
-            found = _greedy(by_time, proposal, cluster, tried, deadline)
+            found = _greedy(by_time, proposal, cluster, tried, watch)
         except NoRoomError:
             low = middle
             continue

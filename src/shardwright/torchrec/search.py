@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from shardwright.planner.choice import Choice, Cost
 from shardwright.planner.choices import Tables, price
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.tables import tables_bound
 from shardwright.torchrec.loop import Proposed, propose
@@ -24,7 +24,7 @@ from shardwright.torchrec.proposers import make_proposers
 from shardwright.torchrec.scaleup import CACHED, WHOLE
 
 
-def search(job: Job, model: ModelSpec, deadline: float) -> Found:
+def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
     """The best plan of the job's proposers; its bound is that of the same options."""
     if job.planner.constraints != ConstraintsSection():
         raise UnsupportedError(
@@ -48,7 +48,7 @@ def search(job: Job, model: ModelSpec, deadline: float) -> Found:
         make_proposers(section.proposers),
         section.partitioner,
         price=priced,
-        deadline=deadline - time.perf_counter() + time.monotonic(),
+        watch=watch,
     )
     return Found(
         problem,

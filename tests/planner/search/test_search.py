@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardwright.planner.search.search import Outcome, search
 from shardwright.planner.search.space import Space
+from shardwright.planner.search.watch import Watch
 
 SpaceOf = Callable[..., Space]
 Totals = Callable[..., Any]
@@ -156,6 +157,6 @@ def test_constraints_that_can_be_met_are_met(
 
 
 def test_a_search_that_is_out_of_time_ends_with_its_start(space_of_seed: SpaceOf) -> None:
-    outcome = search(space_of_seed(1), deadline=0.0)
+    outcome = search(space_of_seed(1), Watch(0.0))
     assert outcome.best is not None
     assert outcome.tried == 1

@@ -7,7 +7,6 @@ in two memories at once, and the bound is worked out for each memory and for all
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -17,14 +16,15 @@ from shardwright.planner.search.bound import ROUNDING, Bound, Table, lower_bound
 from shardwright.planner.search.search import Outcome, search
 from shardwright.planner.search.space import Floats, Space, item_option
 from shardwright.planner.search.state import restored
+from shardwright.planner.search.watch import Watch
 
 UNLIMITED = 2**62
 
 
-def least_memory(space: Space, deadline: float = float("inf")) -> Outcome:
+def least_memory(space: Space, watch: Watch | None = None) -> Outcome:
     """``seconds`` and the bound are shares of a rank's capacity. ``seconds`` are at least the share
     of the fullest rank; a bound above 1 proves that nothing fits."""
-    found = search(_weighed_space(space), deadline)
+    found = search(_weighed_space(space), watch)
     return replace(found, bound=least_share(space))
 
 
@@ -51,16 +51,16 @@ def _weighed(space: Space, options: Table, weights: Floats) -> Table:
     )
 
 
-def fits_somehow(space: Space, deadline: float) -> bool:
+def fits_somehow(space: Space, watch: Watch) -> bool:
     """Whether an assignment is found that no rank is too small for."""
-    if least_share(space).seconds > 1 + ROUNDING or time.perf_counter() > deadline:
+    if least_share(space).seconds > 1 + ROUNDING or watch.over():
         return False
-    found = search(_weighed_space(space), deadline, enough=1.0)
+    found = search(_weighed_space(space), watch, enough=1.0)
     if found.best is not None and restored(space, 1.0, 2.0, found.best).fits:
         return True
     if len(space.used_tiers) < 2:
         return False
-    return search(space, deadline, found.best, enough=float("inf")).best is not None
+    return search(space, watch, found.best, enough=float("inf")).best is not None
 
 
 def _weighed_space(space: Space) -> Space:

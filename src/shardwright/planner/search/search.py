@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from shardwright.planner.search import moves
 from shardwright.planner.search.polish import coarsened, polish
 from shardwright.planner.search.space import Assignment, Floats, Ints, Space
 from shardwright.planner.search.state import State, restored
+from shardwright.planner.search.watch import Watch
 
 POWERS = (8.0, 16.0, 64.0)  # powers of two
 RANKS_TRIED = 6  # the worst ranks that are helped before a round is over
@@ -46,6 +46,7 @@ STARTS = (
 )
 POLISHING = (16.0, 64.0)
 STEPS, STEPS_PER_ITEM = 500, 20  # of one start and power; far more than they take
+PATIENCE, LEAST_STEPS = 2, 100  # times the steps of the best start are what others may take
 SAME_BOUND = 1e-6
 TINY = 1e-12  # a target where the bound is 0
 BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
@@ -66,48 +67,55 @@ class Outcome:
 
 def search(
     space: Space,
-    deadline: float = float("inf"),
+    watch: Watch | None = None,
     first: Assignment | None = None,
     enough: float = 0.0,
     known_bound: float = float("inf"),
+    most_starts: int = len(STARTS),
 ) -> Outcome:
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
     ``first`` is improved before any other start, so the outcome is never worse than it. At
     ``enough`` seconds nothing better is looked for. Where the bound is not below ``known_bound``,
-    that of the space which ``first`` is from, one more start is all that is tried.
+    that of the space which ``first`` is from, one more start is all that is tried; otherwise
+    ``most_starts`` are.
     """
     options = bounds.table(space)
     found = bounds.lower_bound(space, options)
     if not found.usable:
         return Outcome(None, float("inf"), found, 0, 0)
+    watch = watch or Watch()
     target = max(found.seconds, TINY)
     begun = [] if first is None else [restored(space, target, POWERS[0], first)]
     best: Assignment | None = None
     seconds = float("inf")
     tried = feasible = 0
-    fresh: Iterator[State] = starts(space, options, found)
+    most = _most_steps(space)
     if found.seconds >= known_bound * (1 - SAME_BOUND):
-        fresh = itertools.islice(fresh, 1)
+        most_starts = 1
+    fresh = itertools.islice(starts(space, options, found), most_starts)
     for start in itertools.chain(begun, fresh):
         tried += 1
-        state = improve(start, found.seconds, deadline)
+        state = improve(start, found.seconds, watch, most=most)
         if state.fits:
             feasible += 1
             if state.worst < seconds:
                 best, seconds = state.assignment(), state.worst
+                watch.found(seconds, found.seconds)
+                if start not in begun:
+                    most = min(most, max(PATIENCE * state.steps, LEAST_STEPS))
         if seconds <= max(found.seconds * (1 + GOOD_ENOUGH * max(feasible, 1)), enough):
             break
-        if time.perf_counter() > deadline:
+        if watch.over():
             break
     good = found.seconds * (1 + GOOD_ENOUGH)
     if best is not None and seconds > max(good, enough) and not space.constrained:
         polished = polish(
-            space, best, target, good, lambda s: improve(s, found.seconds, deadline, reoption=False)
+            space, best, target, good, lambda s: improve(s, found.seconds, watch, reoption=False)
         )
         if polished.worst < seconds:
             best, seconds = polished.assignment(), polished.worst
-    if best is not None and time.perf_counter() < deadline:
+    if best is not None and not watch.over():
         coarse = coarsened(restored(space, target, POWERS[0], best), seconds)
         best, seconds = coarse.assignment(), coarse.worst
     return Outcome(best, seconds, found, tried, feasible)
@@ -194,23 +202,33 @@ def _make_room(state: State, item: int) -> None:
         _put_anywhere(state, one)
 
 
-def improve(state: State, bound: float, deadline: float, *, reoption: bool = True) -> State:
-    """Rounds of rising power; the best state that fits, else the last one. Without ``reoption``
-    every item keeps its option."""
+def _most_steps(space: Space) -> int:
+    """Steps of a start while there is no better one to compare it with."""
+    return len(POWERS) * (STEPS + STEPS_PER_ITEM * len(space.items))
+
+
+def improve(
+    state: State, bound: float, watch: Watch, *, reoption: bool = True, most: int | None = None
+) -> State:
+    """Rounds of rising power, of at most ``most`` steps in all; the best state that fits, else the
+    last one. Without ``reoption`` every item keeps its option."""
     best: Assignment | None = state.assignment() if state.fits else None
     worst = state.worst if state.fits else float("inf")
-    most = STEPS + STEPS_PER_ITEM * len(state.space.items)
+    most = _most_steps(state.space) if most is None else most
+    each = STEPS + STEPS_PER_ITEM * len(state.space.items)
     for power in POWERS if reoption else POLISHING:
         state.sharpen(power)
-        for _ in range(most):
-            if not _step(state, reoption) or time.perf_counter() > deadline:
+        for _ in range(each):
+            if state.steps >= most or not _step(state, reoption) or watch.over():
                 break
+            state.steps += 1
             if state.fits and state.worst < worst:
                 best, worst = state.assignment(), state.worst
                 if worst <= bound * (1 + CLOSE_ENOUGH):
                     break
     if best is not None and not (state.fits and state.worst <= worst):
-        return restored(state.space, state.target, state.power, best)
+        steps, state = state.steps, restored(state.space, state.target, state.power, best)
+        state.steps = steps
     return state
 
 

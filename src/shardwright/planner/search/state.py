@@ -45,6 +45,7 @@ class State:
     options: list[int] = field(default_factory=list)
     slots: list[tuple[int, ...]] = field(default_factory=list)
     penalty: float = OVERFLOW_PENALTY
+    steps: int = 0  # moves made by a search
     _singles: Singles | None = None
 
     def __post_init__(self) -> None:

@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardwright.planner.search.bound import ROUNDING
+from shardwright.planner.search.bound import ROUNDING, lower_bound, table
 from shardwright.planner.search.least import least_memory
-from shardwright.planner.search.search import Outcome, search
+from shardwright.planner.search.search import SAME_BOUND, STARTS, Outcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
+from shardwright.planner.search.watch import Watch
 
 
 def search_widening(
     space: Space,
     narrow: Callable[[Item, ItemOption], bool],
-    deadline: float = float("inf"),
+    watch: Watch | None = None,
 ) -> Outcome:
     """First among the ``narrow`` options, then, from what that found, among all: looking at more
     never makes a plan worse. Where nothing fits, memory alone is looked at before giving up."""
-    outcome = _widened(space, narrow, deadline)
+    watch = watch or Watch()
+    outcome = _widened(space, narrow, watch)
     if outcome.best is not None or not outcome.bound.usable:
         return outcome
-    least = least_memory(space)
+    least = least_memory(space, watch.part())
     fits = least.seconds <= 1 or len(space.used_tiers) > 1  # of several memories it knows too much
     if least.best is None or least.bound.seconds > 1 + ROUNDING or not fits:
         return replace(outcome, tried=outcome.tried + least.tried)
-    found = search(space, deadline, least.best)
+    found = search(space, watch, least.best)
     return replace(
         found,
         tried=outcome.tried + least.tried + found.tried,
@@ -33,23 +35,30 @@ def search_widening(
     )
 
 
-def _widened(space: Space, narrow: Callable[[Item, ItemOption], bool], deadline: float) -> Outcome:
+def _widened(space: Space, narrow: Callable[[Item, ItemOption], bool], watch: Watch) -> Outcome:
     kept = [
         [number for number, option in enumerate(item.options) if narrow(item, option)]
         or list(range(len(item.options)))
         for item in space.items
     ]
     if all(len(k) == len(i.options) for k, i in zip(kept, space.items, strict=True)):
-        return search(space, deadline)
+        return search(space, watch)
     items = tuple(
         replace(item, options=tuple(item.options[number] for number in numbers), floor=None)
         for item, numbers in zip(space.items, kept, strict=True)
     )
-    inner = search(replace(space, items=items), deadline)
+    small = replace(space, items=items)
+    more_helps = _bound(space) < _bound(small) * (1 - SAME_BOUND)
+    inner = search(small, watch, most_starts=1 if more_helps else len(STARTS))
     first = inner.best
     if first is not None:
         options = tuple(kept[item][option] for item, option in enumerate(first.options))
         first = Assignment(options, first.slots)
     known = inner.bound.seconds if first is not None else float("inf")
-    outer = search(space, deadline, first, known_bound=known)
+    outer = search(space, watch, first, known_bound=known)
     return replace(outer, tried=outer.tried + inner.tried, feasible=outer.feasible + inner.feasible)
+
+
+def _bound(space: Space) -> float:
+    """Seconds that no assignment is below."""
+    return lower_bound(space, table(space)).seconds

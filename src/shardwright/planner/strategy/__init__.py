@@ -7,13 +7,14 @@ from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.planner import profiles
 from shardwright.planner.problem import Problem
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
 from shardwright.planner.strategy.tables import search_tables, tables_bound
 
 
-def search(job: Job, model: ModelSpec, deadline: float) -> Found:
-    """Search as the job asks; ``deadline`` is a time of ``time.perf_counter``."""
+def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
+    """Search as the job asks."""
     wanted = job.planner.search
     if model.is_trained:
         if wanted != "bounded":
@@ -25,14 +26,14 @@ def search(job: Job, model: ModelSpec, deadline: float) -> Found:
                     "Leave [model] out to plan the tables alone.",
                 )
             )
-        return search_steps(job, model, deadline)
+        return search_steps(job, model, watch)
     if wanted == "proposers":
-        return profiles.torchrec.search(job, model, deadline)
+        return profiles.torchrec.search(job, model, watch)
     if wanted == "exact":
         from shardwright.planner.strategy.exact import search_exactly
 
-        return search_exactly(job, model, deadline)
-    return search_tables(job, model, deadline)
+        return search_exactly(job, model, watch)
+    return search_tables(job, model, watch)
 
 
 def bound_of(problem: Problem) -> float:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import time
-
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import make_problem
 from shardwright.planner.search import exact
 from shardwright.planner.search.search import search
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import placed_tables, space_of, with_close_columns
 
-DEFAULT_SECONDS = 60.0
+DEFAULT_SECONDS, LEAST_SECONDS = 60.0, 0.1
 
 
-def search_exactly(job: Job, model: ModelSpec, deadline: float) -> Found:
+def search_exactly(job: Job, model: ModelSpec, watch: Watch) -> Found:
     """The proven optimum, or the best of the time limit (60 s if none is given)."""
     problem = make_problem(job, model, slow=True)
     space = space_of(problem, problem.tables, problem.capacity)
-    start = search(space, deadline)
-    left = min(DEFAULT_SECONDS, deadline - time.perf_counter())
-    if deadline < float("inf"):
-        left = max(deadline - time.perf_counter(), 0.1)
+    start = search(space, watch)
+    left = DEFAULT_SECONDS if watch.left == float("inf") else max(watch.left, LEAST_SECONDS)
     space = with_close_columns(space)
     assignment, proved = exact.solve(space, start, left)
     if any(item.floor for item in space.items):

@@ -22,8 +22,8 @@ class Found:
     proved: float = 0.0
     skipped: tuple[str, ...] = ()
 
-    def told(self, wall_seconds: float) -> Search:
-        """How the plan was found, as a plan tells it."""
+    def described(self, wall_seconds: float, *, cut_short: str = "") -> Search:
+        """How the plan was found; ``cut_short`` says what ended the search early, if anything."""
         return Search(
             name=self.name,
             proposals=self.proposals,
@@ -32,5 +32,5 @@ class Found:
             options=sum(len(choices) for choices in self.problem.tables),
             slow_kernels=self.problem.slow,
             proved_seconds=self.proved,
-            skipped=self.skipped,
+            skipped=(*self.skipped, cut_short) if cut_short else self.skipped,
         )

@@ -24,6 +24,7 @@ from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.least import least_memory
 from shardwright.planner.search.search import search
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import placed_tables, space_of
@@ -43,10 +44,10 @@ LEFT_OUT: tuple[tuple[ShardingType, ...], ...] = (
 )
 
 
-def search_steps(job: Job, model: ModelSpec, deadline: float) -> Found:
+def search_steps(job: Job, model: ModelSpec, watch: Watch) -> Found:
     """The fastest draft whose simulated peak fits."""
     problem = make_problem(job, model)
-    seeker = _Seeker(problem, deadline)
+    seeker = _Seeker(problem, watch)
     if model.tables:
         seeker.run()
     else:
@@ -108,7 +109,7 @@ class _Seeker:
     """The best draft so far; table placements are remembered by what was left out and the room."""
 
     problem: Problem
-    deadline: float
+    watch: Watch
     best: StepDraft | None = None
     tried: int = 0
     feasible: int = 0
@@ -122,9 +123,11 @@ class _Seeker:
         if fastest is None:
             self._take_smallest()
             return
+        self._take(self._draft(fastest))
         seconds = self._draft(fastest).max_rank_seconds
         near = worthwhile(found, fastest, seconds)
-        self.best = self._draft(next(filter(self._fits, near), fastest))
+        if not self.watch.over():
+            self._take(self._draft(next(filter(self._fits, near), fastest)))
 
     def _fits(self, arrangement: Arrangement) -> bool:
         """Whether its peak fits; not asked where less of the same placement did not."""
@@ -149,13 +152,15 @@ class _Seeker:
         for round_number in range(MAX_BUDGET_ROUNDS):
             overshoot = transient = 0
             for draft in self._drafts(budget):
+                if self.watch.over() and self.best is not None:
+                    return
                 self.tried += 1
                 transient = transient or max(draft.peak_bytes) - max(draft.kept_bytes)
                 if self.best is not None and draft.max_rank_seconds >= self.best.max_rank_seconds:
                     continue
                 if draft.fits:
                     self.feasible += 1
-                    self.best = draft
+                    self._take(draft)
                 else:
                     excess = max(draft.peak_bytes) - capacity
                     overshoot = min(overshoot, excess) if overshoot else excess
@@ -171,8 +176,13 @@ class _Seeker:
     def _take_smallest(self) -> None:
         self.tried += 1
         last = smallest(self.problem)
-        self.best = last if last.fits else None
-        self.feasible += last.fits
+        if last.fits:
+            self.feasible += 1
+            self._take(last)
+
+    def _take(self, draft: StepDraft) -> None:
+        self.best = draft
+        self.watch.found(draft.max_rank_seconds)
 
     def _drafts(self, budget: int) -> Iterator[StepDraft]:
         for units, prefetch in self.arrangements:
@@ -210,7 +220,7 @@ class _Seeker:
             if left_out:  # what is left breaks the job's rules
                 return None
             raise
-        found = search(space, self.deadline).best
+        found = search(space, self.watch.part()).best
         return None if found is None else placed_tables(space, found)
 
 

@@ -15,6 +15,7 @@ from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.search import Outcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import search_widening
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import bounded_space, placed_tables, space_of
@@ -41,7 +42,7 @@ class _Searched:
         return draft if draft.fits else None
 
 
-def search_tables(job: Job, model: ModelSpec, deadline: float) -> Found:
+def search_tables(job: Job, model: ModelSpec, watch: Watch) -> Found:
     """The fastest plan found.
 
     Kernels with weights in host memory are looked at first only where they are faster or nothing
@@ -49,17 +50,17 @@ def search_tables(job: Job, model: ModelSpec, deadline: float) -> Found:
     """
     problem = make_problem(job, model, slow=False)
     space = space_of(problem, problem.tables, problem.capacity)
-    done = _Searched(problem, space, search_widening(space, _narrow(space), deadline))
+    done = _Searched(problem, space, search_widening(space, _narrow(space), watch))
     tried, feasible = done.outcome.tried, done.outcome.feasible
     if _memory_matters(done):
         problem = make_problem(job, model, slow=True)
         if _options(problem) > _options(done.problem):
             space = space_of(problem, problem.tables, problem.capacity)
             if done.draft is None:
-                outcome = search_widening(space, _narrow(space), deadline)
+                outcome = search_widening(space, _narrow(space), watch)
             else:
                 known = done.outcome.bound.seconds
-                outcome = search(space, deadline, _again(done, space), known_bound=known)
+                outcome = search(space, watch, _again(done, space), known_bound=known)
             done = _Searched(problem, space, outcome)
             tried, feasible = tried + done.outcome.tried, feasible + done.outcome.feasible
     bound = done.outcome.bound.seconds

@@ -1,0 +1,78 @@
+"""Planning as commands do it: a long search is heard on stderr, and Ctrl-C keeps its best plan."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any, TextIO
+
+from shardwright.core.job import Job
+from shardwright.core.plan import Plan
+from shardwright.core.quantities import format_seconds
+from shardwright.lab.recordings import plan
+from shardwright.planner.search.watch import Watch
+
+FIRST, LONGER = 2.0, 1.5  # seconds until the first line; by how much each waits longer
+
+
+def planned(job: Job) -> Plan:
+    """The best plan found for ``job``."""
+    with Listener(sys.stderr) as listener:
+        return plan(job, listener)
+
+
+class Listener:
+    """Says how a search goes when it is called. The first Ctrl-C inside ends a search that has a
+    plan, and interrupts one that has none; the second interrupts any."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.interrupted = False
+        self._next = FIRST
+        self._before: Any = None
+
+    def __enter__(self) -> Listener:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._give_back()
+
+    def __call__(self, watch: Watch) -> None:
+        """Every round of the search."""
+        if self.interrupted:
+            if watch.best is None:
+                raise KeyboardInterrupt
+            watch.stop()
+        elif watch.elapsed >= self._next:
+            self._next = watch.elapsed * LONGER
+            print(progress_line(watch), file=self.stream, flush=True)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+
+def progress_line(watch: Watch) -> str:
+    """How a search stands."""
+    how = f"searching for {watch.elapsed:.0f} s"
+    if watch.best is None:
+        return f"{how}: no plan yet (Ctrl-C gives up)"
+    found = f"{how}: {format_seconds(watch.best)} per step so far"
+    if watch.bound:
+        found += f", gap {max(watch.best / watch.bound - 1, 0) * 100:.1f} %"
+    limit = "" if watch.seconds < float("inf") else "; planner.time_limit limits the search"
+    return f"{found} (Ctrl-C keeps it{limit})"

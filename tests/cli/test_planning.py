@@ -1,0 +1,47 @@
+"""How commands plan: a long search is heard, and Ctrl-C keeps the best plan."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import signal
+
+import pytest
+
+from shardwright.cli.planning import Listener, progress_line
+from shardwright.planner.search.watch import Watch
+
+
+def test_a_long_search_is_heard_less_and_less_often() -> None:
+    clock = itertools.count(0.0)
+    stream = io.StringIO()
+    watch = Watch(hear=Listener(stream), clock=lambda: next(clock) / 10)
+    for _ in range(100):
+        watch.over()
+    watch.found(0.0288, 0.02)
+    for _ in range(200):
+        watch.over()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "searching for 2 s: no plan yet (Ctrl-C gives up)"
+    assert "28.8 ms per step so far, gap 44.0 %" in lines[-1]
+    assert "planner.time_limit" in lines[-1]
+    assert len(lines) < 15
+
+
+def test_ctrl_c_keeps_the_best_plan_and_gives_up_where_there_is_none() -> None:
+    watch = Watch()
+    with Listener(io.StringIO()) as listener:
+        watch.hear = listener
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            watch.over()
+        watch.found(1.0)
+        assert watch.over()
+        with pytest.raises(KeyboardInterrupt):  # the second one
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_search_without_a_bound_says_only_what_it_has() -> None:
+    watch = Watch(5.0)
+    watch.found(1.0)
+    assert progress_line(watch).endswith("1 s per step so far (Ctrl-C keeps it)")
