@@ -19,11 +19,11 @@ from shardwright.cost.imbalance import each_rank, unevenness
 from shardwright.cost.reservation import Reservation, reserve
 from shardwright.planner.choice import Choice
 from shardwright.planner.pricing.evaluate import PricingContext
+from shardwright.torchrec.critical_path import critical_terms
 from shardwright.torchrec.loop import Proposed, propose
 from shardwright.torchrec.options import torchrec_options
 from shardwright.torchrec.pricing import price
 from shardwright.torchrec.proposers import make_proposers
-from shardwright.torchrec.times import critical_terms
 
 RELATIVE = 1e-9
 MS = 1000
