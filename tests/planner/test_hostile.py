@@ -372,7 +372,7 @@ def test_a_file_that_cannot_be_read_is_refused(plan: Plan, name: str) -> None:
     [
         "cluster.world_size=0",
         "planner.constraints=3",
-        "planner.reservation.kind=percentage",
+        "planner.reservation.kind=half",
         "model.tables=none.json",
         "planner.search=quick",
         "batch.size=1e400",

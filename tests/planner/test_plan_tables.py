@@ -24,6 +24,7 @@ from shardwright.core.timeline import decode, phase_seconds
 from shardwright.lab.recordings import described, plan
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import make_problem
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy import bound_of
 from shardwright.planner.strategy.tables import search_tables
 from shardwright.planner.tally import Placed
@@ -71,7 +72,7 @@ def _job(
 
 def _planned(job: Job) -> Plan | None:
     """The plan, or None where none fits; without the ways out that a refusal tries."""
-    found = search_tables(job, described(job), float("inf"))
+    found = search_tables(job, described(job), Watch())
     return None if found.draft is None else plan(job)
 
 
@@ -129,7 +130,7 @@ def test_the_order_of_tables_changes_neither_seconds_nor_bound_nor_feasibility(
     outcomes = []
     for order in (entries, shuffled):
         made = search_tables(
-            job := _job(order, profile, cluster=cluster, **planner), described(job), float("inf")
+            job := _job(order, profile, cluster=cluster, **planner), described(job), Watch()
         )
         seconds = None if made.draft is None else made.draft.max_rank_seconds
         outcomes.append((seconds, made.bound))

@@ -19,6 +19,7 @@ from shardwright.lab.recordings import described, plan
 from shardwright.planner.assemble import assemble
 from shardwright.planner.choice import Choice
 from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
@@ -40,7 +41,7 @@ def _problem(job: Job) -> Problem:
 
 
 def _search(job: Job) -> Found:
-    return search_steps(job, described(job), float("inf"))
+    return search_steps(job, described(job), Watch())
 
 
 def _planned(job: Job) -> Plan | None:

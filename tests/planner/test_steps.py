@@ -9,6 +9,7 @@ import pytest
 from shardwright.core.job import Job
 from shardwright.lab.recordings import described
 from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import (
@@ -29,7 +30,7 @@ def _problem(job: Job) -> Problem:
 
 
 def _found(job: Job) -> Found:
-    return search_steps(job, described(job), float("inf"))
+    return search_steps(job, described(job), Watch())
 
 
 def _with_memory(job: Job, nbytes: int) -> Job:
@@ -133,5 +134,5 @@ def test_the_bound_is_below_the_draft_that_is_found(random_job: MakeJob, seed: i
 
 def test_a_search_that_is_out_of_time_still_ends_with_a_draft(make_job: MakeJob) -> None:
     job = make_job(50, 3000, 70_000)
-    found = search_steps(job, described(job), 0.0)
+    found = search_steps(job, described(job), Watch(0.0))
     assert found.draft is not None

@@ -19,6 +19,7 @@ from shardwright.cost.presets import LOCAL
 from shardwright.lab.recordings import described, plan
 from shardwright.planner.explain import draft_of
 from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
 from shardwright.planner.unit_choice import DenseContext, merged
@@ -52,7 +53,7 @@ def make_layers(layers: int = 6, dim: int = 16, ranks: int = 2, **sections: Any)
 
 
 def _found(job: Job) -> Found:
-    return search_steps(job, described(job), float("inf"))
+    return search_steps(job, described(job), Watch())
 
 
 def _problem(job: Job) -> Problem:
