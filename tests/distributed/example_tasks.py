@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,6 +58,33 @@ def train_own(mesh: DeviceMesh, steps: int) -> tuple[sw.Plan, sw.Measurement]:
     """The plan, and what all ranks measured."""
     found: tuple[sw.Plan, sw.Measurement] = _example(OWN_LOOP).train(mesh, steps)
     return found
+
+
+def measured_twice(mesh: DeviceMesh) -> tuple[sw.Plan, sw.Measurement, sw.Measurement]:
+    """What a loop of two steps measured, and after one that raised in a step that is followed, a
+    loop of three."""
+    x = torch.ones(4, 6)
+    plan = sw.plan_module(lambda: torch.nn.Linear(6, 6), x, cluster={"world_size": mesh.size()})
+    model = sw.apply(torch.nn.Linear(6, 6), plan, mesh)
+    optimizer = torch.optim.AdamW(sw.optimizer_parameters(model))
+
+    def loop(steps: int, *, fails: bool = False) -> sw.Measurement:
+        with sw.measure(plan, model, optimizer) as measured:
+            for step in range(1, steps + 1):
+                model(x.clone()).mean().backward()
+                if fails and step == steps:
+                    raise OSError
+                optimizer.step()
+                optimizer.zero_grad()
+                measured.step()
+        return measured.gather()
+
+    before = torch.autograd.backward
+    short = loop(2)
+    with suppress(OSError):
+        loop(3, fails=True)
+    assert torch.autograd.backward is before
+    return plan, short, loop(3)
 
 
 def _saved(example: ModuleType, mesh: DeviceMesh, folder: str) -> dict[str, torch.Tensor]:

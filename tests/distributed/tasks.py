@@ -55,7 +55,8 @@ def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
     model = apply(DLRM(job, device="meta"), made, mesh, probe=meter, guard=guard)
     rate = job.train.learning_rate
     optimizer = make_optimizer(job.train.optimizer, optimizer_parameters(model), rate)
-    given = batches(job, metering.STEPS, job.batch.size * size)
-    own = (tuple(tensor.clone() for tensor in share(batch, rank, size)) for batch in given)
+    total = batches(job, metering.STEPS, job.batch.size * size)
+    shares = [share(batch, rank, size) for batch in total]
+    own = (tuple(tensor.clone() for tensor in each) for each in shares)
     exact, by_step = steps_measured(meter, guard, model, optimizer, own, loss_of)
     return exact, by_step, list(meter.actions)

@@ -35,6 +35,16 @@ def test_what_it_measured_is_a_run_s_folder(
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
 
 
+def test_a_loop_that_raised_leaves_nothing_behind_and_a_short_one_says_so(pool: Pool) -> None:
+    ((plan, short, whole),) = pool.run(1, tasks.measured_twice)
+    assert (short.steps, short.memory_steps, short.time_steps) == (2, (), (2,))
+    (failure,) = sw.compare(plan, short).failures
+    assert failure.startswith("Memory was not measured: it is followed on steps 3 to 5")
+    assert (whole.steps, whole.memory_steps, whole.time_steps) == (3, (3,), (2,))
+    assert sw.compare(plan, whole).failures == ()
+    assert whole.curve.loss == ()
+
+
 @pytest.mark.slow
 def test_it_prints_the_comparison_under_torchrun() -> None:
     done = tasks.under_torchrun(tasks.OWN_LOOP)
