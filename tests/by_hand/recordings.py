@@ -26,13 +26,14 @@ def layers(count: int, numel: int = 1) -> tuple[RecordedUnit, ...]:
 def chain(
     units: Sequence[RecordedUnit],
     *,
-    tables_after: str = "",
+    tables_after: str | Mapping[str, str] = "",
     works: Mapping[At, Work] | None = None,
     touches: Mapping[At, tuple[Touch, ...]] | None = None,
     inputs: int = 0,
     buffers: int = 0,
 ) -> Recording:
-    """Forward through ``units``, a loss, and backward; rows of tables come after one of them.
+    """Forward through ``units``, a loss, and backward; rows of tables come after one of them, or
+    after several those of the modules that ``tables_after`` has.
 
     Where ``works`` says nothing, every unit and the loss compute, in both directions. The first
     unit's inputs have no gradient: nothing says when its backward is over.
@@ -46,28 +47,29 @@ def chain(
             yield Piece(*at, touches.get(at, ()), work)
 
     names = [each.name for each in units]
+    after = {tables_after: "tables"} if isinstance(tables_after, str) else tables_after
     return Recording(
-        tuple(pieces(_moments(names, tables_after))),
+        tuple(pieces(_moments(names, after))),
         tuple(units),
         inputs=inputs,
         buffers=buffers,
     )
 
 
-def _moments(names: Sequence[str], tables_after: str) -> Iterator[At]:
+def _moments(names: Sequence[str], tables: Mapping[str, str]) -> Iterator[At]:
     yield "begin", ""
     for name in names:
         yield "enter", name
         yield "leave", name
-        if name == tables_after:
-            yield "lookup", "tables"
-            yield "rows", "tables"
+        if name in tables:
+            yield "lookup", tables[name]
+            yield "rows", tables[name]
     yield "finish", ""
     yield "loss", ""
     yield "backward", ""
     for name in reversed(names):
-        if name == tables_after:
-            yield "row_gradients", "tables"
+        if name in tables:
+            yield "row_gradients", tables[name]
         yield "enter_backward", name
         if name != names[0]:
             yield "leave_backward", name

@@ -169,7 +169,7 @@ def test_a_plan_shows_the_order_of_its_step() -> None:
     )
     pairs = {"layers.0-1": ("layers.0", "layers.1"), "layers.2-3": ("layers.2", "layers.3")}
     sharded = frozenset({*pairs, "head"})
-    assert made.modes == Modes(sharded, sharded, False, False, 1, tuple(pairs.items()))
+    assert made.modes == Modes(sharded, sharded, prefetch=1, merged=tuple(pairs.items()))
     assert [unit.modules for unit in made.units] == [("embed",), *pairs.values(), ("head",)]
 
 

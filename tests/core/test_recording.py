@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain as chains
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from shardwright.core.errors import InputError
 from shardwright.core.recording import (
     Blocks,
     Piece,
+    RecordedTable,
     RecordedUnit,
     Recording,
     Series,
@@ -210,3 +212,23 @@ def test_a_recording_that_speaks_of_what_is_not_there_is_refused(
 def test_a_recording_that_speaks_of_what_is_there_is_none_to_refuse() -> None:
     check_recording(_takes_and_frees(TAKEN, Touch("free", 1, 4), TAKEN, Touch("free", 1, 4)))
     check_recording(recording((6, 2)))
+
+
+def test_a_table_belongs_to_the_module_that_looks_it_up() -> None:
+    step = Unfolded(chain([unit("a"), unit("b")], tables_after={"a": "user", "b": "users.seen"}))
+    assert step.lookups == ("user", "users.seen")
+    assert step.returned == ("users.seen", "user")
+    assert [step.tables_of(f"{path}.weight") for path in step.lookups] == ["user", "users.seen"]
+    assert step.tables_of("users.other.weight") == ""
+
+
+def test_a_table_that_no_step_looks_up_is_refused() -> None:
+    recorded = chain([unit("a")], tables_after={"a": "users"})
+    for path in ("users", "items"):
+        tables = (RecordedTable(path, 9, 4, 2),)
+        changed = msgspec.structs.replace(recorded, tables=tables)
+        if path == "users":
+            check_recording(changed)
+        else:
+            with pytest.raises(InputError, match="table: expected one that is recorded"):
+                check_recording(changed)

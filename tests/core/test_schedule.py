@@ -30,14 +30,17 @@ STEP = Unfolded(
 )
 
 
+TABLES = frozenset({"tables"})
+
+
 def _step(
     sharded: str = "", resharded: str | None = None, routed: bool = True, replicated: bool = False
 ) -> list[str]:
     modes = Modes(
         frozenset(sharded.split()),
         frozenset((sharded if resharded is None else resharded).split()),
-        routed,
-        replicated,
+        TABLES if routed else frozenset(),
+        TABLES if replicated else frozenset(),
     )
     return [f"{a.verb} {a.target}" for a in training_step(STEP, modes)]
 
@@ -123,6 +126,28 @@ def test_without_replicated_tables_no_table_is_reduced() -> None:
     assert "reduce tables" not in _step()
 
 
+def test_modules_of_tables_exchange_each_at_its_place_and_are_updated_as_gradients_went_back() -> (
+    None
+):
+    users, items = frozenset({"users"}), frozenset({"items"})
+    step = Unfolded(chain([unit("a"), unit("b")], tables_after={"a": "users", "b": "items"}))
+    modes = Modes(frozenset(), frozenset(), routed=users, replicated_tables=items)
+    found = [f"{a.verb} {a.target}" for a in training_step(step, modes)]
+    assert [each for each in found if not each.endswith((" a", " b", " "))] == [
+        "load batch",
+        "exchange ids",
+        "lookup users",
+        "exchange rows",
+        "assemble users",
+        "lookup items",
+        "assemble items",
+        "reduce items",
+        "exchange row_gradients",
+        "update items",
+        "update users",
+    ]
+
+
 @pytest.mark.parametrize("sharded", ["", "top", "bottom top"])
 def test_a_step_gathers_and_frees_a_unit_equally_often(sharded: str) -> None:
     step = _step(sharded)
@@ -131,7 +156,7 @@ def test_a_step_gathers_and_frees_a_unit_equally_often(sharded: str) -> None:
 
 
 def test_actions_belong_to_a_phase_and_a_direction() -> None:
-    actions = training_step(STEP, Modes(frozenset({"top"}), frozenset({"top"}), True, True))
+    actions = training_step(STEP, Modes(frozenset({"top"}), frozenset({"top"}), TABLES, TABLES))
     found = {(a.verb, a.target, a.direction): a.phase for a in actions}
     assert len(found) == len(actions)
     assert found == {
@@ -174,7 +199,10 @@ def _deep(
     sharded: str, resharded: str, prefetch: Prefetch, merged: tuple[tuple[str, Members], ...] = ()
 ) -> list[str]:
     modes = Modes(
-        frozenset(sharded.split()), frozenset(resharded.split()), False, False, prefetch, merged
+        frozenset(sharded.split()),
+        frozenset(resharded.split()),
+        prefetch=prefetch,
+        merged=merged,
     )
     return [f"{a.verb} {a.target}" for a in training_step(DEEP, modes)]
 
@@ -268,9 +296,7 @@ def _modes(draw: st.DrawFn) -> Modes:
     sharded = draw(st.sets(st.sampled_from(names)))
     resharded = draw(st.sets(st.sampled_from(sorted(sharded)))) if sharded else set()
     prefetch = draw(st.sampled_from([0, 1]))
-    return Modes(
-        frozenset(sharded), frozenset(resharded), False, False, prefetch, merged=tuple(merged)
-    )
+    return Modes(frozenset(sharded), frozenset(resharded), prefetch=prefetch, merged=tuple(merged))
 
 
 def _units(modes: Modes) -> list[str]:
@@ -354,7 +380,7 @@ def test_prefetch_changes_when_units_are_gathered_but_not_how_often(modes: Modes
 
 
 THREE = frozenset("abc")
-AHEAD = Modes(THREE, THREE, False, False, 1)
+AHEAD = Modes(THREE, THREE, prefetch=1)
 
 
 def _said(actions: Iterable[Action]) -> list[str]:

@@ -21,7 +21,7 @@ COMPUTE = ComputeSeconds(forward=10.0, backward=20.0)
 
 def _modes(prefetch: Prefetch, sharded: Sequence[str] = NAMES) -> Modes:
     units = frozenset(sharded)
-    return Modes(units, units, False, False, prefetch)
+    return Modes(units, units, prefetch=prefetch)
 
 
 def _walk(

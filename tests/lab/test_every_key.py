@@ -51,6 +51,7 @@ VALUES: dict[str, Any] = {
     "train.optimizer": "adagrad",
     "train.learning_rate": 0.5,
     "train.table_learning_rate": 0.5,
+    "train.table_optimizer": "rowwise_adagrad",
     "train.seed": 3,
     "train.out": "runs/other",
     "train.timeout": 7.0,
@@ -65,6 +66,7 @@ VALUES: dict[str, Any] = {
     "planner.constraints": {"apart": [["a", "b"]]},
     "planner.units": {"root": "shard"},
     "planner.dense": {"prefetch": 1},
+    "planner.tables": {"a": "row_wise"},
     "parallel.data_replicate": 2,
     "parallel.data_shard": 3,
     "parallel.tensor": 2,
@@ -106,6 +108,7 @@ OF_LARGER_JOBS = {"planner.time_limit", "planner.options", "planner.dense"}
 IN_AN_ESTIMATE = {"memory.allocator"}
 # Keys that a run of the kind does not read are no excuse: they are refused.
 UNREAD = {
+    "tables": ("train.table_optimizer", "planner.tables"),
     "transformer": ("train.table_learning_rate", "data.rows", "data.test_rows", "data.python"),
     "llama": ("train.table_learning_rate", "data.rows", "data.skip_bad_rows", "data.test_path"),
     "python": ("train.table_learning_rate", "data.rows", "data.test_rows", "data.path"),

@@ -58,7 +58,7 @@ def _run(
         [Chunk(recording)],
         optimizer=trained("sgd"),
         merged=merged or Merged(),
-        tables=tables,
+        tables={} if tables is None else {"tables": tables},
         resident=resident,
     )
     step.run(heap, lambda h, units, frozen: FlatUnits(h, units, sharding, frozen))
@@ -232,7 +232,9 @@ def test_the_gradient_of_a_merged_unit_comes_layer_by_layer() -> None:
 # ---- tables --------------------------------------------------------------------------------------
 
 IDS, WIDTH, ID, NUMBER = 10, 16, 8, 4
-TRAFFIC = Traffic(((IDS, WIDTH, 0),), ((IDS, WIDTH, IDS),), 0, 0, 0, 0, 1, WIDTH, IDS, False)
+TRAFFIC = Traffic(
+    "tables", ((IDS, WIDTH, 0),), ((IDS, WIDTH, IDS),), 0, 0, 0, 0, WIDTH, adagrad=False
+)
 
 
 def test_the_exchange_with_tables_has_phases_of_its_own() -> None:
@@ -251,6 +253,25 @@ def test_without_routed_tables_no_ids_are_exchanged() -> None:
     peaks = _run(recorded, {"weight": SLICE}, tables=replicas)
     assert "exchange_ids" not in peaks
     assert {"lookup", "exchange_rows"} <= set(peaks)
+
+
+def test_every_module_of_tables_takes_and_frees_its_own() -> None:
+    units = [unit("a", 50), unit("b", 50)]
+    recorded = chain(units, tables_after={"a": "users", "b": "items"})
+    shares = {path: msgspec.structs.replace(TRAFFIC, path=path) for path in ("users", "items")}
+
+    def peak(phase: Phase, *paths: str) -> int:
+        tables = {path: shares[path] for path in paths}
+        heap = Ledger(fine=True)
+        step = RankStep([Chunk(recorded)], optimizer=trained("sgd"), tables=tables, resident={})
+        sharding = Sharding(shards=2, prefetch=0, on_gpu=True)
+        step.run(heap, lambda h, units, frozen: FlatUnits(h, units, sharding, frozen))
+        return sum(heap.peaks[phase].values())
+
+    rows_served = IDS * ID  # which one keeps while the other looks up
+    assert peak("exchange_ids", "users", "items") == peak("exchange_ids", "items") + rows_served
+    arrived = IDS * (ID + WIDTH * NUMBER)
+    assert peak("step", "users", "items") == peak("step", "users") + arrived
 
 
 def test_rows_that_a_module_is_given_belong_to_their_exchange() -> None:

@@ -15,15 +15,14 @@ ID, FLOAT = 8, 4
 def _traffic(**changes: Any) -> Traffic:
     """One row-wise group: a rank asks for 10 ids of 16 columns, serves 12, 9 of them distinct."""
     given: dict[str, Any] = {
+        "path": "tables",
         "requests": ((10, 16, 10),),
         "serves": ((12, 16, 9),),
         "replica_ids": 0,
         "replica_bytes": 0,
         "replica_rows": 0,
         "ride_bytes": 0,
-        "features": 1,
         "dim": 16,
-        "batch": 10,
         "adagrad": False,
     }
     return Traffic(**(given | changes))

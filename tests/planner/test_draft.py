@@ -75,13 +75,13 @@ def test_a_unit_is_kept_in_all_roles_with_its_padding(make_job: MakeJob, sharded
 def test_modes_follow_the_tables_and_units(make_job: MakeJob) -> None:
     job = make_job(10, 20)
     mixed = _draft(job, ("data_parallel", (0, 1)), ("row_wise", (0, 1)), sharded=True).modes
-    assert (mixed.routed, mixed.replicated_tables) == (True, True)
+    assert mixed.routed == mixed.replicated_tables == {"tables"}
     assert mixed.sharded_units == mixed.resharded_units == {"bottom", "top"}
     routed = _draft(job, ("table_wise", (0,)), ("row_wise", (0, 1))).modes
-    assert (routed.routed, routed.replicated_tables) == (True, False)
+    assert (routed.routed, routed.replicated_tables) == ({"tables"}, set())
     assert routed.sharded_units == frozenset()
     replicas = _draft(job, ("data_parallel", (0, 1)), ("data_parallel", (0, 1))).modes
-    assert (replicas.routed, replicas.replicated_tables) == (False, True)
+    assert (replicas.routed, replicas.replicated_tables) == (set(), {"tables"})
 
 
 def test_traffic_groups_tables_by_width_and_counts_the_ids_to_sort(make_job: MakeJob) -> None:
@@ -93,14 +93,14 @@ def test_traffic_groups_tables_by_width_and_counts_the_ids_to_sort(make_job: Mak
         ("column_wise", (0, 1)),
         ("data_parallel", (0, 1)),
     )
-    traffic = draft.traffic(1)
+    traffic = draft.traffic(1)["tables"]
     assert traffic.requests == ((200, 8, 0), (200, 16, 100))
     both = expected_distinct(100, 25) + expected_distinct(200, 10)
     assert traffic.serves == ((200, 8, expected_distinct(200, 7)), (300, 16, both))
     assert (traffic.replica_ids, traffic.replica_rows) == (100, 9)
     assert traffic.replica_bytes == 9 * 64
     assert traffic.ride_bytes == 2 * 9 * 64
-    assert draft.traffic(0).serves[1] == (100, 16, expected_distinct(100, 25))
+    assert draft.traffic(0)["tables"].serves[1] == (100, 16, expected_distinct(100, 25))
 
 
 def test_seconds_of_a_rank_add_up_over_phases(make_job: MakeJob) -> None:

@@ -45,6 +45,7 @@ Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+TableUpdate = Literal["sgd", "rowwise_adagrad"]  # what the runtime does to rows
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 # Filled in here, never by a file.
 HIDDEN = ("TableSpec.fqn", "ClusterSection.measured", "ModelSection.shape")
@@ -121,13 +122,15 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds.
 
     ``optimizer`` is that of dense parameters, AdamW by default for a llama and the user's own.
-    Tables learn at ``table_learning_rate``, or like the units where it is not given.
+    Tables are updated by ``table_optimizer``, SGD beside SGD, where they do not name one
+    themselves, and learn at ``table_learning_rate``, or like the units where it is not given.
     """
 
     steps: Count = 100
     optimizer: OptimizerName = "sgd"
     learning_rate: Rate = 0.1
     table_learning_rate: Rate | None = None
+    table_optimizer: TableUpdate | UnsetType = UNSET
     seed: Whole = 0
     out: Annotated[str, msgspec.Meta(min_length=1)] = "runs/latest"
     timeout: Seconds = 60.0
@@ -166,6 +169,16 @@ def degrees_of(job: Job, world_size: int, where: str = "job") -> Degrees:
 def memory_of(job: Job) -> MemorySection:
     """How a job's steps are run; without the section as plans have them, in fp32."""
     return PLANNED if job.memory is UNSET else job.memory
+
+
+def table_optimizer(job: Job) -> TableUpdate | Literal[""]:
+    """How a job's tables are updated that name no optimizer. Empty where it does not say so and no
+    update of rows is like that of its units."""
+    if job.train.table_optimizer is not UNSET:
+        return job.train.table_optimizer
+    if job.train.optimizer == "sgd":
+        return "sgd"
+    return "" if job.model.kind == "python" else "rowwise_adagrad"
 
 
 class DataFiles(msgspec.Struct, frozen=True):
@@ -248,8 +261,16 @@ def _refuse_unread(job: Job, where: str) -> None:
     """Refuse keys that neither a plan nor a run of the job would read."""
     kind = job.model.kind
     unread: list[tuple[str, Any, str, str]] = []
-    if kind in WITHOUT_TABLES:
-        unread.append(("train", job.train, "table_learning_rate", f"model.kind '{kind}'"))
+    has_tables = kind not in WITHOUT_TABLES or kind == "python"
+    if not has_tables or (kind == "python" and not table_optimizer(job)):
+        beside = f"model.kind '{kind}'"
+        if has_tables:
+            beside = f"train.optimizer '{job.train.optimizer}' without train.table_optimizer"
+        unread.append(("train", job.train, "table_learning_rate", beside))
+    if not has_tables:
+        unread.append(("train", job.train, "table_optimizer", f"model.kind '{kind}'"))
+    if kind != "python":
+        unread.append(("planner", job.planner, "tables", f"model.kind '{kind}'"))
     if kind == "tables":
         for section, given in (("data", job.data), ("train", job.train)):
             unread += [

@@ -8,13 +8,13 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import MAX_PLANNED, Job, memory_of, parallel_of
+from shardwright.core.job import MAX_PLANNED, Job, memory_of, parallel_of, table_optimizer
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_section import ESTIMATED
 from shardwright.core.optimizers import TRAINED, trained
 from shardwright.core.parallel import ParallelSection
-from shardwright.core.recording import Recording
+from shardwright.core.recording import RecordedTable, Recording
 
 RUNNABLE_OPTIMIZERS = ("sgd", "rowwise_adagrad")
 # Of [memory] and [parallel], what a plan follows or what changes nothing in it.
@@ -34,22 +34,41 @@ PLAIN: dict[str, object] = {
 def model_of(job: Job, recording: Recording | None = None) -> ModelSpec:
     """The model of ``job`` with the recording of its step; tables alone have none."""
     check_model(job)
-    return ModelSpec(job.model.kind, tables_of(job), recording, job.train.optimizer)
+    return ModelSpec(job.model.kind, tables_of(job, recording), recording, job.train.optimizer)
 
 
-def tables_of(job: Job) -> tuple[TableSpec, ...]:
-    """The job's tables by the names of their parameters, with every optimizer filled in."""
+def tables_of(job: Job, recording: Recording | None = None) -> tuple[TableSpec, ...]:
+    """The tables of a job, or those in the recording of its module, by the names of their
+    parameters, with every optimizer filled in."""
+    if recording is not None and recording.tables:
+        return tuple(_found(job, table) for table in recording.tables)
     if job.model.kind == "tables":
         return tuple(
             msgspec.structs.replace(table, fqn=table.name, optimizer=table.optimizer or "none")
             for table in job.tables
         )
-    usual = "sgd" if job.train.optimizer == "sgd" else "rowwise_adagrad"
+    usual = table_optimizer(job) or None
     return tuple(
         msgspec.structs.replace(
             table, fqn=f"tables.{table.name}.weight", optimizer=table.optimizer or usual
         )
         for table in job.tables
+    )
+
+
+def _found(job: Job, table: RecordedTable) -> TableSpec:
+    """An embedding of the user's own: its ids are those of a step, and its rows come back one by
+    one, for bags are pooled where they are used."""
+    forced = (job.planner.tables or {}).get(table.path)
+    return TableSpec(
+        table.path,
+        table.rows,
+        table.dim,
+        fqn=table.fqn,
+        optimizer=table_optimizer(job) or None,
+        pooled=False,
+        batch_sizes=(table.ids,),
+        sharding_types=None if forced is None or forced == "dense" else (forced,),
     )
 
 

@@ -230,13 +230,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def modes(self) -> Modes:
         """What the plan decides about the order of a step."""
-        replicas = [traits(table.sharding_type).replicated for table in self.tables]
+        step = self.model.step
+        paths = [(step.tables_of(t.fqn), traits(t.sharding_type).replicated) for t in self.tables]
         replicated = [u.name for u in self.units if isinstance(u.parameter, Replicate)]
         return Modes(
             sharded_units=frozenset(u.name for u in self.units) - frozenset(replicated),
             resharded_units=frozenset(u.name for u in self.units if u.reshard_after_forward),
-            routed=not all(replicas),
-            replicated_tables=any(replicas),
+            routed=frozenset(path for path, is_replica in paths if not is_replica),
+            replicated_tables=frozenset(path for path, is_replica in paths if is_replica),
             prefetch=self.prefetch,
             merged=tuple((u.name, u.members) for u in self.units if u.members != (u.name,)),
         )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
+
+from shardwright.core.sharding import RunnableType
 
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
@@ -95,7 +98,9 @@ class DenseSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How plans are priced and searched, and what is forced.
 
-    ``units`` maps the name of a unit, or of a series of layers, to ``shard`` or ``replicate``.
+    ``units`` maps the name of a unit, or of a series of layers, to ``shard`` or ``replicate``,
+    ``tables`` the path of an embedding in a module of the user's own to a sharding type, or to
+    ``dense``: it stays in a unit.
     ``options`` "torchrec" looks at what TorchRec's planner looks at, one column split per table;
     "wide" at more.
     """
@@ -111,6 +116,7 @@ class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     constraints: ConstraintsSection = ConstraintsSection()
     units: dict[str, Literal["shard", "replicate"]] = {}
     dense: DenseSection = DenseSection()
+    tables: dict[str, Literal[RunnableType, "dense"]] | UnsetType = UNSET
 
     @property
     def as_torchrec(self) -> bool:

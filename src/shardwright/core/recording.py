@@ -14,13 +14,15 @@ from itertools import groupby
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
 
-# Of a unit's forward and backward, of the whole module's, and of the exchange with tables: rows are
-# looked up (``lookup``) and put in place (``rows``), and their gradients go back.
+# Of a unit's forward and backward, of the whole module's, and of a module of tables, whose path is
+# the piece's unit: rows are looked up (``lookup``) and put in place (``rows``), and their gradients
+# go back (``row_gradients``).
 Point = Literal[
     "begin",
     "enter",
@@ -104,11 +106,27 @@ class Series(msgspec.Struct, frozen=True):
         return self.period + (index - self.period) % self.period
 
 
+class RecordedTable(msgspec.Struct, frozen=True):
+    """The embedding at ``path``, of ``rows`` x ``dim``, whose rows are routed; a step looks ``ids``
+    of them up."""
+
+    path: str
+    rows: int
+    dim: int
+    ids: int
+
+    @property
+    def fqn(self) -> str:
+        """Its weight's name."""
+        return f"{self.path}.weight"
+
+
 class Recording(msgspec.Struct, frozen=True):
     """The pieces in order, the units in the order of their forward, and what was there before.
 
     ``buffers`` and ``inputs`` are bytes, and ``result`` those that a stage sends on. ``operators``
-    are what ran; ``notes`` say what is not exact.
+    are what ran; ``notes`` say what is not exact. ``tables`` are embeddings of the user's own that
+    are routed; those of a DLRM stand in its job.
     """
 
     pieces: tuple[Piece, ...]
@@ -119,6 +137,7 @@ class Recording(msgspec.Struct, frozen=True):
     result: int = 0
     notes: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
+    tables: tuple[RecordedTable, ...] | UnsetType = UNSET
 
 
 def check_recording(recording: Recording) -> None:
@@ -133,6 +152,9 @@ def check_recording(recording: Recording) -> None:
         _one_of("recording: unit of series", unit.series, series)
     for name in (name for each in recording.series for name in each.recorded):
         _one_of("recording: block", name, blocks)
+    reached = {piece.unit for piece in recording.pieces if piece.point == "lookup"}
+    for table in recording.tables or ():
+        _one_of("recording: table", table.path, reached)
     held: dict[int, int] = {}
     gradients: set[tuple[str, int]] = set()
     for place, piece in enumerate(recording.pieces):
@@ -319,6 +341,23 @@ class Unfolded:
     def backward(self) -> list[Moment]:
         """From the loss on."""
         return self._moments[1]
+
+    @cached_property
+    def lookups(self) -> tuple[str, ...]:
+        """Paths of the modules of tables, as a forward gets to them."""
+        return self._reaching(self.forward, "lookup")
+
+    @cached_property
+    def returned(self) -> tuple[str, ...]:
+        """The same, as the gradients of their rows go back: the order of their updates."""
+        return self._reaching(self.backward, "row_gradients")
+
+    def _reaching(self, moments: list[Moment], point: Point) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(m.unit for m in moments if m.piece.point == point))
+
+    def tables_of(self, fqn: str) -> str:
+        """The module of tables that has the table ``fqn``; empty where none has it."""
+        return next((path for path in self.lookups if fqn.startswith(f"{path}.")), "")
 
     @cached_property
     def homes(self) -> dict[str, list[str]]:

@@ -33,8 +33,9 @@ Direction = Literal["forward", "backward"]
 
 
 class Action(msgspec.Struct, frozen=True, array_like=True):
-    """``verb`` on ``target`` (a unit or ``tables``; empty where a rank computes in no unit), in the
-    time of ``phase``; ``place`` is that of a piece among those of its direction."""
+    """``verb`` on ``target`` (a unit, a module of tables, or what they exchange; empty where a rank
+    computes in no unit), in the time of ``phase``; ``place`` is that of a piece among those of its
+    direction."""
 
     verb: Verb
     target: str
@@ -56,15 +57,17 @@ def replicas_ride(routed: bool, world_size: int, replica_bytes: int) -> bool:
 class Modes(msgspec.Struct, frozen=True):
     """What a plan decided that changes the order of a step.
 
-    ``merged`` are the units of several recorded ones: a name, and these as they follow one another.
+    ``routed`` are the modules of tables that exchange ids and rows, ``replicated_tables`` those
+    with replicas; some are both. ``merged`` are the units of several recorded ones: a name, and
+    these as they follow one another.
     With ``prefetch`` 1 a unit is gathered while the one before it computes, and gradients are
     reduced while the next ones are computed.
     """
 
     sharded_units: frozenset[str]
     resharded_units: frozenset[str]
-    routed: bool
-    replicated_tables: bool
+    routed: frozenset[str] = frozenset()
+    replicated_tables: frozenset[str] = frozenset()
     prefetch: Prefetch = 0
     merged: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
@@ -288,8 +291,8 @@ class _Walk:
         for unit in list(self.flow.touched):
             yield from self.flow.reduce(unit)
         yield from self.flow.collect()
-        if any(moment.piece.point == "lookup" for moment in self.step.forward):
-            yield Action("update", "tables", "step", "backward")
+        for tables in self.step.returned:
+            yield Action("update", tables, "step", "backward")
         for unit in self.units:
             yield Action("update", unit, "step", "backward")
 
@@ -299,13 +302,13 @@ class _Walk:
 
     def _reach(self, point: Point, unit: str) -> Iterator[Action]:
         if point == "lookup":
-            if self.modes.routed:
+            if unit in self.modes.routed:
                 yield Action("exchange", "ids", "exchange_ids")
-            yield Action("lookup", "tables", "lookup")
-            if self.modes.routed:
+            yield Action("lookup", unit, "lookup")
+            if unit in self.modes.routed:
                 yield Action("exchange", "rows", "exchange_rows")
         elif point == "rows":
-            yield Action("assemble", "tables", "exchange_rows")
+            yield Action("assemble", unit, "exchange_rows")
         elif point in ("enter", "leave"):
             name = self.merged.at(point, unit)
             if name is None or name not in self.units:
@@ -317,10 +320,10 @@ class _Walk:
 
     def _reach_backward(self, point: Point, unit: str) -> Iterator[Action]:
         if point == "row_gradients":
-            if self.modes.routed:
+            if unit in self.modes.routed:
                 yield Action("exchange", "row_gradients", "reduce", "backward")
-            if self.modes.replicated_tables:
-                yield Action("reduce", "tables", "reduce", "backward")
+            if unit in self.modes.replicated_tables:
+                yield Action("reduce", unit, "reduce", "backward")
         elif point in ("enter", "enter_backward", "leave_backward"):
             name = self.merged.at(point, unit)
             if name is None or name not in self.units:

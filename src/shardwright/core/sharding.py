@@ -96,6 +96,7 @@ _ROWS: tuple[Traits, ...] = (
 _BY_NAME: dict[str, Traits] = {row.name: row for row in _ROWS}
 
 TYPES: tuple[ShardingType, ...] = tuple(row.name for row in _ROWS)
+RunnableType = Literal["data_parallel", "table_wise", "row_wise", "column_wise"]
 RUNNABLE: tuple[ShardingType, ...] = tuple(row.name for row in _ROWS if row.runs)
 
 

@@ -12,22 +12,25 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright import __version__
 from shardwright.core.document import write_atomically
-from shardwright.core.errors import InputError
-from shardwright.core.job import Job, memory_of, parallel_of, parse_job
+from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job, memory_of, parallel_of, parse_job, table_optimizer
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import check_model, model_of, step_dtypes
 from shardwright.core.model_section import ESTIMATED
 from shardwright.core.plan import Plan
 from shardwright.core.recording import Recording
 from shardwright.cost import constants
+from shardwright.lab.with_tables import plan_with_tables
 from shardwright.planner.planner import plan as plan_model
 from shardwright.planner.search.watch import Hear
 
@@ -41,7 +44,9 @@ def plan(job: Job, hear: Hear | None = None) -> Plan:
     ``hear`` is called in every round of the search and may stop it, which keeps the best plan.
     Raises NoPlanError with the shortfall if none fits, InputError for what cannot be planned.
     """
-    return plan_model(job, described, hear)
+    if job.model.kind != "python":
+        return plan_model(job, described, hear)
+    return plan_with_tables(job, recorded, found_at_all=bool(table_optimizer(job)), hear=hear)
 
 
 def plan_module(
@@ -62,7 +67,8 @@ def plan_module(
     result, or with ``targets`` of both; without one the mean of the result stands for it.
     ``cluster`` is a preset's name or the keys of a job's ``[cluster]``, ``optimizer`` a name of
     ``[train] optimizer``; ``sections`` are others of a job: ``memory={"param_dtype": "bf16"}``,
-    ``planner={"dense": {"prefetch": 1}}``.
+    ``planner={"dense": {"prefetch": 1}}``. Embeddings are tables where ``train`` says how these
+    learn, ``{"table_optimizer": "sgd", "table_learning_rate": 0.1}``, and only there.
 
     Raises NoPlanError with the shortfall if no plan fits, InputError for what cannot be traced.
     """
@@ -80,13 +86,18 @@ def plan_module(
     job = parse_job(document, "plan_module")
     machine, _ = constants.cluster(job.cluster)
     section = memory_of(job)
-    recording = module_recording(
-        lambda: (build(), example_inputs, loss, targets)[: 4 if targets is not None else 3],
-        name,
-        step_dtypes(job)[0],
-        Treatment(section.lowering or machine.compute_device, section.checkpointing),
-    )
-    return plan_model(job, lambda changed: model_of(changed, recording))
+    treatment = Treatment(section.lowering or machine.compute_device, section.checkpointing)
+    said = job.train.table_optimizer is not UNSET
+    if said and job.train.table_learning_rate is None:
+        wanted = "the rate of tables, which no optimizer of a loop of your own has"
+        raise InputError(expected("plan_module: train.table_learning_rate", wanted, "none"))
+
+    @cache
+    def of(routed: tuple[str, ...] | None) -> Recording:
+        given = (build(), example_inputs, loss, targets)[: 4 if targets is not None else 3]
+        return module_recording(lambda: given, name, step_dtypes(job)[0], treatment, routed)
+
+    return plan_with_tables(job, lambda _, routed: of(routed), found_at_all=said)
 
 
 def _samples(inputs: Any) -> int:
@@ -103,29 +114,30 @@ def described(job: Job) -> ModelSpec:
     return model_of(job, None if job.model.kind == "tables" else recorded(job))
 
 
-def recorded(job: Job) -> Recording:
-    """A step of ``job``'s model on one rank."""
+def recorded(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
+    """A step of ``job``'s model on one rank; of a module of the user's own, embeddings that are
+    ``routed`` are tables, or with None all that can be."""
     cluster, _ = constants.cluster(job.cluster)
     device = memory_of(job).lowering or cluster.compute_device
     path = _path(job, device)
     if path is not None:
         with suppress(OSError, msgspec.DecodeError):  # made anew where it cannot be read
             return msgspec.json.decode(path.read_bytes(), type=Recording)
-    found = _record(job, device)
+    found = _record(job, device, routed)
     if path is not None:
         with suppress(InputError):  # a folder that cannot be written is none
             write_atomically(path, msgspec.json.encode(found))
     return found
 
 
-def _record(job: Job, device: str) -> Recording:
+def _record(job: Job, device: str, routed: tuple[str, ...] | None) -> Recording:
     from shardwright.lab.footprint.built_in import built_in_recording
     from shardwright.lab.footprint.models import recorded_whole
     from shardwright.trace.treatment import Treatment
 
     treatment = Treatment(device, memory_of(job).checkpointing)
     if job.model.kind in ESTIMATED:
-        return recorded_whole(job, treatment)
+        return recorded_whole(job, treatment, routed)
     return built_in_recording(job, treatment)
 
 

@@ -80,7 +80,7 @@ class FlatUnits:
         if forward not in self.flows:
             sharded = units - self.sharding.replicated
             kept = self.sharding.kept if self.sharding.reshard_after_forward else units
-            modes = Modes(sharded, sharded - kept, False, False, self.sharding.prefetch)
+            modes = Modes(sharded, sharded - kept, prefetch=self.sharding.prefetch)
             self.flows[forward] = UnitFlow(forward, modes, backward)
         self.flow = self.flows[forward]
 

@@ -78,15 +78,16 @@ class Chunk:
 class RankStep:
     """What a rank does in a step. ``receives`` are bytes of buffers that a pipeline holds for what
     its neighbours send, for each microbatch that is in flight. ``merged`` are units of several
-    recorded ones, ``tables`` a rank's share of the exchange with tables. ``resident`` is what is
-    there between steps, by kind, where it is known better than by the recording."""
+    recorded ones, ``tables`` a rank's share of what modules of tables exchange, by path.
+    ``resident`` is what is there between steps, by kind, where it is known better than by the
+    recording."""
 
     chunks: Sequence[Chunk]
     passes: Sequence[Pass] = ONE_PASS
     optimizer: Optimizer = OPTIMIZERS["adam"]
     receives: int = 0
     merged: Merged = field(default_factory=Merged)
-    tables: Traffic | None = None
+    tables: Mapping[str, Traffic] = field(default_factory=dict)
     resident: Mapping[Kind, int] | None = None
 
     @cached_property
@@ -124,8 +125,9 @@ class RankStep:
                 heap.free(f"sent.{chunk}")
         heap.unit = ""
         with heap.during("step"):
-            if self.tables is not None:
-                route.update(heap, self.tables)
+            returned = [path for chunk in self.chunks for path in chunk.step.returned]
+            for path in filter(self.tables.__contains__, returned):
+                route.update(heap, self.tables[path])
             for change in step_temporaries(self.optimizer, machine.updated()):
                 if change.bytes > 0:
                     heap.take(f"step.{change.storage}", "temporary", change.bytes)
@@ -212,8 +214,8 @@ class RankStep:
                 name = self.merged.at(point, moment.unit)
                 if name is not None:
                     act(name)
-            elif self.tables is not None and point in EXCHANGES_AND_AFTER:
-                self._exchange(heap, point, self.tables)
+            elif point in EXCHANGES_AND_AFTER and moment.unit in self.tables:
+                self._exchange(heap, point, self.tables[moment.unit])
             summary = summaries.of(moment.piece)
             scene = Scene(moment.piece, moment.unit, moment.block, each.chunk, each.microbatch)
             if point in EXCHANGES:

@@ -17,7 +17,7 @@ BOOL = 1
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """A rank's share of the exchange; ids are those of one step.
+    """A rank's share of what the module of tables at ``path`` exchanges; ids are those of one step.
 
     ``requests``: (ids asked for, width, those of them that have to be sorted by owner) of each
     group of the route. ``serves``: (ids served, width, distinct rows among them) of the same
@@ -25,15 +25,14 @@ class Traffic(msgspec.Struct, frozen=True):
     ``ride_bytes`` travel with the row gradients, all ranks' together.
     """
 
+    path: str
     requests: tuple[tuple[int, int, int], ...]
     serves: tuple[tuple[int, int, int], ...]
     replica_ids: int
     replica_bytes: int
     replica_rows: int
     ride_bytes: int
-    features: int
     dim: int
-    batch: int
     adagrad: bool
 
     @property
@@ -65,19 +64,19 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
     for index, (ids, _, cut) in enumerate(traffic.requests):
         rows, sorting = ids * INDEX_BYTES, cut * INDEX_BYTES
         if not cut:
-            heap.take(f"route.sent.{index}", "communication", rows)
+            heap.take(f"{traffic.path}.sent.{index}", "communication", rows)
             continue
         # row numbers, and of those to be sorted part and owner, while a sort makes its order
         with heap.passing("communication", rows + 3 * sorting):
-            heap.take(f"route.order.{index}", "communication", rows)
+            heap.take(f"{traffic.path}.order.{index}", "communication", rows)
         with heap.passing("communication", rows + 2 * sorting):
-            heap.take(f"route.sent.{index}", "communication", rows)
+            heap.take(f"{traffic.path}.sent.{index}", "communication", rows)
     received = traffic.served * INDEX_BYTES
     joined = traffic.asked * INDEX_BYTES if several else 0
     with heap.passing("communication", joined):
-        heap.take("route.rows", "communication", received)
+        heap.take(f"{traffic.path}.rows", "communication", received)
     for index in range(len(traffic.requests)):
-        heap.free(f"route.sent.{index}")
+        heap.free(f"{traffic.path}.sent.{index}")
 
 
 def look_up(heap: Ledger, traffic: Traffic) -> None:
@@ -85,17 +84,19 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
     if traffic.requests:
         joined = traffic.served_bytes if len(traffic.requests) > 1 else 0
         with heap.passing("communication", joined):  # rows group by group, put by rank
-            heap.take("route.found", "communication", traffic.served_bytes)
+            heap.take(f"{traffic.path}.found", "communication", traffic.served_bytes)
     if traffic.replica_ids:
-        heap.take("replica.rows", "communication", traffic.replica_ids * INDEX_BYTES)
+        heap.take(
+            f"{traffic.path}.replica_rows", "communication", traffic.replica_ids * INDEX_BYTES
+        )
         size = traffic.replica_ids * traffic.dim * FLOAT
-        heap.take("replica.found", "communication", size)
+        heap.take(f"{traffic.path}.replica_found", "communication", size)
 
 
 def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
     """The rows asked for come back."""
-    heap.take("route.back", "communication", traffic.asked_bytes)
-    heap.free("route.found")
+    heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
+    heap.free(f"{traffic.path}.found")
 
 
 def assemble(heap: Ledger, traffic: Traffic) -> None:
@@ -106,8 +107,8 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
         pieces = ids * width * FLOAT if cut else 0
         with heap.passing("communication", regrouped + inverse + max(inverse, pieces)):
             pass
-    heap.free("route.back")
-    heap.free("replica.found")
+    heap.free(f"{traffic.path}.back")
+    heap.free(f"{traffic.path}.replica_found")
 
 
 def return_gradients(heap: Ledger, traffic: Traffic) -> None:
@@ -128,7 +129,7 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
     if joined:  # put group by group again
         with heap.passing("communication", 2 * received):
             pass
-    heap.take("route.arrived", "communication", traffic.served_bytes)
+    heap.take(f"{traffic.path}.arrived", "communication", traffic.served_bytes)
 
 
 def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
@@ -141,16 +142,16 @@ def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
     """A dense gradient of all replicated tables."""
     if not traffic.replica_ids:
         return
-    heap.take("replica.gradient", "gradient", traffic.replica_bytes)
+    heap.take(f"{traffic.path}.replica_gradient", "gradient", traffic.replica_bytes)
     with heap.passing("communication", traffic.replica_ids * traffic.dim * FLOAT):
         pass
 
 
 def forget_trip(heap: Ledger, traffic: Traffic) -> None:
     """The backward of tables ends: the way that ids went is not needed any more."""
-    heap.free("replica.rows")
+    heap.free(f"{traffic.path}.replica_rows")
     for index in range(len(traffic.requests)):
-        heap.free(f"route.order.{index}")
+        heap.free(f"{traffic.path}.order.{index}")
 
 
 def update(heap: Ledger, traffic: Traffic) -> None:
@@ -165,5 +166,5 @@ def update(heap: Ledger, traffic: Traffic) -> None:
     if traffic.replica_ids and traffic.adagrad:
         with heap.passing("temporary", traffic.replica_bytes + traffic.replica_rows * FLOAT):
             pass
-    for name in ("route.arrived", "route.rows", "replica.gradient"):
-        heap.free(name)
+    for name in ("arrived", "rows", "replica_gradient"):
+        heap.free(f"{traffic.path}.{name}")

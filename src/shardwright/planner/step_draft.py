@@ -10,12 +10,10 @@ from typing import Any
 
 import msgspec
 
-from shardwright.core.batch import expected_distinct, lookups
 from shardwright.core.cluster import Tier
-from shardwright.core.model import TableSpec
 from shardwright.core.optimizers import trained
 from shardwright.core.plan import RankTotals
-from shardwright.core.schedule import Merged, Modes, Prefetch, replicas_ride
+from shardwright.core.schedule import Merged, Modes, Prefetch
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase
 from shardwright.cost import dense, embedding, optimizer
 from shardwright.cost.pipeline import by_phase
@@ -25,6 +23,7 @@ from shardwright.memory.machine import Sharding, Units
 from shardwright.memory.rank_step import RankStep
 from shardwright.memory.route import Traffic
 from shardwright.planner.draft import Draft
+from shardwright.planner.exchange import Exchange, exchanges
 from shardwright.planner.problem import ranks_per_host
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import dense_modes
@@ -34,7 +33,7 @@ class RankLoad(msgspec.Struct, frozen=True):
     """What a rank keeps (``resident`` bytes by kind) and what passes through it in a step."""
 
     resident: dict[Kind, int]
-    traffic: Traffic
+    traffic: dict[str, Traffic]
 
 
 @dataclass(frozen=True)
@@ -46,24 +45,17 @@ class StepDraft(Draft):
     @cached_property
     def modes(self) -> Modes:
         """What this draft decides about the order of a step."""
-        replicas = [placed.choice.option.traits.replicated for placed in self.tables]
         return dense_modes(
             self.units,
             self.prefetch,
-            routed=not all(replicas),
-            replicated_tables=any(replicas),
+            routed=frozenset(each.path for each in self.exchanges if each.routed),
+            replicated_tables=frozenset(each.path for each in self.exchanges if each.replicas),
         )
 
     @cached_property
     def dense_seconds(self) -> dict[str, dict[Phase, float]]:
         """Seconds of every unit by phase; those of stages without a unit under no name."""
         return by_phase(self.problem.unit_space.walk(self.units, self.modes))
-
-    @cached_property
-    def rides(self) -> bool:
-        """Whether the gradient of replicated tables travels with the row gradients."""
-        replica_bytes = sum(table.nbytes for table in self.replicas)
-        return replicas_ride(self.modes.routed, self.problem.cluster.world_size, replica_bytes)
 
     @cached_property
     def shared_seconds(self) -> dict[str, float]:
@@ -75,19 +67,22 @@ class StepDraft(Draft):
     def other_seconds(self) -> dict[str, float]:
         """Of these, what no unit takes: the batch, addressing ids, latencies of the tables'
         exchange, and stages without parameters."""
-        values, modes = self.problem.values, self.modes
+        values = self.problem.values
         totals = {}
-        if self.model.tables:
+        if self.model.reads_clicks:
             totals["load"] = self.problem.batch.size * values["parse_cost"]
         requests = math.fsum(placed.choice.everywhere for placed in self.tables)
         if requests:
             totals["exchange_ids"] = requests
-        reduced = modes.replicated_tables and not self.rides
-        local = ranks_per_host(self.problem.cluster)
-        latencies = embedding.step_latencies(
-            modes.routed, modes.replicated_tables, reduced, self.ranks, values, local
-        )
-        return _added([totals, latencies, self.dense_seconds.get("", {})])
+        latencies = map(self._latencies, self.exchanges)
+        return _added([totals, *latencies, self.dense_seconds.get("", {})])
+
+    def _latencies(self, exchange: Exchange) -> dict[str, float]:
+        """Seconds that an exchange takes whatever its tables."""
+        routed, replicated = bool(exchange.routed), bool(exchange.replicas)
+        reduced = replicated and not exchange.rides
+        values, local = self.problem.values, ranks_per_host(self.problem.cluster)
+        return embedding.step_latencies(routed, replicated, reduced, self.ranks, values, local)
 
     @cached_property
     def exact(self) -> tuple[Exact, ...]:
@@ -118,7 +113,7 @@ class StepDraft(Draft):
         """What the symbolic step of ``rank`` starts from."""
         return self._load(self.exact_of(rank), self.traffic(rank))
 
-    def _load(self, exact: Exact, traffic: Traffic) -> RankLoad:
+    def _load(self, exact: Exact, traffic: dict[str, Traffic]) -> RankLoad:
         resident: dict[Kind, int] = {}
         for (phase, kind, _), size in exact.items():
             if kind != "gradient" and not (kind == "padding" and phase == "reduce"):
@@ -144,7 +139,7 @@ class StepDraft(Draft):
             [self.problem.chunk],
             optimizer=trained(self.problem.job.train.optimizer),
             merged=Merged(self.modes.merged),
-            tables=load.traffic if self.tables else None,
+            tables=load.traffic,
             resident=load.resident,
         )
 
@@ -159,54 +154,13 @@ class StepDraft(Draft):
         return heap.peaks
 
     @cached_property
-    def replicas(self) -> tuple[TableSpec, ...]:
-        """The tables that every rank keeps whole."""
-        placed = (p.choice for p in self.tables if p.choice.option.traits.replicated)
-        return tuple(choice.table for choice in placed)
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Of every module of tables."""
+        return tuple(exchanges(self.model, self.tables, self.ranks, self.problem.batch))
 
-    def traffic(self, rank: int) -> Traffic:
-        """This rank's share of the exchange."""
-        batch = self.problem.batch
-        if not self.tables:
-            return Traffic((), (), 0, 0, 0, 0, 0, 0, batch.size, adagrad=False)
-        requests, cut, serves = self._exchange
-        replica_bytes = sum(table.nbytes for table in self.replicas)
-        return Traffic(
-            requests=tuple((requests[w], w, cut[w]) for w in requests),
-            serves=tuple((serves[rank][w][0], w, serves[rank][w][1]) for w in requests),
-            replica_ids=sum(round(lookups(table, batch)) for table in self.replicas),
-            replica_bytes=replica_bytes,
-            replica_rows=sum(table.rows for table in self.replicas),
-            ride_bytes=self.problem.cluster.world_size * replica_bytes if self.rides else 0,
-            features=len(self.tables),
-            dim=self.tables[0].choice.table.dim,
-            batch=batch.size,
-            adagrad=self.tables[0].choice.table.optimizer == "rowwise_adagrad",
-        )
-
-    @cached_property
-    def _exchange(self) -> tuple[dict[int, int], dict[int, int], list[dict[int, list[int]]]]:
-        """By width, narrowest first: ids every rank asks for, those of them to be sorted, and of
-        each rank the ids it serves with the distinct rows among them."""
-        world_size = self.problem.cluster.world_size
-        routed = [p for p in self.tables if not p.choice.option.traits.replicated]
-        widths = sorted({s.columns for placed in routed for s in placed.choice.option.shards})
-        requests, cut = dict.fromkeys(widths, 0), dict.fromkeys(widths, 0)
-        serves = [{width: [0, 0] for width in widths} for _ in range(world_size)]
-        for placed in routed:
-            shards = placed.choice.option.shards
-            ids = round(lookups(placed.choice.table, self.problem.batch))
-            parts = len({shard.row for shard in shards if shard.rows})
-            for width in {shard.column: shard.columns for shard in shards}.values():
-                requests[width] += ids
-                cut[width] += ids if parts > 1 else 0
-            share = ids * world_size // parts
-            for shard, owner in zip(shards, placed.ranks, strict=True):
-                if shard.rows:
-                    served = serves[owner][shard.columns]
-                    served[0] += share
-                    served[1] += expected_distinct(share, shard.rows)
-        return requests, cut, serves
+    def traffic(self, rank: int) -> dict[str, Traffic]:
+        """This rank's share of every exchange, by its path."""
+        return {each.path: each.traffic(rank) for each in self.exchanges}
 
     @property
     def _tier(self) -> Tier:

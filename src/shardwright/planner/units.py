@@ -81,8 +81,8 @@ def dense_modes(
     units: Sequence[UnitChoice],
     prefetch: Prefetch,
     *,
-    routed: bool = False,
-    replicated_tables: bool = False,
+    routed: frozenset[str] = frozenset(),
+    replicated_tables: frozenset[str] = frozenset(),
 ) -> Modes:
     """What a choice of units means for the order of a step."""
     return Modes(

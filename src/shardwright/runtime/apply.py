@@ -19,6 +19,7 @@ from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, fingerprint_of
+from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import make_route
 from shardwright.runtime.embeddings.store import InitialBlock
 from shardwright.runtime.embeddings.tables import ShardedTables
@@ -161,7 +162,7 @@ def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:
             facts[f"start of unit '{storage.name}'"] = fingerprint_of(storage.byte_storage)
     for module in model.modules():
         if isinstance(module, ShardedTables) and module.replicas.held:
-            facts["start of replicated tables"] = fingerprint_of(module.replicas.weight)
+            facts[f"start of replicas in {module.path}"] = fingerprint_of(module.replicas.weight)
     if facts:
         comm.agree("apply", facts)
 
@@ -195,7 +196,11 @@ def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
             raise MismatchError(
                 expected(fqn, "a parameter of the model", "none", "Plan again for this model.")
             )
+    step = plan.model.step
     for table in plan.tables:
+        if not step.tables_of(table.fqn):
+            wanted = "a table of a module that the plan's recording looks up"
+            raise MismatchError(expected(table.fqn, wanted, "none", "Plan with this version."))
         shape = tuple(have[table.fqn].shape)
         if shape != (table.rows, table.dim):
             raise MismatchError(
@@ -259,32 +264,18 @@ def _shard_tables(
     initial: InitialBlock,
     guard: Guard | None,
 ) -> None:
-    path = _tables_path(plan)
-    tables = ShardedTables(
-        plan.tables,
-        make_route(plan.tables, blocks, comm.size),
-        comm,
-        initial,
-        plan.job.train.table_learning_rate or plan.job.train.learning_rate,
-        guard,
-    )
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, tables)
-
-
-def _tables_path(plan: Plan) -> str:
-    """The module that holds every table: ``tables`` for ``tables.C1.weight``."""
-    paths = {table.fqn.rsplit(".", 2)[0] for table in plan.tables}
-    if len(paths) != 1:
-        raise UnsupportedError(
-            expected(
-                "tables",
-                "all of them in one module",
-                f"{len(paths)} modules: {', '.join(sorted(paths))}",
-                "Collect them in one module that maps ids [B, F] to rows [B, F, D].",
-            )
-        )
-    return paths.pop()
+    """Every module of tables by one whose rows lie as the plan says."""
+    step, train = plan.model.step, plan.job.train
+    rate = train.table_learning_rate or train.learning_rate
+    for path in step.lookups:
+        tables = tuple(table for table in plan.tables if step.tables_of(table.fqn) == path)
+        route = make_route(tables, blocks, comm.size)
+        sharded: nn.Module = ShardedTables(tables, route, comm, initial, rate, guard, path=path)
+        own = model.get_submodule(path)
+        if isinstance(own, (nn.Embedding, nn.EmbeddingBag)):
+            sharded = RoutedEmbedding(path, own, sharded)
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, sharded)
 
 
 def _initial(model: nn.Module) -> InitialBlock:

@@ -81,8 +81,9 @@ class Guard:
             place = _FIRST - word
             ranks, largest = self._whose(found, place)
             raise not_finite(names[place], ranks, largest, self.comm.step)
-        for update in waiting:
-            update()
+        waiting.reverse()
+        while waiting:
+            waiting.pop()()  # what an update was kept for goes with it
 
     def _whose(self, found: tuple[int, float] | None, place: int) -> tuple[list[int], list[float]]:
         """The ranks whose gradient at ``place`` is not finite, and its largest value on each."""

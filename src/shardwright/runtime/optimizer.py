@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.optimizers import MADE, Implementation, OptimizerName, optimizer_named
+from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.flat_tensors import FlatTensor, Run, runs_of
 from shardwright.runtime.torch_private import storage_of
 from shardwright.runtime.units.dstorage import DStorage, storages_in
@@ -53,12 +54,15 @@ def optimizer_parameters(
     Gradients of ``model.parameters()`` are views of the flat ones from then on: clipping and
     clearing either does both. The flat tensors are sharded tensors: norms over them are those of
     the whole. A parameter is frozen or unfrozen with all of its flat tensor. Tables are not among
-    them: they are updated inside their backward, or when a guard is settled.
+    them: they are updated inside their backward, or when a guard is settled; of a model of tables
+    alone there is one empty group.
 
     Raises InputError for parameters that other flat tensors have; the same call again gives the
     same tensors.
     """
     units = list(storages_in(model))
+    if not units and any(isinstance(module, ShardedTables) for module in model.modules()):
+        return [{"params": []}]  # no optimizer takes a list without any
     if not units:
         raise InputError(
             expected("model", "units made by apply or fully_shard_flat", "none", "Shard it first.")

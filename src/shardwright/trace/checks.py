@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -63,17 +63,19 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {short}" if short else type(error).__name__
 
 
-def check_module(module: nn.Module, where: str) -> None:
-    """Refuse what fake tensors cannot stand for, before anything runs."""
+def check_module(module: nn.Module, where: str, tables: Collection[str] = ()) -> None:
+    """Refuse what fake tensors cannot stand for, before anything runs. Embeddings that are
+    ``tables``, by path, have no gradient."""
     for path, part in module.named_modules():
         place = f"{where}: {named(module, path)}"
-        if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+        is_sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        if is_sparse and path not in tables:
             raise UnsupportedError(
                 expected(
                     place,
                     "a dense gradient",
                     "sparse=True, whose size depends on the ids of a batch",
-                    "Build it with sparse=False.",
+                    "Build it with sparse=False, or let it be routed: give train.table_optimizer.",
                 )
             )
         for name, tensor in _own(part):

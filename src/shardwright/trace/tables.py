@@ -1,36 +1,97 @@
-"""Tables while a step is recorded: a stand-in that takes what comes back from them, and no row.
+"""Tables of a module: which embeddings can be some, and a stand-in for them while a step is
+recorded, that takes what comes back from them, and no row.
 
 What the exchange itself takes is not the module's; a plan decides it, so it is not recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwright.core.recording import Point
+from shardwright.trace.structure import containers, repeats
 
 Mark = Callable[[str, Point], None]
+Embedding = nn.Embedding | nn.EmbeddingBag
+
+
+def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:
+    """Every embedding inside of a module, by its path, and why it cannot be a table; empty where it
+    can, as far as can be said before it is called."""
+    places = Counter(
+        id(parameter)
+        for part in module.modules()
+        for parameter in part._parameters.values()
+        if parameter is not None
+    )
+    repeated = {
+        part
+        for container in containers(module)
+        for cut in container.stretches
+        if repeats(cut)
+        for number in cut.every
+        for part in container.children[number].modules()
+        if part is not container.children[number]
+    }
+    for path, part in module.named_modules():
+        if isinstance(part, Embedding):
+            shared = places[id(part.weight)] > 1
+            inside = "in a part that repeats" if part in repeated else ""
+            inside = "the whole module" if not path else inside
+            yield path, part, inside or ("a shared weight" if shared else _own_reason(part))
+
+
+def _own_reason(part: Embedding) -> str:
+    """What of an embedding itself a table does not do."""
+    if type(part) not in (nn.Embedding, nn.EmbeddingBag):
+        return f"a class of its own, {type(part).__name__}"
+    weight = part.weight
+    if not weight.requires_grad:
+        return "frozen"
+    if weight.dtype != torch.float32:
+        return f"of {str(weight.dtype).removeprefix('torch.')}"
+    if part.max_norm is not None or part.scale_grad_by_freq:
+        return "with max_norm or scale_grad_by_freq"
+    if isinstance(part, nn.EmbeddingBag) and (
+        part.mode == "max" or part.padding_idx is not None or part.include_last_offset
+    ):
+        return "a bag with mode max, padding_idx or include_last_offset"
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
+    of_weight = (weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None))
+    return "with hooks" if any(hooks) or any(of_weight) else ""
 
 
 class RoutedRows(nn.Module):
-    """Ids [B, F] -> rows [B, F, ``dim``] that nobody looked up; ``mark`` hears where a step is."""
+    """Ids [B, F] -> rows [B, F, ``dim``] that nobody looked up; ``mark`` hears where a step is.
 
-    def __init__(self, dim: int) -> None:
+    ``path`` is that of the module of tables; ``asked`` is told how many ids it is asked for.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        path: str = "tables",
+        asked: Callable[[int], None] = lambda ids: None,
+    ) -> None:
         super().__init__()
         self.dim = dim
+        self.path = path
+        self.asked = asked
         self.mark: Mark | None = None
         self.handle = torch.empty(0, requires_grad=True)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows in the order of the ids; they lie table by table, as an exchange puts them."""
+        self.asked(ids.numel())
         shape = (*ids.t().shape, self.dim)
-        rows: torch.Tensor = _Rows.apply(self.handle, shape, self.mark)
+        rows: torch.Tensor = _Rows.apply(self.handle, shape, self.path, self.mark)
         if self.mark is not None:
-            self.mark("tables", "rows")
+            self.mark(self.path, "rows")
         return rows.transpose(0, 1)
 
 
@@ -38,14 +99,16 @@ class _Rows(torch.autograd.Function):
     """Rows come; their gradient goes back and is gone."""
 
     @staticmethod
-    def forward(context: Any, handle: torch.Tensor, shape: tuple[int, ...], mark: Mark) -> Any:
-        context.mark = mark
+    def forward(
+        context: Any, handle: torch.Tensor, shape: tuple[int, ...], path: str, mark: Mark | None
+    ) -> Any:
+        context.path, context.mark = path, mark
         if mark is not None:
-            mark("tables", "lookup")
+            mark(path, "lookup")
         return torch.empty(shape)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         if context.mark is not None:
-            context.mark("tables", "row_gradients")
-        return None, None, None
+            context.mark(context.path, "row_gradients")
+        return None, None, None, None

@@ -40,11 +40,15 @@ class RecordedModel(Protocol):
         ...
 
 
-def recorded_whole(job: Job, treatment: Treatment) -> Recording:
-    """The whole model of a job as each of its ranks runs it, divided among data ranks alone."""
+def recorded_whole(
+    job: Job, treatment: Treatment, routed: tuple[str, ...] | None = ()
+) -> Recording:
+    """The whole model of a job as each of its ranks runs it, divided among data ranks alone; of a
+    module of the user's own, embeddings that are ``routed`` are tables, or with None all that can
+    be."""
     degrees = degrees_of(job, 1)
     if job.model.kind == "python":
-        return python_recording(job, treatment, job.batch.size, planned=True)[0]
+        return python_recording(job, treatment, job.batch.size, planned=True, routed=routed)[0]
     model = LlamaModel(job, degrees, treatment)
     return model.recorded(parallel_of(job), Stage((0, model.layers), True, True)).recording
 

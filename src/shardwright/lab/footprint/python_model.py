@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwright.core.job import Job
 from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.recording import Recording
+from shardwright.lab.footprint.routed import Routed
 from shardwright.lab.python_model import (
     Built,
     Call,
@@ -28,6 +29,7 @@ from shardwright.lab.python_model import (
     python_function,
 )
 from shardwright.runtime.deferred_init import Deferred
+from shardwright.runtime.embeddings.module import NoTableError
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.checks import Untraceable, check_module, explained, without_pointers
 from shardwright.trace.composed import Composer, Shortened
@@ -39,35 +41,47 @@ POINTER = "Accessing the data pointer of FakeTensor"  # torch's words, 2.11 to 2
 
 
 class Request(msgspec.Struct, frozen=True):
-    """All that a recording of a function's module depends on."""
+    """All that a recording of a function's module depends on; ``routed`` are paths of embeddings
+    that are tables, or None for all that can be."""
 
     call: Call
     dtype: str
     treatment: Treatment
     full: bool = False
     planned: bool = False
+    routed: tuple[str, ...] | None = ()
 
 
 def module_recording(
-    function: Callable[[], Any], name: str, dtype: str, treatment: Treatment
+    function: Callable[[], Any],
+    name: str,
+    dtype: str,
+    treatment: Treatment,
+    routed: tuple[str, ...] | None,
 ) -> Recording:
     """The recording of what ``function`` gives, to be planned; errors call it ``name``."""
-    request = Request(Call(name, "{}", 1, 1), dtype, treatment, planned=True)
+    request = Request(Call(name, "{}", 1, 1), dtype, treatment, planned=True, routed=routed)
     return _recorded.__wrapped__(request, function)[0]
 
 
 def python_recording(
-    job: Job, treatment: Treatment, batch: int, *, full: bool = False, planned: bool = False
+    job: Job,
+    treatment: Treatment,
+    batch: int,
+    *,
+    full: bool = False,
+    planned: bool = False,
+    routed: tuple[str, ...] | None = (),
 ) -> tuple[Recording, int]:
     """The recording of a job's own module for ``batch`` samples, and its number of parameters.
 
     Parameters compute in ``memory.param_dtype``, as they are in a job without the section; the
     units have the dtypes they were made in. With ``full`` every part is recorded, not a few of each
     kind. Of a model to be ``planned`` large parts that do not repeat are units of their own; FSDP2
-    has them in the root's.
+    has them in the root's. Embeddings that are ``routed`` are tables of the recording.
     InputError where the function or its module cannot be used, in one line that says why.
     """
-    request = Request(Call.of(job, batch), step_dtypes(job)[0], treatment, full, planned)
+    request = Request(Call.of(job, batch), step_dtypes(job)[0], treatment, full, planned, routed)
     with importable():
         return _recorded(request, python_function(request.call.name, request.call.where))
 
@@ -101,9 +115,11 @@ def _without_sampling() -> Iterator[None]:
 
 
 def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recording, int]:
-    module, where = built.module, built.where
-    check_module(module, where)
+    module = built.module
+    routed = Routed(module, request.routed)
+    check_module(module, built.where, routed.tables)
     made = {name: NAMES[p.dtype] for name, p in module.named_parameters(remove_duplicate=False)}
+    parameters = sum(parameter.numel() for parameter in module.parameters())
     settle(module, mode, DTYPES.get(request.dtype))
     seen: dict[int, Any] = {}  # a task's loss has the inputs among its targets
     given = (built.inputs, built.keywords, built.targets)
@@ -112,24 +128,15 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recor
     )
     built = built._replace(inputs=inputs, keywords=keywords, targets=targets)
     check_call(built)
-    whole = [tensor for tensor in held_tensors(module) if not isinstance(tensor, nn.Parameter)]
-    subject = Subject(
-        module,
-        inputs,
-        {},
-        loss=lambda result: built.loss_of(result, targets),
-        keywords=keywords,
-        extra=[leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)],
-    )
-    every = policy(request.treatment.checkpointing).every
-    parts = None if request.planned else ()
-    composer = Composer(module, _run(request, subject), every, request.full, parts)
-    try:
-        found = composer.recording()
-    except Untraceable as error:
-        raise explained(error, module, where, built.called) from error
-    about = (*_about_units(composer, request), *_not_trained(module, found))
-    notes = (*built.notes, *composer.notes, *about, *found.notes)
+    while True:
+        try:
+            with routed.instead():
+                found = _composed(request, built, routed)
+                more = routed.completed(found)
+            break
+        except NoTableError as error:
+            routed.drop(error)
+            check_module(module, built.where, routed.tables)
     units = tuple(
         msgspec.structs.replace(
             unit,
@@ -139,18 +146,41 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recor
         )
         for unit in found.units
     )
-    found = msgspec.structs.replace(
-        found, units=units, buffers=storage_bytes(whole), notes=tuple(dict.fromkeys(notes))
+    notes = tuple(dict.fromkeys((*built.notes, *found.notes, *routed.notes)))
+    return msgspec.structs.replace(found, units=units, notes=notes, **more), parameters
+
+
+def _composed(request: Request, built: Built, routed: Routed) -> Recording:
+    """A step as the module is just then."""
+    module = built.module
+    whole = [tensor for tensor in held_tensors(module) if not isinstance(tensor, nn.Parameter)]
+    subject = Subject(
+        module,
+        built.inputs,
+        {},
+        loss=lambda result: built.loss_of(result, built.targets),
+        keywords=built.keywords,
+        extra=[leaf for leaf in tree_leaves(built.targets) if isinstance(leaf, torch.Tensor)],
     )
-    return found, sum(parameter.numel() for parameter in module.parameters())
+    every = policy(request.treatment.checkpointing).every
+    parts = None if request.planned else ()
+    composer = Composer(module, _run(request, subject, routed), every, request.full, parts)
+    try:
+        found = composer.recording()
+    except Untraceable as error:
+        raise explained(error, module, built.where, built.called) from error
+    about = (*_about_units(composer, request), *_not_trained(module, found))
+    notes = (*composer.notes, *about, *found.notes)
+    return msgspec.structs.replace(found, buffers=storage_bytes(whole), notes=notes)
 
 
-def _run(request: Request, subject: Subject) -> Callable[[Shortened], Recording]:
+def _run(request: Request, subject: Subject, routed: Routed) -> Callable[[Shortened], Recording]:
     """Records the module with the parts that it has just then."""
     treatment, dtype = request.treatment, DTYPES.get(request.dtype)
     every = policy(treatment.checkpointing).every
 
     def run(shortened: Shortened) -> Recording:
+        routed.asked.clear()
         treated = [k for k, place in enumerate(shortened.places) if (place + 1) % every == 0]
         with treatment.applied(subject.module, shortened.blocks, treated) as applied:
             here = replace(
@@ -169,7 +199,7 @@ def _run(request: Request, subject: Subject) -> Callable[[Shortened], Recording]
 
 
 def _about_units(composer: Composer, request: Request) -> Iterator[str]:
-    if any(container.units for container in composer.containers):
+    if composer.apart or any(container.units for container in composer.containers):
         return
     yield "no part of the module repeats: all of its parameters are one unit"
     if request.treatment.checkpointing != "none":

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright.core.job import Job
 from shardwright.core.model import TableSpec
-from shardwright.core.model_of_job import tables_of
 from shardwright.core.plan import Plan
 from shardwright.core.planning import EstimatorSection, ReservationSection
 from shardwright.core.quantities import format_bytes
@@ -36,7 +36,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 def basis(plan: Plan) -> tuple[Fact, ...]:
     """All facts, the model first."""
-    tables = tables_of(plan.job)
+    tables = plan.model.tables
     return (
         *_model(plan, tables),
         *_machine(plan),
@@ -89,7 +89,8 @@ def _of_tables(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
             lambda t: "weighted" if t.module_weighted or t.constraint_weighted else "unweighted",
         )
         yield Fact("weights of ids", text, "tables.module_weighted, tables.constraint_weighted")
-    default = "train.optimizer" if plan.units else "none given: state is counted as 0 bytes"
+    key = "train.optimizer" if job.train.table_optimizer is UNSET else "train.table_optimizer"
+    default = key if plan.units else "none given: state is counted as 0 bytes"
     yield Fact(
         "optimizer of tables",
         _counted(tables, lambda table: str(table.optimizer)) + ", fused in backward",

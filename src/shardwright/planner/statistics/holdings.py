@@ -10,7 +10,6 @@ from itertools import pairwise
 import msgspec
 
 from shardwright.core.model import TableSpec
-from shardwright.core.model_of_job import tables_of
 from shardwright.core.option import Option
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.planner.choice import Choice, cost
@@ -26,7 +25,7 @@ class Holdings:
     @cached_property
     def specs(self) -> tuple[TableSpec, ...]:
         """The tables as the job describes them."""
-        return tables_of(self.plan.job)
+        return self.plan.model.tables
 
     @cached_property
     def tables(self) -> tuple[Placed, ...]:

@@ -49,8 +49,11 @@ class ShardedTables(nn.Module):
         initial: InitialBlock,
         learning_rate: float,
         guard: Guard | None = None,
+        *,
+        path: str,
     ) -> None:
         super().__init__()
+        self.path = path
         self.tables = tables
         self.route = route
         self.comm = comm
@@ -126,7 +129,7 @@ class ShardedTables(nn.Module):
         with probe.phase("lookup"):
             rows = self._serve(trip) if self.stores else None
             found = self._look_up_replicas(by_feature, trip)
-        probe.did(Action("lookup", "tables", "lookup"))
+        probe.did(Action("lookup", self.path, "lookup"))
         with probe.phase("exchange_rows"):
             if rows is not None:
                 served, asked = self._floats(trip.served), self._floats(trip.counts)
@@ -134,7 +137,7 @@ class ShardedTables(nn.Module):
                 del rows
                 probe.did(Action("exchange", "rows", "exchange_rows"))
             out = self._assemble(back, found, trip)
-        probe.did(Action("assemble", "tables", "exchange_rows"))
+        probe.did(Action("assemble", self.path, "exchange_rows"))
         return out, trip
 
     def _request(self, by_feature: torch.Tensor, trip: _Trip) -> None:
@@ -220,7 +223,7 @@ class ShardedTables(nn.Module):
             if dense is not None:
                 if not self.rides:
                     self.comm.all_reduce("reduce replicated tables", dense)
-                probe.did(Action("reduce", "tables", "reduce", "backward"))
+                probe.did(Action("reduce", self.path, "reduce", "backward"))
         update = partial(self._update, trip.rows, trip.served, arrived, dense)
         if self.guard is None:
             update()
@@ -244,7 +247,7 @@ class ShardedTables(nn.Module):
                 store.update(own, part.view(-1, store.width).mul_(scale), rate)
             if dense is not None:
                 self.replicas.update_all(dense.mul_(scale), rate)
-        probe.did(Action("update", "tables", "step", "backward"))
+        probe.did(Action("update", self.path, "step", "backward"))
 
     def _refuse_mixed_trips(self, trip: _Trip) -> None:
         """Row-wise Adagrad is exact on a step's whole gradient, so one lookup to a backward."""

@@ -26,7 +26,7 @@ class Flow(UnitFlow):
     """
 
     def __init__(self, prefetch: int = 1, guard: Guard | None = None) -> None:
-        super().__init__((), Modes(frozenset(), frozenset(), False, False))
+        super().__init__((), Modes(frozenset(), frozenset()))
         self.prefetch = prefetch
         self.guard = guard  # looks at every gradient before it is summed
         self.after: Any = None  # an event of another stream that a forward waits for

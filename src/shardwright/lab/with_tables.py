@@ -1,0 +1,112 @@
+"""Embeddings in a module of the user's own: which are tables of a plan, and which stay in units.
+
+Where tables are updated as units are, both ways of every embedding train alike, and the faster plan
+is taken. Where a job says how tables are updated, all that can be tables are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+from msgspec import UNSET
+
+from shardwright.core.errors import (
+    InputError,
+    NoPlanError,
+    ShardwrightError,
+    UnsupportedError,
+    expected,
+)
+from shardwright.core.job import Job
+from shardwright.core.model import ModelSpec
+from shardwright.core.model_of_job import check_model, model_of, step_dtypes
+from shardwright.core.plan import Plan
+from shardwright.core.recording import Recording
+from shardwright.planner.exchange import small_tables
+from shardwright.planner.planner import plan as plan_model
+from shardwright.planner.problem import make_problem
+from shardwright.planner.search.watch import Hear
+
+Paths = tuple[str, ...]
+Recorded = Callable[[Job, Paths | None], Recording]
+NOTE = "embedding "  # begins what a recording says of one that can be no table
+MOST_REASONS = 3  # of a longer list
+DTYPES = (("", ""), ("fp32", "fp32"))  # that units compute and sum in beside tables
+
+
+def plan_with_tables(
+    job: Job, recorded: Recorded, *, found_at_all: bool, hear: Hear | None = None
+) -> Plan:
+    """The best plan of a module; ``recorded`` gives its step with the embeddings at some paths as
+    tables, or at None with all that can be. Unless some are ``found_at_all`` there are none;
+    ``hear`` hears every search.
+
+    NoPlanError where none fits, InputError for what is said of tables that there are not.
+    """
+    check_model(job)
+    wanted = found_at_all and step_dtypes(job) in DTYPES
+    everything = recorded(job, None if wanted else ())
+    tables = tuple(table.path for table in everything.tables or ())
+    reasons = tuple(note for note in everything.notes if note.startswith(NOTE))
+    _check_said(job, tables, reasons)
+    plans: list[Plan] = []
+    errors: list[ShardwrightError] = []
+    for paths in _ways(job, tables, everything):
+        given = None if paths == tables and wanted else paths
+        try:
+            plans.append(_plan(job, recorded, given, reasons, hear))
+        except (NoPlanError, UnsupportedError) as error:  # a sparse gradient goes to a table alone
+            errors.append(error)
+    if not plans:
+        raise errors[0]
+    return min(plans, key=lambda made: made.max_rank_seconds)
+
+
+def _plan(
+    job: Job, recorded: Recorded, paths: Paths | None, reasons: Paths, hear: Hear | None
+) -> Plan:
+    def described(changed: Job) -> ModelSpec:
+        found = recorded(changed, paths)
+        notes = tuple(dict.fromkeys((*found.notes, *reasons)))
+        return model_of(changed, msgspec.structs.replace(found, notes=notes))
+
+    return plan_model(job, described, hear)
+
+
+def _ways(job: Job, tables: Paths, everything: Recording) -> Iterator[Paths]:
+    """The embeddings that are tables: all but those that shall be dense; without those that are so
+    small that an exchange takes longer; none that need not be."""
+    forced = job.planner.tables or {}
+    most = tuple(path for path in tables if forced.get(path) != "dense")
+    yield most
+    free = set(most) - set(forced)
+    if free and not is_said(job):
+        small = small_tables(make_problem(job, model_of(job, everything))) & free
+        for without in dict.fromkeys((small, frozenset(free))):
+            if without:
+                yield tuple(path for path in most if path not in without)
+
+
+def is_said(job: Job) -> bool:
+    """Whether a job says how tables learn, so that units would learn otherwise."""
+    train = job.train
+    return train.table_optimizer is not UNSET or train.table_learning_rate is not None
+
+
+def _check_said(job: Job, tables: Paths, reasons: Paths) -> None:
+    """InputError where a job speaks of tables that there are not."""
+    names = ", ".join(tables) or "embeddings that can be tables, of which there are none"
+    if not tables and step_dtypes(job) not in DTYPES:
+        reasons = ("Tables are fp32: let memory.param_dtype and memory.reduce_dtype be that.",)
+    forced = job.planner.tables or {}
+    unknown = [path for path in forced if path not in tables]
+    if unknown:
+        about = [note for note in reasons if note.startswith(f"{NOTE}'{unknown[0]}'")]
+        remedy = "; ".join(about or reasons[:MOST_REASONS])
+        raise InputError(expected("planner.tables", names, f"'{unknown[0]}'", remedy))
+    if is_said(job) and not tables:
+        by_rate = job.train.table_optimizer is UNSET
+        key = "train.table_learning_rate" if by_rate else "train.table_optimizer"
+        wanted = "an embedding that can be a table"
+        raise InputError(expected(key, wanted, "none", "; ".join(reasons[:MOST_REASONS])))

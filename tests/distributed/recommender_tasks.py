@@ -1,0 +1,157 @@
+"""Recommenders of one's own: on ranks under a plan, and on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from own_tasks import CPU, STEPS, built, measured, on_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from worlds import apart
+
+from shardwright.core.job import Job, parse_job, table_optimizer
+from shardwright.core.plan import Plan
+from shardwright.core.timeline import Event
+from shardwright.lab.python_model import as_tensors
+from shardwright.lab.tasks import task_of
+from shardwright.lab.tasks.python import Given
+from shardwright.runtime.apply import apply
+from shardwright.runtime.embeddings.tables import ShardedTables
+from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
+from shardwright.runtime.saving import load_checkpoint, save_checkpoint
+from shardwright.runtime.state import full_state_dict
+from shardwright.tracker.memory import MemoryTracker
+
+BATCH, RATE, EPSILON = 6, 0.3, 1e-8
+CLOSE = 1e-6
+
+
+def job_of(world_size: int, function: str = "build", **sections: Any) -> Job:
+    """A job of a recommender; ``train`` may say how its tables learn."""
+    given: dict[str, Any] = {"optimizer": "sgd", "steps": STEPS, "learning_rate": RATE}
+    document = {
+        "model": {"python": f"recommenders:{function}"},
+        "cluster": {"preset": "local", "world_size": world_size},
+        "batch": {"size": BATCH},
+        "data": {"python": f"recommenders:{function}_batches"},
+        **sections,
+    }
+    return parse_job({**document, "train": given | sections.get("train", {})})
+
+
+def trained(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[dict[str, float], list[Event]]:
+    """What differs from one process by more than rounding, and by how much; the bytes of a
+    steady step."""
+    true, found = alone(job, made, mesh), on_ranks(job, made, mesh)
+    assert set(true) == set(found)
+    # adaptive updates of gradients near zero are steps of full length, whose sign is rounding's
+    close = CLOSE if job.train.optimizer == table_optimizer(job) == "sgd" else 10 * CLOSE
+    differing = {key: d for key in true if not (d := apart(found[key], true[key])) <= close}
+    return differing, measured(job, made, mesh)
+
+
+def alone(job: Job, made: Plan, mesh: DeviceMesh) -> dict[str, Any]:
+    """One process with the batches of all ranks, tables updated row by row where the job has it."""
+    task, size = Given(job, built(job)), mesh.size()
+    model = task.model(CPU)
+    by_rows = {t.fqn for t in made.tables} if table_optimizer(job) == "rowwise_adagrad" else set()
+    rows = {name: p for name, p in model.named_parameters() if name in by_rows}
+    sums = {name: torch.zeros(len(p)) for name, p in rows.items()}
+    others = [p for n, p in model.named_parameters() if p.requires_grad and n not in by_rows]
+    optimizer = make_optimizer(job.train.optimizer, others, job.train.learning_rate)
+    batches = [task.batches(rank, size) for rank in range(size)]
+    found: dict[str, Any] = {}
+    for step in range(job.train.steps):
+        for rank in range(size):
+            loss = task.loss(model, as_tensors(next(batches[rank])))
+            (loss / size).backward()
+            if rank == mesh.get_local_rank():
+                found[f"loss {step}"] = loss.item()
+        for name, p in rows.items():
+            assert p.grad is not None
+            sums[name] += p.grad.square().mean(1)
+            rate = job.train.table_learning_rate or job.train.learning_rate
+            p.data -= rate * p.grad / (sums[name].sqrt() + EPSILON).unsqueeze(1)
+            p.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**found, **{key: p.detach() for key, p in model.named_parameters()}}
+
+
+def bytes_of_applying(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[int, int]:
+    """Bytes alive at most while a plan is applied, and those of the rows that stay."""
+    model = task_of(job).model(CPU)
+    with MemoryTracker() as seen:
+        model = apply(model, made, mesh)
+    most = max(sum(kinds.values()) for kinds in seen.peaks.values())
+    tables = [module for module in model.modules() if isinstance(module, ShardedTables)]
+    return most, sum(s.block_view(h).numel() * 4 for t in tables for s, h in t.holdings())
+
+
+def saved_and_loaded(mesh: DeviceMesh, job: Job, plans: list[Plan], folder: Path) -> list[float]:
+    """Train under the first plan, save, load under the second: how far apart weights are then, and
+    after another step of each."""
+    task, models, optimizers = task_of(job), [], []
+    for made in plans:
+        model = apply(task_of(job).model(CPU), made, mesh)
+        parameters = optimizer_parameters(model)
+        optimizers.append(make_optimizer(job.train.optimizer, parameters, RATE))
+        models.append(model)
+    batches = task.batches(mesh.get_local_rank(), mesh.size())
+    found = []
+
+    def step(which: int, batch: Any) -> None:
+        task.loss(models[which], batch).backward()
+        optimizers[which].step()
+        optimizers[which].zero_grad()
+
+    step(0, as_tensors(next(batches)))
+    save_checkpoint(folder, models[0], optimizers[0], step=1)
+    load_checkpoint(folder, models[1], optimizers[1])
+    batch = as_tensors(next(batches))
+    for _ in range(2):
+        states = [full_state_dict(model) for model in models]
+        assert set(states[0]) == set(states[1])
+        found.append(max(apart(states[0][name], states[1][name]) for name in states[0]))
+        for which in (0, 1):
+            step(which, batch)
+    return found
+
+
+def refused(mesh: DeviceMesh, job: Job, made: Plan) -> list[str]:
+    """What is said to calls that the plan has not seen."""
+    model = apply(task_of(job).model(CPU), made, mesh)
+    users = model.get_submodule("users")
+    calls = {
+        "weight": lambda: users.weight,
+        "offsets": lambda: model.get_submodule("seen")(
+            torch.zeros(4).long(), torch.zeros(1).long()
+        ),
+        "ids": lambda: users(torch.tensor([10**6])),
+    }
+    said = []
+    for call in calls.values():
+        try:
+            call()
+        except Exception as error:
+            said.append(str(error))
+    return said
+
+
+def scheduled(mesh: DeviceMesh, job: Job, made: Plan) -> dict[str, float]:
+    """How far tables move in a step for which the users' rate is 0, and a forward that does not
+    train is from that of the whole model."""
+    task = task_of(job)
+    model = apply(task.model(CPU), made, mesh)
+    model.get_submodule("users").learning_rate = 0.0
+    before = full_state_dict(model)
+    batch = as_tensors(next(task.batches(mesh.get_local_rank(), mesh.size())))
+    task.loss(model, batch).backward()
+    after = full_state_dict(model)
+    whole = built(job).module
+    whole.load_state_dict(after)
+    with torch.no_grad():
+        said = apart(model.eval()(*batch[0]), whole.eval()(*batch[0]))
+    moved = {table.name: apart(before[table.fqn], after[table.fqn]) for table in made.tables}
+    return {**moved, "forward": said}

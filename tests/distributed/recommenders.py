@@ -1,0 +1,169 @@
+"""A small recommender of one's own, with embeddings of all sorts, for ``[model] python``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+USERS, ITEMS, TAGS, SHOPS, SEEN = 6101, 3701, 11, 5, 4
+
+
+class Shown(nn.Module):
+    """Items [B, L] and their weights -> one vector each; padding counts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(ITEMS, 8, padding_idx=0)
+        self.tags = nn.EmbeddingBag(TAGS, 8, mode="sum")
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, items: Tensor, weights: Tensor) -> Tensor:
+        tags = self.tags(items % TAGS, per_sample_weights=weights)
+        return torch.relu(self.out(torch.cat([self.items(items).sum(1), tags], 1)))
+
+
+class Recommender(nn.Module):
+    """Users [B], items seen [B, SEEN], their weights, shops [B] -> logits [B]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(USERS, 16)
+        self.seen = nn.EmbeddingBag(ITEMS, 16, mode="mean")
+        self.shops = nn.Embedding(SHOPS, 4)
+        self.old = nn.Embedding(9, 16).requires_grad_(False)
+        self.first = nn.Sequential(nn.Linear(36, 12), nn.Tanh(), nn.Linear(12, 8))
+        self.shown = Shown()
+
+    def forward(self, users: Tensor, seen: Tensor, weights: Tensor, shops: Tensor) -> Tensor:
+        asking = self.users(users) + self.old(users % 9)
+        asking = torch.cat([asking, self.seen(input=seen), self.shops(shops.int())], 1)
+        return (self.first(asking) * self.shown(seen, weights)).sum(1)
+
+
+def build(batch: int) -> Any:
+    """With the loss of clicks."""
+    inputs, clicks = next(build_batches(batch, 0, 0))
+    return Recommender(), inputs, nn.BCEWithLogitsLoss(), clicks
+
+
+def build_batches(batch: int, rank: int, seed: int) -> Iterator[Any]:
+    """Other rows on every rank, of few ids that come often and lie everywhere."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+
+    def ids(most: int, *more: int) -> Tensor:
+        stride = 1 + most // 75
+        return torch.randint(most, (batch, *more), generator=generator) // stride * stride
+
+    while True:
+        weights = torch.rand(batch, SEEN, generator=generator)
+        inputs = ids(USERS), ids(ITEMS, SEEN), weights, ids(SHOPS)
+        yield inputs, ids(2).float()
+
+
+class Factors(nn.Module):
+    """A product of two embeddings, and nothing else that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(USERS, 8), nn.Embedding(ITEMS, 8)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        return (self.users(users) * self.items(items)).sum(1)
+
+
+def factors(batch: int) -> Any:
+    """All of it tables."""
+    inputs, likes = next(factors_batches(batch, 0, 0))
+    return Factors(), inputs, nn.MSELoss(), likes
+
+
+def penalised(batch: int) -> Any:
+    """With a loss that goes through all parameters."""
+    model, inputs, fit, likes = factors(batch)
+
+    def loss(result: Tensor, likes: Tensor) -> Tensor:
+        return fit(result, likes) + sum(p.square().sum() for p in model.parameters())
+
+    return model, inputs, loss, likes
+
+
+def factors_batches(batch: int, rank: int, seed: int) -> Iterator[Any]:
+    """Other pairs on every rank."""
+    for (users, items, _, _), likes in build_batches(batch, rank, seed):
+        yield (users, items[:, 0]), likes
+
+
+class Uses(nn.Module):
+    """Embeddings that are used as no table can be, and one that can."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.tied = nn.Embedding(20, 8)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.tied.weight
+        self.read = nn.Embedding(20, 8)
+        self.twice = nn.Embedding(20, 8)
+        self.normed = nn.Embedding(20, 8, max_norm=1.0)
+        self.precise = nn.Embedding(20, 8, dtype=torch.float64)
+        self.offsets = nn.EmbeddingBag(20, 8)
+        self.largest = nn.EmbeddingBag(20, 8, mode="max")
+        self.fine = nn.Embedding(20, 8, sparse=sparse)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"place": nn.Embedding(20, 8), "out": nn.Linear(8, 8)}) for _ in range(5)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tied(ids) + self.twice(ids) + self.twice(ids) + self.precise(ids).float()
+        x = x + self.read(ids) + self.read.weight.mean(0) + self.fine(ids) + self.normed(ids)
+        each = torch.arange(len(ids))
+        x = x + self.offsets(ids, each) + self.largest(ids.unsqueeze(1))
+        for layer in self.layers:
+            x = layer["out"](x + layer["place"](ids))
+        return self.head(x)
+
+
+def uses(batch: int, sparse: bool = False) -> Any:
+    """Of the mean of the result."""
+    return Uses(sparse), torch.randint(20, (batch,))
+
+
+class Wide(nn.Module):
+    """A table that is most of a model."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        self.users = nn.Embedding(rows, dim)
+        self.out = nn.Linear(dim, 1)
+
+    def forward(self, users: Tensor) -> Tensor:
+        return self.out(self.users(users))
+
+
+def wide(batch: int, rows: int = 40_000, dim: int = 64) -> Any:
+    """The mean of its result."""
+    return Wide(rows, dim), torch.randint(rows, (batch,))
+
+
+class Uneven(nn.Module):
+    """A large table and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.shops = nn.Embedding(400_000, 32), nn.Embedding(9, 32)
+        self.out = nn.Linear(32, 1)
+
+    def forward(self, users: Tensor, shops: Tensor) -> Tensor:
+        return self.out(self.users(users) + self.shops(shops))
+
+
+def uneven(batch: int) -> Any:
+    """The mean of its result."""
+    return Uneven(), (torch.randint(400_000, (batch,)), torch.randint(9, (batch,)))
+
+
+def bare(batch: int) -> Any:
+    """Without an embedding."""
+    return nn.Linear(4, 2), torch.randn(batch, 4)

@@ -1,0 +1,117 @@
+"""Embeddings in a module of the user's own, cut as a plan says: it trains as on one process, and
+takes the bytes that its plan foresees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recommender_tasks as tasks
+from pool import Pool
+
+from shardwright.core.plan import Plan
+from shardwright.core.timeline import decode, exact_bytes, phase_peaks
+from shardwright.lab.recordings import plan
+
+TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise", "dense")
+TABLES = ("users", "seen", "shown.items", "shown.tags", "shops")
+MOST_APART = 0.01  # of a peak
+
+
+def forced(*kinds: str) -> dict[str, Any]:
+    """A kind for each table, in turn."""
+    named = {path: kinds[i % len(kinds)] for i, path in enumerate(TABLES)}
+    if "column_wise" in kinds:
+        named["shops"] = "row_wise"  # which has too few columns
+    return {"tables": named}
+
+
+def kinds_of(made: Plan) -> dict[str, str]:
+    return {table.name: table.sharding_type for table in made.tables}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in TYPES), TYPES])
+def test_sgd_trains_as_on_one_process_and_takes_bytes_as_planned(
+    pool: Pool, kinds: tuple[str, ...], world_size: int
+) -> None:
+    job = tasks.job_of(world_size, planner=forced(*kinds))
+    made = plan(job)
+    wanted = forced(*kinds)["tables"]
+    assert kinds_of(made) == {path: kind for path, kind in wanted.items() if kind != "dense"}
+    _check(made, pool.run(world_size, tasks.trained, job=job, made=made))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kinds", [("row_wise",), ("table_wise", "data_parallel", "row_wise")])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_row_wise_adagrad_is_exact_beside_units_of_another_optimizer(
+    pool: Pool, kinds: tuple[str, ...], optimizer: str, world_size: int
+) -> None:
+    train = {"optimizer": optimizer, "learning_rate": 0.01, "table_learning_rate": 0.2}
+    train["table_optimizer"] = "rowwise_adagrad"
+    job = tasks.job_of(world_size, planner=forced(*kinds), train=train)
+    made = plan(job)
+    _check(made, pool.run(world_size, tasks.trained, job=job, made=made))
+
+
+def _check(made: Plan, results: list[Any]) -> None:
+    predicted = decode(made.timeline)
+    wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
+    measured = [event for _, events in results for event in events]
+    assert {key: size for key, size in exact_bytes(measured).items() if size} == wanted
+    for rank in range(made.world_size):
+        foreseen, seen = (
+            max(sum(kinds.values()) for (r, _), kinds in phase_peaks(events).items() if r == rank)
+            for events in (predicted, measured)
+        )
+        assert foreseen == pytest.approx(seen, rel=MOST_APART)
+    assert [differences for differences, _ in results] == [{}] * made.world_size
+
+
+def test_a_rank_keeps_its_share_of_a_table_and_never_has_more_than_the_table(pool: Pool) -> None:
+    rows, dim = 40_000, 64
+    job = tasks.job_of(2, "wide", planner={"tables": {"users": "row_wise"}})
+    for most, kept in pool.run(2, tasks.bytes_of_applying, job=job, made=plan(job)):
+        assert kept == rows // 2 * dim * 4
+        assert most < kept + 1.1 * rows * dim * 4
+
+
+def test_a_checkpoint_of_one_plan_is_loaded_under_another(pool: Pool, tmp_path: Path) -> None:
+    train = {"optimizer": "adam", "table_optimizer": "rowwise_adagrad"}
+    jobs = [
+        tasks.job_of(2, planner=forced(kind), train=train) for kind in ("row_wise", "table_wise")
+    ]
+    plans = [plan(job) for job in jobs]
+    arguments = {"job": jobs[0], "plans": plans, "folder": tmp_path}
+    for found in pool.run(2, tasks.saved_and_loaded, **arguments):
+        assert found[0] == 0
+        assert found[1] < tasks.CLOSE
+
+
+def test_a_table_follows_a_schedule_and_is_looked_up_without_training(pool: Pool) -> None:
+    job = tasks.job_of(2, planner=forced("row_wise", "data_parallel"))
+    for found in pool.run(2, tasks.scheduled, job=job, made=plan(job)):
+        assert found["users"] == 0
+        assert all(found[path] > 0 for path in TABLES[1:])
+        assert found["forward"] < tasks.CLOSE
+
+
+def test_a_module_of_tables_alone_trains(pool: Pool) -> None:
+    tables = {"users": "row_wise", "items": "table_wise"}
+    job = tasks.job_of(2, "factors", planner={"tables": tables})
+    made = plan(job)
+    assert made.units == ()
+    for differences, _ in pool.run(2, tasks.trained, job=job, made=made):
+        assert differences == {}
+
+
+def test_what_no_plan_has_seen_is_refused_by_the_embedding_s_name(pool: Pool) -> None:
+    job = tasks.job_of(1, planner=forced("row_wise"))
+    ((weight, offsets, ids),) = pool.run(1, tasks.refused, job=job, made=plan(job))
+    assert weight.startswith("embedding 'users': expected to be looked up alone")
+    assert offsets.startswith("embedding 'seen': expected bags of one length")
+    assert ids.startswith(
+        "ids of table 'users', sample 0: expected ids from 0 to 6100, got 1000000"
+    )

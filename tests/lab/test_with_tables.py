@@ -1,0 +1,211 @@
+"""Which embeddings in a module of the user's own are tables, and which stay in units."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import recommenders
+import torch
+from torch import nn
+
+from shardwright.core.errors import InputError, NoPlanError
+from shardwright.core.job import Job, parse_job
+from shardwright.core.plan import Plan
+from shardwright.lab.recordings import plan, plan_module
+from shardwright.planner import explain
+
+TABLES = {"users", "seen", "shops", "shown.items", "shown.tags"}
+
+
+def job_of(function: str, cap: str = "1 GiB", ranks: int = 2, **sections: Any) -> Job:
+    cluster = {"preset": "local", "world_size": ranks, "ddr_cap": cap}
+    model = {"python": f"recommenders:{function}", "arguments": sections.pop("arguments", {})}
+    train = {"optimizer": "sgd", **sections.pop("train", {})}
+    batch = {"size": 8}
+    document = {"model": model, "cluster": cluster, "batch": batch, "train": train, **sections}
+    return parse_job(document)
+
+
+def tables_of(made: Plan) -> set[str]:
+    return {table.name for table in made.tables}
+
+
+def units_of(made: Plan) -> set[str]:
+    return {name for unit in made.units for name in unit.tensors}
+
+
+# ---- which can be --------------------------------------------------------------------------------
+
+REASONS = {
+    "tied": "a shared weight",
+    "read": "a use of its weight",
+    "twice": "looked up several times in a step",
+    "normed": "with max_norm or scale_grad_by_freq",
+    "precise": "of float64",
+    "offsets": "offsets",
+    "largest": "a bag with mode max, padding_idx or include_last_offset",
+    **{f"layers.{n}.place": "in a part that repeats" for n in range(5)},
+}
+
+
+def test_what_is_used_as_no_table_can_be_stays_in_a_unit_and_the_plan_says_why() -> None:
+    made = plan(job_of("uses", planner={"tables": {"fine": "row_wise"}}))
+    assert tables_of(made) == {"fine"}
+    assert {f"{path}.weight" for path in REASONS} <= units_of(made)
+    told = [re.fullmatch(r"embedding '(.+)' is .*: it is (.+)", each) for each in made.assumptions]
+    assert {found.group(1): found.group(2) for found in told if found} == REASONS
+
+
+def test_a_loss_that_goes_through_all_parameters_leaves_no_table_out() -> None:
+    made = plan(job_of("penalised", cap="8 MiB"))
+    assert units_of(made) == {"users.weight", "items.weight"}
+    assert sum("parameters that a step goes through" in each for each in made.assumptions) == 2
+
+
+def test_a_frozen_embedding_stays_in_a_unit() -> None:
+    made = plan(job_of("build", planner={"tables": {"users": "table_wise"}}))
+    assert "old.weight" in units_of(made)
+
+
+def test_a_sparse_gradient_goes_to_a_table_alone() -> None:
+    sparse: dict[str, Any] = {"arguments": {"sparse": True}}
+    assert tables_of(plan(job_of("uses", **sparse))) == {"fine"}
+    for more in ({"train": {"optimizer": "adamw"}}, {"planner": {"tables": {"fine": "dense"}}}):
+        with pytest.raises(InputError, match=r"module 'fine' .* let it be routed"):
+            plan(job_of("uses", **sparse, **more))
+
+
+def test_a_table_has_the_ids_of_a_step_and_the_name_of_its_weight() -> None:
+    tables = plan(job_of("build", train={"table_optimizer": "sgd"})).model.tables
+    found = {table.fqn: (table.rows, table.dim, table.batch_sizes) for table in tables}
+    users, items, seen = recommenders.USERS, recommenders.ITEMS, 8 * recommenders.SEEN
+    assert found == {
+        "users.weight": (users, 16, (8,)),
+        "seen.weight": (items, 16, (seen,)),
+        "shops.weight": (recommenders.SHOPS, 4, (8,)),
+        "shown.items.weight": (items, 8, (seen,)),
+        "shown.tags.weight": (recommenders.TAGS, 8, (seen,)),
+    }
+
+
+# ---- which are -----------------------------------------------------------------------------------
+
+
+def test_beside_sgd_the_faster_way_is_taken() -> None:
+    small, every = (
+        plan(job_of("build", **more)) for more in ({}, {"train": {"table_optimizer": "sgd"}})
+    )
+    assert tables_of(small) == set()
+    assert tables_of(every) == TABLES
+    assert small.max_rank_seconds < every.max_rank_seconds
+
+
+def test_a_table_that_no_rank_can_gather_is_routed() -> None:
+    rows, dim = 40_000, 64
+    made = plan(job_of("wide", cap="7 MiB"))
+    assert tables_of(made) == {"users"}
+    assert max(rank.peak_bytes for rank in made.ranks) < rows * dim * 4
+    with pytest.raises(NoPlanError):
+        plan(job_of("wide", cap="7 MiB", planner={"tables": {"users": "dense"}}))
+
+
+def test_a_large_table_is_routed_and_small_ones_beside_it_stay_in_a_unit() -> None:
+    made = plan(job_of("uneven"))
+    assert tables_of(made) == {"users"}
+    assert "shops.weight" in units_of(made)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd_momentum"])
+def test_beside_another_optimizer_there_are_tables_only_where_the_job_says_how_they_learn(
+    optimizer: str,
+) -> None:
+    assert tables_of(plan(job_of("build", train={"optimizer": optimizer}))) == set()
+    train = {"optimizer": optimizer, "table_optimizer": "rowwise_adagrad"}
+    made = plan(job_of("build", train=train))
+    assert tables_of(made) == TABLES
+    assert {table.optimizer for table in made.tables} == {"rowwise_adagrad"}
+
+
+def test_a_rate_of_their_own_makes_tables_of_all_that_can_be() -> None:
+    assert tables_of(plan(job_of("build", train={"table_learning_rate": 0.5}))) == TABLES
+
+
+def test_what_a_job_forces_is_done_whatever_it_costs() -> None:
+    kinds = {"users": "column_wise", "seen": "data_parallel", "shops": "dense"}
+    made = plan(job_of("build", planner={"tables": kinds}))
+    found = {table.name: table.sharding_type for table in made.tables}
+    assert {path: found.get(path, "dense") for path in kinds} == kinds
+
+
+def test_every_number_of_a_table_is_explained_by_its_path_and_by_its_weight() -> None:
+    made = plan(job_of("build", train={"table_optimizer": "rowwise_adagrad"}))
+    for name in ("shown.items", "shown.items.weight"):
+        for statement in explain.explain_tensor(made, name):
+            assert statement.steps[-1].value == pytest.approx(statement.stored, rel=1e-12)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "sections", "said"),
+    [
+        ("build", {"planner": {"tables": {"user": "row_wise"}}}, "planner.tables: .*users.*'user'"),
+        ("build", {"planner": {"tables": {"old": "row_wise"}}}, "'old'.* it is frozen"),
+        ("bare", {"train": {"table_optimizer": "sgd"}}, "train.table_optimizer: .* got none"),
+        ("bare", {"train": {"table_learning_rate": 1.0}}, "train.table_learning_rate: .* none"),
+        (
+            "build",
+            {"train": {"table_optimizer": "sgd"}, "memory": {"param_dtype": "bf16"}},
+            "train.table_optimizer: .* memory.param_dtype",
+        ),
+        (
+            "build",
+            {
+                "train": {"table_optimizer": "rowwise_adagrad"},
+                "planner": {"tables": {"users": "column_wise"}},
+            },
+            "'users'.*column_wise",
+        ),
+    ],
+)
+def test_what_is_said_of_tables_that_there_are_not_is_refused(
+    function: str, sections: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        plan(job_of(function, **sections))
+
+
+def test_a_rate_of_tables_that_there_cannot_be_is_refused() -> None:
+    with pytest.raises(InputError, match=r"table_learning_rate: .*'adamw' without"):
+        job_of("build", train={"optimizer": "adamw", "table_learning_rate": 1.0})
+
+
+# ---- from Python ---------------------------------------------------------------------------------
+
+
+def planned(**sections: Any) -> Plan:
+    _, inputs, loss, clicks = recommenders.build(8)
+    build: Callable[[], nn.Module] = recommenders.Recommender
+    return plan_module(build, inputs, loss=loss, targets=clicks, optimizer="sgd", **sections)
+
+
+def test_a_loop_of_one_s_own_has_tables_only_where_it_says_how_they_learn() -> None:
+    assert tables_of(planned()) == set()
+    learn = {"table_optimizer": "sgd", "table_learning_rate": 0.1}
+    assert tables_of(planned(train=learn)) == TABLES
+    with pytest.raises(InputError, match=r"plan_module: train\.table_learning_rate"):
+        planned(train={"table_optimizer": "sgd"})
+
+
+def test_a_module_is_as_it_was_after_it_was_planned() -> None:
+    model = recommenders.Recommender()
+    inputs = recommenders.build(8)[1]
+    before = {name: type(part) for name, part in model.named_modules()}
+    learn = {"table_optimizer": "sgd", "table_learning_rate": 0.1}
+    plan_module(lambda: model, inputs, train=learn)
+    assert {name: type(part) for name, part in model.named_modules()} == before
+    assert isinstance(model.users.weight, torch.nn.Parameter)
