@@ -49,7 +49,7 @@ class Variants:
             begun = time.perf_counter()
             self._known[key] = self._made(job)
             self.estimates += 1
-            batch, policy = job.batch, memory_of(job).checkpointing
+            batch, policy = job.batch, memory_of(job).policy
             self._progress(
                 f"{self.estimates} estimates; {batch.size} x {batch.sequence} on "
                 f"{job.cluster.world_size or self.world_size} ranks, checkpointing {policy}: "
@@ -92,7 +92,7 @@ def estimate_of(footprint: Footprint) -> Estimate:
 def point_of(job: Job, world_size: int) -> Point:
     """Where a job stands among its variants."""
     shards = degrees_of(job, world_size).data_shard
-    return Point(job.batch.size, job.batch.sequence, shards, memory_of(job).checkpointing)
+    return Point(job.batch.size, job.batch.sequence, shards, memory_of(job).policy)
 
 
 def at(job: Job, point: Point, world_size: int) -> Job:
@@ -100,7 +100,7 @@ def at(job: Job, point: Point, world_size: int) -> Job:
     here = degrees_of(job, world_size).data_shard
     world = world_size // here * point.shards
     changed = changed_job(job, "batch", size=point.batch, sequence=point.sequence)
-    if memory_of(job).checkpointing != point.policy:
+    if memory_of(job).policy != point.policy:
         changed = changed_job(changed, "memory", checkpointing=point.policy)
     if parallel_of(job).data_shard != -1:
         changed = changed_job(changed, "parallel", data_shard=point.shards)
@@ -124,7 +124,7 @@ def changed_job(job: Job, section: str, **keys: Any) -> Job:
 def space_of(job: Job, world_size: int) -> Space:
     """Which variants of a job there are."""
     degrees, section = degrees_of(job, world_size), parallel_of(job)
-    own = memory_of(job).checkpointing
+    own = memory_of(job).policy
     planned = is_planned(job)
     known = POLICIES if job.model.kind in ESTIMATED else ()
     others = degrees.world_size // degrees.data_shard
@@ -234,7 +234,7 @@ def _memory_keys(job: Job) -> Iterator[_Key]:
     section = memory_of(job)
     if section.runtime == "ddp":
         yield _Key("memory", "runtime", "fsdp2")
-    if section.checkpointing != "full":
+    if section.policy != "full":
         yield _Key("memory", "checkpointing", "full")
     if section.loss == "gathered":
         yield _Key("memory", "loss", "chunked")

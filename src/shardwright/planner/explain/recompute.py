@@ -176,6 +176,9 @@ def _check_search(plan: Plan, problem: Problem) -> None:
     asked = plan.job.planner.search
     same("plan: search.name", search.name, asked)
     same("plan: search.options", search.options, sum(map(len, problem.tables)))
+    if search.tried:
+        least = min(t.max_rank_seconds for t in search.tried if t.max_rank_seconds is not None)
+        same("plan: search.tried", least, plan.max_rank_seconds)
     if not 1 <= search.feasible <= search.proposals:
         wanted = f"from 1 to {search.proposals}, the proposals"
         raise MismatchError(expected("plan: search.feasible", wanted, str(search.feasible)))
