@@ -35,6 +35,18 @@ PLANNERS: dict[str, dict[str, Any]] = {
         "units": {"embed": "shard", "layers": "shard", "head": "shard"},
         "dense": {"reshard": False},
     },
+    "checkpointed": {
+        "units": {"embed": "shard", "layers": "shard", "head": "shard"},
+        "dense": {"checkpointing": ["full"], "prefetch": 1},
+    },
+    "every second layer checkpointed": {
+        "units": {"embed": "shard", "layers": "shard", "head": "shard"},
+        "dense": {"checkpointing": ["layers:2"], "layers_per_unit": 2, "reshard": False},
+    },
+    "selective": {
+        "units": {"embed": "replicate", "layers": "replicate", "head": "replicate"},
+        "dense": {"checkpointing": ["selective"]},
+    },
 }
 
 
@@ -63,7 +75,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("planner", ["sharded", "prefetched", "kept"])
+@pytest.mark.parametrize("planner", ["sharded", "prefetched", "kept", "checkpointed"])
 @pytest.mark.parametrize("kind", LLAMAS)
 def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) -> None:
     layers = [f"layers.{layer}" for layer in range(3)]
@@ -78,7 +90,7 @@ def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) 
     [
         *((1, name) for name in ("free", "merged", "prefetched")),
         *((2, name) for name in PLANNERS),
-        *((3, name) for name in ("mixed", "merged", "prefetched", "kept")),
+        *((3, name) for name in ("mixed", "merged", "prefetched", "kept", "checkpointed")),
     ],
 )
 def test_the_loss_curve_is_that_of_one_process(
