@@ -67,6 +67,8 @@ class Spared(torch.nn.Module):
 def spared(width: int = 13, depth: int = 5) -> Any:
     """A model of which much gets no gradient."""
     return Spared(width, depth).double(), torch.randn(4, width, dtype=torch.float64)
+
+
 class Dropping(torch.nn.Module):
     """A block that draws random numbers between two products."""
 
