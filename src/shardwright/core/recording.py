@@ -156,6 +156,10 @@ def check_recording(recording: Recording) -> None:
     reached = {piece.unit for piece in recording.pieces if piece.point == "lookup"}
     for table in recording.tables or ():
         _one_of("recording: table", table.path, reached)
+    policies = {unit.checkpointing for unit in recording.units if unit.checkpointing}
+    if len(policies) > 1:
+        found = " and ".join(sorted(map(str, policies)))
+        raise InputError(expected("recording: checkpointing", "one policy", found))
     held: dict[int, int] = {}
     gradients: set[tuple[str, int]] = set()
     for place, piece in enumerate(recording.pieces):
