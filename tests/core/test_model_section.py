@@ -250,7 +250,8 @@ def test_what_is_planned_refuses_other_steps_than_it_runs(key: str, value: Any) 
 
 def test_checkpointing_of_a_model_without_blocks_is_refused() -> None:
     table = {"name": "a", "rows": 9, "dim": 16}
-    message = _refused(model={}, tables=[table], memory={"checkpointing": "full"})
+    steps = {"train": {"steps": 1}, "memory": {"checkpointing": "full"}}
+    message = _refused(model={}, tables=[table], **steps)
     assert message.startswith("job: memory.checkpointing: expected 'none', as steps of kind 'dlrm'")
 
 
