@@ -36,7 +36,7 @@ def estimates(capacity: int | None = 4 * GIB) -> Callable[[Job], Footprint]:
     def footprint(job: Job) -> Footprint:
         section, degrees = memory_of(job), parallel_of(job)
         world = job.cluster.world_size or 8
-        tokens = job.batch.size * job.batch.sequence * KEPT[section.checkpointing] * 1024
+        tokens = job.batch.size * job.batch.sequence * KEPT[section.policy] * 1024
         states = 0 if section.offload != "none" else OPTIMIZERS[job.train.optimizer] * GIB // world
         peak = states + tokens // degrees.tensor
         rank = RankMemory(
