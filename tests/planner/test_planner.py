@@ -47,7 +47,7 @@ def _search(job: Job) -> Found:
 def _planned(job: Job) -> Plan | None:
     """The plan, or None; without the ways out that a refusal tries."""
     found = _search(job)
-    return None if found.draft is None else assemble(found.draft, found.bound, found.told(0.0))
+    return None if found.draft is None else assemble(found.draft, found.bound, found.described(0.0))
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +274,7 @@ def test_a_plan_counts_its_proposals(make_job: MakeJob) -> None:
 def test_a_draft_of_a_fitting_search_is_written_down_as_it_was_found(make_job: MakeJob) -> None:
     found = _search(make_job(50, 3000))
     assert found.draft is not None
-    made = assemble(found.draft, found.bound, found.told(0.0))
+    made = assemble(found.draft, found.bound, found.described(0.0))
     assert made.max_rank_seconds == found.draft.max_rank_seconds
     assert made.lower_bound_seconds == found.bound
     assert tuple(t.ranks for t in made.tables) == tuple(tuple(p.ranks) for p in found.draft.tables)
@@ -284,7 +284,7 @@ def test_a_draft_of_a_fitting_search_is_written_down_as_it_was_found(make_job: M
 def test_a_bound_is_never_above_the_plan_it_belongs_to(make_job: MakeJob) -> None:
     found = _search(make_job(50))
     assert found.draft is not None
-    made = assemble(found.draft, 2 * found.draft.max_rank_seconds, found.told(0.0))
+    made = assemble(found.draft, 2 * found.draft.max_rank_seconds, found.described(0.0))
     assert made.lower_bound_seconds == made.max_rank_seconds
     assert made.gap == 0
 
