@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.cli import options as shared
@@ -12,6 +12,7 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
+from shardwright.core.model_of_job import model_of
 from shardwright.core.plan import Plan, RankTotals, read_plan
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import PHASES, decode, phase_peaks
@@ -55,7 +56,7 @@ def execute(options: argparse.Namespace) -> int:
         )
         _show(found, options)
     elif options.tensor is not None:
-        found = explain.explain_tensor(plan, options.tensor, _again)
+        found = explain.explain_tensor(plan, options.tensor, _again(plan))
         if options.rank is not None:
             lies = sorted({rank for e in found for rank in e.ranks})
             found = [e for e in found if options.rank in e.ranks]
@@ -212,11 +213,16 @@ def _as_json(explanation: explain.Explanation) -> dict[str, object]:
     }
 
 
-def _again(job: Job) -> ModelSpec:
-    """The model of a plan's job, recorded as the job says."""
-    from shardwright.lab.recordings import described  # only such a question needs the model
+def _again(plan: Plan) -> Callable[[Job], ModelSpec]:
+    """Records the plan's model, with the plan's tables, as a job says."""
 
-    return described(job)
+    def described(job: Job) -> ModelSpec:
+        from shardwright.lab.recordings import recorded  # only such a question needs the model
+
+        tables = (plan.recording.tables or ()) if plan.recording else ()
+        return model_of(job, recorded(job, tuple(table.path for table in tables)))
+
+    return described
 
 
 def _why_not(plan: Plan, options: argparse.Namespace) -> None:
@@ -224,7 +230,7 @@ def _why_not(plan: Plan, options: argparse.Namespace) -> None:
         raise InputError(
             expected("--why-not", "a table or unit named by --tensor", "none", "Add --tensor NAME.")
         )
-    found = explain.why_not(plan, options.tensor, options.why_not, _again)
+    found = explain.why_not(plan, options.tensor, options.why_not, _again(plan))
     if options.json:
         shared.print_json(
             {
