@@ -115,7 +115,7 @@ def training(job: Job, *, one_module: bool = True) -> Iterator[Training]:
             headed = one_module and not shape.tied_embeddings
             kind = HeadedLlama if headed else Llama
             model: Any = kind(shape, sequence=batch.sequence)
-            apply_checkpointing(list(model.layers.values()), section.checkpointing)
+            apply_checkpointing(list(model.layers.values()), section.policy)
             _shard(model, mesh, job)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
             size = (batch.size, batch.sequence)

@@ -132,9 +132,33 @@ def test_why_not_takes_kernels_too(call: Any, plan: Any) -> None:
     assert answer.out.startswith("big is fused. fused_uvm is not possible: this version's runtime ")
 
 
-def test_why_not_needs_a_table(call: Any, plan: Any) -> None:
+def test_why_not_needs_a_table_or_a_unit(call: Any, plan: Any) -> None:
     call("explain", plan, "--why-not", "row_wise").refuses(2, "--why-not", "--tensor")
-    call("explain", plan, "--why-not", "row_wise", "--tensor", "top").refuses(2, "--tensor", "big")
+    call("explain", plan, "--why-not", "row_wise", "--tensor", "it").refuses(2, "--tensor", "big")
+    of_unit = call("explain", plan, "--why-not", "row_wise", "--unit", "top")
+    of_unit.refuses(2, "--why-not of unit 'top'", "replicated")
+
+
+def test_units_are_asked_why_not_too(call: Any, plan: Any) -> None:
+    found = call("explain", plan, "--unit", "top", "--why-not", "sharded", "--json").json
+    assert (found["unit"], found["wanted"]) == ("top", "sharded")
+    assert found["max_rank_seconds"] > 0
+    full = call("explain", plan, "--unit", "top", "--why-not", "full")
+    assert "full is not possible: it is no part that repeats." in full.out
+
+
+def test_a_checkpointed_unit_says_what_that_saves(call: Any, tmp_path: Path) -> None:
+    job, made = tmp_path / "blocks.toml", tmp_path / "blocks.json"
+    job.write_text(
+        'model = { kind = "transformer", layers = 3, dim = 16, heads = 2, ffn_dim = 32 }\n'
+        'batch = { size = 2, sequence = 8 }\nmemory = { checkpointing = "full" }\n'
+    )
+    assert "layers.0-2" in call("plan", job, "-o", made).out
+    out = call("explain", made, "--unit", "layers.1").out
+    assert "bytes that checkpointing full saves, beside none = " in out
+    assert "seconds that checkpointing full costs, beside none = " in out
+    facts = call("explain", made).out
+    assert "3 blocks: full   [memory.checkpointing]" in facts
 
 
 def test_why_not_of_no_sharding_type_is_refused(call: Any, plan: Any) -> None:

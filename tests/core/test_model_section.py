@@ -240,12 +240,19 @@ def test_an_optimizer_that_no_run_has_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("param_dtype", "bf16"), ("reduce_dtype", "bf16"), ("checkpointing", "full"), ("zero", 1)],
+    [("param_dtype", "bf16"), ("reduce_dtype", "bf16"), ("zero", 1)],
 )
 def test_what_is_planned_refuses_other_steps_than_it_runs(key: str, value: Any) -> None:
     message = _refused(model={"kind": "transformer"}, memory={key: value})
     assert message.startswith(f"job: memory.{key}: expected ")
     assert message.endswith(f"as steps of kind 'transformer' are planned and run, got {value!r}.")
+
+
+def test_checkpointing_of_a_model_without_blocks_is_refused() -> None:
+    table = {"name": "a", "rows": 9, "dim": 16}
+    steps = {"train": {"steps": 1}, "memory": {"checkpointing": "full"}}
+    message = _refused(model={}, tables=[table], **steps)
+    assert message.startswith("job: memory.checkpointing: expected 'none', as steps of kind 'dlrm'")
 
 
 def test_what_is_planned_computes_in_fp32() -> None:

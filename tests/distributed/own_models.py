@@ -69,6 +69,25 @@ def spared(width: int = 13, depth: int = 5) -> Any:
     return Spared(width, depth).double(), torch.randn(4, width, dtype=torch.float64)
 
 
+class Dropping(torch.nn.Module):
+    """A block that draws random numbers between two products."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 3 * width), torch.nn.Linear(3 * width, width)
+        self.drop = torch.nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+
+def dropping(width: int = 13, depth: int = 4) -> Any:
+    """Blocks with dropout, as many as are worth a series, and a layer that reads them."""
+    blocks = torch.nn.Sequential(*(Dropping(width) for _ in range(depth)))
+    model = torch.nn.Sequential(blocks, torch.nn.Linear(width, 1))
+    return model.double(), torch.randn(4, width, dtype=torch.float64)
+
+
 def batches_of_adapted(rank: int, seed: int) -> Iterator[Any]:
     """Inputs that differ from rank to rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)

@@ -150,6 +150,20 @@ def planned(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[dict[str, float], l
     return apart_by, measured(job, made, mesh)
 
 
+def apart_by_plan(mesh: DeviceMesh, job: Job, plans: list[Plan]) -> dict[str, float]:
+    """By how much training with each plan differs from that with the first, where it does."""
+    found = []
+    for made in plans:
+        torch.manual_seed(mesh.get_local_rank())
+        found.append(on_ranks(job, made, mesh))
+    return {
+        key: by
+        for other in found[1:]
+        for key, value in found[0].items()
+        if (by := apart(other.get(key), value)) > 0
+    }
+
+
 def measured(job: Job, made: Plan, mesh: DeviceMesh) -> list[Event]:
     """Exact bytes, and peaks by phase of the step that showed least."""
     train = msgspec.structs.replace(job.train, steps=metering.STEPS)

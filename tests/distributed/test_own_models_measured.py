@@ -4,7 +4,7 @@ the bytes that its plan foresees."""
 from __future__ import annotations
 
 import pytest
-from own_tasks import own_job, planned
+from own_tasks import apart_by_plan, own_job, planned
 from pool import Pool
 from public_models import MODELS
 
@@ -62,6 +62,40 @@ def _check_as_planned(pool: Pool, job: Job, made: Plan) -> None:
         ]
         assert highest[0] == pytest.approx(highest[1], rel=MOST_APART)
     assert [apart for apart, _ in results] == [{}] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("policy", "way"), [("full", "shard"), ("selective", "replicate")])
+def test_checkpointed_blocks_train_and_take_memory_as_planned(
+    pool: Pool, policy: str, way: str, world_size: int
+) -> None:
+    cluster = {"preset": "local", "world_size": world_size}
+    dense = {**DENSE[world_size], "checkpointing": [policy]}
+    job = own_job("GPT2", "adam", cluster=cluster, planner={"dense": dense})
+    units = {unit.name: way for unit in plan(job).units if "-" not in unit.name}
+    job = own_job("GPT2", "adam", cluster=cluster, planner={"dense": dense, "units": units})
+    made = plan(job)
+    assert sum(len(unit.checkpointed) for unit in made.units) == 3
+    assert {unit.checkpointing for unit in made.units if unit.checkpointed} == {policy}
+    _check_as_planned(pool, job, made)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_what_is_computed_again_draws_the_same_random_numbers(pool: Pool, world_size: int) -> None:
+    def job(policy: str) -> Job:
+        return parse_job(
+            {
+                "model": {"python": "own_models:dropping"},
+                "train": {"steps": 3, "optimizer": "sgd", "learning_rate": 0.1},
+                "cluster": {"preset": "local", "world_size": world_size},
+                "planner": {"dense": {"checkpointing": [policy]}},
+            }
+        )
+
+    plans = [plan(job(policy)) for policy in ("none", "full", "selective", "layers:2")]
+    assert sum(len(unit.checkpointed) for unit in plans[-1].units) == 2
+    found = pool.run(world_size, apart_by_plan, job=job("none"), plans=plans)
+    assert found == [{}] * world_size
 
 
 @pytest.mark.parametrize("way", ["shard", "replicate"])

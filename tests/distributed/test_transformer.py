@@ -35,6 +35,14 @@ PLANNERS: dict[str, dict[str, Any]] = {
         "units": {"embed": "shard", "layers": "shard", "head": "shard"},
         "dense": {"reshard": False},
     },
+    "checkpointed": {
+        "units": {"embed": "shard", "layers": "shard", "head": "shard"},
+        "dense": {"checkpointing": ["full"], "prefetch": 1},
+    },
+    "selective": {
+        "units": {"embed": "replicate", "layers": "replicate", "head": "replicate"},
+        "dense": {"checkpointing": ["selective"]},
+    },
 }
 
 
@@ -63,7 +71,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("planner", ["sharded", "prefetched", "kept"])
+@pytest.mark.parametrize("planner", ["sharded", "prefetched", "kept", "checkpointed"])
 @pytest.mark.parametrize("kind", LLAMAS)
 def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) -> None:
     layers = [f"layers.{layer}" for layer in range(3)]
@@ -78,7 +86,7 @@ def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) 
     [
         *((1, name) for name in ("free", "merged", "prefetched")),
         *((2, name) for name in PLANNERS),
-        *((3, name) for name in ("mixed", "merged", "prefetched", "kept")),
+        *((3, name) for name in ("mixed", "merged", "prefetched", "kept", "checkpointed")),
     ],
 )
 def test_the_loss_curve_is_that_of_one_process(
@@ -117,7 +125,24 @@ def _check_curve(pool: Pool, job: Job, world_size: int) -> None:
 def test_bytes_are_exact_and_peaks_are_close(
     pool: Pool, text: Path, world_size: int, sizes: dict[str, Any], planner: dict[str, Any]
 ) -> None:
-    job = _job(text, world_size, planner, **sizes)
+    _check_bytes(pool, _job(text, world_size, planner, **sizes), world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "model", [{}, {"kind": "llama", "dim": 16, "kv_heads": 2}], ids=["gpt", "llama"]
+)
+def test_so_are_those_of_layers_of_which_every_second_is_checkpointed(
+    pool: Pool, text: Path, model: dict[str, Any], world_size: int
+) -> None:
+    dense = {"checkpointing": ["layers:2"], "layers_per_unit": 2, "reshard": world_size > 2}
+    model = {"layers": 4, **model}
+    job = _job(text, world_size, {"dense": dense, "units": {"layers": "shard"}}, model=model)
+    assert [len(unit.checkpointed) for unit in plan(job).units] == [0, 1, 1, 0]
+    _check_bytes(pool, job, world_size)
+
+
+def _check_bytes(pool: Pool, job: Job, world_size: int) -> None:
     made = plan(job)
     predicted = decode(made.timeline)
     results = pool.run(world_size, meter_planned, job=job, made=made)

@@ -658,8 +658,9 @@ def test_why_not_tries_what_a_search_looks_at_on_request_only(
 
 
 def test_why_not_needs_a_table_and_a_type_or_kernel(made: Plan) -> None:
-    with pytest.raises(InputError, match=r"^--tensor: expected a table: t_data_parallel, "):
-        explain.why_not(made, "top", "row_wise")
+    known = r"^--tensor: expected a table or a unit: t_data_parallel, "
+    with pytest.raises(InputError, match=known):
+        explain.why_not(made, "tpo", "row_wise")
     with pytest.raises(InputError, match=r"^--why-not: expected one of data_parallel, .*quant_uvm"):
         explain.why_not(made, "t_row_wise", "rowwise")
 

@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "resharded": {"units": {"layers": "shard"}, "dense": {"reshard": True, "layers_per_unit": 2}},
     "on demand": {"units": {"layers": "shard", "head": "shard"}, "dense": {"prefetch": 0}},
     "alone": {"dense": {"layers_per_unit": 1, "prefetch": 1}, "units": {"embed": "shard"}},
+    "checkpointed": {"dense": {"checkpointing": ["full"]}},
 }
 # What no number depends on, and what only a new search could tell.
 NOT_FELT = (
@@ -138,8 +139,9 @@ def test_units_that_the_job_does_not_allow_are_not_explained(dense: dict[str, in
         explain.draft_of(sealed(msgspec.structs.replace(made, job=other)))
 
 
-def test_every_number_of_a_plan_of_layers_alone_is_recomputed() -> None:
-    made = plan(_job(CASES["resharded"], layers=2))
+@pytest.mark.parametrize("case", ["resharded", "checkpointed"])
+def test_every_number_of_a_plan_of_layers_alone_is_recomputed(case: str) -> None:
+    made = plan(_job(CASES[case], layers=2))
     document = json.loads(msgspec.json.encode(made))
     unnoticed = []
     for path in leaves(document):

@@ -57,6 +57,33 @@ def flowed(made: Plan, **options: Any) -> str:
     return " ".join(printed(made, **options).split())
 
 
+@functools.cache
+def layers_plan(cap: str) -> Plan:
+    """A small transformer in so much memory."""
+    return plan(
+        parse_job(
+            {
+                "model": {"kind": "transformer", "layers": 4, "dim": 32, "ffn_dim": 64},
+                "batch": {"size": 4, "sequence": 32},
+                "cluster": {"preset": "local", "world_size": 2, "ddr_cap": cap},
+            }
+        )
+    )
+
+
+def test_checkpointing_is_shown_with_what_was_tried() -> None:
+    made = layers_plan("900 KiB")
+    text = flowed(made)
+    assert "checkpointing" in text.partition("Memory and time per rank")[0]
+    assert "By checkpointing: none needs " in text
+    assert f"at a peak of {format_bytes(max(r.peak_bytes for r in made.ranks))}" in text
+    assert "no plan with this checkpointing can take less than" in text
+
+
+def test_where_memory_is_ample_nothing_is_said_of_checkpointing() -> None:
+    assert "heckpointing" not in flowed(layers_plan("1 GiB"))
+
+
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("case", ["dlrm", "tables", "kernels", "many"])

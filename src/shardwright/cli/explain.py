@@ -1,15 +1,18 @@
-"""``shardwright explain plan.json [--tensor T] [--statistic NAME] [--rank R] [--why-not TYPE]``."""
+"""``shardwright explain plan.json [--unit U] [--statistic NAME] [--rank R] [--why-not WAY]``."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.core.amount import Step
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job
+from shardwright.core.model import ModelSpec
+from shardwright.core.model_of_job import model_of
 from shardwright.core.plan import Plan, RankTotals, read_plan
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import PHASES, decode, phase_peaks
@@ -24,12 +27,13 @@ NOISE = 1e-12  # shares below this are rounding
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``explain``."""
     parser.add_argument("plan", type=Path, metavar="plan.json")
-    parser.add_argument("--tensor", metavar="T", help="a table, a unit, or a dense tensor")
+    parser.add_argument("--tensor", "--unit", metavar="T", help="a table, a unit, a dense tensor")
     parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
     parser.add_argument(
         "--why-not",
-        metavar="TYPE",
-        help="what TYPE, a sharding type or a compute kernel, would do to --tensor",
+        metavar="WAY",
+        help="what WAY would do to --tensor: a sharding type or a kernel to a table; to a unit "
+        + ", ".join(explain.WAYS),
     )
     parser.add_argument(
         "--statistic", metavar="NAME", help=f"one of {', '.join(explain.STATISTICS)}"
@@ -52,7 +56,7 @@ def execute(options: argparse.Namespace) -> int:
         )
         _show(found, options)
     elif options.tensor is not None:
-        found = explain.explain_tensor(plan, options.tensor)
+        found = explain.explain_tensor(plan, options.tensor, _again(plan))
         if options.rank is not None:
             lies = sorted({rank for e in found for rank in e.ranks})
             found = [e for e in found if options.rank in e.ranks]
@@ -209,16 +213,28 @@ def _as_json(explanation: explain.Explanation) -> dict[str, object]:
     }
 
 
+def _again(plan: Plan) -> Callable[[Job], ModelSpec]:
+    """Records the plan's model, with the plan's tables, as a job says."""
+
+    def described(job: Job) -> ModelSpec:
+        from shardwright.lab.recordings import recorded  # only such a question needs the model
+
+        tables = (plan.recording.tables or ()) if plan.recording else ()
+        return model_of(job, recorded(job, tuple(table.path for table in tables)))
+
+    return described
+
+
 def _why_not(plan: Plan, options: argparse.Namespace) -> None:
     if options.tensor is None:
         raise InputError(
-            expected("--why-not", "a table named by --tensor", "none", "Add --tensor NAME.")
+            expected("--why-not", "a table or unit named by --tensor", "none", "Add --tensor NAME.")
         )
-    found = explain.why_not(plan, options.tensor, options.why_not)
+    found = explain.why_not(plan, options.tensor, options.why_not, _again(plan))
     if options.json:
         shared.print_json(
             {
-                "table": found.table,
+                "unit" if found.wanted in explain.WAYS else "table": found.name,
                 "chosen": found.chosen,
                 "wanted": found.wanted,
                 "verdict": found.verdict,
@@ -229,4 +245,4 @@ def _why_not(plan: Plan, options: argparse.Namespace) -> None:
             }
         )
     else:
-        print(printable(f"{found.table} is {found.chosen}. {found.reason}", TEXT_LIMIT))
+        print(printable(f"{found.name} is {found.chosen}. {found.reason}", TEXT_LIMIT))

@@ -90,6 +90,7 @@ def as_report(made: Plan, found: Statistics, prices: Sequence[MemoryPrice]) -> d
             for t in made.tables
         ],
         "units": made.units,
+        "checkpointing": made.search.tried or (),
         "search": made.search.name,
         "proposals": made.search.proposals,
         "feasible": made.search.feasible,

@@ -14,7 +14,14 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.cluster import Calibration, read_calibration
 from shardwright.core.document import convert, read_bytes
 from shardwright.core.errors import InputError, expected
-from shardwright.core.memory_section import PLANNED, MemorySection, check_memory, check_planned
+from shardwright.core.memory_section import (
+    HAVE_BLOCKS,
+    PLANNED,
+    MemorySection,
+    check_memory,
+    check_planned,
+    check_policy,
+)
 from shardwright.core.model import TableSpec
 from shardwright.core.model_section import (
     ESTIMATED,
@@ -181,6 +188,25 @@ def table_optimizer(job: Job) -> TableUpdate | Literal[""]:
     return "" if job.model.kind == "python" else "rowwise_adagrad"
 
 
+CHOSEN_FROM = ("none", "selective", "full")  # where a job says nothing of checkpointing
+
+
+def checkpointing_of(job: Job) -> tuple[str, ...]:
+    """The checkpointing policies that a plan of the job may have: the first is tried first."""
+    if job.model.kind not in HAVE_BLOCKS:
+        return ("none",)
+    open_, given = job.planner.dense.checkpointing, memory_of(job).checkpointing
+    if open_ is not UNSET:
+        return tuple(dict.fromkeys(open_))
+    return CHOSEN_FROM if given is UNSET else (given,)
+
+
+def with_checkpointing(job: Job, policy: str) -> Job:
+    """The job where it leaves no other choice than ``policy``."""
+    dense = msgspec.structs.replace(job.planner.dense, checkpointing=(policy,))
+    return msgspec.structs.replace(job, planner=msgspec.structs.replace(job.planner, dense=dense))
+
+
 class DataFiles(msgspec.Struct, frozen=True):
     """Where a job's rows are; ``test`` is empty where nothing is held out, and the same file where
     its last part is."""
@@ -254,7 +280,26 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
         check_memory(job.memory, where)
         if job.model.kind not in ESTIMATED:
             check_planned(job.memory, job.model.kind, where)
+    _check_checkpointing(job, where)
     return _with_world(job, where)
+
+
+def _check_checkpointing(job: Job, where: str) -> None:
+    """Refuse policies for a plan to choose from that there are not, or beside one that is given."""
+    open_ = job.planner.dense.checkpointing
+    if open_ is UNSET:
+        return
+    key, given = f"{where}: planner.dense.checkpointing", memory_of(job).checkpointing
+    for name in open_:
+        check_policy(name, key)
+    wanted = "at least one policy"
+    if job.model.kind not in HAVE_BLOCKS:
+        wanted = f"none for kind '{job.model.kind}', which has no blocks"
+    elif given is not UNSET and open_ != (given,):
+        wanted = f"none beside memory.checkpointing {given!r}"
+    elif open_:
+        return
+    raise InputError(expected(key, wanted, repr(list(open_))))
 
 
 def _refuse_unread(job: Job, where: str) -> None:

@@ -6,6 +6,7 @@ import re
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama_local import LossKind
@@ -28,12 +29,13 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Parameters are stored in fp32 and cast to ``param_dtype`` for computing where a runtime shards
     them. ``zero`` is what data ranks share: optimizer states, gradients too, parameters too.
+    ``checkpointing`` is a policy's name; where it is not given, a plan chooses one.
     ``lowering`` is the device whose kernels are assumed, by default the cluster's.
     ``implementation`` is the optimizer's; without one it is PyTorch's choice. ``compile`` takes the
     blocks and the loss, each on its own, or the blocks alone.
     """
 
-    checkpointing: str = "none"
+    checkpointing: str | UnsetType = UNSET
     lowering: Literal["cpu", "cuda"] | None = None
     runtime: Runtime = "shardwright"
     param_dtype: ComputeDtype = "bf16"
@@ -47,6 +49,11 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allocator: str = ""
     loss: LossKind = "gathered"
 
+    @property
+    def policy(self) -> str:
+        """The checkpointing of a step that no plan decides."""
+        return "none" if self.checkpointing is UNSET else self.checkpointing
+
 
 def float8_scaling(section: MemorySection) -> Float8 | None:
     """How products are scaled to 8 bits: one scale per tensor unless the job says otherwise."""
@@ -57,12 +64,17 @@ def float8_scaling(section: MemorySection) -> Float8 | None:
 
 # The steps of a model that is planned and trained: a plan says the rest.
 PLANNED = MemorySection(param_dtype="fp32")
+HAVE_BLOCKS = ("transformer", "llama", "python")  # kinds with parts that may be checkpointed
 
 
 def check_planned(section: MemorySection, kind: str, where: str) -> None:
     """Refuse what steps of a model that is planned and trained are not run with."""
     for field in msgspec.structs.fields(section):
         value, run = getattr(section, field.name), getattr(PLANNED, field.name)
+        if field.name == "checkpointing":
+            if kind in HAVE_BLOCKS:
+                continue
+            value, run = section.policy, PLANNED.policy
         if value != run:
             wanted = f"{run!r}, as steps of kind '{kind}' are planned and run"
             raise InputError(expected(f"{where}: memory.{field.name}", wanted, repr(value)))
@@ -70,15 +82,7 @@ def check_planned(section: MemorySection, kind: str, where: str) -> None:
 
 def check_memory(section: MemorySection, where: str) -> None:
     """Refuse what no runtime does; InputError names the key."""
-    name = section.checkpointing
-    if name not in CHECKPOINTING and not _PARAMETRIC.fullmatch(name):
-        raise InputError(
-            expected(
-                f"{where}: memory.checkpointing",
-                f"one of {', '.join(CHECKPOINTING)}, layers:N, save:OPERATOR,...",
-                repr(name),
-            )
-        )
+    check_policy(section.policy, f"{where}: memory.checkpointing")
     if section.runtime == "ddp" and section.zero != 3:
         raise InputError(
             expected(
@@ -87,3 +91,10 @@ def check_memory(section: MemorySection, where: str) -> None:
                 str(section.zero),
             )
         )
+
+
+def check_policy(name: str, where: str) -> None:
+    """InputError unless it has the form of a checkpointing policy's name."""
+    if name not in CHECKPOINTING and not _PARAMETRIC.fullmatch(name):
+        known = f"one of {', '.join(CHECKPOINTING)}, layers:N, save:OPERATOR,..."
+        raise InputError(expected(where, known, repr(name)))

@@ -88,7 +88,8 @@ class UnitSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Neighbours with the same ``series`` may be merged into one unit; with none a unit stays alone.
     ``modules`` are the paths of its modules, and ``members`` the recorded units that it is made of;
-    ``frozen`` names tensors without gradients.
+    ``frozen`` names tensors without gradients. Of its modules those ``checkpointed`` ran under the
+    policy ``checkpointing``.
     """
 
     name: str
@@ -98,6 +99,8 @@ class UnitSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: tuple[str, ...] = ()
     members: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    checkpointing: str = "none"
+    checkpointed: tuple[str, ...] = ()
 
 
 ROOT = "root"  # what is in no other unit is one of its own
@@ -133,7 +136,15 @@ class ModelSpec(msgspec.Struct, frozen=True, dict=True):
         root = ROOT if ROOT not in self.step.units else f"({ROOT})"
         return tuple(
             UnitSpec(
-                name or root, u.tensors, self.optimizer, u.series, u.modules, (name,), u.frozen
+                name=name or root,
+                tensors=u.tensors,
+                optimizer=self.optimizer,
+                series=u.series,
+                modules=u.modules,
+                members=(name,),
+                frozen=u.frozen,
+                checkpointing=u.checkpointing or "none",
+                checkpointed=u.modules if u.checkpointing else (),
             )
             for name, u in found
             if u.tensors

@@ -18,7 +18,14 @@ from shardwright.core.recording import RecordedTable, Recording
 
 RUNNABLE_OPTIMIZERS = ("sgd", "rowwise_adagrad")
 # Of [memory] and [parallel], what a plan follows or what changes nothing in it.
-HONOURED = ("lowering", "param_dtype", "reduce_dtype", "allocator", "data_shard")
+HONOURED = (
+    "checkpointing",
+    "lowering",
+    "param_dtype",
+    "reduce_dtype",
+    "allocator",
+    "data_shard",
+)
 # What a DLRM's tables do not have: they are read as they are, unweighted, straight from memory.
 PLAIN: dict[str, object] = {
     "dtype": "fp32",

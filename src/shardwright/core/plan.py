@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.block import Block, BlockRun, check_tiling, decode
 from shardwright.core.cluster import Cluster
@@ -102,14 +103,15 @@ class TablePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(value for shard, value in pairs for _ in range(shard.run.count))
 
 
-class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What was chosen for a dense unit: its modules, a placement for each role, and whether full
     weights go after forward.
 
     ``modules`` are paths in the order of a step, of layers that share the unit's buffer, and
     ``members`` the units of the recording that it is made of. A step
     makes ``collectives`` calls for the unit; ``bytes_per_step`` are the full buffers of all of
-    them. ``bytes_per_rank`` and ``padding_bytes`` are those of one role.
+    them. ``bytes_per_rank`` and ``padding_bytes`` are those of one role. The modules of it that are
+    ``checkpointed`` run under the policy ``checkpointing``.
     """
 
     name: str
@@ -126,6 +128,8 @@ class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     padding_bytes: int
     collectives: int
     bytes_per_step: int
+    checkpointing: str = "none"
+    checkpointed: tuple[str, ...] = ()
 
 
 class RankTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,12 +165,23 @@ class Reserved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inputs: tuple[int, int] = (0, 0)
 
 
+class Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The best plan that was found with a checkpointing policy: the seconds of its slowest rank and
+    the bytes of its fullest. ``max_rank_seconds`` is None where none fits; the bytes are then the
+    least that were found."""
+
+    checkpointing: str
+    max_rank_seconds: float | None
+    peak_bytes: int
+
+
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the plan was found.
 
     ``options`` were looked at, ``slow_kernels`` says whether all kernels with weights in host
     memory were among them, or only those that no faster one replaces. ``proved_seconds`` is a bound
-    that the search itself has proved. ``skipped`` says what was not tried, and why.
+    that the search itself has proved. ``skipped`` says what was not tried, and why. ``tried`` are
+    checkpointing policies, where there was a choice and memory made one.
     """
 
     name: str
@@ -177,6 +192,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slow_kernels: bool = False
     proved_seconds: float = 0.0
     skipped: tuple[str, ...] = ()
+    tried: tuple[Tried, ...] | UnsetType = UNSET
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

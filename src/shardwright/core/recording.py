@@ -77,13 +77,14 @@ class Piece(msgspec.Struct, frozen=True):
 class RecordedUnit(msgspec.Struct, frozen=True):
     """Parameters that are gathered together; ``series`` names the repeated blocks it is one of,
     ``modules`` are the paths of the modules it is entered and left with, ``frozen`` names tensors
-    without gradients."""
+    without gradients. ``checkpointing`` is the policy that they ran under, if they did."""
 
     name: str
     tensors: tuple[TensorSpec, ...]
     series: str = ""
     modules: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    checkpointing: str | UnsetType = UNSET
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -155,6 +156,10 @@ def check_recording(recording: Recording) -> None:
     reached = {piece.unit for piece in recording.pieces if piece.point == "lookup"}
     for table in recording.tables or ():
         _one_of("recording: table", table.path, reached)
+    policies = {unit.checkpointing for unit in recording.units if unit.checkpointing}
+    if len(policies) > 1:
+        found = " and ".join(sorted(map(str, policies)))
+        raise InputError(expected("recording: checkpointing", "one policy", found))
     held: dict[int, int] = {}
     gradients: set[tuple[str, int]] = set()
     for place, piece in enumerate(recording.pieces):
@@ -256,7 +261,7 @@ class Blocks:
 
         tensors = tuple(TensorSpec(renamed(t.fqn), t.shape, t.dtype) for t in unit.tensors)
         modules, frozen = (tuple(map(renamed, names)) for names in (unit.modules, unit.frozen))
-        return RecordedUnit(name, tensors, unit.series, modules, frozen)
+        return RecordedUnit(name, tensors, unit.series, modules, frozen, unit.checkpointing)
 
     def is_middle(self, unit: str) -> bool:
         """Whether a recorded unit is of the blocks that stand for several."""

@@ -23,7 +23,14 @@ from msgspec import UNSET
 from shardwright import __version__
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job, memory_of, parallel_of, parse_job, table_optimizer
+from shardwright.core.job import (
+    Job,
+    checkpointing_of,
+    memory_of,
+    parallel_of,
+    parse_job,
+    table_optimizer,
+)
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import check_model, model_of, step_dtypes
 from shardwright.core.model_section import ESTIMATED
@@ -85,19 +92,21 @@ def plan_module(
     document["batch"] = {"size": _samples(example_inputs), **document.get("batch", {})}
     job = parse_job(document, "plan_module")
     machine, _ = constants.cluster(job.cluster)
-    section = memory_of(job)
-    treatment = Treatment(section.lowering or machine.compute_device, section.checkpointing)
+    device = memory_of(job).lowering or machine.compute_device
     said = job.train.table_optimizer is not UNSET
     if said and job.train.table_learning_rate is None:
         wanted = "the rate of tables, which no optimizer of a loop of your own has"
         raise InputError(expected("plan_module: train.table_learning_rate", wanted, "none"))
 
     @cache
-    def of(routed: tuple[str, ...] | None) -> Recording:
+    def of(routed: tuple[str, ...] | None, policy: str) -> Recording:
         given = (build(), example_inputs, loss, targets)[: 4 if targets is not None else 3]
+        treatment = Treatment(device, policy)
         return module_recording(lambda: given, name, step_dtypes(job)[0], treatment, routed)
 
-    return plan_with_tables(job, lambda _, routed: of(routed), found_at_all=said)
+    return plan_with_tables(
+        job, lambda its, routed: of(routed, checkpointing_of(its)[0]), found_at_all=said
+    )
 
 
 def _samples(inputs: Any) -> int:
@@ -115,8 +124,9 @@ def described(job: Job) -> ModelSpec:
 
 
 def recorded(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
-    """A step of ``job``'s model on one rank; of a module of the user's own, embeddings that are
-    ``routed`` are tables, or with None all that can be."""
+    """A step of ``job``'s model on one rank, with the checkpointing that it is first tried with; of
+    a module of the user's own, embeddings that are ``routed`` are tables, or with None all that can
+    be."""
     cluster, _ = constants.cluster(job.cluster)
     device = memory_of(job).lowering or cluster.compute_device
     path = _path(job, device)
@@ -135,7 +145,7 @@ def _record(job: Job, device: str, routed: tuple[str, ...] | None) -> Recording:
     from shardwright.lab.footprint.models import recorded_whole
     from shardwright.trace.treatment import Treatment
 
-    treatment = Treatment(device, memory_of(job).checkpointing)
+    treatment = Treatment(device, checkpointing_of(job)[0])
     if job.model.kind in ESTIMATED:
         return recorded_whole(job, treatment, routed)
     return built_in_recording(job, treatment)
@@ -146,7 +156,8 @@ def _path(job: Job, device: str) -> Path | None:
     if not folder or job.model.kind == "python":  # whose code may change
         return None
     tables = [table.dim for table in job.tables]
-    run = (memory_of(job), parallel_of(job), device)
+    memory = msgspec.structs.replace(memory_of(job), checkpointing=checkpointing_of(job)[0])
+    run = (memory, parallel_of(job), device)
     of = (job.model, job.batch, tables, *run, version("torch"), __version__)
     digest = hashlib.sha256(msgspec.json.encode(of, order="deterministic")).hexdigest()
     return Path(os.path.expanduser(folder)) / "recordings" / f"{digest}.json"

@@ -22,7 +22,7 @@ from shardwright.core.quantities import format_bytes
 from shardwright.lab.footprint.machines import optimizer_of
 from shardwright.models.llama import Llama
 from shardwright.runtime.optimizer import make_optimizer
-from shardwright.trace.checkpointing import policy
+from shardwright.trace.checkpointing import policy, treated
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.memory import MemoryTracker
 
@@ -81,10 +81,10 @@ def rehearse(job: Job, predicted: Footprint) -> Tracked:
     optimizer = make_optimizer(how.name, model.parameters(), RATE, implementation)
     size = (job.batch.size, job.batch.sequence)
     tokens, targets = (torch.randint(shape.vocab, size) for _ in range(2))
-    every = policy(section.checkpointing).every
+    every = policy(section.policy).every
     blocks = list(model.layers.values())
-    treated = [place for place in range(len(blocks)) if (place + 1) % every == 0]
-    with Treatment("cpu", section.checkpointing).applied(model, blocks, treated) as treatment:
+    picked = treated(range(len(blocks)), every)
+    with Treatment("cpu", section.policy).applied(model, blocks, picked) as treatment:
         _step(model, optimizer, tokens, targets)
         with (
             MemoryTracker(model, optimizer, inputs=(tokens, targets)) as tracker,

@@ -117,6 +117,8 @@ def _unit_plan(choice: UnitChoice, seconds: float) -> UnitPlan:
         padding_bytes=layout.nbytes - layout.payload_bytes,
         collectives=choice.collectives,
         bytes_per_step=choice.moved_bytes + choice.note_bytes,
+        checkpointing=choice.unit.checkpointing,
+        checkpointed=choice.unit.checkpointed,
     )
 
 

@@ -1,33 +1,94 @@
-"""From a job to a plan: search, prove the bound, write everything down."""
+"""From a job to a plan: choose checkpointing, search, prove the bound, write everything down."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from shardwright.core.job import Job
+import msgspec
+from msgspec import UNSET
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job, checkpointing_of, with_checkpointing
 from shardwright.core.model import ModelSpec
-from shardwright.core.plan import Plan
+from shardwright.core.plan import Plan, Tried
 from shardwright.planner import shortage
 from shardwright.planner.assemble import assemble
 from shardwright.planner.search.watch import Hear, Watch
 from shardwright.planner.strategy import search
 from shardwright.planner.strategy.found import Found
+from shardwright.planner.strategy.steps import smallest
+
+ModelOf = Callable[[Job], ModelSpec]
 
 
-def plan(job: Job, model_of: Callable[[Job], ModelSpec], hear: Hear | None = None) -> Plan:
+def plan(job: Job, model_of: ModelOf, hear: Hear | None = None) -> Plan:
     """The best plan found for ``job``; raises NoPlanError with the shortfall if none fits.
 
-    ``model_of`` describes its model, and that of the same job with another batch. ``hear`` is
-    called with the :class:`Watch` of the search in every round.
+    ``model_of`` describes its model, recorded with the first checkpointing policy that the job
+    leaves open, and that of the same job with another batch. ``hear`` is called with the
+    :class:`Watch` of the search in every round.
     """
     watch = Watch(job.planner.time_limit or float("inf"), hear)
-    found = search(job, model_of(job), watch)
+    policy, found, tried = _best(job, model_of, watch)
     if found.draft is None:
-        raise shortage.error(found.problem, model_of)
-    seconds = watch.elapsed
-    return assemble(found.draft, found.bound, found.described(seconds, cut_short=watch.cut_short))
+        raise shortage.error(found.problem, _with(model_of, policy), tried)
+    how = found.described(watch.elapsed, cut_short=watch.cut_short)
+    how = msgspec.structs.replace(how, tried=tried or UNSET)
+    return assemble(found.draft, found.bound, how)
 
 
-def found_for(job: Job, model_of: Callable[[Job], ModelSpec]) -> Found:
-    """What the search of a job brings back, within its time limit."""
-    return search(job, model_of(job), Watch(job.planner.time_limit or float("inf")))
+def found_for(job: Job, model_of: ModelOf) -> Found:
+    """What the search of a job brings back, within its time limit; where nothing fits, with the
+    checkpointing that asks least."""
+    return _best(job, model_of, Watch(job.planner.time_limit or float("inf")))[1]
+
+
+def _best(job: Job, model_of: ModelOf, watch: Watch) -> tuple[str, Found, tuple[Tried, ...]]:
+    """The policy with the fastest plan that fits, or that asks least; and what all others had."""
+    tries = dict(_tries(job, model_of, watch))
+    tried = tuple(_tried(*each) for each in tries.items()) if len(tries) > 1 else ()
+    best = min(tries, key=lambda policy: tries[policy].seconds)
+    if tried and tries[best].draft is None:
+        best = min(tried, key=lambda its: its.peak_bytes).checkpointing
+    return best, tries[best], tried
+
+
+def _tries(job: Job, model_of: ModelOf, watch: Watch) -> Iterator[tuple[str, Found]]:
+    """What is found with each policy: no other one where nothing was given up with none, or where
+    there is nothing to be checkpointed."""
+    policies = checkpointing_of(job)
+    for policy in sorted(policies, key=lambda name: name != "none"):
+        model = _with(model_of, policy)(job)
+        if reason := _not_run(model) if policy != "none" else "":
+            if "none" in policies:
+                return
+            wanted = f"'none' for a {model.kind} {reason}"
+            raise InputError(expected("memory.checkpointing", wanted, f"'{policy}'"))
+        found = search(job, model, watch)
+        yield policy, found
+        if policy == "none" and found.draft is not None and not found.gave_up:
+            return
+
+
+def _not_run(model: ModelSpec) -> str:
+    """Why a model is not run as it was recorded with checkpointing; empty where it is."""
+    if not any(unit.checkpointed for unit in model.units):
+        return "in which no part repeats"
+    backward = (moment.piece.point for moment in model.step.backward)
+    return "with tables in parts that repeat" if "lookup" in backward else ""
+
+
+def _with(model_of: ModelOf, policy: str) -> ModelOf:
+    """Describes models recorded with ``policy``, where their jobs leave a choice."""
+
+    def described(job: Job) -> ModelSpec:
+        is_open = len(checkpointing_of(job)) > 1
+        return model_of(with_checkpointing(job, policy) if is_open else job)
+
+    return described
+
+
+def _tried(policy: str, found: Found) -> Tried:
+    if found.draft is not None:
+        return Tried(policy, found.seconds, max(found.draft.peak_bytes))
+    return Tried(policy, None, max(smallest(found.problem).peak_bytes))

@@ -11,7 +11,7 @@ import msgspec
 from shardwright.core.batch import Batch
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.job import Job
+from shardwright.core.job import Job, checkpointing_of
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.planning import EstimatorSection
@@ -145,6 +145,8 @@ def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
             notes.append(
                 "phases of a step follow one another: no overlap of communication and compute"
             )
+        if any(unit.checkpointed for unit in model.units) and len(checkpointing_of(job)) > 1:
+            notes.append("the lower bound is that of plans with the same checkpointing")
     if not model.is_trained:
         if job.planner.constants == "cluster" and reservation_kind(job) == "none":
             notes.append("nothing is reserved for a dense part: planner.reservation is not given")

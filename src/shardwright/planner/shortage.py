@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import NoPlanError, ShardwrightError
-from shardwright.core.job import Job
+from shardwright.core.job import CHOSEN_FROM, Job, checkpointing_of, with_checkpointing
+from shardwright.core.memory_section import HAVE_BLOCKS
 from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.plan import Tried
 from shardwright.core.quantities import format_bytes
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.problem import Problem, make_problem
@@ -30,11 +32,11 @@ SECONDS_FOR_A_WAY = 3.0  # of search, for each kind of way out; none is named un
 ModelOf = Callable[[Job], ModelSpec]
 
 
-def error(problem: Problem, model_of: ModelOf) -> NoPlanError:
+def error(problem: Problem, model_of: ModelOf, tried: Sequence[Tried] = ()) -> NoPlanError:
     """The refusal, from the draft that asks least of its fullest rank; ``model_of`` describes the
-    model of another job."""
+    model of another job, ``tried`` is what was found with each checkpointing policy."""
     if problem.model.is_trained:
-        return _refusal(problem, smallest(problem), model_of, proven=False)
+        return _refusal(problem, smallest(problem), model_of, tried, proven=False)
     draft, proven = _least(problem)
     if draft is None:
         return _no_ranks(problem)
@@ -64,13 +66,22 @@ def _least(problem: Problem) -> tuple[TablesDraft | None, bool]:
     return TablesDraft(problem, placed_tables(space, found.best), ()), proven
 
 
-def _refusal(problem: Problem, draft: Draft, model_of: ModelOf, *, proven: bool) -> NoPlanError:
+def _refusal(
+    problem: Problem,
+    draft: Draft,
+    model_of: ModelOf,
+    tried: Sequence[Tried] = (),
+    *,
+    proven: bool,
+) -> NoPlanError:
     tier, rank, need, capacity = _fullest(problem, draft)
     known = " of TorchRec's options" if problem.job.planner.as_torchrec else ""
     what = f"no plan{known} can fit" if proven else "no plan found that fits"
     ways = [f"cluster.{tier}_cap {way}" for way in _larger_memory(problem, draft, model_of)]
     ways += _ways(problem, model_of)
     text = f"What would help: {'; '.join(ways)}." if ways else "No way out was found."
+    needs = ", ".join(f"{each.checkpointing} {_size(each.peak_bytes)}" for each in tried)
+    text = f"Needed by checkpointing: {needs}. {text}" if tried else text
     return NoPlanError(
         f"{what}: rank {rank} is the fullest and needs {_size(need)} of {_size(capacity)}"
         f"{_reserved(problem, tier, capacity)}, {need - capacity:,} B too much; "
@@ -128,11 +139,23 @@ def _larger_memory(problem: Problem, draft: Draft, model_of: ModelOf) -> Iterato
 
 
 def _ways(problem: Problem, model_of: ModelOf) -> Iterator[str]:
-    """More ranks, a smaller batch, host memory, fewer limits: each tried before it is named."""
-    for way in (_more_ranks, _smaller_batch, _host_memory, _fewer_limits):
+    """Checkpointing, more ranks, a smaller batch, host memory, fewer limits: each tried before it
+    is named."""
+    for way in (_checkpointing, _more_ranks, _smaller_batch, _host_memory, _fewer_limits):
         found = way(problem, model_of, Watch(SECONDS_FOR_A_WAY))
         if found:
             yield found
+
+
+def _checkpointing(problem: Problem, model_of: ModelOf, watch: Watch) -> str:
+    """The first policy that the job does not allow with which a plan fits."""
+    job = problem.job
+    if job.model.kind not in HAVE_BLOCKS or not any(unit.series for unit in problem.model.units):
+        return ""
+    for policy in (name for name in CHOSEN_FROM if name not in checkpointing_of(job)):
+        if _fits(model_of, with_checkpointing(job, policy), watch):
+            return f"checkpointing '{policy}' fits"
+    return ""
 
 
 def _more_ranks(problem: Problem, model_of: ModelOf, watch: Watch) -> str:

@@ -132,6 +132,8 @@ def merged(units: Sequence[UnitSpec]) -> UnitSpec:
         tuple(path for unit in units for path in unit.modules),
         tuple(member for unit in units for member in unit.members),
         tuple(name for unit in units for name in unit.frozen),
+        next((unit.checkpointing for unit in units if unit.checkpointed), "none"),
+        tuple(path for unit in units for path in unit.checkpointed),
     )
 
 

@@ -58,6 +58,7 @@ def plan_report(
     ]
     verdict = [
         plan_sheets.search_line(plan),
+        *filter(None, [plan_sheets.checkpointing_line(plan)]),
         *sheets.waiting_lines(statistics),
         sheets.price_line(prices),
     ]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+
+from msgspec import UNSET
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.placement import Replicate
@@ -61,6 +64,8 @@ def search_line(plan: Plan) -> str:
     """How good the plan is and what finding it took, in one line."""
     slowest = f"The slowest rank takes {format_seconds(plan.max_rank_seconds)} per step"
     known = " of TorchRec's options" if plan.job.planner.as_torchrec else ""
+    if plan.search.tried and any(unit.checkpointed for unit in plan.units):
+        known = " with this checkpointing"
     proven = (
         f"; no plan{known} can take less than {format_seconds(plan.lower_bound_seconds)} "
         f"(gap {percent(plan.gap)})."
@@ -188,11 +193,13 @@ def _label(tables: Sequence[TablePlan]) -> str:
 
 def units_sheet(plan: Plan) -> Sheet:
     """Where each role of a unit lives, its bytes, calls, seconds; neighbours alike share a row."""
+    checkpointed = any(unit.checkpointed for unit in plan.units)
     return Sheet(
         "Dense units",
         (
             Column("unit"),
             Column("placement"),
+            *((Column("checkpointing"),) if checkpointed else ()),
             Column("optimizer", under="unit"),
             Column("full weights", under="placement"),
             Column("bytes/rank", numeric=True),
@@ -201,16 +208,16 @@ def units_sheet(plan: Plan) -> Sheet:
             Column("calls", numeric=True, under="moved/step"),
             Column("s/step", numeric=True),
         ),
-        tuple(_unit_rows(plan.units)),
+        tuple(_unit_rows(plan.units, checkpointed=checkpointed)),
         "Gathered full weights are freed after a pass or kept from forward to backward"
         f"{AHEAD if plan.prefetch else ''}. Padding is the part of a rank's bytes that belongs to "
         "no tensor. What moves are the full buffers of all calls of collectives.",
     )
 
 
-def _unit_rows(units: Iterable[UnitPlan]) -> Iterator[tuple[str, ...]]:
+def _unit_rows(units: Iterable[UnitPlan], *, checkpointed: bool) -> Iterator[tuple[str, ...]]:
     """Neighbours with equal facts once, by the first and the last name."""
-    for facts, alike in groupby(units, _unit_facts):
+    for facts, alike in groupby(units, partial(_unit_facts, checkpointed=checkpointed)):
         names = [printable(unit.name) for unit in alike]
         many = f"{names[0]} to {names[-1]} ({counted(len(names), 'unit')})"
         yield (many if len(names) > 1 else names[0], *facts)
@@ -226,13 +233,37 @@ def _placements(unit: UnitPlan) -> str:
     )
 
 
-def _unit_facts(unit: UnitPlan) -> tuple[str, ...]:
+def _checkpointing(unit: UnitPlan) -> str:
+    """The policy of a unit, and of how many of its modules it is where it is not of all."""
+    count, of = len(unit.checkpointed), len(unit.modules)
+    name = printable(unit.checkpointing)
+    return f"{name}, {count} of {of}" if 0 < count < of else name
+
+
+def checkpointing_line(plan: Plan) -> str:
+    """What was found with each checkpointing policy, in one line; empty where memory left no
+    choice open."""
+    if plan.search.tried is UNSET:
+        return ""
+    found = []
+    for tried in plan.search.tried:
+        if tried.max_rank_seconds is None:
+            text = f"needs {format_bytes(tried.peak_bytes)}, too much"
+        else:
+            seconds = format_seconds(tried.max_rank_seconds)
+            text = f"{seconds} at a peak of {format_bytes(tried.peak_bytes)}"
+        found.append(f"{printable(tried.checkpointing)} {text}")
+    return f"By checkpointing: {'; '.join(found)}."
+
+
+def _unit_facts(unit: UnitPlan, *, checkpointed: bool) -> tuple[str, ...]:
     if isinstance(unit.parameter, Replicate):
         full = "always"
     else:
         full = "freed" if unit.reshard_after_forward else "kept"
     return (
         _placements(unit),
+        *((_checkpointing(unit),) if checkpointed else ()),
         printable(unit.optimizer),
         full,
         format_bytes(unit.bytes_per_rank),

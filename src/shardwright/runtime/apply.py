@@ -30,6 +30,7 @@ from shardwright.runtime.units.dstorage import storages_in
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.parameter import DTYPES, Member, find_members
 from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.trace.checkpointing import apply_checkpointing
 
 
 @runtime_checkable
@@ -59,7 +60,8 @@ def apply(
     the plan has no gradient for, since they got none when it was made, are frozen. Raises
     :class:`MismatchError` before anything moves if ranks disagree on plan, model or versions, or if
     the mesh or the model is not the plan's; :class:`UnsupportedError` for what this version plans
-    but does not run.
+    but does not run. Blocks that the plan has checkpointed are computed again in their backward,
+    with the same random numbers.
     """
     comm = Comm(mesh, probe)
     _agree(comm, model, plan)
@@ -124,6 +126,8 @@ def _shard_units(
             precision=precision,
             initial=initial,
         )
+        blocks = [model.get_submodule(path) for path in unit.checkpointed]
+        apply_checkpointing(blocks, unit.checkpointing, preserve_rng_state=True)
 
 
 def _leads(unit: UnitPlan) -> bool:

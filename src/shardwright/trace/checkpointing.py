@@ -1,18 +1,22 @@
 """Activation checkpointing, by the names a job uses: what a block's forward keeps and what is
 computed again in its backward.
 
-Blocks are run through ``torch.utils.checkpoint`` without reentrance, as training code does it, so a
-trace sees the copies, the recomputation and its early stop as they are. Policies by operator go by
-aten names; an operator that a lowering put in an other's place answers to that other's name.
+Blocks are run through ``torch.utils.checkpoint`` without reentrance, as training code does it: by a
+recording, which sees the copies, the recomputation and its early stop as they are, and by the
+runtime. Policies by operator go by aten names; an operator that a lowering put in an other's place
+answers to that other's name.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -64,6 +68,11 @@ class Policy:
     alternate: frozenset[str] = frozenset()
     every: int = 1
 
+    @property
+    def of_a_block(self) -> Policy:
+        """The policy of those blocks that it picks."""
+        return self if self.every == 1 else Policy("full", "full")
+
     def keeps(self) -> Callable[[str], bool]:
         """A fresh count: whether the result of the next operator of a name is kept."""
         products = itertools.count(1)
@@ -96,6 +105,11 @@ def policy(name: str) -> Policy:
     raise InputError(
         expected("memory.checkpointing", NAMES, f"'{name}'", "Choose one of these policies.")
     )
+
+
+def treated(places: Iterable[int], every: int) -> list[int]:
+    """Which of the blocks at ``places`` a policy picks that takes every ``every``-th."""
+    return [index for index, place in enumerate(places) if (place + 1) % every == 0]
 
 
 class Applied:
@@ -141,7 +155,7 @@ def apply_checkpointing(
     for place, block in enumerate(blocks, start=1):
         if place % chosen.every:
             continue
-        for changed, forward in _checkpointed(block, chosen, options):
+        for changed, run in _checkpointed(block, chosen, options):
             if "forward" in vars(changed):
                 raise InputError(
                     expected(
@@ -151,7 +165,7 @@ def apply_checkpointing(
                         "Remove the other checkpointing first.",
                     )
                 )
-            changed.forward = forward
+            changed.forward = _Forward(changed, run)
             applied.blocks.append(changed)
     return applied
 
@@ -159,17 +173,32 @@ def apply_checkpointing(
 def _checkpointed(
     block: nn.Module, chosen: Policy, options: dict[str, Any]
 ) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """The modules to change and what their forward becomes."""
+    """The modules to change, and what runs their forwards."""
     if chosen.kind == "core_attention":
         parts = [m for name, m in block.named_modules() if name.rpartition(".")[2] in CORE_MODULES]
         if not parts:
-            yield block, partial(_with_attention, block.forward, options)
+            yield block, partial(_with_attention, options)
         for part in parts:
-            yield part, partial(checkpoint, part.forward, **options)
+            yield part, partial(checkpoint, **options)
         return
     if chosen.kind == "operators":
         options = options | {"context_fn": partial(_contexts, chosen)}
-    yield block, partial(checkpoint, block.forward, **options)
+    yield block, partial(checkpoint, **options)
+
+
+class _Forward:
+    """The forward of a module, which ``run`` calls. The module is held weakly, as it holds this."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self.module, self.run = weakref.ref(module), run
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        module = self.module()
+        assert module is not None
+        return self.run(MethodType(type(module).forward, module), *arguments, **keywords)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward(copy.deepcopy(self.module(), memo), self.run)
 
 
 def _contexts(chosen: Policy) -> Any:
@@ -185,7 +214,7 @@ def _contexts(chosen: Policy) -> Any:
 
 
 def _with_attention(
-    forward: Callable[..., Any], options: dict[str, Any], *arguments: Any, **keywords: Any
+    options: dict[str, Any], forward: Callable[..., Any], *arguments: Any, **keywords: Any
 ) -> Any:
     with _attention_again(options):
         return forward(*arguments, **keywords)

@@ -6,9 +6,11 @@ import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -42,6 +44,7 @@ class Subject:
     around: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     apart: Sequence[str] = ()  # units that are one only if nobody else uses their parameters
     freezes: bool = False
+    checkpointed: Mapping[nn.Module, str] = field(default_factory=dict)  # and each one's policy
 
 
 class NoUnitsError(Exception):
@@ -86,7 +89,9 @@ def record(subject: Subject) -> Recording:
         raise NoUnitsError(strange)
     return Recording(
         pieces=pieces,
-        units=tuple(recorded_units(module, subject.units, subject.series, trained)),
+        units=tuple(
+            recorded_units(module, subject.units, subject.series, trained, subject.checkpointed)
+        ),
         series=subject.series,
         buffers=storage_bytes(t for t in held if not isinstance(t, nn.Parameter)),
         inputs=storage_bytes(before) + given_bytes,
@@ -160,6 +165,7 @@ def recorded_units(
     units: Mapping[str, Sequence[nn.Module]],
     series: Sequence[Series] = (),
     trained: Collection[nn.Parameter] | None = None,
+    checkpointed: Mapping[nn.Module, str] = MappingProxyType({}),
 ) -> list[RecordedUnit]:
     """The parameters of every unit, frozen ones too: they are gathered with the others.
 
@@ -182,7 +188,8 @@ def recorded_units(
         tensors = tuple(_spec(names[p], p) for p in left)
         paths = tuple(places[part] for part in units[unit])
         frozen = tuple(names[p] for p in left if p not in trained)
-        found[unit] = RecordedUnit(unit, tensors, of_series.get(unit, ""), paths, frozen)
+        policy = checkpointed.get(units[unit][0], UNSET)
+        found[unit] = RecordedUnit(unit, tensors, of_series.get(unit, ""), paths, frozen, policy)
     missing = [names[p] for p in names if p not in taken]
     assert not missing, f"in no unit: {missing}"
     return [found[unit] for unit in units]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -30,10 +30,12 @@ class Treatment(msgspec.Struct, frozen=True):
         self, model: nn.Module, blocks: Sequence[nn.Module], treated: Sequence[int]
     ) -> Iterator[Applied]:
         """``model`` treated so inside; ``treated`` are the blocks that a policy picks."""
-        chosen = replace(policy(self.checkpointing), every=1)
+        chosen = policy(self.checkpointing).of_a_block
         picked = [blocks[place] for place in treated]
         others = [block for place, block in enumerate(blocks) if place not in treated]
         result = Applied(self)
+        if chosen.kind != "none":
+            result.checkpointed = dict.fromkeys(picked, chosen.name)
         with ExitStack() as stack:
             if self.float8:
                 stack.enter_context(apply_float8(model, self.float8))
@@ -50,10 +52,11 @@ class Treatment(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Applied:
-    """A treatment at work."""
+    """A treatment at work. ``checkpointed`` blocks each have a policy's name."""
 
     treatment: Treatment
     compiled: list[Any] = field(default_factory=list)
+    checkpointed: dict[nn.Module, str] = field(default_factory=dict)
 
     def around(self) -> AbstractContextManager[Any]:
         """The context of a forward and a backward."""

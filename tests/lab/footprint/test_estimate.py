@@ -110,7 +110,7 @@ def _ours(job: Job, strategy: str, prefetch: int) -> Iterator[Training]:
         mesh = mesh_of(job)
         with FakeTensorMode():
             model: Any = Llama(shape, sequence=batch.sequence)
-            apply_checkpointing(list(model.layers.values()), section.checkpointing)
+            apply_checkpointing(list(model.layers.values()), section.policy)
             units: list[Any] = [*model.layers.values(), model]
             if not shape.tied_embeddings:
                 units = [model.tok_embeddings, [model.norm, model.output], *units]

@@ -15,7 +15,15 @@ import msgspec
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.fit import Estimate, Remedy
 from shardwright.core.footprint import Footprint
-from shardwright.core.job import MAX_PLANNED, Job, degrees_of, memory_of, parallel_of
+from shardwright.core.job import (
+    MAX_PLANNED,
+    Job,
+    checkpointing_of,
+    degrees_of,
+    memory_of,
+    parallel_of,
+    with_checkpointing,
+)
 from shardwright.core.model_of_job import is_planned
 from shardwright.core.model_section import ESTIMATED
 from shardwright.core.optimizers import OPTIMIZERS
@@ -25,6 +33,7 @@ from shardwright.lab.fit.search import Point, Space
 # A policy that keeps less stands further down; a job's own other one comes first. Kinds that are
 # only planned have none.
 POLICIES = ("none", "core_attention", "selective", "full")
+AS_PLANNED = "as planned"  # where a plan chooses the policy
 MOST_SAMPLES = 2**16  # per rank and step
 MOST_TOKENS = 2**22  # per sample
 ROUND = 128  # sequences are looked at in steps of up to so many tokens
@@ -49,7 +58,7 @@ class Variants:
             begun = time.perf_counter()
             self._known[key] = self._made(job)
             self.estimates += 1
-            batch, policy = job.batch, memory_of(job).checkpointing
+            batch, policy = job.batch, own_policy(job)
             self._progress(
                 f"{self.estimates} estimates; {batch.size} x {batch.sequence} on "
                 f"{job.cluster.world_size or self.world_size} ranks, checkpointing {policy}: "
@@ -92,7 +101,13 @@ def estimate_of(footprint: Footprint) -> Estimate:
 def point_of(job: Job, world_size: int) -> Point:
     """Where a job stands among its variants."""
     shards = degrees_of(job, world_size).data_shard
-    return Point(job.batch.size, job.batch.sequence, shards, memory_of(job).checkpointing)
+    return Point(job.batch.size, job.batch.sequence, shards, own_policy(job))
+
+
+def own_policy(job: Job) -> str:
+    """The checkpointing that a job asks for, or that its plan is left to choose."""
+    is_open = is_planned(job) and len(checkpointing_of(job)) > 1
+    return AS_PLANNED if is_open else memory_of(job).policy
 
 
 def at(job: Job, point: Point, world_size: int) -> Job:
@@ -100,8 +115,9 @@ def at(job: Job, point: Point, world_size: int) -> Job:
     here = degrees_of(job, world_size).data_shard
     world = world_size // here * point.shards
     changed = changed_job(job, "batch", size=point.batch, sequence=point.sequence)
-    if memory_of(job).checkpointing != point.policy:
+    if own_policy(job) != point.policy:
         changed = changed_job(changed, "memory", checkpointing=point.policy)
+        changed = with_checkpointing(changed, point.policy)
     if parallel_of(job).data_shard != -1:
         changed = changed_job(changed, "parallel", data_shard=point.shards)
     return on_ranks(changed, world)
@@ -124,7 +140,7 @@ def changed_job(job: Job, section: str, **keys: Any) -> Job:
 def space_of(job: Job, world_size: int) -> Space:
     """Which variants of a job there are."""
     degrees, section = degrees_of(job, world_size), parallel_of(job)
-    own = memory_of(job).checkpointing
+    own = own_policy(job)
     planned = is_planned(job)
     known = POLICIES if job.model.kind in ESTIMATED else ()
     others = degrees.world_size // degrees.data_shard
@@ -234,7 +250,7 @@ def _memory_keys(job: Job) -> Iterator[_Key]:
     section = memory_of(job)
     if section.runtime == "ddp":
         yield _Key("memory", "runtime", "fsdp2")
-    if section.checkpointing != "full":
+    if section.policy != "full":
         yield _Key("memory", "checkpointing", "full")
     if section.loss == "gathered":
         yield _Key("memory", "loss", "chunked")

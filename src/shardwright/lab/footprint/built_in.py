@@ -14,6 +14,7 @@ from shardwright.core.recording import Recording, Series
 from shardwright.lab.footprint.python_model import settle
 from shardwright.models.dlrm import DLRM
 from shardwright.models.transformer import Transformer, next_token_loss
+from shardwright.trace.checkpointing import policy, treated
 from shardwright.trace.composed import Composer, Shortened
 from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
 from shardwright.trace.tables import RoutedRows
@@ -59,8 +60,9 @@ def _transformer(model: Transformer, job: Job, treatment: Treatment) -> Recordin
 
     def run(shortened: Shortened) -> Recording:
         units: dict[str, Sequence[nn.Module]] = shortened.units
-        blocks = list(model.layers)
-        with treatment.applied(model, blocks, range(len(blocks))) as applied:
+        blocks = shortened.blocks or list(model.layers)
+        places = shortened.places or range(len(blocks))
+        with treatment.applied(model, blocks, treated(places, every)) as applied:
             return record(
                 Subject(
                     model,
@@ -70,10 +72,12 @@ def _transformer(model: Transformer, job: Job, treatment: Treatment) -> Recordin
                     series=shortened.series or (alone,),
                     extra=(targets,),
                     around=applied.around,
+                    checkpointed=applied.checkpointed,
                 )
             )
 
     apart = ("embed", "head", *(alone.names if len(model.layers) == 1 else ()))
-    found = Composer(model, run, apart=apart).recording()
+    every = policy(treatment.checkpointing).every
+    found = Composer(model, run, every, apart=apart).recording()
     whole = [tensor for tensor in held_tensors(model) if not isinstance(tensor, nn.Parameter)]
     return msgspec.structs.replace(found, buffers=storage_bytes(whole))

@@ -120,9 +120,9 @@ def assumptions_on_gpu(operators: Iterable[Iterable[str]]) -> list[str]:
     return [*(f"as on a CPU: {', '.join(names)}" for names in unknown if names), ASSUMPTION]
 
 
-def settings_of(job: Job, device: str) -> dict[str, str]:
-    """What a step is run with on ``device``; of the rest what is not by default. Of tables alone,
-    without a step on any, the batch."""
+def settings_of(job: Job, device: str, policy: str = "") -> dict[str, str]:
+    """What a step is run with on ``device``, and checkpointed by a plan's ``policy``; of the rest
+    what is not by default. Of tables alone, without a step on any, the batch."""
     batch = {"batch": str(job.batch.size)}
     if not device:
         return batch
@@ -135,7 +135,7 @@ def settings_of(job: Job, device: str) -> dict[str, str]:
     }
     return {
         "runtime": section.runtime,
-        "checkpointing": section.checkpointing,
+        "checkpointing": policy or section.policy,
         "lowering": device,
         "param_dtype": section.param_dtype,
         "reduce_dtype": section.reduce_dtype,

@@ -58,7 +58,7 @@ class _Estimate:
         self.sharding = sharding(self.section, self.degrees, self.device == "cuda")
         self.treatment = Treatment(
             self.device,
-            self.section.checkpointing,
+            self.section.policy,
             bool(self.section.compile),
             self.section.compile is True,
             float8_scaling(self.section) or "",

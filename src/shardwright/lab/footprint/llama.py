@@ -101,6 +101,7 @@ def _recorded(request: Request, treated: tuple[int, ...]) -> Recording:
                 loss=(lambda found: loss(kept.until_sent(found), targets)) if local.last else None,
                 cast=dtype if request.casts else None,
                 around=treatment.around,
+                checkpointed=treatment.checkpointed,
             )
             found = record(subject)
     return msgspec.structs.replace(found, notes=tuple(treatment.notes))

@@ -45,6 +45,8 @@ def planned(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
     room = problem.cluster.memory_per_rank if found.draft else problem.decisive_capacity
     world, assumptions = problem.cluster.world_size, list(problem.assumptions)
     device = memory_of(problem.job).lowering or problem.cluster.compute_device
+    units = problem.model.units
+    policy = next((unit.checkpointing for unit in units if unit.checkpointed), "none")
     on_gpu = device == "cuda" and problem.model.is_trained
     if isinstance(draft, StepDraft):
         recording = problem.chunk.recording
@@ -58,7 +60,7 @@ def planned(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
         parameters=sum(tensor.numel for tensor in problem.model.tensors),
         world_size=world,
         parallel={},
-        settings=settings_of(problem.job, device if problem.model.is_trained else ""),
+        settings=settings_of(problem.job, device if problem.model.is_trained else "", policy),
         ranks=ranks,
         capacity=room,
         outside=outside(degrees_of(problem.job, world), on_gpu),

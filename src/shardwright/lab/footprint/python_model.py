@@ -30,7 +30,7 @@ from shardwright.lab.python_model import (
 )
 from shardwright.runtime.deferred_init import Deferred
 from shardwright.runtime.embeddings.module import NoTableError
-from shardwright.trace.checkpointing import policy
+from shardwright.trace.checkpointing import policy, treated
 from shardwright.trace.checks import Untraceable, check_module, explained, without_pointers
 from shardwright.trace.composed import Composer, Shortened
 from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
@@ -181,8 +181,8 @@ def _run(request: Request, subject: Subject, routed: Routed) -> Callable[[Shorte
 
     def run(shortened: Shortened) -> Recording:
         routed.asked.clear()
-        treated = [k for k, place in enumerate(shortened.places) if (place + 1) % every == 0]
-        with treatment.applied(subject.module, shortened.blocks, treated) as applied:
+        picked = treated(shortened.places, every)
+        with treatment.applied(subject.module, shortened.blocks, picked) as applied:
             here = replace(
                 subject,
                 units=shortened.units,
@@ -191,6 +191,7 @@ def _run(request: Request, subject: Subject, routed: Routed) -> Callable[[Shorte
                 apart=shortened.apart,
                 around=applied.around,
                 freezes=request.planned,
+                checkpointed=applied.checkpointed,
             )
             found = record(here)
         return msgspec.structs.replace(found, notes=tuple(applied.notes))

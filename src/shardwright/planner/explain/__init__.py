@@ -9,15 +9,17 @@ from shardwright.core.plan import Plan
 from shardwright.planner.explain import evenness, lower_bound, memory, ranks, tables
 from shardwright.planner.explain.basis import Fact, basis
 from shardwright.planner.explain.explanation import Explanation, Subject
-from shardwright.planner.explain.recompute import draft_of
+from shardwright.planner.explain.recompute import RecordAgain, draft_of
 from shardwright.planner.explain.tables import explain_tensor
-from shardwright.planner.explain.why_not import WANTED, WhyNot, why_not
+from shardwright.planner.explain.why_not import WANTED, WhyNot, why_not_table
+from shardwright.planner.explain.why_not_unit import WAYS, why_not_unit
 from shardwright.planner.statistics import statistics
 from shardwright.planner.statistics.holdings import Holdings
 
 __all__ = [
     "STATISTICS",
     "WANTED",
+    "WAYS",
     "Explanation",
     "Fact",
     "WhyNot",
@@ -59,3 +61,12 @@ def explain_statistic(
         raise InputError(expected("--tensor", f"a table: {', '.join(names)}", f"'{table}'"))
     subject = Subject(plan, draft_of(plan), statistics(plan), Holdings(plan), rank, table)
     return list(STATISTICS[name](subject))
+
+
+def why_not(plan: Plan, name: str, wanted: str, again: RecordAgain | None = None) -> WhyNot:
+    """What ``wanted`` would do to a table or a unit, everything else in place; ``again`` records
+    the model with another checkpointing policy."""
+    unit = next((u for u in plan.units if name in (u.name, *u.members, *u.modules)), None)
+    if unit is None:
+        return why_not_table(plan, name, wanted)
+    return why_not_unit(plan, unit, wanted, again)

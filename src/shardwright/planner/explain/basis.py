@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 from msgspec import UNSET
 
-from shardwright.core.job import Job
+from shardwright.core.job import Job, checkpointing_of, memory_of
 from shardwright.core.model import TableSpec
 from shardwright.core.plan import Plan
 from shardwright.core.planning import EstimatorSection, ReservationSection
@@ -219,6 +219,13 @@ def _units(plan: Plan) -> Iterator[Fact]:
         count = sum(unit.reshard_after_forward for unit in sharded)
         text = f"of {count} of {len(sharded)} sharded units"
         yield Fact("full weights freed after forward", text, origin("reshard"))
+    ran = {unit.checkpointing for unit in plan.units if unit.checkpointed}
+    if ran:
+        count = sum(len(unit.checkpointed) for unit in plan.units)
+        text = f"{count} blocks: {', '.join(sorted(ran))}"
+        given = memory_of(plan.job).checkpointing is not UNSET
+        key = "memory.checkpointing" if given else f"{where}.checkpointing"
+        yield Fact("checkpointed", text, _said(len(checkpointing_of(plan.job)) == 1, key, chosen))
     text = "the next unit, while one computes" if plan.prefetch else "nothing"
     yield Fact("gathered ahead", text, origin("prefetch"))
 

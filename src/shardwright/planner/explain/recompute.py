@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from shardwright.core.batch import INDEX_BYTES
-from shardwright.core.errors import MismatchError, ShardwrightError, expected
-from shardwright.core.job import Job
+from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
+from shardwright.core.job import Job, checkpointing_of, with_checkpointing
+from shardwright.core.model import ModelSpec
 from shardwright.core.placement import Placement, describe
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.recording import Recording, check_recording
@@ -51,7 +52,7 @@ def draft_of(plan: Plan) -> Draft:
     same("plan: units", members, [name for u in problem.model.units for name in u.members])
     _check_cut(plan, problem.unit_space)
     tables = tuple(_placed(problem, i, chosen) for i, chosen in enumerate(plan.tables))
-    units = tuple(_unit(unit, problem.unit_space) for unit in plan.units)
+    units = tuple(choice_of(unit, problem.unit_space) for unit in plan.units)
     draft = StepDraft(problem, tables, units, plan.prefetch)
     found: Draft = draft if problem.model.is_trained else TablesDraft(problem, tables, units)
     _check(plan, found)
@@ -78,6 +79,25 @@ def _check_batch(job: Job, recording: Recording) -> None:
     if job.model.kind in ("transformer", "llama"):
         tokens = 2 * job.batch.size * job.batch.sequence * INDEX_BYTES
         same("plan: bytes of the batch", recording.inputs, tokens)
+
+
+RecordAgain = Callable[[Job], ModelSpec]
+
+
+def recorded_with(plan: Plan, policy: str, again: RecordAgain | None) -> Problem:
+    """The plan's problem with a step that ``again`` records with another checkpointing policy.
+
+    ShardwrightError where it is not recorded here, or is no longer the plan's model.
+    """
+    where = f"plan: its model with checkpointing '{policy}'"
+    if again is None:
+        raise InputError(expected(where, "a way to record it", "none"))
+    job = with_checkpointing(plan.job, policy)
+    model = again(job)
+    own, its = ([(u.name, u.tensors) for u in model_.units] for model_ in (plan.model, model))
+    if own != its:
+        raise MismatchError(expected(where, "the plan's units", "others", AGAIN))
+    return make_problem(job, model, slow=plan.search.slow_kernels)
 
 
 def _placed(problem: Problem, index: int, chosen: TablePlan) -> Placed:
@@ -119,7 +139,7 @@ def _identity_of(choice: Choice) -> str:
     return _identity(option.sharding_type, option.compute_kernel, option.runs[0].columns)
 
 
-def _unit(unit: UnitPlan, space: UnitSpace) -> UnitChoice:
+def choice_of(unit: UnitPlan, space: UnitSpace) -> UnitChoice:
     """A unit's choice, found by its modules, placement and whether it reshards."""
     where = f"plan: unit '{unit.name}'"
     members = tuple(u for u in space.model.units if set(u.members) <= set(unit.members))
@@ -149,6 +169,11 @@ def _check_cut(plan: Plan, space: UnitSpace) -> None:
     if plan.prefetch not in space.prefetches:
         wanted = " or ".join(map(str, space.prefetches))
         raise MismatchError(expected("plan: prefetch", wanted, str(plan.prefetch), AGAIN))
+    ran = {unit.checkpointing for unit in plan.units if unit.checkpointed}
+    known = {"full" if name.startswith("layers:") else name for name in checkpointing_of(plan.job)}
+    if not ran <= known:
+        wanted = " or ".join(sorted(known))
+        raise MismatchError(expected("plan: checkpointing", wanted, ", ".join(sorted(ran)), AGAIN))
 
 
 def _way(placement: Placement, *, reshard: bool) -> str:
@@ -176,6 +201,9 @@ def _check_search(plan: Plan, problem: Problem) -> None:
     asked = plan.job.planner.search
     same("plan: search.name", search.name, asked)
     same("plan: search.options", search.options, sum(map(len, problem.tables)))
+    if search.tried:
+        least = min(t.max_rank_seconds for t in search.tried if t.max_rank_seconds is not None)
+        same("plan: search.tried", least, plan.max_rank_seconds)
     if not 1 <= search.feasible <= search.proposals:
         wanted = f"from 1 to {search.proposals}, the proposals"
         raise MismatchError(expected("plan: search.feasible", wanted, str(search.feasible)))

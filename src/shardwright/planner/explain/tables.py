@@ -18,7 +18,7 @@ from shardwright.planner.explain.explanation import (
     finished,
     ranks_label,
 )
-from shardwright.planner.explain.recompute import draft_of
+from shardwright.planner.explain.recompute import RecordAgain, draft_of
 from shardwright.planner.explain.units import explain_unit
 from shardwright.planner.pricing import additive, native
 from shardwright.planner.pricing.evaluate import Derived, constants_of, traffic
@@ -29,8 +29,11 @@ from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.tally import Placed
 
 
-def explain_tensor(plan: Plan, name: str) -> list[Explanation]:
-    """Every step from sizes to bytes and seconds; ``name`` is a table, a unit or a dense tensor."""
+def explain_tensor(plan: Plan, name: str, again: RecordAgain | None = None) -> list[Explanation]:
+    """Every step from sizes to bytes and seconds; ``name`` is a table, a unit or a dense tensor.
+
+    ``again`` records the plan's model without checkpointing, which a unit with it is compared with.
+    """
     draft = draft_of(plan)
     for table, placed in zip(plan.tables, draft.tables, strict=True):
         if name in (table.name, table.fqn):
@@ -38,7 +41,7 @@ def explain_tensor(plan: Plan, name: str) -> list[Explanation]:
     for unit, choice in zip(plan.units, draft.units, strict=True):
         if name == unit.name or name in (*unit.members, *unit.modules, *unit.tensors):
             assert isinstance(draft, StepDraft)
-            return list(explain_unit(plan, draft, choice))
+            return list(explain_unit(plan, draft, choice, again))
     known = [t.name for t in plan.tables] + [u.name for u in plan.units]
     raise InputError(expected("--tensor", f"one of {', '.join(known)}", f"'{name}'"))
 

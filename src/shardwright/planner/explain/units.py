@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from shardwright.core.amount import Amount, leaf, named, summed, total
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.model import UnitSpec
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.schedule import Action
 from shardwright.core.tensor import element_bytes
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import Spent, UnitSeconds, walk
 from shardwright.planner.explain.explanation import REORDERED, Explanation, finished, ranks_label
+from shardwright.planner.explain.recompute import RecordAgain, recorded_with
 from shardwright.planner.pricing.evaluate import constants_of
+from shardwright.planner.problem import Problem
 from shardwright.planner.step_draft import StepDraft, unit_events
 from shardwright.planner.unit_choice import UnitChoice
 
@@ -134,12 +139,17 @@ def _clock(name: str, value: Any) -> Amount:
     return leaf(getattr(value, "value", value), name, "s", "the actions before")
 
 
-def explain_unit(plan: Plan, draft: StepDraft, choice: UnitChoice) -> Iterator[Explanation]:
-    """Bytes of each rank, bytes of the tensors, collectives of a step, seconds of a step."""
+def explain_unit(
+    plan: Plan, draft: StepDraft, choice: UnitChoice, again: RecordAgain | None = None
+) -> Iterator[Explanation]:
+    """Bytes of each rank, bytes of the tensors, what checkpointing saves and costs, collectives of
+    a step, seconds of a step; ``again`` records the model without checkpointing."""
     amounts = UnitAmounts(draft)
     where = f"unit {choice.unit.name}"
     yield from _bytes(amounts, choice, where)
     yield _tensors(plan, choice, where)
+    if choice.unit.checkpointed:
+        yield from _checkpointing(plan, amounts, choice, where, again)
     planned = next(unit for unit in plan.units if unit.name == choice.unit.name)
     yield from _collectives(amounts, choice, where, planned)
     yield _seconds(amounts, choice, where, planned)
@@ -181,6 +191,58 @@ def _tensors(plan: Plan, choice: UnitChoice, where: str) -> Explanation:
     payload = named("unit_bytes", total(parts), "B")
     stored = choice.layout.payload_bytes
     return finished(f"{where}: bytes of its tensors", stored, payload, ranks=range(plan.world_size))
+
+
+def _checkpointing(
+    plan: Plan,
+    amounts: UnitAmounts,
+    choice: UnitChoice,
+    where: str,
+    again: RecordAgain | None,
+) -> Iterator[Explanation]:
+    """Bytes that its blocks do not keep for their backward, and seconds of computing again, beside
+    the same blocks without checkpointing; nothing where they cannot be recorded here."""
+    try:
+        usual = recorded_with(plan, "none", again)
+    except ShardwrightError:
+        return
+    name, problem = choice.unit.checkpointing, amounts.draft.problem
+    steps = (("none", usual), (name, problem))
+    everyone = range(plan.world_size)
+    kept, spent = (
+        [
+            leaf(of(each, choice.unit), f"{what}[{policy}]", unit, "the recorded step")
+            for policy, each in steps
+        ]
+        for what, unit, of in (
+            ("bytes_kept_for_backward", "B", _kept),
+            ("seconds_of_backward", "s", _backward),
+        )
+    )
+    saved = named("bytes_saved", kept[0] - kept[1], "B")
+    title = f"{where}: bytes that checkpointing {name} saves, beside none"
+    yield finished(title, saved.value, saved, ranks=everyone)
+    cost = named("seconds_again", spent[1] - spent[0], "s")
+    title = f"{where}: seconds that checkpointing {name} costs, beside none"
+    yield finished(title, cost.value, cost, ranks=everyone)
+
+
+def _kept(problem: Problem, unit: UnitSpec) -> int:
+    """Bytes that the forward of a unit leaves."""
+    step, summaries = problem.model.step, problem.chunk.summaries["stays"]
+    homes = step.homes["forward"]
+    return sum(
+        sum(summaries.of(moment.piece).net.values())
+        for moment, home in zip(step.forward, homes, strict=True)
+        if home in unit.members
+    )
+
+
+def _backward(problem: Problem, unit: UnitSpec) -> float:
+    """Seconds that the backward of a unit computes."""
+    space, homes = problem.unit_space, problem.model.step.homes["backward"]
+    pairs = zip(space.pieces["backward"], homes, strict=True)
+    return math.fsum(seconds for seconds, home in pairs if home in unit.members)
 
 
 def _collectives(

@@ -46,13 +46,13 @@ Verdict = Literal["chosen", "impossible", "does not fit", "slower", "as good", "
 
 @dataclass(frozen=True, slots=True)
 class WhyNot:
-    """What ``wanted``, a sharding type or a kernel, would do to a table.
+    """What ``wanted`` would do to a table (a sharding type or a kernel) or to a unit.
 
     ``option`` is the way to do it that was tried, ``seconds`` are those of the slowest rank then,
     ``missing`` the bytes by which it does not fit.
     """
 
-    table: str
+    name: str
     chosen: str
     wanted: str
     verdict: Verdict
@@ -63,10 +63,10 @@ class WhyNot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
-    """The plan with one table's option changed."""
+class Trial:
+    """The plan with one thing changed, which ``option`` says in words."""
 
-    choice: Choice
+    option: str
     draft: Draft
     tier: str
     rank: int
@@ -82,7 +82,7 @@ class _Trial:
         return self.missing, self.draft.max_rank_seconds
 
 
-def why_not(plan: Plan, name: str, wanted: str) -> WhyNot:
+def why_not_table(plan: Plan, name: str, wanted: str) -> WhyNot:
     """Try ``wanted`` for one table, on the least busy ranks that it fits, and say what it does.
 
     :raises InputError: there is no such table, type or kernel.
@@ -92,8 +92,8 @@ def why_not(plan: Plan, name: str, wanted: str) -> WhyNot:
     draft = draft_of(plan)
     index = next((i for i, t in enumerate(plan.tables) if name in (t.name, t.fqn)), None)
     if index is None:
-        known = ", ".join(t.name for t in plan.tables)
-        raise InputError(expected("--tensor", f"a table: {known}", f"'{name}'"))
+        known = ", ".join([t.name for t in plan.tables] + [u.name for u in plan.units])
+        raise InputError(expected("--tensor", f"a table or a unit: {known}", f"'{name}'"))
     table = plan.tables[index]
     chosen = table.sharding_type if wanted in TYPES else table.compute_kernel
 
@@ -103,18 +103,18 @@ def why_not(plan: Plan, name: str, wanted: str) -> WhyNot:
     if wanted == chosen:
         return answer("chosen", f"{wanted} is what was chosen.")
     problem = _with_slow_kernels(draft.problem)
-    trials: list[_Trial] = []
+    trials: list[Trial] = []
     choices, reason = _choices(problem, index, wanted)
     if choices:
         trials, reason = _trials(draft, problem, index, choices)
     if not trials:
         return answer("impossible", f"{wanted} is not possible: {reason}.")
     best = min(trials, key=lambda trial: trial.key)
-    verdict, reason = _verdict(draft, best, wanted)
+    verdict, reason = verdict_of(draft, best, wanted)
     return answer(
         verdict,
         reason,
-        option=_words(best.choice),
+        option=best.option,
         seconds=best.draft.max_rank_seconds,
         missing=best.missing,
     )
@@ -154,7 +154,7 @@ def _is(choice: Choice, wanted: str) -> bool:
 
 def _trials(
     draft: Draft, problem: Problem, index: int, choices: Sequence[Choice]
-) -> tuple[list[_Trial], str]:
+) -> tuple[list[Trial], str]:
     """Each choice on the ranks that are least busy without the table and what goes with it."""
     tables: Tables = tuple(
         tuple(choices) if i == index else own for i, own in enumerate(problem.tables)
@@ -176,7 +176,8 @@ def _trials(
                 ranks = shard_ranks(option, member, spread[0])
                 placed[table] = Placed(option.choices[member], ranks)
             member = item.tables.index(index)
-            trials.append(_trial(draft, tuple(placed), option.choices[member]))
+            changed = dataclasses.replace(draft, tables=tuple(placed))
+            trials.append(trial(changed, _words(option.choices[member])))
     return trials, "" if trials else "planner.constraints leave no rank for it"
 
 
@@ -213,9 +214,9 @@ def _room(draft: Draft) -> tuple[int, int, int]:
     return hbm, ddr, ssd
 
 
-def _trial(draft: Draft, tables: tuple[Placed, ...], choice: Choice) -> _Trial:
-    problem = draft.problem
-    changed = dataclasses.replace(draft, tables=tables)
+def trial(changed: Draft, option: str) -> Trial:
+    """A changed draft with the rank and the memory that it fills most."""
+    problem = changed.problem
     if isinstance(changed, TablesDraft):
         found = [
             (size - most, tier, rank, size, most)
@@ -223,16 +224,17 @@ def _trial(draft: Draft, tables: tuple[Placed, ...], choice: Choice) -> _Trial:
             for rank, size in enumerate(changed.tier_bytes[tier])
         ]
         _, tier, rank, size, most = max(found, key=lambda f: (f[0] > 0, f[3] / max(f[4], 1)))
-        return _Trial(choice, changed, tier, rank, size, most)
+        return Trial(option, changed, tier, rank, size, most)
     peak = max(changed.peak_bytes)
     tier = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
     rank = changed.peak_bytes.index(peak)
-    return _Trial(choice, changed, tier, rank, peak, problem.decisive_capacity)
+    return Trial(option, changed, tier, rank, peak, problem.decisive_capacity)
 
 
-def _verdict(draft: Draft, best: _Trial, wanted: str) -> tuple[Verdict, str]:
-    how = _words(best.choice).replace(f"{wanted}, ", "")
-    what = f"{wanted} ({how})"
+def verdict_of(draft: Draft, best: Trial, wanted: str) -> tuple[Verdict, str]:
+    """Whether ``best`` fits and what it does to the slowest rank of ``draft``, in a sentence."""
+    how = best.option.replace(f"{wanted}, ", "")
+    what = wanted if how == wanted else f"{wanted} ({how})"
     where = f"rank {best.rank}"
     filled = (
         f"{best.needed:,} B ({format_bytes(best.needed)}) of {best.capacity:,} B "

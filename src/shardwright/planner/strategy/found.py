@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shardwright.core.plan import Search
@@ -11,7 +12,10 @@ from shardwright.planner.problem import Problem
 
 @dataclass(frozen=True)
 class Found:
-    """The best draft that fits, if any; ``bound`` seconds no plan of ``problem`` can beat."""
+    """The best draft that fits, if any; ``bound`` seconds no plan of ``problem`` can beat.
+
+    ``gave_up`` says whether a step's activations kept a draft from being better.
+    """
 
     problem: Problem
     draft: Draft | None
@@ -21,6 +25,12 @@ class Found:
     feasible: int
     proved: float = 0.0
     skipped: tuple[str, ...] = ()
+    gave_up: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step of the draft's slowest rank, without end where there is none."""
+        return math.inf if self.draft is None else self.draft.max_rank_seconds
 
     def described(self, wall_seconds: float, *, cut_short: str = "") -> Search:
         """How the plan was found; ``cut_short`` says what ended the search early, if anything."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from shardwright.core.amount import summed
@@ -53,7 +54,13 @@ def search_steps(job: Job, model: ModelSpec, watch: Watch) -> Found:
     else:
         seeker.arrange()
     return Found(
-        problem, seeker.best, step_bound(problem), "bounded", seeker.tried, seeker.feasible
+        problem,
+        seeker.best,
+        step_bound(problem),
+        "bounded",
+        seeker.tried,
+        seeker.feasible,
+        gave_up=seeker.gave_up,
     )
 
 
@@ -106,20 +113,24 @@ def _room(problem: Problem, nbytes: int) -> tuple[int, int, int]:
 
 @dataclass
 class _Seeker:
-    """The best draft so far; table placements are remembered by what was left out and the room."""
+    """The best draft so far; table placements are remembered by what was left out and the room.
+    ``gave_up``: something faster would fit but for what a step adds to what a rank keeps."""
 
     problem: Problem
     watch: Watch
     best: StepDraft | None = None
     tried: int = 0
     feasible: int = 0
+    gave_up: bool = False
     known: dict[tuple[int, int], tuple[Placed, ...] | None] = field(default_factory=dict)
     too_much: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def arrange(self) -> None:
         """Units alone: the fastest that fit, then those that save memory and hardly cost time."""
-        found = list(self.problem.unit_space.arrangements())
-        fastest = next(filter(self._fits, sorted(found, key=lambda a: a.seconds)), None)
+        found = sorted(self.problem.unit_space.arrangements(), key=lambda a: a.seconds)
+        fastest = next(filter(self._fits, found), None)
+        faster = takewhile(lambda a: a is not fastest, found)
+        self.gave_up = any(a.kept <= self.problem.decisive_capacity for a in faster)
         if fastest is None:
             self._take_smallest()
             return
@@ -164,6 +175,7 @@ class _Seeker:
                 else:
                     excess = max(draft.peak_bytes) - capacity
                     overshoot = min(overshoot, excess) if overshoot else excess
+            self.gave_up |= overshoot > 0
             if round_number == 0:
                 budget -= max(transient, overshoot)
             elif overshoot:

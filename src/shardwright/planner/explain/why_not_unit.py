@@ -1,0 +1,86 @@
+"""What another placement or checkpointing would do to a dense unit, everything else as planned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from shardwright.core.errors import InputError, ShardwrightError, expected
+from shardwright.core.job import CHOSEN_FROM
+from shardwright.core.plan import Plan, UnitPlan
+from shardwright.planner.explain.recompute import RecordAgain, choice_of, draft_of, recorded_with
+from shardwright.planner.explain.why_not import Trial, WhyNot, trial, verdict_of
+from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.unit_choice import UnitChoice, unit_choices
+
+PLACEMENTS = ("replicated", "sharded", "resharded", "kept")
+WAYS = (*PLACEMENTS, "checkpointed", *CHOSEN_FROM)
+
+
+def why_not_unit(plan: Plan, unit: UnitPlan, wanted: str, again: RecordAgain | None) -> WhyNot:
+    """Try ``wanted``: for one unit a placement, for all blocks, which are checkpointed alike, a
+    policy. That takes another recording, which ``again`` makes.
+
+    :raises InputError: there is no such way.
+    """
+    if wanted not in WAYS:
+        where = f"--why-not of unit '{unit.name}'"
+        raise InputError(expected(where, f"one of {', '.join(WAYS)}", f"'{wanted}'"))
+    draft = draft_of(plan)
+    assert isinstance(draft, StepDraft)
+    choice = draft.units[plan.units.index(unit)]
+    placed = words(choice)
+    chosen = placed if wanted in PLACEMENTS else f"{placed}, checkpointing {unit.checkpointing}"
+    is_chosen = {
+        **dict.fromkeys(placed.split(", "), True),
+        "checkpointed": bool(unit.checkpointed),
+        unit.checkpointing: True,
+    }
+    if is_chosen.get(wanted):
+        return WhyNot(unit.name, chosen, wanted, "chosen", f"{wanted} is what was chosen.")
+    reason = "it is no part that repeats"
+    trials: list[Trial] = []
+    try:
+        if wanted in PLACEMENTS:
+            trials += _placed(draft, choice, wanted)
+        else:
+            trials += _checkpointed(plan, unit, draft, wanted, again)
+    except ShardwrightError as error:
+        reason = str(error)
+    if not trials:
+        text = f"{wanted} is not possible: {reason}."
+        return WhyNot(unit.name, chosen, wanted, "impossible", text)
+    best = min(trials, key=lambda each: each.key)
+    verdict, text = verdict_of(draft, best, wanted)
+    seconds = best.draft.max_rank_seconds
+    return WhyNot(unit.name, chosen, wanted, verdict, text, best.option, seconds, best.missing)
+
+
+def words(choice: UnitChoice) -> str:
+    """How a unit is placed: ``replicated``, or sharded and whether it reshards."""
+    if choice.replicated:
+        return "replicated"
+    return f"sharded, {'resharded' if choice.reshard else 'kept'}"
+
+
+def _placed(draft: StepDraft, choice: UnitChoice, wanted: str) -> Iterator[Trial]:
+    """The unit placed as is wanted, whatever the job forces."""
+    space = draft.problem.unit_space
+    members = tuple(u for u in space.model.units if set(u.members) <= set(choice.unit.members))
+    for other in unit_choices(members, space.computed, space.context):
+        if wanted in words(other).split(", "):
+            units = tuple(other if each is choice else each for each in draft.units)
+            yield trial(dataclasses.replace(draft, units=units), words(other))
+
+
+def _checkpointed(
+    plan: Plan, unit: UnitPlan, draft: StepDraft, wanted: str, again: RecordAgain | None
+) -> Iterator[Trial]:
+    """All blocks under another policy, every unit placed as it is."""
+    for policy in CHOSEN_FROM[1:] if wanted == "checkpointed" else (wanted,):
+        problem = recorded_with(plan, policy, again)
+        units = tuple(choice_of(each, problem.unit_space) for each in plan.units)
+        changed = StepDraft(problem, draft.tables, units, draft.prefetch)
+        own = next(each.unit for each in units if each.unit.name == unit.name)
+        if own.checkpointing == policy:
+            yield trial(changed, f"all blocks: {policy}")
