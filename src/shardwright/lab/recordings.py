@@ -2,7 +2,7 @@
 
 A recording that the cache has needs no torch. It is kept under ``$SHARDWRIGHT_CACHE`` (by default
 ``~/.cache/shardwright``, none where that is empty) by everything it depends on: the model, the
-batch, how a step is run, and the versions of torch and of this package.
+batch, how a step is run, the version of torch, and the files of this package that record.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ from shardwright.core.model_section import ESTIMATED
 from shardwright.core.plan import Plan
 from shardwright.core.recording import Recording
 from shardwright.cost import constants
-from shardwright.lab.with_tables import plan_with_tables
-from shardwright.planner.planner import plan as plan_model
-from shardwright.planner.search.watch import Hear
+from shardwright.lab.with_tables import find_with_tables
+from shardwright.planner.planner import find, watch_of, written
+from shardwright.planner.search.watch import Hear, Watch
+from shardwright.planner.strategy.found import Found
 
 if TYPE_CHECKING:
     from torch import nn
+
+RECORDERS = ("core", "models", "tracker", "trace", "lab/footprint")  # folders whose code records
 
 
 def plan(job: Job, hear: Hear | None = None) -> Plan:
@@ -51,9 +54,16 @@ def plan(job: Job, hear: Hear | None = None) -> Plan:
     ``hear`` is called in every round of the search and may stop it, which keeps the best plan.
     Raises NoPlanError with the shortfall if none fits, InputError for what cannot be planned.
     """
+    watch = watch_of(job, hear)
+    return written(found_for(job, watch), watch)
+
+
+def found_for(job: Job, watch: Watch) -> Found:
+    """What the search of ``job`` brings back, with a draft of its plan or without."""
     if job.model.kind != "python":
-        return plan_model(job, described, hear)
-    return plan_with_tables(job, recorded, found_at_all=bool(table_optimizer(job)), hear=hear)
+        return find(job, described, watch)
+    at_all = bool(table_optimizer(job))
+    return find_with_tables(job, recorded, watch, found_at_all=at_all)
 
 
 def plan_module(
@@ -104,9 +114,11 @@ def plan_module(
         treatment = Treatment(device, policy)
         return module_recording(lambda: given, name, step_dtypes(job)[0], treatment, routed)
 
-    return plan_with_tables(
-        job, lambda its, routed: of(routed, checkpointing_of(its)[0]), found_at_all=said
+    watch = watch_of(job)
+    found = find_with_tables(
+        job, lambda its, routed: of(routed, checkpointing_of(its)[0]), watch, found_at_all=said
     )
+    return written(found, watch)
 
 
 def _samples(inputs: Any) -> int:
@@ -158,6 +170,17 @@ def _path(job: Job, device: str) -> Path | None:
     tables = [table.dim for table in job.tables]
     memory = msgspec.structs.replace(memory_of(job), checkpointing=checkpointing_of(job)[0])
     run = (memory, parallel_of(job), device)
-    of = (job.model, job.batch, tables, *run, version("torch"), __version__)
+    of = (job.model, job.batch, tables, *run, version("torch"), _recorder())
     digest = hashlib.sha256(msgspec.json.encode(of, order="deterministic")).hexdigest()
     return Path(os.path.expanduser(folder)) / "recordings" / f"{digest}.json"
+
+
+@cache
+def _recorder() -> str:
+    """A digest of what decides how a model is recorded: another one makes other recordings."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256(__version__.encode())
+    for folder in RECORDERS:
+        for path in sorted((package / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

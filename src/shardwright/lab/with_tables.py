@@ -11,22 +11,16 @@ from collections.abc import Callable, Iterator
 import msgspec
 from msgspec import UNSET
 
-from shardwright.core.errors import (
-    InputError,
-    NoPlanError,
-    ShardwrightError,
-    UnsupportedError,
-    expected,
-)
+from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import check_model, model_of, step_dtypes
-from shardwright.core.plan import Plan
 from shardwright.core.recording import Recording
 from shardwright.planner.exchange import small_tables
-from shardwright.planner.planner import plan as plan_model
+from shardwright.planner.planner import find
 from shardwright.planner.problem import make_problem
-from shardwright.planner.search.watch import Hear
+from shardwright.planner.search.watch import Watch
+from shardwright.planner.strategy.found import Found, ModelOf
 
 Paths = tuple[str, ...]
 Recorded = Callable[[Job, Paths | None], Recording]
@@ -35,14 +29,12 @@ MOST_REASONS = 3  # of a longer list
 DTYPES = (("", ""), ("fp32", "fp32"))  # that units compute and sum in beside tables
 
 
-def plan_with_tables(
-    job: Job, recorded: Recorded, *, found_at_all: bool, hear: Hear | None = None
-) -> Plan:
-    """The best plan of a module; ``recorded`` gives its step with the embeddings at some paths as
-    tables, or at None with all that can be. Unless some are ``found_at_all`` there are none;
-    ``hear`` hears every search.
+def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all: bool) -> Found:
+    """What the search of a module brings back; ``recorded`` gives its step with the embeddings at
+    some paths as tables, or at None with all that can be. Unless some are ``found_at_all`` there
+    are none.
 
-    NoPlanError where none fits, InputError for what is said of tables that there are not.
+    InputError for what is said of tables that there are not.
     """
     check_model(job)
     wanted = found_at_all and step_dtypes(job) in DTYPES
@@ -50,28 +42,28 @@ def plan_with_tables(
     tables = tuple(table.path for table in everything.tables or ())
     reasons = tuple(note for note in everything.notes if note.startswith(NOTE))
     _check_said(job, tables, reasons)
-    plans: list[Plan] = []
+    searched: list[Found] = []
     errors: list[ShardwrightError] = []
     for paths in _ways(job, tables, everything):
         given = None if paths == tables and wanted else paths
         try:
-            plans.append(_plan(job, recorded, given, reasons, hear))
-        except (NoPlanError, UnsupportedError) as error:  # a sparse gradient goes to a table alone
+            searched.append(find(job, _described(recorded, given, reasons), watch))
+        except UnsupportedError as error:  # a sparse gradient goes to a table alone
             errors.append(error)
-    if not plans:
+    if not searched:
         raise errors[0]
-    return min(plans, key=lambda made: made.max_rank_seconds)
+    return min(searched, key=lambda found: found.seconds)
 
 
-def _plan(
-    job: Job, recorded: Recorded, paths: Paths | None, reasons: Paths, hear: Hear | None
-) -> Plan:
-    def described(changed: Job) -> ModelSpec:
-        found = recorded(changed, paths)
+def _described(recorded: Recorded, paths: Paths | None, reasons: Paths) -> ModelOf:
+    """Describes models with the embeddings at ``paths`` as tables."""
+
+    def described(job: Job) -> ModelSpec:
+        found = recorded(job, paths)
         notes = tuple(dict.fromkeys((*found.notes, *reasons)))
-        return model_of(changed, msgspec.structs.replace(found, notes=notes))
+        return model_of(job, msgspec.structs.replace(found, notes=notes))
 
-    return plan_model(job, described, hear)
+    return described
 
 
 def _ways(job: Job, tables: Paths, everything: Recording) -> Iterator[Paths]:

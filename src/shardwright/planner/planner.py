@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-import msgspec
-from msgspec import UNSET
+from collections.abc import Iterator
+from dataclasses import replace
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job, checkpointing_of, with_checkpointing
@@ -15,10 +13,8 @@ from shardwright.planner import shortage
 from shardwright.planner.assemble import assemble
 from shardwright.planner.search.watch import Hear, Watch
 from shardwright.planner.strategy import search
-from shardwright.planner.strategy.found import Found
+from shardwright.planner.strategy.found import Found, ModelOf
 from shardwright.planner.strategy.steps import smallest
-
-ModelOf = Callable[[Job], ModelSpec]
 
 
 def plan(job: Job, model_of: ModelOf, hear: Hear | None = None) -> Plan:
@@ -28,29 +24,32 @@ def plan(job: Job, model_of: ModelOf, hear: Hear | None = None) -> Plan:
     leaves open, and that of the same job with another batch. ``hear`` is called with the
     :class:`Watch` of the search in every round.
     """
-    watch = Watch(job.planner.time_limit or float("inf"), hear)
-    policy, found, tried = _best(job, model_of, watch)
+    watch = watch_of(job, hear)
+    return written(find(job, model_of, watch), watch)
+
+
+def watch_of(job: Job, hear: Hear | None = None) -> Watch:
+    """One with the time that a job gives its search."""
+    return Watch(job.planner.time_limit or float("inf"), hear)
+
+
+def written(found: Found, watch: Watch) -> Plan:
+    """What was found as a plan; NoPlanError with the shortfall where nothing fits."""
     if found.draft is None:
-        raise shortage.error(found.problem, _with(model_of, policy), tried)
+        raise shortage.error(found)
     how = found.described(watch.elapsed, cut_short=watch.cut_short)
-    how = msgspec.structs.replace(how, tried=tried or UNSET)
     return assemble(found.draft, found.bound, how)
 
 
-def found_for(job: Job, model_of: ModelOf) -> Found:
-    """What the search of a job brings back, within its time limit; where nothing fits, with the
-    checkpointing that asks least."""
-    return _best(job, model_of, Watch(job.planner.time_limit or float("inf")))[1]
-
-
-def _best(job: Job, model_of: ModelOf, watch: Watch) -> tuple[str, Found, tuple[Tried, ...]]:
-    """The policy with the fastest plan that fits, or that asks least; and what all others had."""
+def find(job: Job, model_of: ModelOf, watch: Watch) -> Found:
+    """What the search of a job brings back, with the checkpointing policy of the fastest plan that
+    fits; where nothing does, with the one that asks least."""
     tries = dict(_tries(job, model_of, watch))
     tried = tuple(_tried(*each) for each in tries.items()) if len(tries) > 1 else ()
     best = min(tries, key=lambda policy: tries[policy].seconds)
     if tried and tries[best].draft is None:
         best = min(tried, key=lambda its: its.peak_bytes).checkpointing
-    return best, tries[best], tried
+    return replace(tries[best], tried=tried, model_of=_with(model_of, best))
 
 
 def _tries(job: Job, model_of: ModelOf, watch: Watch) -> Iterator[tuple[str, Found]]:

@@ -11,7 +11,7 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.errors import NoPlanError, ShardwrightError
 from shardwright.core.job import CHOSEN_FROM, Job, checkpointing_of, with_checkpointing
 from shardwright.core.memory_section import HAVE_BLOCKS
-from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.model import TableSpec
 from shardwright.core.plan import Tried
 from shardwright.core.quantities import format_bytes
 from shardwright.planner.draft import Draft, TablesDraft
@@ -20,6 +20,7 @@ from shardwright.planner.search.bound import ROUNDING
 from shardwright.planner.search.least import fits_somehow, least_memory
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.strategy.found import Found, ModelOf
 from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import smallest
 
@@ -29,12 +30,11 @@ SECONDS_FOR_LEAST = 5.0  # of search for what asks least
 SECONDS_FOR_A_WAY = 3.0  # of search, for each kind of way out; none is named untried
 
 
-ModelOf = Callable[[Job], ModelSpec]
-
-
-def error(problem: Problem, model_of: ModelOf, tried: Sequence[Tried] = ()) -> NoPlanError:
-    """The refusal, from the draft that asks least of its fullest rank; ``model_of`` describes the
-    model of another job, ``tried`` is what was found with each checkpointing policy."""
+def error(found: Found) -> NoPlanError:
+    """The refusal of a search without a plan, from the draft that asks least of its fullest
+    rank."""
+    problem, model_of, tried = found.problem, found.model_of, found.tried
+    assert model_of is not None
     if problem.model.is_trained:
         return _refusal(problem, smallest(problem), model_of, tried, proven=False)
     draft, proven = _least(problem)

@@ -16,12 +16,12 @@ from shardwright.lab.footprint.classes import (
     settings_of,
 )
 from shardwright.lab.footprint.outside import outside
-from shardwright.lab.recordings import described
+from shardwright.lab.recordings import found_for
 from shardwright.memory.allocator import AllocatorSettings
 from shardwright.memory.results import MODELLED
 from shardwright.planner import shortage
 from shardwright.planner.draft import Draft
-from shardwright.planner.planner import found_for
+from shardwright.planner.planner import watch_of
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.steps import smallest
 
@@ -34,14 +34,14 @@ def planned(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
     """The memory of the plan of ``job``; where none fits, of the draft that asks least of its
     fullest rank. NoPlanError where tables alone do not fit; arguments are those of ``footprint``.
     """
-    found = found_for(job, described)
+    found = found_for(job, watch_of(job))
     problem, draft = found.problem, found.draft
     source = "The memory of the job's plan, to the byte: shardwright plan."
     if draft is None and problem.model.is_trained:
         source = "No plan was found that fits: this is what asks least of the fullest rank."
         draft = smallest(problem)
     if draft is None:
-        raise shortage.error(problem, described)
+        raise shortage.error(found)
     room = problem.cluster.memory_per_rank if found.draft else problem.decisive_capacity
     world, assumptions = problem.cluster.world_size, list(problem.assumptions)
     device = memory_of(problem.job).lowering or problem.cluster.compute_device

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.core.plan import Search
+from msgspec import UNSET
+
+from shardwright.core.job import Job
+from shardwright.core.model import ModelSpec
+from shardwright.core.plan import Search, Tried
 from shardwright.planner.draft import Draft
 from shardwright.planner.problem import Problem
+
+ModelOf = Callable[[Job], ModelSpec]
 
 
 @dataclass(frozen=True)
 class Found:
     """The best draft that fits, if any; ``bound`` seconds no plan of ``problem`` can beat.
 
-    ``gave_up`` says whether a step's activations kept a draft from being better.
+    ``gave_up`` says whether a step's activations kept a draft from being better, ``tried`` what
+    each checkpointing policy had where there was a choice. ``model_of`` describes the model that
+    was searched, and that of the same job with another batch.
     """
 
     problem: Problem
@@ -26,6 +35,8 @@ class Found:
     proved: float = 0.0
     skipped: tuple[str, ...] = ()
     gave_up: bool = False
+    tried: tuple[Tried, ...] = ()
+    model_of: ModelOf | None = None
 
     @property
     def seconds(self) -> float:
@@ -43,4 +54,5 @@ class Found:
             slow_kernels=self.problem.slow,
             proved_seconds=self.proved,
             skipped=(*self.skipped, cut_short) if cut_short else self.skipped,
+            tried=self.tried or UNSET,
         )
