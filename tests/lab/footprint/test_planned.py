@@ -15,7 +15,15 @@ from shardwright.lab.footprint import footprint
 from shardwright.lab.recordings import plan
 
 ROOT = Path(__file__).parents[3]
-EXAMPLES = ("demo", "transformer", "llama_tiny", "llama_experts", "own_model", "vision")
+EXAMPLES = (
+    "demo",
+    "transformer",
+    "llama_tiny",
+    "llama_experts",
+    "own_model",
+    "vision",
+    "recommender",
+)
 LLAMA: dict[str, Any] = {
     "model": {"kind": "llama", "layers": 3, "dim": 64, "heads": 4, "vocab": 512},
     "cluster": {"preset": "h100-8", "world_size": 4},
