@@ -66,3 +66,9 @@ def public_functions() -> Callable[[ModuleType], set[str]]:
         }
 
     return names
+
+
+@pytest.fixture(autouse=True)
+def _searches_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long they take on a busy machine."""
+    monkeypatch.setattr("shardwright.cli.planning.FIRST", math.inf)

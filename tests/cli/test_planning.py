@@ -12,7 +12,8 @@ from shardwright.cli.planning import Listener, progress_line
 from shardwright.planner.search.watch import Watch
 
 
-def test_a_long_search_is_heard_less_and_less_often() -> None:
+def test_a_long_search_is_heard_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwright.cli.planning.FIRST", 2.0)
     clock = itertools.count(0.0)
     stream = io.StringIO()
     watch = Watch(hear=Listener(stream), clock=lambda: next(clock) / 10)
@@ -22,7 +23,7 @@ def test_a_long_search_is_heard_less_and_less_often() -> None:
     for _ in range(200):
         watch.over()
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "searching for 2 s: no plan yet (Ctrl-C gives up)"
+    assert lines[0] == "planning for 2 s: no plan yet (Ctrl-C gives up)"
     assert "28.8 ms per step so far, gap 44.0 %" in lines[-1]
     assert "planner.time_limit" in lines[-1]
     assert len(lines) < 15

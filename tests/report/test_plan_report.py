@@ -103,35 +103,54 @@ def test_a_report_fits_the_width_and_no_number_is_cut_short(
     assert format_seconds(made.max_rank_seconds) in text
 
 
-def test_what_a_reader_looks_for_is_there_without_asking() -> None:
-    text = printed(tables_plan())
+def test_the_answer_comes_first_and_the_rest_where_it_is_asked_for() -> None:
+    text, full = printed(tables_plan()), printed(tables_plan(), full=True)
+    order = ("Fits: ", "per step", "Embedding tables", "Memory and time per rank", "Assumed: ")
+    places = [text.index(words) for words in (*order, "--statistic NAME")]
+    assert places == sorted(places)
     for title in (
-        "Embedding tables",
-        "Memory and time per rank",
         "Time and traffic per rank",
         "How evenly it lies on the ranks",
         "Fullest ranks, HBM",
         "Where the HBM of rank",
         "What the worst ranks hold",
-        "Assumptions",
-        "--statistic NAME",
+        "Storage per table",
+        "Seconds per table",
+        "Parts of a step",
+        "Critical path",
     ):
-        assert title in text
-    for title in ("Storage per table", "Seconds per table", "Parts of a step", "Critical path"):
         assert title not in text
-        assert title in printed(tables_plan(), full=True)
+        assert title in full
 
 
-def test_lookups_are_shown_where_they_differ_from_one_id_per_sample() -> None:
-    assert "Lookups per table" not in printed(tables_plan())
-    text = printed(tables_plan(8, 12, True))
+@pytest.mark.parametrize("case", ["dlrm", "tables", "layers", "many"])
+def test_the_first_screen_is_one_screen(case: str) -> None:
+    made = {
+        "dlrm": samples.plan,
+        "tables": tables_plan,
+        "layers": lambda: layers_plan("1 GiB"),
+        "many": lambda: tables_plan(64, 90),
+    }[case]()
+    assert len(printed(made).splitlines()) <= 40
+
+
+def test_a_plan_that_fits_says_on_which_rank_there_is_least_left() -> None:
+    made = tables_plan()
+    fullest = max(made.ranks, key=lambda totals: totals.hbm_bytes)
+    assert (
+        f"Fits: {format_bytes(fullest.hbm_bytes)} of {format_bytes(made.reserved.hbm_left)} HBM"
+    ) in flowed(made)
+
+
+def test_lookups_of_tables_are_shown_in_full() -> None:
+    text = printed(tables_plan(8, 12, True), full=True)
     assert "Lookups per table" in text
     assert "pooled, weighted" in text
     assert "25.0 %" in text
 
 
-def test_a_report_of_kernels_is_shown_for_more_than_one() -> None:
-    text = flowed(tables_plan(8, 12, True))
+def test_kernels_are_shown_in_full() -> None:
+    text = flowed(tables_plan(8, 12, True), full=True)
     assert "Compute kernels kernel tables named weights states rest HBM DDR SSD" in text
     for kernel in KERNELS:
         assert kernel in text
@@ -151,7 +170,7 @@ def test_alike_ranks_share_a_row_and_are_named() -> None:
 
 def test_bytes_are_shown_exactly_where_they_matter() -> None:
     made = tables_plan()
-    text = flowed(made)
+    text = flowed(made, full=True)
     fullest = max(totals.hbm_bytes for totals in made.ranks)
     assert f"{format_bytes(fullest)} {fullest:,}" in text
     assert f"({made.reserved.hbm_left:,} B) per rank" in text
@@ -159,7 +178,7 @@ def test_bytes_are_shown_exactly_where_they_matter() -> None:
 
 
 def test_our_names_stand_beside_torchrecs_with_their_ranges() -> None:
-    text = flowed(tables_plan())
+    text = flowed(tables_plan(), full=True)
     for told in (
         "The largest deviation (TorchRec: total variation) is at most 0.9375",
         "the sum of all (total distance) at most 1.875",
@@ -171,7 +190,7 @@ def test_our_names_stand_beside_torchrecs_with_their_ranges() -> None:
 
 def test_letters_of_sharding_types_are_explained() -> None:
     made = tables_plan()
-    text = flowed(made)
+    text = flowed(made, full=True)
     for kind, letters in (("table_wise", "TW"), ("data_parallel", "DP"), ("row_wise", "RW")):
         used = any(table.sharding_type == kind for table in made.tables)
         assert (f"{letters} {kind}" in text) == used
@@ -179,10 +198,10 @@ def test_letters_of_sharding_types_are_explained() -> None:
 
 def test_waiting_is_shown_in_words() -> None:
     assert "Ranks wait for rank 1: 50 µs on average (0.6 % of a step), rank 0 longest" in flowed(
-        samples.plan(max_rank_seconds=8.2e-3)
+        samples.plan(max_rank_seconds=8.2e-3), full=True
     )
     even = tuple(msgspec.structs.replace(t, seconds=8.2e-3) for t in samples.plan().ranks)
-    assert "No rank waits for another." in flowed(samples.plan(ranks=even))
+    assert "No rank waits for another." in flowed(samples.plan(ranks=even), full=True)
 
 
 def test_what_more_memory_would_buy_is_shown() -> None:

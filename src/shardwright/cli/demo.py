@@ -15,7 +15,8 @@ from shardwright.core.job import named_files, read_job
 from shardwright.core.outputs import REPORT, check_output
 from shardwright.core.plan import Plan
 from shardwright.lab.session import check, run
-from shardwright.report.table import plan_summary
+from shardwright.planner.statistics import memory_prices, statistics
+from shardwright.report.plan_report import plan_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def execute(options: argparse.Namespace) -> int:
     check(job, folder)
     check_output(report, REPORT, named_files(job), "--out")
     made = planned(job)
-    shared.show(plan_summary(made))
+    shared.show(plan_report(made, statistics(made), memory_prices(made)))
     print(_announcement(made), file=sys.stderr, flush=True)
     session = run(made, folder, sys.stderr)
     code = finish(session)

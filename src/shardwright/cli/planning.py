@@ -15,6 +15,7 @@ from shardwright.lab.recordings import plan
 from shardwright.planner.search.watch import Watch
 
 FIRST, LONGER = 2.0, 1.5  # seconds until the first line; by how much each waits longer
+LONG = 10.0  # seconds after which a limit is worth a hint
 
 
 def planned(job: Job) -> Plan:
@@ -68,11 +69,12 @@ class Listener:
 
 def progress_line(watch: Watch) -> str:
     """How a search stands."""
-    how = f"searching for {watch.elapsed:.0f} s"
+    how = f"planning for {watch.elapsed:.0f} s"
     if watch.best is None:
         return f"{how}: no plan yet (Ctrl-C gives up)"
     found = f"{how}: {format_seconds(watch.best)} per step so far"
     if watch.bound:
         found += f", gap {max(watch.best / watch.bound - 1, 0) * 100:.1f} %"
-    limit = "" if watch.seconds < float("inf") else "; planner.time_limit limits the search"
+    unlimited = watch.seconds == float("inf") and watch.elapsed > LONG
+    limit = "; planner.time_limit limits the search" if unlimited else ""
     return f"{found} (Ctrl-C keeps it{limit})"

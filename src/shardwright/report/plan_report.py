@@ -6,6 +6,7 @@ The sheets of its tables and kernels, what they are asked for and what that take
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -23,6 +24,7 @@ from shardwright.report.table import drawn, listed, spaced
 from shardwright.report.wording import percent, printable, ranks_text
 
 EVERYTHING = 10**6  # rows that a full report may have
+FIRST_TABLES, FIRST_RANKS = 6, 4  # rows of a short one, beside those of the smaller tables
 STEPS = "Every number step by step: shardwright explain plan.json --statistic NAME"
 MORE = ", and --tensor NAME for a table. Every sheet, table and rank: shardwright plan --full."
 MORE_WITHOUT_TABLES = ". Every sheet and rank: shardwright plan --full."
@@ -32,45 +34,60 @@ def plan_report(
     plan: Plan, statistics: Statistics, prices: Sequence[MemoryPrice], *, full: bool = False
 ) -> RenderableType:
     """What a reader of a plan looks for first; ``full`` leaves no sheet and no row out."""
-    most_tables = EVERYTHING if full else plan_sheets.MOST_TABLES
-    most_ranks = EVERYTHING if full else plan_sheets.MOST_RANKS
-    few = len(plan.tables) <= plan_sheets.MOST_TABLES
     tabled = bool(plan.tables)
-    lookups = tabled and (full or (few and not is_plain(statistics)))
-    kernels = tabled and (full or len(statistics.kernels) > 1)
-    shown = [
-        plan_sheets.tables_sheet(plan, most_tables) if tabled else None,
-        lookups_sheet(statistics) if lookups else None,
-        storage_sheet(plan, statistics) if full and tabled else None,
-        seconds_sheet(statistics) if full and tabled else None,
-        plan_sheets.units_sheet(plan) if plan.units else None,
-        plan_sheets.ranks_sheet(plan, most_ranks),
-        sheets.times_sheet(plan, statistics, most_ranks),
+    verdict = [
+        plan_sheets.fits_line(plan),
+        plan_sheets.search_line(plan),
+        *filter(None, [plan_sheets.checkpointing_line(plan)]),
+        *(sheets.waiting_lines(statistics) if full else ()),
+        sheets.price_line(prices),
     ]
-    details = [
-        sheets.parts_sheet(plan, statistics) if full else None,
-        sheets.critical_sheet(statistics) if full else None,
+    shown = _every_sheet(plan, statistics) if full else _first_sheets(plan)
+    assumed = plan_sheets.assumptions(plan)
+    return spaced(
+        Text(plan_sheets.headline(plan), style="bold"),
+        Text("\n".join(verdict)),
+        *(drawn(sheet) for sheet in shown if sheet is not None),
+        listed("Not searched to the end", sheets.skipped_lines(plan)),
+        listed("Assumptions", assumed) if full else _in_one_line(assumed),
+        Text(STEPS + (MORE if tabled else MORE_WITHOUT_TABLES), style="dim"),
+    )
+
+
+def _in_one_line(assumed: Sequence[str]) -> Text | None:
+    return Text(f"Assumed: {'; '.join(assumed)}.") if assumed else None
+
+
+def _first_sheets(plan: Plan) -> list[Sheet | None]:
+    """Where everything lies, and what every rank holds, the largest and fullest first; what columns
+    mean is said in the full report."""
+    placed = [
+        plan_sheets.tables_sheet(plan, FIRST_TABLES) if plan.tables else None,
+        plan_sheets.units_sheet(plan) if plan.units else None,
+    ]
+    bare = [replace(sheet, note="") for sheet in placed if sheet is not None]
+    return [*bare, plan_sheets.ranks_sheet(plan, FIRST_RANKS)]
+
+
+def _every_sheet(plan: Plan, statistics: Statistics) -> list[Sheet | None]:
+    """All that a plan adds up to."""
+    tabled = bool(plan.tables)
+    return [
+        plan_sheets.tables_sheet(plan, EVERYTHING) if tabled else None,
+        lookups_sheet(statistics) if tabled else None,
+        storage_sheet(plan, statistics) if tabled else None,
+        seconds_sheet(statistics) if tabled else None,
+        plan_sheets.units_sheet(plan) if plan.units else None,
+        plan_sheets.ranks_sheet(plan, EVERYTHING),
+        sheets.times_sheet(plan, statistics, EVERYTHING),
+        sheets.parts_sheet(plan, statistics),
+        sheets.critical_sheet(statistics),
         sheets.evenness_sheet(plan, statistics),
         sheets.tiers_sheet(plan, statistics),
         *(sheets.ledger_sheet(ledger) for ledger in statistics.ledgers),
         sheets.bottlenecks_sheet(plan, statistics) if tabled else None,
-        kernels_sheet(statistics) if kernels else None,
+        kernels_sheet(statistics) if tabled else None,
     ]
-    verdict = [
-        plan_sheets.search_line(plan),
-        *filter(None, [plan_sheets.checkpointing_line(plan)]),
-        *sheets.waiting_lines(statistics),
-        sheets.price_line(prices),
-    ]
-    return spaced(
-        Text(plan_sheets.headline(plan), style="bold"),
-        *(drawn(sheet) for sheet in shown if sheet is not None),
-        Text("\n".join(verdict)),
-        *(drawn(sheet) for sheet in details if sheet is not None),
-        listed("Not searched to the end", sheets.skipped_lines(plan)),
-        listed("Assumptions", plan_sheets.assumptions(plan)),
-        Text(STEPS + (MORE if tabled else MORE_WITHOUT_TABLES), style="dim"),
-    )
 
 
 def kernels_sheet(statistics: Statistics) -> Sheet:
@@ -169,14 +186,3 @@ def seconds_sheet(statistics: Statistics) -> Sheet:
 
 def _seconds_of(part: str) -> Callable[[TableStatistics], str]:
     return lambda table: format_seconds(table.parts.get(part, 0.0))
-
-
-def is_plain(statistics: Statistics) -> bool:
-    """Whether every table is one pooled, unweighted lookup of one id per sample, and not cached."""
-    return all(
-        table.pooled
-        and not table.weighted
-        and table.load_factor is None
-        and (table.features, table.pooling_factor, table.num_poolings) == (1, 1.0, 1.0)
-        for table in statistics.tables
-    )

@@ -60,6 +60,19 @@ def headline(plan: Plan) -> str:
     )
 
 
+def fits_line(plan: Plan) -> str:
+    """The fullest rank beside what it may fill."""
+    budget = budget_of(plan)
+    held = f"{_decisive(plan)}_bytes"
+    fullest = max(plan.ranks, key=lambda totals: getattr(totals, held))
+    share = f" ({percent(getattr(fullest, held) / budget)})" if budget else ""
+    where = f" in {fullest.peak_phase}" if plan.units else ""
+    return (
+        f"Fits: {format_bytes(getattr(fullest, held))} of {format_bytes(budget)} "
+        f"{_decisive(plan).upper()}{share} on rank {fullest.rank}, the fullest{printable(where)}."
+    )
+
+
 def search_line(plan: Plan) -> str:
     """How good the plan is and what finding it took, in one line."""
     slowest = f"The slowest rank takes {format_seconds(plan.max_rank_seconds)} per step"
@@ -110,6 +123,7 @@ class _Bundle:
 
     tables: tuple[TablePlan, ...]
     label: str
+    smaller: bool = False  # what is left beside those that have rows of their own
 
     @property
     def nbytes(self) -> int:
@@ -142,6 +156,7 @@ def tables_sheet(plan: Plan, most: int = MOST_TABLES) -> Sheet:
         key=lambda b: (
             -weight[b.tables[0].sharding_type],
             b.tables[0].sharding_type,
+            b.smaller,
             -b.nbytes,
         ),
     )
@@ -180,7 +195,9 @@ def _bundles(tables: Sequence[TablePlan], most: int) -> list[_Bundle]:
     for bundle in bundles[most:]:
         for t in bundle.tables:
             rest.setdefault((t.sharding_type, t.compute_kernel), []).append(t)
-    smaller = [_Bundle(tuple(r), f"{counted(len(r), 'smaller table')}") for r in rest.values()]
+    smaller = [
+        _Bundle(tuple(r), counted(len(r), "smaller table"), smaller=True) for r in rest.values()
+    ]
     return bundles[:most] + smaller
 
 

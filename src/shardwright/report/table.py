@@ -17,7 +17,7 @@ from shardwright.core.cluster import Calibration, Figure
 from shardwright.core.measurement import Comparison
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
-from shardwright.report import comparison_sheets, plan_sheets
+from shardwright.report import comparison_sheets
 from shardwright.report.difference import Difference, Unit, Value, differences
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable
@@ -27,7 +27,6 @@ __all__ = [
     "comparison_summary",
     "differences",
     "plan_difference",
-    "plan_summary",
     "text_of",
 ]
 
@@ -42,18 +41,6 @@ def text_of(renderable: RenderableType, *, color: bool = False) -> str:
     with console.capture() as drawn:
         console.print(renderable)
     return drawn.get()
-
-
-def plan_summary(plan: Plan) -> RenderableType:
-    """The plan's tables, dense units, ranks, search and assumptions."""
-    return spaced(
-        Text(plan_sheets.headline(plan), style="bold"),
-        drawn(plan_sheets.tables_sheet(plan)) if plan.tables else None,
-        drawn(plan_sheets.units_sheet(plan)) if plan.units else None,
-        drawn(plan_sheets.ranks_sheet(plan)),
-        Text(plan_sheets.search_line(plan)),
-        listed("Assumptions", plan_sheets.assumptions(plan)),
-    )
 
 
 def comparison_summary(comparison: Comparison) -> RenderableType:
