@@ -61,7 +61,7 @@ def _tries(job: Job, model_of: ModelOf, watch: Watch) -> Iterator[tuple[str, Fou
         if reason := _not_run(model) if policy != "none" else "":
             if "none" in policies:
                 return
-            wanted = f"'none' for a {model.kind} {reason}"
+            wanted = f"'none' for a model {reason}"
             raise InputError(expected("memory.checkpointing", wanted, f"'{policy}'"))
         found = search(job, model, watch)
         yield policy, found
@@ -72,7 +72,7 @@ def _tries(job: Job, model_of: ModelOf, watch: Watch) -> Iterator[tuple[str, Fou
 def _not_run(model: ModelSpec) -> str:
     """Why a model is not run as it was recorded with checkpointing; empty where it is."""
     if not any(unit.checkpointed for unit in model.units):
-        return "in which no part repeats"
+        return "in which no part repeats, or parts write buffers in a forward, as BatchNorm does"
     backward = (moment.piece.point for moment in model.step.backward)
     return "with tables in parts that repeat" if "lookup" in backward else ""
 
