@@ -111,6 +111,8 @@ class Uses(nn.Module):
         self.offsets = nn.EmbeddingBag(20, 8)
         self.largest = nn.EmbeddingBag(20, 8, mode="max")
         self.fine = nn.Embedding(20, 8, sparse=sparse)
+        self.held = nn.Embedding(20, 8)
+        self.holder = nn.ModuleDict({"also": self.held})
         self.layers = nn.ModuleList(
             nn.ModuleDict({"place": nn.Embedding(20, 8), "out": nn.Linear(8, 8)}) for _ in range(5)
         )
@@ -120,6 +122,7 @@ class Uses(nn.Module):
         x = x + self.read(ids) + self.read.weight.mean(0) + self.fine(ids) + self.normed(ids)
         each = torch.arange(len(ids))
         x = x + self.offsets(ids, each) + self.largest(ids.unsqueeze(1))
+        x = x + self.held(ids) + self.holder["also"](ids)
         for layer in self.layers:
             x = layer["out"](x + layer["place"](ids))
         return self.head(x)

@@ -41,6 +41,7 @@ def units_of(made: Plan) -> set[str]:
 
 REASONS = {
     "tied": "a shared weight",
+    "held": "a shared weight",
     "read": "a use of its weight",
     "twice": "looked up several times in a step",
     "normed": "with max_norm or scale_grad_by_freq",

@@ -6,13 +6,15 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from msgspec import UNSET
+from torch import nn
 
 from shardwright.core.errors import InputError, MismatchError, NoPlanError
 from shardwright.core.job import Job, checkpointing_of, parse_job
 from shardwright.core.model import ModelSpec
 from shardwright.core.plan import Plan, sealed
-from shardwright.lab.recordings import described, plan
+from shardwright.lab.recordings import described, plan, plan_module
 from shardwright.planner import explain, planner
 
 AMPLE = 2**30
@@ -167,6 +169,16 @@ def test_a_model_without_blocks_has_nothing_to_choose() -> None:
     tables = [{"name": "a", "rows": 9, "dim": 16}]
     with pytest.raises(InputError, match="which has no blocks"):
         parse_job({"tables": tables, "planner": {"dense": {"checkpointing": ["full"]}}})
+
+
+def test_blocks_that_write_buffers_would_write_them_again_in_a_backward() -> None:
+    def build() -> nn.Module:
+        blocks = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(5))
+        return nn.Sequential(*blocks)
+
+    with pytest.raises(InputError, match=r"memory.checkpointing: expected 'none' .* as BatchNorm"):
+        plan_module(build, torch.randn(4, 8), memory={"checkpointing": "full"})
+    assert plan_module(build, torch.randn(4, 8)).search.tried is UNSET
 
 
 def test_a_checkpointed_unit_says_what_it_saves_and_costs() -> None:

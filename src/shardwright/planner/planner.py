@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.job import Job, checkpointing_of, with_checkpointing
 from shardwright.core.model import ModelSpec
 from shardwright.core.plan import Plan, Tried
@@ -58,23 +58,15 @@ def _tries(job: Job, model_of: ModelOf, watch: Watch) -> Iterator[tuple[str, Fou
     policies = checkpointing_of(job)
     for policy in sorted(policies, key=lambda name: name != "none"):
         model = _with(model_of, policy)(job)
-        if reason := _not_run(model) if policy != "none" else "":
+        if reason := shortage.not_run(model) if policy != "none" else "":
             if "none" in policies:
                 return
-            wanted = f"'none' for a {model.kind} {reason}"
-            raise InputError(expected("memory.checkpointing", wanted, f"'{policy}'"))
+            wanted = f"'none' for a model {reason}"
+            raise UnsupportedError(expected("memory.checkpointing", wanted, f"'{policy}'"))
         found = search(job, model, watch)
         yield policy, found
         if policy == "none" and found.draft is not None and not found.gave_up:
             return
-
-
-def _not_run(model: ModelSpec) -> str:
-    """Why a model is not run as it was recorded with checkpointing; empty where it is."""
-    if not any(unit.checkpointed for unit in model.units):
-        return "in which no part repeats"
-    backward = (moment.piece.point for moment in model.step.backward)
-    return "with tables in parts that repeat" if "lookup" in backward else ""
 
 
 def _with(model_of: ModelOf, policy: str) -> ModelOf:

@@ -11,7 +11,7 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.errors import NoPlanError, ShardwrightError
 from shardwright.core.job import CHOSEN_FROM, Job, checkpointing_of, with_checkpointing
 from shardwright.core.memory_section import HAVE_BLOCKS
-from shardwright.core.model import TableSpec
+from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.plan import Tried
 from shardwright.core.quantities import format_bytes
 from shardwright.planner.draft import Draft, TablesDraft
@@ -271,12 +271,22 @@ def _with(job: Job, section: str, **changes: Any) -> Job:
     return msgspec.structs.replace(job, **{section: changed})
 
 
+def not_run(model: ModelSpec) -> str:
+    """Why a model is not run as it was recorded with checkpointing; empty where it is."""
+    if not any(unit.checkpointed for unit in model.units):
+        return "in which no part repeats, or parts write buffers in a forward, as BatchNorm does"
+    backward = (moment.piece.point for moment in model.step.backward)
+    return "with tables in parts that repeat" if "lookup" in backward else ""
+
+
 def _fits(model_of: ModelOf, job: Job, watch: Watch) -> bool:
     """Whether a plan of ``job`` is found that fits."""
     try:
         model = model_of(job)
         problem = make_problem(job, model)
     except ShardwrightError:  # a way out that is none: too small for its own reservation, say
+        return False
+    if "none" not in checkpointing_of(job) and not_run(model):
         return False
     if not model.is_trained:
         return fits_somehow(space_of(problem, problem.tables, problem.capacity), watch)

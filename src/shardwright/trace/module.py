@@ -70,10 +70,13 @@ def record(subject: Subject) -> Recording:
     held = list(held_tensors(module))
     for tensor in (*held, *before):
         recorder.adopt(tensor)
+    written = _written(subject.checkpointed)
     try:
         watched = watching(recorder, module, subject.units, subject.cast)
         with _garbage_stays(), watched, recorder, subject.around():
             returned = _step(recorder, subject)
+        # what a forward writes, as BatchNorm its statistics, would be written again in the backward
+        checkpointed = subject.checkpointed if written == _written(subject.checkpointed) else {}
         pieces, given_bytes = recorder.finished(), recorder.given
         trained = None if not subject.freezes else _with_gradient(module)
     except ShardwrightError:
@@ -89,9 +92,7 @@ def record(subject: Subject) -> Recording:
         raise NoUnitsError(strange)
     return Recording(
         pieces=pieces,
-        units=tuple(
-            recorded_units(module, subject.units, subject.series, trained, subject.checkpointed)
-        ),
+        units=tuple(recorded_units(module, subject.units, subject.series, trained, checkpointed)),
         series=subject.series,
         buffers=storage_bytes(t for t in held if not isinstance(t, nn.Parameter)),
         inputs=storage_bytes(before) + given_bytes,
@@ -148,6 +149,11 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages of tensors, each counted once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({key_of(storage): storage.nbytes() for storage in storages}.values())
+
+
+def _written(parts: Iterable[nn.Module]) -> list[tuple[int, int]]:
+    """What is another list after a buffer of ``parts`` was written or replaced."""
+    return [(id(buffer), buffer._version) for part in parts for buffer in part.buffers()]
 
 
 def _trained(result: Any) -> torch.Tensor:

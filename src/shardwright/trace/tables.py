@@ -23,9 +23,9 @@ Embedding = nn.Embedding | nn.EmbeddingBag
 def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:
     """Every embedding inside of a module, by its path, and why it cannot be a table; empty where it
     can, as far as can be said before it is called."""
-    places = Counter(
+    places = Counter(  # a module in two places has its weight in two
         id(parameter)
-        for part in module.modules()
+        for _, part in module.named_modules(remove_duplicate=False)
         for parameter in part._parameters.values()
         if parameter is not None
     )
