@@ -222,8 +222,8 @@ def test_an_unknown_tensor_is_refused_with_the_known_ones(made: Plan) -> None:
     with pytest.raises(InputError) as caught:
         explain.explain_tensor(made, "tpo")
     assert str(caught.value) == (
-        "--tensor: expected one of t_data_parallel, t_table_wise, t_row_wise, t_column_wise, "
-        "bottom, top, got 'tpo'."
+        "--tensor or --unit: expected one of t_data_parallel, t_table_wise, t_row_wise, "
+        "t_column_wise, bottom, top, got 'tpo'."
     )
 
 
@@ -658,7 +658,7 @@ def test_why_not_tries_what_a_search_looks_at_on_request_only(
 
 
 def test_why_not_needs_a_table_and_a_type_or_kernel(made: Plan) -> None:
-    known = r"^--tensor: expected a table or a unit: t_data_parallel, "
+    known = r"^--tensor or --unit: expected a table or a unit: t_data_parallel, "
     with pytest.raises(InputError, match=known):
         explain.why_not(made, "tpo", "row_wise")
     with pytest.raises(InputError, match=r"^--why-not: expected one of data_parallel, .*quant_uvm"):

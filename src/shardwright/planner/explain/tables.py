@@ -43,7 +43,7 @@ def explain_tensor(plan: Plan, name: str, again: RecordAgain | None = None) -> l
             assert isinstance(draft, StepDraft)
             return list(explain_unit(plan, draft, choice, again))
     known = [t.name for t in plan.tables] + [u.name for u in plan.units]
-    raise InputError(expected("--tensor", f"one of {', '.join(known)}", f"'{name}'"))
+    raise InputError(expected("--tensor or --unit", f"one of {', '.join(known)}", f"'{name}'"))
 
 
 def derived(problem: Problem, placed: Placed, run_index: int) -> Derived:

@@ -93,7 +93,7 @@ def why_not_table(plan: Plan, name: str, wanted: str) -> WhyNot:
     index = next((i for i, t in enumerate(plan.tables) if name in (t.name, t.fqn)), None)
     if index is None:
         known = ", ".join([t.name for t in plan.tables] + [u.name for u in plan.units])
-        raise InputError(expected("--tensor", f"a table or a unit: {known}", f"'{name}'"))
+        raise InputError(expected("--tensor or --unit", f"a table or a unit: {known}", f"'{name}'"))
     table = plan.tables[index]
     chosen = table.sharding_type if wanted in TYPES else table.compute_kernel
 
