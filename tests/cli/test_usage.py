@@ -83,7 +83,7 @@ def test_an_unforeseen_error_is_called_a_bug(call: Any, job: Any, monkeypatch: A
     def broken(_: Any) -> None:
         raise ZeroDivisionError("first\nsecond")
 
-    monkeypatch.setattr(shardwright.cli.plan, "plan", broken)
+    monkeypatch.setattr(shardwright.cli.plan, "planned", broken)
     call("plan", job).refuses(1, "internal error: ZeroDivisionError: first", "SHARDWRIGHT_LOG")
     monkeypatch.setenv("SHARDWRIGHT_LOG", "debug")
     with pytest.raises(ZeroDivisionError):
@@ -96,5 +96,5 @@ def test_ctrl_c_is_130(call: Any, job: Any, monkeypatch: Any) -> None:
     def interrupted(_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shardwright.cli.plan, "plan", interrupted)
+    monkeypatch.setattr(shardwright.cli.plan, "planned", interrupted)
     call("plan", job).refuses(130, "interrupted")

@@ -76,9 +76,11 @@ def outcome(folder: Path) -> Outcome:
     return decode_outcome(path.read_bytes(), str(path))
 
 
-def hurt(folder: Path, rank: int, number: signal.Signals) -> tuple[int, str]:
+def hurt(
+    folder: Path, rank: int, number: signal.Signals, timeout: float = HANGS
+) -> tuple[int, str]:
     """Start an endless run, send ``rank`` a signal in the middle; code and stderr."""
-    line = command(folder, 10_000_000, timeout=TIMEOUT)
+    line = command(folder, 10_000_000, timeout=timeout)
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         reading = wait_for_step(folder, rank, process)
@@ -113,7 +115,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(folder: Path, rank: int) -> Non
 
 @pytest.mark.slow
 def test_a_hung_rank_ends_the_run_within_its_timeout_and_is_named(folder: Path) -> None:
-    code, errors = hurt(folder, 1, signal.SIGSTOP)
+    code, errors = hurt(folder, 1, signal.SIGSTOP, TIMEOUT)
     assert code == 5
     waited = re.search(r"rank 1 made no progress for (\d+) s", errors)
     assert waited is not None

@@ -103,7 +103,7 @@ class TablePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(value for shard, value in pairs for _ in range(shard.run.count))
 
 
-class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was chosen for a dense unit: its modules, a placement for each role, and whether full
     weights go after forward.
 

@@ -106,7 +106,8 @@ class Training:
     def _one_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Batch]
     ) -> float:
-        loss = self.task.loss(model, self._tensors(next(batches)))
+        batch = self._tensors(next(batches))  # kept to the end of the step, as a plan counts it
+        loss = self.task.loss(model, batch)
         value = loss.item()
         self.guard.look([loss.detach()], ["loss"], lambda: [loss.detach()])
         loss.backward()
