@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -29,6 +30,25 @@ def test_a_long_search_is_heard_less_and_less_often(monkeypatch: pytest.MonkeyPa
     assert len(lines) < 15
 
 
+@pytest.fixture
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """Also where the tests themselves run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Listener(io.StringIO()) as listener:
+            signal.raise_signal(signal.SIGINT)
+        assert not listener.interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c_interrupts")
 def test_ctrl_c_keeps_the_best_plan_and_gives_up_where_there_is_none() -> None:
     watch = Watch()
     with Listener(io.StringIO()) as listener:

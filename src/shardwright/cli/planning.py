@@ -35,7 +35,8 @@ class Listener:
         self._before: Any = None
 
     def __enter__(self) -> Listener:
-        if threading.current_thread() is threading.main_thread():
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if threading.current_thread() is threading.main_thread() and not ignored:
             self._before = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
