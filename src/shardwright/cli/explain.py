@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.cli import options as shared
@@ -18,6 +18,7 @@ from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import PHASES, decode, phase_peaks
 from shardwright.planner import explain
 from shardwright.planner.statistics.times import parts_of
+from shardwright.planner.strategy.found import ModelOf
 from shardwright.report.wording import TEXT_LIMIT, printable, ranks_text
 
 MOST_GROUPS = 8  # of ranks that are alike
@@ -213,7 +214,7 @@ def _as_json(explanation: explain.Explanation) -> dict[str, object]:
     }
 
 
-def _again(plan: Plan) -> Callable[[Job], ModelSpec]:
+def _again(plan: Plan) -> ModelOf:
     """Records the plan's model, with the plan's tables, as a job says."""
 
     def described(job: Job) -> ModelSpec:

@@ -9,12 +9,13 @@ from shardwright.core.plan import Plan
 from shardwright.planner.explain import evenness, lower_bound, memory, ranks, tables
 from shardwright.planner.explain.basis import Fact, basis
 from shardwright.planner.explain.explanation import Explanation, Subject
-from shardwright.planner.explain.recompute import RecordAgain, draft_of
+from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.explain.tables import explain_tensor
 from shardwright.planner.explain.why_not import WANTED, WhyNot, why_not_table
 from shardwright.planner.explain.why_not_unit import WAYS, why_not_unit
 from shardwright.planner.statistics import statistics
 from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.strategy.found import ModelOf
 
 __all__ = [
     "STATISTICS",
@@ -63,7 +64,7 @@ def explain_statistic(
     return list(STATISTICS[name](subject))
 
 
-def why_not(plan: Plan, name: str, wanted: str, again: RecordAgain | None = None) -> WhyNot:
+def why_not(plan: Plan, name: str, wanted: str, again: ModelOf | None = None) -> WhyNot:
     """What ``wanted`` would do to a table or a unit, everything else in place; ``again`` records
     the model with another checkpointing policy."""
     unit = next((u for u in plan.units if name in (u.name, *u.members, *u.modules)), None)

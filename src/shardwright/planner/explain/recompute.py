@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,6 @@ import msgspec
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
 from shardwright.core.job import Job, checkpointing_of, with_checkpointing
-from shardwright.core.model import ModelSpec
 from shardwright.core.placement import Placement, describe
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.recording import Recording, check_recording
@@ -25,6 +24,7 @@ from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.statistics.holdings import as_planned, ranks_of
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy import bound_of
+from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.tally import Placed
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import UnitSpace, cut_evenly
@@ -81,10 +81,7 @@ def _check_batch(job: Job, recording: Recording) -> None:
         same("plan: bytes of the batch", recording.inputs, tokens)
 
 
-RecordAgain = Callable[[Job], ModelSpec]
-
-
-def recorded_with(plan: Plan, policy: str, again: RecordAgain | None) -> Problem:
+def recorded_with(plan: Plan, policy: str, again: ModelOf | None) -> Problem:
     """The plan's problem with a step that ``again`` records with another checkpointing policy.
 
     ShardwrightError where it is not recorded here, or is no longer the plan's model.

@@ -18,7 +18,7 @@ from shardwright.planner.explain.explanation import (
     finished,
     ranks_label,
 )
-from shardwright.planner.explain.recompute import RecordAgain, draft_of
+from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.explain.units import explain_unit
 from shardwright.planner.pricing import additive, native
 from shardwright.planner.pricing.evaluate import Derived, constants_of, traffic
@@ -26,10 +26,11 @@ from shardwright.planner.problem import Problem
 from shardwright.planner.statistics.tables import STORED, kernel_of, over_shards
 from shardwright.planner.statistics.tables import traffic as moved
 from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.tally import Placed
 
 
-def explain_tensor(plan: Plan, name: str, again: RecordAgain | None = None) -> list[Explanation]:
+def explain_tensor(plan: Plan, name: str, again: ModelOf | None = None) -> list[Explanation]:
     """Every step from sizes to bytes and seconds; ``name`` is a table, a unit or a dense tensor.
 
     ``again`` records the plan's model without checkpointing, which a unit with it is compared with.

@@ -17,10 +17,11 @@ from shardwright.core.tensor import element_bytes
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import Spent, UnitSeconds, walk
 from shardwright.planner.explain.explanation import REORDERED, Explanation, finished, ranks_label
-from shardwright.planner.explain.recompute import RecordAgain, recorded_with
+from shardwright.planner.explain.recompute import recorded_with
 from shardwright.planner.pricing.evaluate import constants_of
 from shardwright.planner.problem import Problem
 from shardwright.planner.step_draft import StepDraft, unit_events
+from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.unit_choice import UnitChoice
 
 UNIT_KINDS = ("weight", "gradient", "optimizer_state", "padding")
@@ -140,7 +141,7 @@ def _clock(name: str, value: Any) -> Amount:
 
 
 def explain_unit(
-    plan: Plan, draft: StepDraft, choice: UnitChoice, again: RecordAgain | None = None
+    plan: Plan, draft: StepDraft, choice: UnitChoice, again: ModelOf | None = None
 ) -> Iterator[Explanation]:
     """Bytes of each rank, bytes of the tensors, what checkpointing saves and costs, collectives of
     a step, seconds of a step; ``again`` records the model without checkpointing."""
@@ -198,7 +199,7 @@ def _checkpointing(
     amounts: UnitAmounts,
     choice: UnitChoice,
     where: str,
-    again: RecordAgain | None,
+    again: ModelOf | None,
 ) -> Iterator[Explanation]:
     """Bytes that its blocks do not keep for their backward, and seconds of computing again, beside
     the same blocks without checkpointing; nothing where they cannot be recorded here."""

@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.core.job import CHOSEN_FROM
 from shardwright.core.plan import Plan, UnitPlan
-from shardwright.planner.explain.recompute import RecordAgain, choice_of, draft_of, recorded_with
+from shardwright.planner.explain.recompute import choice_of, draft_of, recorded_with
 from shardwright.planner.explain.why_not import Trial, WhyNot, trial, verdict_of
 from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.unit_choice import UnitChoice, unit_choices
 
 PLACEMENTS = ("replicated", "sharded", "resharded", "kept")
 WAYS = (*PLACEMENTS, "checkpointed", *CHOSEN_FROM)
 
 
-def why_not_unit(plan: Plan, unit: UnitPlan, wanted: str, again: RecordAgain | None) -> WhyNot:
+def why_not_unit(plan: Plan, unit: UnitPlan, wanted: str, again: ModelOf | None) -> WhyNot:
     """Try ``wanted``: for one unit a placement, for all blocks, which are checkpointed alike, a
     policy. That takes another recording, which ``again`` makes.
 
@@ -74,7 +75,7 @@ def _placed(draft: StepDraft, choice: UnitChoice, wanted: str) -> Iterator[Trial
 
 
 def _checkpointed(
-    plan: Plan, unit: UnitPlan, draft: StepDraft, wanted: str, again: RecordAgain | None
+    plan: Plan, unit: UnitPlan, draft: StepDraft, wanted: str, again: ModelOf | None
 ) -> Iterator[Trial]:
     """All blocks under another policy, every unit placed as it is."""
     for policy in CHOSEN_FROM[1:] if wanted == "checkpointed" else (wanted,):

@@ -67,6 +67,15 @@ def table(space: Space) -> Table:
     )
 
 
+Relaxed = tuple[Table, Bound]
+
+
+def relaxed(space: Space) -> Relaxed:
+    """The options of a space, and the bound that follows from them."""
+    options = table(space)
+    return options, lower_bound(space, options)
+
+
 def lower_bound(space: Space, options: Table, *, roomy: bool = False) -> Bound:
     """The bound over all plans whose shards fit a rank each; ``roomy``: as if the ranks together
     had memory for any of them."""

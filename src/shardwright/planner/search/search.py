@@ -72,16 +72,16 @@ def search(
     enough: float = 0.0,
     known_bound: float = float("inf"),
     most_starts: int = len(STARTS),
+    relaxed: bounds.Relaxed | None = None,
 ) -> Outcome:
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
     ``first`` is improved before any other start, so the outcome is never worse than it. At
     ``enough`` seconds nothing better is looked for. Where the bound is not below ``known_bound``,
     that of the space which ``first`` is from, one more start is all that is tried; otherwise
-    ``most_starts`` are.
+    ``most_starts`` are. ``relaxed`` is the space's own relaxation where it is known.
     """
-    options = bounds.table(space)
-    found = bounds.lower_bound(space, options)
+    options, found = relaxed or bounds.relaxed(space)
     if not found.usable:
         return Outcome(None, float("inf"), found, 0, 0)
     watch = watch or Watch()

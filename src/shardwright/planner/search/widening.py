@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardwright.planner.search.bound import ROUNDING, lower_bound, table
+from shardwright.planner.search.bound import ROUNDING, relaxed
 from shardwright.planner.search.least import least_memory
 from shardwright.planner.search.search import SAME_BOUND, STARTS, Outcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
@@ -48,17 +48,14 @@ def _widened(space: Space, narrow: Callable[[Item, ItemOption], bool], watch: Wa
         for item, numbers in zip(space.items, kept, strict=True)
     )
     small = replace(space, items=items)
-    more_helps = _bound(space) < _bound(small) * (1 - SAME_BOUND)
-    inner = search(small, watch, most_starts=1 if more_helps else len(STARTS))
+    whole, part = relaxed(space), relaxed(small)
+    more_helps = whole[1].seconds < part[1].seconds * (1 - SAME_BOUND)
+    most = 1 if more_helps else len(STARTS)
+    inner = search(small, watch, most_starts=most, relaxed=part)
     first = inner.best
     if first is not None:
         options = tuple(kept[item][option] for item, option in enumerate(first.options))
         first = Assignment(options, first.slots)
     known = inner.bound.seconds if first is not None else float("inf")
-    outer = search(space, watch, first, known_bound=known)
+    outer = search(space, watch, first, known_bound=known, relaxed=whole)
     return replace(outer, tried=outer.tried + inner.tried, feasible=outer.feasible + inner.feasible)
-
-
-def _bound(space: Space) -> float:
-    """Seconds that no assignment is below."""
-    return lower_bound(space, table(space)).seconds
