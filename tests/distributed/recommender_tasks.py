@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from own_tasks import CPU, STEPS, built, measured, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
 from worlds import apart
 
+from shardwright.core.errors import RunError, UnsupportedError
 from shardwright.core.job import Job, parse_job, table_optimizer
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Event
@@ -18,9 +20,11 @@ from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.python import Given
 from shardwright.runtime.apply import apply
 from shardwright.runtime.embeddings.tables import ShardedTables
+from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.saving import load_checkpoint, save_checkpoint
 from shardwright.runtime.state import full_state_dict
+from shardwright.runtime.units.dstorage import storages_in
 from shardwright.tracker.memory import MemoryTracker
 
 BATCH, RATE, EPSILON = 6, 0.3, 1e-8
@@ -137,6 +141,66 @@ def refused(mesh: DeviceMesh, job: Job, made: Plan) -> list[str]:
         except Exception as error:
             said.append(str(error))
     return said
+
+
+def accumulated(
+    mesh: DeviceMesh, job: Job, made: Plan, *, guarded: bool, holds: bool
+) -> float | str:
+    """How far two steps whose gradients come in two backwards each are from those of whole batches,
+    or why there are none."""
+    task, found = task_of(job), []
+    batches = task.batches(mesh.get_local_rank(), mesh.size())
+    steps = [as_tensors(next(batches)) for _ in range(2)]
+    for parts in (1, 2):
+        guard = Guard(mesh) if guarded else None
+        model = apply(task_of(job).model(CPU), made, mesh, guard=guard)
+        optimizer = make_optimizer("sgd", optimizer_parameters(model), RATE)
+        try:
+            for batch in steps:
+                for number in range(parts):
+                    for storage in storages_in(model):
+                        storage.set_requires_gradient_sync(not holds or number == parts - 1)
+                    part = tree_map(lambda rows, at=number, of=parts: rows.chunk(of)[at], batch)
+                    (task.loss(model, part) / parts).backward()
+                if guard is not None:
+                    guard.settle()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        except UnsupportedError as error:
+            return str(error)
+        found.append(full_state_dict(model))
+    return max(apart(found[0][name], found[1][name]) for name in found[0])
+
+
+def goes_on(mesh: DeviceMesh, job: Job, made: Plan) -> float:
+    """How far tables move in a step after one that a guard refused."""
+    task, guard = task_of(job), Guard(mesh)
+    model = apply(task.model(CPU), made, mesh, guard=guard)
+    batch = as_tensors(next(task.batches(mesh.get_local_rank(), mesh.size())))
+    (task.loss(model, batch) * float("inf")).backward()
+    kept: list[RunError] = []
+    try:
+        guard.settle()
+    except RunError as error:
+        kept.append(error)
+    before = full_state_dict(model)
+    task.loss(model, batch).backward()
+    guard.settle()
+    after = full_state_dict(model)
+    return min(apart(before[table.fqn], after[table.fqn]) for table in made.tables) * len(kept)
+
+
+def under_autocast(mesh: DeviceMesh, job: Job, made: Plan, dtype: torch.dtype) -> str:
+    """What is said to a forward under autocast."""
+    task = task_of(job)
+    model = apply(task.model(CPU), made, mesh)
+    batch = as_tensors(next(task.batches(mesh.get_local_rank(), mesh.size())))
+    try:
+        with torch.autocast("cpu", dtype):
+            task.loss(model, batch).backward()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
 
 
 def scheduled(mesh: DeviceMesh, job: Job, made: Plan) -> dict[str, float]:

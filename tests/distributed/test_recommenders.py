@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import recommender_tasks as tasks
+import torch
 from pool import Pool
 
 from shardwright.core.plan import Plan
@@ -96,6 +97,40 @@ def test_a_table_follows_a_schedule_and_is_looked_up_without_training(pool: Pool
         assert found["users"] == 0
         assert all(found[path] > 0 for path in TABLES[1:])
         assert found["forward"] < tasks.CLOSE
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_gradients_of_tables_are_accumulated_until_a_guard_is_settled(
+    pool: Pool, optimizer: str, holds: bool
+) -> None:
+    train = {"table_optimizer": optimizer}
+    job = tasks.job_of(2, planner=forced("row_wise", "data_parallel"), train=train)
+    arguments = {"job": job, "made": plan(job), "guarded": True, "holds": holds}
+    for found in pool.run(2, tasks.accumulated, **arguments):
+        assert found < 10 * tasks.CLOSE
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_gradients_of_tables_are_not_accumulated_without_a_guard(pool: Pool, holds: bool) -> None:
+    job = tasks.job_of(2, planner=forced("row_wise", "data_parallel"))
+    arguments = {"job": job, "made": plan(job), "guarded": False, "holds": holds}
+    for found in pool.run(2, tasks.accumulated, **arguments):
+        assert "one backward before the optimizer's step" in found
+        assert "Hand a sw.Guard to apply" in found
+
+
+def test_what_a_guard_refused_is_forgotten_by_tables(pool: Pool) -> None:
+    job = tasks.job_of(2, planner=forced("row_wise", "data_parallel"))
+    assert all(moved > 0 for moved in pool.run(2, tasks.goes_on, job=job, made=plan(job)))
+
+
+def test_tables_are_refused_where_a_gradient_scaler_would_scale_them(pool: Pool) -> None:
+    job = tasks.job_of(1, planner=forced("row_wise"))
+    arguments = {"job": job, "made": plan(job)}
+    (said,) = pool.run(1, tasks.under_autocast, dtype=torch.float16, **arguments)
+    assert "under autocast: expected bfloat16" in said
+    assert pool.run(1, tasks.under_autocast, dtype=torch.bfloat16, **arguments) == [""]
 
 
 def test_a_module_of_tables_alone_trains(pool: Pool) -> None:

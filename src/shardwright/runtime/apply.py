@@ -56,7 +56,9 @@ def apply(
 
     Weights start from the model's own, or, on the meta device, from ``model.initial_block``. Tables
     are updated inside their backward, which raises :class:`RunError` on every rank, and updates no
-    row, where a row gradient is not finite; with a ``guard`` when that is settled. Parameters that
+    row, where a row gradient is not finite; with a ``guard`` when that is settled, by the gradients
+    of all backwards until then. Without one, :class:`UnsupportedError` where gradients are
+    accumulated over several. Parameters that
     the plan has no gradient for, since they got none when it was made, are frozen. Raises
     :class:`MismatchError` before anything moves if ranks disagree on plan, model or versions, or if
     the mesh or the model is not the plan's; :class:`UnsupportedError` for what this version plans
@@ -82,9 +84,10 @@ def apply(
     for unit in plan.units:
         _check_unit_blocks(unit, blocks, comm, [members[fqn] for fqn in unit.tensors])
     initial_block = _initial(model)
+    flow = Flow(plan.prefetch, guard)
     if plan.tables:
-        _shard_tables(model, plan, blocks, comm, initial_block, guard)
-    _shard_units(model, plan, comm, members, initial_block, Flow(plan.prefetch, guard))
+        _shard_tables(model, plan, blocks, comm, initial_block, flow)
+    _shard_units(model, plan, comm, members, initial_block, flow)
     vars(model).pop("initial_block", None)  # of one model only: what it keeps is needed no more
     _agree_on_replicas(comm, model)
     return model
@@ -266,7 +269,7 @@ def _shard_tables(
     blocks: list[Block],
     comm: Comm,
     initial: InitialBlock,
-    guard: Guard | None,
+    flow: Flow,
 ) -> None:
     """Every module of tables by one whose rows lie as the plan says."""
     step, train = plan.model.step, plan.job.train
@@ -274,7 +277,7 @@ def _shard_tables(
     for path in step.lookups:
         tables = tuple(table for table in plan.tables if step.tables_of(table.fqn) == path)
         route = make_route(tables, blocks, comm.size)
-        sharded: nn.Module = ShardedTables(tables, route, comm, initial, rate, guard, path=path)
+        sharded: nn.Module = ShardedTables(tables, route, comm, initial, rate, flow, path=path)
         own = model.get_submodule(path)
         if isinstance(own, (nn.Embedding, nn.EmbeddingBag)):
             sharded = RoutedEmbedding(path, own, sharded)

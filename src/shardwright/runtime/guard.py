@@ -25,9 +25,9 @@ _DOTTED = (torch.float32, torch.float64)
 class Guard:
     """What a rank has seen of a step's gradients, and the updates that wait for all ranks' word.
 
-    Given to ``apply``, it is over units and tables: call ``settle`` after every backward and before
-    the optimizer's step, and ``forget`` after an exception of your own in between. What it refuses
-    is a gradient whose squares do not add up to a finite number, for such squares are what
+    Given to ``apply``, it is over units and tables: call ``settle`` before the optimizer's step,
+    after all backwards of it, and ``forget`` after an exception of your own in between. What it
+    refuses is a gradient whose squares do not add up to a finite number, for such squares are what
     optimizers keep, and sums over ranks stay finite without them.
     """
 
@@ -78,6 +78,7 @@ class Guard:
         self.comm.all_reduce("whether gradients are finite", worst, largest=True)
         word = int(worst.item())
         if word != _FINE:
+            waiting.clear()  # whoever keeps the error does not keep them
             place = _FIRST - word
             ranks, largest = self._whose(found, place)
             raise not_finite(names[place], ranks, largest, self.comm.step)

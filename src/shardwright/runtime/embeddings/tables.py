@@ -2,19 +2,20 @@
 
 Forward: every rank sorts its ids by owner, sends row numbers, serves the rows it is asked for, and
 puts what comes back in order. Backward retraces the same route with gradients, and the owner
-updates its rows at once, or when a guard lets it: a table never has a dense gradient unless it is
-replicated. Gradients that are not finite on some rank update nothing.
+updates its rows at once, or by all that has arrived when a guard over the step is settled. A table
+never has a dense gradient unless it is replicated. Gradients that are not finite update nothing.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwright.core.errors import InputError, PeerError, UnsupportedError, expected
 from shardwright.core.plan import TablePlan
@@ -24,6 +25,8 @@ from shardwright.runtime.embeddings.guide import Guide, integers, interleave, re
 from shardwright.runtime.embeddings.route import Held, Route
 from shardwright.runtime.embeddings.store import InitialBlock, Store
 from shardwright.runtime.guard import Guard
+from shardwright.runtime.torch_private import outside_graphs
+from shardwright.runtime.units.flow import Flow
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -36,6 +39,42 @@ class _Trip:
     served: list[list[int]]  # [rank][group]: ids received from each rank
     rows: torch.Tensor  # row numbers served, by rank then group
     replica_rows: torch.Tensor | None  # rows of the replicated store [F_dp * B]
+    adds: bool  # whether units had gradients then, of a backward that no step came after
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """What a backward brought to the owners of rows, summed over ranks."""
+
+    rows: torch.Tensor  # row numbers served, by rank then group
+    served: list[list[int]]  # [rank][group]
+    gradients: list[torch.Tensor]  # by group, flat
+    dense: torch.Tensor | None  # of replicas [rows, D]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Waiting:
+    """Backwards whose rows are updated when a guard is settled, which alone keeps them."""
+
+    backwards: list[_Arrived]
+
+
+class _Steps:
+    """Counts the steps of every optimizer in this process."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.made += 1
+
+
+_steps = _Steps()
+
+
+@cache
+def _follow_steps() -> None:
+    register_optimizer_step_post_hook(_steps)
 
 
 class ShardedTables(nn.Module):
@@ -48,7 +87,7 @@ class ShardedTables(nn.Module):
         comm: Comm,
         initial: InitialBlock,
         learning_rate: float,
-        guard: Guard | None = None,
+        flow: Flow,
         *,
         path: str,
     ) -> None:
@@ -58,7 +97,10 @@ class ShardedTables(nn.Module):
         self.route = route
         self.comm = comm
         self.learning_rate = learning_rate
-        self.guard = guard  # updates wait for it; without one they are made in the backward
+        self.flow = flow  # of the units beside them
+        self._waiting: weakref.ref[_Waiting] | None = None
+        self._updated = -1  # steps of optimizers before the last update
+        _follow_steps()
         self.dim = tables[0].dim
         self.gradient_names = [f"gradient of {table.fqn}" for table in tables]
         device = torch.device(comm.mesh.device_type)
@@ -78,11 +120,18 @@ class ShardedTables(nn.Module):
         self.rides = replicas_ride(bool(self.stores), comm.size, replica_bytes)
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
 
+    @property
+    def guard(self) -> Guard | None:
+        """What updates wait for; without one they are made in the backward."""
+        return self.flow.guard
+
+    @outside_graphs
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look ``ids`` up; rows of feature f come from table f."""
         fault = self._fault(ids)
         if fault and not self.stores:
             raise InputError(fault)
+        self._refuse_scaling()
         found: torch.Tensor = _Lookup.apply(self.anchor, ids, self, fault)
         return found.transpose(0, 1)
 
@@ -120,7 +169,8 @@ class ShardedTables(nn.Module):
                 self._announce([[-1] * len(self.stores)] * self.comm.size)
             raise InputError(fault)
         by_feature = ids.t()
-        trip = _Trip(ids.shape[0], [], [], [], ids.new_empty(0), None)
+        adds = self._updated == _steps.made and self.flow.has_gradients
+        trip = _Trip(ids.shape[0], [], [], [], ids.new_empty(0), None, adds)
         back = None
         if self.stores:
             with probe.phase("exchange_ids"):
@@ -208,15 +258,15 @@ class ShardedTables(nn.Module):
         RunError on every rank, before anything is sent, where there is no guard to wait for and one
         of them is not finite.
         """
-        self._refuse_mixed_trips(trip)
+        self._refuse_accumulation(trip)
         probe = self.comm.probe
         guard = self.guard or Guard(self.comm)
-        dense, arrived = None, []
+        dense, parts = None, []
         with probe.phase("reduce"):
             if self.replicas.held:
                 dense = self._replica_gradient(gradient, trip, guard)
             if self.stores:
-                arrived = self._return(gradient, trip, dense if self.rides else None, guard)
+                parts = self._return(gradient, trip, dense if self.rides else None, guard)
                 probe.did(Action("exchange", "row_gradients", "reduce", "backward"))
             elif self.guard is None:
                 guard.settle()
@@ -224,33 +274,43 @@ class ShardedTables(nn.Module):
                 if not self.rides:
                     self.comm.all_reduce("reduce replicated tables", dense)
                 probe.did(Action("reduce", self.path, "reduce", "backward"))
-        update = partial(self._update, trip.rows, trip.served, arrived, dense)
+        arrived = _Arrived(trip.rows, trip.served, parts, dense)
+        waiting = None if self._waiting is None else self._waiting()
         if self.guard is None:
-            update()
+            self._update(_Waiting([arrived]))
+            self._updated = _steps.made
+        elif waiting is not None:
+            waiting.backwards.append(arrived)
         else:
-            guard.defer(update)
+            waiting = _Waiting([arrived])
+            self._waiting = weakref.ref(waiting)
+            guard.defer(partial(self._update, waiting))
 
     @torch.no_grad()
-    def _update(
-        self,
-        rows: torch.Tensor,
-        served: list[list[int]],
-        arrived: list[torch.Tensor],
-        dense: torch.Tensor | None,
-    ) -> None:
-        """Apply what arrived for the ``rows`` that were served, and the replicas' gradient."""
+    def _update(self, waiting: _Waiting) -> None:
+        """Change rows by the mean over ranks of what all backwards brought."""
         probe, rate = self.comm.probe, self.learning_rate
         scale = 1.0 / self.comm.size  # gradients are of each rank's own mean loss
+        backwards = waiting.backwards
         with probe.phase("step"):
-            numbers = regroup(rows, served) if self.stores else []
-            for store, own, part in zip(self.stores, numbers, arrived, strict=True):
-                store.update(own, part.view(-1, store.width).mul_(scale), rate)
-            if dense is not None:
-                self.replicas.update_all(dense.mul_(scale), rate)
+            numbers = [regroup(a.rows, a.served) for a in backwards if self.stores]
+            for place, store in enumerate(self.stores):
+                rows = _joined([parts[place] for parts in numbers])
+                gradient = _joined([a.gradients[place].view(-1, store.width) for a in backwards])
+                store.update(rows, gradient.mul_(scale), rate)
+            if self.replicas.held:
+                first, *others = (a.dense for a in backwards if a.dense is not None)
+                for other in others:
+                    first += other
+                self.replicas.update_all(first.mul_(scale), rate)
         probe.did(Action("update", self.path, "step", "backward"))
 
-    def _refuse_mixed_trips(self, trip: _Trip) -> None:
-        """Row-wise Adagrad is exact on a step's whole gradient, so one lookup to a backward."""
+    def _refuse_accumulation(self, trip: _Trip) -> None:
+        """Rows have no gradient that a later backward could add to, and row-wise Adagrad is exact
+        on a step's whole gradient only: without a guard there is one backward to an optimizer's
+        step, and one lookup to a backward."""
+        if self.guard is not None:
+            return
         others = [other for other in self._open if other is not trip]
         if others and any(table.optimizer != "sgd" for table in self.tables):
             raise UnsupportedError(
@@ -258,9 +318,34 @@ class ShardedTables(nn.Module):
                     "lookups before a backward of rowwise_adagrad tables",
                     "one",
                     f"{len(others) + 1}",
-                    "Look up once per backward, under no_grad otherwise, or train with sgd.",
+                    "Look up once per backward, under no_grad otherwise, train with sgd, or hand a "
+                    "guard to apply.",
                 )
             )
+        if self.flow.holds_back or (trip.adds and _steps.made == self._updated):
+            raise UnsupportedError(
+                expected(
+                    f"gradients of tables in '{self.path}'",
+                    "one backward before the optimizer's step, for it updates their rows",
+                    "gradients that are accumulated over several",
+                    "Hand a sw.Guard to apply and settle it once, before the optimizer's step.",
+                )
+            )
+
+    def _refuse_scaling(self) -> None:
+        """Gradients of float16 are scaled by a factor that rows would be updated with."""
+        kind = self.device.type
+        if torch.is_grad_enabled() and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            if dtype == torch.float16:
+                raise UnsupportedError(
+                    expected(
+                        f"tables in '{self.path}' under autocast",
+                        "bfloat16, whose gradients need no GradScaler",
+                        "float16",
+                        "Keep these embeddings dense, or use bfloat16.",
+                    )
+                )
 
     def _return(
         self, gradient: torch.Tensor, trip: _Trip, dense: torch.Tensor | None, guard: Guard
@@ -315,6 +400,10 @@ class ShardedTables(nn.Module):
         """Floats that ``counts`` [rank][group] rows of each group's width hold."""
         widths = [store.width for store in self.stores]
         return [[n * w for n, w in zip(row, widths, strict=True)] for row in counts]
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Lookup(torch.autograd.Function):

@@ -87,6 +87,19 @@ class Flow(UnitFlow):
             if unit is not None:
                 yield unit
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether backwards leave gradients to a later one to be reduced."""
+        return any(not unit.synchronise for unit in self.units())
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of an earlier backward are here, which the next one adds to."""
+        return any(
+            unit.gradients.is_here or any(p.grad is not None for p in unit.sharded.all)
+            for unit in self.units()
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Flow:
         made = memo[id(self)] = Flow(self.prefetch, self.guard)
         made.settings = dict(self.settings)
