@@ -190,6 +190,12 @@ def goes_on(mesh: DeviceMesh, job: Job, made: Plan) -> float:
     return min(apart(before[table.fqn], after[table.fqn]) for table in made.tables) * len(kept)
 
 
+def empty_bags(mesh: DeviceMesh, job: Job, made: Plan) -> torch.Tensor:
+    """What bags without ids come to."""
+    seen = apply(task_of(job).model(CPU), made, mesh).get_submodule("seen")
+    return seen(torch.zeros(3, 0, dtype=torch.int64)).detach()
+
+
 def under_autocast(mesh: DeviceMesh, job: Job, made: Plan, dtype: torch.dtype) -> str:
     """What is said to a forward under autocast."""
     task = task_of(job)

@@ -125,6 +125,13 @@ def test_what_a_guard_refused_is_forgotten_by_tables(pool: Pool) -> None:
     assert all(moved > 0 for moved in pool.run(2, tasks.goes_on, job=job, made=plan(job)))
 
 
+def test_bags_without_ids_are_zeros(pool: Pool) -> None:
+    job = tasks.job_of(2, planner=forced("row_wise", "data_parallel"))
+    for found in pool.run(2, tasks.empty_bags, job=job, made=plan(job)):
+        assert len(found) == 3
+        assert not found.any()
+
+
 def test_tables_are_refused_where_a_gradient_scaler_would_scale_them(pool: Pool) -> None:
     job = tasks.job_of(1, planner=forced("row_wise"))
     arguments = {"job": job, "made": plan(job)}

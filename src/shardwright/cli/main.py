@@ -22,6 +22,7 @@ LONGEST_MESSAGE = 4000  # characters; a list of known names may be long
 
 COMMANDS = {
     "demo": "plan, run, compare and report on this machine, 2 ranks, about a minute",
+    "init": "write a commented job to begin with: tables, a DLRM, a llama, a module of your own",
     "plan": "choose a placement for every table and unit of a job",
     "explain": "every step behind the numbers of a plan",
     "memory": "what every rank of a job takes, before it runs: by category, module and tensor",
@@ -37,6 +38,7 @@ COMMANDS = {
 
 EPILOG = """\
 example:
+  shardwright init python -o my_model.toml
   shardwright plan examples/demo.toml -o plan.json
   shardwright explain plan.json --tensor C3
   shardwright train examples/demo.toml -n 2

@@ -69,5 +69,6 @@ class RoutedEmbedding(nn.Module):
         if per_sample_weights is not None:
             return torch.bmm(per_sample_weights.unsqueeze(1), found).squeeze(1)
         if self.mode:
-            return found.sum(1) if self.mode == "sum" else found.mean(1)
+            is_mean = self.mode == "mean" and input.shape[1]  # of no ids torch gives zeros
+            return found.mean(1) if is_mean else found.sum(1)
         return found

@@ -1,0 +1,49 @@
+"""A model of one's own and its batches, as JOB names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+WORDS, CLASSES, LENGTH = 20_000, 10, 12
+
+
+class Classifier(nn.Module):
+    """Ids [B, LENGTH] -> logits [B, CLASSES]. It knows of no ranks."""
+
+    def __init__(self, dim: int = 64, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, dim)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.0, batch_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(dim, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits: Tensor = self.head(hidden.mean(1))
+        return logits
+
+
+def example(batch: int, generator: torch.Generator) -> tuple[tuple[Tensor], Tensor]:
+    """Ids, and the class that follows from the first of them."""
+    ids = torch.randint(WORDS, (batch, LENGTH), generator=generator)
+    return (ids,), ids[:, 0] % CLASSES
+
+
+def build(batch: int, dim: int = 64) -> tuple[nn.Module, tuple[Tensor], nn.Module, Tensor]:
+    """The module, what it is called with, its loss of result and targets, and the targets."""
+    inputs, targets = example(batch, torch.Generator().manual_seed(0))
+    return Classifier(dim), inputs, nn.CrossEntropyLoss(), targets
+
+
+def batches(batch: int, rank: int, seed: int) -> Iterator[tuple[tuple[Tensor], Tensor]]:
+    """Inputs and targets of every step: other ones on every rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    while True:
+        yield example(batch, generator)

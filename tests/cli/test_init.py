@@ -1,0 +1,68 @@
+"""``shardwright init``: what it writes can be planned as it is, and trained where it says so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.cli.init import KINDS, NAMES
+from shardwright.core.job import read_job
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_is_written_and_can_be_read(call: Any, kind: str, tmp_path: Path) -> None:
+    job = f"{NAMES.get(kind, kind)}.toml"
+    written = call("init", kind)
+    assert written.code == 0
+    assert written.out.startswith(f"wrote {job}\n")
+    assert f"  shardwright plan {job}\n" in written.out
+    assert read_job(tmp_path / job).model.kind == kind
+    for path in tmp_path.iterdir():
+        assert not re.search("JOB|MODULE", path.read_text())
+
+
+def test_a_name_is_said_in_all_that_is_written(call: Any, tmp_path: Path) -> None:
+    written = call("init", "python", "-o", "ranker.toml")
+    assert written.out.startswith("wrote ranker.toml\nwrote ranker.py\n")
+    assert 'python = "ranker:build"' in (tmp_path / "ranker.toml").read_text()
+    assert "shardwright plan ranker.toml" in (tmp_path / "ranker.toml").read_text()
+
+
+def test_a_file_that_is_there_stays(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text("mine = True\n")
+    call("init", "python").refuses(2, "my_model.py", "no file yet", "-o")
+    assert [path.name for path in tmp_path.iterdir()] == ["my_model.py"]
+    assert (tmp_path / "my_model.py").read_text() == "mine = True\n"
+
+
+@pytest.mark.parametrize("name", ["my-model.toml", "models/ranker.toml", "2.toml"])
+def test_a_name_that_python_cannot_import_is_refused(call: Any, name: str) -> None:
+    call("init", "python", "-o", name).refuses(2, "--out", "my_model.toml", name)
+
+
+def test_an_unknown_kind_is_answered_with_the_known_ones(call: Any) -> None:
+    call("init", "bert").refuses(2, "bert", *KINDS)
+
+
+def test_tables_are_planned_as_they_are(call: Any) -> None:
+    call("init", "tables")
+    assert "Fits" in call("plan", "tables.toml").out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dlrm", "llama", "python"])
+def test_what_is_written_is_trained_with_the_memory_of_its_plan(kind: str, tmp_path: Path) -> None:
+    def typed(*words: str) -> str:
+        line = [sys.executable, "-m", "shardwright", *words]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    typed("init", kind)
+    said = typed("train", f"{NAMES.get(kind, kind)}.toml", "--set", "train.steps=6")
+    assert "exact bytes equal on 2 of 2 ranks, peak " in said
