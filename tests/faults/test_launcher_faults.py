@@ -31,6 +31,12 @@ def workers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
 
 
+@pytest.fixture(autouse=True)
+def torchrun_has_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it takes long."""
+    monkeypatch.setattr(launching, "_LEAVE", 2 * HANGS)
+
+
 def run(folder: Path, fault: str, timeout: float = 20.0) -> tuple[Outcome, str]:
     said = io.StringIO()
     request = Launch("workers", (str(folder), fault), 2, folder, timeout, setup_timeout=60.0)
