@@ -9,6 +9,7 @@ PYTHON_ENV ?=
 JOBS ?= 2
 
 VENV := .venv
+TORCHREC := .venv-torchrec
 STAMP := $(VENV)/.installed
 
 ifeq ($(PYTHON_ENV),)
@@ -23,14 +24,15 @@ RUN := PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" "$(BIN)/python"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check existing
+.PHONY: help setup demo test test-all test-torchrec check existing
 
 help:
 	@printf '%s\n' \
 	  'make demo     plan, train, compare and report on this machine: two ranks, about a minute' \
 	  'make test     run the tests that are not slow    ARGS="-k name" goes to pytest' \
 	  'make test-all run all tests' \
-	  'make check    lint, format, types, floors' \
+	  'make test-torchrec tests of the planner for TorchRec, beside TorchRec in $(TORCHREC)' \
+  'make check    lint, format, types, floors' \
 	  'make setup    only make the environment in $(VENV)' \
 	  '' \
 	  'PYTHON=/path/to/python3       the interpreter that $(VENV) is made with (3.11 or later)' \
@@ -45,6 +47,11 @@ demo: $(ENVIRONMENT)
 test: CHOSEN := -m 'not slow'
 test test-all: $(ENVIRONMENT)
 	@$(RUN) -m pytest -n $(JOBS) $(CHOSEN) $(ARGS)
+
+test-torchrec:
+	@$(MAKE) --no-print-directory setup PYTHON_ENV= VENV=$(TORCHREC)
+	@"$(TORCHREC)/bin/python" -m pip install --quiet --no-deps -r requirements-torchrec.txt
+	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/validation" "$(TORCHREC)/bin/python" -m pytest -n $(JOBS) $(ARGS) tests/torchrec/adapter
 
 check: $(ENVIRONMENT)
 	$(RUN) -m ruff check .
