@@ -54,6 +54,30 @@ def test_tables_are_planned_as_they_are(call: Any) -> None:
     assert "Fits" in call("plan", "tables.toml").out
 
 
+def test_a_configuration_of_torchtitan_becomes_a_job(call: Any, tmp_path: Path) -> None:
+    parallelism = "[parallelism]\ndata_parallel_shard_degree = -1\n"
+    model = '[model]\nname = "llama3"\nflavor = "8B"\n'
+    (tmp_path / "titan.toml").write_text(f"[metrics]\nlog_freq = 1\n{model}{parallelism}")
+    call("init", "--from", "torchtitan", "titan.toml").refuses(2, "titan.toml", "-n")
+    written = call("init", "--from", "torchtitan", "titan.toml", "-n", 8, "-o", "job.toml")
+    assert written.out.startswith("wrote job.toml\n  shardwright memory job.toml\n")
+    assert "# Not read of it: metrics." in (tmp_path / "job.toml").read_text()
+    assert read_job(tmp_path / "job.toml").cluster.world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "neither"),
+        (("llama", "--from", "torchtitan", "x.toml"), "both"),
+        (("--from", "nemo", "x.toml"), "'nemo'"),
+        (("--from", "torchtitan", "x.toml"), "no such file"),
+    ],
+)
+def test_what_init_cannot_write_is_refused(call: Any, words: tuple[str, ...], said: str) -> None:
+    call("init", *words).refuses(2, said)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dlrm", "llama", "python"])
 def test_what_is_written_is_trained_with_the_memory_of_its_plan(kind: str, tmp_path: Path) -> None:

@@ -10,27 +10,10 @@ from published.devices import device_of
 from published.prediction import Prediction
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import parse_job
+from shardwright.core.torchtitan import FLAVORS
 from shardwright.lab.footprint import footprint
 
 GIB = 2**30
-Sizes = dict[str, int]
-
-
-def _sizes(layers: int, dim: int, heads: int, kv_heads: int, ffn_dim: int, vocab: int) -> Sizes:
-    names = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab")
-    return dict(zip(names, (layers, dim, heads, kv_heads, ffn_dim, vocab), strict=True))
-
-
-LLAMA_3 = 128_256
-MODELS: dict[tuple[str, str], Sizes] = {
-    ("2", "7b"): _sizes(32, 4096, 32, 32, 11_008, 32_000),
-    ("2", "13b"): _sizes(40, 5120, 40, 40, 13_824, 32_000),
-    ("2", "70b"): _sizes(80, 8192, 64, 8, 28_672, 32_000),
-    ("3", "8b"): _sizes(32, 4096, 32, 8, 14_336, LLAMA_3),
-    ("3", "70b"): _sizes(80, 8192, 64, 8, 28_672, LLAMA_3),
-    ("3", "405b"): _sizes(126, 16_384, 128, 8, 53_248, LLAMA_3),
-}
-"""Sizes of the published models, by generation and name."""
 
 # pytorch/torchtitan pull requests 859 and 1033: the loss is compiled where the model is
 LOSS_COMPILED_SINCE = 202_503
@@ -119,12 +102,13 @@ DEGREES = {
 """Degrees by TorchTitan's names, and by ours."""
 
 
-def _model(name: str) -> Sizes:
-    found = re.fullmatch(r"(?:meta-)?llama[-_ ]?(\d)(?:\.\d)?[-_ ]?(\d+b)", name.lower())
-    if found is None or found.groups() not in MODELS:
-        known = ", ".join(f"llama{generation}-{size}" for generation, size in MODELS)
+def _model(name: str) -> dict[str, Any]:
+    found = re.fullmatch(r"(?:meta-)?(llama)[-_ ]?(\d)(?:\.\d)?[-_ ]?(\d+b)", name.lower())
+    flavors = {} if found is None else FLAVORS.get(found[1] + found[2], {})
+    if found is None or found[3].upper() not in flavors:
+        known = ", ".join(f"{model}-{size}" for model, sizes in FLAVORS.items() for size in sizes)
         raise UnsupportedError(f"model {name!r}: not among {known}")
-    return MODELS[found[1], found[2]]
+    return flavors[found[3].upper()]
 
 
 def _checkpointing(row: Mapping[str, Any], assumptions: list[str]) -> str:

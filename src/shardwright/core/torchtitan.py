@@ -1,0 +1,266 @@
+"""A TorchTitan configuration (its TOML files) as a job whose memory is estimated.
+
+A key that changes memory is followed or refused by name. Sections that do not are left out, and so
+are single keys of the others; which, is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.pipelining.schedules import named
+
+Document = dict[str, dict[str, Any]]
+
+
+def _sizes(
+    layers: int, dim: int, heads: int, kv_heads: int, ffn_dim: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    names = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab")
+    return dict(zip(names, (layers, dim, heads, kv_heads, ffn_dim, vocab), strict=True)) | more
+
+
+def _qwen3(
+    layers: int, dim: int, heads: int, ffn_dim: int, *, tied: bool = False
+) -> dict[str, Any]:
+    more = {"head_dim": 128, "qk_norm": True, "tied_embeddings": tied}
+    return _sizes(layers, dim, heads, 8, ffn_dim, 151_936, **more)
+
+
+LLAMA_3 = 128_256  # words
+FLAVORS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama2": {
+        "7B": _sizes(32, 4096, 32, 32, 11_008, 32_000),
+        "13B": _sizes(40, 5120, 40, 40, 13_824, 32_000),
+        "70B": _sizes(80, 8192, 64, 8, 28_672, 32_000),
+    },
+    "llama3": {
+        "8B": _sizes(32, 4096, 32, 8, 14_336, LLAMA_3),
+        "70B": _sizes(80, 8192, 64, 8, 28_672, LLAMA_3),
+        "405B": _sizes(126, 16_384, 128, 8, 53_248, LLAMA_3),
+    },
+    "qwen3": {
+        "0.6B": _qwen3(28, 1024, 16, 3072, tied=True),
+        "1.7B": _qwen3(28, 2048, 16, 6144, tied=True),
+        "4B": _qwen3(36, 2560, 32, 9728, tied=True),
+        "8B": _qwen3(36, 4096, 32, 12_288),
+        "14B": _qwen3(40, 5120, 40, 17_408),
+        "32B": _qwen3(64, 5120, 64, 25_600),
+    },
+}
+"""Published sizes, by the names that TorchTitan gives models and their flavors."""
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam"}
+LEFT_OUT = (
+    *("job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "validation", "debug"),
+    *("fault_tolerance", "experimental"),
+)
+"""Sections that change no memory of a step."""
+
+
+class TitanJob(msgspec.Struct, frozen=True):
+    """A configuration as sections of a job, and the keys of it that were not looked at."""
+
+    document: Document
+    left_out: tuple[str, ...]
+
+
+def job_of(config: Mapping[str, Any], world_size: int | None) -> TitanJob:
+    """The job of a parsed configuration on ``world_size`` ranks, or as many as its degrees make.
+
+    InputError: a value that is none; UnsupportedError: one that no estimate follows.
+    """
+    keys = _Keys(config)
+    parallel, ranks = _parallel(keys, world_size)
+    document = {
+        "model": _model(keys),
+        "cluster": {"compute_device": "cuda", "world_size": ranks},
+        "batch": {"size": keys.number("training", "local_batch_size", "batch_size", default=8)},
+        "parallel": parallel,
+        "memory": _memory(keys, parallel["tensor"] > 1),
+        "train": {"optimizer": keys.one_of("optimizer", "name", OPTIMIZERS, "AdamW")},
+    }
+    document["batch"]["sequence"] = keys.number("training", "seq_len", default=2048)
+    _microbatches(keys, document, ranks)
+    if keys.value("optimizer", "early_step_in_backward", False):
+        raise keys.refused("optimizer", "early_step_in_backward", "false")
+    return TitanJob(document, tuple(keys.left()))
+
+
+def _model(keys: _Keys) -> dict[str, Any]:
+    name = keys.one_of("model", "name", {known: known for known in FLAVORS}, "llama3")
+    flavors = {known: known for known in FLAVORS[name]}
+    return {"kind": "llama"} | FLAVORS[name][keys.one_of("model", "flavor", flavors, "")]
+
+
+def _parallel(keys: _Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
+    """Degrees, and the ranks that they come to."""
+    section = {
+        ours: keys.number("parallelism", f"{theirs}_degree", default=1)
+        for ours, theirs in {
+            "data_replicate": "data_parallel_replicate",
+            "tensor": "tensor_parallel",
+            "pipeline": "pipeline_parallel",
+            "context": "context_parallel",
+            "expert": "expert_parallel",
+        }.items()
+    }
+    shard = keys.number("parallelism", "data_parallel_shard_degree", default=-1, least=-1)
+    others = section["data_replicate"] * section["tensor"] * section["pipeline"]
+    others *= section["context"]
+    if shard == -1 and world_size is None:
+        raise InputError(
+            expected(
+                "parallelism.data_parallel_shard_degree",
+                "a number, or the ranks of the job",
+                "-1: all ranks that are left",
+                "Say how many ranks there are with -n.",
+            )
+        )
+    ranks = world_size or others * shard
+    if ranks % others or (shard != -1 and ranks != others * shard):
+        degrees = " x ".join(str(n) for n in (*section.values(), shard) if n not in (1, -1)) or "1"
+        wanted = f"ranks that the degrees {degrees} come to"
+        raise InputError(expected("-n", wanted, f"{ranks}"))
+    return section | {"data_shard": ranks // others}, ranks
+
+
+def _microbatches(keys: _Keys, document: Document, ranks: int) -> None:
+    """Parts of a rank's batch: those of a pipeline, or backwards until a step."""
+    batch, parallel = document["batch"], document["parallel"]
+    in_all = keys.number("training", "global_batch_size", default=-1, least=-1)
+    data = parallel["data_replicate"] * parallel["data_shard"]
+    if in_all > 0 and in_all != batch["size"] * data:
+        if in_all % (batch["size"] * data):
+            wanted = f"a multiple of {batch['size']} x {data} data ranks"
+            raise InputError(expected("training.global_batch_size", wanted, f"{in_all}"))
+        if parallel["pipeline"] > 1:
+            raise keys.refused("training", "global_batch_size", "one batch to a step in a pipeline")
+        parallel["microbatches"] = in_all // (batch["size"] * data)
+        batch["size"] *= parallel["microbatches"]
+    size = keys.number("parallelism", "pipeline_parallel_microbatch_size", default=1)
+    schedule = keys.value("parallelism", "pipeline_parallel_schedule", "1F1B")
+    if parallel["pipeline"] > 1:
+        parallel["schedule"] = named(str(schedule)).name
+        parallel["microbatches"] = max(1, batch["size"] // size)
+
+
+def _memory(keys: _Keys, cuts_words: bool) -> dict[str, Any]:
+    if keys.value("training", "dtype", "float32") != "float32":
+        raise keys.refused("training", "dtype", "float32")
+    disabled = keys.value("parallelism", "disable_loss_parallel", False)
+    reshard = keys.value("parallelism", "fsdp_reshard_after_forward", "default")
+    resharded = {"default": "default", "always": True, "never": False}
+    if reshard not in resharded:
+        raise keys.refused("parallelism", "fsdp_reshard_after_forward", "default, always or never")
+    offloads = keys.value("training", "enable_cpu_offload", False)
+    return {
+        "runtime": "fsdp2",
+        "lowering": "cuda",
+        "checkpointing": _checkpointing(keys),
+        "param_dtype": keys.one_of("training", "mixed_precision_param", DTYPES, "bfloat16"),
+        "reduce_dtype": keys.one_of("training", "mixed_precision_reduce", DTYPES, "float32"),
+        "reshard_after_forward": resharded[reshard],
+        "implementation": str(keys.value("optimizer", "implementation", "fused")).replace("-", "_"),
+        "compile": _compiled(keys),
+        "float8": _float8(keys),
+        "offload": "all" if offloads else "none",
+        "loss": "parallel" if cuts_words and not disabled else "gathered",
+    }
+
+
+def _checkpointing(keys: _Keys) -> str:
+    mode = keys.value("activation_checkpoint", "mode", "selective")
+    every = str(keys.value("activation_checkpoint", "selective_ac_option", "2"))
+    if mode in ("none", "full"):
+        return str(mode)
+    if mode != "selective":
+        raise keys.refused("activation_checkpoint", "mode", "none, selective or full")
+    if every != "op" and not every.isdigit():
+        raise keys.refused("activation_checkpoint", "selective_ac_option", "op or a number")
+    return "selective_op" if every == "op" else f"layers:{every}"
+
+
+def _compiled(keys: _Keys) -> bool | str:
+    old = keys.value("training", "compile", False)
+    parts = keys.value("compile", "components", ["model", "loss"])
+    if not (keys.value("compile", "enable", False) or old) or "model" not in parts:
+        return False
+    return True if "loss" in parts else "blocks"
+
+
+def _float8(keys: _Keys) -> bool | str:
+    converters = keys.value("model", "converters", [])
+    wanted = [converters] if isinstance(converters, str) else list(converters)
+    quantize = keys.value("quantize", "linear", {})
+    inner = quantize.get("float8", {}) if isinstance(quantize, Mapping) else {}
+    recipe = keys.value("float8", "recipe_name", None) or inner.get("recipe_name") or "tensorwise"
+    for name in filter(None, wanted):
+        if name not in ("float8", "quantize.linear.float8"):
+            raise keys.refused("model", "converters", "float8 or none")
+    if not any(wanted):
+        return False
+    if recipe not in ("tensorwise", "rowwise"):
+        raise keys.refused("float8", "recipe_name", "tensorwise or rowwise")
+    return str(recipe)
+
+
+class _Keys:
+    """A configuration, and which of its keys were asked for."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.asked: set[tuple[str, str]] = set()
+
+    def value(self, section: str, key: str, default: Any) -> Any:
+        self.asked.add((section, key))
+        given = self.config.get(section, {})
+        if not isinstance(given, Mapping):
+            raise InputError(expected(section, "a section of a configuration", f"{given!r}"))
+        return given.get(key, default)
+
+    def number(self, section: str, *names: str, default: int, least: int = 1) -> int:
+        """The first of ``names`` that is given; other ones are those of earlier versions."""
+        given = [(name, self.value(section, name, None)) for name in names]
+        name, found = next((pair for pair in given if pair[1] is not None), (names[0], default))
+        if not isinstance(found, int) or isinstance(found, bool) or found < least or found == 0:
+            wanted = "a number from 1" if least == 1 else "-1 or a number from 1"
+            raise InputError(expected(f"{section}.{name}", wanted, f"{found!r}"))
+        return found
+
+    def one_of(self, section: str, key: str, known: Mapping[str, str], default: str) -> str:
+        found = self.value(section, key, default)
+        if found not in known:
+            raise self.refused(section, key, " or ".join(known))
+        return known[found]
+
+    def refused(self, section: str, key: str, wanted: str) -> UnsupportedError:
+        found = self.value(section, key, "none")
+        return UnsupportedError(expected(f"{section}.{key}", wanted, f"{found}"))
+
+    def left(self) -> Iterator[str]:
+        """What nobody asked for: sections and keys, in their order."""
+        for section, given in self.config.items():
+            keys = [key for key in given if (section, key) not in self.asked]
+            if section in LEFT_OUT or len(keys) == len(given):
+                yield section
+            else:
+                yield from (f"{section}.{key}" for key in keys)
+
+
+def as_toml(document: Document) -> str:
+    """Sections of plain values as TOML."""
+    return "\n".join(
+        "\n".join([f"[{name}]", *(f"{key} = {_written(value)}" for key, value in section.items())])
+        + "\n"
+        for name, section in document.items()
+    )
+
+
+def _written(value: Any) -> str:
+    return msgspec.json.encode(value).decode()  # of text, numbers and truth TOML's form is JSON's
