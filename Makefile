@@ -24,7 +24,7 @@ RUN := PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" "$(BIN)/python"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-torchrec check existing
+.PHONY: help setup demo test test-all test-torchrec check docs existing
 
 help:
 	@printf '%s\n' \
@@ -32,6 +32,7 @@ help:
 	  'make test     run the tests that are not slow    ARGS="-k name" goes to pytest' \
 	  'make test-all run all tests' \
 	  'make test-torchrec tests of the planner for TorchRec, beside TorchRec in $(TORCHREC)' \
+  'make docs     the documentation as a site, site/index.html' \
   'make check    lint, format, types, floors' \
 	  'make setup    only make the environment in $(VENV)' \
 	  '' \
@@ -58,6 +59,13 @@ check: $(ENVIRONMENT)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) "$(BIN)/lint-imports"
+
+docs: $(ENVIRONMENT)
+ifeq ($(PYTHON_ENV),)
+	@"$(BIN)/python" -m pip install --quiet -c constraints.txt -e '.[docs]'
+endif
+	@$(RUN) -m sphinx -q -W --keep-going -b html docs site
+	@echo 'made site/index.html'
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { echo 'make: expected Python 3.11 or later as $(PYTHON), got no such program. Install it, or name one: make PYTHON=/path/to/python3' >&2; exit 2; }

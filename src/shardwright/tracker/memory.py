@@ -47,7 +47,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class MemoryTracker(Follower):
-    """What is alive, and what for, while a model trains, on real tensors and on fake ones.
+    """What is alive, and what for, while a model trains, on real tensors and on fake ones::
 
         with MemoryTracker(model, optimizer, inputs=(x, y)) as tracker:
             model(x).sum().backward()
