@@ -461,6 +461,16 @@ def test_tight_memory_is_used_where_a_plan_exists(seed: int) -> None:
     assert _additive(entries, 2, least - 1) is None
 
 
+def test_whole_tables_are_packed_as_tightly_as_they_were_cut_to_fit() -> None:
+    """Three for each rank; moves and swaps alone end at 324,298,240 B."""
+    first = [201497, 101013, 138508, 176212, 286339, 356170]
+    rows = [*first, 236676, 278033, 201705, 144359, 245500, 129285]
+    entries = [{"rows": count, "dim": 128, "sharding_types": ["table_wise"]} for count in rows]
+    made = _additive(entries, 4, 320_000_000)
+    assert made is not None
+    assert max(totals.hbm_bytes for totals in made.ranks) <= 320_000_000
+
+
 @pytest.mark.parametrize("profile", ["cluster", "torchrec-1.9"])
 @pytest.mark.parametrize("spare", [1.02, 1.05, 1.2])
 def test_a_total_within_a_few_percent_of_the_memory_is_planned(profile: str, spare: float) -> None:

@@ -1,17 +1,18 @@
-"""Another option for an item on the worst rank, with everything placed anew around it.
+"""Another option for an item on the worst rank, with everything placed anew around it, or in place.
 
 Moves keep the rest where it is, so they miss changes that only pay off when other blocks make room.
 Here a change of option is judged by a quick placement of all blocks, longest first; what looks
-promising is placed properly and improved.
+promising is placed properly and improved. At the end no item alone can do better by another option.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search.space import Assignment, Bools, Floats, Space
+from shardwright.planner.search.space import Assignment, Bools, Floats, ItemOption, Space
 from shardwright.planner.search.state import State, restored
 
 MAX_ITEMS = 300
@@ -21,6 +22,9 @@ PROMISING = 1.02  # of the best so far, for a quick placement to be improved
 IMPROVED_PER_STEP = 3
 MAX_WORK = 1.25  # times the work of an item's cheapest option, plus this share of the target:
 WORK_SLACK = 0.15
+SHARPEST = 64.0  # a power: of the ranks little but the slowest counts
+MAX_SWEEPS = 8
+GAIN = 1e-9  # relative; less is rounding
 
 Improve = Callable[[State], State]
 
@@ -111,6 +115,78 @@ def longest_first(
         tuple(slots[item, k] for k in range(len(space.items[item].options[number].widths)))
         for item, number in enumerate(options)
     )
+
+
+class Change(NamedTuple):
+    """An item's option on other ranks, and the seconds of the slowest rank then."""
+
+    seconds: float
+    option: int
+    slots: tuple[int, ...]
+
+
+def settled(state: State, good: float, over: Callable[[], bool]) -> State:
+    """The state with one item after the other given an option, on the ranks that are least busy
+    without it, that makes the slowest rank faster; until none does, or all are ``good``."""
+    state.sharpen(SHARPEST)
+    for _ in range(MAX_SWEEPS):
+        before = state.worst
+        for item in relieving(state, before):
+            below = state.worst * (1 - GAIN)
+            if state.worst <= good or over():
+                break
+            change = min(changes(state, item, below), default=None)
+            if change is not None:
+                state.take(item)
+                state.put(item, change.option, change.slots)
+        if state.worst >= before:
+            break
+    return state
+
+
+def relieving(state: State, below: float) -> list[int]:
+    """Items without which every rank may be ``below`` some seconds."""
+    slow = np.flatnonzero(state.load >= below)
+    if not len(slow):
+        return list(range(len(state.options)))
+    held = set.intersection(*(state.on_rank[int(rank)] for rank in slow))
+    width = state.space.ranks
+    uniform = {
+        item
+        for item, (own, number) in enumerate(zip(state.space.items, state.options, strict=True))
+        if own.options[number].widths[0] == width or own.options[number].everywhere
+    }
+    return sorted(held | uniform)
+
+
+def changes(state: State, item: int, below: float) -> list[Change]:
+    """Ways to place an item, everything else in place, with every rank ``below`` some seconds and
+    within its capacity."""
+    old, slots = state.options[item], state.slots[item]
+    state.take(item)
+    found = []
+    room = below - state.load
+    if room.min() > 0:
+        for number, option in enumerate(state.space.items[item].options):
+            if _may_go(option, room - option.everywhere):
+                spread = state.spread(item, number)
+                if spread is not None:
+                    state.put(item, number, spread[0])
+                    if state.worst < below and state.fits:
+                        found.append(Change(state.worst, number, spread[0]))
+                    state.take(item)
+    state.put(item, old, slots)
+    return found
+
+
+def _may_go(option: ItemOption, room: Floats) -> bool:
+    """Whether ranks with seconds left, ``room``, could take the blocks if each were alone."""
+    if room.min() <= 0:
+        return False
+    block, count = option.blocks[0], len(option.widths)
+    if block.width > 1 or not block.seconds[0]:
+        return True
+    return bool(np.floor(room / block.seconds[0]).sum() >= count)
 
 
 def coarsened(state: State, worst: float) -> State:

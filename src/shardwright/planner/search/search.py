@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwright.planner.search import bound as bounds
 from shardwright.planner.search import moves
-from shardwright.planner.search.polish import coarsened, polish
+from shardwright.planner.search.polish import coarsened, polish, settled
 from shardwright.planner.search.space import Assignment, Floats, Ints, Space
 from shardwright.planner.search.state import State, restored
 from shardwright.planner.search.watch import Watch
@@ -115,6 +115,11 @@ def search(
         )
         if polished.worst < seconds:
             best, seconds = polished.assignment(), polished.worst
+    if best is not None and seconds > max(found.seconds * (1 + CLOSE_ENOUGH), enough):
+        state = restored(space, target, POWERS[0], best)
+        state = settled(state, max(found.seconds * (1 + CLOSE_ENOUGH), enough), watch.over)
+        if state.fits and state.worst < seconds:
+            best, seconds = state.assignment(), state.worst
     if best is not None and not watch.over():
         coarse = coarsened(restored(space, target, POWERS[0], best), seconds)
         best, seconds = coarse.assignment(), coarse.worst

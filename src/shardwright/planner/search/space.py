@@ -114,7 +114,7 @@ def item_option(
     """Several tables' choices as one option; several only where each is one whole shard. ``widths``
     are those of its blocks where they do not follow from its type."""
     sums = [_sums(choice) for choice in choices]
-    everywhere = sum(choice.everywhere for choice in choices)
+    everywhere = sum(choice.everywhere + choice.latency for choice in choices)
     return ItemOption(
         tuple(choices),
         sum(own.seconds for own in sums) + everywhere * ranks,
