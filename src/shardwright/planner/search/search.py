@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwright.planner.search import bound as bounds
 from shardwright.planner.search import moves
-from shardwright.planner.search.polish import coarsened, polish, settled
+from shardwright.planner.search.polish import MAX_ITEMS, coarsened, polish, settled
 from shardwright.planner.search.space import Assignment, Floats, Ints, Space
 from shardwright.planner.search.state import State, restored
 from shardwright.planner.search.watch import Watch
@@ -115,9 +115,10 @@ def search(
         )
         if polished.worst < seconds:
             best, seconds = polished.assignment(), polished.worst
-    if best is not None and seconds > max(found.seconds * (1 + CLOSE_ENOUGH), enough):
-        state = restored(space, target, POWERS[0], best)
-        state = settled(state, max(found.seconds * (1 + CLOSE_ENOUGH), enough), watch.over)
+    near = CLOSE_ENOUGH if len(space.items) <= MAX_ITEMS else GOOD_ENOUGH
+    settling = max(found.seconds * (1 + near), enough)
+    if best is not None and seconds > settling:
+        state = settled(restored(space, target, POWERS[0], best), settling, watch.over)
         if state.fits and state.worst < seconds:
             best, seconds = state.assignment(), state.worst
     if best is not None and not watch.over():
