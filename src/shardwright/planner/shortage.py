@@ -49,8 +49,8 @@ def _not_looked_at(found: Found) -> NoPlanError:
     """The refusal of a search that ended before it came to a plan that fits."""
     why = "; ".join(found.skipped) or "none of them fits"
     return NoPlanError(
-        f"no plan found among {found.proposals:,} proposals, though some that fit exist: {why}. Use "
-        "planner.search 'bounded', or other planner.proposers."
+        f"no plan found among {found.proposals:,} proposals, though some that fit exist: {why}. "
+        "Use planner.search 'bounded', or other planner.proposers."
     )
 
 

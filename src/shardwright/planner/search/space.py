@@ -56,6 +56,12 @@ class ItemOption:
         """The blocks, made on first use."""
         return _make_blocks(self)
 
+    @functools.cached_property
+    def lengths(self) -> tuple[tuple[int, float], ...]:
+        """Width and seconds of every block, both negative so that the widest and longest come first
+        in order."""
+        return tuple((-block.width, -float(block.seconds.max())) for block in self.blocks)
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
