@@ -56,12 +56,13 @@ def bound(job: Job, seconds: float) -> dict[str, Any]:
 def _program(job: Job, highspy: Any) -> Any:
     """The program in ms: the last column is T; rows are tables, slowest shards, time, bytes."""
     problem = make_problem(job, described(job), slow=False)
-    capacity, ranks = problem.capacity[0], problem.cluster.world_size
+    on_cpu = problem.cluster.compute_device == "cpu"
+    capacity, ranks = problem.capacity[1 if on_cpu else 0], problem.cluster.world_size
     columns = []
     for number, choices in enumerate(problem.tables):
         for choice in choices:
             runs = [
-                (run.count, sum(cost.seconds.values()), sum(cost.hbm.values()))
+                (run.count, sum(cost.seconds.values()), cost.storage[1 if on_cpu else 0])
                 for run, cost in zip(choice.option.runs, choice.costs, strict=True)
             ]
             if max(nbytes for _, _, nbytes in runs) <= capacity:

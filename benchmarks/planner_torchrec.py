@@ -2,9 +2,11 @@
 
     python benchmarks/planner_torchrec.py plan PROBLEM.json
     python benchmarks/planner_torchrec.py rate PROBLEM.json SHARDS.json
+    python benchmarks/planner_torchrec.py many PROBLEMS.json
 
 ``plan`` runs its EmbeddingShardingPlanner with the default proposers; ``rate`` prices shards that
-another planner placed by TorchRec's own estimators.
+another planner placed by TorchRec's own estimators. ``many`` plans a list of problems, one line of
+JSON each, without a price where TorchRec finds no plan.
 """
 
 from __future__ import annotations
@@ -33,32 +35,42 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator  # noqa
 from torchrec.distributed.planner.storage_reservations import (  # noqa: E402
     FixedPercentageStorageReservation,
 )
-from torchrec.distributed.planner.types import Shard  # noqa: E402
+from torchrec.distributed.planner.types import PlannerError, Shard  # noqa: E402
 from torchrec.optim import RowWiseAdagrad  # noqa: E402
 
 
 def model_of(problem: dict[str, Any]) -> torch.nn.Module:
-    """All tables in one collection without data, each with row-wise Adagrad."""
-    configs = [
-        EmbeddingBagConfig(
-            name=table["name"],
-            num_embeddings=table["rows"],
-            embedding_dim=table["dim"],
-            feature_names=[f"f_{table['name']}"],
-        )
-        for table in problem["tables"]
-    ]
-    bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    for parameter in bags.parameters():
+    """All tables in one collection without data, weighted ones in another, each with row-wise
+    Adagrad."""
+    modules = torch.nn.ModuleDict()
+    for weighted in (False, True):
+        configs = [
+            EmbeddingBagConfig(
+                name=table["name"],
+                num_embeddings=table["rows"],
+                embedding_dim=table["dim"],
+                feature_names=[f"f_{table['name']}"],
+            )
+            for table in problem["tables"]
+            if table.get("weighted", False) is weighted
+        ]
+        if configs:
+            bags = EmbeddingBagCollection(configs, weighted, torch.device("meta"))
+            modules["weighted" if weighted else "ebc"] = bags
+    for parameter in modules.parameters():
         parameter._optimizer_classes = [RowWiseAdagrad]
-    return torch.nn.ModuleDict({"ebc": bags})
+    return modules
 
 
 def constraints_of(problem: dict[str, Any]) -> dict[str, ParameterConstraints]:
-    """Ids per sample, and the kernels that keep weights in HBM."""
+    """Ids per sample, and the kernels and types that are named; where the problem names no device,
+    the kernels that keep weights in HBM."""
+    usual = None if "device" in problem else ["dense", "fused"]
     return {
         table["name"]: ParameterConstraints(
-            pooling_factors=[table["pooling"]], compute_kernels=["dense", "fused"]
+            pooling_factors=[table["pooling"]],
+            compute_kernels=table.get("kernels", usual),
+            sharding_types=table.get("types"),
         )
         for table in problem["tables"]
     }
@@ -68,8 +80,9 @@ def topology_of(problem: dict[str, Any]) -> Topology:
     """The ranks of the problem with TorchRec's own bandwidths."""
     return Topology(
         problem["ranks"],
-        "cuda",
+        problem.get("device", "cuda"),
         hbm_cap=problem["hbm"],
+        ddr_cap=problem.get("ddr"),
         local_world_size=min(problem["host"], problem["ranks"]),
     )
 
@@ -112,6 +125,17 @@ def plan(problem: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def many(problems: list[dict[str, Any]]) -> None:
+    """A line for each problem: seconds of the processor, and milliseconds where there is a plan."""
+    for problem in problems:
+        begun = time.process_time()
+        try:
+            found = {"torchrec_ms": plan(problem)["max_rank_ms"]}
+        except PlannerError:
+            found = {}
+        print(json.dumps({**found, "torchrec_cpu_seconds": time.process_time() - begun}))
+
+
 def rate(problem: dict[str, Any], placed: dict[str, Any]) -> dict[str, Any]:
     """The price of ``placed``: type, kernel, and row, column, rows, columns, rank of each shard."""
     topology, constraints = topology_of(problem), constraints_of(problem)
@@ -141,6 +165,9 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     ready = time.perf_counter()
     problem = json.loads(Path(sys.argv[2]).read_text())
+    if sys.argv[1] == "many":
+        many(problem)
+        return
     if sys.argv[1] == "plan":
         found = plan(problem)
     else:

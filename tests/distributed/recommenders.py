@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 USERS, ITEMS, TAGS, SHOPS, SEEN = 6101, 3701, 11, 5, 4
+SIZES = (100_000, 50_000, 20_000, 5_000, 2_000, 1_000, 10)
 
 
 class Shown(nn.Module):
@@ -165,6 +166,24 @@ class Uneven(nn.Module):
 def uneven(batch: int) -> Any:
     """The mean of its result."""
     return Uneven(), (torch.randint(400_000, (batch,)), torch.randint(9, (batch,)))
+
+
+class Several(nn.Module):
+    """Tables from large to small, each looked up on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, 32) for rows in SIZES)
+        self.out = nn.Linear(32, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = [table(ids[:, n]) for n, table in enumerate(self.tables)]
+        return self.out(torch.stack(found).sum(0))
+
+
+def several(batch: int) -> Any:
+    """The mean of its result."""
+    return Several(), torch.stack([torch.randint(rows, (batch,)) for rows in SIZES], 1)
 
 
 def bare(batch: int) -> Any:

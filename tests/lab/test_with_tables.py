@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan
+from shardwright.core.sharding import RUNNABLE
 from shardwright.lab.recordings import plan, plan_module
 from shardwright.planner import explain
 
@@ -102,6 +104,15 @@ def test_beside_sgd_the_faster_way_is_taken() -> None:
     assert tables_of(small) == set()
     assert tables_of(every) == TABLES
     assert small.max_rank_seconds < every.max_rank_seconds
+
+
+def test_latencies_of_every_table_s_own_exchange_are_weighed_and_part_of_the_bound() -> None:
+    train = {"optimizer": "adam", "table_optimizer": "rowwise_adagrad"}
+    made = plan(job_of("several", train=train))
+    assert {table.sharding_type for table in made.tables} == {"table_wise", "data_parallel"}
+    assert made.gap < 0.01
+    for table, kind in itertools.product(made.tables, RUNNABLE):
+        assert explain.why_not(made, table.name, kind).verdict != "faster"
 
 
 def test_a_table_that_no_rank_can_gather_is_routed() -> None:

@@ -16,8 +16,10 @@ from shardwright.lab.recordings import plan
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import planner_bound  # noqa: E402
 import planner_check  # noqa: E402
 import planner_problems  # noqa: E402
+import planner_random  # noqa: E402
 
 MIB = 2**20
 
@@ -46,3 +48,12 @@ def test_a_hundred_tables_on_16_ranks_are_planned_close_to_their_bound(
     made = plan(read_job(job))
     assert planner_check.check(made, problem.tables, problem.ranks)["wrong"] == []
     assert made.gap < 0.005
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_random_problems_on_a_cpu_have_a_bound_of_the_relaxed_program(seed: int) -> None:
+    job = planner_random.job_of(planner_random.drawn("cpu", seed))
+    made = planner_random.planned(job)
+    assert made is not None
+    relaxed = planner_bound.bound(job, 10.0)["ms"]
+    assert 0 < relaxed <= made.max_rank_seconds * 1e3 * (1 + 1e-6)

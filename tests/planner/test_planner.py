@@ -14,10 +14,12 @@ from shardwright.core.errors import UnsupportedError
 from shardwright.core.job import Job
 from shardwright.core.placement import Flat, Replicate
 from shardwright.core.plan import Plan
+from shardwright.core.sharding import RUNNABLE
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks, phase_seconds
 from shardwright.lab.recordings import described, plan
 from shardwright.planner.assemble import assemble
 from shardwright.planner.choice import Choice
+from shardwright.planner.explain import why_not
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
@@ -170,6 +172,15 @@ def test_a_tight_budget_is_met_and_costs_little_more_than_it_must(
     cluster = msgspec.structs.replace(job.cluster, ddr_cap=budget)
     made = plan(msgspec.structs.replace(job, cluster=cluster))
     assert best * (1 - 1e-12) <= made.max_rank_seconds <= WORST_RATIO * best
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_table_alone_makes_a_plan_faster_by_another_type(planned: Planned, seed: int) -> None:
+    made = planned(seed)
+    if made is not None:
+        for table in made.tables:
+            for kind in RUNNABLE:
+                assert why_not(made, table.name, kind).verdict != "faster"
 
 
 @pytest.mark.parametrize("kind", ["data_parallel", "table_wise", "row_wise", "column_wise"])

@@ -396,3 +396,16 @@ def test_a_table_that_no_rule_leaves_a_rank_has_no_plan() -> None:
     assert "\n" not in str(caught.value)
     assert "t0" in str(caught.value)
     assert "t1" in str(caught.value)
+
+
+def test_proposers_that_propose_nothing_are_blamed_and_no_memory() -> None:
+    tables = [{"rows": 1000 * (i + 1), "dim": 64} for i in range(12)]
+    planner = {"search": "proposers", "options": "torchrec", "proposers": [{"kind": "grid"}]}
+    cluster = {"compute_device": "cuda", "world_size": 16, "local_world_size": 8}
+    planner |= {"constants": "torchrec-1.9", "reservation": {"kind": "none"}}
+    entries = [{"name": f"t{i}"} | table for i, table in enumerate(tables)]
+    job = parse_job({"tables": entries, "cluster": cluster, "planner": planner})
+    message = _refusal(job)
+    assert "grid: about 10^" in message
+    assert "'bounded'" in message
+    assert "too much" not in message

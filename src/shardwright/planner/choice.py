@@ -64,13 +64,15 @@ def cost(
 class Choice:
     """A table's option; ``costs[i]`` is what each shard of ``option.runs[i]`` costs.
 
-    ``everywhere`` are seconds that every rank spends whoever holds the shards.
+    ``everywhere`` are seconds that every rank spends whoever holds the shards, ``latency`` those
+    of the collectives of an exchange that the table has for itself; 0 where it shares one.
     """
 
     table: TableSpec
     option: Option
     costs: tuple[Cost, ...]
     everywhere: float = 0.0
+    latency: float = 0.0
 
     @cached_property
     def shard_costs(self) -> tuple[Cost, ...]:

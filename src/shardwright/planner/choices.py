@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -40,7 +42,9 @@ def table_choices(
     """
     own = _listed(model, job, context.cluster, slow=slow)
     tables = _priced(job, context, model.tables, own)
-    if slow or model.is_trained or capacity is None:
+    if model.is_trained:
+        return _with_latencies(tables, model, context)
+    if slow or capacity is None:
         return tables
     more = _needed_anyway(model.tables, tables, job, context, capacity)
     found = _priced(job, context, model.tables, more) if any(more) else ((),) * len(tables)
@@ -56,6 +60,19 @@ def _priced(
     cases = [(t, option) for t, found in zip(tables, options, strict=True) for option in found]
     remaining = iter(price(job, context, cases))
     return tuple(tuple(next(remaining) for _ in found) for found in options)
+
+
+def _with_latencies(tables: Tables, model: ModelSpec, context: PricingContext) -> Tables:
+    """The choices of tables that have a module, and so an exchange, for themselves with what that
+    takes. The latencies of an exchange that is shared are no table's own."""
+    paths = [model.step.tables_of(table.tensor.fqn) for table in model.tables]
+    shared = {path for path, count in Counter(paths).items() if count > 1}
+    return tuple(
+        own
+        if path in shared
+        else tuple(replace(c, latency=native.latency(context, c.option)) for c in own)
+        for path, own in zip(paths, tables, strict=True)
+    )
 
 
 def _needed_anyway(

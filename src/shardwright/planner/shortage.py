@@ -40,7 +40,18 @@ def error(found: Found) -> NoPlanError:
     draft, proven = _least(problem)
     if draft is None:
         return _no_ranks(problem)
+    if draft.fits:
+        return _not_looked_at(found)
     return _refusal(problem, draft, model_of, proven=proven)
+
+
+def _not_looked_at(found: Found) -> NoPlanError:
+    """The refusal of a search that ended before it came to a plan that fits."""
+    why = "; ".join(found.skipped) or "none of them fits"
+    return NoPlanError(
+        f"no plan found among {found.proposals:,} proposals, though some that fit exist: {why}. "
+        "Use planner.search 'bounded', or other planner.proposers."
+    )
 
 
 def _no_ranks(problem: Problem) -> NoPlanError:

@@ -84,6 +84,12 @@ class StepDraft(Draft):
         values, local = self.problem.values, ranks_per_host(self.problem.cluster)
         return embedding.step_latencies(routed, replicated, reduced, self.ranks, values, local)
 
+    @property
+    def shared_latency(self) -> float:
+        """Seconds of a step that the exchanges of several tables take whatever these are."""
+        several = [each for each in self.exchanges if len(each.tables) > 1]
+        return math.fsum(math.fsum(self._latencies(each).values()) for each in several)
+
     @cached_property
     def exact(self) -> tuple[Exact, ...]:
         """Bytes that must be met exactly, by (phase, kind, name), of each rank."""

@@ -6,6 +6,7 @@ their bytes as arrays of Python ints. A derivation calls the same formulas on Am
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -103,6 +104,16 @@ def price(
         Choice(table, option, tuple([group.costs[slot] for slot in slots]), everywhere)
         for (table, option), (group, slots, everywhere) in zip(cases, placed, strict=True)
     ]
+
+
+def latency(context: PricingContext, option: Option) -> float:
+    """Seconds that every rank spends on an exchange of one table alone, however large it is."""
+    replicated = option.traits.replicated
+    ranks, local = _mesh(context, bare)
+    latencies = embedding.step_latencies(
+        not replicated, replicated, replicated, ranks, context.values, local
+    )
+    return math.fsum(latencies.values())
 
 
 def derive(

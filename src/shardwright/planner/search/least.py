@@ -13,6 +13,7 @@ import numpy as np
 
 from shardwright.planner.choice import Choice
 from shardwright.planner.search.bound import ROUNDING, Bound, Table, lower_bound, table
+from shardwright.planner.search.packing import repacked
 from shardwright.planner.search.search import Outcome, search
 from shardwright.planner.search.space import Floats, Space, item_option
 from shardwright.planner.search.state import restored
@@ -24,8 +25,19 @@ UNLIMITED = 2**62
 def least_memory(space: Space, watch: Watch | None = None) -> Outcome:
     """``seconds`` and the bound are shares of a rank's capacity. ``seconds`` are at least the share
     of the fullest rank; a bound above 1 proves that nothing fits."""
-    found = search(_weighed_space(space), watch)
+    found = _least(space, watch or Watch())
     return replace(found, bound=least_share(space))
+
+
+def _least(space: Space, watch: Watch, enough: float = 0.0) -> Outcome:
+    """What the search finds; packed anew where that is above a whole rank of the one memory."""
+    weighed = _weighed_space(space)
+    found = search(weighed, watch, enough=enough)
+    if found.best is None or found.seconds <= 1 or len(space.used_tiers) > 1 or watch.over():
+        return found
+    ((tier, _),) = space.used_tiers
+    best = repacked(space, found.best, tier, space.capacity[tier])
+    return replace(found, best=best, seconds=restored(weighed, 1.0, 2.0, best).worst)
 
 
 def least_share(space: Space) -> Bound:
@@ -55,7 +67,7 @@ def fits_somehow(space: Space, watch: Watch) -> bool:
     """Whether an assignment is found that no rank is too small for."""
     if least_share(space).seconds > 1 + ROUNDING or watch.over():
         return False
-    found = search(_weighed_space(space), watch, enough=1.0)
+    found = _least(space, watch, enough=1.0)
     if found.best is not None and restored(space, 1.0, 2.0, found.best).fits:
         return True
     if len(space.used_tiers) < 2:

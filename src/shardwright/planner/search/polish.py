@@ -1,17 +1,20 @@
-"""Another option for an item on the worst rank, with everything placed anew around it.
+"""Another option for an item on the worst rank, with everything placed anew around it, or in place.
 
 Moves keep the rest where it is, so they miss changes that only pay off when other blocks make room.
 Here a change of option is judged by a quick placement of all blocks, longest first; what looks
-promising is placed properly and improved.
+promising is placed properly and improved. At the end no item alone can do better by another option.
 """
 
 from __future__ import annotations
 
+import heapq
+import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search.space import Assignment, Bools, Floats, Space
+from shardwright.planner.search.space import Assignment, Block, Bools, Floats, ItemOption, Space
 from shardwright.planner.search.state import State, restored
 
 MAX_ITEMS = 300
@@ -21,6 +24,13 @@ PROMISING = 1.02  # of the best so far, for a quick placement to be improved
 IMPROVED_PER_STEP = 3
 MAX_WORK = 1.25  # times the work of an item's cheapest option, plus this share of the target:
 WORK_SLACK = 0.15
+SHARPEST = 64.0  # a power: of the ranks little but the slowest counts
+MAX_SWEEPS = 8
+MAX_ANNEALED = 40  # items
+ANNEALING_STEPS, ANNEALING_PLACED = 600, 6_000  # steps, and items placed in all of them, at most
+HEAT = 0.05  # share by which a change may be slower at first
+IMPROVED = 4  # of the options that annealing finds
+GAIN = 1e-9  # relative; less is rounding
 
 Improve = Callable[[State], State]
 
@@ -73,6 +83,40 @@ def _changes(space: Space, state: State, target: float) -> Iterator[tuple[int, i
                 yield item, number
 
 
+def annealed(
+    space: Space, best: Assignment, target: float, improve: Improve, over: Callable[[], bool]
+) -> State:
+    """The best state found by changes of one or two items' options at a time, judged by a quick
+    placement. Changes for the worse are taken too, ever smaller ones; the best few are improved."""
+    state = restored(space, target, SHARPEST, best)
+    draw = random.Random(0).random  # the same problem is searched the same way
+    most = state.worst * space.ranks  # of all work: no better plan has as much
+    work = [np.array([option.total_seconds for option in item.options]) for item in space.items]
+    slack = most - sum(own.min() for own in work)
+    usable = [np.flatnonzero(own <= own.min() + slack).tolist() for own in work]
+    options, seconds = best.options, state.worst
+    found: dict[tuple[int, ...], tuple[float, tuple[tuple[int, ...], ...]]] = {}
+    steps = min(ANNEALING_STEPS, ANNEALING_PLACED // len(space.items))
+    for step in range(steps):
+        if over():
+            break
+        tried = list(options)
+        for _ in range(1 + step % 2):
+            item = int(draw() * len(tried))
+            tried[item] = usable[item][int(draw() * len(usable[item]))]
+        warmth = HEAT * (1 - step / steps) * draw()
+        if sum(own[number] for own, number in zip(work, tried, strict=True)) < most:
+            placed = longest_first(space, tried)
+            if placed is not None and placed[0] < seconds * (1 + warmth):
+                options, seconds = tuple(tried), placed[0]
+                found[options] = placed
+    for chosen, (_, slots) in sorted(found.items(), key=lambda each: each[1])[:IMPROVED]:
+        other = improve(restored(space, target, 16.0, Assignment(chosen, slots)))
+        if other.fits and other.worst < state.worst * (1 - GAIN):
+            state = other
+    return state
+
+
 def longest_first(
     space: Space, options: Sequence[int]
 ) -> tuple[float, tuple[tuple[int, ...], ...]] | None:
@@ -80,37 +124,154 @@ def longest_first(
     least busy ranks with room; None if a block finds none."""
     load: Floats = np.zeros(space.ranks)
     memory: Floats = np.zeros((space.ranks, 3))
-    capacity = np.array(space.capacity, dtype=np.float64)
     blocks = []
+    slots = []
     for item, number in enumerate(options):
         option = space.items[item].options[number]
         load += option.everywhere
-        for index, block in enumerate(option.blocks):
-            blocks.append((-block.width, -float(block.seconds.max()), item, index, block))
-    blocks.sort(key=lambda entry: entry[:4])
-    slots: dict[tuple[int, int], int] = {}
-    for _, _, item, index, block in blocks:
-        width = block.width
-        if width == space.ranks:
-            slot = 0
-        else:
-            filled = memory.reshape(-1, width, 3) + block.storage
-            room: Bools = np.logical_and.reduce(filled <= capacity, axis=(1, 2))
-            allowed = space.items[item].allowed
-            if allowed is not None:
-                room &= allowed.reshape(-1, width).all(axis=1)
-            busy = load if width == 1 else load.reshape(-1, width).max(axis=1)
-            place = int(np.where(room, busy, np.inf).argmin())
-            if not room[place]:
+        blocks += [(*key, item, index) for index, key in enumerate(option.lengths)]
+        slots.append([0] * len(option.widths))
+    blocks.sort()
+    for start, (width, _, item, index) in enumerate(blocks):
+        block = space.items[item].options[options[item]].blocks[index]
+        if block.width == 1:
+            if not _singles_placed(space, options, blocks[start:], load, memory, slots):
                 return None
-            slot = place * width
-        load[slot : slot + width] += block.seconds
-        memory[slot : slot + width] += block.storage
-        slots[item, index] = slot
-    return float(load.max()), tuple(
-        tuple(slots[item, k] for k in range(len(space.items[item].options[number].widths)))
-        for item, number in enumerate(options)
-    )
+            break
+        slot = _widely_placed(space, item, block, load, memory)
+        if slot is None:
+            return None
+        load[slot : slot - width] += block.seconds
+        memory[slot : slot - width] += block.storage
+        slots[item][index] = slot
+    return float(load.max()), tuple(map(tuple, slots))
+
+
+def _widely_placed(
+    space: Space, item: int, block: Block, load: Floats, memory: Floats
+) -> int | None:
+    """The first of the ranks, such as a host, that are least busy and have room."""
+    width = block.width
+    if width == space.ranks:
+        return 0
+    filled = memory.reshape(-1, width, 3) + block.storage
+    room: Bools = np.logical_and.reduce(filled <= np.array(space.capacity, float), axis=(1, 2))
+    allowed = space.items[item].allowed
+    if allowed is not None:
+        room &= allowed.reshape(-1, width).all(axis=1)
+    place = int(np.where(room, load.reshape(-1, width).max(axis=1), np.inf).argmin())
+    return place * width if room[place] else None
+
+
+def _singles_placed(
+    space: Space,
+    options: Sequence[int],
+    blocks: Sequence[tuple[int, float, int, int]],
+    load: Floats,
+    memory: Floats,
+    slots: list[list[int]],
+) -> bool:
+    """Places blocks of one rank each; False if one finds no room."""
+    tiers = [tier for tier, _ in space.used_tiers]
+    filled = [memory[:, tier].tolist() for tier in tiers]
+    limits = [space.capacity[tier] for tier in tiers]
+    ranks = [(seconds, rank) for rank, seconds in enumerate(load.tolist())]
+    heapq.heapify(ranks)
+    for _, minus_seconds, item, index in blocks:
+        entry, option = space.items[item], space.items[item].options[options[item]]
+        sizes = [float(option.blocks[index].storage[0, tier]) for tier in tiers]
+        passed = []
+        while ranks:
+            busy, rank = heapq.heappop(ranks)
+            fits = all(
+                own[rank] + size <= limit
+                for own, size, limit in zip(filled, sizes, limits, strict=True)
+            )
+            if fits and (entry.allowed is None or entry.allowed[rank]):
+                break
+            passed.append((busy, rank))
+        else:
+            return False
+        for own, size in zip(filled, sizes, strict=True):
+            own[rank] += size
+        for back in (*passed, (busy - minus_seconds, rank)):
+            heapq.heappush(ranks, back)
+        slots[item][index] = rank
+    for seconds, rank in ranks:
+        load[rank] = seconds
+    return True
+
+
+class Change(NamedTuple):
+    """An item's option on other ranks, and the seconds of the slowest rank then."""
+
+    seconds: float
+    option: int
+    slots: tuple[int, ...]
+
+
+def settled(state: State, good: float, over: Callable[[], bool]) -> State:
+    """The state with one item after the other given an option, on the ranks that are least busy
+    without it, that makes the slowest rank faster; until none does, or all are ``good``."""
+    state.sharpen(SHARPEST)
+    for _ in range(MAX_SWEEPS):
+        before = state.worst
+        for item in relieving(state, before):
+            below = state.worst * (1 - GAIN)
+            if state.worst <= good or over():
+                break
+            change = min(changes(state, item, below), default=None)
+            if change is not None:
+                state.take(item)
+                state.put(item, change.option, change.slots)
+        if state.worst >= before:
+            break
+    return state
+
+
+def relieving(state: State, below: float) -> list[int]:
+    """Items without which every rank may be ``below`` some seconds."""
+    slow = np.flatnonzero(state.load >= below)
+    if not len(slow):
+        return list(range(len(state.options)))
+    held = set.intersection(*(state.on_rank[int(rank)] for rank in slow))
+    width = state.space.ranks
+    uniform = {
+        item
+        for item, (own, number) in enumerate(zip(state.space.items, state.options, strict=True))
+        if own.options[number].widths[0] == width or own.options[number].everywhere
+    }
+    return sorted(held | uniform)
+
+
+def changes(state: State, item: int, below: float) -> list[Change]:
+    """Ways to place an item, everything else in place, with every rank ``below`` some seconds and
+    within its capacity."""
+    old, slots = state.options[item], state.slots[item]
+    state.take(item)
+    found = []
+    room = below - state.load
+    if room.min() > 0:
+        for number, option in enumerate(state.space.items[item].options):
+            if _may_go(option, room - option.everywhere):
+                spread = state.spread(item, number)
+                if spread is not None:
+                    state.put(item, number, spread[0])
+                    if state.worst < below and state.fits:
+                        found.append(Change(state.worst, number, spread[0]))
+                    state.take(item)
+    state.put(item, old, slots)
+    return found
+
+
+def _may_go(option: ItemOption, room: Floats) -> bool:
+    """Whether ranks with seconds left, ``room``, could take the blocks if each were alone."""
+    if room.min() <= 0:
+        return False
+    block, count = option.blocks[0], len(option.widths)
+    if block.width > 1 or not block.seconds[0]:
+        return True
+    return bool(np.floor(room / block.seconds[0]).sum() >= count)
 
 
 def coarsened(state: State, worst: float) -> State:

@@ -11,7 +11,14 @@ import numpy as np
 
 from shardwright.planner.search import bound as bounds
 from shardwright.planner.search import moves
-from shardwright.planner.search.polish import coarsened, polish
+from shardwright.planner.search.polish import (
+    MAX_ANNEALED,
+    MAX_ITEMS,
+    annealed,
+    coarsened,
+    polish,
+    settled,
+)
 from shardwright.planner.search.space import Assignment, Floats, Ints, Space
 from shardwright.planner.search.state import State, restored
 from shardwright.planner.search.watch import Watch
@@ -51,6 +58,7 @@ SAME_BOUND = 1e-6
 TINY = 1e-12  # a target where the bound is 0
 BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
 CLOSE_ENOUGH = 1e-4  # to the bound for a start to end
+FAR = 0.01  # from the bound, for a small problem's options to be drawn at random
 GOOD_ENOUGH = 2e-3  # to the bound, for each start that fitted, for no further start
 
 
@@ -115,6 +123,17 @@ def search(
         )
         if polished.worst < seconds:
             best, seconds = polished.assignment(), polished.worst
+        if seconds > max(found.seconds * (1 + FAR), enough) and len(space.items) <= MAX_ANNEALED:
+            other = annealed(
+                space, best, target, lambda s: improve(s, found.seconds, watch), watch.over
+            )
+            best, seconds = other.assignment(), other.worst
+    near = CLOSE_ENOUGH if len(space.items) <= MAX_ITEMS else GOOD_ENOUGH
+    settling = max(found.seconds * (1 + near), enough)
+    if best is not None and seconds > settling:
+        state = settled(restored(space, target, POWERS[0], best), settling, watch.over)
+        if state.fits and state.worst < seconds:
+            best, seconds = state.assignment(), state.worst
     if best is not None and not watch.over():
         coarse = coarsened(restored(space, target, POWERS[0], best), seconds)
         best, seconds = coarse.assignment(), coarse.worst

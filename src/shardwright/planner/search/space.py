@@ -56,6 +56,12 @@ class ItemOption:
         """The blocks, made on first use."""
         return _make_blocks(self)
 
+    @functools.cached_property
+    def lengths(self) -> tuple[tuple[int, float], ...]:
+        """Width and seconds of every block, both negative so that the widest and longest come first
+        in order."""
+        return tuple((-block.width, -float(block.seconds.max())) for block in self.blocks)
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -114,7 +120,7 @@ def item_option(
     """Several tables' choices as one option; several only where each is one whole shard. ``widths``
     are those of its blocks where they do not follow from its type."""
     sums = [_sums(choice) for choice in choices]
-    everywhere = sum(choice.everywhere for choice in choices)
+    everywhere = sum(choice.everywhere + choice.latency for choice in choices)
     return ItemOption(
         tuple(choices),
         sum(own.seconds for own in sums) + everywhere * ranks,

@@ -168,6 +168,21 @@ def _undominated(choices: Sequence[Choice]) -> list[Choice]:
     ]
 
 
+def assignment_of(space: Space, placed: Sequence[Placed]) -> Assignment | None:
+    """The tables of a draft in a space; None where it does not list what was chosen."""
+    options, slots = [], []
+    for item in space.items:
+        chosen = tuple(placed[table].choice for table in item.tables)
+        found = [n for n, option in enumerate(item.options) if option.choices == chosen]
+        if not found:
+            return None
+        options.append(found[0])
+        widths = item.options[found[0]].widths
+        starts = itertools.accumulate(widths[:-1], initial=0)
+        slots.append(tuple(placed[item.tables[0]].ranks[start] for start in starts))
+    return Assignment(tuple(options), tuple(slots))
+
+
 def placed_tables(space: Space, found: Assignment) -> tuple[Placed, ...]:
     """Every table with its choice and ranks, in the job's order."""
     placed: dict[int, Placed] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -24,17 +24,21 @@ from shardwright.planner.choices import Tables
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.least import least_memory
+from shardwright.planner.search.polish import GAIN, MAX_ITEMS, SHARPEST, changes, relieving
 from shardwright.planner.search.search import search
+from shardwright.planner.search.space import Assignment, Space
+from shardwright.planner.search.state import restored
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
-from shardwright.planner.strategy.spacing import placed_tables, space_of
+from shardwright.planner.strategy.spacing import assignment_of, placed_tables, space_of
 from shardwright.planner.tally import Placed
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.unit_floor import unit_floors
 from shardwright.planner.units import Arrangement, worthwhile
 
 MAX_BUDGET_ROUNDS = 6
+MAX_CHANGES = 100  # of single tables, at the end
 
 # The first replica and the first routed table cost collectives of their own, which the search of
 # tables does not see: so plans that avoid either are proposed as well.
@@ -48,20 +52,59 @@ LEFT_OUT: tuple[tuple[ShardingType, ...], ...] = (
 def search_steps(job: Job, model: ModelSpec, watch: Watch) -> Found:
     """The fastest draft whose simulated peak fits."""
     problem = make_problem(job, model)
-    seeker = _Seeker(problem, watch)
+    seeker = _Seeker(problem, watch, step_bound(problem))
     if model.tables:
         seeker.run()
     else:
         seeker.arrange()
+    best = seeker.best and settled(seeker.best, watch)
     return Found(
         problem,
-        seeker.best,
-        step_bound(problem),
+        best,
+        seeker.bound,
         "bounded",
         seeker.tried,
         seeker.feasible,
         gave_up=seeker.gave_up,
     )
+
+
+def settled(draft: StepDraft, watch: Watch) -> StepDraft:
+    """The draft after changes of single tables, as long as one makes a step faster and fits. The
+    search of tables does not see what several of them share of an exchange."""
+    if not draft.tables:
+        return draft
+    problem = draft.problem
+    kept = max(StepDraft(problem, (), draft.units).kept_bytes)
+    passing = max(draft.peak_bytes) - max(draft.kept_bytes)
+    room = max(problem.decisive_capacity - kept - passing, 0)
+    space = space_of(problem, problem.tables, _room(problem, room))
+    for _ in range(MAX_CHANGES):
+        better = None if watch.over() else next(_faster(draft, space), None)
+        if better is None:
+            break
+        draft = better
+        watch.found(draft.max_rank_seconds)
+    return draft
+
+
+def _faster(draft: StepDraft, space: Space) -> Iterator[StepDraft]:
+    """Drafts with one table otherwise that fit and take less than ``draft``."""
+    found = assignment_of(space, draft.tables)
+    if found is None:
+        return
+    latency = draft.shared_latency if len(space.items) <= MAX_ITEMS else 0.0
+    state = restored(space, draft.max_rank_seconds, SHARPEST, found)
+    for item in relieving(state, state.worst + latency):
+        for change in sorted(changes(state, item, state.worst + latency)):
+            options, slots = [*found.options], [*found.slots]
+            options[item], slots[item] = change.option, change.slots
+            tables = placed_tables(space, Assignment(tuple(options), tuple(slots)))
+            tried = replace(draft, tables=tables)
+            gain = state.worst - change.seconds + draft.shared_latency - tried.shared_latency
+            least = GAIN * draft.max_rank_seconds
+            if gain > least < draft.max_rank_seconds - tried.max_rank_seconds and tried.fits:
+                yield tried
 
 
 def step_bound(problem: Problem) -> float:
@@ -118,6 +161,7 @@ class _Seeker:
 
     problem: Problem
     watch: Watch
+    bound: float
     best: StepDraft | None = None
     tried: int = 0
     feasible: int = 0
@@ -165,13 +209,15 @@ class _Seeker:
             for draft in self._drafts(budget):
                 if self.watch.over() and self.best is not None:
                     return
-                self.tried += 1
                 transient = transient or max(draft.peak_bytes) - max(draft.kept_bytes)
                 if self.best is not None and draft.max_rank_seconds >= self.best.max_rank_seconds:
                     continue
+                self.tried += 1
                 if draft.fits:
                     self.feasible += 1
                     self._take(draft)
+                    if draft.max_rank_seconds <= self.bound * (1 + GAIN):
+                        return
                 else:
                     excess = max(draft.peak_bytes) - capacity
                     overshoot = min(overshoot, excess) if overshoot else excess
@@ -199,7 +245,7 @@ class _Seeker:
     def _drafts(self, budget: int) -> Iterator[StepDraft]:
         for units, prefetch in self.arrangements:
             kept = max(StepDraft(self.problem, (), units).kept_bytes)
-            for variant, left_out in enumerate(LEFT_OUT):
+            for variant, left_out in enumerate(self.left_out):
                 placed = self._tables(variant, left_out, budget - kept)
                 if placed is not None:
                     yield StepDraft(self.problem, placed, units, prefetch)
@@ -213,6 +259,12 @@ class _Seeker:
             if known is None or found.seconds < known.seconds:
                 best[found.placed] = found
         return [(found.units, found.prefetch) for found in best.values()]
+
+    @cached_property
+    def left_out(self) -> tuple[tuple[ShardingType, ...], ...]:
+        """What is left out in turn; nothing where every table's search knows its own exchange."""
+        alone = all(choice.latency for choices in self.problem.tables for choice in choices)
+        return LEFT_OUT[:1] if alone else LEFT_OUT
 
     def _tables(
         self, variant: int, left_out: tuple[ShardingType, ...], room: int
