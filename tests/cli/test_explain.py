@@ -114,9 +114,11 @@ def test_the_json_of_a_plan_has_its_ranks(call: Any, plan: Any) -> None:
 def test_why_not_gives_a_reason(call: Any, plan: Any) -> None:
     answer = call("explain", plan, "--tensor", "big", "--why-not", "data_parallel")
     assert answer.code == 0
-    assert answer.out.startswith("big is row_wise. data_parallel (dense, 2 x 100,000 x 16) ")
-    assert "does not fit: rank " in answer.out
-    assert "B too much." in answer.out
+    place = "(dense, 2 x 100,000 x 16; its kernel was fused) with everything else in place"
+    assert answer.out.startswith(f"big is row_wise. data_parallel {place} does not fit: rank ")
+    assert (
+        "B too much. Planned anew with data_parallel, the rest free to move: no plan " in answer.out
+    )
 
 
 def test_why_not_of_what_was_chosen(call: Any, plan: Any) -> None:
@@ -143,6 +145,7 @@ def test_units_are_asked_why_not_too(call: Any, plan: Any) -> None:
     found = call("explain", plan, "--unit", "top", "--why-not", "sharded", "--json").json
     assert (found["unit"], found["wanted"]) == ("top", "sharded")
     assert found["max_rank_seconds"] > 0
+    assert found["replanned"]["max_rank_seconds"] > 0
     full = call("explain", plan, "--unit", "top", "--why-not", "full")
     assert "full is not possible: it is no part that repeats." in full.out
 

@@ -220,6 +220,8 @@ def test_another_way_has_the_numbers_of_the_plan_that_is_forced(
     other = plan(_job(AMPLE, again))
     found = explain.why_not(made, made.units[1].name, wanted, described)
     assert found.seconds == pytest.approx(other.max_rank_seconds, rel=1e-12)
+    assert found.replanned is not None
+    assert found.replanned.seconds == other.max_rank_seconds
     assert found.missing == 0
     assert f"{_peak(other):,} B" in found.reason
 

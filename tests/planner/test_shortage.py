@@ -409,3 +409,50 @@ def test_proposers_that_propose_nothing_are_blamed_and_no_memory() -> None:
     assert "grid: about 10^" in message
     assert "'bounded'" in message
     assert "too much" not in message
+
+
+def test_the_number_of_ranks_is_found_in_few_tries_however_many_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+    fits = shortage._fits
+
+    def counted(model_of: Any, job: Job, watch: Any) -> bool:
+        tried.append(job.cluster.world_size or 0)
+        return fits(model_of, job, watch)
+
+    monkeypatch.setattr(shortage, "_fits", counted)
+    job = _tables(*[BIG] * 60, cluster=_h100(4, local_world_size=2, hbm_cap=12 * MIB))
+    ranks = _number("# ranks fit", _refusal(job))
+    others = [number for number in tried if number not in (0, 4)]
+    assert 50 <= ranks <= others[0]
+    assert len(others) <= 8
+
+
+def test_two_memories_that_are_both_short_are_proven_short_and_one_of_them_is_named() -> None:
+    """What is enough of one memory is named though the other one stays as short as it is."""
+    free = {"rows": 40_000, "dim": 64}
+    job = _tables(*[free] * 12, cluster=_h100(2, hbm_cap=30 * MIB, ddr_cap=10 * MIB))
+    message = _refusal(job)
+    assert message.startswith("no plan can fit: ")
+    assert "cluster.hbm_cap of " in message
+    assert " ranks fit " in message
+    for way in _ways(message):
+        _fitting(_with_way(job, way))
+
+
+def test_where_no_way_out_was_found_it_is_said_what_was_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shortage, "SECONDS_FOR_A_WAY", 0.0)
+    message = _refusal(REFUSED["hosts"])
+    assert "No way out was found. Tried: cluster.hbm_cap of " in message
+    assert re.search(r"; \d+ ranks, \d+ ranks \(cut at 0 s\); a batch of 64", message)
+
+
+def test_a_shortage_is_heard_as_its_search_was() -> None:
+    heard: list[float] = []
+    with pytest.raises(NoPlanError):
+        plan(REFUSED["hosts"], lambda watch: heard.append(watch.elapsed))
+    assert heard == sorted(heard)
+    assert len(heard) > 1

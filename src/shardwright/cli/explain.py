@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.cli import options as shared
+from shardwright.cli.planning import Listener
 from shardwright.core.amount import Step
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
@@ -17,6 +19,7 @@ from shardwright.core.plan import Plan, RankTotals, read_plan
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import PHASES, decode, phase_peaks
 from shardwright.planner import explain
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics.times import parts_of
 from shardwright.planner.strategy.found import ModelOf
 from shardwright.report.wording import TEXT_LIMIT, printable, ranks_text
@@ -231,7 +234,9 @@ def _why_not(plan: Plan, options: argparse.Namespace) -> None:
         raise InputError(
             expected("--why-not", "a table or unit named by --tensor", "none", "Add --tensor NAME.")
         )
-    found = explain.why_not(plan, options.tensor, options.why_not, _again(plan))
+    with Listener(sys.stderr) as listener:
+        again, watch = _again(plan), Watch(hear=listener)
+        found = explain.why_not(plan, options.tensor, options.why_not, again, watch)
     if options.json:
         shared.print_json(
             {
@@ -243,7 +248,20 @@ def _why_not(plan: Plan, options: argparse.Namespace) -> None:
                 "option": found.option,
                 "max_rank_seconds": found.seconds,
                 "missing_bytes": found.missing,
+                "replanned": _replanned(found),
             }
         )
     else:
-        print(printable(f"{found.name} is {found.chosen}. {found.reason}", TEXT_LIMIT))
+        print(printable(f"{found.name} is {found.chosen}. {found.text}", 2 * TEXT_LIMIT))
+
+
+def _replanned(found: explain.WhyNot) -> dict[str, object] | None:
+    """The plan with the rest free to move, by the names users script against."""
+    anew = found.replanned
+    return anew and {
+        "max_rank_seconds": anew.seconds,
+        "lower_bound_seconds": anew.bound,
+        "option": anew.option,
+        "cut_short": anew.cut,
+        "reason": anew.reason,
+    }

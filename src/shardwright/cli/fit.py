@@ -9,9 +9,10 @@ import time
 from shardwright.cli import options as shared
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK
 from shardwright.core.fit import Fit
+from shardwright.planner.search.watch import Watch
 
 QUIET = 2.0  # seconds before progress is shown
-EVERY = 5.0  # seconds between lines where nobody watches
+EVERY, WATCHED = 5.0, 0.2  # seconds between lines where nobody watches, and where somebody does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def execute(options: argparse.Namespace) -> int:
 
     progress = _Progress()
     try:
-        found = fit(job, progress=progress)
+        found = fit(job, progress=progress, hear=progress.hear)
     finally:
         progress.end()
     if options.json:
@@ -55,10 +56,19 @@ class _Progress:
         self._begun = self._last = time.monotonic()
         self._over = sys.stderr.isatty()
         self._shown = False
+        self._estimated = ""
+
+    def hear(self, watch: Watch) -> None:
+        """Every round of a search."""
+        self._show(f"{self._estimated or 'first estimate'}; planning for {watch.elapsed:.0f} s")
 
     def __call__(self, text: str) -> None:
+        self._estimated = text
+        self._show(text)
+
+    def _show(self, text: str) -> None:
         now = time.monotonic()
-        if now - self._begun < QUIET or (not self._over and now - self._last < EVERY):
+        if now - self._begun < QUIET or now - self._last < (WATCHED if self._over else EVERY):
             return
         self._last, self._shown = now, True
         print(f"\r\x1b[K{text}" if self._over else text, end="", file=sys.stderr, flush=True)

@@ -49,9 +49,11 @@ def execute(options: argparse.Namespace) -> int:
     if options.timeline:
         inputs = (options.job, *named_files(job, options.job))
         check_output(options.timeline, PICTURES[options.timeline.suffix], inputs, "--timeline")
+    from shardwright.cli.planning import Listener
     from shardwright.lab.footprint import footprint
 
-    found = footprint(job, details=True, rank=options.rank or "")
+    with Listener(sys.stderr) as listener:
+        found = footprint(job, details=True, rank=options.rank or "", hear=listener)
     rank = _chosen(found, options.rank)
     if options.timeline:
         _write_timeline(found, rank, options.timeline)

@@ -51,6 +51,12 @@ def cluster(
     return found, _assumptions(section, profile, preset, found)
 
 
+def said_capacity(section: ClusterSection) -> int | None:
+    """The bytes that a rank may fill; None where a job says nothing that they follow from."""
+    said = section.preset or section.file or section.hbm_cap or section.ddr_cap
+    return cluster(section)[0].memory_per_rank if said else None
+
+
 def _preset(section: ClusterSection, profile: Profile, own: Preset | None) -> tuple[str, Preset]:
     """What the job starts from, by its name."""
     measured = section.measured

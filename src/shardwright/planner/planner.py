@@ -36,7 +36,7 @@ def watch_of(job: Job, hear: Hear | None = None) -> Watch:
 def written(found: Found, watch: Watch) -> Plan:
     """What was found as a plan; NoPlanError with the shortfall where nothing fits."""
     if found.draft is None:
-        raise shortage.error(found)
+        raise shortage.error(found, watch)
     how = found.described(watch.elapsed, cut_short=watch.cut_short)
     return assemble(found.draft, found.bound, how)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from shardwright.core.cluster import TIERS
+from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.errors import NoPlanError, ShardwrightError
 from shardwright.core.job import CHOSEN_FROM, Job, checkpointing_of, with_checkpointing
 from shardwright.core.memory_section import HAVE_BLOCKS
@@ -25,24 +26,29 @@ from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import smallest
 
 MAX_RANKS = 4096
+MAX_BYTES = 2**60
 MAX_NAMED = 8  # tables of a longer list
 SECONDS_FOR_LEAST = 5.0  # of search for what asks least
-SECONDS_FOR_A_WAY = 3.0  # of search, for each kind of way out; none is named untried
+SECONDS_FOR_A_WAY = 6.0  # of search, for each kind of way out; none is named untried
+ROOMY = 2  # times the ranks that bytes alone ask for: tried first, for they mostly fit
+MORE_MEMORY = (1.0, 1.1, 1.25, 1.5, 2.0, 4.0)  # times what the fullest rank needs
 
 
-def error(found: Found) -> NoPlanError:
+def error(found: Found, watch: Watch) -> NoPlanError:
     """The refusal of a search without a plan, from the draft that asks least of its fullest
-    rank."""
+    rank; ``watch`` is the search's own, which hears on."""
     problem, model_of, tried = found.problem, found.model_of, found.tried
     assert model_of is not None
+    whole = Watch(hear=watch.hear)
+    whole.begun = watch.begun
     if problem.model.is_trained:
-        return _refusal(problem, smallest(problem), model_of, tried, proven=False)
-    draft, proven = _least(problem)
+        return _refusal(problem, smallest(problem), model_of, whole, tried, proven=False)
+    draft, proven = _least(problem, whole)
     if draft is None:
         return _no_ranks(problem)
     if draft.fits:
         return _not_looked_at(found)
-    return _refusal(problem, draft, model_of, proven=proven)
+    return _refusal(problem, draft, model_of, whole, proven=proven)
 
 
 def _not_looked_at(found: Found) -> NoPlanError:
@@ -66,11 +72,11 @@ def _no_ranks(problem: Problem) -> NoPlanError:
     )
 
 
-def _least(problem: Problem) -> tuple[TablesDraft | None, bool]:
+def _least(problem: Problem, whole: Watch) -> tuple[TablesDraft | None, bool]:
     """The draft that asks least, if the rules allow any, and whether it is proven that none
     fits."""
     space = space_of(problem, problem.tables, problem.capacity)
-    found = least_memory(space, Watch(SECONDS_FOR_LEAST))
+    found = least_memory(space, whole.part(SECONDS_FOR_LEAST))
     proven = found.bound.seconds > 1 + ROUNDING
     if found.best is None:
         return None, proven
@@ -81,22 +87,21 @@ def _refusal(
     problem: Problem,
     draft: Draft,
     model_of: ModelOf,
+    whole: Watch,
     tried: Sequence[Tried] = (),
     *,
     proven: bool,
 ) -> NoPlanError:
-    tier, rank, need, capacity = _fullest(problem, draft)
+    short = _fullest(problem, draft)
     known = " of TorchRec's options" if problem.job.planner.as_torchrec else ""
     what = f"no plan{known} can fit" if proven else "no plan found that fits"
-    ways = [f"cluster.{tier}_cap {way}" for way in _larger_memory(problem, draft, model_of)]
-    ways += _ways(problem, model_of)
-    text = f"What would help: {'; '.join(ways)}." if ways else "No way out was found."
     needs = ", ".join(f"{each.checkpointing} {_size(each.peak_bytes)}" for each in tried)
-    text = f"Needed by checkpointing: {needs}. {text}" if tried else text
+    text = f"Needed by checkpointing: {needs}. " if tried else ""
     return NoPlanError(
-        f"{what}: rank {rank} is the fullest and needs {_size(need)} of {_size(capacity)}"
-        f"{_reserved(problem, tier, capacity)}, {need - capacity:,} B too much; "
-        f"{_largest(draft, rank)}. {text}"
+        f"{what}: rank {short.rank} is the fullest and needs {_size(short.need)} of "
+        f"{_size(short.capacity)}{_reserved(problem, short)}, "
+        f"{short.need - short.capacity:,} B too much; {_largest(draft, short.rank)}. "
+        f"{text}{_ways(problem, short, model_of, whole)}"
     )
 
 
@@ -104,24 +109,32 @@ def _size(nbytes: int) -> str:
     return f"{nbytes:,} B ({format_bytes(nbytes)})"
 
 
-def _reserved(problem: Problem, tier: str, capacity: int) -> str:
-    total: int = getattr(problem.cluster, f"{tier}_cap")
-    return f" left of {_size(total)} by the reservation" if total > capacity else ""
+@dataclass(frozen=True, slots=True)
+class _Short:
+    """The memory and the rank that exceed their capacity most, in bytes."""
+
+    tier: Tier
+    rank: int
+    need: int
+    capacity: int
 
 
-def _fullest(problem: Problem, draft: Draft) -> tuple[str, int, int, int]:
-    """The tier and rank that exceed their capacity most, the bytes needed and those there are."""
+def _reserved(problem: Problem, short: _Short) -> str:
+    total: int = getattr(problem.cluster, f"{short.tier}_cap")
+    return f" left of {_size(total)} by the reservation" if total > short.capacity else ""
+
+
+def _fullest(problem: Problem, draft: Draft) -> _Short:
     if isinstance(draft, TablesDraft):
         found = [
-            (size - capacity, tier, rank, size, capacity)
+            _Short(tier, rank, size, capacity)
             for tier, capacity in zip(TIERS, problem.capacity, strict=True)
             for rank, size in enumerate(draft.tier_bytes[tier])
         ]
-        _, tier, rank, size, capacity = max(found, key=lambda f: (f[0], -f[2]))
-        return tier, rank, size, capacity
+        return max(found, key=lambda its: (its.need - its.capacity, -its.rank))
     peak = max(draft.peak_bytes)
-    tier = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
-    return tier, draft.peak_bytes.index(peak), peak, problem.decisive_capacity
+    tier: Tier = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
+    return _Short(tier, draft.peak_bytes.index(peak), peak, problem.decisive_capacity)
 
 
 def _largest(draft: Draft, rank: int) -> str:
@@ -138,99 +151,138 @@ def _largest(draft: Draft, rank: int) -> str:
     return f"its largest part is {name} with {_size(held[name])}"
 
 
-def _larger_memory(problem: Problem, draft: Draft, model_of: ModelOf) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """Variants of a job, of which each is tried before it is named, and what was ``tried``."""
+
+    problem: Problem
+    short: _Short
+    model_of: ModelOf
+    watch: Watch
+    tried: list[str]
+
+    @property
+    def job(self) -> Job:
+        """The job that does not fit."""
+        return self.problem.job
+
+    def fits(self, job: Job, what: str) -> bool:
+        """Whether a plan of ``job`` is found, which differs in ``what``."""
+        self.tried.append(what)
+        return _fits(self.model_of, job, self.watch)
+
+
+def _ways(problem: Problem, short: _Short, model_of: ModelOf, whole: Watch) -> str:
+    """What would help, each tried before it is named; where nothing was found, what was tried."""
+    found, tried = [], []
+    for way in WAYS:
+        attempt = _Try(problem, short, model_of, whole.part(SECONDS_FOR_A_WAY), [])
+        text = way(attempt)
+        if text:
+            found.append(text)
+        elif attempt.tried:
+            some = list(dict.fromkeys(attempt.tried))
+            if len(some) > MAX_NAMED:
+                some = [*some[: MAX_NAMED - 1], "...", some[-1]]
+            cut = f" (cut at {SECONDS_FOR_A_WAY:g} s)" if attempt.watch.ended else ""
+            tried.append(f"{', '.join(some)}{cut}")
+    if found:
+        return f"What would help: {'; '.join(found)}."
+    if not tried:
+        return "No way out was found: there is none to try."
+    return f"No way out was found. Tried: {'; '.join(tried)}."
+
+
+def _larger_memory(attempt: _Try) -> str:
     """The capacity with which the draft fits, with what the reservation takes of it."""
-    tier, _, need, capacity = _fullest(problem, draft)
-    total = getattr(problem.cluster, f"{tier}_cap")
-    for wanted in (need + total - capacity, -(-need * total // max(capacity, 1))):
-        job = _with(problem.job, "cluster", **{f"{tier}_cap": wanted})
-        if _fits(model_of, job, Watch(SECONDS_FOR_A_WAY)):
-            yield f"of {_size(wanted)} fits"
-            return
-
-
-def _ways(problem: Problem, model_of: ModelOf) -> Iterator[str]:
-    """Checkpointing, more ranks, a smaller batch, host memory, fewer limits: each tried before it
-    is named."""
-    for way in (_checkpointing, _more_ranks, _smaller_batch, _host_memory, _fewer_limits):
-        found = way(problem, model_of, Watch(SECONDS_FOR_A_WAY))
-        if found:
-            yield found
-
-
-def _checkpointing(problem: Problem, model_of: ModelOf, watch: Watch) -> str:
-    """The first policy that the job does not allow with which a plan fits."""
-    job = problem.job
-    if job.model.kind not in HAVE_BLOCKS or not any(unit.series for unit in problem.model.units):
-        return ""
-    for policy in (name for name in CHOSEN_FROM if name not in checkpointing_of(job)):
-        if _fits(model_of, with_checkpointing(job, policy), watch):
-            return f"checkpointing '{policy}' fits"
+    short = attempt.short
+    total = getattr(attempt.problem.cluster, f"{short.tier}_cap")
+    exact = short.need + total - short.capacity
+    scaled = -(-short.need * total // max(short.capacity, 1))
+    for wanted in (exact, *(min(round(times * scaled), MAX_BYTES) for times in MORE_MEMORY)):
+        what = f"cluster.{short.tier}_cap of {_size(wanted)}"
+        job = _with(attempt.job, "cluster", **{f"{short.tier}_cap": wanted})
+        if attempt.fits(job, what):
+            return f"{what} fits"
+        if attempt.watch.over():
+            break
     return ""
 
 
-def _more_ranks(problem: Problem, model_of: ModelOf, watch: Watch) -> str:
-    """The fewest further hosts that fit, or, on one CPU, processes."""
-    job = problem.job
-    cluster = problem.cluster
+def _checkpointing(attempt: _Try) -> str:
+    """The first policy that the job does not allow with which a plan fits."""
+    job = attempt.job
+    repeats = any(unit.series for unit in attempt.problem.model.units)
+    if job.model.kind not in HAVE_BLOCKS or not repeats:
+        return ""
+    for policy in (name for name in CHOSEN_FROM if name not in checkpointing_of(job)):
+        what = f"checkpointing '{policy}'"
+        if attempt.fits(with_checkpointing(job, policy), what):
+            return f"{what} fits"
+    return ""
+
+
+def _more_ranks(attempt: _Try) -> str:
+    """The fewest further hosts that fit, or, on one CPU, processes: first as many as have plenty
+    of room for all bytes, then fewer, or more."""
+    short, cluster = attempt.short, attempt.problem.cluster
     one_cpu = cluster.compute_device == "cpu" and cluster.group >= cluster.world_size
     unit = 1 if one_cpu else cluster.group
 
-    def job_of(ranks: int) -> Job:
+    def fits(count: int) -> bool:
+        ranks = count * unit
         local = ranks if one_cpu else cluster.local_world_size
-        return _with(job, "cluster", world_size=ranks, local_world_size=local)
+        job = _with(attempt.job, "cluster", world_size=ranks, local_world_size=local)
+        return attempt.fits(job, f"{ranks} ranks")
 
-    most = MAX_RANKS // unit
-    count = _first(
-        lambda n: _fits(model_of, job_of(n * unit), watch),
-        cluster.world_size // unit + 1,
-        most,
-        watch,
-    )
+    low, most = cluster.world_size // unit + 1, MAX_RANKS // unit
+    if low > most:
+        return ""
+    roomy = ROOMY * cluster.world_size * short.need // (max(short.capacity, 1) * unit)
+    count = _first(fits, low, most, attempt.watch, min(max(low, roomy), most))
     if count is None:
         return ""
     ranks = count * unit
     return f"{ranks} ranks fit ({ranks - cluster.world_size} more)"
 
 
-def _smaller_batch(problem: Problem, model_of: ModelOf, watch: Watch) -> str:
+def _smaller_batch(attempt: _Try) -> str:
     """The largest smaller batch that fits."""
-    job = problem.job
-    size = job.batch.size
-    steps = _first(
-        lambda n: _fits(model_of, _with(job, "batch", size=max(size // 2**n, 1)), watch),
-        1,
-        31,
-        watch,
-    )
-    if steps is None or size == 1:
+    size = attempt.job.batch.size
+
+    def fits(batch: int) -> bool:
+        return attempt.fits(_with(attempt.job, "batch", size=batch), f"a batch of {batch}")
+
+    most = size.bit_length() - 1  # halvings down to one sample
+    steps = _first(lambda n: fits(size // 2**n), 1, most, attempt.watch) if most else None
+    if steps is None:
         return ""
-    low, high = max(size // 2**steps, 1), size // 2 ** (steps - 1)
-    while high - low > max(1, low // 16) and not watch.over():  # to about 6 %
+    low, high = size // 2**steps, size // 2 ** (steps - 1)
+    while high - low > max(1, low // 16) and not attempt.watch.over():  # to about 6 %
         middle = (low + high) // 2
-        if _fits(model_of, _with(job, "batch", size=middle), watch):
+        if fits(middle):
             low = middle
         else:
             high = middle
     return f"a batch of {low} per rank fits"
 
 
-def _host_memory(problem: Problem, model_of: ModelOf, watch: Watch) -> str:
+def _host_memory(attempt: _Try) -> str:
     """The fewest of the largest tables that have to live in host memory."""
-    job = problem.job
+    job, problem = attempt.job, attempt.problem
     if problem.model.is_trained or problem.cluster.compute_device == "cpu":
         return ""
     if job.planner.constants == "additive":
         return ""
     order = sorted(job.tables, key=lambda t: -t.nbytes)
 
-    def job_of(count: int) -> Job:
+    def fits(count: int) -> bool:
         moved = {t.name for t in order[:count]}
-        return msgspec.structs.replace(
-            job, tables=tuple(_offloaded(t) if t.name in moved else t for t in job.tables)
-        )
+        tables = tuple(_offloaded(t) if t.name in moved else t for t in job.tables)
+        what = f"compute_kernels fused_uvm of the {count} largest tables"
+        return attempt.fits(msgspec.structs.replace(job, tables=tables), what)
 
-    count = _first(lambda n: _fits(model_of, job_of(n), watch), 1, len(order), watch)
+    count = _first(fits, 1, len(order), attempt.watch)
     if count is None:
         return ""
     names = ", ".join(t.name for t in order[:count][:MAX_NAMED])
@@ -242,30 +294,45 @@ def _offloaded(table: TableSpec) -> TableSpec:
     return msgspec.structs.replace(table, compute_kernels=("fused_uvm",))
 
 
-def _fewer_limits(problem: Problem, model_of: ModelOf, watch: Watch) -> str:
+def _fewer_limits(attempt: _Try) -> str:
     """Whether the limits on types and widths are what is in the way."""
-    job = problem.job
+    job = attempt.job
     limited = [t.name for t in job.tables if t.sharding_types is not None or t.min_partition]
     if not limited:
         return ""
     free = tuple(
         msgspec.structs.replace(t, sharding_types=None, min_partition=None) for t in job.tables
     )
-    if not _fits(model_of, msgspec.structs.replace(job, tables=free), watch):
+    what = "no sharding_types and min_partition"
+    if not attempt.fits(msgspec.structs.replace(job, tables=free), what):
         return ""
     names = ", ".join(limited[:MAX_NAMED])
     more = f" and {len(limited) - MAX_NAMED} more" if len(limited) > MAX_NAMED else ""
     return f"without the sharding_types and min_partition of {names}{more} a plan fits"
 
 
-def _first(fits: Callable[[int], bool], low: int, high: int, watch: Watch) -> int | None:
-    """The smallest number from ``low`` to ``high`` that fits, by doubling steps and bisection; when
-    time runs out the smallest that was tried."""
-    step, at, failed = 1, low, low - 1
+WAYS: tuple[Callable[[_Try], str], ...] = (
+    _larger_memory,
+    _checkpointing,
+    _more_ranks,
+    _smaller_batch,
+    _host_memory,
+    _fewer_limits,
+)
+
+
+def _first(
+    fits: Callable[[int], bool], low: int, high: int, watch: Watch, start: int = 0
+) -> int | None:
+    """The smallest number from ``low`` to ``high`` that fits: from ``start`` on by doubling steps,
+    then by bisection; when time runs out the smallest that was tried. Where none from ``start`` on
+    does, ``low`` is tried."""
+    at = begun = max(start, low)
+    step, failed = 1 if begun == low else begun, low - 1
     while not fits(at):
         failed = at
         if at >= high or watch.over():
-            return None
+            return low if begun > low and fits(low) else None
         at = min(at + step, high)
         step *= 2
     while at - failed > 1 and not watch.over():

@@ -94,7 +94,8 @@ def answers(fit: Fit) -> list[str]:
         words = f"{largest_words(longest)} tokens{unit}" if longest.size else "none fits"
         lines.append(f"Longest sequence with batch {fit.batch}, {fit.checkpointing}: {words}.")
     if fit.fewest_ranks is not None:
-        ranks = counted(fit.fewest_ranks, "rank") if fit.fewest_ranks else "no number is enough"
+        none = "no number is enough that only shares data"
+        ranks = counted(fit.fewest_ranks, "rank") if fit.fewest_ranks else none
         lines.append(f"Fewest ranks for {_batch_text(fit)} each, {fit.checkpointing}: {ranks}.")
     if not all(row.largest_batch.even for row in fit.policies):
         lines.append("A larger batch was seen to need less: sizes were tried one by one there.")

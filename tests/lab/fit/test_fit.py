@@ -30,7 +30,7 @@ def job(**sections: dict[str, Any]) -> Job:
     return parse_job(document | sections)
 
 
-def estimates(capacity: int | None = 4 * GIB) -> Callable[[Job], Footprint]:
+def estimates(capacity: int = 4 * GIB) -> Callable[[Job], Footprint]:
     """States that ranks share, and tokens that tensor ranks share."""
 
     def footprint(job: Job) -> Footprint:
@@ -54,7 +54,7 @@ def estimates(capacity: int | None = 4 * GIB) -> Callable[[Job], Footprint]:
     return footprint
 
 
-def found(*, capacity: int | None = 4 * GIB, **sections: dict[str, Any]) -> Fit:
+def found(*, capacity: int = 4 * GIB, **sections: dict[str, Any]) -> Fit:
     return fit(job(**sections), estimates(capacity))
 
 
@@ -88,9 +88,12 @@ def test_hosts_that_do_not_fill_up_are_forgotten() -> None:
     assert found(cluster={"preset": "h100-8", "local_world_size": 4}).fewest_ranks == 5
 
 
-def test_without_a_capacity_there_is_nothing_to_fit_into() -> None:
+def test_without_a_capacity_nothing_is_estimated() -> None:
+    def never(job: Job) -> Footprint:
+        raise AssertionError("estimated")
+
     with pytest.raises(InputError, match=r"job: cluster: expected a capacity.*cluster\.hbm_cap"):
-        found(capacity=None)
+        fit(job(cluster={"world_size": 8}, memory={"runtime": "fsdp2"}), never)
 
 
 def test_a_job_that_fits_needs_no_way_out() -> None:
@@ -105,6 +108,7 @@ def test_the_job_as_it_is_may_not_fit_while_a_smaller_batch_does() -> None:
 
 
 LARGE = {"size": 2, "sequence": 2**20}
+FSDP2 = {"runtime": "fsdp2"}
 
 
 def test_ways_out_were_tried_and_those_that_fit_come_first() -> None:
@@ -117,18 +121,50 @@ def test_ways_out_were_tried_and_those_that_fit_come_first() -> None:
 
 
 def test_what_does_not_help_is_not_named() -> None:
-    changes = {change for remedy in found(batch=LARGE).remedies for change in remedy.changes}
+    told = found(batch=LARGE, memory=FSDP2)
+    changes = {change for remedy in told.remedies for change in remedy.changes}
     assert any("parallel.tensor" in change for change in changes)
     assert not any("memory.loss" in change or "reduce_dtype" in change for change in changes)
 
 
 def test_changes_are_joined_where_none_is_enough_alone() -> None:
-    told = found(batch=LARGE, cluster={"hbm_cap": "1 GiB"}, capacity=GIB + GIB // 8)
-    joined = [remedy for remedy in told.remedies if len(remedy.changes) > 1]
-    assert joined
-    assert {"memory.checkpointing = full", "memory.offload = all"} <= set(joined[0].changes)
-    assert joined[0].estimate.verdict == "fits"
-    assert told.remedies[0] == joined[0]
+    cluster = {"hbm_cap": "1 GiB"}
+    told = found(batch=LARGE, cluster=cluster, memory=FSDP2, capacity=GIB + GIB // 8)
+    together = {"memory.checkpointing = full", "memory.offload = all"}
+    (joined,) = (remedy for remedy in told.remedies if together <= set(remedy.changes))
+    assert joined.estimate.verdict == told.remedies[0].estimate.verdict == "fits"
+    assert len(told.remedies[0].changes) > 1
+
+
+def test_nothing_is_named_that_the_job_s_runtime_does_not_run() -> None:
+    cluster = {"hbm_cap": "1 GiB"}
+    ours = found(batch=LARGE, cluster=cluster, capacity=GIB // 8)
+    changes = {change for remedy in ours.remedies for change in remedy.changes}
+    assert "memory.checkpointing = full" in changes
+    refused = ("parallel.tensor", "parallel.pipeline", "memory.offload", "train.optimizer")
+    assert not any(change.startswith(refused) for change in changes)
+
+
+EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_ffn_dim": 64}
+
+
+def _of_experts(job: Job) -> Footprint:
+    """40 GiB of experts that only their own degree divides, and 40 GiB that all ranks share."""
+    section, world = parallel_of(job), job.cluster.world_size or 8
+    peak = 40 * GIB // section.expert + 40 * GIB // world
+    kinds: dict[Any, int] = {"weight": peak}
+    rank = RankMemory("ranks with experts", 8, {}, peak, "step", kinds, {}, ())
+    return Footprint("llama", 1, world, {}, {}, (rank,), 6 * GIB)
+
+
+def test_experts_are_divided_on_more_ranks_where_those_there_are_do_not_do() -> None:
+    model = {"kind": "llama", "layers": 2, "dim": 64, "heads": 4, "vocab": 256, **EXPERTS}
+    told = fit(job(model=model, memory=FSDP2), _of_experts)
+    assert told.fewest_ranks == 0
+    assert told.remedies[0].changes == ("parallel.expert = 8", "64 ranks")
+    assert told.remedies[0].estimate.verdict == "fits"
+    ours = fit(job(model=model), _of_experts)
+    assert not any("expert" in change for each in ours.remedies for change in each.changes)
 
 
 def test_more_ranks_are_named_where_they_are_enough() -> None:
@@ -159,7 +195,10 @@ def test_a_llama_that_can_be_planned_is_planned_for_each_size() -> None:
         "batch": {"size": 1, "sequence": 64},
         "memory": {"param_dtype": "fp32"},
     }
-    size = fit(parse_job(document)).own.largest_batch.size
+    heard: list[float] = []
+    told = fit(parse_job(document), hear=lambda watch: heard.append(watch.elapsed))
+    size = told.own.largest_batch.size
+    assert heard
     plan(parse_job(document | {"batch": {"size": size, "sequence": 64}}))
     with pytest.raises(NoPlanError):
         plan(parse_job(document | {"batch": {"size": size + 1, "sequence": 64}}))

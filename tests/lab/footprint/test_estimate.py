@@ -237,3 +237,29 @@ def test_fsdp2_keeps_the_head_unless_all_is_to_be_freed() -> None:
     for wanted, kept in (("default", {"", "head"}), (True, {""})):
         job = job_of(reshard_after_forward=wanted)
         assert sharding(memory_of(job), degrees_of(job, 4), False).kept == kept
+
+
+def _names(**sections: dict[str, Any]) -> list[tuple[str, int]]:
+    experts = {"experts": 4, "experts_per_token": 2, "expert_ffn_dim": 64}
+    document = {
+        "model": MODEL | experts,
+        "memory": {"runtime": "fsdp2"},
+        "batch": {"size": 1, "sequence": 16},
+        **sections,
+    }
+    return [(each.name, each.ranks) for each in footprint(parse_job(document)).ranks]
+
+
+def test_ranks_that_get_experts_where_others_get_none_are_called_so() -> None:
+    assert _names(cluster={"world_size": 4}) == [("all ranks", 4)]
+    assert _names(cluster={"world_size": 6}) == [("ranks with experts", 4)]
+    replicas = {"data_replicate": 2, "data_shard": 6}
+    assert _names(cluster={"world_size": 12}, parallel=replicas) == [("ranks with experts", 8)]
+    shared = {"expert": 4}
+    assert _names(cluster={"world_size": 8}, parallel=shared) == [("all ranks", 8)]
+
+
+def test_ranks_whose_experts_receive_more_are_not_called_all_ranks() -> None:
+    skewed = {"expert": 4, "routing": "skewed"}
+    names = {name for name, _ in _names(cluster={"world_size": 8}, parallel=skewed)}
+    assert names == {"99th percentile of experts", "median of experts"}

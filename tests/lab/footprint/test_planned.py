@@ -126,3 +126,10 @@ def test_where_no_plan_fits_it_is_shown_what_asks_least() -> None:
     assert found.verdict == "does not fit"
     assert found.worst.peak_bytes > 8 * 2**20
     assert found.source.startswith("No plan was found that fits")
+
+
+def test_the_search_of_a_plan_is_heard_and_one_that_was_stopped_is_not_called_its_plan() -> None:
+    job = example("demo")
+    assert "searched" not in footprint(job, hear=lambda watch: None).source
+    stopped = footprint(job, hear=lambda watch: watch.stop() if watch.best else None)
+    assert stopped.source.endswith("Not searched to its end: the search, which was stopped.")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.fit import Fit
 from shardwright.core.job import Job
+from shardwright.core.model_of_job import is_planned
+from shardwright.cost import constants
+from shardwright.lab.fit.remedies import remedies
 from shardwright.lab.fit.search import search
 from shardwright.lab.fit.variants import (
     Footprints,
@@ -15,26 +19,26 @@ from shardwright.lab.fit.variants import (
     at,
     changed_job,
     point_of,
-    remedies,
     space_of,
 )
+from shardwright.planner.search.watch import Hear
 
 __all__ = ["fit"]
 
 
 def fit(
-    job: Job, footprints: Footprints | None = None, progress: Callable[[str], None] = lambda _: None
+    job: Job,
+    footprints: Footprints | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    hear: Hear | None = None,
 ) -> Fit:
-    """Search around a job; ``footprints`` estimates one, by default as ``shardwright memory`` does.
+    """Search around a job; ``footprints`` estimates one, by default as ``shardwright memory`` does,
+    and ``hear`` is then called in every round of a search.
 
-    InputError where no capacity is known.
+    InputError where no capacity is known, before anything is estimated.
     """
     begun = time.perf_counter()
-    variants = Variants(footprints or _footprints(), progress)
-    variants.estimate(job)
-    first = variants.first
-    assert first is not None
-    if first.capacity is None:
+    if not is_planned(job) and constants.said_capacity(job.cluster) is None:
         raise InputError(
             expected(
                 "job: cluster",
@@ -43,6 +47,11 @@ def fit(
                 "Name one: --set cluster.preset=h100-8, or --set cluster.hbm_cap='80 GB'.",
             )
         )
+    variants = Variants(footprints or _footprints(hear), progress)
+    variants.estimate(job)
+    first = variants.first
+    assert first is not None
+    assert first.capacity is not None
     here, space = point_of(job, first.world_size), space_of(job, first.world_size)
 
     found = search(
@@ -75,7 +84,7 @@ def fit(
     )
 
 
-def _footprints() -> Footprints:
+def _footprints(hear: Hear | None) -> Footprints:
     from shardwright.lab.footprint import footprint
 
-    return footprint
+    return partial(footprint, hear=hear)

@@ -10,23 +10,27 @@ from shardwright.core.footprint import Footprint
 from shardwright.core.job import Job
 from shardwright.core.model_of_job import is_planned
 from shardwright.lab.footprint.planned import planned
+from shardwright.planner.search.watch import Hear
 
 __all__ = ["footprint"]
 
 
-def footprint(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
+def footprint(
+    job: Job, *, details: bool = False, rank: str = "", hear: Hear | None = None
+) -> Footprint:
     """The memory of every class of ranks of ``job``, without running it.
 
-    A job that can be planned has the memory of its plan, to the byte, also where no plan fits: then
-    that of the draft which asks least. Others are estimated as their ``[parallel]`` and
-    ``[memory]`` say. On an accelerator the class with the highest peak is also replayed through the
-    allocator. With ``details`` it has its modules, its largest tensors and a timeline; ``rank``
-    names another class to have them. Raises InputError for what cannot be traced or divided, naming
-    the place, NoPlanError where no tables alone fit.
+    A job that can be planned has the memory of its plan, to the byte, also where no plan fits:
+    then that of the draft which asks least. Others are estimated as their ``[parallel]`` and
+    ``[memory]`` say. On an accelerator the class with the highest peak is also replayed through
+    the allocator. With ``details`` it has its modules, its largest tensors and a timeline;
+    ``rank`` names another class to have them. ``hear`` is called in every round of a search.
+    Raises InputError for what cannot be traced or divided, naming the place, NoPlanError where
+    no tables alone fit.
     """
     begun = time.perf_counter()
     if is_planned(job):
-        found = planned(job, details=details, rank=rank)
+        found = planned(job, details=details, rank=rank, hear=hear)
     else:
         from shardwright.lab.footprint.estimate import estimated
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shardwright.core.cluster import Cluster
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.footprint import Footprint
 from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
@@ -33,8 +32,8 @@ from shardwright.trace.treatment import Treatment
 
 # Uneven routing is shown by the rank in the middle and by one of a hundred.
 LOADS: tuple[tuple[Quantile, str, float], ...] = (
-    ("p99", ", 99th percentile of experts", 0.01),
-    ("p50", ", median of experts", 0.99),
+    ("p99", "99th percentile of experts", 0.01),
+    ("p50", "median of experts", 0.99),
 )
 
 
@@ -50,7 +49,8 @@ class _Estimate:
     def __init__(self, job: Job) -> None:
         self.job, self.section = job, memory_of(job)
         _refuse_compiled_experts(job)
-        self.cluster, self.capacity = _cluster(job)
+        self.cluster, _ = constants.cluster(job.cluster)
+        self.capacity = constants.said_capacity(job.cluster)
         self.world = job.cluster.world_size or self.cluster.world_size
         self.degrees = degrees_of(job, self.world)
         self.parallel: ParallelSection = parallel_of(job)
@@ -97,12 +97,16 @@ class _Estimate:
     def _classes(self) -> Iterator[RankClass]:
         degrees = self.degrees
         count = degrees.world_size // degrees.pipeline
+        holders = _expert_holders(self.job, degrees)
+        holding = "ranks with experts" if holders else ""
         for rank in pipeline_ranks(self.model.layers, degrees):
-            name = f"stage {rank.rank}" if degrees.pipeline > 1 else "all ranks"
+            stage = f"stage {rank.rank}" if degrees.pipeline > 1 else ""
             where = {"pipeline": rank.rank} if degrees.pipeline > 1 else {}
             for title, share, section in self._loads():
+                name = ", ".join(filter(None, (stage, holding, title))) or "all ranks"
                 ranks = count if share is None else max(1, round(count * share))
-                yield RankClass(f"{name}{title}", ranks, where, self._step(rank, section))
+                ranks = ranks * holders // degrees.shards if holders else ranks
+                yield RankClass(name, ranks, where, self._step(rank, section))
 
     def _loads(self) -> Iterator[tuple[str, float | None, ParallelSection]]:
         """Ranks whose experts receive more than others, where routing is uneven."""
@@ -127,14 +131,6 @@ class _Estimate:
         )
 
 
-def _cluster(job: Job) -> tuple[Cluster, int | None]:
-    """The job's cluster, and the bytes that a rank may fill where the job says it."""
-    found, _ = constants.cluster(job.cluster)
-    section = job.cluster
-    said = section.preset or section.file or section.hbm_cap or section.ddr_cap
-    return found, found.memory_per_rank if said else None
-
-
 def _model(job: Job, degrees: Degrees, treatment: Treatment) -> RecordedModel:
     kind = LlamaModel if job.model.kind == "llama" else PythonModel
     return kind(job, degrees, treatment)
@@ -156,18 +152,29 @@ def _refuse_compiled_experts(job: Job) -> None:
 
 def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
     """What is assumed of parameters that ranks do not share evenly, or not at all."""
-    section, shape = memory_of(job), job.model.shape
+    section = memory_of(job)
     if section.runtime == "ddp" or section.zero == 1:
         yield (
             f"whole parameters, their gradients and states are kept in {section.param_dtype}, "
             "without copies in fp32"
         )
-    experts = shape.experts if isinstance(shape, LlamaShape) and shape.moe_layers else 0
-    if section.runtime == "fsdp2" and degrees.expert == 1 and 0 < experts < degrees.shards:
+    holders = _expert_holders(job, degrees)
+    if holders:
         yield (
-            f"FSDP2 gives {experts} experts to {experts} of {degrees.shards} ranks, which are "
-            "told; the others hold less (parallel.expert shares them)"
+            f"FSDP2 gives {holders} experts to {holders} of {degrees.shards} ranks, which are "
+            "shown; the others hold less (parallel.expert shares them)"
         )
+
+
+def _expert_holders(job: Job, degrees: Degrees) -> int:
+    """How many of the ranks that share parameters have experts, where these are cut one by one and
+    not all ranks get one; else 0."""
+    shape = job.model.shape
+    if not isinstance(shape, LlamaShape) or not shape.moe_layers:
+        return 0
+    section = memory_of(job)
+    cut = section.runtime == "fsdp2" and section.zero > 1 and degrees.expert == 1
+    return shape.experts if cut and shape.experts < degrees.shards else 0
 
 
 def _degrees(degrees: Degrees) -> dict[str, int]:

@@ -22,6 +22,7 @@ from shardwright.memory.results import MODELLED
 from shardwright.planner import shortage
 from shardwright.planner.draft import Draft
 from shardwright.planner.planner import watch_of
+from shardwright.planner.search.watch import Hear
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.steps import smallest
 
@@ -30,18 +31,23 @@ OF_IDS: tuple[Kind, ...] = ("communication", "temporary")
 MOST_NAMED = 4  # stretches of ranks in the name of a class
 
 
-def planned(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
+def planned(
+    job: Job, *, details: bool = False, rank: str = "", hear: Hear | None = None
+) -> Footprint:
     """The memory of the plan of ``job``; where none fits, of the draft that asks least of its
     fullest rank. NoPlanError where tables alone do not fit; arguments are those of ``footprint``.
     """
-    found = found_for(job, watch_of(job))
+    watch = watch_of(job, hear)
+    found = found_for(job, watch)
     problem, draft = found.problem, found.draft
     source = "The memory of the job's plan, to the byte: shardwright plan."
+    if watch.cut_short:
+        source += f" Not searched to its end: {watch.cut_short}."
     if draft is None and problem.model.is_trained:
         source = "No plan was found that fits: this is what asks least of the fullest rank."
         draft = smallest(problem)
     if draft is None:
-        raise shortage.error(found)
+        raise shortage.error(found, watch)
     room = problem.cluster.memory_per_rank if found.draft else problem.decisive_capacity
     world, assumptions = problem.cluster.world_size, list(problem.assumptions)
     device = memory_of(problem.job).lowering or problem.cluster.compute_device

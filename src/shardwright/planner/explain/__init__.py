@@ -13,6 +13,7 @@ from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.explain.tables import explain_tensor
 from shardwright.planner.explain.why_not import WANTED, WhyNot, why_not_table
 from shardwright.planner.explain.why_not_unit import WAYS, why_not_unit
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics import statistics
 from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.strategy.found import ModelOf
@@ -64,10 +65,20 @@ def explain_statistic(
     return list(STATISTICS[name](subject))
 
 
-def why_not(plan: Plan, name: str, wanted: str, again: ModelOf | None = None) -> WhyNot:
-    """What ``wanted`` would do to a table or a unit, everything else in place; ``again`` records
-    the model with another checkpointing policy."""
+def why_not(
+    plan: Plan,
+    name: str,
+    wanted: str,
+    again: ModelOf | None = None,
+    watch: Watch | None = None,
+) -> WhyNot:
+    """What ``wanted`` would do to a table or a unit: with everything else in place, and with the
+    rest free to move, searched for at most ``planner.time_limit`` or 30 seconds.
+
+    ``again`` records the model with another checkpointing policy; ``watch`` is looked at meanwhile.
+    """
+    watch = watch or Watch()
     unit = next((u for u in plan.units if name in (u.name, *u.members, *u.modules)), None)
     if unit is None:
-        return why_not_table(plan, name, wanted)
-    return why_not_unit(plan, unit, wanted, again)
+        return why_not_table(plan, name, wanted, again, watch)
+    return why_not_unit(plan, unit, wanted, again, watch)

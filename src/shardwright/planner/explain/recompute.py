@@ -10,6 +10,7 @@ import msgspec
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
 from shardwright.core.job import Job, checkpointing_of, with_checkpointing
+from shardwright.core.model import ModelSpec
 from shardwright.core.placement import Placement, describe
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.recording import Recording, check_recording
@@ -82,19 +83,24 @@ def _check_batch(job: Job, recording: Recording) -> None:
 
 
 def recorded_with(plan: Plan, policy: str, again: ModelOf | None) -> Problem:
-    """The plan's problem with a step that ``again`` records with another checkpointing policy.
+    """The plan's problem with a step that ``again`` records with another checkpointing policy."""
+    job = with_checkpointing(plan.job, policy)
+    return make_problem(job, model_recorded(plan, job, again), slow=plan.search.slow_kernels)
+
+
+def model_recorded(plan: Plan, job: Job, again: ModelOf | None) -> ModelSpec:
+    """The plan's model as ``again`` records it for ``job``, the plan's with one other policy.
 
     ShardwrightError where it is not recorded here, or is no longer the plan's model.
     """
-    where = f"plan: its model with checkpointing '{policy}'"
+    where = f"plan: its model with checkpointing '{checkpointing_of(job)[0]}'"
     if again is None:
         raise InputError(expected(where, "a way to record it", "none"))
-    job = with_checkpointing(plan.job, policy)
     model = again(job)
     own, its = ([(u.name, u.tensors) for u in model_.units] for model_ in (plan.model, model))
     if own != its:
         raise MismatchError(expected(where, "the plan's units", "others", AGAIN))
-    return make_problem(job, model, slow=plan.search.slow_kernels)
+    return model
 
 
 def _placed(problem: Problem, index: int, chosen: TablePlan) -> Placed:

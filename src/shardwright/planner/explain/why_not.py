@@ -1,5 +1,5 @@
-"""What another sharding type or kernel would do to a table, everything else as planned, or why
-there is no such option."""
+"""What another sharding type or kernel would do to a table, with everything else in place and with
+the rest planned anew, or why there is no such option."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import (
     DEFAULT_MIN_PARTITION,
+    Option,
     column_width,
     column_widths,
 )
@@ -29,16 +30,19 @@ from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain.recompute import draft_of
+from shardwright.planner.explain.replan import AS_GOOD, Replanned, forced_table, replanned
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.space import Item, Space, shard_ranks
 from shardwright.planner.search.state import State
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.strategy.spacing import space_of
 from shardwright.planner.tally import Placed
 
+IN_PLACE = "everything else in place"
 KERNELS: tuple[str, ...] = typing.get_args(ComputeKernel)
 WANTED = (*TYPES, *KERNELS)
-AS_GOOD = 1e-9  # relative; smaller changes of a step are rounding
 POWER = 6.0  # by which the search weighs its worst ranks first
 
 Verdict = Literal["chosen", "impossible", "does not fit", "slower", "as good", "faster"]
@@ -48,8 +52,9 @@ Verdict = Literal["chosen", "impossible", "does not fit", "slower", "as good", "
 class WhyNot:
     """What ``wanted`` would do to a table (a sharding type or a kernel) or to a unit.
 
-    ``option`` is the way to do it that was tried, ``seconds`` are those of the slowest rank then,
-    ``missing`` the bytes by which it does not fit.
+    With everything else in place ``option`` is the way to do it that was tried, ``seconds`` are
+    those of the slowest rank then, ``missing`` the bytes by which it does not fit. ``replanned`` is
+    the plan with the rest free to move, none where ``wanted`` was chosen or a rule is against it.
     """
 
     name: str
@@ -60,6 +65,12 @@ class WhyNot:
     option: str = ""
     seconds: float | None = None
     missing: int = 0
+    replanned: Replanned | None = None
+
+    @property
+    def text(self) -> str:
+        """Both answers in words."""
+        return f"{self.reason} {self.replanned.reason}" if self.replanned else self.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +93,10 @@ class Trial:
         return self.missing, self.draft.max_rank_seconds
 
 
-def why_not_table(plan: Plan, name: str, wanted: str) -> WhyNot:
-    """Try ``wanted`` for one table, on the least busy ranks that it fits, and say what it does.
+def why_not_table(
+    plan: Plan, name: str, wanted: str, again: ModelOf | None, watch: Watch
+) -> WhyNot:
+    """Try ``wanted`` for one table, on the least busy ranks that it fits, then plan anew with it.
 
     :raises InputError: there is no such table, type or kernel.
     """
@@ -103,12 +116,18 @@ def why_not_table(plan: Plan, name: str, wanted: str) -> WhyNot:
     if wanted == chosen:
         return answer("chosen", f"{wanted} is what was chosen.")
     problem = _with_slow_kernels(draft.problem)
-    trials: list[Trial] = []
     choices, reason = _choices(problem, index, wanted)
-    if choices:
-        trials, reason = _trials(draft, problem, index, choices)
-    if not trials:
+    if not choices:
         return answer("impossible", f"{wanted} is not possible: {reason}.")
+    trials, reason = _trials(draft, problem, index, choices)
+    watch.over()
+    forced = forced_table(plan, index, _field(wanted), wanted)
+    anew = replanned(
+        plan, forced, lambda found: _words(found.tables[index].choice), wanted, again, watch
+    )
+    if not trials:
+        text = f"{wanted} is not possible with {IN_PLACE}: {reason}."
+        return answer("impossible", text, replanned=anew)
     best = min(trials, key=lambda trial: trial.key)
     verdict, reason = verdict_of(draft, best, wanted)
     return answer(
@@ -117,7 +136,13 @@ def why_not_table(plan: Plan, name: str, wanted: str) -> WhyNot:
         option=best.option,
         seconds=best.draft.max_rank_seconds,
         missing=best.missing,
+        replanned=anew,
     )
+
+
+def _field(wanted: str) -> str:
+    """The key of a table that allows types or kernels."""
+    return "sharding_types" if wanted in TYPES else "compute_kernels"
 
 
 def _with_slow_kernels(problem: Problem) -> Problem:
@@ -136,8 +161,8 @@ def _choices(problem: Problem, index: int, wanted: str) -> tuple[tuple[Choice, .
     found = tuple(c for c in problem.tables[index] if _is(c, wanted))
     if reason or found:
         return (() if reason else found), reason
-    field = "sharding_types" if wanted in TYPES else "compute_kernels"
-    table = msgspec.structs.replace(problem.model.tables[index], **{field: (wanted,)})
+    given = {_field(wanted): (wanted,)}
+    table = msgspec.structs.replace(problem.model.tables[index], **given)
     model = msgspec.structs.replace(problem.model, tables=(table,))
     try:
         asked = table_choices(model, problem.job, problem.context, slow=True)[0]
@@ -177,7 +202,8 @@ def _trials(
                 placed[table] = Placed(option.choices[member], ranks)
             member = item.tables.index(index)
             changed = dataclasses.replace(draft, tables=tuple(placed))
-            trials.append(trial(changed, _words(option.choices[member])))
+            before = draft.tables[index].choice.option
+            trials.append(trial(changed, _words(option.choices[member], before)))
     return trials, "" if trials else "planner.constraints leave no rank for it"
 
 
@@ -234,7 +260,7 @@ def trial(changed: Draft, option: str) -> Trial:
 def verdict_of(draft: Draft, best: Trial, wanted: str) -> tuple[Verdict, str]:
     """Whether ``best`` fits and what it does to the slowest rank of ``draft``, in a sentence."""
     how = best.option.replace(f"{wanted}, ", "")
-    what = wanted if how == wanted else f"{wanted} ({how})"
+    what = f"{wanted if how == wanted else f'{wanted} ({how})'} with {IN_PLACE}"
     where = f"rank {best.rank}"
     filled = (
         f"{best.needed:,} B ({format_bytes(best.needed)}) of {best.capacity:,} B "
@@ -258,13 +284,15 @@ def verdict_of(draft: Draft, best: Trial, wanted: str) -> tuple[Verdict, str]:
     )
 
 
-def _words(choice: Choice) -> str:
-    """The option in words: type, kernel, and how it is cut."""
+def _words(choice: Choice, before: Option | None = None) -> str:
+    """The option in words: type, kernel, how it is cut, and the kernel that it had ``before``."""
     option = choice.option
     run = option.runs[0]
     shards = f"{option.count} x " if option.count > 1 else ""
     cut = f"{shards}{run.rows:,} x {run.columns}"
-    return f"{option.sharding_type}, {option.compute_kernel}, {cut}"
+    changed = before is not None and before.compute_kernel != option.compute_kernel
+    was = f"; its kernel was {before.compute_kernel}" if before and changed else ""
+    return f"{option.sharding_type}, {option.compute_kernel}, {cut}{was}"
 
 
 CPU_KERNELS = ("fused", "dense")

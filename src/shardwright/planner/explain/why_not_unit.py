@@ -1,4 +1,5 @@
-"""What another placement or checkpointing would do to a dense unit, everything else as planned."""
+"""What another placement or checkpointing would do to a dense unit, with everything else in place
+and with the rest planned anew."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from collections.abc import Iterator
 from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.core.job import CHOSEN_FROM
 from shardwright.core.plan import Plan, UnitPlan
+from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import choice_of, draft_of, recorded_with
+from shardwright.planner.explain.replan import forced_unit, replanned
 from shardwright.planner.explain.why_not import Trial, WhyNot, trial, verdict_of
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.unit_choice import UnitChoice, unit_choices
@@ -18,9 +22,11 @@ PLACEMENTS = ("replicated", "sharded", "resharded", "kept")
 WAYS = (*PLACEMENTS, "checkpointed", *CHOSEN_FROM)
 
 
-def why_not_unit(plan: Plan, unit: UnitPlan, wanted: str, again: ModelOf | None) -> WhyNot:
+def why_not_unit(
+    plan: Plan, unit: UnitPlan, wanted: str, again: ModelOf | None, watch: Watch
+) -> WhyNot:
     """Try ``wanted``: for one unit a placement, for all blocks, which are checkpointed alike, a
-    policy. That takes another recording, which ``again`` makes.
+    policy; then plan anew with it. A policy takes another recording, which ``again`` makes.
 
     :raises InputError: there is no such way.
     """
@@ -53,8 +59,20 @@ def why_not_unit(plan: Plan, unit: UnitPlan, wanted: str, again: ModelOf | None)
         return WhyNot(unit.name, chosen, wanted, "impossible", text)
     best = min(trials, key=lambda each: each.key)
     verdict, text = verdict_of(draft, best, wanted)
-    seconds = best.draft.max_rank_seconds
-    return WhyNot(unit.name, chosen, wanted, verdict, text, best.option, seconds, best.missing)
+    watch.over()
+    seconds, missing = best.draft.max_rank_seconds, best.missing
+    forced = forced_unit(plan, unit, wanted)
+    anew = replanned(plan, forced, lambda found: _lies(unit, found), wanted, again, watch)
+    return WhyNot(unit.name, chosen, wanted, verdict, text, best.option, seconds, missing, anew)
+
+
+def _lies(unit: UnitPlan, draft: Draft) -> str:
+    """How the modules of a unit are placed in a draft."""
+    own = [each for each in draft.units if set(each.unit.members) & set(unit.members)]
+    policies = (
+        f"checkpointing {each.unit.checkpointing}" for each in own if each.unit.checkpointed
+    )
+    return " and ".join(dict.fromkeys((*map(words, own), *policies)))
 
 
 def words(choice: UnitChoice) -> str:

@@ -2,7 +2,8 @@
 the share of a rank's capacity in the place of seconds.
 
 A shard counts with the larger of its shares. So the search knows too much of a rank that is filled
-in two memories at once, and the bound is worked out for each memory and for all on average.
+in two memories at once, and the bound is worked out for each memory, for all on average, and for
+all as one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def least_share(space: Space) -> Bound:
     options = table(space)
     tiers = [tier for tier, _ in space.used_tiers]
     weights = [np.eye(3)[tier] for tier in tiers]
-    weights.append(np.eye(3)[tiers].sum(axis=0) / max(len(tiers), 1))
+    used = np.eye(3)[tiers].sum(axis=0)
+    weights.append(used / max(len(tiers), 1))
+    weights.append(used * space.capacity_array / max((used * space.capacity_array).sum(), 1.0))
     unlimited = replace(space, capacity=(UNLIMITED,) * 3)
     found = [lower_bound(unlimited, _weighed(space, options, own)) for own in weights]
     return max(found, key=lambda bound: bound.seconds)

@@ -1,0 +1,164 @@
+"""The best plan that has one thing as it is wanted, everything else free to move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET
+
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.job import CHOSEN_FROM, Job, checkpointing_of, with_checkpointing
+from shardwright.core.model import ModelSpec
+from shardwright.core.model_of_job import model_of
+from shardwright.core.plan import Plan, UnitPlan
+from shardwright.core.quantities import format_seconds
+from shardwright.planner.draft import Draft
+from shardwright.planner.explain.recompute import model_recorded
+from shardwright.planner.planner import find
+from shardwright.planner.search.watch import Watch
+from shardwright.planner.strategy.found import Found, ModelOf
+
+SECONDS = 30.0  # of search, where a job gives its own no limit
+AS_GOOD = 1e-9  # relative; smaller changes of a step are rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Replanned:
+    """``seconds`` of the slowest rank of the plan that was found, None where none was that fits;
+    no such plan takes less than ``bound`` (0 where that is not known). ``option`` says how what was
+    asked for lies in it, ``cut`` what ended the search early, ``reason`` all of it in words."""
+
+    seconds: float | None
+    bound: float
+    option: str
+    cut: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """What a plan is made with: its job, what its tables are, and the key that says so in a job."""
+
+    job: Job
+    key: str
+    table: int | None = None
+    field: str = ""
+    value: str = ""
+
+    def model(self, model: ModelSpec) -> ModelSpec:
+        """The model where a table has nothing but what is wanted."""
+        if self.table is None:
+            return model
+        tables = list(model.tables)
+        changed = {self.field: (self.value,)}
+        tables[self.table] = msgspec.structs.replace(tables[self.table], **changed)
+        return msgspec.structs.replace(model, tables=tuple(tables))
+
+
+def forced_table(plan: Plan, index: int, field: str, wanted: str) -> Forced:
+    """A table that has no other sharding type, or no other kernel."""
+    name = plan.tables[index].name
+    key = f'tables.{name}.{field} = ["{wanted}"]'
+    if plan.job.model.kind == "python":
+        key = f'planner.tables = {{"{name}" = "{wanted}"}}'
+    return Forced(plan.job, key, index, field, wanted)
+
+
+def forced_unit(plan: Plan, unit: UnitPlan, wanted: str) -> Forced:
+    """A unit that is sharded or replicated, all sharded units resharded or kept, or all blocks
+    checkpointed."""
+    planner, dense = plan.job.planner, plan.job.planner.dense
+    if wanted in ("checkpointed", *CHOSEN_FROM):
+        policies = CHOSEN_FROM[1:] if wanted == "checkpointed" else (wanted,)
+        dense = msgspec.structs.replace(dense, checkpointing=policies)
+        key = f"planner.dense.checkpointing = {list(policies)}"
+        return Forced(_with_planner(plan.job, dense=dense), key)
+    place = "replicate" if wanted == "replicated" else "shard"
+    own = [u.name for u in plan.model.units if set(u.members) <= set(unit.members)]
+    key = "planner.units = {" + ", ".join(f'"{name}" = "{place}"' for name in own) + "}"
+    if wanted in ("resharded", "kept"):
+        reshard = wanted == "resharded"
+        dense = msgspec.structs.replace(dense, reshard=reshard)
+        key += f" and planner.dense.reshard = {str(reshard).lower()}, which is of all units"
+    units = {**planner.units, **dict.fromkeys(own, place)}
+    return Forced(_with_planner(plan.job, units=units, dense=dense), key)
+
+
+def _with_planner(job: Job, **changes: object) -> Job:
+    planner = msgspec.structs.replace(job.planner, **changes)
+    return msgspec.structs.replace(job, planner=planner)
+
+
+def replanned(
+    plan: Plan,
+    forced: Forced,
+    words: Callable[[Draft], str],
+    wanted: str,
+    again: ModelOf | None,
+    watch: Watch,
+) -> Replanned:
+    """Search as ``plan`` was searched; ``words`` says how what was forced lies in a draft.
+
+    ``again`` records the model with other checkpointing policies; without it the plan's own stays.
+    """
+    limit = plan.job.planner.time_limit or SECONDS
+    watch.seconds = watch.elapsed + limit
+    job = forced.job
+    if again is None and len(checkpointing_of(job)) > 1:
+        job = with_checkpointing(job, _policy(plan))
+    try:
+        found = find(job, _models(plan, forced, again), watch)
+    except ShardwrightError as error:
+        text = f"Planned anew with {wanted} there is no plan: {error}"
+        return Replanned(None, 0.0, "", "", text)
+    cut = "stopped" if watch.stopped else f"cut at {limit:g} s" if watch.ended else ""
+    bound = 0.0 if found.tried else found.bound
+    option = "" if found.draft is None else words(found.draft)
+    seconds = None if found.draft is None else found.seconds
+    text = _reason(plan, found, wanted, option, bound, forced.key)
+    if cut:
+        text += f" The search was {cut}: a longer one may find a faster plan."
+    return Replanned(seconds, bound, option, cut, text)
+
+
+def _models(plan: Plan, forced: Forced, again: ModelOf | None) -> ModelOf:
+    """Describes the plan's model, recorded anew only for another checkpointing policy."""
+    own = _policy(plan)
+
+    def described(job: Job) -> ModelSpec:
+        if checkpointing_of(job)[0] == own:
+            return forced.model(model_of(job, plan.recording))
+        return forced.model(model_recorded(plan, job, again))
+
+    return described
+
+
+def _policy(plan: Plan) -> str:
+    """The checkpointing policy that the plan was found with."""
+    tried = plan.search.tried
+    if tried is UNSET:
+        return min(checkpointing_of(plan.job), key=lambda name: name != "none")
+    return min(tried, key=lambda its: its.max_rank_seconds or float("inf")).checkpointing
+
+
+def _reason(plan: Plan, found: Found, wanted: str, option: str, bound: float, key: str) -> str:
+    before = plan.max_rank_seconds
+    start = f"Planned anew with {wanted}, the rest free to move"
+    if found.draft is None:
+        return f"{start}: no plan was found that fits."
+    after = found.seconds
+    how = option.replace(f"{wanted}, ", "")
+    how = "" if how == wanted else f" ({how})"
+    if abs(after - before) <= AS_GOOD * before:
+        return f"{start}{how}, it is as good: {format_seconds(after)} per step."
+    text = (
+        f"{start}{how}, the slowest rank takes {after:.9f} s instead of {before:.9f} s per step "
+        f"({(after - before) / before * 100:+.1f} %)."
+    )
+    if after < before:
+        return f"{text} That is faster than this plan: have it with {key}."
+    if bound > before * (1 + AS_GOOD):
+        return f"{text} No such plan takes less than {bound:.9f} s."
+    return text

@@ -1,0 +1,156 @@
+"""``--why-not``: what is said of another way is what planning anew with it finds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from small_jobs import KERNELS, TYPES, small_job
+
+from shardwright.core.errors import InputError, ShardwrightError
+from shardwright.core.job import Job, parse_job
+from shardwright.core.plan import Plan
+from shardwright.lab.recordings import found_for, plan
+from shardwright.planner import explain
+from shardwright.planner.planner import written
+from shardwright.planner.search.watch import Watch
+
+MakeJob = Callable[..., Job]
+MIB = 2**20
+
+
+def _forced(job: Job, name: str, wanted: str) -> Job:
+    field = "sharding_types" if wanted in TYPES else "compute_kernels"
+    tables = tuple(
+        msgspec.structs.replace(t, **{field: (wanted,)}) if t.name == name else t
+        for t in job.tables
+    )
+    return msgspec.structs.replace(job, tables=tables)
+
+
+def _seconds(job: Job) -> float | None:
+    """Of a plan's slowest rank; None where none is found."""
+    try:
+        found = found_for(job, Watch())
+    except ShardwrightError:
+        return None
+    return None if found.draft is None else found.seconds
+
+
+def _problems(random_job: MakeJob, first: int) -> Any:
+    """Random plans, of tables alone and, one of eight, of a DLRM."""
+    for seed in itertools.count(first):
+        try:
+            job = random_job(seed) if seed % 8 == 7 else small_job(seed)
+            found = found_for(job, Watch())
+        except InputError:
+            continue
+        if found.draft is not None:
+            yield seed, job, written(found, Watch())
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 12), pytest.param(1000, 200, marks=pytest.mark.slow)]
+)
+def test_a_replanned_answer_is_that_of_planning_anew_with_the_type_or_kernel_forced(
+    random_job: MakeJob, first: int, count: int
+) -> None:
+    compared = 0
+    for seed, job, made in _problems(random_job, first):
+        draw = random.Random(seed)
+        table = draw.choice(made.tables)
+        for wanted in draw.sample((*TYPES, *KERNELS), 4):
+            found = explain.why_not(made, table.name, wanted)
+            if found.replanned is None:
+                assert found.verdict in ("chosen", "impossible")
+                continue
+            assert found.replanned.seconds == _seconds(_forced(job, table.name, wanted)), seed
+            compared += 1
+            break
+        if compared == count:
+            return
+
+
+@pytest.fixture(scope="module")
+def tight() -> Plan:
+    """Two tables on two ranks, each whole on one, which is nearly full."""
+    table = {"rows": 100_000, "dim": 64, "optimizer": "sgd", "compute_kernels": ["fused"]}
+    cluster = {"preset": "h100-8", "world_size": 2, "hbm_cap": 42 * MIB}
+    tables = [table | {"name": "a"}, table | {"name": "b", "rows": 150_000}]
+    return plan(parse_job({"tables": tables, "cluster": cluster}))
+
+
+def test_what_does_not_fit_with_everything_else_in_place_may_fit_planned_anew(
+    tight: Plan,
+) -> None:
+    assert {t.sharding_type for t in tight.tables} == {"table_wise"}
+    found = explain.why_not(tight, "a", "row_wise")
+    assert found.verdict == "does not fit"
+    assert "with everything else in place does not fit" in found.text
+    assert found.replanned is not None
+    assert found.replanned.seconds == _seconds(_forced(tight.job, "a", "row_wise"))
+    assert found.replanned.reason.startswith("Planned anew with row_wise, the rest free to move (")
+    assert "fused, 2 x 50,000 x 64" in found.replanned.option
+
+
+def test_that_no_plan_fits_planned_anew_is_said(tight: Plan) -> None:
+    found = explain.why_not(tight, "b", "data_parallel")
+    assert found.verdict == "impossible"  # the job allows fused only
+    assert found.replanned is None
+    roomy = msgspec.structs.replace(tight.job, tables=_free(tight.job))
+    made = plan(roomy)
+    found = explain.why_not(made, "b", "data_parallel")
+    assert found.replanned is not None
+    assert found.replanned.seconds is None
+    assert found.replanned.reason.endswith("no plan was found that fits.")
+
+
+def _free(job: Job) -> Any:
+    return tuple(msgspec.structs.replace(t, compute_kernels=("fused", "dense")) for t in job.tables)
+
+
+def test_a_kernel_that_changes_with_the_type_is_named(make_tables: MakeJob) -> None:
+    made = plan(make_tables(5000, table={"optimizer": "sgd", "sharding_types": None}))
+    kernel = made.tables[0].compute_kernel
+    other = "row_wise" if kernel == "dense" else "data_parallel"
+    assert f"; its kernel was {kernel})" in explain.why_not(made, "t0", other).reason
+
+
+def test_a_way_that_is_faster_than_the_plan_is_called_faster_with_its_key(
+    make_job: MakeJob,
+) -> None:
+    """The job forces a unit, and of a unit every way is tried whatever is forced."""
+    places = {"shard": "sharded", "replicate": "replicated"}
+    by_place = {
+        place: plan(make_job(500, planner={"units": {"top": place, "bottom": place}}))
+        for place in places
+    }
+    slow = max(by_place, key=lambda place: by_place[place].max_rank_seconds)
+    (fast,) = set(places) - {slow}
+    found = explain.why_not(by_place[slow], "top", places[fast])
+    assert found.replanned is not None
+    assert found.replanned.seconds is not None
+    assert found.replanned.seconds < by_place[slow].max_rank_seconds
+    key = f'have it with planner.units = {{"top" = "{fast}"}}.'
+    assert f"That is faster than this plan: {key}" in found.replanned.reason
+
+
+def test_a_search_that_is_cut_says_where(make_tables: MakeJob) -> None:
+    job = make_tables(*range(1000, 60_000, 1000), cluster={"preset": "h100-8", "world_size": 8})
+    watch = Watch(hear=lambda its: its.stop() if its.best is not None else None)
+    found = explain.why_not(plan(job), "t3", "row_wise", watch=watch)
+    assert found.replanned is not None
+    assert found.replanned.cut == "stopped"
+    assert found.text.endswith("The search was stopped: a longer one may find a faster plan.")
+
+
+def test_a_plan_that_is_proven_slower_names_its_bound(make_tables: MakeJob) -> None:
+    made = plan(make_tables(3_000_000, 20, table={"optimizer": "sgd"}))
+    found = explain.why_not(made, "t0", "data_parallel")
+    assert found.replanned is not None
+    assert found.replanned.bound > made.max_rank_seconds
+    assert f"No such plan takes less than {found.replanned.bound:.9f} s." in found.text
