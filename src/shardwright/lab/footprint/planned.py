@@ -56,7 +56,7 @@ def planned(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
     else:
         ranks = tuple(_counted(draft))
     return Footprint(
-        model=job.model.kind,
+        model=job.model.name,
         parameters=sum(tensor.numel for tensor in problem.model.tensors),
         world_size=world,
         parallel={},
