@@ -74,19 +74,18 @@ def time_verdict(comparison: Comparison) -> Verdict | None:
 
     Seconds are no gate, but a prediction that is off by more than a factor is never called held.
     """
-    totals = [_total(rank, lines) for rank, lines in _by_rank(comparison.seconds).items()]
-    known = [
-        (line.measured, line.predicted, line.rank)
-        for line in totals
-        if line.predicted and line.measured
-    ]
-    if not known:
+    known = [line for line in comparison.seconds if line.predicted and line.measured]
+    totals = [_total(rank, lines) for rank, lines in _by_rank(known).items()]
+    if not totals:
         return None
-    measured, predicted, rank = max(known)
+    measured, predicted, rank = max((t.measured or 0, t.predicted or 0, t.rank) for t in totals)
+    shared = {line.phase for line in known if line.rank == rank}
+    others = [x.phase for x in comparison.seconds if x.rank == rank and x.phase not in shared]
+    without = f", without {', '.join(map(printable, others))}" if others else ""
     return Verdict(
         1 / TIMES_OFF <= predicted / measured <= TIMES_OFF,
         f"Step on rank {rank}, the slowest: {format_seconds(measured)} measured, "
-        f"{format_seconds(predicted)} predicted ({error_text(predicted, measured)}).",
+        f"{format_seconds(predicted)} predicted ({error_text(predicted, measured)}){without}.",
     )
 
 
