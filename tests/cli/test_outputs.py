@@ -104,6 +104,19 @@ def test_a_plan_replaces_a_plan_or_an_empty_file_and_nothing_else(
         unchanged(("plan", job, "-o", target), f"{target}: {wanted}")
 
 
+def test_a_command_says_what_it_replaces_and_which_folder_it_makes(
+    call: Any, job: Path, plan: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "new" / "p.json"
+    made = call("plan", job, "-o", target).err
+    assert made.endswith(f"plan written to {target} in a new folder, {target.parent}\n")
+    again = call("plan", job, "-o", target).err
+    assert again.endswith(f"plan written to {target}, replacing the earlier one\n")
+    assert call("report", plan, "-o", "page.html").err == "report written to page.html\n"
+    again = call("report", plan, "-o", "page.html").err
+    assert again == "report written to page.html, replacing the earlier one\n"
+
+
 def test_what_is_no_regular_file_is_not_written_over(
     unchanged: Any, job: Path, tmp_path: Path
 ) -> None:

@@ -41,6 +41,15 @@ def test_without_a_data_file_it_says_how_to_name_one(call: Any) -> None:
     call("train", CRITEO).refuses(2, "data.path", "--set data.path=FILE")
 
 
+def test_a_run_s_folder_is_chosen_without_touching_the_job(
+    call: Any, plan: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "outcome.json").write_text("{}")
+    refusal = "mine: expected a new folder, or one of an earlier run, got one with a outcome.json"
+    call("train", TRANSFORMER, "--out", "mine").refuses(2, refusal)
+
+
 def test_a_missing_data_file_is_named(call: Any) -> None:
     call("train", CRITEO, "--set", "data.path=none.csv").refuses(2, "none.csv", "data.path")
 

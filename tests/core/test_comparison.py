@@ -8,11 +8,11 @@ from shardwright.core.measurement import Line
 @pytest.mark.parametrize(
     ("predicted", "measured", "difference", "error"),
     [
-        (80.0, 100.0, 20.0, 0.2),
-        (100.0, 80.0, -20.0, -0.25),
-        (5.0, None, -5.0, None),
-        (None, 5.0, 5.0, 1.0),
-        (5.0, 0.0, -5.0, None),
+        (80.0, 100.0, -20.0, -0.2),
+        (100.0, 80.0, 20.0, 0.25),
+        (5.0, None, 5.0, None),
+        (None, 5.0, -5.0, -1.0),
+        (5.0, 0.0, 5.0, None),
         (None, None, 0, None),
     ],
 )

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import samples
 
-from shardwright.core.measurement import Quality
+from shardwright.core.measurement import Line, Quality
 from shardwright.report.html import render
 
 CSP = (
@@ -124,6 +124,15 @@ def test_the_headline_is_the_verdict() -> None:
     assert "Memory as predicted: exact bytes equal on 2 of 2 ranks, peak within 3.5 %." in text
     assert "Finished: 390 steps." in text
     assert "48,211" in text
+
+
+@pytest.mark.parametrize(("measured", "state"), [(0.008, "held"), (0.08, "open")])
+def test_a_step_far_from_its_prediction_is_not_called_held(measured: float, state: str) -> None:
+    plan = samples.plan()
+    lines = (Line(0, "forward", "time", "forward", 0.008, measured),)
+    page = render(plan, samples.measurement(plan), samples.comparison(plan, seconds=lines))
+    assert f'<div class="verdict {state}">' in page
+    assert "Step on rank 0, the slowest:" in shown(page)
 
 
 def test_quality_stands_beside_the_optimum() -> None:

@@ -42,12 +42,12 @@ def test_a_report_fits_the_width_and_no_number_is_cut_short(width: int, full: bo
 
 
 def test_what_a_reader_looks_for_is_there() -> None:
-    text = flowed(footprint())
+    text = flowed(footprint(), full=True)
     for words in (
         "llama: 8.03 billion parameters on 8 ranks",
         "data shard 4, pipeline 2",
         "checkpointing none",
-        "Ranks of 40.00 GiB each",
+        "Classes of ranks, 40.00 GiB each",
         "stage 0 4 22.98 GiB backward, layers.3 23.86 GiB",
         "stage 1 4 21.98 GiB",
         "By module",
@@ -64,7 +64,7 @@ def test_degrees_of_one_are_not_shown() -> None:
 
 
 def test_categories_have_peoples_names_and_say_how_sure_they_are() -> None:
-    text = flowed(footprint())
+    text = flowed(footprint(), full=True)
     assert "weights 3.91 GiB 17.0 % exact" in text
     assert "gathered weights 1.40 GiB 6.1 % exact" in text
     assert "activations 7.47 GiB 32.5 % modelled" in text
@@ -73,7 +73,7 @@ def test_categories_have_peoples_names_and_say_how_sure_they_are() -> None:
 
 
 def test_modules_stand_below_the_modules_that_hold_them() -> None:
-    lines = printed(footprint()).splitlines()
+    lines = printed(footprint(), full=True).splitlines()
     begins = [line[:16].rstrip() for line in lines if " MiB " in line or " GiB " in line]
     for indented in ("  layers.*", "    attention", "      wq", "  output"):
         assert indented in begins
@@ -81,15 +81,45 @@ def test_modules_stand_below_the_modules_that_hold_them() -> None:
 
 
 def test_alike_modules_are_counted_and_listed_together_and_each() -> None:
-    assert "layers.* Block 4 436.00 MiB 5.51 GiB 1.38 GiB 20.00 GiB" in flowed(footprint())
+    assert "layers.* Block 4 436.00 MiB 5.51 GiB 1.38 GiB 20.00 GiB" in flowed(
+        footprint(), full=True
+    )
 
 
-def test_of_many_modules_the_rest_is_counted() -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_first_screen_is_one_screen_with_the_verdict_first(width: int) -> None:
+    first = footprint().ranks[0]
+    many = tuple(
+        msgspec.structs.replace(first, name=f"stage {k}", peak_bytes=first.peak_bytes - k)
+        for k in range(40)
+    )
+    for made in (footprint(), footprint(ranks=many)):
+        text = printed(made, width)
+        assert len(text.splitlines()) <= 40
+        assert text.index("Fits 40.00 GiB") < text.index("Classes of ranks")
+
+
+def test_modules_sources_and_every_tensor_are_in_the_full_report() -> None:
+    text, full = flowed(footprint()), flowed(footprint(), full=True)
+    for words in ("By module", "needs of its device what", "exact: arithmetic or a trace"):
+        assert words not in text
+        assert words in full
     modules = tuple(ModuleMemory(f"m{k}", "Linear", 1, 0, 0, 0) for k in range(100))
-    text = flowed(worst(modules=modules))
-    assert "40 more modules: --full." in text
-    assert "m99" not in text
     assert "m99" in flowed(worst(modules=modules), full=True)
+
+
+def test_the_first_screen_adds_up_to_the_peak() -> None:
+    by_category = footprint().worst.by_category
+    text = flowed(footprint())
+    smaller = sorted(by_category.values())[:-6]
+    if smaller:
+        assert f"{len(smaller)} smaller {format_bytes(sum(smaller))}" in text
+    assert f"{format_bytes(footprint().worst.peak_bytes)} at the peak" in text
+
+
+def test_one_sample_without_a_sequence_names_none() -> None:
+    assert "sequence" not in flowed(footprint(settings={"sequence": "1", "batch": "384"}))
+    assert "sequence 64" in flowed(footprint(settings={"sequence": "64"}))
 
 
 def test_of_many_classes_the_fullest_are_shown() -> None:
@@ -99,7 +129,7 @@ def test_of_many_classes_the_fullest_are_shown() -> None:
         for k in range(40)
     )
     text = flowed(footprint(ranks=ranks))
-    assert "The other 24 classes hold less: --full." in text
+    assert "The other 37 classes hold less: --full." in text
     assert "stage 39" in flowed(footprint(ranks=ranks), full=True)
 
 
@@ -111,7 +141,7 @@ def test_another_class_can_be_shown_and_says_who_has_the_details() -> None:
 
 
 def test_what_the_device_needs_is_a_range_from_live_bytes_up() -> None:
-    text = flowed(footprint())
+    text = flowed(footprint(), full=True)
     assert "rounding, gaps and what is kept 0 B to 900.00 MiB" in text
     assert "CUDA context 286.10 to 476.84 MiB assumed" in text
     assert "together 23.44 to 25.25 GiB" in text
@@ -139,11 +169,11 @@ def test_without_a_capacity_nothing_is_said_about_fitting() -> None:
     text = flowed(footprint(capacity=None))
     assert "No capacity is known" in text
     assert "unknown" in text
-    assert "Ranks, alike ones as one class" in text
+    assert "Classes of ranks class" in text
 
 
 def test_too_little_is_said_where_the_rest_is_negative() -> None:
-    assert "(too little)" in flowed(footprint(capacity=20 * GIB))
+    assert "(too little)" in flowed(footprint(capacity=20 * GIB), full=True)
 
 
 def test_a_range_whose_ends_read_alike_is_one_figure() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import io
+import re
 from typing import Any
 
 import msgspec
@@ -16,6 +17,18 @@ from shardwright.core.statistics import MemoryPrice
 from shardwright.lab.recordings import plan
 from shardwright.planner.statistics import statistics
 from shardwright.report.plan_report import plan_report
+
+
+def units_plan(count: int) -> Plan:
+    """So many units, each slower than the one before."""
+    made = samples.plan()
+    first = made.units[0]
+    units = tuple(
+        msgspec.structs.replace(first, name=f"unit{k}", seconds=first.seconds * (k + 1))
+        for k in range(count)
+    )
+    return msgspec.structs.replace(made, units=units)
+
 
 KERNELS = ("fused", "fused_uvm", "fused_uvm_caching", "key_value")
 
@@ -123,15 +136,49 @@ def test_the_answer_comes_first_and_the_rest_where_it_is_asked_for() -> None:
         assert title in full
 
 
-@pytest.mark.parametrize("case", ["dlrm", "tables", "layers", "many"])
-def test_the_first_screen_is_one_screen(case: str) -> None:
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("case", ["dlrm", "tables", "kernels", "layers", "tight", "many", "units"])
+def test_the_first_screen_is_one_screen(case: str, width: int) -> None:
     made = {
         "dlrm": samples.plan,
         "tables": tables_plan,
+        "kernels": lambda: tables_plan(8, 12, True),
         "layers": lambda: layers_plan("1 GiB"),
+        "tight": lambda: layers_plan("900 KiB"),
         "many": lambda: tables_plan(64, 90),
+        "units": lambda: units_plan(40),
     }[case]()
-    assert len(printed(made).splitlines()) <= 40
+    assert len(printed(made, width).splitlines()) <= 40
+
+
+def test_of_many_units_the_slowest_are_shown_and_the_others_added_up() -> None:
+    made = units_plan(40)
+    text = flowed(made)
+    assert "unit39" in text
+    assert "unit0 " not in text
+    rest = made.units[:35]
+    assert "35 faster units various" in text
+    assert format_bytes(sum(unit.bytes_per_step for unit in rest)) in text
+    assert "faster" not in flowed(made, full=True)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_no_word_is_broken_and_no_figure_parted_from_its_unit(width: int) -> None:
+    for made in (samples.plan(), tables_plan(), layers_plan("900 KiB")):
+        for full in (False, True):
+            for line in printed(made, width, full).splitlines():
+                assert not re.match(r"\s*(KiB|MiB|GiB|B|%|ms|µs|s)(?!\w)", line), line
+            text = printed(made, width, full)
+            for word in ("weights", "rank", "s/step"):
+                assert word in text
+
+
+def test_a_wide_table_of_a_full_report_goes_on_below_with_its_names() -> None:
+    text = printed(samples.plan(), 60, full=True)
+    heads = [line.split() for line in text.splitlines() if line.startswith("name ")]
+    assert heads[0][1:4] == ["rows", "x", "dim"]
+    assert "s/step" in heads[1]
+    assert "s/step" not in heads[0]
 
 
 def test_a_plan_that_fits_says_on_which_rank_there_is_least_left() -> None:
@@ -238,7 +285,7 @@ def test_tables_that_share_a_row_take_what_their_slowest_rank_takes() -> None:
     plan = samples.plan()
     tables = tuple(samples.table(f"t{i}", 2000, "table_wise", (i % 2,)) for i in range(100))
     text = flowed(msgspec.structs.replace(plan, tables=tables, job=_job_of(100)))
-    assert "t0 to t99 (100 tables) 2,000 x 16 table_wise fused all" in text
+    assert "t0 and 99 alike 2,000 x 16 table_wise fused all" in text
     assert format_seconds(50 * tables[0].seconds[0]) in text
 
 

@@ -13,7 +13,9 @@ from shardwright.core.measurement import Line
 from shardwright.core.option import ShardRun
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes
+from shardwright.core.timeline import PHASES
 from shardwright.planner.statistics import statistics
+from shardwright.report.comparison_sheets import time_verdict
 from shardwright.report.plan_report import plan_report
 from shardwright.report.plan_sheets import table_seconds
 from shardwright.report.table import (
@@ -63,10 +65,12 @@ def test_huge_tables_with_the_longest_words_still_fit_80_columns() -> None:
     )
     text = printed(first_screen(msgspec.structs.replace(plan, tables=(big,))))
     assert max(len(line) for line in text.splitlines()) <= 80
-    for number in ("40,000,000 x 128", "2 x 40,000,000 x 64", "16.00 TiB"):
-        assert number in text
-    assert "table_column_wise" in text
-    assert "fused_uvm_caching" in text
+    for shown in ("40,000,000 x 128", "16.00 TiB", "table_column_wise"):
+        assert shown in text
+    made = msgspec.structs.replace(plan, tables=(big,))
+    full = printed(plan_report(made, statistics(samples.plan()), (), full=True))
+    for shown in ("2 x 40,000,000 x 64", "fused_uvm_caching"):
+        assert shown in full
 
 
 def test_a_terminal_of_40_columns_folds_numbers_but_keeps_every_digit() -> None:
@@ -76,13 +80,15 @@ def test_a_terminal_of_40_columns_folds_numbers_but_keeps_every_digit() -> None:
 
 
 def test_a_plan_shows_budget_peak_phase_gap_and_assumptions() -> None:
-    text = flowed(first_screen(samples.plan()))
+    plan = samples.plan()
+    full = flowed(plan_report(plan, statistics(plan), (), full=True))
+    assert "the budget is 14.00 MiB (14,680,064 B) per rank" in full
+    assert "tried 214 proposals, 180 of which fit, in 31 ms" in full
+    text = flowed(first_screen(plan))
     for shown in (
-        "the budget is 14.00 MiB (14,680,064 B) per rank",
-        "56.3 %",
+        "of 14.00 MiB DDR (56.3 %)",
         "backward",
         "gap 3.8 %",
-        "tried 214 proposals, 180 of which fit, in 31 ms",
         "Copy bandwidth of this machine is assumed to be 10 GB/s",
     ):
         assert shown in text
@@ -105,7 +111,7 @@ def test_a_hundred_equal_tables_share_one_row() -> None:
     plan = samples.plan()
     many = tuple(msgspec.structs.replace(plan.tables[2], name=f"t{k}") for k in range(100))
     text = printed(first_screen(msgspec.structs.replace(plan, tables=many)), 120)
-    assert "t0 to t99 (100 tables)" in text
+    assert "t0 and 99 alike" in text
     assert format_bytes(100 * sum(plan.tables[2].nbytes)) in text
 
 
@@ -137,8 +143,9 @@ def test_names_are_never_markup_nor_terminal_codes() -> None:
 def test_a_kept_prediction_says_equal_and_within() -> None:
     text = flowed(comparison_summary(samples.comparison()))
     assert "Memory as predicted: exact bytes equal on 2 of 2 ranks, peak within 3.5 %." in text
-    assert "all weights 5,946,944 5,946,944 equal" in text
-    assert "+300,000 B +3.5 %" in text
+    assert "-300,000 B -3.5 %" in text
+    full = flowed(comparison_summary(samples.comparison(), full=True))
+    assert "all weights 5,946,944 5,946,944 equal" in full
 
 
 def test_a_comparison_fits_80_columns() -> None:
@@ -155,8 +162,8 @@ def test_one_byte_too_many_is_named_with_rank_and_tensor() -> None:
     )
     text = flowed(comparison_summary(failing))
     assert "Memory not as predicted: exact bytes equal on 1 of 2 ranks" in text
-    assert "+1 B (1 of 2 differ)" in text
-    assert "tables.C3 2,973,472 2,973,473 +1 B" in text
+    assert "tables.C3 2,973,472 2,973,473 -1 B" in text
+    assert "-1 B (1 of 2 differ)" in flowed(comparison_summary(failing, full=True))
     assert "- rank 0: tables.C3 is 1 B too large." in text
 
 
@@ -164,7 +171,8 @@ def test_differences_that_cancel_are_not_called_equal() -> None:
     good = samples.comparison()
     a = msgspec.structs.replace(good.exact[0], measured=2_973_473)
     b = msgspec.structs.replace(good.exact[1], measured=2_973_471)
-    text = flowed(comparison_summary(msgspec.structs.replace(good, exact=(a, b, *good.exact[2:]))))
+    both = msgspec.structs.replace(good, exact=(a, b, *good.exact[2:]))
+    text = flowed(comparison_summary(both, full=True))
     assert "+0 B (2 of 2 differ)" in text
 
 
@@ -195,6 +203,37 @@ def test_a_failure_of_time_alone_leaves_memory_as_predicted() -> None:
 def test_nothing_to_compare_is_not_a_success() -> None:
     empty = samples.comparison(exact=(), peaks=(), phase_peaks=(), seconds=())
     assert "Nothing was compared" in printed(comparison_summary(empty))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "shown", "style"),
+    [
+        (1.0, 1.25, "1.25 s measured, 1 s predicted (-20.0 %)", ""),
+        (1.0, 9.0, "9 s measured, 1 s predicted (0.11x)", "yellow"),
+        (5.0, 2.0, "2 s measured, 5 s predicted (2.5x)", "yellow"),
+    ],
+)
+def test_a_step_is_shown_with_its_error_and_as_a_ratio_beyond_twice(
+    predicted: float, measured: float, shown: str, style: str
+) -> None:
+    line = Line(1, "forward", "time", "forward", predicted, measured)
+    made = samples.comparison(seconds=(line,))
+    assert f"Step on rank 1, the slowest: {shown}." in flowed(comparison_summary(made))
+    found = time_verdict(made)
+    assert found is not None
+    assert found.held == (style == "")
+
+
+def test_a_comparison_of_many_ranks_and_failures_is_one_screen() -> None:
+    lines = tuple(
+        Line(r, phase, "time", phase, 1.0, 1.0 + r) for r in range(64) for phase in PHASES[:9]
+    )
+    peaks = tuple(Line(r, "forward", "total", "peak", 100.0, 150.0) for r in range(64))
+    failed = tuple(f"rank {r}: peak" for r in range(64))
+    made = samples.comparison(seconds=lines, phase_peaks=peaks, peaks=peaks, failures=failed)
+    text = printed(comparison_summary(made))
+    assert len(text.splitlines()) <= 40
+    assert "58 more: --full" in text
 
 
 def test_of_many_ranks_only_the_slowest_shows_its_phases() -> None:
@@ -264,7 +303,7 @@ def test_many_equal_ranks_share_a_row_and_many_different_ones_show_the_fullest()
     assert "all  5.00 MiB 40.00 KiB" in text
     uneven = tuple(msgspec.structs.replace(t, seconds=t.rank / 1e3) for t in equal)
     text = flowed(first_screen(msgspec.structs.replace(plan, cluster=cluster, ranks=uneven)))
-    assert "Of 64 ranks the fullest and slowest are shown." in text
+    assert "Memory and time per rank, the fullest and slowest" in text
     assert "63 ms" in text
     assert "12 ms" not in text
 

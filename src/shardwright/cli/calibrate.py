@@ -43,6 +43,7 @@ def execute(options: argparse.Namespace) -> int:
         if attempt.folder:
             print(f"details in {attempt.folder}", file=sys.stderr)
         return attempt.outcome.code
+    changed = shared.beside(options.output)
     write_calibration(attempt.found, options.output)
     if options.json:
         shared.print_json(attempt.found)
@@ -50,7 +51,7 @@ def execute(options: argparse.Namespace) -> int:
         from shardwright.report.table import calibration_summary
 
         shared.show(calibration_summary(attempt.found))
-    print(f"cluster written to {options.output}", file=sys.stderr)
+    print(f"cluster written to {options.output}{changed}", file=sys.stderr)
     return 0
 
 

@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=float, default=0.1, metavar="T", help="allowed error of peaks (0.1)"
     )
+    parser.add_argument("--full", action="store_true", help="every exact byte, more ranks")
     shared.json_option(parser)
 
 
@@ -33,5 +34,5 @@ def execute(options: argparse.Namespace) -> int:
     else:
         from shardwright.report.table import comparison_summary
 
-        shared.show(comparison_summary(found))
+        shared.show(comparison_summary(found, full=options.full))
     return EXIT_MISMATCH if found.failures else EXIT_OK

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "its own file."
     )
     shared.job_argument(parser)
-    parser.add_argument("--rank", metavar="NAME", help="the class of ranks to tell in detail")
+    parser.add_argument("--rank", metavar="NAME", help="the class of ranks to show in detail")
     parser.add_argument("--full", action="store_true", help="every class, module and tensor")
     parser.add_argument(
         "--timeline",
@@ -147,5 +147,6 @@ def _write_timeline(footprint: Footprint, rank: RankMemory, path: Path) -> None:
         text = standalone(timeline_chart(footprint, rank))
     else:
         text = chrome_trace(footprint, rank)
+    changed = shared.beside(path)
     write_atomically(path, text.encode())
-    print(f"timeline written to {path}", file=sys.stderr)
+    print(f"timeline written to {path}{changed}", file=sys.stderr)

@@ -35,6 +35,13 @@ def job_of(options: argparse.Namespace) -> Job:
     return read_job(options.job, overrides)
 
 
+def beside(path: Path) -> str:
+    """What writing ``path`` changes beside it, for the line that says that it was written."""
+    if not path.parent.exists():
+        return f" in a new folder, {path.parent}"
+    return ", replacing the earlier one" if path.exists() and path.stat().st_size else ""
+
+
 def run_argument(parser: argparse.ArgumentParser) -> None:
     """RUN_DIR."""
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder of a run")
@@ -45,7 +52,7 @@ def run_folder(options: argparse.Namespace) -> Path:
     folder: Path = options.run
     if not folder.is_dir():
         raise InputError(
-            expected(str(folder), "the folder of a run", "none", "Train first: --set train.out=DIR")
+            expected(str(folder), "the folder of a run", "none", "Train first: train --out DIR.")
         )
     return folder
 

@@ -38,6 +38,7 @@ def execute(options: argparse.Namespace) -> int:
         job = with_traced_dense(job)
     made = planned(job)
     if options.output:
+        changed = shared.beside(options.output)
         write_plan(made, options.output)
     found, prices = statistics(made), memory_prices(made)
     if options.json:
@@ -47,7 +48,7 @@ def execute(options: argparse.Namespace) -> int:
 
         shared.show(plan_report(made, found, prices, full=options.full))
     if options.output:
-        print(f"plan written to {options.output}", file=sys.stderr)
+        print(f"plan written to {options.output}{changed}", file=sys.stderr)
     return 0
 
 

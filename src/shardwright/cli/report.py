@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from shardwright.cli import options as shared
 from shardwright.core.document import write_atomically
 from shardwright.core.job import named_files
 from shardwright.core.measurement import read_measurement
@@ -24,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Write one self-contained page."""
+    changed = shared.beside(options.output)
     write_report(options.run, options.output)
-    print(f"report written to {options.output}", file=sys.stderr)
+    print(f"report written to {options.output}{changed}", file=sys.stderr)
     return 0
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
+import time
 from pathlib import Path
 
 from shardwright.core.errors import InputError, expected
-from shardwright.launcher.folder import check_inputs
+from shardwright.launcher.folder import MARK, check_inputs, plan_file
+from shardwright.launcher.heartbeat import Heartbeat
+from shardwright.launcher.outcome import read_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,14 +28,55 @@ def execute(options: argparse.Namespace) -> int:
         raise InputError(
             expected("RANK", "to be set by torchrun", "none", "Use shardwright train.")
         )
-    from shardwright.lab.training import train_rank
     from shardwright.launcher.worker import run_worker
 
     rank = int(os.environ["RANK"])
     check_inputs(options.out, (), options.plan)
     options.out.mkdir(parents=True, exist_ok=True)
-    return run_worker(
+    launched = MARK in os.environ  # by `train`, which sees to the folder and says how it ended
+    code = run_worker(
         options.out,
         rank,
-        lambda heartbeat: train_rank(options.plan, options.out, options.store, heartbeat),
+        lambda heartbeat: _train(options, rank, heartbeat, alone=not launched and rank == 0),
     )
+    if code and not launched:
+        _say_why(options.out, rank)
+    return code
+
+
+def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, alone: bool) -> None:
+    """A rank's training; ``alone`` it also does what a launcher does before and after."""
+    from shardwright.lab.training import check_ranks, train_rank
+
+    plan = check_ranks(options.plan)
+    if not alone:
+        train_rank(plan, options.plan, options.out, options.store, heartbeat)
+        return
+    from shardwright.core.outputs import same_file
+    from shardwright.core.plan import write_plan
+    from shardwright.lab.session import clear, collect
+    from shardwright.lab.sources import source_of
+
+    source = source_of(plan.job)
+    source.check(plan.job)
+    source.prepare(plan.job)
+    clear(options.out, sys.stderr)
+    if not same_file(options.plan, plan_file(options.out)):
+        write_plan(plan, plan_file(options.out))
+    train_rank(plan, options.plan, options.out, options.store, heartbeat)
+    collect(plan, options.out)
+    print(f"results in {options.out}; shardwright compare {options.out}", file=sys.stderr)
+
+
+def _say_why(folder: Path, rank: int) -> None:
+    """The rank's last word, where torchrun shows it last: in the file that it reads errors from.
+    Rank 0 prints it, too."""
+    status = read_status(folder, rank)
+    if status is None:
+        return
+    line = f"shardwright: {status.message}"
+    if rank == 0:
+        print(line, file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))

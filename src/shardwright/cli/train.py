@@ -6,11 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
+import msgspec
+
 from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.measurement import Quality
-from shardwright.core.plan import Plan, read_plan
+from shardwright.core.plan import Plan, read_plan, sealed
 from shardwright.lab.session import Session, run
+from shardwright.lab.sources import source_of
 from shardwright.launcher.folder import outcome_file
 
 
@@ -18,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``train``."""
     parser.epilog = "The exit code is the run's; 'shardwright compare RUN_DIR' gates on memory."
     shared.job_argument(parser, also_plan=True)
+    parser.add_argument("--out", metavar="DIR", help="the run's folder, instead of train.out")
+    parser.add_argument("--full", action="store_true", help="every exact byte, more ranks")
     shared.json_option(parser)
 
 
@@ -25,10 +30,10 @@ def execute(options: argparse.Namespace) -> int:
     """Plan unless a plan is given, run, compare; the code is the run's."""
     plan = _plan_of(options)
     session = run(plan, Path(plan.job.train.out), sys.stderr, given=options.job)
-    return finish(session, json=options.json)
+    return finish(session, json=options.json, full=options.full)
 
 
-def finish(session: Session, *, json: bool = False) -> int:
+def finish(session: Session, *, json: bool = False, full: bool = False) -> int:
     """Say how a run ended."""
     if session.outcome.code != 0:
         print(f"shardwright: {session.outcome.reason}", file=sys.stderr)
@@ -43,24 +48,34 @@ def finish(session: Session, *, json: bool = False) -> int:
         return 0
     from shardwright.report.table import comparison_summary
 
-    shared.show(comparison_summary(session.comparison))
+    shared.show(comparison_summary(session.comparison, full=full))
     print("\n".join(result_lines(session)))
     print(f"results in {session.folder}", file=sys.stderr)
     return 0
 
 
 def result_lines(session: Session) -> list[str]:
-    """Loss, quality beside the best possible, throughput, rows left out."""
-    measured = session.measurement
+    """What was trained on, loss, quality beside the best possible, throughput, rows left out."""
+    measured, job = session.measurement, session.plan.job
     assert measured is not None
+    together = job.batch.size * session.plan.world_size
+    trained = (
+        f"{measured.steps:,} steps of {together:,} samples, {job.batch.size:,} on each of "
+        f"{session.plan.world_size} ranks"
+    )
+    samples = source_of(job).samples(job)
+    if samples:
+        share = measured.steps * together / samples
+        trained += f": {share:.1f} times all {samples:,}" if share >= 1 else f" of {samples:,}"
     first, last = measured.curve.loss[0], measured.curve.loss[-1]
     lines = [
+        trained,
         f"loss {first:.4f} at the start, {last:.4f} at step {measured.steps}; "
-        f"{measured.samples_per_second:,.0f} samples per second"
+        f"{measured.samples_per_second:,.0f} samples per second",
     ]
     quality = measured.quality
-    if quality is not None:
-        lines.append(_quality_line(quality))
+    held_out = _quality_line(quality) if quality else "no samples were held out to be scored"
+    lines.append(held_out)
     if measured.bad_rows:
         lines.append(f"{measured.bad_rows:,} bad rows were left out (data.skip_bad_rows)")
     return lines
@@ -82,6 +97,8 @@ def _plan_of(options: argparse.Namespace) -> Plan:
     if options.job.suffix != ".json":
         from shardwright.cli.planning import planned
 
+        if options.out:
+            options.set.append(f"train.out={options.out}")
         return planned(shared.job_of(options))
     if options.set:
         raise InputError(
@@ -97,4 +114,9 @@ def _plan_of(options: argparse.Namespace) -> Plan:
                 f"Plan for {options.ranks} ranks first.",
             )
         )
-    return given
+    if not options.out:
+        return given
+    train = msgspec.structs.replace(given.job.train, out=options.out)
+    return sealed(
+        msgspec.structs.replace(given, job=msgspec.structs.replace(given.job, train=train))
+    )

@@ -136,8 +136,8 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def difference(self) -> float:
-        """Measured minus predicted; a missing side counts as zero."""
-        return (self.measured or 0) - (self.predicted or 0)
+        """Predicted minus measured; a missing side counts as zero."""
+        return (self.predicted or 0) - (self.measured or 0)
 
     @property
     def error(self) -> float | None:

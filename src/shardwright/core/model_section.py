@@ -61,6 +61,16 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: dict[str, Any] | UnsetType = UNSET
     shape: LlamaShape | UnsetType = UNSET
 
+    @property
+    def name(self) -> str:
+        """What people call the model: its function, its Hugging Face config, else its kind."""
+        if self.python is not UNSET:
+            return self.python.replace(":", ".")
+        if self.hf_config is not UNSET:
+            path = Path(self.hf_config)
+            return (path.parent.name if path.stem == "config" else path.stem) or self.kind
+        return self.kind
+
 
 _STREAM = ("layers", "dim", "heads", "ffn_dim", "vocab")
 _LLAMA = (

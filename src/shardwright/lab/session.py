@@ -25,6 +25,7 @@ from shardwright.lab.sources import source_of
 from shardwright.launcher.folder import (
     check_folder,
     check_inputs,
+    command_file,
     comparison_file,
     measurement_file,
     plan_file,
@@ -63,10 +64,11 @@ def run(
 
     def prepare() -> None:
         source_of(plan.job).prepare(plan.job)
-        for stale in results_of_a_run(folder):
-            stale.unlink(missing_ok=True)
+        clear(folder, stream)
         if given is None or not same_file(given, plan_file(folder)):
             write_plan(plan, plan_file(folder))
+        where = command_file(folder)
+        print(f"{plan.world_size} ranks under torchrun, whose command is in {where}", file=stream)
 
     arguments = ("run", str(plan_file(folder)), "--out", str(folder))
     request = Launch(
@@ -80,11 +82,26 @@ def run(
     outcome = launch(request, stream, prepare)
     if outcome.code != 0:
         return Session(folder, plan, outcome, None, None)
+    measurement, comparison = collect(plan, folder, tolerance)
+    return Session(folder, plan, outcome, measurement, comparison)
+
+
+def clear(folder: Path, stream: TextIO) -> None:
+    """Remove what an earlier run in ``folder`` left, and say so on ``stream``."""
+    stale = [path for path in results_of_a_run(folder) if path.exists()]
+    for path in stale:
+        path.unlink(missing_ok=True)
+    if stale:
+        print(f"replacing the results of an earlier run in {folder}", file=stream, flush=True)
+
+
+def collect(plan: Plan, folder: Path, tolerance: float = 0.1) -> tuple[Measurement, Comparison]:
+    """Merge what every rank left, compare it with the plan, and write both down."""
     measurement = merge(plan, _records(plan, folder), _quality(plan, folder))
     write_measurement(measurement, measurement_file(folder))
     comparison = compare(plan, measurement, tolerance)
     write_document(comparison, comparison_file(folder))
-    return Session(folder, plan, outcome, measurement, comparison)
+    return measurement, comparison
 
 
 def check(job: Job, folder: Path, given: Path | None = None) -> None:

@@ -28,7 +28,7 @@ from shardwright.lab.loop import Measured, measure
 from shardwright.lab.python_model import Call, naming_errors
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Batch
-from shardwright.launcher.folder import check_inputs, record_file, scores_file
+from shardwright.launcher.folder import MARK, check_inputs, record_file, scores_file
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.progress import ProgressLog
 from shardwright.runtime import comm
@@ -142,15 +142,14 @@ class Training:
         np.save(scores_file(self.folder, self.rank), found, allow_pickle=False)
 
 
-def train_rank(plan_path: Path, folder: Path, store: Path | None, heartbeat: Heartbeat) -> None:
-    """The body of a worker: join the others (by ``store``, or torchrun's environment) and train."""
-    rank, world_size = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
-    if rank < 0 or world_size < 1:
+def check_ranks(plan_path: Path) -> Plan:
+    """The plan of a run; InputError or MismatchError unless torchrun started as many ranks."""
+    world_size = int(os.environ.get("WORLD_SIZE", "-1"))
+    if int(os.environ.get("RANK", "-1")) < 0 or world_size < 1:
         raise InputError(
             expected("RANK and WORLD_SIZE", "to be set by torchrun", "none", "Use torchrun.")
         )
     plan = read_plan(plan_path)
-    check_inputs(folder, named_files(plan.job), plan_path)
     if plan.world_size != world_size:
         raise MismatchError(
             expected(
@@ -160,10 +159,21 @@ def train_rank(plan_path: Path, folder: Path, store: Path | None, heartbeat: Hea
                 f"Start {plan.world_size} ranks or plan again.",
             )
         )
+    return plan
+
+
+def train_rank(
+    plan: Plan, plan_path: Path, folder: Path, store: Path | None, heartbeat: Heartbeat
+) -> None:
+    """The body of a worker: join the others (by ``store``, or torchrun's environment) and train."""
+    rank = int(os.environ["RANK"])
+    check_inputs(folder, named_files(plan.job), plan_path)
     backend = "nccl" if plan.cluster.compute_device == "cuda" else "gloo"
-    comm.start(backend, plan.job.train.timeout, rank, world_size, store)
+    comm.start(backend, plan.job.train.timeout, rank, plan.world_size, store)
     try:
         Training(plan, folder, rank, heartbeat).run()
+        if MARK not in os.environ:  # nobody else waits until every rank has left its record
+            comm.wait_for_all()
         heartbeat.mark("done")
     finally:
         comm.stop()

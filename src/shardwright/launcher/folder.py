@@ -15,7 +15,7 @@ MARK: Final = "SHARDWRIGHT_RUN"  # environment variable with the number of the r
 LONGEST_MARK: Final = 64  # bytes of the lock file that are read
 _OF_A_RUN = {
     *("plan.json", "outcome.json", "measured.json", "comparison.json"),
-    *("progress.jsonl", "torchrun.log", "launcher.lock", "rendezvous", "store"),
+    *("progress.jsonl", "torchrun.sh", "torchrun.log", "launcher.lock", "rendezvous", "store"),
 }
 _OF_A_RANK = re.compile(r"rank-\d+\.(pulse|status\.json|log|record\.json|scores\.npy)")
 
@@ -48,6 +48,11 @@ def comparison_file(folder: Path) -> Path:
 def outcome_file(folder: Path) -> Path:
     """How the run ended."""
     return folder / "outcome.json"
+
+
+def command_file(folder: Path) -> Path:
+    """The command line that started the ranks."""
+    return folder / "torchrun.sh"
 
 
 def facts_file(rows: Path) -> Path:

@@ -37,6 +37,7 @@ from shardwright.launcher.ending import End, outcome_of
 from shardwright.launcher.folder import (
     LONGEST_MARK,
     MARK,
+    command_file,
     files_of_ranks,
     lock_file,
     outcome_file,
@@ -75,7 +76,7 @@ class Launch:
 
 
 def torchrun_command(launch: Launch, mark: str = "shardwright") -> list[str]:
-    """The command line that is printed and run; ``mark`` names the run in torchrun's logs."""
+    """The command line that is run; ``mark`` names the run in torchrun's logs."""
     folder = launch.folder.absolute()
     return [
         sys.executable,
@@ -138,8 +139,8 @@ def _launched(request: Launch, stream: TextIO, mark: str, caught: list[int]) -> 
     command = torchrun_command(request, mark)
     extra = loopback_environment(request.world_size)
     _clear(request)
-    shown = " ".join(f"{key}={value}" for key, value in extra.items())
-    print(f"{shown} {shlex.join(command)}", file=stream, flush=True)
+    settings = " ".join(f"{key}={value}" for key, value in extra.items())
+    command_file(request.folder).write_text(f"{settings} {shlex.join(command)}\n")
     started = time.monotonic()
     with (request.folder / "torchrun.log").open("wb") as log:
         torchrun = subprocess.Popen(

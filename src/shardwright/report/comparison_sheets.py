@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwright.core.measurement import Comparison, Line
-from shardwright.core.quantities import format_bytes
+from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.timeline import PHASES, category
 from shardwright.report.sheet import Column, Sheet, number, sheet_of, text
 from shardwright.report.wording import (
     TEXT_LIMIT,
     counted,
+    error_text,
     percent,
     printable,
     ranks_text,
@@ -22,7 +23,11 @@ from shardwright.report.wording import (
 MOST_RANKS = 4
 MOST_DIFFERENCES = 20
 MOST_PEAKS = 16
-_NOTE = "Differences are measured minus predicted; errors are relative to the measurement."
+_NOTE = (
+    "Errors are (predicted - measured) / measured; where one is more than twice the other, "
+    "predicted / measured."
+)
+TIMES_OFF = 2.0  # a prediction of time that is further off is not called good
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,33 @@ def verdict(comparison: Comparison) -> Verdict:
         failed = counted(len(comparison.failures), "other check")
         return Verdict(False, f"Memory as predicted: {facts}; but {failed} failed.")
     return Verdict(True, f"Memory as predicted: {facts}.")
+
+
+def time_verdict(comparison: Comparison) -> Verdict | None:
+    """The predicted step of the slowest rank beside its measured one; None where neither is known.
+
+    Seconds are no gate, but a prediction that is off by more than a factor is never called held.
+    """
+    known = [line for line in comparison.seconds if line.predicted and line.measured]
+    totals = [_total(rank, lines) for rank, lines in _by_rank(known).items()]
+    if not totals:
+        return None
+    measured, predicted, rank = max((t.measured or 0, t.predicted or 0, t.rank) for t in totals)
+    shared = {line.phase for line in known if line.rank == rank}
+    others = [x.phase for x in comparison.seconds if x.rank == rank and x.phase not in shared]
+    without = f", without {', '.join(map(printable, others))}" if others else ""
+    return Verdict(
+        1 / TIMES_OFF <= predicted / measured <= TIMES_OFF,
+        f"Step on rank {rank}, the slowest: {format_seconds(measured)} measured, "
+        f"{format_seconds(predicted)} predicted ({error_text(predicted, measured)}){without}.",
+    )
+
+
+def _by_rank(lines: Iterable[Line]) -> dict[int, list[Line]]:
+    found: dict[int, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line.rank, []).append(line)
+    return found
 
 
 def failures(comparison: Comparison) -> tuple[str, ...]:
@@ -108,19 +140,19 @@ def _exact_row(kind: str, lines: list[Line]) -> tuple[str, ...]:
     )
 
 
-def unequal_sheet(comparison: Comparison) -> Sheet | None:
+def unequal_sheet(comparison: Comparison, most: int = MOST_DIFFERENCES) -> Sheet | None:
     """The exact lines that differ, tensor by tensor; None if all are equal."""
     wrong = [line for line in comparison.exact if not _equal(line)]
     if not wrong:
         return None
-    left = len(wrong) - MOST_DIFFERENCES
+    left = len(wrong) - most
     return sheet_of(
         "Exact bytes that differ",
-        wrong[:MOST_DIFFERENCES],
+        wrong[:most],
         (
             text("rank", lambda line: str(line.rank)),
             text("phase", lambda line: printable(line.phase)),
-            text("bytes of", lambda line: printable(category(line.kind)), "phase"),
+            text("bytes of", lambda line: printable(category(line.kind)), spare=1),
             text("name", lambda line: printable(line.name)),
             number("predicted", lambda line: _plain(line.predicted, "not predicted")),
             number("measured", lambda line: _plain(line.measured, "not measured")),
@@ -130,11 +162,11 @@ def unequal_sheet(comparison: Comparison) -> Sheet | None:
     )
 
 
-def peaks_sheet(comparison: Comparison) -> Sheet:
-    """The peak of each rank, with its error; of many ranks those furthest off."""
+def peaks_sheet(comparison: Comparison, most: int = MOST_PEAKS) -> Sheet:
+    """The peak of each rank, with its error; of more than ``most`` those furthest off."""
     lines = comparison.peaks
-    if len(lines) > MOST_PEAKS:
-        lines = tuple(sorted(lines, key=_distance, reverse=True)[:MOST_PEAKS])
+    if len(lines) > most:
+        lines = tuple(sorted(lines, key=_distance, reverse=True)[:most])
     left = len(comparison.peaks) - len(lines)
     others = f" The other {counted(left, 'rank')} are closer." if left else ""
     return sheet_of(
@@ -148,17 +180,18 @@ def peaks_sheet(comparison: Comparison) -> Sheet:
             number("difference", _difference),
             number("error", _error),
         ),
-        f"Within {percent(comparison.tolerance)} is as predicted. {_NOTE}{others}",
+        f"Within {percent(comparison.tolerance)} is as predicted.{others}",
     )
 
 
-def phase_sheets(comparison: Comparison) -> tuple[Sheet, ...]:
-    """Peak and seconds of every phase, one sheet per rank; of many ranks only the slowest."""
+def phase_sheets(comparison: Comparison, most: int = MOST_RANKS) -> tuple[Sheet, ...]:
+    """Peak and seconds of every phase, one sheet per rank; of more than ``most`` only the
+    slowest."""
     totals: dict[int, float] = {}
     for line in comparison.seconds:
         totals[line.rank] = totals.get(line.rank, 0.0) + (line.measured or line.predicted or 0.0)
     ranks = sorted({line.rank for line in (*comparison.seconds, *comparison.phase_peaks)})
-    if len(ranks) <= MOST_RANKS:
+    if len(ranks) <= most:
         return tuple(_phase_sheet(comparison, rank, f"Phases on rank {rank}") for rank in ranks)
     chosen = max(ranks, key=lambda rank: totals.get(rank, 0.0))
     title = f"Phases on rank {chosen}, the slowest of {len(ranks)}"
@@ -186,6 +219,7 @@ def _phase_sheet(comparison: Comparison, rank: int, title: str) -> Sheet:
             Column("error", numeric=True),
         ),
         tuple(rows),
+        _NOTE,
     )
 
 
@@ -242,7 +276,7 @@ def _error(line: Line) -> str:
         return "-"
     if line.difference == 0:
         return "equal"
-    return "-" if line.error is None else percent(line.error, signed=True)
+    return error_text(line.predicted, line.measured)
 
 
 def _plain(nbytes: float | None, absent: str) -> str:

@@ -80,7 +80,7 @@ def _page(
 ) -> Page:
     state, said = _verdict(measurement, comparison)
     return Page(
-        title=f"{plan.job.model.kind} on {counted(plan.world_size, 'rank')}",
+        title=f"{printable(plan.job.model.name)} on {counted(plan.world_size, 'rank')}",
         subtitle=_subtitle(plan, measurement),
         state=state,
         verdict=said,
@@ -100,7 +100,7 @@ def _page(
         loss=Markup(svg.loss_curve(measurement.curve, measurement.quality) if measurement else ""),
         loss_caption="Log-loss of the global batch, in nats. The lines for held-out rows use data "
         "the model was not trained on.",
-        search=plan_sheets.search_line(plan),
+        search=f"{plan_sheets.speed_line(plan)} {plan_sheets.search_line(plan)}",
         tables=plan_sheets.tables_sheet(plan),
         units=plan_sheets.units_sheet(plan),
         ranks=plan_sheets.ranks_sheet(plan),
@@ -115,7 +115,11 @@ def _verdict(measurement: Measurement | None, comparison: Comparison | None) -> 
     """The banner's class and its sentence."""
     if comparison is not None:
         verdict = comparison_sheets.verdict(comparison)
-        return "held" if verdict.held else "missed", verdict.sentence
+        times = comparison_sheets.time_verdict(comparison)
+        said = f"{verdict.sentence} {times.sentence}" if times else verdict.sentence
+        if verdict.held and times and not times.held:
+            return "open", said
+        return "held" if verdict.held else "missed", said
     if measurement is not None:
         return "open", "Measured, but not compared with the plan."
     return "open", "A plan only: nothing has been measured."

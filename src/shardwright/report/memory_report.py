@@ -11,12 +11,12 @@ from shardwright.core.footprint import Footprint, ModuleMemory, RankMemory, Trac
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind, category, in_order
 from shardwright.report.sheet import Cell, Column, Sheet, number, sheet_of, text
-from shardwright.report.table import drawn, listed, spaced
+from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
 from shardwright.report.wording import (
     TEXT_LIMIT,
     VERDICT_STYLES,
     class_text,
-    counted,
+    error_text,
     headline,
     peak_text,
     percent,
@@ -39,45 +39,63 @@ TRY = "Largest batch, fewest ranks, other checkpointing: shardwright fit JOB.tom
 def memory_report(
     footprint: Footprint, rank: RankMemory | None = None, *, full: bool = False
 ) -> RenderableType:
-    """Every class of ranks, then one of them in detail: ``rank``, or the one with the highest
-    peak."""
+    """Whether the job fits, every class of ranks, then one of them in detail: ``rank``, or the one
+    with the highest peak. ``full`` leaves nothing out."""
     rank = rank or footprint.worst
-    tensors = tensors_sheet(rank, EVERYTHING if full else MOST_TENSORS)
-    modules = modules_sheet(rank, EVERYTHING if full else MOST_MODULES)
-    source = (printable(footprint.source, TEXT_LIMIT),) if footprint.source else ()
-    lines = "\n".join((*settings_lines(footprint), *source))
+    lines = [headline(footprint), *settings_lines(footprint)]
+    if full and footprint.source:
+        lines.append(printable(footprint.source, TEXT_LIMIT))
+    assumed = tuple(printable(text, TEXT_LIMIT) for text in footprint.assumptions)
     return spaced(
-        Text(headline(footprint), style="bold"),
-        Text(lines) if lines else None,
-        drawn(classes_sheet(footprint, EVERYTHING if full else MOST_CLASSES)),
+        prose("\n".join(lines)),
+        prose(verdict_sentence(footprint), style=VERDICT_STYLES[footprint.verdict]),
+        *(_every_sheet if full else _first_sheets)(footprint, rank),
+        listed("Assumptions", assumed) if full else assumed_line(assumed, FIRST_ASSUMPTIONS),
+        prose(f"{TRY}\n{MORE}", style="dim"),
+    )
+
+
+# Rows of a first screen.
+FIRST_CLASSES, FIRST_CATEGORIES, FIRST_TENSORS, FIRST_ASSUMPTIONS = 3, 6, 3, 2
+
+
+def _first_sheets(footprint: Footprint, rank: RankMemory) -> list[RenderableType | None]:
+    """The fullest classes, what the peak is made of, and the largest tensors in it."""
+    tensors = tensors_sheet(rank, FIRST_TENSORS)
+    return [
+        drawn(classes_sheet(footprint, FIRST_CLASSES), short=True),
+        drawn(peak_sheet(footprint, rank, FIRST_CATEGORIES), short=True),
+        drawn(tensors, short=True) if tensors else _followed(footprint),
+    ]
+
+
+def _every_sheet(footprint: Footprint, rank: RankMemory) -> list[RenderableType | None]:
+    """Everything that is known of the class, and every class."""
+    modules, tensors = modules_sheet(rank), tensors_sheet(rank)
+    return [
+        drawn(classes_sheet(footprint)),
         drawn(categories_sheet(footprint, rank)),
-        Text(SURE, style="dim"),
+        prose(SURE, style="dim"),
         drawn(modules) if modules else None,
         drawn(tensors) if tensors else None,
         None if modules or tensors else _followed(footprint),
         drawn(device_sheet(footprint, rank)),
-        listed("Assumptions", tuple(printable(t, TEXT_LIMIT) for t in footprint.assumptions)),
-        Text(verdict_sentence(footprint), style=VERDICT_STYLES[footprint.verdict]),
-        Text(f"{TRY}\n{MORE}", style="dim"),
-    )
+    ]
 
 
-def _followed(footprint: Footprint) -> Text | None:
+def _followed(footprint: Footprint) -> RenderableType | None:
     """Which class has its modules and tensors followed, where this one has not."""
     followed = [rank.name for rank in footprint.ranks if rank.modules or rank.largest]
     if not followed:
         return None
     name = printable(followed[0])
-    return Text(f"Modules, tensors and the timeline are followed for '{name}' only.", style="dim")
+    return prose(f"Modules, tensors and the timeline are followed for '{name}' only.", style="dim")
 
 
-MOST_CLASSES = 16
-MOST_MODULES = 60
-MOST_TENSORS = 12
 INDENT = "  "
 
 
-def classes_sheet(footprint: Footprint, most: int = MOST_CLASSES) -> Sheet:
+def classes_sheet(footprint: Footprint, most: int = EVERYTHING) -> Sheet:
     """One row per class of ranks, the fullest first where there are more than ``most``."""
     shown = footprint.ranks
     if len(shown) > most:
@@ -85,21 +103,49 @@ def classes_sheet(footprint: Footprint, most: int = MOST_CLASSES) -> Sheet:
     left = len(footprint.ranks) - len(shown)
     cells: list[Cell[RankMemory]] = [
         text("class", lambda rank: printable(rank.name)),
-        number("ranks", lambda rank: f"{rank.ranks:,}"),
+        number("ranks", lambda rank: f"{rank.ranks:,}", spare=1),
         number("peak", lambda rank: format_bytes(rank.peak_bytes)),
-        text("in", peak_text),
+        text("in", peak_text, spare=2),
         number("needs of its device", lambda rank: range_text(*footprint.needs(rank))),
         text("verdict", footprint.verdict_of),
     ]
     if any(rank.reserved_bytes for rank in shown):
         cells.insert(4, number("allocator holds", _held))
-    capacity = "" if footprint.capacity is None else f" of {format_bytes(footprint.capacity)} each"
+    capacity = "" if footprint.capacity is None else f", {format_bytes(footprint.capacity)} each"
     note = f"The other {left:,} classes hold less: --full." if left else ""
-    return sheet_of(f"Ranks{capacity}, alike ones as one class", shown, cells, note)
+    return sheet_of(f"Classes of ranks{capacity}", shown, cells, note)
 
 
 def _held(rank: RankMemory) -> str:
     return format_bytes(rank.reserved_bytes) if rank.reserved_bytes else "not modelled"
+
+
+def peak_sheet(footprint: Footprint, rank: RankMemory, most: int) -> Sheet:
+    """The largest categories at the peak, how sure they are, and the peak of each phase."""
+    sizes = {kind: size for kind, size in rank.by_category.items() if size}
+    largest = sorted(sizes, key=lambda kind: -sizes[kind])[:most]
+    rows = [
+        (category(kind), sizes[kind], rank.certainty.get(kind, "")) for kind in in_order(largest)
+    ]
+    left = len(sizes) - len(largest)
+    if left:
+        smaller = sum(sizes.values()) - sum(sizes[kind] for kind in largest)
+        rows.append((f"{left} smaller", smaller, ""))
+    return Sheet(
+        f"By category, {class_text(footprint, rank)}: {format_bytes(rank.peak_bytes)} at the peak, "
+        f"in {peak_text(rank)}",
+        (
+            Column("category"),
+            Column("bytes", numeric=True),
+            Column("share", numeric=True),
+            Column("how sure"),
+        ),
+        tuple(
+            (name, format_bytes(size), percent(size / max(rank.peak_bytes, 1)), sure)
+            for name, size, sure in rows
+        ),
+        _phase_peaks(rank),
+    )
 
 
 def categories_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
@@ -117,15 +163,8 @@ def categories_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
         )
         for kind in kinds
     ]
-    rows.append(
-        (
-            "together",
-            format_bytes(rank.peak_bytes),
-            "",
-            "",
-            *(format_bytes(p.bytes) for p in phases),
-        )
-    )
+    sums = (format_bytes(phase.bytes) for phase in phases)
+    rows.append(("together", format_bytes(rank.peak_bytes), "", "", *sums))
     return Sheet(
         f"By category, {class_text(footprint, rank)}: at the peak, in {peak_text(rank)}, and in "
         "each phase",
@@ -133,12 +172,17 @@ def categories_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
             Column("category"),
             Column("at the peak", numeric=True),
             Column("share", numeric=True),
-            Column("how sure", under="category"),
+            Column("how sure"),
             *(Column(printable(p.phase.replace("_", " ")), numeric=True) for p in phases),
         ),
         tuple(rows),
         _places(rank),
     )
+
+
+def _phase_peaks(rank: RankMemory) -> str:
+    peaks = [f"{printable(p.phase)} {format_bytes(p.bytes)}" for p in rank.phases if p.bytes]
+    return f"Peak of each phase: {', '.join(peaks)}." if peaks else ""
 
 
 def _size(nbytes: int) -> str:
@@ -151,32 +195,29 @@ def _places(rank: RankMemory) -> str:
     return f"Each phase is shown at its own peak: {', '.join(places)}." if places else ""
 
 
-def modules_sheet(rank: RankMemory, most: int = MOST_MODULES) -> Sheet | None:
+def modules_sheet(rank: RankMemory) -> Sheet | None:
     """Every module as a tree, alike ones as one row; None where none were followed."""
     modules = _without_lists(rank.modules)
     if not modules:
         return None
-    shown = modules[:most]
-    left = len(modules) - len(shown)
-    labels = dict(zip([module.name for module in shown], _tree(shown), strict=True))
+    labels = dict(zip([module.name for module in modules], _tree(modules), strict=True))
     cells: list[Cell[ModuleMemory]] = [
         text("module", lambda module: labels[module.name]),
         number("times", lambda module: f"{module.count:,}"),
         number("weights", lambda module: _size(module.parameters)),
         number("kept for backward", lambda module: _size(module.saved)),
-        number("by each", lambda m: _size(m.saved // m.count), "kept for backward"),
+        number("by each", lambda m: _size(m.saved // m.count)),
         number("rank's peak in forward", lambda module: _size(module.forward_peak)),
-        number("in backward", lambda m: _size(m.backward_peak), "rank's peak in forward"),
+        number("in backward", lambda m: _size(m.backward_peak)),
     ]
-    if any(module.kind for module in shown):
-        cells.insert(1, text("class", lambda module: printable(module.kind), "module"))
-    more = f" {counted(left, 'more module')}: --full." if left else ""
+    if any(module.kind for module in modules):
+        cells.insert(1, text("class", lambda module: printable(module.kind)))
     return sheet_of(
         "By module",
-        shown,
+        modules,
         cells,
-        "Parameters and what is kept count all modules of a row; peaks are all that is alive on "
-        f"the rank while one of them runs.{more}",
+        "Weights and what is kept count all modules of a row; peaks are all that is alive on the "
+        "rank while one of them runs.",
     )
 
 
@@ -212,7 +253,7 @@ def _tree(modules: Sequence[ModuleMemory]) -> list[str]:
     return labels
 
 
-def tensors_sheet(rank: RankMemory, most: int = MOST_TENSORS) -> Sheet | None:
+def tensors_sheet(rank: RankMemory, most: int = EVERYTHING) -> Sheet | None:
     """The largest of what is alive at the peak; None where it was not followed."""
     if not rank.largest:
         return None
@@ -221,9 +262,9 @@ def tensors_sheet(rank: RankMemory, most: int = MOST_TENSORS) -> Sheet | None:
         rank.largest[:most],
         (
             text("tensor", lambda alive: printable(alive.name)),
-            text("of module", lambda alive: printable(alive.module), "tensor"),
-            text("category", lambda alive: category(alive.kind)),
-            number("times", lambda alive: str(alive.count)),
+            text("of module", lambda alive: printable(alive.module)),
+            text("category", lambda alive: category(alive.kind), spare=1),
+            number("times", lambda alive: str(alive.count), spare=2),
             number("together", lambda alive: format_bytes(alive.bytes)),
             number("share", lambda alive: percent(alive.bytes / max(rank.peak_bytes, 1))),
         ),
@@ -314,12 +355,11 @@ _COLUMNS = (
 
 
 def _figures(predicted: int, measured: int) -> tuple[str, str, str, str]:
-    error = percent(predicted / measured - 1, signed=True) if measured else "-"
     return (
         format_bytes(predicted),
         format_bytes(measured),
         signed_bytes(predicted - measured),
-        error,
+        error_text(predicted, measured),
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.plan import Plan
@@ -20,11 +19,12 @@ from shardwright.report import plan_sheets
 from shardwright.report import statistics_sheets as sheets
 from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.statistics_sheets import PART_TITLES
-from shardwright.report.table import drawn, listed, spaced
+from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
 from shardwright.report.wording import percent, printable, ranks_text
 
 EVERYTHING = 10**6  # rows that a full report may have
-FIRST_TABLES, FIRST_RANKS = 6, 4  # rows of a short one, beside those of the smaller tables
+# Rows of a first screen, beside those of smaller tables and faster units.
+FIRST_TABLES, FIRST_UNITS, FIRST_RANKS, FIRST_ASSUMPTIONS = 6, 5, 4, 3
 STEPS = "Every number step by step: shardwright explain plan.json --statistic NAME"
 MORE = ", and --tensor NAME for a table. Every sheet, table and rank: shardwright plan --full."
 MORE_WITHOUT_TABLES = ". Every sheet and rank: shardwright plan --full."
@@ -37,36 +37,35 @@ def plan_report(
     tabled = bool(plan.tables)
     verdict = [
         plan_sheets.fits_line(plan),
-        plan_sheets.search_line(plan),
-        *filter(None, [plan_sheets.checkpointing_line(plan)]),
-        *(sheets.waiting_lines(statistics) if full else ()),
-        sheets.price_line(prices),
+        plan_sheets.speed_line(plan),
+        plan_sheets.checkpointing_line(plan),
+        sheets.price_line(prices) if tabled else "",
     ]
+    if full:
+        verdict += [*sheets.waiting_lines(statistics), plan_sheets.search_line(plan)]
     shown = _every_sheet(plan, statistics) if full else _first_sheets(plan)
     assumed = plan_sheets.assumptions(plan)
     return spaced(
-        Text(plan_sheets.headline(plan), style="bold"),
-        Text("\n".join(verdict)),
-        *(drawn(sheet) for sheet in shown if sheet is not None),
+        prose(plan_sheets.headline(plan), style="bold"),
+        prose("\n".join(filter(None, verdict))),
+        *(drawn(sheet, short=not full) for sheet in shown if sheet is not None),
         listed("Not searched to the end", sheets.skipped_lines(plan)),
-        listed("Assumptions", assumed) if full else _in_one_line(assumed),
-        Text(STEPS + (MORE if tabled else MORE_WITHOUT_TABLES), style="dim"),
+        listed("Assumptions", assumed) if full else assumed_line(assumed, FIRST_ASSUMPTIONS),
+        prose(STEPS + (MORE if tabled else MORE_WITHOUT_TABLES), style="dim"),
     )
-
-
-def _in_one_line(assumed: Sequence[str]) -> Text | None:
-    return Text(f"Assumed: {'; '.join(assumed)}.") if assumed else None
 
 
 def _first_sheets(plan: Plan) -> list[Sheet | None]:
     """Where everything lies, and what every rank holds, the largest and fullest first; what columns
     mean is said in the full report."""
+    ranks = plan_sheets.ranks_sheet(plan, FIRST_RANKS)
+    left = len(plan.ranks) > FIRST_RANKS and len(ranks.rows) == FIRST_RANKS
     placed = [
         plan_sheets.tables_sheet(plan, FIRST_TABLES) if plan.tables else None,
-        plan_sheets.units_sheet(plan) if plan.units else None,
+        plan_sheets.units_sheet(plan, FIRST_UNITS) if plan.units else None,
+        replace(ranks, title=f"{ranks.title}, the fullest and slowest") if left else ranks,
     ]
-    bare = [replace(sheet, note="") for sheet in placed if sheet is not None]
-    return [*bare, plan_sheets.ranks_sheet(plan, FIRST_RANKS)]
+    return [replace(sheet, note="") for sheet in placed if sheet is not None]
 
 
 def _every_sheet(plan: Plan, statistics: Statistics) -> list[Sheet | None]:
@@ -157,7 +156,7 @@ def storage_sheet(plan: Plan, statistics: Statistics) -> Sheet:
         (
             text("name", lambda table: printable(table.name)),
             text("sharding", lambda table: printable(table.sharding_type)),
-            text("kernel", lambda table: printable(table.compute_kernel), "sharding"),
+            text("kernel", lambda table: printable(table.compute_kernel)),
             *_tiers(statistics.tables),
             text("rank", lambda table: ranks_text(table.ranks, plan.world_size)),
         ),

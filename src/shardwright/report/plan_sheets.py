@@ -28,6 +28,7 @@ from shardwright.report.wording import (
 )
 
 MOST_TABLES = 40
+MOST_UNITS = 10**6
 MOST_RANKS = 16
 NO_GAP = 1e-9  # a smaller one is rounding
 TABLE_KINDS: tuple[Kind, ...] = (
@@ -38,6 +39,8 @@ TABLE_KINDS: tuple[Kind, ...] = (
     "input",
     "output",
 )
+# Kinds of bytes that a rank's row can do without, the first to leave with the highest number.
+_SPARE: dict[Kind, int] = {"padding": 5, "cache": 4, "gradient": 3, "input": 2, "output": 2}
 AHEAD = ", the next unit's are gathered while one computes"
 
 
@@ -48,7 +51,7 @@ def headline(plan: Plan) -> str:
     what = f"{' '.join(parts)} alone"
     if plan.job.model.kind != "tables":
         parts.append(counted(len(plan.units), "dense unit"))
-        what = f"{plan.job.model.kind}: {' and '.join(parts)}"
+        what = f"{printable(plan.job.model.name)}: {' and '.join(parts)}"
     hosts = -(-cluster.world_size // cluster.local_world_size)
     where = f" of {hosts} hosts" if hosts > 1 else ""
     length = (
@@ -73,8 +76,8 @@ def fits_line(plan: Plan) -> str:
     )
 
 
-def search_line(plan: Plan) -> str:
-    """How good the plan is and what finding it took, in one line."""
+def speed_line(plan: Plan) -> str:
+    """How fast the plan is, beside the proven bound."""
     slowest = f"The slowest rank takes {format_seconds(plan.max_rank_seconds)} per step"
     known = " of TorchRec's options" if plan.job.planner.as_torchrec else ""
     if plan.search.tried and any(unit.checkpointed for unit in plan.units):
@@ -85,8 +88,13 @@ def search_line(plan: Plan) -> str:
     )
     if plan.gap < NO_GAP:
         proven = f", and no plan{known} can take less (gap 0 %)."
+    return f"{slowest}{proven}"
+
+
+def search_line(plan: Plan) -> str:
+    """What finding the plan took."""
     return (
-        f"{slowest}{proven} The search ({printable(plan.search.name)}) tried "
+        f"The search ({printable(plan.search.name)}) tried "
         f"{counted(plan.search.proposals, 'proposal')}, {plan.search.feasible:,} of which fit, "
         f"in {format_seconds(plan.search.wall_seconds)}."
     )
@@ -165,11 +173,11 @@ def tables_sheet(plan: Plan, most: int = MOST_TABLES) -> Sheet:
         "Embedding tables",
         (
             Column("name"),
-            Column("rows x dim", numeric=True, under="name"),
+            Column("rows x dim", numeric=True),
             Column("sharding"),
-            Column("kernel", under="sharding"),
+            Column("kernel", spare=1),
             Column("rank"),
-            Column("shards", numeric=True),
+            Column("shards", numeric=True, spare=2),
             Column("bytes", numeric=True),
             Column("s/step", numeric=True),
         ),
@@ -205,11 +213,12 @@ def _label(tables: Sequence[TablePlan]) -> str:
     first = printable(tables[0].name)
     if len(tables) == 1:
         return first
-    return f"{first} to {printable(tables[-1].name)} ({counted(len(tables), 'table')})"
+    return f"{first} and {len(tables) - 1:,} alike"
 
 
-def units_sheet(plan: Plan) -> Sheet:
-    """Where each role of a unit lives, its bytes, calls, seconds; neighbours alike share a row."""
+def units_sheet(plan: Plan, most: int = MOST_UNITS) -> Sheet:
+    """Where each role of a unit lives, its bytes, calls, seconds; neighbours alike share a row, and
+    so do the fastest where there are more than ``most`` rows."""
     checkpointed = any(unit.checkpointed for unit in plan.units)
     return Sheet(
         "Dense units",
@@ -217,27 +226,47 @@ def units_sheet(plan: Plan) -> Sheet:
             Column("unit"),
             Column("placement"),
             *((Column("checkpointing"),) if checkpointed else ()),
-            Column("optimizer", under="unit"),
-            Column("full weights", under="placement"),
+            Column("optimizer", spare=3),
+            Column("full weights", spare=1),
             Column("bytes/rank", numeric=True),
-            Column("padding", numeric=True, under="bytes/rank"),
-            Column("moved/step", numeric=True),
-            Column("calls", numeric=True, under="moved/step"),
+            Column("padding", numeric=True, spare=5),
+            Column("moved/step", numeric=True, spare=2),
+            Column("calls", numeric=True, spare=4),
             Column("s/step", numeric=True),
         ),
-        tuple(_unit_rows(plan.units, checkpointed=checkpointed)),
+        tuple(_unit_rows(plan.units, most, checkpointed=checkpointed)),
         "Gathered full weights are freed after a pass or kept from forward to backward"
         f"{AHEAD if plan.prefetch else ''}. Padding is the part of a rank's bytes that belongs to "
         "no tensor. What moves are the full buffers of all calls of collectives.",
     )
 
 
-def _unit_rows(units: Iterable[UnitPlan], *, checkpointed: bool) -> Iterator[tuple[str, ...]]:
-    """Neighbours with equal facts once, by the first and the last name."""
-    for facts, alike in groupby(units, partial(_unit_facts, checkpointed=checkpointed)):
+def _unit_rows(
+    units: Sequence[UnitPlan], most: int, *, checkpointed: bool
+) -> Iterator[tuple[str, ...]]:
+    """Neighbours with equal facts once, by the first and the last name, the fastest together."""
+    grouped = groupby(units, partial(_unit_facts, checkpointed=checkpointed))
+    rows = [(facts, tuple(alike)) for facts, alike in grouped]
+    slowest = sorted(rows, key=lambda row: -_seconds(row[1]))[:most]
+    rest = [unit for row in rows if row not in slowest for unit in row[1]]
+    for facts, alike in (row for row in rows if row in slowest):
         names = [printable(unit.name) for unit in alike]
         many = f"{names[0]} to {names[-1]} ({counted(len(names), 'unit')})"
         yield (many if len(names) > 1 else names[0], *facts)
+    if rest:
+        yield (
+            counted(len(rest), "faster unit"),
+            *("various" for _ in range(4 if checkpointed else 3)),
+            format_bytes(sum(unit.bytes_per_rank for unit in rest)),
+            format_bytes(sum(unit.padding_bytes for unit in rest)),
+            format_bytes(sum(unit.bytes_per_step for unit in rest)),
+            str(sum(unit.collectives for unit in rest)),
+            format_seconds(_seconds(rest)),
+        )
+
+
+def _seconds(units: Iterable[UnitPlan]) -> float:
+    return sum(unit.seconds for unit in units)
 
 
 def _placements(unit: UnitPlan) -> str:
@@ -245,6 +274,8 @@ def _placements(unit: UnitPlan) -> str:
     each = [placement_text(p) for p in (unit.parameter, unit.gradient, unit.optimizer_state)]
     if len(set(each)) == 1:
         return each[0]
+    if each[0] == each[1]:
+        return f"{each[0]}, states {each[2]}"
     return ", ".join(
         f"{a} {b}" for a, b in zip(("weights", "gradients", "states"), each, strict=True)
     )
@@ -349,18 +380,19 @@ def _kinds(plan: Plan) -> tuple[Kind, ...]:
 
 def _rank_columns(plan: Plan) -> tuple[Column, ...]:
     tail: tuple[Column, ...] = (Column("s/step", numeric=True),)
-    kinds = [category(kind).removeprefix("optimizer ") for kind in _kinds(plan)]
-    below = {"states": "weights", "outputs": "inputs"}
+    kinds = [
+        Column(category(kind).removeprefix("optimizer "), numeric=True, spare=_SPARE.get(kind, 0))
+        for kind in _kinds(plan)
+    ]
     if plan.units:
-        below = {}
-        kinds.append("rest")
+        kinds.append(Column("rest", numeric=True))
         tail = (Column("peak in"), *tail)
     peak = "peak" if plan.units else _decisive(plan).upper()
     return (
         Column("rank"),
-        *(Column(kind, numeric=True, under=below.get(kind, "")) for kind in kinds),
+        *kinds,
         Column(peak, numeric=True),
-        Column("used", numeric=True, under=peak),
+        Column("used", numeric=True, spare=1),
         *(Column(tier.upper(), numeric=True) for tier in _other_tiers(plan)),
         *tail,
     )

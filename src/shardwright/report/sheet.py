@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,11 +11,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``under`` names the column below which this one goes where there is little width."""
+    """On a first screen with little width the columns with the highest ``spare`` leave first; those
+    with 0 stay."""
 
     title: str
     numeric: bool = False
-    under: str = ""
+    spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,39 +28,24 @@ class Sheet:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
 
-    def stacked(self) -> Sheet:
-        """The same sheet with fewer columns: each goes below the one it names in ``under``."""
-        hosts = [i for i, column in enumerate(self.columns) if not column.under]
-        members = {
-            i: [i, *(j for j, c in enumerate(self.columns) if c.under == self.columns[i].title)]
-            for i in hosts
-        }
-        return Sheet(
-            self.title,
-            tuple(
-                Column("\n".join(self.columns[j].title for j in members[i]), column.numeric)
-                for i, column in enumerate(self.columns)
-                if i in members
-            ),
-            tuple(
-                tuple("\n".join(row[j] for j in members[i] if row[j]) for i in hosts)
-                for row in self.rows
-            ),
-            self.note,
-        )
+    def only(self, kept: Sequence[int]) -> Sheet:
+        """The same sheet with the columns at ``kept``."""
+        columns = tuple(self.columns[k] for k in kept)
+        rows = tuple(tuple(row[k] for k in kept) for row in self.rows)
+        return Sheet(self.title, columns, rows, self.note)
 
 
 Cell = tuple[Column, Callable[[T], str]]
 
 
-def text(title: str, cell: Callable[[T], str], under: str = "") -> Cell[T]:
+def text(title: str, cell: Callable[[T], str], spare: int = 0) -> Cell[T]:
     """A column of words, and what it says of a row's subject."""
-    return Column(title, under=under), cell
+    return Column(title, spare=spare), cell
 
 
-def number(title: str, cell: Callable[[T], str], under: str = "") -> Cell[T]:
+def number(title: str, cell: Callable[[T], str], spare: int = 0) -> Cell[T]:
     """A column of figures, and what it says of a row's subject."""
-    return Column(title, numeric=True, under=under), cell
+    return Column(title, numeric=True, spare=spare), cell
 
 
 def sheet_of(title: str, subjects: Iterable[T], cells: Iterable[Cell[T]], note: str = "") -> Sheet:

@@ -56,7 +56,7 @@ def times_sheet(plan: Plan, statistics: Statistics, most: int = MOST_RANKS) -> S
         more = f" Of {plan.world_size} ranks the fullest and slowest are shown."
     traffic = (
         Column("ids in", numeric=True),
-        Column("rows out", numeric=True, under="ids in"),
+        Column("rows out", numeric=True),
         Column("shards"),
     )
     legend = f"Bytes are those of one step. {_letters(statistics)}.{more}"
@@ -117,10 +117,10 @@ def evenness_sheet(plan: Plan, statistics: Statistics) -> Sheet:
         (
             Column("of"),
             Column("least", numeric=True),
-            Column("mean", numeric=True, under="least"),
+            Column("mean", numeric=True),
             Column("most", numeric=True),
             Column("on rank"),
-            Column("over mean", numeric=True, under="most"),
+            Column("over mean", numeric=True),
             Column("largest\ndeviation", numeric=True),
             Column("total\ndistance", numeric=True),
             Column("chi", numeric=True),

@@ -6,10 +6,14 @@ nothing is lost without colour. Tables adapt to the width.
 
 from __future__ import annotations
 
+import os
+import re
+import textwrap
+from collections.abc import Sequence
+
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -30,31 +34,47 @@ __all__ = [
     "text_of",
 ]
 
-_UNBOUNDED = 10_000
+_BOUND = "\N{NO-BREAK SPACE}"
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|[KMGT]?i?B|[mµn]?s)(?!\w))")
+NO_TERMINAL = 120  # columns
+_WRAPPED = 20  # text of a full report is wrapped to no less
 
 
 def text_of(renderable: RenderableType, *, color: bool = False) -> str:
-    """A table in the terminal's width, or 120 columns where there is no terminal."""
+    """A table in the terminal's width or in ``COLUMNS``, 120 where there is neither."""
     console = Console(color_system="auto" if color else None)
-    if not console.is_terminal:
-        console.width = 120
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        console.width = NO_TERMINAL
     with console.capture() as drawn:
         console.print(renderable)
     return drawn.get()
 
 
-def comparison_summary(comparison: Comparison) -> RenderableType:
-    """The verdict, exact bytes, peaks and phases, predicted beside measured."""
-    verdict = comparison_sheets.verdict(comparison)
-    unequal = comparison_sheets.unequal_sheet(comparison)
-    phases = [drawn(sheet) for sheet in comparison_sheets.phase_sheets(comparison)]
+FIRST_RANKS, FIRST_FAILURES = 4, 6  # rows of a first screen
+
+
+def comparison_summary(comparison: Comparison, *, full: bool = False) -> RenderableType:
+    """The verdict, then predicted beside measured: peaks, the phases of the slowest rank and what
+    is not equal; ``full`` has every exact byte and the phases of more ranks."""
+    sheets = comparison_sheets
+    verdict, times = sheets.verdict(comparison), sheets.time_verdict(comparison)
+    failed = sheets.failures(comparison)
+    left = 0 if full else len(failed) - FIRST_FAILURES
+    shown = failed[:FIRST_FAILURES] if left > 0 else failed
+    exact = sheets.exact_sheet(comparison) if comparison.exact and full else None
+    unequal = sheets.unequal_sheet(comparison, *(() if full else (FIRST_FAILURES,)))
+    peaks = sheets.peaks_sheet(comparison, *(() if full else (FIRST_RANKS,)))
+    phases = sheets.phase_sheets(comparison, *(() if full else (1,)))
     return spaced(
-        Text(verdict.sentence, style="bold green" if verdict.held else "bold red"),
-        listed("What failed", comparison_sheets.failures(comparison)),
-        drawn(comparison_sheets.exact_sheet(comparison)) if comparison.exact else None,
-        drawn(unequal) if unequal else None,
-        drawn(comparison_sheets.peaks_sheet(comparison)) if comparison.peaks else None,
-        *phases,
+        Group(
+            prose(verdict.sentence, style="bold green" if verdict.held else "bold red"),
+            *([prose(times.sentence, style="" if times.held else "bold yellow")] if times else []),
+        ),
+        listed("What failed", (*shown, f"{left:,} more: --full") if left > 0 else shown),
+        drawn(exact) if exact else None,
+        drawn(unequal, short=not full) if unequal else None,
+        drawn(peaks, short=not full) if comparison.peaks else None,
+        *(drawn(sheet, short=not full) for sheet in phases),
     )
 
 
@@ -103,47 +123,109 @@ def _change(d: Difference) -> str:
 
 
 class _Fitted:
-    """A sheet in the first layout that fits: roomy, tight, stacked, or stacked with folded numbers.
+    """A sheet in the width there is: roomy, or tight, or in several tables below each other.
 
-    No layout cuts a number short.
+    A ``short`` one first leaves out the columns that it can spare. No figure is cut or parted from
+    its unit, and no word is broken, unless a column alone is wider than the terminal.
     """
 
-    def __init__(self, sheet: Sheet) -> None:
-        self._sheet = sheet
+    def __init__(self, sheet: Sheet, *, short: bool) -> None:
+        self._sheet, self._short = sheet, short
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        unbounded = options.update(width=_UNBOUNDED)
-        stacked = self._sheet.stacked()
-        for table in (_table(self._sheet, 1), _table(self._sheet, 0)):
-            if Measurement.get(console, unbounded, table).maximum <= options.max_width:
-                yield table
-                return
-        table = _table(stacked, 0)
-        fits = Measurement.get(console, unbounded, table).minimum <= options.max_width
-        yield table if fits else _table(stacked, 0, fold=True)
+        sheet, width = self._sheet, options.max_width
+        if self._short:
+            sheet = _without_spare(sheet, width)
+        if _together([*map(max, _widths(sheet))], gap=1) <= width:
+            yield _table(sheet, width, gap=1)
+            return
+        for place, part in enumerate(_parts(sheet, width, 0 if self._short else _WRAPPED)):
+            yield from ([Text("")] if place else [])
+            yield _table(part, width, gap=0)
 
 
-def drawn(sheet: Sheet) -> RenderableType:
-    """A sheet with its title and note."""
-    parts: list[RenderableType] = [Text(sheet.title, style="bold"), _Fitted(sheet)]
+def _without_spare(sheet: Sheet, width: int) -> Sheet:
+    """``sheet`` without the columns that it can spare, as many as it takes to fit."""
+    kept = list(range(len(sheet.columns)))
+    widths = [max(least, most) for least, most in _widths(sheet)]
+    while _together([widths[k] for k in kept], gap=0) > width:
+        last = max(kept, key=lambda k: sheet.columns[k].spare)
+        if not sheet.columns[last].spare:
+            break
+        kept.remove(last)
+    return sheet.only(kept)
+
+
+def _parts(sheet: Sheet, width: int, wrapped: int) -> list[Sheet]:
+    """Columns that fit beside the first one, in order; those that do not begin the next part.
+    Text is wrapped, where that saves a part, to no less than ``wrapped``."""
+    needs = [min(most, max(least, wrapped)) for least, most in _widths(sheet)]
+    parts = [[0]]
+    for k in range(1, len(needs)):
+        if len(parts[-1]) > 1 and _together([needs[i] for i in (*parts[-1], k)], gap=0) > width:
+            parts.append([0])
+        parts[-1].append(k)
+    return [sheet.only(part) for part in parts]
+
+
+def _widths(sheet: Sheet) -> list[tuple[int, int]]:
+    """Of each column the least width that breaks no word or figure, and the width of its cells."""
+    found = []
+    for k, column in enumerate(sheet.columns):
+        lines = [
+            line
+            for cell in (column.title, *(r[k] for r in sheet.rows))
+            for line in cell.split("\n")
+        ]
+        most = max(map(cell_len, lines))
+        words = (cell_len(word) for line in lines for word in line.split())
+        found.append((most if column.numeric else max(words, default=0), most))
+    return found
+
+
+def _together(widths: Sequence[int], gap: int) -> int:
+    return sum(widths) + (1 + gap) * (len(widths) - 1)
+
+
+class _Prose:
+    """Sentences in the width there is, where no figure is parted from its unit."""
+
+    def __init__(self, text: str, style: str) -> None:
+        self._text, self._style = text, style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        bound = _UNIT.sub(_BOUND, self._text)
+        for line in bound.split("\n"):
+            for part in textwrap.wrap(line, options.max_width) or [""]:
+                yield Text(part.replace(_BOUND, " "), style=self._style)
+
+
+def prose(text: str, style: str = "") -> RenderableType:
+    """Lines of text as wide as the terminal."""
+    return _Prose(text, style)
+
+
+def drawn(sheet: Sheet, *, short: bool = False) -> RenderableType:
+    """A sheet with its title and note; a ``short`` one may leave out columns."""
+    parts: list[RenderableType] = [Text(sheet.title, style="bold"), _Fitted(sheet, short=short)]
     if sheet.note:
-        parts.append(Text(sheet.note, style="dim"))
+        parts.append(prose(sheet.note, style="dim"))
     return Group(*parts)
 
 
-def _table(sheet: Sheet, gap: int, fold: bool = False) -> Table:
-    """``gap`` is added to one blank between columns; ``fold`` lets numbers take several lines."""
+def _table(sheet: Sheet, width: int, *, gap: int) -> Table:
+    """``gap`` is added to one blank between columns."""
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0), header_style=""
     )
-    for k, column in enumerate(sheet.columns):
-        cells = [column.title, *(row[k] for row in sheet.rows)]
-        rigid = column.numeric and not fold
+    widths = _widths(sheet)
+    fits = _together([least for least, _ in widths], gap) <= width
+    for column, (least, _) in zip(sheet.columns, widths, strict=True):
         table.add_column(
             Text(column.title, style="bold"),
             justify="right" if column.numeric else "left",
-            no_wrap=rigid,
-            min_width=max(cell_len(x) for c in cells for x in c.split("\n")) if rigid else None,
+            no_wrap=column.numeric and fits,
+            min_width=least if fits else None,
             overflow="fold",
         )
     for row in sheet.rows:
@@ -161,6 +243,14 @@ def listed(title: str, lines: tuple[str, ...]) -> RenderableType | None:
     for line in lines:
         grid.add_row(Text("-"), Text(line))
     return Group(Text(title, style="bold"), grid)
+
+
+def assumed_line(assumed: Sequence[str], most: int) -> RenderableType | None:
+    """The first assumptions in one sentence, and how many more there are."""
+    left = len(assumed) - most
+    more = (f"{left:,} more (--full)",) if left > 0 else ()
+    said = "; ".join((*(text.rstrip(".") for text in assumed[:most]), *more))
+    return prose(f"Assumed: {said}.") if assumed else None
 
 
 def spaced(*parts: RenderableType | None) -> RenderableType:
@@ -199,7 +289,7 @@ def _sheet(title: str, figures: dict[str, Figure]) -> Sheet:
             Column("value", numeric=True),
             Column("unit"),
             Column("spread", numeric=True),
-            Column("median of", numeric=True, under="spread"),
+            Column("median of", numeric=True),
             Column("source"),
         ),
         tuple(_row(name, figure) for name, figure in figures.items()),

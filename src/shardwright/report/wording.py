@@ -115,6 +115,19 @@ def percent(share: float, signed: bool = False) -> str:
     return f"{value:+,.{digits}f} %" if signed else f"{value:,.{digits}f} %"
 
 
+def error_text(predicted: float | None, measured: float | None) -> str:
+    """``(predicted - measured) / measured``, beyond a factor of two the ratio of both: ``+3.5 %``,
+    ``9.1x``, ``0.11x``; ``equal`` where they are, ``-`` where it cannot be said."""
+    if predicted is None or measured is None:
+        return "-"
+    if predicted == measured:
+        return "equal"
+    if not measured:
+        return "-"
+    ratio = predicted / measured
+    return percent(ratio - 1, signed=True) if 0.5 <= ratio <= 2 else f"{ratio:.2g}x"
+
+
 def signed_bytes(difference: float) -> str:
     """A difference in bytes, to the byte: ``+1,024 B``, ``equal``."""
     return "equal" if difference == 0 else f"{difference:+,.0f} B"
@@ -155,7 +168,11 @@ def headline(footprint: Footprint) -> str:
 def settings_lines(footprint: Footprint) -> tuple[str, ...]:
     """Degrees and settings, as ``name value`` lists."""
     degrees = [f"{_spaced(name)} {size}" for name, size in footprint.parallel.items() if size > 1]
-    settings = [f"{_spaced(name)} {printable(s)}" for name, s in footprint.settings.items() if s]
+    settings = [
+        f"{_spaced(name)} {printable(setting)}"
+        for name, setting in footprint.settings.items()
+        if setting and (name, setting) != ("sequence", "1")
+    ]
     return tuple(", ".join(line) for line in (degrees, settings) if line)
 
 

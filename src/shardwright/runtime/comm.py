@@ -19,7 +19,7 @@ from shardwright.runtime.peers import Peers
 from shardwright.runtime.pending import Pending
 from shardwright.runtime.probe import Probe
 
-__all__ = ["Comm", "Peers", "Pending", "fingerprint_of", "start", "stop"]
+__all__ = ["Comm", "Peers", "Pending", "fingerprint_of", "start", "stop", "wait_for_all"]
 
 
 def start(
@@ -37,6 +37,11 @@ def start(
         world_size=world_size if meeting is not None else -1,
         timeout=timedelta(seconds=timeout_seconds),
     )
+
+
+def wait_for_all() -> None:
+    """Return when every rank of the process group is here."""
+    dist.barrier()
 
 
 def stop() -> None:

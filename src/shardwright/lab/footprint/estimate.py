@@ -82,7 +82,7 @@ class _Estimate:
             self.assumptions += assumptions_on_gpu(self.operators)
         keys = ", ".join(f"{key} = {value}" for key, _, value in unplanned(self.job))
         return Footprint(
-            model=self.job.model.kind,
+            model=self.job.model.name,
             parameters=self.model.parameters,
             world_size=self.degrees.world_size,
             parallel=_degrees(self.degrees),

@@ -62,7 +62,7 @@ def planned(
     else:
         ranks = tuple(_counted(draft))
     return Footprint(
-        model=job.model.kind,
+        model=job.model.name,
         parameters=sum(tensor.numel for tensor in problem.model.tensors),
         world_size=world,
         parallel={},

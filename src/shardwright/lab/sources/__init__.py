@@ -1,6 +1,6 @@
 """Where the rows of a job come from, by the kind of its model, before and after a run.
 
-One file for each, all with the same three functions: ``check`` raises before anything starts,
+One file for each, all with the same four functions: ``check`` raises before anything starts,
 ``prepare`` writes rows that are made up into the run folder, which is held by then, ``quality``
 reads what the ranks scored. Free of torch, but for the user's own.
 """
@@ -27,6 +27,11 @@ class Source(Protocol):
 
     def prepare(self, job: Job) -> None:
         """Write rows that are made up, into the run folder."""
+        ...
+
+    def samples(self, job: Job) -> int | None:
+        """Samples of one pass over what is trained on; None where it is not known, or long to
+        count."""
         ...
 
     def quality(self, job: Job, scores: NDArray[np.float64]) -> Quality | None:

@@ -15,6 +15,7 @@ from shardwright.lab.sources.made_up import make_up, read_facts
 
 TABLES_OF_CRITEO = 26
 DENSE_OF_CRITEO = 13
+LONG = 256 * 2**20  # bytes of a log that take about a second to count
 
 
 def check(job: Job) -> None:
@@ -95,6 +96,14 @@ def prepare(job: Job) -> None:
     ):
         if name:
             make_up(Path(name), partial(model.write, rows=rows, start=start))
+
+
+def samples(job: Job) -> int | None:
+    """Rows of the log; None of one that would take long to count."""
+    from shardwright.data.criteo import count_rows
+
+    path = Path(data_files(job).train)
+    return count_rows(path) if path.stat().st_size <= LONG else None
 
 
 def quality(job: Job, scores: NDArray[np.float64]) -> Quality | None:

@@ -34,6 +34,10 @@ def prepare(job: Job) -> None:
     """Nothing: the data's function makes or reads its batches itself."""
 
 
+def samples(job: Job) -> None:
+    """Not known: the data's function may never end."""
+
+
 def quality(job: Job, scores: NDArray[np.float64]) -> Quality | None:
     """The mean loss of rows (number, weight, weight times loss)."""
     _, weights, losses = scores.T

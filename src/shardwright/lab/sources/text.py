@@ -48,6 +48,11 @@ def prepare(job: Job) -> None:
     Text(path, job.batch.sequence)
 
 
+def samples(job: Job) -> int:
+    """Windows of the text that are not held out."""
+    return Text(data_files(job).train, job.batch.sequence).training
+
+
 def quality(job: Job, scores: NDArray[np.float64]) -> Quality | None:
     """Nats per token and bits per byte of windows (number, tokens, nats)."""
     _, tokens, nats = scores.T

@@ -1,0 +1,92 @@
+"""``torchrun -m shardwright run``: a run that no launcher sees to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.core.job import parse_job
+from shardwright.core.plan import write_plan
+from shardwright.lab.recordings import plan
+
+JOB = {
+    "model": {"kind": "transformer", "layers": 1, "dim": 16, "heads": 2},
+    "cluster": {"preset": "local", "world_size": 2},
+    "batch": {"size": 4, "sequence": 16},
+    "train": {"steps": 6},
+}
+
+
+def shardwright(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *map(str, words)]
+    env = {k: v for k, v in os.environ.items() if k != "SHARDWRIGHT_RUN"} | environment
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=180, env=env, check=False
+    )
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    job = JOB | {"train": {"steps": 6, "out": str(tmp_path / "made up")}}
+    write_plan(plan(parse_job(job)), tmp_path / "small.json")
+    return tmp_path / "small.json"
+
+
+def test_a_wrong_number_of_ranks_is_one_line_and_what_torchrun_shows_last(
+    small: Path, tmp_path: Path
+) -> None:
+    error = tmp_path / "error.json"
+    ended = shardwright(
+        *("shardwright", "run", small, "--out", tmp_path / "run"),
+        RANK="0",
+        WORLD_SIZE="3",
+        TORCHELASTIC_ERROR_FILE=str(error),
+    )
+    line = (
+        f"shardwright: {small}: expected a plan for 3 ranks, as torchrun started, got one for 2. "
+        "Start 2 ranks or plan again."
+    )
+    assert ended.returncode == 4
+    assert ended.stderr.splitlines()[-1] == line
+    assert json.loads(error.read_text())["message"]["extraInfo"]["py_callstack"] == line
+
+
+@pytest.mark.slow
+def test_what_it_leaves_can_be_compared_and_reported(small: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for replaced in (False, True):
+        ended = shardwright(
+            *("torch.distributed.run", "--nproc-per-node", 2, "-m"),
+            *("shardwright", "run", small, "--out", run),
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert f"results in {run}" in ended.stderr
+        assert ("replacing the results of an earlier run" in ended.stderr) == replaced
+    assert (run / "plan.json").read_bytes() == small.read_bytes()
+    found = shardwright("shardwright", "compare", run)
+    assert found.returncode == 0, found.stderr
+    assert "Memory as predicted: exact bytes equal on 2 of 2 ranks" in found.stdout
+    page = tmp_path / "page.html"
+    assert shardwright("shardwright", "report", run, "-o", page).returncode == 0
+    assert "Memory as predicted" in page.read_text()
+
+
+@pytest.mark.slow
+def test_a_plan_is_trained_into_another_folder_and_says_what_on(
+    small: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "elsewhere"
+    ended = shardwright("shardwright", "train", small, "--out", run, COLUMNS="80")
+    assert ended.returncode == 0, ended.stderr
+    assert "--nproc-per-node=2" in (run / "torchrun.sh").read_text()
+    assert "--nproc-per-node" not in ended.stderr
+    assert f"2 ranks under torchrun, whose command is in {run / 'torchrun.sh'}" in ended.stderr
+    assert "6 steps of 8 samples, 4 on each of 2 ranks of 16,875" in ended.stdout
+    assert "held out, 29,984 tokens" in ended.stdout
+    assert len(ended.stdout.splitlines()) <= 40
+    assert not (tmp_path / "made up").exists()
