@@ -208,7 +208,7 @@ def test_more_shards_never_take_more() -> None:
 
 def test_zero_1_shares_states_and_ddp_nothing() -> None:
     ddp = estimated(job_of(runtime="ddp")).by_category
-    zero = estimated(job_of(zero=1)).by_category
+    zero = estimated(job_of(runtime="ddp", zero=1)).by_category
     assert zero["weight"] == ddp["weight"]
     assert zero["optimizer_state"] < ddp["optimizer_state"] / 2
 

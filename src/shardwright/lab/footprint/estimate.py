@@ -11,7 +11,7 @@ from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.footprint import Footprint
 from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
-from shardwright.core.memory_section import float8_scaling
+from shardwright.core.memory_section import check_memory, float8_scaling
 from shardwright.core.model_of_job import unplanned
 from shardwright.core.parallel import Degrees, ParallelSection, Quantile
 from shardwright.cost import constants
@@ -49,6 +49,7 @@ class _Estimate:
 
     def __init__(self, job: Job) -> None:
         self.job, self.section = job, memory_of(job)
+        check_memory(self.section, "job")
         _refuse_compiled_experts(job)
         self.cluster, self.capacity = _cluster(job)
         self.world = job.cluster.world_size or self.cluster.world_size
@@ -157,7 +158,7 @@ def _refuse_compiled_experts(job: Job) -> None:
 def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
     """What is assumed of parameters that ranks do not share evenly, or not at all."""
     section, shape = memory_of(job), job.model.shape
-    if section.runtime == "ddp" or section.zero == 1:
+    if section.runtime == "ddp":
         yield (
             f"whole parameters, their gradients and states are kept in {section.param_dtype}, "
             "without copies in fp32"

@@ -35,11 +35,11 @@ def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding
         replicas=degrees.data_replicate,
         param_dtype=section.param_dtype,
         reduce_dtype=section.reduce_dtype,
-        reshard_after_forward=resharded and section.zero == 3,
+        reshard_after_forward=resharded,
         kept=kept,
         prefetch=1 if on_gpu else 0,
         reduces=_reduces(section, degrees),
-        states_sharded=section.runtime != "ddp",
+        states_sharded=section.zero == 1,
         on_gpu=on_gpu,
         offload=section.offload == "all",
     )
@@ -58,7 +58,7 @@ def machine_of(section: MemorySection, found: Sharding) -> MakeMachine:
     def make(
         heap: Ledger, units: dict[str, tuple[TensorSpec, ...]], frozen: frozenset[str]
     ) -> Machine:
-        if section.runtime == "ddp" or section.zero == 1:
+        if section.runtime == "ddp":
             return Replicated(heap, units, found, frozen)
         return (FSDP2 if section.runtime == "fsdp2" else FlatUnits)(heap, units, found, frozen)
 
