@@ -28,8 +28,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is kept of a forward, on which device, under which runtime, in which dtypes.
 
     Parameters are stored in fp32 and cast to ``param_dtype`` for computing where a runtime shards
-    them. ``zero`` is 3 where a runtime shares parameters, gradients and optimizer states, as all but
-    "ddp" do, which shares nothing by itself and with 1 the states.
+    them. ``zero`` is 3 where a runtime shares parameters, gradients and optimizer states, as all
+    but "ddp" do, which shares nothing by itself and with 1 the states.
     ``checkpointing`` is a policy's name; where it is not given, a plan chooses one.
     ``lowering`` is the device whose kernels are assumed, by default the cluster's.
     ``implementation`` is the optimizer's; without one it is PyTorch's choice. ``compile`` takes the
