@@ -11,7 +11,7 @@ from shardwright.lab.footprint.llama import KEPT
 from shardwright.memory.flat import FlatUnits
 from shardwright.memory.fsdp2 import FSDP2
 from shardwright.memory.ledger import Ledger
-from shardwright.memory.machine import Machine, Reduces, Sharding
+from shardwright.memory.machine import Machine, Reduces, Sharding, Shares
 from shardwright.memory.rank_step import MakeMachine
 from shardwright.memory.replicated import Replicated
 
@@ -39,10 +39,16 @@ def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding
         kept=kept,
         prefetch=1 if on_gpu else 0,
         reduces=_reduces(section, degrees),
-        states_sharded=section.zero == 1,
+        shares=_shares(section),
         on_gpu=on_gpu,
         offload=section.offload == "all",
     )
+
+
+def _shares(section: MemorySection) -> Shares:
+    if section.runtime != "ddp":
+        return "all"
+    return "states" if section.zero == 1 else "nothing"
 
 
 def _reduces(section: MemorySection, degrees: Degrees) -> Reduces:
