@@ -53,5 +53,17 @@ def test_even_draws_meet_two_thirds_of_a_table_of_as_many_rows() -> None:
     assert expected_distinct(1000, 1000) == 632  # 1 - 1/e
 
 
+@given(st.integers(0, 10**6), st.integers(1, 10**9))
+@settings(deadline=None)
+def test_popular_ids_repeat_more_than_even_ones(ids: int, rows: int) -> None:
+    assert expected_distinct(ids, rows, zipf=1.2) <= expected_distinct(ids, rows) + 1
+
+
+def test_parts_of_a_table_share_its_different_rows() -> None:
+    whole = expected_distinct(800, 50_000, zipf=1.2)
+    assert 4 * expected_distinct(200, 12_500, zipf=1.2, parts=4) == pytest.approx(whole, abs=4)
+    assert expected_distinct(200, 12_500, parts=4) == expected_distinct(200, 12_500)
+
+
 def test_an_empty_table_has_no_different_rows() -> None:
     assert expected_distinct(5, 0) == 0

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.core.batch import expected_distinct
 from shardwright.core.errors import InputError
 from shardwright.data.criteo import check_file, count_rows, evaluation_batches
 from shardwright.data.quality import auc, bayes_auc
@@ -121,6 +122,20 @@ def test_popularity_falls_with_rank_as_the_exponent_says() -> None:
     size = MODEL.cardinalities[2]
     law = [(r**-0.5 - (r + 1) ** -0.5) / (1 - (size + 1) ** -0.5) for r in (1, 2, 3)]
     assert frequent == pytest.approx([40_000 * share for share in law], rel=0.06)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_batch_has_as_many_different_ids_as_a_prediction_says(parts: int) -> None:
+    ids = 768
+    batches = [MODEL.rows(ids * k, ids * (k + 1)).batch.ids for k in range(8)]
+    for column, (rows, empty) in enumerate(
+        zip(MODEL.cardinalities, MODEL.missing_categories, strict=True)
+    ):
+        if empty or rows < ids:
+            continue
+        in_a_part = [len({i for i in b[:, column] if i * parts < rows}) for b in batches]
+        found = expected_distinct(ids // parts, rows // parts, MODEL.zipf, parts)
+        assert found == pytest.approx(np.mean(in_a_part), rel=0.12)
 
 
 @pytest.mark.parametrize("zipf", [0.0, 1.0, 2.0])

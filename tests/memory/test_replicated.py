@@ -24,7 +24,8 @@ def machine() -> Make:
 
     def make(**changes: Any) -> Replicated:
         tensors = tuple(TensorSpec(f"t{k}", shape) for k, shape in enumerate(SHAPES))
-        return Replicated(Ledger(), {"": tensors}, Sharding(**changes))
+        settings = {"shares": "states", **changes}
+        return Replicated(Ledger(), {"": tensors}, Sharding(**settings))
 
     return make
 
@@ -62,11 +63,13 @@ def test_zero_1_gives_each_tensor_to_one_rank(machine: Make) -> None:
 
 
 def test_ddp_updates_every_tensor_on_every_rank(machine: Make) -> None:
-    found = machine(shards=4, states_sharded=False)
+    found = machine(shards=4, shares="nothing")
     assert [each.shape for each in found.updated()] == SHAPES
 
 
 def test_frozen_tensors_have_neither_buckets_nor_states() -> None:
     tensors = (TensorSpec("trained", (10,)), TensorSpec("still", (20,)))
-    found = Replicated(Ledger(), {"": tensors}, Sharding(shards=2), frozenset(["still"]))
+    found = Replicated(
+        Ledger(), {"": tensors}, Sharding(shards=2, shares="nothing"), frozenset(["still"])
+    )
     assert found.resident() == {"weight": 4 * 30, "communication": 4 * 10}

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.tracker.memory import MemoryTracker
 
@@ -84,3 +89,27 @@ def test_the_memory_of_a_training_step_comes_and_goes() -> None:
         loss.backward()
         assert tracker.total == start + weights + FLOAT
     tracker.close()
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "wide", "hidden"), [(8, 64, 64, 100), (3, 5, 70, 33), (4, 2, 16, 256)]
+)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_an_lstm_on_fake_tensors_keeps_what_a_real_one_does(
+    batch: int, length: int, wide: int, hidden: int, batch_first: bool
+) -> None:
+    def most() -> int:
+        model = nn.LSTM(wide, hidden, 2, batch_first=batch_first)
+        size = (batch, length, wide) if batch_first else (length, batch, wide)
+        x = torch.zeros(size)
+        for tracked in (False, True):  # torch keeps gradients of the first step otherwise
+            tracker = MemoryTracker(model, inputs=x)
+            with tracker if tracked else nullcontext():
+                model(x)[0].sum().backward()
+            model.zero_grad()
+        return tracker.peak.bytes
+
+    with FakeTensorMode():
+        fake = most()
+    # to the byte with oneDNN's AVX2 kernels; others may pad their rows otherwise
+    assert fake == pytest.approx(most(), rel=0.03)

@@ -250,3 +250,37 @@ def test_tracking_changes_no_result() -> None:
         return found
 
     assert losses(tracked=True) == losses(tracked=False)
+
+
+class _Given(nn.Module):
+    """A layer that is given what all layers share, whose gradient is complete at the end alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(50, 50, bias=False)
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + shared
+
+
+class _Sharing(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(50, 50, bias=False)
+        self.layers = nn.ModuleList(_Given() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = shared = self.first(x)
+        for layer in self.layers:
+            x = layer(x, shared)
+        return x.sum()
+
+
+def test_following_modules_keeps_no_gradient_alive() -> None:
+    def held(depth: int) -> int:
+        model, x = _Sharing(depth), torch.zeros(40, 50)
+        with MemoryTracker(model, inputs=x) as tracker:
+            model(x).backward()
+        return tracker.peaks["backward"].get("temporary", 0)
+
+    assert held(9) == held(3)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import lru_cache
 
 import msgspec
 
 from shardwright.core.model import TableSpec
 
 INDEX_BYTES = 8  # ids travel and are stored as int64
+MADE_UP_ZIPF = 1.2  # of made-up click logs: the exponent of the popularity of ids
+_HEAD, _GROWTH = 100, 1.02  # ranks of popularity that count one by one, and stretches after them
 
 
 class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``size`` samples per rank and step; ``sequence`` tokens per sample where that applies."""
+    """``size`` samples per rank and step; ``sequence`` tokens per sample where that applies.
+    ``zipf`` is the exponent of the popularity of ids where it is known, 0 where all are alike."""
 
     size: int
     sequence: int = 1
+    zipf: float = 0.0
 
 
 def lookups(table: TableSpec, batch: Batch) -> float:
@@ -46,6 +52,25 @@ def feature_batches(table: TableSpec, batch: Batch) -> tuple[int, ...]:
     return table.batch_sizes or (batch.size,) * len(table.pooling_factors)
 
 
-def expected_distinct(ids: int, rows: int) -> int:
-    """Different rows among ``ids`` even draws from ``rows``, rounded."""
-    return round(rows * -math.expm1(-ids / rows)) if rows else 0
+@lru_cache(maxsize=4096)
+def expected_distinct(ids: int, rows: int, zipf: float = 0.0, parts: int = 1) -> int:
+    """Different rows among ``ids`` draws from ``rows``, rounded: those of one of ``parts`` of a
+    table, which are alike. Of the whole table rank r, from 1, is drawn in proportion to the
+    integral of x^-zipf over [r, r + 1)."""
+    whole, found = rows * parts, 0.0
+    if not zipf:
+        return round(rows * -math.expm1(-ids / rows)) if rows else 0
+    power = 1.0 - zipf  # not 0
+    for begin, end in _stretches(whole):
+        share = ((end + 1) ** power - (begin + 1) ** power) / ((whole + 1) ** power - 1)
+        found += (end - begin) * -math.expm1(-ids * parts * share / (end - begin))
+    return round(found / parts)
+
+
+def _stretches(rows: int) -> Iterator[tuple[int, int]]:
+    """Ranks of popularity from 0, cut where those in between are as good as alike."""
+    begin = 0
+    while begin < rows:
+        end = min(rows, begin + 1 if begin < _HEAD else math.ceil(begin * _GROWTH))
+        yield begin, end
+        begin = end

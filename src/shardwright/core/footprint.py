@@ -131,8 +131,12 @@ class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def needs(self, rank: RankMemory) -> tuple[int, int]:
         """The least and the most bytes that a rank of a class takes of its device: its live bytes
-        or what the allocator holds for them, and the range of what is outside."""
-        most = max(rank.reserved_bytes, rank.peak_bytes) + sum(e.high for e in self.outside)
+        or what the allocator holds for them, and the range of what is outside. The allocator of a
+        class that was not replayed is taken to hold as many times its peak as that of any other."""
+        replayed = [each for each in self.ranks if each.reserved_bytes]
+        held = [rank] if rank in replayed else replayed
+        holds = (rank.peak_bytes * each.reserved_bytes // each.peak_bytes for each in held)
+        most = max(rank.peak_bytes, *holds, 0) + sum(e.high for e in self.outside)
         return rank.peak_bytes + sum(e.low for e in self.outside), most
 
 

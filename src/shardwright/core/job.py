@@ -277,9 +277,9 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     check_tables(job.tables, where, job.model.kind)
     check_constraints(job.planner.constraints, job.tables, where)
     if job.memory is not UNSET:
-        check_memory(job.memory, where)
         if job.model.kind not in ESTIMATED:
             check_planned(job.memory, job.model.kind, where)
+        check_memory(job.memory, where)
     _check_checkpointing(job, where)
     return _with_world(job, where)
 

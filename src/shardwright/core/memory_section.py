@@ -28,7 +28,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is kept of a forward, on which device, under which runtime, in which dtypes.
 
     Parameters are stored in fp32 and cast to ``param_dtype`` for computing where a runtime shards
-    them. ``zero`` is what data ranks share: optimizer states, gradients too, parameters too.
+    them. ``zero`` is 3 where a runtime shares parameters, gradients and optimizer states, as all
+    but "ddp" do, which shares nothing by itself and with 1 the states.
     ``checkpointing`` is a policy's name; where it is not given, a plan chooses one.
     ``lowering`` is the device whose kernels are assumed, by default the cluster's.
     ``implementation`` is the optimizer's; without one it is PyTorch's choice. ``compile`` takes the
@@ -80,15 +81,39 @@ def check_planned(section: MemorySection, kind: str, where: str) -> None:
             raise InputError(expected(f"{where}: memory.{field.name}", wanted, repr(value)))
 
 
+# What a job says as ``zero`` that its runtime does not do, and what does it or comes near.
+NO_ZERO = {
+    1: (
+        "1",
+        "Optimizer states alone are shared by memory.runtime = 'ddp' with "
+        "torch.distributed.optim.ZeroRedundancyOptimizer.",
+    ),
+    2: (
+        "2",
+        "No runtime here shares gradients and states and has whole parameters between steps; "
+        "memory.reshard_after_forward = false has them whole from forward to backward, which FSDP "
+        "calls SHARD_GRAD_OP.",
+    ),
+}
+
+
 def check_memory(section: MemorySection, where: str) -> None:
     """Refuse what no runtime does; InputError names the key."""
     check_policy(section.policy, f"{where}: memory.checkpointing")
-    if section.runtime == "ddp" and section.zero != 3:
+    runtime, zero = section.runtime, section.zero
+    if zero == 2 or (zero == 1 and runtime != "ddp"):
+        wanted = "1 or nothing beside" if runtime == "ddp" else "nothing beside"
+        raise InputError(
+            expected(f"{where}: memory.zero", f"{wanted} runtime = '{runtime}'", *NO_ZERO[zero])
+        )
+    if section.offload == "all" and runtime != "fsdp2":
         raise InputError(
             expected(
-                f"{where}: memory.zero",
-                "nothing beside runtime = 'ddp', which shares nothing",
-                str(section.zero),
+                f"{where}: memory.offload",
+                f"'none' or 'states' beside runtime = '{runtime}', which keeps its parameters and "
+                "gradients on the device",
+                "'all'",
+                "memory.runtime = 'fsdp2' can have them on the host.",
             )
         )
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shardwright.core.batch import MADE_UP_ZIPF
 from shardwright.core.errors import InputError, expected
 from shardwright.data.criteo import CATEGORY_NAMES, INTEGER_NAMES, ClickBatch
 from shardwright.data.quality import bayes_accuracy, bayes_auc, bayes_log_loss
@@ -102,7 +103,7 @@ class ClickModel:
 
     cardinalities: tuple[int, ...] = CARDINALITIES
     seed: int = 0
-    zipf: float = 1.2
+    zipf: float = MADE_UP_ZIPF
     bias_scale: float = 1.6
     interaction_scale: float = 0.5
     dense_scale: float = 0.8

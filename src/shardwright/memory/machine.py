@@ -18,6 +18,8 @@ Units = Mapping[str, Sequence[TensorSpec]]
 # microbatch, unit by unit; or when that is over, as a pipeline does it, which until then also
 # leaves alone what it has gathered.
 Reduces = Literal["each", "last", "end"]
+# What data ranks share: parameters, gradients and states, the states alone, or nothing.
+Shares = Literal["all", "states", "nothing"]
 
 
 class Sharding(msgspec.Struct, frozen=True):
@@ -43,15 +45,19 @@ class Sharding(msgspec.Struct, frozen=True):
     prefetch: Prefetch = 1
     flat: bool = True
     reduces: Reduces = "each"
-    states_sharded: bool = True
+    shares: Shares = "all"
     on_gpu: bool = True
     offload: bool = False
 
     def shards_of(self, unit: str) -> int:
         """Ranks that share a unit: experts that other ranks do not have are shared by fewer."""
-        if unit in self.replicated:
+        if unit in self.replicated or self.shares != "all":
             return 1
         return self.expert_shards if unit.endswith(EXPERTS) else self.shards
+
+    def stored(self, tensor: TensorSpec) -> int:
+        """Bytes of an element between steps: whole parameters are kept as they compute."""
+        return element_bytes(tensor.dtype) if self.shares == "all" else self.computed(tensor)
 
     def casts(self, tensor: TensorSpec) -> bool:
         """Whether a tensor is computed with in another dtype than it is stored in."""

@@ -10,7 +10,7 @@ from shardwright.core.optimizers import OPTIMIZERS, Optimizer
 from shardwright.core.pipelining.orders import Pass, PassKind
 from shardwright.core.recording import Blocks, Moment, Recording, Unfolded
 from shardwright.core.schedule import Merged
-from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind, Phase
 from shardwright.memory import route
 from shardwright.memory.ledger import GradientRule, Ledger, Scene
@@ -160,7 +160,7 @@ class RankStep:
             for name, unit in chunk.blocks.unfolded():
                 shards = sharding.shards_of(self.merged.name(name))
                 for tensor in unit.tensors:
-                    size = -(-tensor.numel // shards) * element_bytes(tensor.dtype)
+                    size = -(-tensor.numel // shards) * sharding.stored(tensor)
                     parts = chunk.slots.folded(tensor.fqn).split(".")
                     for length in range(len(parts)):
                         path = ".".join(parts[:length])

@@ -31,7 +31,7 @@ class Replicated:
     def resident(self) -> dict[Kind, int]:
         """Whole parameters, and DDP's buckets where there are ranks to average with."""
         tensors = [tensor for its in self.units.values() for tensor in its]
-        weights = sum(t.numel * self.sharding.computed(t) for t in tensors)
+        weights = sum(t.numel * self.sharding.stored(t) for t in tensors)
         several = self.sharding.shards * self.sharding.replicas > 1
         trained = [t for t in tensors if t.fqn not in self.frozen]
         buckets = sum(t.numel * self.sharding.computed(t) for t in trained)
@@ -45,7 +45,7 @@ class Replicated:
             for t in its
             if t.fqn not in self.frozen
         ]
-        if not self.sharding.states_sharded or self.sharding.shards == 1:
+        if self.sharding.shares == "nothing" or self.sharding.shards == 1:
             return tensors
         shares: list[list[TensorSpec]] = [[] for _ in range(self.sharding.shards)]
         sizes = [0] * self.sharding.shards

@@ -1,7 +1,8 @@
 """What the exchange of ids and rows allocates on one rank, step by step.
 
-The sizes are those of ``shardwright.runtime.embeddings``; ids are assumed to spread evenly over a
-table's rows, which bounds the distinct rows of an update from above.
+The sizes are those of ``shardwright.runtime.embeddings``. How many rows of an update are distinct
+is known of made-up click logs; elsewhere ids are assumed to spread evenly over a table's rows,
+which bounds that from above.
 """
 
 from __future__ import annotations

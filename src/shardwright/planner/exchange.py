@@ -79,7 +79,7 @@ class Exchange:
                 if shard.rows:
                     served = serves[owner][shard.columns]
                     served[0] += share
-                    served[1] += expected_distinct(share, shard.rows)
+                    served[1] += expected_distinct(share, shard.rows, self.batch.zipf, parts)
         return requests, cut, serves
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import msgspec
 
-from shardwright.core.batch import Batch
+from shardwright.core.batch import MADE_UP_ZIPF, Batch
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import Job, checkpointing_of
@@ -116,9 +116,9 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
             )
         )
     cluster, assumptions = constants.cluster(job.cluster, profile, profiles.preset(profile))
-    context = PricingContext(
-        cluster, Batch(job.batch.size, job.batch.sequence), job.planner.estimator
-    )
+    zipf = MADE_UP_ZIPF if job.data.kind == "synthetic" else 0.0
+    batch = Batch(job.batch.size, job.batch.sequence, zipf)
+    context = PricingContext(cluster, batch, job.planner.estimator)
     dtypes = step_dtypes(job)
     dense = DenseContext(cluster.world_size, ranks_per_host(cluster), context.values, *dtypes)
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -58,7 +59,7 @@ def named(module: nn.Module, path: str) -> str:
 def first_line(error: BaseException) -> str:
     """An error's class and the beginning of what it says."""
     lines = str(error).strip().splitlines()
-    text = lines[0].strip() if lines else ""
+    text = lines[0].strip().removesuffix(".") if lines else ""
     short = text if len(text) <= LONGEST else f"{text[:LONGEST].rstrip()}..."
     return f"{type(error).__name__}: {short}" if short else type(error).__name__
 
@@ -125,6 +126,17 @@ def without_pointers() -> Iterator[None]:
         yield
     finally:
         del FakeTensor.data_ptr
+
+
+@contextmanager
+def without_log() -> Iterator[None]:
+    """What a fake tensor refuses is raised inside, without the traceback that torch logs first."""
+    log = logging.getLogger(FakeTensor.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def no_gradient(result: object, where: str) -> InputError:

@@ -64,9 +64,6 @@ class MemoryTracker(Follower):
 
     Where most was alive is read off when it is asked for, so all that an operation costs is an
     entry in a log: some 15 microseconds and 100 bytes (torch 2.13, two shared cores).
-
-    Kernels that are lent memory by their library are as large as torch's fake kernels say they are:
-    the LSTM of oneDNN keeps more than a fake one.
     """
 
     supports_higher_order_operators = True

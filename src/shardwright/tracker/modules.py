@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwright.core.footprint import State
 from shardwright.tracker.log import Log
-from shardwright.tracker.private import counting_nodes, in_backward, node_number
+from shardwright.tracker.private import counting_nodes, in_backward, node_number, when_complete
 
 _UNNUMBERED = 2**63  # nodes that add up gradients run as soon as they can and have no place
 
@@ -251,17 +250,17 @@ class Backward:
             self._passed = True
             self._mark("after pre-backward")
 
-    def leaving(self, _: object) -> None:
+    def leaving(self) -> None:
         """The gradients of the inputs that the module's own code got are there."""
         self._leaving = True
         self._mark("before post-backward")
 
-    def left(self, _: object) -> None:
+    def left(self) -> None:
         """The gradients of the inputs that the caller gave are there."""
         self._mark("after post-backward")
         self._close()
 
-    def leave(self, _: object, moment: int | None = None) -> None:
+    def leave(self, moment: int | None = None) -> None:
         """Both, where nothing lies between."""
         if not self._leaving:
             self._mark("before post-backward", moment)
@@ -316,7 +315,7 @@ class Backwards:
         """The pass was over at ``moment``, and with it every backward whose inputs have no
         gradient."""
         for backward in list(self.opened.values()):
-            backward.leave(None, moment)
+            backward.leave(moment)
 
     def end(self) -> None:
         """Hear nothing any more."""
@@ -326,13 +325,10 @@ class Backwards:
             handle.remove()
         self._handles.clear()
 
-    def _when_complete(
-        self, tensors: Sequence[torch.Tensor], callback: Callable[..., None]
-    ) -> None:
-        if tensors:
-            handle = register_multi_grad_hook(tensors, callback)
-            if any(tensor.grad_fn is None for tensor in tensors):
-                self._handles.append(handle)  # leaves outlive the graph
+    def _when_complete(self, tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:
+        handles = when_complete(tensors, callback)
+        if any(tensor.grad_fn is None for tensor in tensors):
+            self._handles += handles  # leaves outlive the graph
 
 
 def _is(one: object, other: object) -> bool:

@@ -6,7 +6,7 @@ Each patch is a context that puts back what it replaced. Names are those of torc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -48,6 +49,7 @@ __all__ = [
     "quiet_propagation",
     "schema_of",
     "unwraps_itself",
+    "when_complete",
     "without_dispatch_modes",
     "without_modes",
     "wrapping_groups",
@@ -113,6 +115,25 @@ def in_backward() -> bool:
 def after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward pass has computed every gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def when_complete(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> list[Any]:
+    """Call back in every backward when all gradients of ``tensors`` that it makes are there; the
+    handles of the hooks. ``register_multi_grad_hook`` does the same, but keeps the gradients alive
+    until the last one, which of what all layers share comes at the very end."""
+    nodes = [_get_grad_fn_or_grad_acc(tensor) for tensor in tensors]
+    missing: dict[int, int] = {}  # gradients, by backward
+
+    def arrived(_: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in missing:
+            missing[task] = sum(map(torch._C._will_engine_execute_node, nodes))
+        missing[task] -= 1
+        if not missing[task]:
+            del missing[task]
+            callback()
+
+    return [tensor.register_hook(arrived) for tensor in tensors]
 
 
 def counting_nodes() -> int:

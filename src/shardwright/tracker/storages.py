@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.timeline import Kind
+from shardwright.tracker.fake_kernels import complete
 from shardwright.tracker.log import GUESSED, INFERRED, Holding, operation_name
 from shardwright.tracker.private import (
     FakeTensor,
@@ -76,6 +77,7 @@ class Follower(TorchDispatchMode):
             return NotImplemented  # its parts come by on their own
         keywords = keywords or {}
         result = function(*arguments, **keywords)
+        complete(function, arguments, result)
         if self._paused:
             return result
         foreign = self.heed(function, arguments, keywords, result)

@@ -184,3 +184,7 @@ def elsewhere() -> Made:
 
 
 NOT_A_FUNCTION = 3
+
+
+def mismatched() -> Made:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 8)), torch.zeros(3, 4)

@@ -208,9 +208,16 @@ def test_more_shards_never_take_more() -> None:
 
 def test_zero_1_shares_states_and_ddp_nothing() -> None:
     ddp = estimated(job_of(runtime="ddp")).by_category
-    zero = estimated(job_of(zero=1)).by_category
+    zero = estimated(job_of(runtime="ddp", zero=1)).by_category
     assert zero["weight"] == ddp["weight"]
     assert zero["optimizer_state"] < ddp["optimizer_state"] / 2
+
+
+@pytest.mark.parametrize("memory", [{"runtime": "ddp"}, {"runtime": "ddp", "zero": 1}, {}])
+def test_modules_weigh_together_what_the_rank_keeps(memory: dict[str, Any]) -> None:
+    (rank,) = footprint(job_of(**memory), details=True).ranks
+    whole = next(module for module in rank.modules if not module.name)
+    assert whole.parameters == rank.by_category["weight"]
 
 
 def test_without_a_pipeline_every_microbatch_is_reduced_and_in_one_the_last() -> None:

@@ -223,6 +223,10 @@ def test_targets_are_inputs_of_the_loss() -> None:
 # ---- what is refused -----------------------------------------------------------------------------
 
 REFUSED = {
+    "mismatched": (
+        "module '1' (Linear): expected a module that runs on fake tensors with (float32 [3, 4]),"
+        " got RuntimeError: a and b must have same reduction dim, but got [3, 8] X [4, 8]. Return"
+    ),
     "reads": (
         "module 'layers.0.1' (Reads): expected a forward that does not read values of tensors,"
         " got aten._local_scalar_dense.default, as of .item(), .tolist() or an if on a tensor."
@@ -266,13 +270,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_traced_is_refused_in_one_line_that_names_it(name: str) -> None:
+def test_what_cannot_be_traced_is_refused_in_one_line_that_names_it(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(InputError) as refused:
         recorded(job_of(f"broken:{name}"))
     message = str(refused.value)
     assert message.startswith(f"model.python 'broken:{name}': ")
     assert REFUSED[name] in message
     assert "\n" not in message
+    assert capfd.readouterr().err == ""  # torch logs a traceback of its own
 
 
 def test_a_module_that_is_not_there_is_named() -> None:

@@ -70,11 +70,8 @@ def _states(passes: Sequence[Pass], chunks: int) -> dict[tuple[str, int], set[St
 
 
 def _maximal(states: set[State]) -> set[State]:
-    return {
-        one
-        for one in states
-        if not any(
-            other != one and all(a >= b for a, b in zip(other, one, strict=True))
-            for other in states
-        )
-    }
+    found: list[State] = []
+    for one in sorted(states, key=sum, reverse=True):  # what exceeds a state has a larger sum
+        if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in found):
+            found.append(one)
+    return set(found)

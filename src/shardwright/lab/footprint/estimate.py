@@ -10,7 +10,7 @@ from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.footprint import Footprint
 from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
-from shardwright.core.memory_section import float8_scaling
+from shardwright.core.memory_section import check_memory, float8_scaling
 from shardwright.core.model_of_job import unplanned
 from shardwright.core.parallel import Degrees, ParallelSection, Quantile
 from shardwright.cost import constants
@@ -48,6 +48,7 @@ class _Estimate:
 
     def __init__(self, job: Job) -> None:
         self.job, self.section = job, memory_of(job)
+        check_memory(self.section, "job")
         _refuse_compiled_experts(job)
         self.cluster, _ = constants.cluster(job.cluster)
         self.capacity = constants.said_capacity(job.cluster)
@@ -153,7 +154,7 @@ def _refuse_compiled_experts(job: Job) -> None:
 def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
     """What is assumed of parameters that ranks do not share evenly, or not at all."""
     section = memory_of(job)
-    if section.runtime == "ddp" or section.zero == 1:
+    if section.runtime == "ddp":
         yield (
             f"whole parameters, their gradients and states are kept in {section.param_dtype}, "
             "without copies in fp32"
@@ -173,7 +174,7 @@ def _expert_holders(job: Job, degrees: Degrees) -> int:
     if not isinstance(shape, LlamaShape) or not shape.moe_layers:
         return 0
     section = memory_of(job)
-    cut = section.runtime == "fsdp2" and section.zero > 1 and degrees.expert == 1
+    cut = section.runtime == "fsdp2" and degrees.expert == 1
     return shape.experts if cut and shape.experts < degrees.shards else 0
 
 

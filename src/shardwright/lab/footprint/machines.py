@@ -11,7 +11,7 @@ from shardwright.lab.footprint.llama import KEPT
 from shardwright.memory.flat import FlatUnits
 from shardwright.memory.fsdp2 import FSDP2
 from shardwright.memory.ledger import Ledger
-from shardwright.memory.machine import Machine, Reduces, Sharding
+from shardwright.memory.machine import Machine, Reduces, Sharding, Shares
 from shardwright.memory.rank_step import MakeMachine
 from shardwright.memory.replicated import Replicated
 
@@ -35,14 +35,20 @@ def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding
         replicas=degrees.data_replicate,
         param_dtype=section.param_dtype,
         reduce_dtype=section.reduce_dtype,
-        reshard_after_forward=resharded and section.zero == 3,
+        reshard_after_forward=resharded,
         kept=kept,
         prefetch=1 if on_gpu else 0,
         reduces=_reduces(section, degrees),
-        states_sharded=section.runtime != "ddp",
+        shares=_shares(section),
         on_gpu=on_gpu,
         offload=section.offload == "all",
     )
+
+
+def _shares(section: MemorySection) -> Shares:
+    if section.runtime != "ddp":
+        return "all"
+    return "states" if section.zero == 1 else "nothing"
 
 
 def _reduces(section: MemorySection, degrees: Degrees) -> Reduces:
@@ -58,7 +64,7 @@ def machine_of(section: MemorySection, found: Sharding) -> MakeMachine:
     def make(
         heap: Ledger, units: dict[str, tuple[TensorSpec, ...]], frozen: frozenset[str]
     ) -> Machine:
-        if section.runtime == "ddp" or section.zero == 1:
+        if section.runtime == "ddp":
             return Replicated(heap, units, found, frozen)
         return (FSDP2 if section.runtime == "fsdp2" else FlatUnits)(heap, units, found, frozen)
 

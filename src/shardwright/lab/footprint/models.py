@@ -95,7 +95,7 @@ class LlamaModel:
             sequence=batch.sequence // self.degrees.context,
             dtype=section.param_dtype,
             treatment=self.treatment,
-            casts=section.runtime != "ddp" and section.zero > 1,
+            casts=section.runtime != "ddp",
         )
 
 

@@ -31,7 +31,13 @@ from shardwright.lab.python_model import (
 from shardwright.runtime.deferred_init import Deferred
 from shardwright.runtime.embeddings.module import NoTableError
 from shardwright.trace.checkpointing import policy, treated
-from shardwright.trace.checks import Untraceable, check_module, explained, without_pointers
+from shardwright.trace.checks import (
+    Untraceable,
+    check_module,
+    explained,
+    without_log,
+    without_pointers,
+)
 from shardwright.trace.composed import Composer, Shortened
 from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
 from shardwright.trace.treatment import Treatment
@@ -96,7 +102,7 @@ def _recorded(request: Request, function: Callable[..., Any]) -> tuple[Recording
             with Deferred(mode), _without_sampling():
                 made = make(request.call, function, "It runs on fake CPU tensors.")
                 built = built_of(made, request.call.where)
-            with without_pointers():
+            with without_pointers(), without_log():
                 return _traced(request, built, mode)
     finally:
         torch.set_default_dtype(default)
