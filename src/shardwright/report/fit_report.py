@@ -49,7 +49,7 @@ def headline(fit: Fit) -> str:
     """What is looked for, in one line."""
     capacity = format_bytes(fit.capacity)
     ranks = counted(fit.world_size, "rank")
-    return f"What of {printable(fit.model)} fits on {ranks} of {capacity} each"
+    return f"What fits of {printable(fit.model)} on {ranks} of {capacity} each"
 
 
 def job_line(fit: Fit) -> str:
