@@ -209,10 +209,10 @@ class _Seeker:
             for draft in self._drafts(budget):
                 if self.watch.over() and self.best is not None:
                     return
+                self.tried += 1
                 transient = transient or max(draft.peak_bytes) - max(draft.kept_bytes)
                 if self.best is not None and draft.max_rank_seconds >= self.best.max_rank_seconds:
                     continue
-                self.tried += 1
                 if draft.fits:
                     self.feasible += 1
                     self._take(draft)
