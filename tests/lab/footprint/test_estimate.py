@@ -230,9 +230,9 @@ def test_uneven_routing_shows_the_median_and_one_rank_in_a_hundred_if_asked() ->
         return {rank.name: (rank.ranks, rank.peak_bytes) for rank in ranks}
 
     both, median = classes(), classes(expert_load="p50")
-    name = "all ranks, median of experts"
-    assert set(both) == {"all ranks, 99th percentile of experts", name}
-    assert both["all ranks, 99th percentile of experts"][0] == 2
+    name = "median of experts"
+    assert set(both) == {"99th percentile of experts", name}
+    assert both["99th percentile of experts"][0] == 2
     assert median == {name: (200, both[name][1])}
 
 
