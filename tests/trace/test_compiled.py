@@ -126,3 +126,23 @@ def test_a_checkpointed_block_is_not_compiled() -> None:
 def test_the_table_says_what_is_modelled_and_what_assumed() -> None:
     assert table().count("modelled") == 2
     assert table().count("assumed") == 1
+
+
+def test_a_block_keeps_nothing_of_what_it_was_traced_with(block: Any, stream: Any) -> None:
+    with FakeTensorMode(), lowering("cuda"):
+        blocks = [block(small=True) for _ in range(2)]
+        given, cosine, sine = stream(64, small=True)
+        recorder = Recorder()
+        with apply_compile(blocks), recorder:
+            result = given * 1  # as a layer before makes it
+            for each in blocks:
+                result = each(result, cosine, sine)
+            result.sum().backward()
+            del result
+            for tensor in (given, *(p for each in blocks for p in each.parameters())):
+                tensor.grad = None
+            assert recorder.storages.total() == sum(
+                t.untyped_storage().nbytes()
+                for t in (given, cosine, sine, *(p for e in blocks for p in e.parameters()))
+            )
+        recorder.storages.release()

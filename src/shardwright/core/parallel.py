@@ -36,7 +36,7 @@ class ParallelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``routing`` says how many tokens the experts of a rank receive: as many as on any other, a
     ``capacity_factor`` times that, or a random share whose deviation between experts is ``skew``
-    times the mean, of which ``expert_load`` is the quantile.
+    times the mean, of which the median is shown, and one in a hundred where ``expert_load`` is p99.
     """
 
     data_replicate: Degree = 1

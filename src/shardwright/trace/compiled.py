@@ -185,12 +185,13 @@ def _graphs(run: _Block, state: dict[str, Tensor], leaves: list[Any], tree: Any)
         return found["graphs"]
 
     tensors = [*state.values(), *(leaves[place] for place in places)]
-    fresh = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
     with ExitStack() as stack:
         stack.enter_context(alone())
         mode = detect_fake_mode(tensors)
         if mode is not None:
             stack.enter_context(mode)
+        # graphs keep what they were traced with, which is not to be what a step made
+        fresh = [torch.empty_like(t).requires_grad_(t.requires_grad) for t in tensors]
         # a compiler takes the norm apart, and fuses it better than its kernel
         here = Kernels(run.kernels.device, run.kernels.attention, "composite", "composite")
         stack.enter_context(Lowering(here, inner=False))

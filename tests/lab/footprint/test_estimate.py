@@ -220,6 +220,22 @@ def test_modules_weigh_together_what_the_rank_keeps(memory: dict[str, Any]) -> N
     assert whole.parameters == rank.by_category["weight"]
 
 
+def test_uneven_routing_shows_the_median_and_one_rank_in_a_hundred_if_asked() -> None:
+    skewed = {"routing": "skewed", "expert": 4}
+    model = {"experts": 8, "experts_per_token": 2}
+
+    def classes(**parallel: Any) -> dict[str, tuple[int, int]]:
+        sections = {"model": model, "parallel": {**skewed, **parallel}}
+        ranks = footprint(job_of({**sections, "cluster": {"world_size": 200}})).ranks
+        return {rank.name: (rank.ranks, rank.peak_bytes) for rank in ranks}
+
+    both, median = classes(), classes(expert_load="p50")
+    name = "median of experts"
+    assert set(both) == {"99th percentile of experts", name}
+    assert both["99th percentile of experts"][0] == 2
+    assert median == {name: (200, both[name][1])}
+
+
 def test_without_a_pipeline_every_microbatch_is_reduced_and_in_one_the_last() -> None:
     found = {
         (runtime, stages): _sharding(runtime, stages)

@@ -114,6 +114,9 @@ class _Estimate:
         if self.parallel.routing != "skewed" or self.degrees.expert == 1:
             yield "", None, self.parallel
             return
+        if self.parallel.expert_load == "p50":
+            yield LOADS[-1][1], None, self.parallel
+            return
         for quantile, title, share in LOADS:
             section = msgspec.structs.replace(self.parallel, expert_load=quantile)
             yield title, share, section
