@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,9 @@ MAX_RANKS = 4096
 MAX_BYTES = 2**60
 MAX_NAMED = 8  # tables of a longer list
 SECONDS_FOR_LEAST = 5.0  # of search for what asks least
-SECONDS_FOR_A_WAY = 6.0  # of search, for each kind of way out; none is named untried
-ROOMY = 2  # times the ranks that bytes alone ask for: tried first, for they mostly fit
+SECONDS_FOR_A_WAY = 5.0  # after which no other variant of a kind of way out is tried
+SECONDS_FOR_A_TRY = 5.0  # of search, for one variant; none is named untried
+ROOMY = 1.25  # times the ranks that bytes alone ask for: tried first, for they mostly fit
 MORE_MEMORY = (1.0, 1.1, 1.25, 1.5, 2.0, 4.0)  # times what the fullest rank needs
 
 
@@ -158,6 +160,7 @@ class _Try:
     problem: Problem
     short: _Short
     model_of: ModelOf
+    whole: Watch
     watch: Watch
     tried: list[str]
 
@@ -169,14 +172,14 @@ class _Try:
     def fits(self, job: Job, what: str) -> bool:
         """Whether a plan of ``job`` is found, which differs in ``what``."""
         self.tried.append(what)
-        return _fits(self.model_of, job, self.watch)
+        return _fits(self.model_of, job, self.whole)
 
 
 def _ways(problem: Problem, short: _Short, model_of: ModelOf, whole: Watch) -> str:
     """What would help, each tried before it is named; where nothing was found, what was tried."""
     found, tried = [], []
     for way in WAYS:
-        attempt = _Try(problem, short, model_of, whole.part(SECONDS_FOR_A_WAY), [])
+        attempt = _Try(problem, short, model_of, whole, whole.part(SECONDS_FOR_A_WAY), [])
         text = way(attempt)
         if text:
             found.append(text)
@@ -199,13 +202,15 @@ def _larger_memory(attempt: _Try) -> str:
     total = getattr(attempt.problem.cluster, f"{short.tier}_cap")
     exact = short.need + total - short.capacity
     scaled = -(-short.need * total // max(short.capacity, 1))
-    for wanted in (exact, *(min(round(times * scaled), MAX_BYTES) for times in MORE_MEMORY)):
+    more = (min(round(times * scaled), MAX_BYTES) for times in MORE_MEMORY)
+    *usual, plenty = dict.fromkeys((exact, *more))
+    for wanted in (*usual, plenty):
+        if attempt.watch.over() and wanted not in (exact, plenty):
+            continue
         what = f"cluster.{short.tier}_cap of {_size(wanted)}"
         job = _with(attempt.job, "cluster", **{f"{short.tier}_cap": wanted})
         if attempt.fits(job, what):
             return f"{what} fits"
-        if attempt.watch.over():
-            break
     return ""
 
 
@@ -238,7 +243,7 @@ def _more_ranks(attempt: _Try) -> str:
     low, most = cluster.world_size // unit + 1, MAX_RANKS // unit
     if low > most:
         return ""
-    roomy = ROOMY * cluster.world_size * short.need // (max(short.capacity, 1) * unit)
+    roomy = math.ceil(ROOMY * cluster.world_size * short.need / (max(short.capacity, 1) * unit))
     count = _first(fits, low, most, attempt.watch, min(max(low, roomy), most))
     if count is None:
         return ""
@@ -253,10 +258,10 @@ def _smaller_batch(attempt: _Try) -> str:
     def fits(batch: int) -> bool:
         return attempt.fits(_with(attempt.job, "batch", size=batch), f"a batch of {batch}")
 
-    most = size.bit_length() - 1  # halvings down to one sample
-    steps = _first(lambda n: fits(size // 2**n), 1, most, attempt.watch) if most else None
-    if steps is None:
+    if size == 1 or not fits(1):  # of less, no more fits
         return ""
+    most = size.bit_length() - 1  # halvings down to one sample
+    steps = _first(lambda n: n == most or fits(size // 2**n), 1, most, attempt.watch) or most
     low, high = size // 2**steps, size // 2 ** (steps - 1)
     while high - low > max(1, low // 16) and not attempt.watch.over():  # to about 6 %
         middle = (low + high) // 2
@@ -272,6 +277,8 @@ def _host_memory(attempt: _Try) -> str:
     job, problem = attempt.job, attempt.problem
     if problem.model.is_trained or problem.cluster.compute_device == "cpu":
         return ""
+    if all(table.compute_kernels is None for table in job.tables):
+        return ""  # it could be there already
     if job.planner.constants == "additive":
         return ""
     order = sorted(job.tables, key=lambda t: -t.nbytes)
@@ -357,8 +364,8 @@ def not_run(model: ModelSpec) -> str:
     return "with tables in parts that repeat" if "lookup" in backward else ""
 
 
-def _fits(model_of: ModelOf, job: Job, watch: Watch) -> bool:
-    """Whether a plan of ``job`` is found that fits."""
+def _fits(model_of: ModelOf, job: Job, whole: Watch) -> bool:
+    """Whether a plan of ``job`` is found that fits, in the time that a try has."""
     try:
         model = model_of(job)
         problem = make_problem(job, model)
@@ -367,7 +374,8 @@ def _fits(model_of: ModelOf, job: Job, watch: Watch) -> bool:
     if "none" not in checkpointing_of(job) and not_run(model):
         return False
     if not model.is_trained:
-        return fits_somehow(space_of(problem, problem.tables, problem.capacity), watch)
+        space = space_of(problem, problem.tables, problem.capacity)
+        return fits_somehow(space, whole.part(SECONDS_FOR_A_TRY))
     return _step_fits(problem)
 
 

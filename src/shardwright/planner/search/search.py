@@ -104,7 +104,7 @@ def search(
     fresh = itertools.islice(starts(space, options, found), most_starts)
     for start in itertools.chain(begun, fresh):
         tried += 1
-        state = improve(start, found.seconds, watch, most=most)
+        state = improve(start, max(found.seconds, enough), watch, most=most)
         if state.fits:
             feasible += 1
             if state.worst < seconds:
