@@ -31,3 +31,12 @@ def test_a_message_says_where_what_was_expected_and_what_was_found() -> None:
 def test_a_message_ends_with_what_to_do() -> None:
     text = errors.expected("batch.size", "int", "'x'", "Write a number.")
     assert text == "batch.size: expected int, got 'x'. Write a number."
+
+
+def test_the_nearest_names_are_suggested_whatever_their_case() -> None:
+    many = [f"feat_{k}" for k in range(800)]
+    assert errors.nearest("C3", ["c1", "c2"]) == "'c1', 'c2'"
+    assert errors.nearest("FEAT_44", many).startswith("'feat_44', ")
+    assert errors.nearest("feat_44", many).endswith(" and 795 more")
+    assert errors.nearest("zzz", many).startswith("'feat_0', ")
+    assert errors.nearest("x", []) == ""

@@ -277,6 +277,24 @@ def test_differences_name_table_unit_rank_and_job_key() -> None:
     assert "8 differences" in text
 
 
+def test_what_changed_alike_is_one_row_of_a_difference() -> None:
+    plan = samples.plan()
+    tables = tuple(samples.table(f"t{k}", k + 9, "table_wise", (0,)) for k in range(800))
+    ranks = tuple(msgspec.structs.replace(plan.ranks[0], rank=r) for r in range(64))
+    a = msgspec.structs.replace(plan, tables=tables, ranks=ranks)
+    b = msgspec.structs.replace(
+        a,
+        tables=tuple(msgspec.structs.replace(t, compute_kernel="fused_uvm") for t in tables),
+        ranks=tuple(msgspec.structs.replace(r, seconds=r.rank * 1e-3) for r in ranks),
+    )
+    text = flowed(plan_difference(a, b))
+    assert "864 differences" in text
+    assert "800 tables kernel fused fused_uvm" in text
+    assert "64 ranks seconds, largest 8.1 ms 63 ms" in text
+    assert len(printed(plan_difference(a, b)).splitlines()) <= 40
+    assert "t799" in printed(plan_difference(a, b, full=True))
+
+
 def test_printing_a_plan_imports_neither_templates_nor_torch() -> None:
     code = (
         "import sys, shardwright.report.table; "

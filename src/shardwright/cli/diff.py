@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``diff``."""
     parser.add_argument("first", type=Path, metavar="a.json")
     parser.add_argument("second", type=Path, metavar="b.json")
+    parser.add_argument("--full", action="store_true", help="every difference on its own")
     shared.json_option(parser)
 
 
@@ -24,5 +25,5 @@ def execute(options: argparse.Namespace) -> int:
     if options.json:
         shared.print_json(differences(first, second))
     else:
-        shared.show(plan_difference(first, second))
+        shared.show(plan_difference(first, second, full=options.full))
     return 0

@@ -44,7 +44,7 @@ example:
   shardwright train examples/demo.toml -n 2
 
 exit codes: 0 ok, 1 our bug, 2 bad input, 3 nothing fits, 4 outside tolerance or mismatch,
-5 the run failed, 75 stopped by a signal in order, 130 interrupted
+5 the run failed, 75 stopped by a signal, every rank ended, 130 interrupted
 """
 
 

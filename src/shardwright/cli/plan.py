@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``plan``."""
     shared.job_argument(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="plan.json", help="write the plan")
-    parser.add_argument("--full", action="store_true", help="every sheet, table and rank")
+    parser.add_argument("--full", action="store_true", help="every table, column and rank")
     shared.json_option(parser)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.core.document import write_atomically
+from shardwright.core.errors import InputError, expected
 from shardwright.core.job import named_files
 from shardwright.core.measurement import read_measurement
 from shardwright.core.outputs import REPORT, check_output
@@ -35,6 +36,9 @@ def write_report(source: Path, output: Path) -> None:
     """A page about a run's folder, or about a plan alone."""
     from shardwright.report.html import render
 
+    if not source.exists():
+        wanted = "the folder of a run, or a plan"
+        raise InputError(expected(str(source), wanted, "none", "Train first: train --out DIR."))
     alone = source.is_file()
     plan_read = source if alone else plan_file(source)
     measured, ended = measurement_file(source), outcome_file(source)

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Plan unless a plan is given, run, compare; the code is the run's."""
     plan = _plan_of(options)
+    _check_device(plan)
     session = run(plan, Path(plan.job.train.out), sys.stderr, given=options.job)
     return finish(session, json=options.json, full=options.full)
 
@@ -91,6 +92,19 @@ def _quality_line(quality: Quality) -> str:
         )
     auc = "" if quality.auc is None else f"AUC {quality.auc:.4f}{best_auc}, "
     return f"held out, {quality.rows:,} rows: {auc}log loss {quality.log_loss:.4f}{best_loss}"
+
+
+def _check_device(plan: Plan) -> None:
+    """InputError before any rank starts, where the plan is for GPUs that are not here."""
+    if plan.cluster.compute_device == "cpu":
+        return
+    import torch  # the ranks need it anyway
+
+    there = torch.cuda.device_count()
+    if there < plan.world_size:
+        remedy = "Plan for this machine: --set cluster.preset=local."
+        wanted = f"{plan.world_size} CUDA devices, as the plan"
+        raise InputError(expected("cluster", wanted, str(there), remedy))
 
 
 def _plan_of(options: argparse.Namespace) -> Plan:

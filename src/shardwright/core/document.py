@@ -46,7 +46,7 @@ def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) ->
     """Decode ``path`` as ``kind``; another schema, an unknown field, bad JSON: InputError."""
     name = schema.split("/")[0].split(".")[-1]
     raw = read_bytes(path, name, f"Make one with `{made_by}`.")
-    found = _schema_of(raw, path, name)
+    found = _schema_of(raw, path, name, made_by)
     if found != schema:
         raise InputError(
             expected(
@@ -62,13 +62,15 @@ def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) ->
         raise InputError(f"{path}: not a valid {name}: {error}.") from None
 
 
-def _schema_of(raw: bytes, path: Path | str, name: str) -> str:
+def _schema_of(raw: bytes, path: Path | str, name: str, made_by: str) -> str:
+    remedy = f"Make one with `{made_by}`."
     try:
         document: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(expected(str(path), f"{name} JSON", f"'{error}'")) from None
+        raise InputError(expected(str(path), f"{name} JSON", f"'{error}'", remedy)) from None
     if not isinstance(document, dict):
-        raise InputError(expected(str(path), f"a {name} object", type(document).__name__))
+        found = type(document).__name__
+        raise InputError(expected(str(path), f"a {name} object", found, remedy))
     schema = document.get("schema", "")
     return schema if isinstance(schema, str) else ""
 

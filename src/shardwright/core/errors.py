@@ -6,6 +6,9 @@ tensor. ``ValueError``-like types are the user's to mend; an ``AssertionError`` 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_INPUT = 2
@@ -52,6 +55,21 @@ class RunError(ShardwrightError):
 
 class PeerError(RunError):
     """This rank could go on; another one could not, and says why itself."""
+
+
+NEAREST = 5  # names that a message suggests
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known names most like ``name``, whatever their case, in quotes; all where there are few;
+    empty where there are none."""
+    names = list(known)
+    lower = {each.lower(): each for each in reversed(names)}
+    close = [lower[each] for each in get_close_matches(name.lower(), lower, NEAREST, cutoff=0.4)]
+    within = [each for each in names if name.lower() in each.lower() and each not in close]
+    shown = names if len(names) <= NEAREST else ([*close, *within] or names)[:NEAREST]
+    more = f" and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""
+    return ", ".join(f"'{each}'" for each in shown) + more
 
 
 def expected(where: str, wanted: str, found: str, remedy: str = "") -> str:

@@ -263,6 +263,11 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     ``path`` is the job's own, for files that it names.
     """
     document = _with_kinds(_with_tables(document, where, path), where)
+    if "tables" not in document:
+        wanted = "[[tables]], or a [model] that needs none"
+        raise InputError(
+            expected(where, wanted, "neither", "A job to begin with: shardwright init.")
+        )
     job = convert(document, Job, where, hidden=HIDDEN)
     if job.cluster.file:
         section = with_calibration(job.cluster, where, path)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardwright
-from shardwright.core.errors import InputError, ShardwrightError, expected
+from shardwright.core.errors import InputError, ShardwrightError, expected, nearest
 from shardwright.core.job import Job
 from shardwright.lab.tasks.task import Task
 from shardwright.launcher.worker import from_a_peer, out_of_memory
@@ -118,14 +118,18 @@ def python_function(name: str, where: str) -> Callable[..., Any]:
                 "Run from the folder that holds it, or install it.",
             )
         ) from error
+    module = found
     for part in rest.split("."):
         found = getattr(found, part, None)
     if not callable(found):
+        own = [n for n, v in vars(module).items() if callable(v) and v.__module__ == path]
+        near = nearest(rest, own)
         raise InputError(
             expected(
                 where,
                 f"a function '{rest}' in {path}",
                 "nothing of that name" if found is None else type(found).__name__,
+                f"There is {near}." if near else "",
             )
         )
     return found  # type: ignore[no-any-return]

@@ -54,6 +54,9 @@ def plan(job: Job, hear: Hear | None = None) -> Plan:
     ``hear`` is called in every round of the search and may stop it, which keeps the best plan.
     Raises NoPlanError with the shortfall if none fits, InputError for what cannot be planned.
     """
+    if not isinstance(job, Job):
+        remedy = "read_job reads a file, parse_job a mapping."
+        raise InputError(expected("job", "a Job", type(job).__name__, remedy))
     watch = watch_of(job, hear)
     return written(found_for(job, watch), watch)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -42,6 +42,31 @@ def differences(a: Plan, b: Plan) -> list[Difference]:
         *_changed("job", "", _job_facts(a.job), _job_facts(b.job)),
         *_changed("cluster", "", _cluster_facts(a), _cluster_facts(b)),
     ]
+
+
+def together(found: Iterable[Difference]) -> list[tuple[int, Difference]]:
+    """Alike differences counted, as one, in the order of their first: words that changed alike, and
+    numbers of one key, added up (of ranks the largest)."""
+    alike: dict[tuple[object, ...], list[Difference]] = {}
+    for each in found:
+        of_table = each.group == "job" and each.key.startswith("tables.")
+        key = f"tables.*.{each.key.rpartition('.')[2]}" if of_table else each.key
+        counted = each.name and isinstance(each.before, int | float)
+        values = () if counted and each.after is not None else (each.before, each.after)
+        alike.setdefault((each.group, key, *values), []).append(each)
+    return [(len(several), _merged(several, str(key[1]))) for key, several in alike.items()]
+
+
+def _merged(alike: Sequence[Difference], key: str) -> Difference:
+    first = alike[0]
+    if len(alike) == 1:
+        return first
+    if first.before == alike[-1].before and first.after == alike[-1].after:
+        return Difference(first.group, "", key, first.before, first.after, first.unit)
+    of, word = (max, "largest") if first.group == "rank" else (sum, "together")
+    before = of(each.before for each in alike if isinstance(each.before, int | float))
+    after = of(each.after for each in alike if isinstance(each.after, int | float))
+    return Difference(first.group, "", f"{key}, {word}", before, after, first.unit)
 
 
 def _group(group: Group, a: Mapping[str, Facts], b: Mapping[str, Facts]) -> Iterator[Difference]:

@@ -22,7 +22,7 @@ from shardwright.core.measurement import Comparison
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets
-from shardwright.report.difference import Difference, Unit, Value, differences
+from shardwright.report.difference import Difference, Unit, Value, differences, together
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable
 
@@ -50,7 +50,7 @@ def text_of(renderable: RenderableType, *, color: bool = False) -> str:
     return drawn.get()
 
 
-FIRST_RANKS, FIRST_FAILURES = 4, 6  # rows of a first screen
+FIRST_RANKS, FIRST_FAILURES, FIRST_DIFFERENCES = 4, 6, 30  # rows of a first screen
 
 
 def comparison_summary(comparison: Comparison, *, full: bool = False) -> RenderableType:
@@ -78,9 +78,14 @@ def comparison_summary(comparison: Comparison, *, full: bool = False) -> Rendera
     )
 
 
-def plan_difference(a: Plan, b: Plan) -> RenderableType:
-    """What changed from ``a`` to ``b``, or one line that says nothing did."""
+def plan_difference(a: Plan, b: Plan, *, full: bool = False) -> RenderableType:
+    """What changed from ``a`` to ``b``, what changed alike as one row unless ``full``, or one line
+    that says nothing did."""
     found = differences(a, b)
+    rows = [(1, each) for each in found] if full else together(found)
+    left = 0 if full else len(rows) - FIRST_DIFFERENCES
+    shown = rows[:FIRST_DIFFERENCES] if left > 0 else rows
+    more = f"{counted(left, 'more row')}. " if left > 0 else ""
     if not found:
         return Text("The two plans are equal in tables, units, ranks, job and cluster.")
     return drawn(
@@ -93,13 +98,17 @@ def plan_difference(a: Plan, b: Plan) -> RenderableType:
                 Column("second plan", numeric=True),
                 Column("change", numeric=True),
             ),
-            tuple(_difference_row(d) for d in found),
-        )
+            tuple(_difference_row(count, each) for count, each in shown),
+            "" if len(shown) == len(found) else f"{more}Each on its own: --full.",
+        ),
+        short=not full,
     )
 
 
-def _difference_row(d: Difference) -> tuple[str, ...]:
+def _difference_row(count: int, d: Difference) -> tuple[str, ...]:
     what = f"{d.group} {printable(d.name)}" if d.name else d.group
+    if count > 1 and d.group != "job":
+        what = counted(count, d.group)
     key = printable(d.key)
     return what, key, _value(d.before, d.unit), _value(d.after, d.unit), _change(d)
 
@@ -183,6 +192,19 @@ def _widths(sheet: Sheet) -> list[tuple[int, int]]:
     return found
 
 
+def _given(widths: Sequence[tuple[int, int]], width: int, gap: int) -> Sequence[int | None]:
+    """The width of each column: that of its cells, less where the widest have to wrap; None of all
+    where words have to be broken."""
+    given = [max(least, most) for least, most in widths]
+    while (over := _together(given, gap) - width) > 0:
+        slack = [own - least for own, (least, _) in zip(given, widths, strict=True)]
+        widest = max(range(len(given)), key=slack.__getitem__)
+        if not slack[widest]:
+            return [None] * len(given)
+        given[widest] -= min(over, max(slack[widest] // 2, 1))
+    return given
+
+
 def _together(widths: Sequence[int], gap: int) -> int:
     return sum(widths) + (1 + gap) * (len(widths) - 1)
 
@@ -218,14 +240,12 @@ def _table(sheet: Sheet, width: int, *, gap: int) -> Table:
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0), header_style=""
     )
-    widths = _widths(sheet)
-    fits = _together([least for least, _ in widths], gap) <= width
-    for column, (least, _) in zip(sheet.columns, widths, strict=True):
+    given = _given(_widths(sheet), width, gap)
+    for column, own in zip(sheet.columns, given, strict=True):
         table.add_column(
             Text(column.title, style="bold"),
             justify="right" if column.numeric else "left",
-            no_wrap=column.numeric and fits,
-            min_width=least if fits else None,
+            width=own,
             overflow="fold",
         )
     for row in sheet.rows:

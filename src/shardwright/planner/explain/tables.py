@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.core.amount import leaf
 from shardwright.core.cluster import TIERS
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, expected, nearest
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.cost import embedding
 from shardwright.planner import profiles
@@ -44,7 +44,9 @@ def explain_tensor(plan: Plan, name: str, again: ModelOf | None = None) -> list[
             assert isinstance(draft, StepDraft)
             return list(explain_unit(plan, draft, choice, again))
     known = [t.name for t in plan.tables] + [u.name for u in plan.units]
-    raise InputError(expected("--tensor or --unit", f"one of {', '.join(known)}", f"'{name}'"))
+    wanted = "a table or unit of the plan"
+    remedy = f"There are {nearest(name, known)}."
+    raise InputError(expected("--tensor or --unit", wanted, f"'{name}'", remedy))
 
 
 def derived(problem: Problem, placed: Placed, run_index: int) -> Derived:

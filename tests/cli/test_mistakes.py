@@ -1,0 +1,154 @@
+"""Mistakes that people make: each is one line that names the place and says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwright as sw
+from shardwright.core.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+# what is set on a job that is right, and words of the line that answers
+SET = [
+    ("batch.siz=3", "'batch.siz'", "'size'"),
+    ("bach.size=3", "'bach'", "'batch'"),
+    ("batch=3", "--set", "section.key=value"),
+    ("=3", "--set", "section.key=value"),
+    ("batch.size", "--set", "section.key=value"),
+    ("batch.size=", "batch.size", "int"),
+    ("batch.size=many", "batch.size", "'many'"),
+    ("batch.size=0", "batch.size", ">= 1"),
+    ("batch.size=-4", "batch.size", ">= 1"),
+    ("batch.size=1.5", "batch.size", "int"),
+    ("batch.size=true", "batch.size", "int"),
+    ("batch.sequence=0", "batch.sequence", ">= 1"),
+    ("cluster.world_size=0", "cluster.world_size", ">= 1"),
+    ("cluster.world_size=two", "cluster.world_size", "'two'"),
+    ("cluster.preset=h100", "cluster.preset", "h100-8"),
+    ("cluster.presets=local", "'cluster.presets'", "'preset'"),
+    ("cluster.ddr_cap=lots", "cluster.ddr_cap", "'48 MiB'"),
+    ("cluster.ddr_cap=0", "cluster.ddr_cap", "1 B"),
+    ("cluster.ddr_cap=5 Mib", "cluster.ddr_cap", "'5 Mib'"),
+    ("cluster.compute_device=tpu", "cluster.compute_device", "'tpu'"),
+    ("cluster.file=none.toml", "none.toml", "no such file"),
+    ("model.kind=bert", "model.kind", "'bert'"),
+    ("model.bottom=16", "model.bottom", "array"),
+    ("model.bottom=[]", "model.bottom", "1"),
+    ("model.bottom=[0]", "model.bottom", ">= 1"),
+    ("model.layers=3", "model.layers", "transformer"),
+    ("model.hf_config=config.json", "model.bottom", "llama"),
+    ("model.python=mine:build", "model.bottom", "python"),
+    ("model.interaction=sum", "model.interaction", "'sum'"),
+    ("train.steps=0", "train.steps", ">= 1"),
+    ("train.step=10", "'train.step'", "'steps'"),
+    ("train.optimizer=adma", "train.optimizer", "'adma'"),
+    ("train.learning_rate=fast", "train.learning_rate", "float"),
+    ("train.out=", "train.out", "length"),
+    ("train.timeout=0", "train.timeout", "> 0"),
+    ("train.table_optimizer=adamw", "train.table_optimizer", "'adamw'"),
+    ("data.kind=parquet", "data.kind", "'parquet'"),
+    ("data.rows=0", "data.rows", ">= 1"),
+    ("data.python=mine", "data.python", "package.module:function"),
+    ("planner.search=best", "planner.search", "'best'"),
+    ("planner.constants=mine", "planner.constants", "'mine'"),
+    ("planner.time_limit=soon", "planner.time_limit", "float"),
+    ("planner.dense.prefetc=0", "'planner.dense.prefetc'", "'prefetch'"),
+    ("planner.dense.checkpointing=all", "planner.dense.checkpointing", "array"),
+    ("parallel.tensor=0", "parallel.tensor", ">= 1"),
+    ("parallel.tensr=2", "'parallel.tensr'", "'tensor'"),
+    ("memory.runtime=fsdp", "memory.runtime", "fsdp2"),
+    ("memory.param_dtype=fp61", "memory.param_dtype", "'fp61'"),
+    ("tables.big.rows=0", "'big'.rows", "from 1"),
+    ("tables.bigger.rows=3", "tables", "bigger"),
+]
+
+
+@pytest.mark.parametrize(("setting", "place", "remedy"), SET, ids=[s[0] for s in SET])
+def test_a_wrong_setting_is_one_line(
+    call: Any, job: Path, setting: str, place: str, remedy: str
+) -> None:
+    call("plan", job, "--set", setting).refuses(2, place, remedy)
+
+
+# a command in a folder with job.toml, plan.json, empty.toml, text.txt, run/ (empty)
+COMMANDS = [
+    ("plan empty.toml", "empty.toml", "shardwright init"),
+    ("plan text.txt", "text.txt", "a job in TOML"),
+    ("plan nope.toml", "nope.toml", "Name a job"),
+    ("plan run", "run", "a directory"),
+    ("plan job.toml -n 0", "world_size", ">= 1"),
+    ("plan job.toml -o run", "run", "a directory"),
+    ("plan job.toml -o text.txt", "text.txt", "Choose another -o"),
+    ("plan plan.json", "plan.json", "a job in TOML"),
+    ("explain job.toml", "job.toml", "shardwright plan JOB.toml -o plan.json"),
+    ("explain text.txt", "text.txt", "shardwright plan JOB.toml -o plan.json"),
+    ("explain plan.json --tensor BIG", "'BIG'", "'big'"),
+    ("explain plan.json --tensor smal", "'smal'", "'small'"),
+    ("explain plan.json --rank 2", "--rank", "0 to 1"),
+    ("explain plan.json --statistic gapp", "--statistic", "gap"),
+    ("explain plan.json --why-not row_wise", "--why-not", "--tensor NAME"),
+    ("explain plan.json --tensor big --why-not rowise", "--why-not", "row_wise"),
+    ("train plan.json --set batch.size=3", "--set", "Plan again"),
+    ("train plan.json -n 3", "-n", "Plan for 3 ranks"),
+    ("train nope.json", "nope.json", "shardwright plan"),
+    ("compare nope", "nope", "train --out DIR"),
+    ("compare run", "plan.json", "shardwright plan"),
+    ("compare run --tolerance -1", "--tolerance", "0 to 10"),
+    ("report nope", "nope: expected the folder of a run", "train --out DIR"),
+    ("report plan.json -o job.toml", "job.toml", "Choose another -o"),
+    ("diff plan.json job.toml", "job.toml", "shardwright plan JOB.toml -o plan.json"),
+    ("diff plan.json nope.json", "nope.json", "shardwright plan"),
+    ("run plan.json", "RANK", "shardwright train"),
+    ("memory job.toml --timeline out.png", "--timeline", ".svg or .json"),
+    ("plna job.toml", "'plna'", "plan"),
+]
+
+
+@pytest.mark.parametrize(("command", "place", "remedy"), COMMANDS, ids=[c[0] for c in COMMANDS])
+def test_a_wrong_command_is_one_line(
+    call: Any, plan: Path, tmp_path: Path, command: str, place: str, remedy: str
+) -> None:
+    (tmp_path / "empty.toml").touch()
+    (tmp_path / "text.txt").write_text("what I thought about it\n")
+    (tmp_path / "run").mkdir()
+    answer = call(*command.split())
+    assert answer.code in (2, 4)
+    answer.refuses(answer.code, place, remedy)
+
+
+def test_a_job_for_gpus_is_refused_where_there_are_none(
+    call: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    settings = ("cluster.preset=h100-8", "data.kind=synthetic")
+    words = [word for setting in settings for word in ("--set", setting)]
+    call("train", job, *words).refuses(2, "2 CUDA devices", "--set cluster.preset=local")
+
+
+def test_a_mapping_is_no_job_and_says_what_makes_one() -> None:
+    with pytest.raises(InputError, match=r"job: expected a Job, got dict\. read_job reads a file"):
+        sw.plan({"batch": {"size": 3}})  # type: ignore[arg-type]
+
+
+def test_a_wrong_function_lists_those_that_are_there(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_of_mistakes.py").write_text("def build():\n    return None\n")
+    (tmp_path / "own.toml").write_text('model.python = "mine_of_mistakes:biuld"\n')
+    monkeypatch.syspath_prepend(os.fspath(tmp_path))
+    call("memory", "own.toml").refuses(2, "a function 'biuld'", "There is 'build'.")
