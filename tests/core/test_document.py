@@ -52,13 +52,16 @@ def test_a_document_is_indented_sorted_and_ends_with_a_newline() -> None:
 @pytest.mark.parametrize(
     ("data", "ending"),
     [
-        (b"{", "expected note JSON, got 'Input data was truncated'. Make one with `shardwright note`."),
-        (b"", "expected note JSON, got 'Input data was truncated'. Make one with `shardwright note`."),
+        (b"{", "expected note JSON, got 'Input data was truncated'. "
+            "Make one with `shardwright note`."),
+        (b"", "expected note JSON, got 'Input data was truncated'. "
+            "Make one with `shardwright note`."),
         (b"[]", "expected a note object, got list. Make one with `shardwright note`."),
         (b"3", "expected a note object, got int. Make one with `shardwright note`."),
         (b'{"schema": NaN}', "got 'JSON is malformed: invalid character (byte 11)'. "
             "Make one with `shardwright note`."),
-        (b'{"size": 1e400}', "got 'Number out of range - at `$[...]`'. Make one with `shardwright note`."),
+        (b'{"size": 1e400}', "got 'Number out of range - at `$[...]`'. "
+            "Make one with `shardwright note`."),
         (b"[" * 100_000, "got 'maximum recursion depth exceeded while deserializing an object'. "
             "Make one with `shardwright note`."),
         (b'{"a": "\xff"}', "invalid start byte'. Make one with `shardwright note`."),

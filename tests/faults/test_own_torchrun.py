@@ -86,7 +86,7 @@ def test_a_plan_is_trained_into_another_folder_and_says_what_on(
     assert "--nproc-per-node=2" in (run / "torchrun.sh").read_text()
     assert "--nproc-per-node" not in ended.stderr
     assert f"2 ranks under torchrun, whose command is in {run / 'torchrun.sh'}" in ended.stderr
-    assert "6 steps of 8 samples, 4 on each of 2 ranks of 16,875" in ended.stdout
+    assert "6 steps of 8 samples, 4 on each of 2 ranks, out of 16,875" in ended.stdout
     assert "held out, 29,984 tokens" in ended.stdout
     assert len(ended.stdout.splitlines()) <= 40
     assert not (tmp_path / "made up").exists()

@@ -67,7 +67,7 @@ def result_lines(session: Session) -> list[str]:
     samples = source_of(job).samples(job)
     if samples:
         share = measured.steps * together / samples
-        trained += f": {share:.1f} times all {samples:,}" if share >= 1 else f" of {samples:,}"
+        trained += f": {share:.1f} times all {samples:,}" if share >= 1 else f", out of {samples:,}"
     first, last = measured.curve.loss[0], measured.curve.loss[-1]
     lines = [
         trained,

@@ -123,7 +123,8 @@ def _held(rank: RankMemory) -> str:
 def peak_sheet(footprint: Footprint, rank: RankMemory, most: int) -> Sheet:
     """The largest categories at the peak, how sure they are, and the peak of each phase."""
     sizes = {kind: size for kind, size in rank.by_category.items() if size}
-    largest = sorted(sizes, key=lambda kind: -sizes[kind])[:most]
+    largest = sorted(sizes, key=lambda kind: -sizes[kind])
+    largest = largest[:most] if len(largest) > most + 1 else largest  # one more needs no sum
     rows = [
         (category(kind), sizes[kind], rank.certainty.get(kind, "")) for kind in in_order(largest)
     ]
