@@ -45,7 +45,7 @@ def llama(tmp_path: Path) -> Path:
 def test_the_report_names_classes_categories_modules_and_the_verdict(
     call: Any, llama: Path
 ) -> None:
-    answer = call("memory", llama)
+    answer = call("memory", llama, "--full")
     assert answer.code == 0
     assert answer.err == ""
     for words in (
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_3_and_says_what_fills_the_rank(call: Any, llama: P
 def test_a_timeline_is_a_picture(call: Any, llama: Path, tmp_path: Path) -> None:
     target = tmp_path / "pictures" / "step.svg"
     answer = call("memory", llama, "--timeline", target)
-    assert answer.err == f"timeline written to {target}\n"
+    assert answer.err == f"timeline written to {target} in a new folder, {target.parent}\n"
     assert ElementTree.fromstring(target.read_text()).tag.endswith("svg")
 
 

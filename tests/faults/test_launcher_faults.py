@@ -94,7 +94,8 @@ def test_a_run_that_finishes_ends_with_0_and_listens_on_loopback_only(tmp_path: 
     outcome, said = run(tmp_path, "none")
     assert (outcome.code, outcome.reason, outcome.step) == (0, "finished", 9)
     assert [rank.state for rank in outcome.ranks] == ["finished", "finished"]
-    assert "-m torch.distributed.run --nnodes=1 --nproc-per-node=2" in said
+    command = (tmp_path / "torchrun.sh").read_text()
+    assert "-m torch.distributed.run --nnodes=1 --nproc-per-node=2" in command
     assert "step 10/10  loss 8.0000" in said
     during = listening((tmp_path / "sockets.txt").read_text())
     assert {address.partition(":")[0] for address in during - before} == {"0100007F"}

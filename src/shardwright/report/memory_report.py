@@ -43,7 +43,7 @@ def memory_report(
     with the highest peak. ``full`` leaves nothing out."""
     rank = rank or footprint.worst
     lines = [headline(footprint), *settings_lines(footprint)]
-    if full and footprint.source:
+    if footprint.source:
         lines.append(printable(footprint.source, TEXT_LIMIT))
     assumed = tuple(printable(text, TEXT_LIMIT) for text in footprint.assumptions)
     return spaced(
@@ -56,7 +56,7 @@ def memory_report(
 
 
 # Rows of a first screen.
-FIRST_CLASSES, FIRST_CATEGORIES, FIRST_TENSORS, FIRST_ASSUMPTIONS = 3, 6, 3, 2
+FIRST_CLASSES, FIRST_CATEGORIES, FIRST_TENSORS, FIRST_ASSUMPTIONS = 3, 5, 3, 2
 
 
 def _first_sheets(footprint: Footprint, rank: RankMemory) -> list[RenderableType | None]:
