@@ -56,7 +56,7 @@ def memory_report(
 
 
 # Rows of a first screen.
-FIRST_CLASSES, FIRST_CATEGORIES, FIRST_TENSORS, FIRST_ASSUMPTIONS = 3, 5, 3, 2
+FIRST_CLASSES, FIRST_CATEGORIES, FIRST_TENSORS, FIRST_ASSUMPTIONS = 3, 4, 2, 2
 
 
 def _first_sheets(footprint: Footprint, rank: RankMemory) -> list[RenderableType | None]:
