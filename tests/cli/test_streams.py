@@ -36,6 +36,11 @@ def _on_a_terminal(*words: str, **more: str) -> bytes:
     return written
 
 
+def _faults(stderr: bytes) -> list[bytes]:
+    """All lines but those on a search that takes long, as any does on a busy machine."""
+    return [line for line in stderr.splitlines() if not line.startswith(b"planning for ")]
+
+
 def test_a_terminal_gets_styles(job: Path) -> None:
     assert b"\x1b" in _on_a_terminal("plan", str(job))
 
@@ -64,7 +69,7 @@ def test_a_reader_that_leaves_early_gets_no_traceback(job: Path, words: tuple[st
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        assert process.stderr.read() == b""
+        assert _faults(process.stderr.read()) == []
     assert process.returncode == 0
 
 
@@ -72,7 +77,7 @@ def test_head_gets_its_line(job: Path) -> None:
     line = f"'{sys.executable}' -m shardwright plan '{job}' --json | head -1"
     done = subprocess.run(["sh", "-c", line], capture_output=True, env=ENVIRONMENT, check=True)
     assert done.stdout == b"{\n"
-    assert done.stderr == b""
+    assert _faults(done.stderr) == []
 
 
 def test_a_terminal_that_knows_only_ascii_gets_a_table(job: Path) -> None:
