@@ -70,7 +70,11 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({}, "job: tables: expected a value, got none."),
+        (
+            {},
+            "job: expected [[tables]], or a [model] that needs none, got neither. "
+            "A job to begin with: shardwright init.",
+        ),
         ({"tables": []}, "job: tables: expected at least one [[tables]] entry, got none."),
         ({"tables": 3}, "job: tables: expected array, got 3."),
         ({"tables": [3]}, "job: tables[0]: expected object, got 3."),

@@ -222,8 +222,8 @@ def test_an_unknown_tensor_is_refused_with_the_known_ones(made: Plan) -> None:
     with pytest.raises(InputError) as caught:
         explain.explain_tensor(made, "tpo")
     assert str(caught.value) == (
-        "--tensor or --unit: expected a table or unit of the plan, got 'tpo'. There are 'top', "
-        "'bottom' and 4 more."
+        "--tensor or --unit: expected a table or unit of the plan, got 'tpo'. There are 'top' "
+        "and 5 more."
     )
 
 

@@ -308,7 +308,7 @@ def test_thousands_of_features_are_planned(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["tables: expected a value, got none"]),
+        ("", ["expected [[tables]], or a [model]", "shardwright init"]),
         ("tables = []", ["at least one"]),
         ("tables = 3", ["tables: expected array"]),
         ("[[tables]]", ["tables[0].name: expected a value, got none"]),

@@ -230,6 +230,7 @@ def test_ids_and_rows_by_the_rules_of_torchrec() -> None:
     """Ids of 8 B; partial sums of a table cut by rows count in full on every rank."""
     made = plan(_tables())
     ids, rows = [0] * 4, [0] * 4
+    parts_of = {"row_wise": 4, "table_row_wise": 2, "grid_shard": 2}
     for table, spec in zip(made.tables, made.job.tables, strict=True):
         poolings = spec.num_poolings or (1.0,) * len(spec.pooling_factors)
         asked = sum(f * p * 48 for f, p in zip(spec.pooling_factors, poolings, strict=True))
@@ -239,7 +240,9 @@ def test_ids_and_rows_by_the_rules_of_torchrec() -> None:
                 min(1.0, f) * p * 48 for f, p in zip(spec.pooling_factors, poolings, strict=True)
             )
         for rank, (_, columns) in zip(table.ranks, table.shard_sizes, strict=True):
-            parts = {"row_wise": 4, "table_row_wise": 2}.get(table.sharding_type, 1)
+            parts = {"row_wise": 4, "table_row_wise": 2, "grid_shard": 2}.get(
+                table.sharding_type, 1
+            )
             world = 1 if table.sharding_type == "data_parallel" else 4
             ids[rank] += math.ceil(asked / parts * world * 8)
             back = given if spec.pooled else given / parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def _judged(
         return EXIT_RUN_FAILED, f"torchrun {how} before the ranks finished {place}"
     views = {view.rank: view for view in end.views}
     if verdict.kind == "lost":
-        verdict = _first_to_go(verdict, exits)
+        verdict = _first_to_go(verdict, exits, views)
     first = verdict.ranks[0]
     output = watch.output(first)
     if verdict.kind == "lost" and output is None:
@@ -103,11 +104,16 @@ def _judged(
     return exit_code(verdict, views, exits, words), why
 
 
-def _first_to_go(verdict: Verdict, exits: dict[int, int]) -> Verdict:
-    """Of several ranks without a word: those torchrun did not end itself, if any are known."""
+def _first_to_go(verdict: Verdict, exits: dict[int, int], views: Mapping[int, RankView]) -> Verdict:
+    """Of ranks without a word: those torchrun did not end itself, if any are known. One of them may
+    not have been seen to go before those that it took along."""
     ended = {-signal.SIGTERM, 0}
-    guilty = tuple(rank for rank in verdict.ranks if exits.get(rank, 0) not in ended)
-    return replace(verdict, ranks=guilty) if guilty else verdict
+    silent = [rank for rank, view in views.items() if view.status is None]
+    for ranks in (verdict.ranks, silent):
+        guilty = tuple(rank for rank in ranks if exits.get(rank, 0) not in ended)
+        if guilty:
+            return replace(verdict, ranks=guilty)
+    return verdict
 
 
 def _stopped(number: int, final: list[RankView]) -> tuple[int, str]:
