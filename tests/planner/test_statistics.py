@@ -230,7 +230,6 @@ def test_ids_and_rows_by_the_rules_of_torchrec() -> None:
     """Ids of 8 B; partial sums of a table cut by rows count in full on every rank."""
     made = plan(_tables())
     ids, rows = [0] * 4, [0] * 4
-    parts_of = {"row_wise": 4, "table_row_wise": 2, "grid_shard": 2}
     for table, spec in zip(made.tables, made.job.tables, strict=True):
         poolings = spec.num_poolings or (1.0,) * len(spec.pooling_factors)
         asked = sum(f * p * 48 for f, p in zip(spec.pooling_factors, poolings, strict=True))
