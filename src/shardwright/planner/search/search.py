@@ -14,6 +14,7 @@ from shardwright.planner.search import moves
 from shardwright.planner.search.polish import (
     MAX_ANNEALED,
     MAX_ITEMS,
+    MOST_ANNEALED_RANKS,
     annealed,
     coarsened,
     polish,
@@ -123,7 +124,8 @@ def search(
         )
         if polished.worst < seconds:
             best, seconds = polished.assignment(), polished.worst
-        if seconds > max(found.seconds * (1 + FAR), enough) and len(space.items) <= MAX_ANNEALED:
+        is_small = len(space.items) <= MAX_ANNEALED and space.ranks <= MOST_ANNEALED_RANKS
+        if is_small and seconds > max(found.seconds * (1 + FAR), enough):
             other = annealed(
                 space, best, target, lambda s: improve(s, found.seconds, watch), watch.over
             )
