@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from shardwright.core.errors import InputError, expected
-from shardwright.launcher.folder import MARK, check_inputs, plan_file
+from shardwright.launcher.folder import MARK, check_inputs
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.outcome import read_status
 
@@ -52,17 +52,11 @@ def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, alon
     if not alone:
         train_rank(plan, options.plan, options.out, options.store, heartbeat)
         return
-    from shardwright.core.outputs import same_file
-    from shardwright.core.plan import write_plan
-    from shardwright.lab.session import clear, collect
+    from shardwright.lab.session import collect, prepare
     from shardwright.lab.sources import source_of
 
-    source = source_of(plan.job)
-    source.check(plan.job)
-    source.prepare(plan.job)
-    clear(options.out, sys.stderr)
-    if not same_file(options.plan, plan_file(options.out)):
-        write_plan(plan, plan_file(options.out))
+    source_of(plan.job).check(plan.job)
+    prepare(plan, options.out, sys.stderr, options.plan)
     train_rank(plan, options.plan, options.out, options.store, heartbeat)
     collect(plan, options.out)
     print(f"results in {options.out}; shardwright compare {options.out}", file=sys.stderr)

@@ -263,15 +263,12 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     ``path`` is the job's own, for files that it names.
     """
     document = _with_kinds(_with_tables(document, where, path), where)
-    try:
-        job = convert(document, Job, where, hidden=HIDDEN)
-    except InputError as error:
-        if not str(error).startswith(f"{where}: tables: expected a value, got none"):
-            raise
+    job = convert({"tables": [], **document}, Job, where, hidden=HIDDEN)
+    if "tables" not in document:  # after what is wrong in the sections that there are
         wanted = "[[tables]], or a [model] that needs none"
         raise InputError(
             expected(where, wanted, "neither", "A job to begin with: shardwright init.")
-        ) from None
+        )
     if job.cluster.file:
         section = with_calibration(job.cluster, where, path)
         job = msgspec.structs.replace(job, cluster=section)

@@ -62,11 +62,8 @@ def run(
     """
     check(plan.job, folder, given)
 
-    def prepare() -> None:
-        source_of(plan.job).prepare(plan.job)
-        clear(folder, stream)
-        if given is None or not same_file(given, plan_file(folder)):
-            write_plan(plan, plan_file(folder))
+    def begin() -> None:
+        prepare(plan, folder, stream, given)
         where = command_file(folder)
         print(f"{plan.world_size} ranks under torchrun, whose command is in {where}", file=stream)
 
@@ -79,20 +76,24 @@ def run(
         timeout=plan.job.train.timeout,
         setup_timeout=SETUP_TIMEOUT,
     )
-    outcome = launch(request, stream, prepare)
+    outcome = launch(request, stream, begin)
     if outcome.code != 0:
         return Session(folder, plan, outcome, None, None)
     measurement, comparison = collect(plan, folder, tolerance)
     return Session(folder, plan, outcome, measurement, comparison)
 
 
-def clear(folder: Path, stream: TextIO) -> None:
-    """Remove what an earlier run in ``folder`` left, and say so on ``stream``."""
+def prepare(plan: Plan, folder: Path, stream: TextIO, given: Path | None = None) -> None:
+    """Have the data and the plan ready in ``folder``. What an earlier run left there is removed,
+    which ``stream`` says."""
+    source_of(plan.job).prepare(plan.job)
     stale = [path for path in results_of_a_run(folder) if path.exists()]
     for path in stale:
         path.unlink(missing_ok=True)
     if stale:
         print(f"replacing the results of an earlier run in {folder}", file=stream, flush=True)
+    if given is None or not same_file(given, plan_file(folder)):
+        write_plan(plan, plan_file(folder))
 
 
 def collect(plan: Plan, folder: Path, tolerance: float = 0.1) -> tuple[Measurement, Comparison]:
