@@ -71,10 +71,11 @@ def _as_run(action: Action) -> Action:
         ((300, 200, 50, 10, 400, 70), 256, (32, 8), (64, 32, 1), "dot"),
         ((30, 20, 5, 10, 40, 7), 512, (64, 64, 8), (256, 1), "dot"),
         ((30, 20, 5, 10, 40, 7), 512, (8,), (32, 1), "cat"),
+        ((30, 20, 5, 10, 40, 7), 512, (8,), (32, 1), "dcn"),
         ((30, 20, 5, 10, 40, 7), 512, (8,), (2, 1), "dot"),
         ((30, 20, 5, 10, 40, 7), 4, (64, 8), (512, 512, 1), "dot"),
     ],
-    ids=["tables", "mixed", "activations", "cat", "exchange", "dense weights"],
+    ids=["tables", "mixed", "activations", "cat", "cross", "exchange", "dense weights"],
 )
 @pytest.mark.parametrize(
     ("world_size", "optimizer"), [(1, "sgd"), (2, "sgd"), (2, "adagrad"), (3, "adagrad")]

@@ -5,25 +5,26 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.core.errors import InputError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model_of_job import tables_of
 from shardwright.models.dlrm import (
     DLRM,
     ROWS_PER_GENERATOR,
-    Interaction,
-    interaction_width,
+    interaction,
     mlp,
 )
 
 BATCH = 6
 
 
-def _job(interaction: str = "dot", **changes: Any) -> Job:
+def _job(interaction: str = "dot", layers: tuple[int, int] | None = None, **changes: Any) -> Job:
     rows = (10, ROWS_PER_GENERATOR + 5, 2 * ROWS_PER_GENERATOR + 1)
     return parse_job(
         {
             "tables": [{"name": f"t{i}", "rows": n, "dim": 16} for i, n in enumerate(rows)],
-            "model": {"bottom": [8, 16], "top": [6, 1], "interaction": interaction},
+            "model": {"bottom": [8, 16], "top": [6, 1], "interaction": interaction}
+            | (dict(zip(("cross_layers", "cross_rank"), layers, strict=True)) if layers else {}),
         }
         | changes
     )
@@ -36,12 +37,41 @@ def model() -> DLRM:
 
 @pytest.mark.parametrize(
     ("features", "dim", "kind", "width"),
-    [(26, 16, "dot", 367), (1, 4, "dot", 5), (3, 16, "dot", 22), (3, 16, "cat", 64)],
+    [
+        (26, 16, "dot", 367),
+        (1, 4, "dot", 5),
+        (3, 16, "dot", 22),
+        (3, 16, "cat", 64),
+        (3, 16, "dcn", 64),
+    ],
 )
 def test_the_interaction_has_its_width(features: int, dim: int, kind: str, width: int) -> None:
-    assert interaction_width(features, dim, kind) == width
-    found = Interaction(features, kind)(torch.randn(2, dim), torch.randn(2, features, dim))
-    assert found.shape == (2, width)
+    tables = [{"name": f"t{i}", "rows": 4, "dim": dim} for i in range(features)]
+    job = parse_job({"tables": tables, "model": {"bottom": [dim], "interaction": kind}})
+    meet = interaction(job, "cpu")
+    assert meet.width == width
+    assert meet(torch.randn(2, dim), torch.randn(2, features, dim)).shape == (2, width)
+
+
+def test_the_cross_network_is_that_of_dcn_v2() -> None:
+    model = DLRM(_job("dcn", layers=(2, 5)))
+    dense, sparse = torch.randn(2, 16), torch.randn(2, 3, 16)
+    first = x = torch.cat([dense, *sparse.unbind(1)], 1)
+    for layer in range(2):
+        narrow, wide, bias = (
+            model.get_parameter(f"interact.{name}")
+            for name in (f"narrow.{layer}.weight", f"wide.{layer}.weight", f"wide.{layer}.bias")
+        )
+        assert (narrow.shape, wide.shape) == ((5, 64), (64, 5))
+        assert not bias.any()
+        x = x + first * (x @ narrow.t() @ wide.t() + bias)
+    torch.testing.assert_close(model.interact(dense, sparse), x)
+
+
+@pytest.mark.parametrize("key", ["cross_layers", "cross_rank"])
+def test_other_interactions_have_no_cross_network(key: str) -> None:
+    with pytest.raises(InputError, match=f"model.{key}: expected no such key but for a cross"):
+        parse_job({"tables": [{"name": "t", "rows": 4, "dim": 16}], "model": {key: 2}})
 
 
 def test_a_linear_sits_at_every_even_index_with_weight_then_bias() -> None:

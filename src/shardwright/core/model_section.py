@@ -40,12 +40,14 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dense_features: Width = 13
     bottom: tuple[Width, ...] = (64, 16)
     top: tuple[Width, ...] = (64, 1)
-    interaction: Literal["dot", "cat"] = "dot"
+    interaction: Literal["dot", "cat", "dcn"] = "dot"
     layers: Depth = 4
     dim: Width = 128
     heads: Width = 4
     ffn_dim: Width | None = None
     vocab: Words = 256
+    cross_layers: Depth | UnsetType = UNSET
+    cross_rank: Width | UnsetType = UNSET
     kv_heads: Width | UnsetType = UNSET
     head_dim: Width | UnsetType = UNSET
     tied_embeddings: bool | UnsetType = UNSET
@@ -86,7 +88,7 @@ _LLAMA = (
     "moe_layers",
 )
 KEYS_OF_KIND: dict[ModelKind, tuple[str, ...]] = {
-    "dlrm": ("dense_features", "bottom", "top", "interaction"),
+    "dlrm": ("dense_features", "bottom", "top", "interaction", "cross_layers", "cross_rank"),
     "transformer": _STREAM,
     "llama": (*_STREAM, *_LLAMA, "hf_config"),
     "python": ("python", "arguments"),
@@ -124,6 +126,12 @@ def completed(model: ModelSection, where: str, job_path: Path | None) -> ModelSe
     refuse_foreign_keys(model, where)
     if model.kind == "python" or model.python is not UNSET:
         check_function(model.python, f"{where}: model.python", "a module")
+    if model.interaction != "dcn":
+        for name in ("cross_layers", "cross_rank"):
+            if (value := getattr(model, name)) is not UNSET:
+                remedy = 'Set model.interaction to "dcn", or leave it out.'
+                wanted = "no such key but for a cross network"
+                raise InputError(expected(f"{where}: model.{name}", wanted, str(value), remedy))
     if model.kind != "llama":
         return model
     if model.hf_config is UNSET:
@@ -170,6 +178,11 @@ def _llama_shape(model: ModelSection, where: str) -> LlamaShape:
         shared_ffn_dim=_given(model.shared_ffn_dim, 0),
         moe_layers=_given(model.moe_layers, layers),
     )
+
+
+def cross_of(model: ModelSection) -> tuple[int, int]:
+    """Layers and rank of a DCN v2's cross network."""
+    return _given(model.cross_layers, 3), _given(model.cross_rank, 512)
 
 
 def _given(value: Any, otherwise: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwright.core.job import Job
 from shardwright.core.model import TableSpec
+from shardwright.core.model_section import cross_of
 from shardwright.models.start import Started, generator_of
 
 ROWS_PER_GENERATOR = 4096
@@ -36,31 +37,62 @@ class Tables(nn.Module):
         return torch.stack(found, 1)
 
 
-def interaction_width(features: int, dim: int, interaction: str) -> int:
-    """Inputs of the top MLP."""
-    if interaction == "dot":
-        return dim + features * (features + 1) // 2
-    return dim * (features + 1)
+class Dot(nn.Module):
+    """Products of all pairs, behind the dense part."""
 
-
-class Interaction(nn.Module):
-    """Products of all pairs (``dot``) or plain concatenation (``cat``)."""
-
-    def __init__(self, features: int, kind: str) -> None:
+    def __init__(self, features: int, dim: int) -> None:
         super().__init__()
-        self.kind = kind
-        if kind == "dot":
-            rows, columns = torch.tril_indices(features + 1, features + 1, -1, device="cpu")
-            self.register_buffer("pair_rows", rows.clone(), persistent=False)
-            self.register_buffer("pair_columns", columns.clone(), persistent=False)
+        self.width = dim + features * (features + 1) // 2
+        rows, columns = torch.tril_indices(features + 1, features + 1, -1, device="cpu")
+        self.register_buffer("pair_rows", rows.clone(), persistent=False)
+        self.register_buffer("pair_columns", columns.clone(), persistent=False)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Bottom output [B, D] and embeddings [B, F, D] -> [B, interaction_width]."""
-        if self.kind == "cat":
-            return torch.cat([dense, sparse.flatten(1)], 1)
+        """Bottom output [B, D] and embeddings [B, F, D] -> [B, width]."""
         stack = torch.cat([dense.unsqueeze(1), sparse], 1)
         pairs = torch.bmm(stack, stack.transpose(1, 2))[:, self.pair_rows, self.pair_columns]
         return torch.cat([dense, pairs], 1)
+
+
+class Cat(nn.Module):
+    """Everything side by side."""
+
+    def __init__(self, features: int, dim: int) -> None:
+        super().__init__()
+        self.width = dim * (features + 1)
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        """Bottom output [B, D] and embeddings [B, F, D] -> [B, width]."""
+        return torch.cat([dense, sparse.flatten(1)], 1)
+
+
+class Cross(Cat):
+    """The cross network of DCN v2 (Wang et al., 2021) on everything side by side, of low rank:
+    ``layers`` times x + x0 * (W (V x) + b), with V [rank, width] and W [width, rank]."""
+
+    def __init__(
+        self, features: int, dim: int, layers: int, rank: int, device: torch.device | str | None
+    ) -> None:
+        super().__init__(features, dim)
+        self.narrow, self.wide = nn.ModuleList(), nn.ModuleList()
+        for _ in range(layers):
+            self.narrow.append(_linear(self.width, rank, device, bias=False))
+            self.wide.append(_linear(rank, self.width, device))
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        """Bottom output [B, D] and embeddings [B, F, D] -> [B, width]."""
+        first = x = super().forward(dense, sparse)
+        for narrow, wide in zip(self.narrow, self.wide, strict=True):
+            x = torch.addcmul(x, first, wide(narrow(x)))
+        return x
+
+
+def interaction(job: Job, device: torch.device | str | None) -> Dot | Cat | Cross:
+    """How the dense part and the embeddings of ``job``'s model meet."""
+    features, dim, section = len(job.tables), job.tables[0].dim, job.model
+    if section.interaction == "dcn":
+        return Cross(features, dim, *cross_of(section), device)
+    return {"dot": Dot, "cat": Cat}[section.interaction](features, dim)
 
 
 class DLRM(Started):
@@ -72,9 +104,8 @@ class DLRM(Started):
         self.seed = job.train.seed
         self.bottom = mlp((section.dense_features, *section.bottom), last_relu=True, device=device)
         self.tables = Tables(job.tables, device)
-        self.interact = Interaction(len(job.tables), section.interaction)
-        width = interaction_width(len(job.tables), job.tables[0].dim, section.interaction)
-        self.top = mlp((width, *section.top), last_relu=False, device=device)
+        self.interact = interaction(job, device)
+        self.top = mlp((self.interact.width, *section.top), last_relu=False, device=device)
         self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
         if torch.device(device or "cpu").type != "meta":
             self.reset_parameters()
@@ -106,7 +137,10 @@ class DLRM(Started):
         return found
 
     def _start(self, fqn: str) -> torch.Tensor:
-        return _dense_start(self.shapes[fqn], self._generator(fqn, 0))
+        shape = self.shapes[fqn]
+        if fqn.startswith("interact.") and len(shape) == 1:
+            return torch.zeros(shape)  # as DCN v2's biases
+        return _dense_start(shape, self._generator(fqn, 0))
 
     def _generator(self, fqn: str, index: int) -> torch.Generator:
         return generator_of(self.seed, fqn, index)
@@ -118,11 +152,17 @@ def mlp(
     """Linear layers with ReLU between them, and after the last if asked."""
     layers: list[nn.Module] = []
     for index, (fan_in, fan_out) in enumerate(itertools.pairwise(widths)):
-        linear = nn.Linear(fan_in, fan_out, device="meta")
-        layers.append(linear.to_empty(device=device or "cpu"))
+        layers.append(_linear(fan_in, fan_out, device))
         if last_relu or index < len(widths) - 2:
             layers.append(nn.ReLU())
     return nn.Sequential(*layers)
+
+
+def _linear(
+    fan_in: int, fan_out: int, device: torch.device | str | None, *, bias: bool = True
+) -> nn.Linear:
+    layer = nn.Linear(fan_in, fan_out, bias, device="meta")
+    return layer.to_empty(device=device or "cpu")
 
 
 def _dense_start(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -37,6 +37,7 @@ SIZES: dict[str, dict[str, int]] = {
     "weights": {"size": 1, "sequence": 2, "layers": 1, "dim": 128, "heads": 2, "vocab": 50},
     "deep": {"size": 2, "sequence": 5, "layers": 12},
 }
+KINDS = ("dot", "cat", "dcn")
 Sized = Callable[[dict[str, int]], Recording]
 
 
@@ -58,7 +59,7 @@ def transformer_job(size: int = 2, sequence: int = 5, **model: Any) -> Job:
 @pytest.fixture(scope="module")
 def dlrm() -> Callable[[str], Recording]:
     """The recording with a kind of interaction, made once."""
-    made = {kind: built_in_recording(dlrm_job(kind), ON_CPU) for kind in ("dot", "cat")}
+    made = {kind: built_in_recording(dlrm_job(kind), ON_CPU) for kind in KINDS}
     return made.__getitem__
 
 
@@ -104,17 +105,15 @@ def _measured(
 # ---- DLRM ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("interaction", ["dot", "cat"])
+@pytest.mark.parametrize("interaction", KINDS)
 def test_a_dlrm_has_the_parameters_of_its_module_tables_first(
     dlrm: Callable[[str], Recording], interaction: str
 ) -> None:
     job = dlrm_job(interaction)
     built = {n: tuple(p.shape) for n, p in DLRM(job, "meta").named_parameters()}
     found = model_of(job, dlrm(interaction))
-    assert [(u.name, u.series, u.modules) for u in found.units] == [
-        ("bottom", "", ("bottom",)),
-        ("top", "", ("top",)),
-    ]
+    names = ["bottom", "interact", "top"] if interaction == "dcn" else ["bottom", "top"]
+    assert [(u.name, u.series, u.modules) for u in found.units] == [(n, "", (n,)) for n in names]
     for unit in found.units:
         mine = [(n, shape) for n, shape in built.items() if n.startswith(f"{unit.name}.")]
         assert [(t.fqn, t.shape) for t in unit.tensors] == mine
@@ -123,7 +122,7 @@ def test_a_dlrm_has_the_parameters_of_its_module_tables_first(
     assert {t.dtype for t in found.tensors} == {"fp32"}
 
 
-@pytest.mark.parametrize("interaction", ["dot", "cat"])
+@pytest.mark.parametrize("interaction", KINDS)
 def test_a_dlrm_has_the_buffers_of_its_module(
     dlrm: Callable[[str], Recording], interaction: str
 ) -> None:
@@ -158,7 +157,7 @@ def test_rows_come_between_the_units_of_a_dlrm_and_go_back_between_them(
     ]
 
 
-@pytest.mark.parametrize("interaction", ["dot", "cat"])
+@pytest.mark.parametrize("interaction", KINDS)
 def test_flops_of_a_dlrm_are_those_that_torch_counts(
     dlrm: Callable[[str], Recording], interaction: str
 ) -> None:
@@ -171,7 +170,7 @@ def test_flops_of_a_dlrm_are_those_that_torch_counts(
     assert _flops(step.backward) == backward.get_total_flops()
 
 
-@pytest.mark.parametrize("interaction", ["dot", "cat"])
+@pytest.mark.parametrize("interaction", KINDS)
 def test_bytes_of_a_dlrm_come_and_go_as_in_a_real_step_its_tables_apart(
     dlrm: Callable[[str], Recording], interaction: str
 ) -> None:

@@ -45,7 +45,10 @@ def _dlrm(model: DLRM, job: Job, treatment: Treatment) -> Recording:
     def loss(logits: torch.Tensor) -> torch.Tensor:
         return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(1), labels)
 
-    units = {"bottom": [model.bottom], "top": [model.top]}
+    units: dict[str, Sequence[nn.Module]] = {"bottom": [model.bottom]}
+    if any(True for _ in model.interact.parameters()):
+        units["interact"] = [model.interact]
+    units["top"] = [model.top]
     with treatment.applied(model, [], []) as applied:
         subject = Subject(model, (dense, ids), units, loss, extra=(labels,), around=applied.around)
         return record(subject)

@@ -29,7 +29,8 @@ class Clicks:
     def model(self, device: torch.device) -> nn.Module:
         """DLRM with its index buffers in place."""
         model = DLRM(self.job, device="meta")
-        model.interact.to(device)
+        for name, buffer in list(model.interact.named_buffers()):
+            setattr(model.interact, name, buffer.to(device))
         return model
 
     def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
