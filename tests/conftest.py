@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from shardwright.core.amount import Step
 
@@ -21,6 +22,9 @@ from shardwright.core.amount import Step
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["SHARDWRIGHT_CACHE"] = tempfile.mkdtemp(prefix="shardwright-cache-")
     atexit.register(shutil.rmtree, os.environ["SHARDWRIGHT_CACHE"], ignore_errors=True)
+
+settings.register_profile("no clock", deadline=None)
+settings.load_profile("no clock")
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil_div": lambda a, b: -(-a // b),

@@ -83,7 +83,7 @@ def _unique(amount: Amount) -> Amount:
 
 
 @given(EXPRESSIONS)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_every_printed_line_of_a_derivation_evaluates_to_its_value(
     reevaluate: Callable[[Sequence[Step]], None], expression: Amount
 ) -> None:
@@ -95,14 +95,12 @@ def test_every_printed_line_of_a_derivation_evaluates_to_its_value(
 
 
 @given(st.integers(0, 10**12), st.integers(1, 10**6))
-@settings(deadline=None)
 def test_ceil_div_is_exact(a: int, b: int) -> None:
     quotient = ceil_div(a, b)
     assert (quotient - 1) * b < a <= quotient * b
 
 
 @given(st.integers(0, 1000), st.integers(1, 60))
-@settings(deadline=None)
 def test_plain_numbers_arrays_and_amounts_agree(a: int, b: int) -> None:
     def formula(x: Any, y: Any) -> Any:
         chunk = ceil_div(x, y)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.batch import Batch, expected_distinct, feature_batches, lookups, outputs
@@ -44,7 +44,6 @@ def test_a_feature_has_the_batch_of_the_job_where_it_has_none_of_its_own() -> No
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**9))
-@settings(deadline=None)
 def test_different_rows_are_never_more_than_the_ids_or_the_table(ids: int, rows: int) -> None:
     assert min(ids, 1) <= expected_distinct(ids, rows) <= min(ids, rows)
 
@@ -54,7 +53,6 @@ def test_even_draws_meet_two_thirds_of_a_table_of_as_many_rows() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**9))
-@settings(deadline=None)
 def test_popular_ids_repeat_more_than_even_ones(ids: int, rows: int) -> None:
     assert expected_distinct(ids, rows, zipf=1.2) <= expected_distinct(ids, rows) + 1
 

@@ -4,7 +4,7 @@ import random
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.block import Block, BlockRun, Role, check_tiling, decode, encode
@@ -34,13 +34,11 @@ def _block(draw: st.DrawFn) -> Block:
 
 
 @given(st.lists(_block(), max_size=30))
-@settings(deadline=None)
 def test_any_list_of_blocks_comes_back_from_its_encoding(blocks: list[Block]) -> None:
     assert list(decode(encode(blocks))) == blocks
 
 
 @given(st.integers(1, 600), st.integers(1, 600), st.integers(0, 9), st.integers(-4, 4))
-@settings(deadline=None)
 def test_evenly_moving_blocks_are_one_run(
     count: int, size: int, first_rank: int, step: int
 ) -> None:
@@ -68,7 +66,6 @@ def test_a_run_ends_where_the_ranks_do_not_continue() -> None:
     st.integers(1, 4),
     st.randoms(use_true_random=False),
 )
-@settings(deadline=None)
 def test_the_shards_of_every_type_tile_their_table_wherever_they_lie(
     kind: ShardingType, rows: int, dim: int, hosts: int, group: int, random_: random.Random
 ) -> None:
@@ -197,7 +194,6 @@ def test_blocks_that_do_not_tile_are_refused(blocks: list[Block], message: str) 
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_a_tiling_with_one_block_moved_is_refused(data: st.DataObject) -> None:
     rows = data.draw(st.integers(2, 20))
     cut = data.draw(st.integers(1, rows - 1))

@@ -74,7 +74,6 @@ def _ranks(layout: UnitLayout) -> list[int]:
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_every_tensor_has_one_slot_and_slots_start_aligned_without_overlap(
     layout: UnitLayout,
 ) -> None:
@@ -93,7 +92,6 @@ def test_every_tensor_has_one_slot_and_slots_start_aligned_without_overlap(
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_segments_follow_each_other_aligned_in_both_buffers(layout: UnitLayout) -> None:
     offset = shard_offset = 0
     for segment in layout.segments:
@@ -107,7 +105,7 @@ def test_segments_follow_each_other_aligned_in_both_buffers(layout: UnitLayout) 
 
 
 @given(layouts())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_pieces_of_a_rank_do_not_overlap_in_its_buffer_and_lie_in_it(layout: UnitLayout) -> None:
     for rank in _ranks(layout):
         spans = sorted(
@@ -121,7 +119,6 @@ def test_pieces_of_a_rank_do_not_overlap_in_its_buffer_and_lie_in_it(layout: Uni
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_a_piece_starts_at_a_multiple_of_its_element_even_in_a_buffer_of_half_the_bytes(
     layout: UnitLayout,
 ) -> None:
@@ -133,7 +130,7 @@ def test_a_piece_starts_at_a_multiple_of_its_element_even_in_a_buffer_of_half_th
 
 
 @given(layouts())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_element_lies_exactly_once_on_its_owners(layout: UnitLayout) -> None:
     """The block list tiles every tensor: once, or once on every rank where it is replicated."""
     specs = [slot.tensor for slot in layout.slots if slot.tensor.numel]
@@ -186,7 +183,7 @@ def _shares(layout: UnitLayout, segment: Segment) -> list[list[object]]:
 
 
 @given(layouts(st.integers(1, 9)))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_gathered_shares_put_together_are_the_tensors(layout: UnitLayout) -> None:
     for segment in layout.segments:
         shares = _shares(layout, segment)
@@ -209,7 +206,6 @@ def test_gathered_shares_put_together_are_the_tensors(layout: UnitLayout) -> Non
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_a_block_is_never_cut_and_chunks_are_equal_but_for_the_last(layout: UnitLayout) -> None:
     for segment in layout.segments:
         for slot in segment.slots:
@@ -233,7 +229,7 @@ def test_a_block_is_never_cut_and_chunks_are_equal_but_for_the_last(layout: Unit
 
 
 @given(layouts())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_padding_is_what_no_piece_needs_and_is_bounded_without_common_multiples(
     layout: UnitLayout,
 ) -> None:
@@ -299,7 +295,6 @@ def test_a_flat_unit_is_cut_evenly_for_any_number_of_ranks() -> None:
 
 
 @given(_tensors(), st.integers(1, 512))
-@settings(deadline=None)
 def test_balanced_owners_are_within_one_tensor_of_even(
     tensors: list[TensorSpec], ranks: int
 ) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.block import Block
@@ -38,7 +38,6 @@ def test_five_rows_on_four_ranks_are_cut_into_two_two_one_and_none() -> None:
 
 
 @given(st.integers(1, 10_000), st.integers(1, 600))
-@settings(deadline=None)
 def test_row_shards_follow_one_another_in_ceiling_chunks(rows: int, parts: int) -> None:
     shards = _shapes(row_runs(rows, 4, parts))
     assert len(shards) == parts
@@ -53,7 +52,6 @@ def test_row_shards_follow_one_another_in_ceiling_chunks(rows: int, parts: int) 
 
 
 @given(st.integers(1, 2**40), st.integers(1, 10**6))
-@settings(deadline=None)
 def test_a_cut_by_rows_is_shown_in_three_runs_at_most(rows: int, parts: int) -> None:
     runs = row_runs(rows, 4, parts)
     assert len(runs) <= 3
@@ -85,7 +83,6 @@ def test_column_shards_have_the_narrowest_allowed_width(dim: int, least: int, wi
 
 
 @given(st.integers(1, 200), st.integers(0, 200))
-@settings(deadline=None)
 def test_a_column_width_divides_the_table_and_is_wide_enough(dim: int, least: int) -> None:
     width = column_width(TableSpec("t", 3, dim), least)
     assert dim % width == 0
@@ -116,7 +113,6 @@ def test_a_table_is_cut_evenly_into_multiples_of_four_columns(
 
 
 @given(st.integers(1, 3000), st.integers(0, 200))
-@settings(deadline=None)
 def test_no_width_of_an_even_cut_is_left_out(dim: int, least: int) -> None:
     narrowest = max(least, 4)
     wanted = [w for w in range(dim - 1, narrowest - 1, -1) if dim % w == 0 and w % 4 == 0]

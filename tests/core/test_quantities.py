@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
@@ -45,7 +45,6 @@ def test_a_size_out_of_range_is_refused(size: int | str) -> None:
 
 
 @given(st.integers(1, 2**30), st.sampled_from(["B", "KiB", "MiB", "GiB", "KB", "MB", "GB"]))
-@settings(deadline=None)
 def test_a_whole_number_of_units_is_that_many_bytes(count: int, unit: str) -> None:
     scale = {"K": 1, "M": 2, "G": 3}.get(unit[0], 0)
     base = 1024 if "i" in unit else 1000
@@ -85,7 +84,6 @@ def test_seconds_are_written_in_the_largest_unit_below_them(seconds: float, text
 
 
 @given(st.integers(1, 2**59))
-@settings(deadline=None)
 def test_a_written_size_reads_back_within_its_digits(size: int) -> None:
     again = parse_bytes(format_bytes(size), "x")
     assert abs(again - size) <= 0.005 * size + 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
@@ -306,7 +306,6 @@ groups = st.lists(st.lists(st.sampled_from([*NAMES, "x"]), max_size=4), max_size
     apart=groups,
     ranks=st.dictionaries(st.sampled_from([*NAMES, "x"]), st.lists(st.integers(-1, 3), max_size=3)),
 )
-@settings(deadline=None)
 def test_any_constraints_are_accepted_or_refused_in_one_line(
     together: list[list[str]], apart: list[list[str]], ranks: dict[str, list[int]]
 ) -> None:

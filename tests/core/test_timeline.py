@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.timeline import (
@@ -27,13 +27,11 @@ EVENTS = st.builds(
 
 
 @given(st.lists(EVENTS, max_size=30))
-@settings(deadline=None)
 def test_every_event_comes_back_as_often_as_it_was_there(events: list[Event]) -> None:
     assert sorted(map(repr, decode(encode(events)))) == sorted(map(repr, events))
 
 
 @given(st.lists(EVENTS, max_size=8), st.integers(1, 64))
-@settings(deadline=None)
 def test_ranks_with_equal_events_keep_their_order(template: list[Event], ranks: int) -> None:
     unique = list(dict.fromkeys(Event(0, e.step, e.phase, e.kind, e.name) for e in template))
     events = [Event(rank, e.step, e.phase, e.kind, e.name) for rank in range(ranks) for e in unique]

@@ -44,7 +44,7 @@ def test_every_function_is_evaluated_in_three_ways(
 
 @pytest.mark.parametrize("name", CASES)
 @given(samples=SAMPLES)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_numbers_arrays_and_amounts_agree(
     agree: Callable[..., None], name: str, samples: list[dict[str, float]]
 ) -> None:

@@ -110,7 +110,7 @@ def test_every_function_is_evaluated_in_three_ways(
 
 @pytest.mark.parametrize("name", CASES)
 @given(samples=SAMPLES, preset=st.sampled_from(["local", "h100-8"]))
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 def test_numbers_arrays_and_amounts_agree(
     agree: Callable[..., None], name: str, samples: list[dict[str, float]], preset: str
 ) -> None:

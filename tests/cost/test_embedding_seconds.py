@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.model import ComputeKernel
@@ -202,7 +202,6 @@ ANY = {
 
 
 @given(**ANY)
-@settings(deadline=None)
 def test_a_shard_of_no_rows_costs_nothing(
     demand: Demand, sharding_type: str, kernel: str, hosts: int, local: int, prefetch: bool
 ) -> None:
@@ -218,7 +217,6 @@ def test_a_shard_of_no_rows_costs_nothing(
 
 
 @given(**ANY)
-@settings(deadline=None)
 def test_one_rank_pays_no_communication(
     demand: Demand, sharding_type: str, kernel: str, hosts: int, local: int, prefetch: bool
 ) -> None:
@@ -228,7 +226,6 @@ def test_one_rank_pays_no_communication(
 
 
 @given(**ANY, more=st.integers(1, 2**20))
-@settings(deadline=None)
 def test_more_ids_never_cost_less(
     demand: Demand,
     sharding_type: str,
@@ -249,7 +246,6 @@ def test_more_ids_never_cost_less(
 
 
 @given(**ANY, more=st.integers(1, 2**20))
-@settings(deadline=None)
 def test_more_rows_never_cost_less(
     demand: Demand,
     sharding_type: str,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.amount import Amount, Step, derivation, leaf, plain
@@ -71,7 +71,6 @@ GROUPS = st.lists(
 
 
 @given(GROUPS)
-@settings(deadline=None)
 def test_numbers_and_amounts_give_one_result_which_is_derived(
     reevaluate: Callable[[Sequence[Step]], None], pairs: list[tuple[float, int]]
 ) -> None:

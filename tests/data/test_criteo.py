@@ -263,7 +263,7 @@ def test_a_file_repeats_without_end_and_epochs_count_its_passes(tmp_path: Path) 
     assert reader.epoch == 7
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.integers(1, 30),
     batch=st.integers(1, 6),
@@ -283,7 +283,7 @@ def test_the_global_batch_does_not_depend_on_the_world_size(
         assert together == [n % rows for n in range(k * size, (k + 1) * size)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.integers(1, 40),
     batch=st.integers(1, 6),
@@ -331,7 +331,7 @@ def test_evaluation_refuses_a_bad_row_or_leaves_it_out_with_its_index(tmp_path: 
 FIELD = st.text("0123456789abefx+-._ ni\r\0", max_size=10)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(name=st.sampled_from(FIELD_NAMES), text=FIELD)
 def test_a_row_is_either_parsed_or_has_a_named_fault(
     tmp_path_factory: pytest.TempPathFactory, name: str, text: str

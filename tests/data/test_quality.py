@@ -54,6 +54,26 @@ def test_log_loss_is_the_mean_surprise_in_nats() -> None:
     assert loss == pytest.approx(-(math.log(0.5) + math.log(0.8) + math.log(0.9)) / 3)
 
 
+def test_accuracy_is_that_of_the_likelier_label() -> None:
+    labels, p = [1, 0, 1, 0], [0.5, 0.2, 0.4, 0.9]
+    assert quality.accuracy(labels, p) == 0.5
+    assert quality.majority([1, 0, 0, 0]) == quality.majority([0, 1, 1, 1]) == 0.75
+
+
+def test_normalized_entropy_is_1_of_what_knows_the_share_of_clicks_alone() -> None:
+    labels = [1, 0, 0, 0]
+    assert quality.normalized_entropy(labels, [0.25] * 4) == pytest.approx(1.0)
+    assert quality.normalized_entropy(labels, [0.7, 0.1, 0.1, 0.1]) < 0.5
+    with pytest.raises(InputError, match="labels: expected both ones and zeros"):
+        quality.normalized_entropy([1, 1], [0.5, 0.5])
+
+
+def test_calibration_is_predicted_clicks_over_real_ones() -> None:
+    assert quality.calibration([1, 0, 1, 0], [0.5, 0.25, 0.5, 0.25]) == 0.75
+    with pytest.raises(InputError, match="labels: expected a click, got none"):
+        quality.calibration([0, 0], [0.5, 0.5])
+
+
 def test_a_saturated_probability_costs_a_finite_amount() -> None:
     assert quality.log_loss([0], np.ones(1, dtype=np.float32)) == pytest.approx(15.94, abs=0.01)
     assert quality.log_loss([1], [0.0]) == pytest.approx(36.04, abs=0.01)

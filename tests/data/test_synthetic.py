@@ -28,7 +28,7 @@ def arrays(rows: ClickRows) -> list[np.ndarray]:
     return [*parts, rows.probabilities]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 300), st.integers(0, 60), st.integers(0, 60))
 def test_a_row_is_the_same_in_whatever_range_it_is_made(start: int, left: int, right: int) -> None:
     whole = arrays(SMALL.rows(start, start + left + right))

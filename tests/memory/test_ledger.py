@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.memory.ledger import Ledger
@@ -66,7 +66,6 @@ def test_a_name_may_be_taken_again_after_it_was_freed() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 100)), max_size=40))
-@settings(deadline=None)
 def test_the_total_is_what_is_held_and_the_peak_its_maximum(
     changes: list[tuple[int, int]],
 ) -> None:

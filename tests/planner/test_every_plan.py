@@ -59,7 +59,7 @@ def _found(job: Job) -> Found | None:
 
 @pytest.mark.slow
 @given(seed=seeds)
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 def test_no_plan_at_all_is_faster_than_the_bound(seed: int) -> None:
     job = _job(seed)
     best, found = _fastest(job), _found(job)
@@ -73,7 +73,7 @@ def test_no_plan_at_all_is_faster_than_the_bound(seed: int) -> None:
 
 @pytest.mark.slow
 @given(seed=seeds)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_it_is_proven_that_nothing_fits_only_where_nothing_fits(seed: int) -> None:
     job = _job(seed)
     best = _fastest(job)
@@ -90,7 +90,7 @@ def test_it_is_proven_that_nothing_fits_only_where_nothing_fits(seed: int) -> No
 
 
 @given(seed=seeds)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_the_exact_search_brings_the_fastest_plan_of_all(seed: int) -> None:
     pytest.importorskip("highspy", reason="the exact search needs HiGHS: shardwright[exact]")
     job = _job(seed, "exact")

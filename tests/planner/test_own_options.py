@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.block import check_tiling
@@ -199,7 +199,6 @@ def _wide(table: TableSpec, cluster: Cluster) -> tuple[Option, ...]:
 
 
 @given(table=TABLES, cluster=CLUSTERS)
-@settings(deadline=None)
 def test_the_shards_of_every_option_tile_their_table(table: TableSpec, cluster: Cluster) -> None:
     for option in _wide(table, cluster):
         ranks = range(option.count)
@@ -209,14 +208,12 @@ def test_the_shards_of_every_option_tile_their_table(table: TableSpec, cluster: 
 
 
 @given(table=TABLES, cluster=CLUSTERS)
-@settings(deadline=None)
 def test_no_option_is_listed_twice(table: TableSpec, cluster: Cluster) -> None:
     options = [(o.sharding_type, o.compute_kernel, o.runs) for o in _wide(table, cluster)]
     assert len(set(options)) == len(options)
 
 
 @given(table=TABLES, cluster=CLUSTERS)
-@settings(deadline=None)
 def test_all_that_torchrec_looks_at_is_looked_at(table: TableSpec, cluster: Cluster) -> None:
     wide = {(o.sharding_type, o.compute_kernel, o.shards) for o in _wide(table, cluster)}
     try:

@@ -119,7 +119,7 @@ option_sets = st.sampled_from(["wide", "torchrec"])
 
 @pytest.mark.slow
 @given(entries=entries, profile=profiles, options=option_sets, data=st.data())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_the_order_of_tables_changes_neither_seconds_nor_bound_nor_feasibility(
     entries: list[dict[str, Any]], profile: str, options: str, data: st.DataObject
 ) -> None:
@@ -138,7 +138,7 @@ def test_the_order_of_tables_changes_neither_seconds_nor_bound_nor_feasibility(
 
 
 @given(entries=entries, profile=profiles, options=option_sets)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_shards_of_a_plan_tile_every_table(
     entries: list[dict[str, Any]], profile: str, options: str
 ) -> None:
@@ -149,7 +149,7 @@ def test_the_shards_of_a_plan_tile_every_table(
 
 @pytest.mark.slow
 @given(entries=entries, profile=profiles, options=option_sets, slack=st.floats(1.0, 3.0))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_a_rank_holds_the_bytes_and_takes_the_seconds_of_its_shards(
     entries: list[dict[str, Any]], profile: str, options: str, slack: float
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_rank_holds_the_bytes_and_takes_the_seconds_of_its_shards(
 
 
 @given(entries=entries, profile=profiles, options=option_sets)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_a_plan_is_no_faster_than_its_bound(
     entries: list[dict[str, Any]], profile: str, options: str
 ) -> None:
@@ -196,7 +196,7 @@ def test_a_plan_is_no_faster_than_its_bound(
 
 
 @given(entries=entries, profile=st.sampled_from(["cluster", "torchrec-1.9"]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_looking_at_more_options_never_makes_a_plan_slower(
     entries: list[dict[str, Any]], profile: str
 ) -> None:

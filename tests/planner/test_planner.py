@@ -197,7 +197,7 @@ def test_a_table_gets_the_only_type_it_allows(make_job: MakeJob, kind: str) -> N
     ),
     rows=st.integers(1, 10**6),
 )
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_a_table_gets_one_of_the_types_it_allows(
     make_job: MakeJob, types: list[str], rows: int
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.amount import Step, derivation
@@ -37,7 +37,6 @@ def _option(table: TableSpec, sharding_type: ShardingType, parts: int = 2) -> Op
     batch=st.integers(1, 2**16),
     world_size=st.integers(1, 64),
 )
-@settings(deadline=None)
 def test_a_derivation_leads_to_the_price(
     reevaluate: Callable[[Sequence[Step]], None],
     rows: int,

@@ -100,7 +100,7 @@ SETTINGS = st.builds(
     kernel=st.sampled_from(KERNELS),
     exchange=st.booleans(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_a_derivation_leads_to_the_price(
     reevaluate: Callable[[Sequence[Step]], None],
     setting: PricingContext,
@@ -120,14 +120,12 @@ def test_a_derivation_leads_to_the_price(
 
 
 @given(setting=SETTINGS, table=TABLES)
-@settings(deadline=None)
 def test_traffic_is_that_of_the_batch(setting: PricingContext, table: TableSpec) -> None:
     asked = lookups(table, setting.batch), outputs(table, setting.batch)
     assert traffic(setting, table, bare) == asked
 
 
 @given(tables=st.lists(TABLES, min_size=1, max_size=6), setting=SETTINGS)
-@settings(deadline=None)
 def test_prices_do_not_depend_on_what_is_priced_beside(
     tables: list[TableSpec], setting: PricingContext
 ) -> None:

@@ -225,7 +225,7 @@ def _job(entries: list[dict[str, Any]], hosts: int, local: int, **planner: Any) 
 
 
 @given(entries=tables, hosts=st.integers(1, 3), local=st.integers(1, 4))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_an_assignment_costs_what_the_tables_placed_by_it_cost(
     entries: list[dict[str, Any]], hosts: int, local: int
 ) -> None:
@@ -242,7 +242,7 @@ def test_an_assignment_costs_what_the_tables_placed_by_it_cost(
 
 
 @given(entries=tables, hosts=st.integers(1, 3), local=st.integers(1, 4), data=st.data())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_every_shard_lies_where_its_type_may_lie(
     entries: list[dict[str, Any]], hosts: int, local: int, data: st.DataObject
 ) -> None:

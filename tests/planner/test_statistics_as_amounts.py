@@ -80,7 +80,7 @@ PROFILES = pytest.mark.parametrize("constants", ["torchrec-1.9", "cluster"])
 
 
 @given(pairs=MANY)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @pytest.mark.parametrize(
     "statistic",
     [
@@ -133,7 +133,6 @@ def test_bytes_of_a_kernel(agree: Agree, constants: str) -> None:
 
 
 @given(values=st.lists(st.tuples(SECONDS, st.booleans()), min_size=1, max_size=12))
-@settings(deadline=None)
 def test_the_critical_path(agree: Agree, values: list[tuple[float, bool]]) -> None:
     terms = [CriticalTerm(f"term {n}", comms, value, n) for n, (value, comms) in enumerate(values)]
     told: list[Any] = [
@@ -143,14 +142,12 @@ def test_the_critical_path(agree: Agree, values: list[tuple[float, bool]]) -> No
 
 
 @given(capacity=NBYTES, taken=st.lists(NBYTES, max_size=12))
-@settings(deadline=None)
 def test_free_memory(agree: Agree, capacity: int, taken: list[int]) -> None:
     told = [leaf(nbytes, f"line {n}") for n, nbytes in enumerate(taken)]
     agree(memory.free(capacity, taken), memory.free(leaf(capacity, "capacity"), told))
 
 
 @given(now=SECONDS, more=SECONDS, slowest=SECONDS, ranks_=st.integers(1, 4096))
-@settings(deadline=None)
 def test_bounds(agree: Agree, now: float, more: float, slowest: float, ranks_: int) -> None:
     first, second, third, count = _leaves(now=now, more=more, slowest=slowest, ranks=ranks_)
     agree(memory.fall(now, more), memory.fall(first, second))
@@ -163,7 +160,6 @@ def test_bounds(agree: Agree, now: float, more: float, slowest: float, ranks_: i
 
 
 @given(work=SECONDS, nbytes=st.tuples(NBYTES, NBYTES), prices=st.tuples(SECONDS, SECONDS))
-@settings(deadline=None)
 def test_priced_work(
     agree: Agree, work: float, nbytes: tuple[int, int], prices: tuple[float, float]
 ) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.cluster import TIERS
@@ -54,7 +54,6 @@ def test_a_stretch_never_crosses_shards_of_another_shape() -> None:
     counts=st.lists(st.integers(1, 7), min_size=1, max_size=4),
     data=st.data(),
 )
-@settings(deadline=None)
 def test_stretches_are_the_shards_and_ranks_in_order(
     counts: list[int], data: st.DataObject
 ) -> None:
@@ -77,7 +76,6 @@ def test_stretches_are_the_shards_and_ranks_in_order(
     count=st.integers(0, 5),
     scale=st.sampled_from([1, 2**40, 2**61, 2**70]),
 )
-@settings(deadline=None)
 def test_bytes_of_a_rank_are_the_exact_sum_of_its_shards(
     data: st.DataObject, count: int, scale: int
 ) -> None:

@@ -197,6 +197,25 @@ def test_held_out_text_is_shown_in_nats_and_bits_and_without_auc(
     assert "AUC 0" not in text
 
 
+def test_held_out_clicks_are_shown_beside_what_is_reached_without_learning() -> None:
+    plan = samples.plan()
+    clicks = Quality(
+        9,
+        0.75,
+        0.4,
+        accuracy=0.8,
+        best_accuracy=0.85,
+        majority=0.75,
+        normalized_entropy=0.9,
+        calibration=1.02,
+    )
+    page = render(plan, samples.measurement(plan, quality=clicks), None)
+    text = " ".join(" ".join(read(page).text).split())
+    assert "Accuracy 0.8000 0.8500 50.0 % of the way from 0.75 to the best" in text
+    assert "Normalized entropy 0.9000 not known 1 is the share of clicks alone" in text
+    assert "Calibration 1.0200 1.0000 +2.0 % of clicks" in text
+
+
 def test_a_failed_comparison_is_shown_in_words() -> None:
     plan = samples.plan()
     compared = samples.comparison(plan, tolerance=0.01, failures=("rank 1: peak is 3.5 % off.",))

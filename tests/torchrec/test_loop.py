@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.cluster import Cluster
@@ -76,7 +76,6 @@ def busiest(found: Proposed) -> float:
 
 
 @given(seed=st.integers(0, 10**6), hbm=st.integers(20, 120))
-@settings(deadline=None)
 def test_no_proposer_that_goes_through_the_same_options_beats_the_grid(seed: int, hbm: int) -> None:
     tables = drawn(seed)
     every = proposed(tables, Grid(), hbm=hbm)
@@ -94,7 +93,6 @@ def test_no_proposer_that_goes_through_the_same_options_beats_the_grid(seed: int
 
 
 @given(seed=st.integers(0, 10**6), hbm=st.integers(20, 120))
-@settings(deadline=None)
 def test_a_plan_respects_the_memory_of_every_rank(seed: int, hbm: int) -> None:
     held = [0] * MACHINE.world_size
     for placed in proposed(drawn(seed), hbm=hbm).tables:

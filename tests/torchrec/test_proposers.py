@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.cluster import Cluster
@@ -99,7 +99,6 @@ def test_a_greedy_walk_starts_fast_and_moves_the_largest_table_on() -> None:
 
 
 @given(seed=st.integers(0, 10**6), use_depth=st.booleans())
-@settings(deadline=None)
 def test_a_greedy_walk_takes_one_step_of_one_table_at_a_time(seed: int, use_depth: bool) -> None:
     tables = drawn(seed)
     found, _ = proposals(Greedy(use_depth), offer(tables))
@@ -171,7 +170,6 @@ def test_a_grid_above_its_cap_proposes_nothing_and_says_so(tables: int, told: st
 
 
 @given(seed=st.integers(0, 10**6), bins=st.sampled_from([20, 500]))
-@settings(deadline=None)
 def test_dynamic_programming_finds_the_least_work_for_the_memory_there_is(
     seed: int, bins: int
 ) -> None:
@@ -350,7 +348,6 @@ def test_the_arithmetic_of_load_factors_is_torchs_single_precision() -> None:
 
 
 @given(left=st.floats(-10, 10), width=st.floats(0.1, 1e9), seed=st.integers(0, 99))
-@settings(deadline=None)
 def test_a_search_stays_inside_its_bounds_and_ends(left: float, width: float, seed: int) -> None:
     draw = random.Random(seed)
     search = LuusJaakola(left, left + width, 16, left_cost=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -75,23 +76,31 @@ def result_lines(session: Session) -> list[str]:
         f"{measured.samples_per_second:,.0f} samples per second",
     ]
     quality = measured.quality
-    held_out = _quality_line(quality) if quality else "no samples were held out to be scored"
-    lines.append(held_out)
+    held_out = _quality_lines(quality) if quality else ["no samples were held out to be scored"]
+    lines.extend(held_out)
     if measured.bad_rows:
         lines.append(f"{measured.bad_rows:,} bad rows were left out (data.skip_bad_rows)")
     return lines
 
 
-def _quality_line(quality: Quality) -> str:
-    best_auc = f" (best possible {quality.best_auc:.4f})" if quality.best_auc else ""
-    best_loss = f" (best possible {quality.best_log_loss:.4f})" if quality.best_log_loss else ""
+def _quality_lines(quality: Quality) -> Iterator[str]:
+    def beside(best: float | None) -> str:
+        return f" (best possible {best:.4f})" if best else ""
+
+    loss = f"{quality.log_loss:.4f}"
     if quality.bits_per_byte is not None:
-        return (
-            f"held out, {quality.rows:,} tokens: {quality.log_loss:.4f} nats per token{best_loss}, "
-            f"{quality.bits_per_byte:.4f} bits per byte"
+        yield (
+            f"held out, {quality.rows:,} tokens: {loss} nats per token"
+            f"{beside(quality.best_log_loss)}, {quality.bits_per_byte:.4f} bits per byte"
         )
-    auc = "" if quality.auc is None else f"AUC {quality.auc:.4f}{best_auc}, "
-    return f"held out, {quality.rows:,} rows: {auc}log loss {quality.log_loss:.4f}{best_loss}"
+        return
+    auc = "" if quality.auc is None else f"AUC {quality.auc:.4f}{beside(quality.best_auc)}, "
+    yield f"held out, {quality.rows:,} rows: {auc}log loss {loss}{beside(quality.best_log_loss)}"
+    if quality.accuracy is not None:
+        yield (
+            f"accuracy {quality.accuracy:.4f}{beside(quality.best_accuracy)}, "
+            f"{quality.majority:.4f} by always giving the commoner label"
+        )
 
 
 def _check_device(plan: Plan) -> None:

@@ -44,8 +44,11 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Held-out quality, beside the best possible where the law behind the rows is known.
 
-    Of text, ``rows`` are tokens, ``log_loss`` is in nats per token and there is no AUC; clicks of
-    one kind have none either.
+    Of text, ``rows`` are tokens, ``log_loss`` is in nats per token and there is nothing else;
+    clicks of one kind have no AUC and no normalized entropy either. ``majority`` is the accuracy
+    of the commoner label everywhere, ``normalized_entropy`` the log loss over that of the share of
+    clicks everywhere (below 1 something was learned), ``calibration`` predicted clicks over real
+    ones.
     """
 
     rows: int
@@ -54,6 +57,11 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     best_auc: float | None = None
     best_log_loss: float | None = None
     bits_per_byte: float | None = None
+    accuracy: float | None = None
+    best_accuracy: float | None = None
+    majority: float | None = None
+    normalized_entropy: float | None = None
+    calibration: float | None = None
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -52,6 +52,39 @@ def log_loss(labels: ArrayLike, probabilities: ArrayLike) -> float:
     return float(-np.where(clicked, np.log(p), np.log1p(-p)).mean())
 
 
+def accuracy(labels: ArrayLike, probabilities: ArrayLike) -> float:
+    """Share of rows whose likelier label, a click from 1/2 on, is the one that happened."""
+    clicked, p = _labels(labels), _probabilities("probabilities", probabilities)
+    _same_length("probabilities", p, clicked)
+    return float(((p >= 0.5) == clicked).mean())
+
+
+def majority(labels: ArrayLike) -> float:
+    """Accuracy of the commoner label everywhere."""
+    share = float(_labels(labels).mean())
+    return max(share, 1.0 - share)
+
+
+def normalized_entropy(labels: ArrayLike, probabilities: ArrayLike) -> float:
+    """Log loss over that of predicting the share of clicks everywhere (He et al., 2014).
+
+    Raises InputError on labels of one class, which can be predicted without loss.
+    """
+    share = float(_labels(labels).mean())
+    if share in (0.0, 1.0):
+        raise InputError(expected("labels", "both ones and zeros", "one kind", "Use more rows."))
+    return log_loss(labels, probabilities) / bayes_log_loss([share])
+
+
+def calibration(labels: ArrayLike, probabilities: ArrayLike) -> float:
+    """Predicted clicks over real ones. Raises InputError where there is no click."""
+    clicked, p = _labels(labels), _probabilities("probabilities", probabilities)
+    _same_length("probabilities", p, clicked)
+    if not clicked.any():
+        raise InputError(expected("labels", "a click", "none", "Use more rows."))
+    return float(p.sum() / clicked.sum())
+
+
 def bayes_auc(p: ArrayLike) -> float:
     """Expected AUC of the score p when row i is a click with probability p[i], ``p`` [n].
 

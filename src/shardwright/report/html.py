@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import islice
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -174,21 +175,38 @@ def _figures(plan: Plan, measurement: Measurement | None) -> tuple[Figure, ...]:
 def _quality_figures(quality: Quality) -> tuple[Figure, ...]:
     return tuple(
         Figure(name, f"{reached:.4f}", "" if best is None else f"best possible {best:.4f}")
-        for name, reached, best in _reached(quality)
+        for name, reached, best, _ in islice(_reached(quality), 2)
     )
 
 
-def _reached(quality: Quality) -> Iterator[tuple[str, float, float | None]]:
-    """Each figure of held-out rows with the best that is known."""
-    if quality.auc is not None:
-        yield "AUC", quality.auc, quality.best_auc
-    best = quality.best_log_loss
-    if quality.bits_per_byte is None:
-        yield "Log-loss", quality.log_loss, best
+def _reached(quality: Quality) -> Iterator[tuple[str, float, float | None, str]]:
+    """Each figure of held-out rows with the best that is known, and how far it is from there."""
+    if (auc := quality.auc) is not None:
+        yield "AUC", auc, quality.best_auc, _share_of_way(auc, 0.5, quality.best_auc)
+    loss, best = quality.log_loss, quality.best_log_loss
+    if (bits := quality.bits_per_byte) is not None:
+        best_bits = None if best is None else best / math.log(2)
+        yield "Nats per token", loss, best, _beyond(loss, best, "nats")
+        yield "Bits per byte", bits, best_bits, _beyond(bits, best_bits, "bits")
         return
-    yield "Nats per token", quality.log_loss, best
-    bits = None if best is None else best / math.log(2)
-    yield "Bits per byte", quality.bits_per_byte, bits
+    yield "Log-loss", loss, best, _beyond(loss, best, "nats")
+    if (share := quality.accuracy) is not None and quality.majority is not None:
+        best = quality.best_accuracy
+        yield "Accuracy", share, best, _share_of_way(share, quality.majority, best)
+    if (entropy := quality.normalized_entropy) is not None:
+        yield "Normalized entropy", entropy, None, "1 is the share of clicks alone"
+    if (clicks := quality.calibration) is not None:
+        yield "Calibration", clicks, 1.0, f"{percent(clicks - 1, signed=True)} of clicks"
+
+
+def _share_of_way(reached: float, start: float, best: float | None) -> str:
+    if best is None or best <= start:
+        return "-"
+    return f"{percent((reached - start) / (best - start))} of the way from {start:.4g} to the best"
+
+
+def _beyond(reached: float, best: float | None, unit: str) -> str:
+    return "-" if best is None else f"{reached - best:+.4f} {unit} from the best"
 
 
 def _quality_sheet(quality: Quality) -> Sheet:
@@ -211,20 +229,10 @@ def _quality_sheet(quality: Quality) -> Sheet:
         ),
         tuple(
             (name, f"{reached:.4f}", "not known" if best is None else f"{best:.4f}", far)
-            for name, reached, best in _reached(quality)
-            for far in [_how_far(name, reached, best)]
+            for name, reached, best, far in _reached(quality)
         ),
         note,
     )
-
-
-def _how_far(name: str, reached: float, best: float | None) -> str:
-    if name != "AUC":
-        unit = "bits" if name == "Bits per byte" else "nats"
-        return "-" if best is None else f"{reached - best:+.4f} {unit} from the best"
-    if best is None or best <= 0.5:
-        return "-"
-    return f"{percent((reached - 0.5) / (best - 0.5))} of the way from 0.5 to the best"
 
 
 def _memory_caption(plan: Plan, measurement: Measurement | None) -> str:

@@ -57,7 +57,7 @@ def pipelines(draw: st.DrawFn) -> tuple[str, int, int, int]:
 
 
 @given(pipelines())
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_every_rank_runs_every_microbatch_of_every_chunk_once(
     pipeline: tuple[str, int, int, int],
 ) -> None:
@@ -75,7 +75,7 @@ def test_every_rank_runs_every_microbatch_of_every_chunk_once(
 
 
 @given(pipelines())
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_every_order_can_be_carried_out(pipeline: tuple[str, int, int, int]) -> None:
     assert _unit_seconds(*pipeline)
 
@@ -199,7 +199,7 @@ def test_passes_are_shown_by_kind_chunk_and_microbatch() -> None:
 
 
 @given(pipelines())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_representative_is_the_fewest_microbatches_with_the_same_in_flight(
     pipeline: tuple[str, int, int, int],
 ) -> None:

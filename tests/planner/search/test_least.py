@@ -28,7 +28,7 @@ def _with_memory(space: Space, hbm: int, ddr: int) -> Space:
 
 
 @given(seed=st.integers(0, 10**9), hbm=st.integers(1, 20_000), ddr=st.integers(1, 20_000))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_the_share_shown_is_that_of_the_fullest_rank(
     space_of_seed: SpaceOf, totals_of: Callable[..., Any], seed: int, hbm: int, ddr: int
 ) -> None:
@@ -40,7 +40,7 @@ def test_the_share_shown_is_that_of_the_fullest_rank(
 
 
 @given(seed=st.integers(0, 10**9), hbm=st.integers(1, 20_000))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_bound_above_one_proves_that_nothing_fits(
     space_of_seed: SpaceOf, all_of: Callable[..., Any], seed: int, hbm: int
 ) -> None:
@@ -78,7 +78,7 @@ def test_constraints_hold_for_the_least_memory_as_well(space_of_seed: SpaceOf) -
 
 
 @given(seed=st.integers(0, 10**9), factor=st.floats(0, 100))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_seconds_do_not_count_for_the_least_memory(
     space_of_seed: SpaceOf, seed: int, factor: float
 ) -> None:

@@ -30,7 +30,7 @@ def _found(space: Space, outcome: Outcome) -> list[tuple[int, tuple[int, ...]]]:
 
 
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_block_lies_once_on_ranks_that_belong_together(
     space_of_seed: SpaceOf, seed: int, memory: str
 ) -> None:
@@ -47,7 +47,7 @@ def test_every_block_lies_once_on_ranks_that_belong_together(
 
 
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_no_rank_is_over_its_capacity_by_a_byte(
     space_of_seed: SpaceOf, totals_of: Totals, seed: int, memory: str
 ) -> None:
@@ -59,7 +59,7 @@ def test_no_rank_is_over_its_capacity_by_a_byte(
 
 
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_the_seconds_shown_are_those_of_the_slowest_rank(
     space_of_seed: SpaceOf, totals_of: Totals, seed: int, memory: str
 ) -> None:
@@ -73,7 +73,7 @@ def test_the_seconds_shown_are_those_of_the_slowest_rank(
 
 
 @given(seed=st.integers(0, 10**9), memory=MEMORY, constrained=st.booleans())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_the_same_space_gives_the_same_assignment(
     space_of_seed: SpaceOf, seed: int, memory: str, constrained: bool
 ) -> None:
@@ -129,7 +129,7 @@ def test_nothing_is_found_where_nothing_fits(
 
 
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_constraints_are_obeyed(space_of_seed: SpaceOf, seed: int, memory: str) -> None:
     space = space_of_seed(seed, memory=memory, constrained=True)
     outcome = search(space)

@@ -49,7 +49,7 @@ def _wandered(space: Space, seed: int, steps: int) -> State:
 
 
 @given(seed=st.integers(0, 10**9), steps=st.integers(0, 60))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_loads_and_bytes_are_those_of_the_shards_whatever_was_moved(
     space_of_seed: SpaceOf, totals_of: Totals, seed: int, steps: int
 ) -> None:
@@ -61,7 +61,7 @@ def test_loads_and_bytes_are_those_of_the_shards_whatever_was_moved(
 
 
 @given(seed=st.integers(0, 10**9), steps=st.integers(0, 60))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_state_knows_what_lies_on_every_rank(
     space_of_seed: SpaceOf, seed: int, steps: int
 ) -> None:
@@ -80,7 +80,7 @@ def _rows(state: State) -> list[tuple[Any, ...]]:
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_state_fits_exactly_up_to_its_capacity(space_of_seed: SpaceOf, seed: int) -> None:
     space = space_of_seed(seed)
     found = _wandered(space, seed, 5).assignment()
@@ -100,7 +100,7 @@ def test_a_state_does_not_fit_while_an_item_lies_nowhere(space_of_seed: SpaceOf)
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_what_spread_foretells_is_what_put_brings(space_of_seed: SpaceOf, seed: int) -> None:
     space = space_of_seed(seed, memory="tight")
     state = _wandered(space, seed, 5)
@@ -115,7 +115,7 @@ def test_what_spread_foretells_is_what_put_brings(space_of_seed: SpaceOf, seed: 
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_spread_keeps_to_the_rules(space_of_seed: SpaceOf, seed: int) -> None:
     space = space_of_seed(seed, constrained=True)
     state = State(space, 1.0)

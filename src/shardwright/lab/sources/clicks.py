@@ -107,17 +107,24 @@ def samples(job: Job) -> int | None:
 
 
 def quality(job: Job, scores: NDArray[np.float64]) -> Quality | None:
-    """AUC and log loss of rows (number, label, logit), beside the best that there is."""
-    from shardwright.data.quality import auc, log_loss
+    """Figures of rows (number, label, logit), beside the best that there is."""
+    from shardwright.data import quality as of
 
     _, labels, logits = scores.T
     if not len(labels):
         return None
     best = read_facts(Path(data_files(job).test))
+    clicks = 1.0 / (1.0 + np.exp(-logits))
+    is_mixed = 0 < labels.sum() < len(labels)
     return Quality(
         rows=len(labels),
-        auc=float(auc(labels, logits)) if 0 < labels.sum() < len(labels) else None,
-        log_loss=float(log_loss(labels, 1.0 / (1.0 + np.exp(-logits)))),
+        auc=of.auc(labels, logits) if is_mixed else None,
+        log_loss=of.log_loss(labels, clicks),
         best_auc=best.get("bayes_auc"),
         best_log_loss=best.get("bayes_log_loss"),
+        accuracy=of.accuracy(labels, clicks),
+        best_accuracy=best.get("bayes_accuracy"),
+        majority=of.majority(labels),
+        normalized_entropy=of.normalized_entropy(labels, clicks) if is_mixed else None,
+        calibration=of.calibration(labels, clicks) if labels.any() else None,
     )
