@@ -60,8 +60,9 @@ def test_replicas_that_start_apart_are_refused_by_name(pool: Pool) -> None:
 def test_a_bad_id_on_one_rank_raises_on_all_at_once(pool: Pool) -> None:
     job = small_job(MIXED, UNITS, 2)
     first, second = pool.run(2, tasks.odd_lookups, job=job, what="bad id on rank 1")
-    assert first == "PeerError: ids were refused on rank 1, which says why; no rows were moved."
-    assert second.startswith("InputError: ids of table 't1', sample 1")
+    fault = "ids of table 't1', sample 1: expected ids from 0 to 12, got -7."
+    assert first.startswith(f"PeerError: ids were refused on rank 1, no rows were moved: {fault}")
+    assert second.startswith(f"InputError: {fault}")
 
 
 @pytest.mark.parametrize(

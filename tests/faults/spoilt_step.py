@@ -25,8 +25,8 @@ def install(rank: int, what: str, folder: Path) -> None:
         found = [unit.byte_storage for unit in storages_in(model)]
         for module in model.modules():
             if isinstance(module, ShardedTables):
-                for store in (*module.stores, module.replicas):
-                    found += [store.weight, store.state]
+                for store in (*module.stores, *module.replicas):
+                    found += [store.weight, *store.states.values()]
         return [tensor.detach().clone() for tensor in found]
 
     def spoil(_: nn.Module, __: Any, output: torch.Tensor) -> None:

@@ -3,10 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.runtime.embeddings import update
-from shardwright.runtime.embeddings.guide import interleave, regroup
+from shardwright.core.block import Block
+from shardwright.runtime.embeddings.guide import Request
+from shardwright.runtime.embeddings.route import Group, Held, Key
+from shardwright.runtime.embeddings.store import Store
+from shardwright.runtime.embeddings.update import EPSILON, Looked
+from shardwright.runtime.embeddings.wire import interleave, joined, pack, regroup, unpack
+from shardwright.runtime.probe import Probe
 
 RATE = 0.1
+SIZES = [(5, 40, 3), (50, 7, 4), (3, 0, 2), (1, 9, 8)]
 
 
 def _case(rows: int, ids: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -16,6 +22,13 @@ def _case(rows: int, ids: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, to
     return weight, numbers, torch.randn(ids, dim, generator=generator)
 
 
+def _store(optimizer: str, weight: torch.Tensor) -> Store:
+    rows, dim = weight.shape
+    block = Block("table", "parameter", (0, 0), (rows, dim), 0)
+    group = Group(Key(dim, optimizer, "fp32", dim), 1, (), {0: (Held(block, 0),)})
+    return Store(group, 0, lambda *_: weight, Probe(), torch.device("cpu"))
+
+
 def _summed(weight: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     dense = torch.zeros(weight.shape, dtype=torch.float64)
     for row, part in zip(rows.tolist(), gradient.double(), strict=True):
@@ -23,43 +36,91 @@ def _summed(weight: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor) ->
     return dense
 
 
-@pytest.mark.parametrize(("rows", "ids", "dim"), [(5, 40, 3), (50, 7, 4), (3, 0, 2), (1, 9, 8)])
+@pytest.mark.parametrize(("rows", "ids", "dim"), SIZES)
 def test_sgd_is_the_dense_update_of_the_summed_gradient(rows: int, ids: int, dim: int) -> None:
     weight, numbers, gradient = _case(rows, ids, dim)
     expected = weight.double() - RATE * _summed(weight, numbers, gradient)
-    update.sgd(weight, numbers, gradient.clone(), RATE)
-    torch.testing.assert_close(weight.double(), expected, atol=1e-6, rtol=0)
+    store = _store("sgd", weight)
+    store.update(Looked(numbers), gradient.clone(), RATE, 1)
+    torch.testing.assert_close(store.weight.double(), expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("rows", "ids", "dim"), [(5, 40, 3), (50, 7, 4), (3, 0, 2), (1, 9, 8)])
+@pytest.mark.parametrize(("rows", "ids", "dim"), SIZES)
 def test_row_wise_adagrad_is_exact_where_rows_repeat(rows: int, ids: int, dim: int) -> None:
     weight, numbers, gradient = _case(rows, ids, dim)
-    state = torch.zeros(rows)
+    store = _store("rowwise_adagrad", weight)
     expected, sums = weight.double(), torch.zeros(rows, dtype=torch.float64)
-    for _ in range(3):
+    for number in range(1, 4):
         dense = _summed(weight, numbers, gradient)
         sums += dense.square().mean(1)
-        expected -= RATE * dense / (sums.sqrt() + update.EPSILON).unsqueeze(1)
-        update.rowwise_adagrad(weight, state, numbers, gradient.clone(), RATE)
-    torch.testing.assert_close(weight.double(), expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(state.double(), sums, atol=1e-6, rtol=1e-6)
+        expected -= RATE * dense / (sums.sqrt() + EPSILON).unsqueeze(1)
+        store.update(Looked(numbers), gradient.clone(), RATE, number)
+    torch.testing.assert_close(store.weight.double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(store.states["sum"].double(), sums, atol=1e-6, rtol=1e-6)
 
 
-def test_the_dense_forms_agree_with_the_sparse_ones() -> None:
-    weight, numbers, gradient = _case(6, 20, 4)
-    dense = _summed(weight, numbers, gradient).float()
-    sparse, state, other = weight.clone(), torch.zeros(6), torch.zeros(6)
-    update.rowwise_adagrad(sparse, state, numbers, gradient.clone(), RATE)
-    update.dense_rowwise_adagrad(weight, other, dense, RATE)
-    torch.testing.assert_close(weight, sparse, atol=1e-6, rtol=0)
-    torch.testing.assert_close(other, state, atol=1e-6, rtol=1e-6)
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_rows_that_are_not_looked_up_stay_and_others_move_as_in_torch(optimizer: str) -> None:
+    weight, numbers, gradient = _case(30, 9, 4)
+    store, true = _store(optimizer, weight), torch.nn.Parameter(weight.double())
+    if optimizer == "adam":
+        torchs: torch.optim.Optimizer = torch.optim.Adam([true], lr=RATE)
+    else:
+        torchs = torch.optim.Adagrad([true], lr=RATE, eps=EPSILON)
+    true.grad = _summed(weight, numbers, gradient)
+    for number in (1, 2):
+        store.update(Looked(numbers), gradient.clone(), RATE, number)
+        torchs.step()
+    torch.testing.assert_close(store.weight.double(), true.detach(), atol=1e-6, rtol=0)
+    others = torch.ones(30, dtype=torch.bool).index_fill(0, numbers, value=False)
+    assert torch.equal(store.weight[others], weight[others])
 
 
-def test_a_row_without_gradient_does_not_change() -> None:
-    weight, state = torch.ones(3, 2), torch.zeros(3)
-    update.dense_rowwise_adagrad(weight, state, torch.tensor([[0.0, 0], [1, 1], [0, 0]]), RATE)
-    assert weight[0].tolist() == weight[2].tolist() == [1.0, 1.0]
-    assert state.tolist() == [0.0, 1.0, 0.0]
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_the_dense_form_agrees_with_the_sparse_one(optimizer: str) -> None:
+    weight, numbers, gradient = _case(6, 4, 4)
+    sparse, dense = _store(optimizer, weight), _store(optimizer, weight)
+    looked = torch.bincount(numbers, minlength=6).float() if sparse.moving_rows else None
+    sparse.update(Looked(numbers), gradient.clone(), RATE, 1)
+    dense.update_all(_summed(weight, numbers, gradient).float(), looked, RATE, 1)
+    torch.testing.assert_close(dense.weight, sparse.weight, atol=1e-6, rtol=0)
+    for name, state in sparse.states.items():
+        torch.testing.assert_close(dense.states[name], state, atol=1e-6, rtol=1e-6)
+
+
+def test_a_segment_is_the_weighted_sum_of_its_rows_and_gives_them_its_gradient() -> None:
+    store = _store("sgd", torch.arange(8.0).view(4, 2))
+    looked = Looked(torch.tensor([3, 1, 0]), torch.tensor([2, 0, 1]), torch.tensor([1.0, 2, 3]))
+    assert store.look_up(looked).tolist() == [[10, 13], [0, 0], [0, 3]]
+    store.update(looked, torch.tensor([[1.0, 0], [9, 9], [0, 1]]), 1.0, 1)
+    assert store.weight.tolist() == [[0, -2], [0, 3], [4, 5], [5, 7]]
+
+
+def test_what_is_packed_for_a_rank_comes_out_there() -> None:
+    plain = Request(torch.tensor([5, 6, 7]), [1, 2], None, None, [1, 2], None)
+    lengths, weights = torch.tensor([2, 1, 0]), torch.tensor([0.5, 1.5, 2.5])
+    bags = Request(torch.tensor([1, 2, 3]), [2, 1], None, lengths, [1, 2], weights)
+    sent, counts = pack([plain, bags], 2)
+    assert counts == [[1, 2, 0, 1, 0, 2], [2, 1, 0, 2, 0, 1]]
+    first, second = unpack(sent, counts, 2)
+    assert first.rows.tolist() == [5, 6, 7]
+    assert first.lengths is None
+    assert [part.tolist() for part in second if part is not None] == [
+        [1, 2, 3],
+        [2, 1, 0],
+        [0.5, 1.5, 2.5],
+    ]
+
+
+def test_ranks_without_lengths_have_one_row_in_each_segment() -> None:
+    received = torch.tensor([8, 9, 1, 2, 2])  # two rows; two rows in a segment of two
+    (looked,) = unpack(received, [[2, 0, 0], [2, 1, 0]], 1)
+    assert looked.rows.tolist() == [8, 9, 1, 2]
+    assert looked.lengths is not None
+    assert looked.lengths.tolist() == [1, 1, 2]
+    both = joined([looked, Looked(torch.tensor([4]))])
+    assert both.lengths is not None
+    assert both.lengths.tolist() == [1, 1, 2, 1]
 
 
 @pytest.mark.parametrize("counts", [[[2], [0], [3]], [[2, 1], [0, 4]], [[0, 0, 1], [1, 2, 0]]])

@@ -20,7 +20,7 @@ from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, fingerprint_of
 from shardwright.runtime.embeddings.module import RoutedEmbedding
-from shardwright.runtime.embeddings.route import make_route
+from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.store import InitialBlock
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.fully_shard import attach, check_members
@@ -168,8 +168,9 @@ def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:
         if storage.keeps_whole:
             facts[f"start of unit '{storage.name}'"] = fingerprint_of(storage.byte_storage)
     for module in model.modules():
-        if isinstance(module, ShardedTables) and module.replicas.held:
-            facts[f"start of replicas in {module.path}"] = fingerprint_of(module.replicas.weight)
+        for store in module.replicas if isinstance(module, ShardedTables) else ():
+            name = f"start of replicas in {module.path}"
+            facts[f"{name} of {store.held[0].block.tensor}"] = fingerprint_of(store.weight)
     if facts:
         comm.agree("apply", facts)
 
@@ -275,7 +276,8 @@ def _shard_tables(
     step, train = plan.model.step, plan.job.train
     rate = train.table_learning_rate or train.learning_rate
     for path in step.lookups:
-        tables = tuple(table for table in plan.tables if step.tables_of(table.fqn) == path)
+        planned = (table for table in plan.tables if step.tables_of(table.fqn) == path)
+        tables = [Table.of(table) for table in planned]
         route = make_route(tables, blocks, comm.size)
         sharded: nn.Module = ShardedTables(tables, route, comm, initial, rate, flow, path=path)
         own = model.get_submodule(path)

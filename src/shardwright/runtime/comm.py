@@ -18,8 +18,9 @@ from shardwright.core.errors import InputError, MismatchError, UnsupportedError,
 from shardwright.runtime.peers import Peers
 from shardwright.runtime.pending import Pending
 from shardwright.runtime.probe import Probe
+from shardwright.runtime.torch_private import flattened
 
-__all__ = ["Comm", "Peers", "Pending", "fingerprint_of", "start", "stop", "wait_for_all"]
+__all__ = ["Comm", "Peers", "Pending", "fingerprint_of", "flat", "start", "stop", "wait_for_all"]
 
 
 def start(
@@ -48,6 +49,19 @@ def stop() -> None:
     """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def flat(mesh: DeviceMesh) -> DeviceMesh:
+    """All ranks of ``mesh`` in one dimension (collective for several); InputError unless they are
+    in ascending order, for then a group has them in another."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise InputError(expected("mesh", "its ranks in ascending order", str(mesh.mesh.tolist())))
+    if mesh.ndim == 1:
+        return mesh
+    if len(ranks) == dist.get_world_size():
+        return DeviceMesh.from_group(dist.group.WORLD, mesh.device_type)
+    return flattened(mesh)
 
 
 def fingerprint_of(tensor: torch.Tensor) -> str:

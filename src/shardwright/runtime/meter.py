@@ -244,7 +244,7 @@ def _lasting(
     """What is there before a step, and what it is for."""
     for module in model.modules():
         if isinstance(module, ShardedTables):
-            for store in (*module.stores, module.replicas):
+            for store in (*module.stores, *module.replicas):
                 yield from store.lasting()
     for storage in storages_in(model):
         yield from storage.lasting()
@@ -273,12 +273,11 @@ def exact_events(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) 
 def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
     for store, held in tables.holdings():
         name = held.block.tensor
-        weight, state = store.block_view(held), store.state_view(held)
-        yield Event(rank, 0, "setup", "weight", name, _bytes(weight))
-        if state.numel():
-            yield Event(rank, 0, "setup", "optimizer_state", name, _bytes(state))
-        if store is tables.replicas:
-            size = tables.replica_gradient_bytes * held.rows // len(store.weight)
+        yield Event(rank, 0, "setup", "weight", name, _bytes(store.block_view(held)))
+        if state := sum(map(_bytes, store.state_views(held).values())):
+            yield Event(rank, 0, "setup", "optimizer_state", name, state)
+        if store in tables.replicas:
+            size = store.gradient_bytes * held.rows // len(store.weight)
             yield Event(rank, STEADY, "reduce", "gradient", name, size)
 
 

@@ -15,11 +15,13 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.checkpoint.held import Held, whole
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
+from shardwright.runtime.embeddings.update import RULES
 from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.parameter import plain_name
 from shardwright.tracker.private import own_buffers
 
 STATE = "optimizer/"  # what names of optimizer state begin with
+STEP = "step"  # of it, how many updates were made
 
 
 class Part(NamedTuple):
@@ -116,7 +118,7 @@ def parts_of(model: nn.Module) -> list[Part]:
 
 
 def holdings(model: nn.Module, parts: list[Part], *, leads: bool) -> list[Held]:
-    """Parameters, tables with their row sums, and persistent buffers of the model.
+    """Parameters, tables with the states of their rows, and persistent buffers of the model.
 
     What no unit keeps alike on all ranks, buffers and parameters outside of units, is listed by the
     rank that ``leads``: that one's is saved. To load it every rank asks for it.
@@ -130,29 +132,48 @@ def holdings(model: nn.Module, parts: list[Part], *, leads: bool) -> list[Held]:
     return held
 
 
-def row_sums(model: nn.Module) -> set[str]:
+def table_states(model: nn.Module) -> set[str]:
     """Names of the optimizer state that belongs to tables, and so to the model."""
     return {
-        _row_sum(table.fqn)
+        f"{STATE}{table.fqn}/{name}"
         for module in model.modules()
         if isinstance(module, ShardedTables)
         for table in module.tables
+        for name in (*RULES[table.optimizer].states, STEP)
     }
 
 
-def _row_sum(fqn: str) -> str:
-    return f"{STATE}{fqn}/sum"
+def tables_filled(model: nn.Module) -> None:
+    """Rows whose columns this rank has in several blocks were filled with states in the first."""
+    for module in model.modules():
+        for strip in module.strips.own if isinstance(module, ShardedTables) else ():
+            (group, source), *others = strip.places
+            for other, target in others:
+                for name in module.stores[group].rule.rows:
+                    states = module.stores[group].states[name][source]
+                    module.stores[other].states[name][target] = states
 
 
 def _of_tables(tables: ShardedTables) -> Iterator[Held]:
     shapes = {table.fqn: (table.rows, table.dim) for table in tables.tables}
+    cut = {strip.fqn for strip in tables.strips.own}
     for store, item in tables.holdings():
-        block = item.block
-        shape = shapes[block.tensor]
-        yield Held(block.tensor, shape, block.offsets, block.sizes, store.block_view(item))
-        if store.state.numel():
-            rows, sums = block.offsets[:1], store.state_view(item)
-            yield Held(_row_sum(block.tensor), shape[:1], rows, block.sizes[:1], sums)
+        fqn, offsets, sizes = item.block.tensor, item.block.offsets, item.block.sizes
+        yield Held(fqn, shapes[fqn], offsets, sizes, store.block_view(item))
+        for name, state in store.state_views(item).items():
+            dims = state.dim()
+            if dims == 2 or fqn not in cut:
+                shape = shapes[fqn][:dims]
+                yield Held(f"{STATE}{fqn}/{name}", shape, offsets[:dims], sizes[:dims], state)
+    for table in tables.tables:
+        if RULES[table.optimizer].moves:
+            yield whole(f"{STATE}{table.fqn}/{STEP}", tables.updates)
+    for strip in tables.strips.own:
+        group, rows = strip.places[0]
+        for name in tables.stores[group].rule.rows:
+            state = tables.stores[group].states[name][rows]
+            key, shape = f"{STATE}{strip.fqn}/{name}", shapes[strip.fqn][:1]
+            yield Held(key, shape, (strip.row,), (len(state),), state)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,7 +24,15 @@ from shardwright.runtime.checkpoint.folders import step_folder
 from shardwright.runtime.checkpoint.locks import Newest
 from shardwright.runtime.checkpoint.manifest import list_name
 from shardwright.runtime.checkpoint.stored import Stored
-from shardwright.runtime.model_parts import STATE, comm_of, holdings, parts_of, row_sums, settle
+from shardwright.runtime.model_parts import (
+    STATE,
+    comm_of,
+    holdings,
+    parts_of,
+    settle,
+    table_states,
+    tables_filled,
+)
 from shardwright.runtime.optimizer_groups import (
     Group,
     as_scalars,
@@ -135,7 +143,7 @@ def load_checkpoint(
     model's, may differ from the run that saved. All is filled in place; an optimizer that has taken
     no step gets its state made. Settings of groups (learning rates and the like) are restored by
     the names of their parameters. Without ``optimizer`` its state in the checkpoint is skipped; the
-    row sums of tables belong to the model.
+    states of rows of tables belong to the model.
 
     Args:
         allow_smaller_dtype: round where the model has a smaller floating-point dtype.
@@ -166,7 +174,7 @@ def load_checkpoint(
         if not optimizers:
             return held
         settings.extend(settings_for(groups, _saved_groups(stored)))
-        names = _state_names(stored, row_sums(model))
+        names = _state_names(stored, table_states(model))
         for each in optimizers:
             incoming.append(Incoming(uses_of(parts, each), each, names))
             held.extend(incoming[-1].held())
@@ -178,6 +186,7 @@ def load_checkpoint(
     )
 
     def install() -> None:
+        tables_filled(model)
         for each in incoming:
             each.check()
         for each in incoming:

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.units.dstorage import DStorage, storages_in
-from shardwright.runtime.units.parameter import plain_name
+from shardwright.runtime.units.parameter import DTYPES, plain_name
 from shardwright.runtime.units.shard_tensor import OPERATORS
 
 
@@ -58,17 +58,18 @@ def _wholes(storage: DStorage, flat: torch.Tensor) -> dict[str, torch.Tensor]:
 def _whole_tables(tables: ShardedTables) -> dict[str, torch.Tensor]:
     """Blocks are disjoint, so the sum over ranks of what each holds is the table."""
     whole = {
-        table.fqn: torch.zeros(table.rows, table.dim, device=tables.device)
+        table.fqn: torch.zeros(
+            table.rows, table.dim, dtype=DTYPES[table.dtype], device=tables.device
+        )
         for table in tables.tables
     }
     for store, held in tables.holdings():
         (row, column), (rows, columns) = held.block.offsets, held.block.sizes
         target = whole[held.block.tensor][row : row + rows, column : column + columns]
         target.copy_(store.block_view(held))
-    replicated = {held.block.tensor for held in tables.replicas.held}
-    for fqn, table in whole.items():
-        if fqn not in replicated:
-            tables.comm.all_reduce(f"gather {fqn}", table)
+    for table in tables.tables:
+        if not table.replicated:
+            tables.comm.all_reduce(f"gather {table.fqn}", whole[table.fqn])
     return whole
 
 

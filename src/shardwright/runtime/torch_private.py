@@ -200,6 +200,11 @@ def _backend(group: dist.ProcessGroup) -> Any:
     return group._get_backend(group._device_types[0])
 
 
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """``mesh`` in one dimension, with a group of its own (collective)."""
+    return mesh._flatten()
+
+
 def sub_group(
     parent: dist.ProcessGroup, ranks: Sequence[int], name: str, limit: timedelta | None
 ) -> dist.ProcessGroup:

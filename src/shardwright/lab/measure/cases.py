@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shardwright.core.block import Block
 from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.data.criteo import CriteoReader
 from shardwright.data.synthetic import ClickModel
@@ -26,9 +27,12 @@ from shardwright.lab.measure.samples import (
     row_case,
 )
 from shardwright.runtime.comm import Comm, Pending
-from shardwright.runtime.embeddings import update
+from shardwright.runtime.embeddings.bags import one_each
 from shardwright.runtime.embeddings.guide import Guide
-from shardwright.runtime.embeddings.route import Group, Piece
+from shardwright.runtime.embeddings.route import Group, Held, Key, Piece
+from shardwright.runtime.embeddings.store import Store
+from shardwright.runtime.embeddings.update import Looked
+from shardwright.runtime.probe import Probe
 
 _LIMITS = (  # of a control group, by version
     Path("/sys/fs/cgroup/memory.max"),
@@ -212,16 +216,15 @@ def accesses(device: torch.device, owners: int) -> dict[str, Run]:
 
 def _updates(device: torch.device, random: torch.Generator) -> dict[str, Run]:
     width = WIDTHS[0]
-    weight = torch.zeros(rows_of(width), width, device=device)
-    state = torch.zeros(rows_of(width), device=device)
-    rows = torch.randint(rows_of(width), (IDS,), generator=random).to(device)
+    block = Block("table", "parameter", (0, 0), (rows_of(width), width), 0)
+    looked = Looked(torch.randint(rows_of(width), (IDS,), generator=random).to(device))
     gradient = torch.zeros(IDS, width, device=device)
-    return {
-        "sgd": Run(IDS, lambda: update.sgd(weight, rows, gradient, 0.1)),
-        "rowwise_adagrad": Run(
-            IDS, lambda: update.rowwise_adagrad(weight, state, rows, gradient, 0.1)
-        ),
-    }
+    runs = {}
+    for optimizer in ("sgd", "rowwise_adagrad"):
+        group = Group(Key(width, optimizer, "fp32", width), 1, (), {0: (Held(block, 0),)})
+        store = Store(group, 0, lambda *_: torch.tensor(0.0), Probe(), device)
+        runs[optimizer] = Run(IDS, partial(store.update, looked, gradient, 0.1, 1))
+    return runs
 
 
 def _travel(
@@ -233,17 +236,18 @@ def _travel(
     pieces = []
     for feature in range(FEATURES):
         parts = tuple(range(owners)) if cut else (feature * owners // FEATURES,)
-        size = chunk if cut else chunk * owners
-        pieces.append(Piece(feature, 0, 1, size, parts, (0,) * len(parts)))
-    group = Group(1, 0 if cut else FEATURES, tuple(pieces), {})
+        starts = tuple(chunk * part for part in range(len(parts)))
+        pieces.append(Piece(feature, 0, 1, chunk * owners, starts, parts, (0,) * len(parts)))
+    group = Group(Key(1, "sgd", "fp32", 1), 0 if cut else FEATURES, tuple(pieces), {})
     guide = Guide.of(group, owners, device)
     ids = torch.randint(chunk * owners, (FEATURES, BATCH), generator=random).to(device)
+    bags = one_each(ids)
     out = torch.empty(FEATURES, BATCH, 1, device=device)
     answers = torch.zeros(IDS, 1, device=device)
 
     def travel() -> None:
-        asked = guide.request(ids)
-        guide.put(out, answers, asked.order)
+        asked = guide.request(bags)
+        guide.put(out, answers, asked)
 
     return travel
 

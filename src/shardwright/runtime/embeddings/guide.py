@@ -1,26 +1,48 @@
 """A group's route as tensors, and the order in which its values travel.
 
-Values on the wire lie by rank and then by group. Within a group a requester's values are in piece
-order (piece by piece, sample by sample) unless an *order* says otherwise.
+Ids that their owner sums are a *segment*, which travels back as one row. A bag whose ids go to
+several ranks is a segment on each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from shardwright.runtime.embeddings.bags import Bags
 from shardwright.runtime.embeddings.route import Group
+from shardwright.runtime.embeddings.update import Looked
+
+Rows = torch.Tensor | Sequence[torch.Tensor]  # [F, B, D], or [results, dim] of each feature
 
 
 @dataclass(slots=True)
 class Request:
-    """What a rank asks of a group: row numbers by owner [P*B], the order that made them so (None:
-    piece order), and how many go to each rank."""
+    """What a rank asks of a group, by owner.
+
+    ``rows`` are row numbers, ``counts`` how many go to each rank. Segment k has ``lengths[k]`` of
+    them (None: one) and adds to result ``slots[k]`` of the group (None: to result k); ``segments``
+    are how many go to each rank. ``weights`` are those of the rows, if any.
+    """
 
     rows: torch.Tensor
-    order: torch.Tensor | None
     counts: list[int]
+    slots: torch.Tensor | None
+    lengths: torch.Tensor | None
+    segments: list[int]
+    weights: torch.Tensor | None
+
+    @property
+    def looked(self) -> Looked:
+        """What is looked up, where this rank is the owner of all."""
+        return Looked(self.rows, self.lengths, self.weights)
+
+    def without_rows(self) -> Request:
+        """What is left to do once they are sent."""
+        return replace(self, rows=self.rows.new_empty(0), weights=None)
 
 
 @dataclass(slots=True)
@@ -29,101 +51,155 @@ class Guide:
 
     width: int
     fixed: int
-    features: torch.Tensor  # [P]
-    columns: list[tuple[int, int]]  # per piece: feature, first column
+    features: list[int]  # of each piece
+    feature_index: torch.Tensor
+    columns: list[int]  # the first of each piece
     fixed_pieces: list[int]  # per rank: how many of the fixed pieces it owns
     fixed_base: torch.Tensor  # [fixed, 1]
-    chunk: torch.Tensor  # of the other pieces [P - fixed, 1]
+    chunk: torch.Tensor  # of the other pieces [P - fixed, 1], if their parts are equal
     first_part: torch.Tensor  # [P - fixed, 1]
+    bounds: torch.Tensor  # else: where parts start if pieces lay one after the other
+    first_row: torch.Tensor  # [P - fixed, 1], in the same count
     part_owner: torch.Tensor  # of the other pieces' parts
-    part_base: torch.Tensor
+    part_shift: torch.Tensor  # from an id to its owner's row
 
     @staticmethod
     def of(group: Group, ranks: int, device: torch.device) -> Guide:
         """The guide of ``group`` on ``device``."""
         whole, cut = group.pieces[: group.fixed], group.pieces[group.fixed :]
         owned = [piece.owners[0] for piece in whole]
-        first, parts = [], 0
-        for piece in cut:
-            first.append(parts)
-            parts += len(piece.owners)
+        chunks = [piece.starts[1] for piece in cut]
+        even = all(
+            piece.starts == tuple(range(0, piece.rows, chunk))
+            for piece, chunk in zip(cut, chunks, strict=True)
+        )
+        first = [0, *itertools.accumulate(len(piece.starts) for piece in cut)][: len(cut)]
+        ends = [0, *itertools.accumulate(piece.rows for piece in cut)][: len(cut)]
+        parts = [
+            (start, owner, base, end)
+            for piece, end in zip(cut, ends, strict=True)
+            for start, owner, base in zip(piece.starts, piece.owners, piece.bases, strict=True)
+        ]
         return Guide(
-            group.width,
+            group.key.width,
             group.fixed,
+            [piece.feature for piece in group.pieces],
             integers([piece.feature for piece in group.pieces], device),
-            [(piece.feature, piece.column) for piece in group.pieces],
+            [piece.column for piece in group.pieces],
             [owned.count(rank) for rank in range(ranks)],
             integers([piece.bases[0] for piece in whole], device).unsqueeze(1),
-            integers([piece.chunk for piece in cut], device).unsqueeze(1),
+            integers(chunks if even else [], device).unsqueeze(1),
             integers(first, device).unsqueeze(1),
-            integers([owner for piece in cut for owner in piece.owners], device),
-            integers([base for piece in cut for base in piece.bases], device),
+            integers([] if even else [start + end for start, _, _, end in parts], device),
+            integers(ends, device).unsqueeze(1),
+            integers([owner for _, owner, _, _ in parts], device),
+            integers([base - start for start, _, base, _ in parts], device),
         )
 
-    def request(self, by_feature: torch.Tensor) -> Request:
-        """Ids [F, B] as row numbers at their owners."""
-        batch = by_feature.shape[1]
-        ids = by_feature.index_select(0, self.features)
-        ids[: self.fixed] += self.fixed_base
-        whole = [count * batch for count in self.fixed_pieces]
-        if self.fixed == len(self.columns):
-            return Request(ids.view(-1), None, whole)
-        cut = ids[self.fixed :]
-        part = cut // self.chunk
-        cut.sub_(part * self.chunk)
-        part = part.add_(self.first_part).view(-1)
-        cut.view(-1).add_(self.part_base[part])
-        owner = self.part_owner[part]
+    def request(self, bags: Bags) -> Request:
+        """Ids as row numbers at their owners."""
+        counts = bags.counts_of(self.features)
+        ids = self._picked(bags.ids, counts)
+        first = self.fixed if ids.dim() == 2 else sum(counts[: self.fixed])
+        ids[:first] += _along(ids, self.fixed_base, counts[: self.fixed])
+        lengths, weights = bags.lengths_of(self.features), bags.weights_of(self.features)
+        whole = self._by_owner(counts)
+        if self.fixed == len(self.features):
+            results = [bags.results[f] for f in self.features]
+            segments = whole if lengths is None else self._by_owner(results)
+            return Request(ids.view(-1), whole, None, lengths, segments, weights)
+        owner = self._to_owners(ids[first:], counts[self.fixed :])
         order = torch.argsort(owner, stable=True)
-        counts = torch.bincount(owner, minlength=len(whole)).tolist()
+        asked = torch.bincount(owner, minlength=len(whole)).tolist()
         if self.fixed:
-            first = self.fixed * batch
-            positions = torch.arange(first, device=ids.device).split(whole)
-            moved = order.add_(first).split(counts)
+            fixed = sum(counts[: self.fixed])
+            positions = torch.arange(fixed, device=ids.device).split(whole)
+            moved = order.add_(fixed).split(asked)
             order = torch.cat([t for pair in zip(positions, moved, strict=True) for t in pair])
-            counts = [a + b for a, b in zip(whole, counts, strict=True)]
-        return Request(ids.view(-1)[order], order, counts)
+            asked = [a + b for a, b in zip(whole, asked, strict=True)]
+        rows = ids.view(-1)[order]
+        weights = None if weights is None else weights[order]
+        if lengths is None:
+            return Request(rows, asked, order, None, asked, weights)
+        slots, lengths, segments = _segments(lengths, order, asked)
+        return Request(rows, asked, slots, lengths, segments, weights)
 
-    def put(self, out: torch.Tensor, rows: torch.Tensor, order: torch.Tensor | None) -> None:
-        """Write rows that came back in ``order`` to their features and columns of [F, B, D]."""
-        if order is not None:
-            inverse = torch.empty_like(order)
-            inverse[order] = torch.arange(len(order), device=order.device)
-            rows = rows.index_select(0, inverse)
-        pieces = rows.view(len(self.columns), out.shape[1], self.width)
-        if self.width == out.shape[2]:
-            out.index_copy_(0, self.features, pieces)
-            return
-        for (feature, column), piece in zip(self.columns, pieces, strict=True):
-            out[feature, :, column : column + self.width] = piece
+    def _picked(self, ids: Rows, counts: list[int]) -> torch.Tensor:
+        """Ids in piece order, [P, B] where all features have B, else [N]; memory of their own."""
+        if isinstance(ids, torch.Tensor):
+            return ids.index_select(0, self.feature_index)
+        picked = torch.cat([ids[f] for f in self.features])
+        return picked.view(len(counts), -1) if len(set(counts)) == 1 and counts[0] else picked
 
-    def take(self, gradient: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-        """The rows [P*B, width] of ``gradient`` [F, B, D] in ``order``."""
-        if gradient.shape[2] == self.width:
-            rows = gradient.index_select(0, self.features).view(-1, self.width)
+    def _by_owner(self, counts: list[int]) -> list[int]:
+        """What ``counts`` of fixed pieces add up to on each rank."""
+        rest = iter(counts)
+        return [sum(itertools.islice(rest, pieces)) for pieces in self.fixed_pieces]
+
+    def _to_owners(self, ids: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """The owner [N] of every id of pieces with several parts; ids become its row numbers."""
+        if len(self.chunk):
+            part = ids // _along(ids, self.chunk, counts)
+            part += _along(ids, self.first_part, counts)
         else:
-            parts = [gradient[f, :, c : c + self.width] for f, c in self.columns]
-            rows = torch.stack(parts).view(-1, self.width)
-        return rows if order is None else rows.index_select(0, order)
+            part = ids + _along(ids, self.first_row, counts)
+            part = torch.searchsorted(self.bounds, part, right=True).sub_(1)
+        ids += self.part_shift[part]
+        return self.part_owner[part.view(-1)]
+
+    def put(self, out: Rows, rows: torch.Tensor, asked: Request) -> None:
+        """Write the rows that came back to their features and columns."""
+        sizes = [_results(out, f) for f in self.features]
+        if asked.slots is not None and asked.lengths is None:
+            inverse = torch.empty_like(asked.slots)
+            inverse[asked.slots] = torch.arange(len(inverse), device=inverse.device)
+            rows = rows.index_select(0, inverse)
+        elif asked.slots is not None:
+            summed = rows.new_zeros(sum(sizes), self.width)
+            rows = summed.scatter_add_(0, asked.slots.unsqueeze(1).expand_as(rows), rows)
+        if isinstance(out, torch.Tensor) and self.width == out.shape[2]:
+            pieces = rows.view(len(sizes), out.shape[1], self.width)
+            out.index_copy_(0, self.feature_index, pieces)
+            return
+        for f, column, piece in zip(self.features, self.columns, rows.split(sizes), strict=True):
+            out[f][:, column : column + self.width] = piece
+
+    def take(self, gradient: Rows, asked: Request) -> torch.Tensor:
+        """The gradient [segments, width] of each row that came back."""
+        if isinstance(gradient, torch.Tensor) and gradient.shape[2] == self.width:
+            rows = gradient.index_select(0, self.feature_index).view(-1, self.width)
+        else:
+            pairs = zip(self.features, self.columns, strict=True)
+            rows = torch.cat([gradient[f][:, c : c + self.width] for f, c in pairs])
+        return rows if asked.slots is None else rows.index_select(0, asked.slots)
+
+
+def _results(out: Rows, feature: int) -> int:
+    return out.shape[1] if isinstance(out, torch.Tensor) else len(out[feature])
+
+
+def _along(ids: torch.Tensor, values: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """``values`` [P, 1] of pieces, for each of their ids [P, B] or [N]."""
+    if ids.dim() == 2:
+        return values
+    return values.view(-1).repeat_interleave(integers(counts, ids.device))
+
+
+def _segments(
+    lengths: torch.Tensor, order: torch.Tensor, asked: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """The result of every segment, its ids, and how many go to each rank, of bags with ``lengths``
+    whose ids travel in ``order``, ``asked`` of them to each rank."""
+    device = lengths.device
+    slots = torch.arange(len(lengths), device=device).repeat_interleave(lengths)[order]
+    owner = torch.arange(len(asked), device=device).repeat_interleave(integers(asked, device))
+    key = slots.add_(owner.mul_(len(lengths)))
+    key, found = torch.unique_consecutive(key, return_counts=True)
+    owner = key // max(len(lengths), 1)
+    segments: list[int] = torch.bincount(owner, minlength=len(asked)).tolist()
+    return key.sub_(owner.mul_(len(lengths))), found, segments
 
 
 def integers(values: list[int], device: torch.device) -> torch.Tensor:
     """An index tensor."""
     return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def interleave(groups: list[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:
-    """Values that lie group by group, each by rank, put by rank and then group [rank][group]."""
-    if len(groups) == 1:
-        return groups[0]
-    parts = [values.split([row[index] for row in counts]) for index, values in enumerate(groups)]
-    return torch.cat([part[rank] for rank in range(len(counts)) for part in parts])
-
-
-def regroup(values: torch.Tensor, counts: list[list[int]]) -> list[torch.Tensor]:
-    """The inverse: values that lie by rank and then group, gathered group by group."""
-    groups = len(counts[0])
-    if groups == 1:
-        return [values]
-    parts = values.split([n for row in counts for n in row])
-    return [torch.cat(parts[group::groups]) for group in range(groups)]

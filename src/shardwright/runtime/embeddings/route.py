@@ -1,34 +1,73 @@
 """From blocks to a route: which rank holds which piece of which table, and where in its store.
 
-A *piece* is a column range of a table. Its rows are cut into equal chunks, one part per chunk, so
-the part of an id is ``id // chunk``. Pieces of equal width form a group: on every rank a group's
-rows lie in one tensor, and a requester computes an id's row in it, so ids travel as row numbers
-and need no further bookkeeping. Pieces with a single part are *fixed*: all their ids go to one
-rank. They come first in a group, in the order of owners, so that only the others have to be sorted.
-Pure arithmetic; every rank computes the same route.
+A *piece* is a column range of a feature's table; its rows are cut into parts at any places. Pieces
+whose rows are kept and updated alike (``Key``) form a group: on every rank a group's rows lie in
+one tensor, and a requester computes an id's row in it, so ids travel as row numbers and need no
+further bookkeeping. Pieces with a single part are *fixed*: all their ids go to one rank. They come
+first in a group, in the order of owners, so that only the others have to be sorted. Pure
+arithmetic; every rank computes the same route.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from shardwright.core.amount import ceil_div
 from shardwright.core.block import Block
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import InputError, expected
 from shardwright.core.plan import TablePlan
 from shardwright.core.sharding import traits
+
+Pooling = Literal["sum", "mean", "none"]
+BY_ROW = ("rowwise_adagrad", "partial_rowwise_adam")  # optimizers with a mean over a row's columns
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What is looked up in a table, and how its rows are kept and learn.
+
+    A bag of one of its features is pooled to one row, or with ``none`` is a row for each id. Where
+    it is ``replicated`` every rank has all of it.
+    """
+
+    fqn: str
+    name: str
+    rows: int
+    dim: int
+    features: tuple[str, ...]
+    optimizer: str = "sgd"
+    pooling: Pooling = "sum"
+    dtype: str = "fp32"
+    output_dtype: str = "fp32"
+    replicated: bool = False
+
+    @staticmethod
+    def of(planned: TablePlan) -> Table:
+        """A table with one feature of its own name."""
+        return Table(
+            planned.fqn,
+            planned.name,
+            planned.rows,
+            planned.dim,
+            (planned.name,),
+            planned.optimizer,
+            replicated=traits(planned.sharding_type).replicated,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Columns ``column : column + width`` of feature ``feature``; part k starts at row k*chunk."""
+    """Columns ``column : column + width`` of feature ``feature``, whose table has ``rows``; part k
+    has those from ``starts[k]`` on."""
 
     feature: int
     column: int
     width: int
-    chunk: int
+    rows: int
+    starts: tuple[int, ...]
     owners: tuple[int, ...]
     bases: tuple[int, ...]  # the first row of each part in its owner's group tensor
 
@@ -38,7 +77,6 @@ class Held:
     """A block on one rank: ``rows`` rows of its group's tensor from ``base``."""
 
     block: Block
-    feature: int
     base: int
 
     @property
@@ -47,82 +85,158 @@ class Held:
         return self.block.sizes[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """All pieces of one width, the ``fixed`` ones first, and what each rank holds of them."""
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """What the rows of a group have in common; ``dim`` is that of their tables where it counts."""
 
     width: int
+    optimizer: str
+    dtype: str
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All pieces kept alike, the ``fixed`` ones first, and what each rank holds of them."""
+
+    key: Key
     fixed: int
     pieces: tuple[Piece, ...]
     held: dict[int, tuple[Held, ...]]
 
 
 @dataclass(frozen=True, slots=True)
+class Strip:
+    """``rows`` of a table from ``row`` on, whose columns lie in several blocks and whose updates
+    need sums over all of these: ``members`` are (rank, group, first row in the group's tensor)."""
+
+    fqn: str
+    row: int
+    rows: int
+    members: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
-    """Groups of routed pieces by width, and the features whose tables every rank replicates."""
+    """Groups whose ids travel, groups of what every rank replicates, and strips of the former."""
 
     groups: tuple[Group, ...]
-    replicated: tuple[Held, ...]
+    replicas: tuple[Group, ...]
+    strips: tuple[Strip, ...]
 
 
-def make_route(tables: tuple[TablePlan, ...], blocks: Iterable[Block], world_size: int) -> Route:
-    """The route of ``tables`` (one feature each, in order) from a plan's parameter blocks."""
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """A column range of a table: its blocks in the order of rows."""
+
+    table: Table
+    features: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+
+def make_route(tables: Sequence[Table], blocks: Iterable[Block], world_size: int) -> Route:
+    """The route of ``tables`` from a plan's parameter blocks; features count through the tables.
+
+    InputError where the blocks of a table are not column ranges, each cut into row ranges.
+    """
     by_table: dict[str, list[Block]] = defaultdict(list)
     for block in blocks:
         if block.role == "parameter":
             by_table[block.tensor].append(block)
-    replicated: list[Held] = []
-    rows = 0
-    pieces: list[tuple[int, TablePlan, list[Block]]] = []
-    for feature, table in enumerate(tables):
+    routed: dict[Key, list[_Columns]] = defaultdict(list)
+    replicated: dict[Key, list[_Columns]] = defaultdict(list)
+    first = 0
+    for table in tables:
+        features = tuple(range(first, first + len(table.features)))
+        first += len(features)
         own = by_table[table.fqn]
-        if traits(table.sharding_type).replicated:
-            replicated.append(Held(own[0], feature, rows))
-            rows += table.rows
-        else:
-            columns: dict[tuple[int, int], list[Block]] = defaultdict(list)
-            for block in own:
-                columns[block.offsets[1], block.sizes[1]].append(block)
-            pieces.extend((feature, table, columns[key]) for key in sorted(columns))
-    members: dict[int, list[tuple[int, TablePlan, list[Block]]]] = defaultdict(list)
-    for piece in pieces:
-        members[piece[2][0].sizes[1]].append(piece)
-    groups = tuple(_group(width, members[width], world_size) for width in sorted(members))
-    return Route(groups, tuple(replicated))
+        members = replicated if table.replicated else routed
+        for part in [own[:1]] if table.replicated else _column_ranges(table, own):
+            members[_key(table, part[0].sizes[1])].append(_Columns(table, features, tuple(part)))
+    groups = tuple(_group(key, routed[key], world_size) for key in sorted(routed))
+    return Route(
+        groups,
+        tuple(_group(key, replicated[key], world_size) for key in sorted(replicated)),
+        tuple(_strips([t for t in tables if t.optimizer in BY_ROW], groups)),
+    )
 
 
-def _group(width: int, members: list[tuple[int, TablePlan, list[Block]]], world_size: int) -> Group:
-    whole = [member for member in members if len(member[2]) == 1]
-    whole.sort(key=lambda member: member[2][0].rank)
-    members = whole + [member for member in members if len(member[2]) > 1]
-    filled = [0] * world_size
-    held: dict[int, list[Held]] = {rank: [] for rank in range(world_size)}
-    pieces = []
-    for feature, table, blocks in members:
-        blocks = sorted(blocks, key=lambda block: block.offsets[0])
-        chunk = blocks[0].sizes[0]
-        bases = []
-        for part, block in enumerate(blocks):
-            _check_chunk(table, block, part, chunk)
-            bases.append(filled[block.rank])
-            held[block.rank].append(Held(block, feature, filled[block.rank]))
-            filled[block.rank] += block.sizes[0]
-        owners = tuple(block.rank for block in blocks)
-        column = blocks[0].offsets[1]
-        pieces.append(Piece(feature, column, width, chunk, owners, tuple(bases)))
-    kept = {rank: tuple(items) for rank, items in held.items()}
-    return Group(width, len(whole), tuple(pieces), kept)
+def _key(table: Table, width: int) -> Key:
+    return Key(
+        width, table.optimizer, table.dtype, table.dim if table.optimizer in BY_ROW else width
+    )
 
 
-def _check_chunk(table: TablePlan, block: Block, part: int, chunk: int) -> None:
-    whole = block.sizes[0] == chunk or block.offsets[0] + block.sizes[0] == table.rows
-    parts = ceil_div(table.rows, chunk)
-    if block.offsets[0] != part * chunk or not whole or part >= parts:
-        raise UnsupportedError(
+def _column_ranges(table: Table, blocks: list[Block]) -> list[list[Block]]:
+    columns: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    for block in sorted(blocks, key=lambda block: (block.offsets, block.rank)):
+        columns[block.offsets[1], block.sizes[1]].append(block)
+    at = 0
+    for column, width in sorted(columns):
+        row = 0
+        for block in columns[column, width]:
+            _check(table, row == block.offsets[0] and column == at, block)
+            row += block.sizes[0]
+        _check(table, row == table.rows, columns[column, width][-1])
+        at += width
+    return [columns[key] for key in sorted(columns)]
+
+
+def _check(table: Table, follows: bool, block: Block) -> None:
+    if not follows:
+        raise InputError(
             expected(
                 f"blocks of {table.fqn}",
-                f"row cuts at multiples of {chunk}",
-                f"a cut at row {block.offsets[0]}",
-                "This version runs even row cuts only.",
+                "column ranges side by side, each cut into row ranges that follow each other",
+                f"{block.sizes[0]} x {block.sizes[1]} at {block.offsets} on rank {block.rank}",
+                "Cut its columns first, and each column range by rows.",
             )
         )
+
+
+def _group(key: Key, members: list[_Columns], world_size: int) -> Group:
+    whole = [member for member in members if len(member.blocks) == 1]
+    whole.sort(key=lambda member: member.blocks[0].rank)
+    cut = [member for member in members if len(member.blocks) > 1]
+    filled = [0] * world_size
+    held: dict[int, list[Held]] = {rank: [] for rank in range(world_size)}
+    pieces: list[Piece] = []
+    for member in (*whole, *cut):
+        bases = []
+        for block in member.blocks:
+            bases.append(filled[block.rank])
+            for rank in range(world_size) if member.table.replicated else (block.rank,):
+                held[rank].append(Held(block, filled[rank]))
+                filled[rank] += block.sizes[0]
+        starts = tuple(block.offsets[0] for block in member.blocks)
+        owners = tuple(0 if member.table.replicated else block.rank for block in member.blocks)
+        column = member.blocks[0].offsets[1]
+        pieces.extend(
+            Piece(feature, column, key.width, member.table.rows, starts, owners, tuple(bases))
+            for feature in member.features
+        )
+    kept = {rank: tuple(items) for rank, items in held.items()}
+    return Group(key, sum(len(piece.owners) == 1 for piece in pieces), tuple(pieces), kept)
+
+
+def _strips(tables: Sequence[Table], groups: Sequence[Group]) -> Iterable[Strip]:
+    """The rows of each table between any two of its row cuts, where its columns are cut."""
+    for table in tables:
+        own = [
+            (rank, number, held)
+            for number, group in enumerate(groups)
+            for rank, items in group.held.items()
+            for held in items
+            if held.block.tensor == table.fqn
+        ]
+        if all(held.block.sizes[1] == table.dim for _, _, held in own):
+            continue
+        own.sort(key=lambda member: member[2].block.offsets[1])
+        cuts = sorted({held.block.offsets[0] for _, _, held in own} | {table.rows})
+        for low, high in itertools.pairwise(cuts):
+            members = [
+                (rank, number, held.base + low - held.block.offsets[0])
+                for rank, number, held in own
+                if held.block.offsets[0] <= low < held.block.offsets[0] + held.rows
+            ]
+            yield Strip(table.fqn, low, high - low, tuple(members))

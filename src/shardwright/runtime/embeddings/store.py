@@ -1,76 +1,127 @@
-"""The rows a rank keeps: one tensor per width, with the optimizer's state beside it."""
+"""The rows a rank keeps: one tensor per group, with the optimizer's states beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.nn import functional
 
-from shardwright.core.plan import TablePlan
 from shardwright.core.timeline import Kind
 from shardwright.runtime.embeddings import update
-from shardwright.runtime.embeddings.route import Held
+from shardwright.runtime.embeddings.route import BY_ROW, Group, Held
+from shardwright.runtime.embeddings.update import Looked, Touched
 from shardwright.runtime.probe import Probe
+from shardwright.runtime.units.parameter import DTYPES
 
 InitialBlock = Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
 
 class Store:
-    """``weight`` [R, width] fp32 of all blocks of one width on this rank, each at its base row.
+    """``weight`` [R, width] of all blocks of a group on this rank, each at its base row.
 
-    ``state`` holds one fp32 for each row whose table uses row-wise Adagrad; tables are laid out so
-    that the two optimizers' rows need no more than a row mask.
+    ``states`` are those of the group's optimizer by torch's names, [R, width] or, of what it keeps
+    by row, [R]; fp32 whatever the weight's dtype. Updates are numbered from 1.
     """
 
     def __init__(
-        self,
-        held: tuple[Held, ...],
-        width: int,
-        tables: tuple[TablePlan, ...],
-        initial: InitialBlock,
-        probe: Probe,
-        device: torch.device,
+        self, group: Group, rank: int, initial: InitialBlock, probe: Probe, device: torch.device
     ) -> None:
-        self.held = held
-        self.width = width
-        self.tables = tables
-        rows = sum(item.rows for item in held)
-        self.weight = torch.empty(rows, width, device=device)
-        for item in held:
+        self.held = group.held.get(rank, ())
+        self.width, self.optimizer = group.key.width, group.key.optimizer
+        self.rule = update.RULES[self.optimizer]
+        self.dim = group.key.dim if self.optimizer in BY_ROW else 0  # of means over columns
+        rows = sum(item.rows for item in self.held)
+        self.weight = torch.empty(rows, self.width, dtype=DTYPES[group.key.dtype], device=device)
+        for item in self.held:
             block = item.block
             self.weight[item.base : item.base + item.rows] = initial(
                 block.tensor, block.offsets, block.sizes
             )
-        kinds = {tables[item.feature].optimizer for item in held}
-        self.optimizer = kinds.pop() if kinds else "sgd"
-        assert not kinds, "a plan gives one optimizer to all tables"
-        self.state = torch.zeros(rows if self.optimizer == "rowwise_adagrad" else 0, device=device)
+        shapes = dict.fromkeys(self.rule.elements, (rows, self.width))
+        shapes |= dict.fromkeys(self.rule.rows, (rows,))
+        self.states = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+        self.moving_rows = rows if self.rule.moves else 0  # change without a gradient, too
+        self.gradient_bytes = 0  # of the last backward, if it is dense
         for tensor, kind in self.lasting():
             probe.holds(tensor, kind)
 
     def lasting(self) -> Iterator[tuple[torch.Tensor, Kind]]:
         """The memory of the store, and what it is for."""
         yield self.weight, "weight"
-        yield self.state, "optimizer_state"
+        for state in self.states.values():
+            yield state, "optimizer_state"
 
     def block_view(self, item: Held) -> torch.Tensor:
         """The weights of one block, sharing storage."""
         return self.weight[item.base : item.base + item.rows]
 
-    def state_view(self, item: Held) -> torch.Tensor:
-        """The optimizer state of one block, empty where there is none."""
-        return self.state[item.base : item.base + item.rows]
+    def state_views(self, item: Held) -> dict[str, torch.Tensor]:
+        """The optimizer's states of one block."""
+        rows = slice(item.base, item.base + item.rows)
+        return {name: state[rows] for name, state in self.states.items()}
 
-    def update(self, rows: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
-        """Apply summed-over-ranks gradients [N, width] to ``rows`` [N]."""
-        if self.optimizer == "sgd":
-            update.sgd(self.weight, rows, gradient, rate)
+    def look_up(self, looked: Looked) -> torch.Tensor:
+        """The sum [S, width] fp32 of the rows of every segment."""
+        rows, lengths, weights = looked
+        if lengths is None and weights is None:
+            return self._rows(rows)
+        if lengths is None:
+            starts = torch.arange(len(rows), device=rows.device)
         else:
-            update.rowwise_adagrad(self.weight, self.state, rows, gradient, rate)
+            starts = lengths.cumsum(0).sub_(lengths)
+        if not len(starts):
+            return self.weight.new_zeros(0, self.width, dtype=torch.float32)
+        table = self.weight
+        if table.dtype != torch.float32:  # sums are made in fp32
+            table, rows = self._rows(rows), torch.arange(len(rows), device=rows.device)
+        if not len(table):
+            return table.new_zeros(len(starts), self.width)
+        return functional.embedding_bag(rows, table, starts, mode="sum", per_sample_weights=weights)
 
-    def update_all(self, gradient: torch.Tensor, rate: float) -> None:
-        """Apply a dense gradient of the whole store."""
-        if self.optimizer == "sgd":
-            update.dense_sgd(self.weight, gradient, rate)
-        else:
-            update.dense_rowwise_adagrad(self.weight, self.state, gradient, rate)
+    def _rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.weight.index_select(0, rows).float()
+
+    def update(self, looked: Looked, gradient: torch.Tensor, rate: float, number: int) -> None:
+        """Apply the summed-over-ranks ``gradient`` [S, width] of segments."""
+        if self.optimizer == "sgd" and self.weight.dtype == torch.float32:
+            rows, lengths, weights = looked
+            if lengths is None and weights is None:
+                update.sgd(self.weight, rows, gradient, rate)
+                return
+        touched = looked.summed(gradient)
+        self.step(touched, self.squares(touched) if self.dim else None, rate, number)
+
+    def squares(self, touched: Touched) -> torch.Tensor:
+        """The share of this store's columns in the mean of the squared gradient [M]."""
+        return touched.gradient.square().sum(1).div_(self.dim)
+
+    def step(
+        self, touched: Touched, squares: torch.Tensor | None, rate: float, number: int
+    ) -> None:
+        """Change the rows of ``touched``; ``squares`` [M] are means over all columns."""
+        rows, gradient = touched
+        if not len(rows):
+            return
+        weight = self._rows(rows)
+        states = [state.index_select(0, rows) for state in self.states.values()]
+        self.rule.step(weight, states, gradient, squares, rate, number)
+        for state, changed in zip(self.states.values(), states, strict=True):
+            state.index_put_((rows,), changed)
+        self.weight.index_put_((rows,), weight.to(self.weight.dtype))
+
+    def update_all(
+        self, gradient: torch.Tensor, looked: torch.Tensor | None, rate: float, number: int
+    ) -> None:
+        """Apply a dense gradient [R, width] of the whole store; where rows that were looked up
+        change without one, ``looked`` [R] is above 0 for these."""
+        if looked is not None:
+            rows = looked.nonzero().squeeze(1)
+            touched = Touched(rows, gradient.index_select(0, rows))
+            self.step(touched, self.squares(touched) if self.dim else None, rate, number)
+            return
+        squares = gradient.square().mean(1) if self.dim else None
+        weight = self.weight.float()
+        self.rule.step(weight, [*self.states.values()], gradient, squares, rate, number)
+        if weight is not self.weight:
+            self.weight.copy_(weight)

@@ -1,44 +1,58 @@
 """Sharded tables: one module, one exchange of ids and one of rows for all of them together.
 
-Forward: every rank sorts its ids by owner, sends row numbers, serves the rows it is asked for, and
-puts what comes back in order. Backward retraces the same route with gradients, and the owner
-updates its rows at once, or by all that has arrived when a guard over the step is settled. A table
-never has a dense gradient unless it is replicated. Gradients that are not finite update nothing.
+Forward: every rank sorts its ids by owner, sends row numbers, serves the rows it is asked for, sums
+of them where ids of a bag go to the same rank, and puts what comes back in order. Backward retraces
+the same route with gradients, and the owner updates its rows at once, or by all that has arrived
+when a guard over the step is settled. A table never has a dense gradient unless it is replicated.
+Gradients that are not finite update nothing.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwright.core.errors import InputError, PeerError, UnsupportedError, expected
-from shardwright.core.plan import TablePlan
 from shardwright.core.schedule import Action, replicas_ride
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.embeddings.guide import Guide, integers, interleave, regroup
-from shardwright.runtime.embeddings.route import Held, Route
+from shardwright.runtime.embeddings import wire
+from shardwright.runtime.embeddings.bags import (
+    Bags,
+    check_columns,
+    features_of,
+    one_each,
+    read_bags,
+)
+from shardwright.runtime.embeddings.guide import Guide, Request, Rows
+from shardwright.runtime.embeddings.route import Held, Route, Table
 from shardwright.runtime.embeddings.store import InitialBlock, Store
+from shardwright.runtime.embeddings.strips import Strips
+from shardwright.runtime.embeddings.update import RULES, Touched
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import outside_graphs
 from shardwright.runtime.units.flow import Flow
+from shardwright.runtime.units.parameter import DTYPES
+
+_WORDS = 512  # bytes of what a rank says of ids that it refused
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Trip:
     """What one forward leaves for its backward: how ids were sent and which rows were served."""
 
-    batch: int
-    orders: list[torch.Tensor | None]  # per group: request order by owner [P*B]; None: as it is
-    counts: list[list[int]]  # [rank][group]: ids sent to each rank
-    served: list[list[int]]  # [rank][group]: ids received from each rank
-    rows: torch.Tensor  # row numbers served, by rank then group
-    replica_rows: torch.Tensor | None  # rows of the replicated store [F_dp * B]
+    shares: Sequence[torch.Tensor | None]  # of each feature's pooled rows
+    asked: list[Request]  # per group, without its rows
+    counts: wire.Counts  # sent to each rank
+    served: wire.Counts  # received from each rank
+    rows: torch.Tensor  # what was served, as it came
+    replicas: list[Request]  # per group of replicas
     adds: bool  # whether units had gradients then, of a backward that no step came after
 
 
@@ -46,10 +60,10 @@ class _Trip:
 class _Arrived:
     """What a backward brought to the owners of rows, summed over ranks."""
 
-    rows: torch.Tensor  # row numbers served, by rank then group
-    served: list[list[int]]  # [rank][group]
+    rows: torch.Tensor  # what was served, as it came
+    served: wire.Counts
     gradients: list[torch.Tensor]  # by group, flat
-    dense: torch.Tensor | None  # of replicas [rows, D]
+    dense: torch.Tensor | None  # of all replicas, flat
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -78,11 +92,16 @@ def _follow_steps() -> None:
 
 
 class ShardedTables(nn.Module):
-    """Stands in for a module of tables: ids [B, F] int64 -> embeddings [B, F, D] fp32."""
+    """Tables whose rows lie as a route says.
+
+    Features as ``read_bags`` takes them -> a mapping of each to rows [B, dim], pooled, or [values,
+    dim]. Ids [B, F] of tables of one dim -> rows [B, F, dim]. ``learning_rate`` is that of the next
+    update; set it to follow a schedule.
+    """
 
     def __init__(
         self,
-        tables: tuple[TablePlan, ...],
+        tables: Sequence[Table],
         route: Route,
         comm: Comm,
         initial: InitialBlock,
@@ -92,32 +111,35 @@ class ShardedTables(nn.Module):
         path: str,
     ) -> None:
         super().__init__()
+        for table in tables:
+            _check_optimizer(table)
         self.path = path
-        self.tables = tables
-        self.route = route
+        self.tables = tuple(tables)
+        self.features = features_of(tables)
         self.comm = comm
         self.learning_rate = learning_rate
         self.flow = flow  # of the units beside them
         self._waiting: weakref.ref[_Waiting] | None = None
         self._updated = -1  # steps of optimizers before the last update
+        self.updates = torch.zeros(())  # how many were made, for optimizers that use it
         _follow_steps()
-        self.dim = tables[0].dim
-        self.gradient_names = [f"gradient of {table.fqn}" for table in tables]
+        dims = {table.dim for table in tables}
+        self.dim = dims.pop() if len(dims) == 1 else None
+        self.gradient_names = [f"gradient of {feature.table.fqn}" for feature in self.features]
         device = torch.device(comm.mesh.device_type)
         self.device = device
-        self.stores = [
-            Store(group.held.get(comm.rank, ()), group.width, tables, initial, comm.probe, device)
-            for group in route.groups
-        ]
-        self.replicas = Store(route.replicated, self.dim, tables, initial, comm.probe, device)
+        self.limits = torch.tensor([f.table.rows for f in self.features], device=device)
+        self.stores, self.replicas = (
+            [Store(group, comm.rank, initial, comm.probe, device) for group in groups]
+            for groups in (route.groups, route.replicas)
+        )
         self.guides = [Guide.of(group, comm.size, device) for group in route.groups]
-        self.limits = torch.tensor([table.rows for table in tables], device=device)
-        self.replica_features = integers([held.feature for held in route.replicated], device)
-        self.replica_bases = integers([held.base for held in route.replicated], device).unsqueeze(1)
+        self.replica_guides = [Guide.of(group, 1, device) for group in route.replicas]
+        self.strips = Strips(route.strips, comm)
         self._open: weakref.WeakSet[_Trip] = weakref.WeakSet()  # lookups that wait for backward
-        self.replica_gradient_bytes = 0  # of the last backward
-        replica_bytes = self.replicas.weight.numel() * self.replicas.weight.element_size()
-        self.rides = replicas_ride(bool(self.stores), comm.size, replica_bytes)
+        self.dense_sizes = [s.weight.numel() + s.moving_rows for s in self.replicas]
+        size = torch.float32.itemsize * sum(self.dense_sizes)
+        self.rides = bool(self.replicas) and replicas_ride(bool(self.stores), comm.size, size)
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
 
     @property
@@ -126,59 +148,54 @@ class ShardedTables(nn.Module):
         return self.flow.guard
 
     @outside_graphs
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look ``ids`` up; rows of feature f come from table f."""
-        fault = self._fault(ids)
-        if fault and not self.stores:
-            raise InputError(fault)
+    def forward(self, given: Any) -> Any:
+        """Look up what is ``given``; InputError, and PeerError on the other ranks, that name the
+        first id that is no row, before any row moves."""
+        try:
+            if isinstance(given, torch.Tensor):
+                if self.dim is None:
+                    wanted = "a mapping of features, for their tables have different dims"
+                    raise InputError(expected("ids", wanted, "a tensor"))
+                check_columns(given, self.features, self.limits)
+                bags, pools = one_each(given.t().long()), {}
+            else:
+                bags, pools = read_bags(given, self.features)
+        except InputError as error:
+            if self.stores:
+                self._refuse(str(error))
+            raise
         self._refuse_scaling()
-        found: torch.Tensor = _Lookup.apply(self.anchor, ids, self, fault)
-        return found.transpose(0, 1)
+        found = _Lookup.apply(self.anchor, bags, self)
+        if isinstance(found, torch.Tensor) and isinstance(given, torch.Tensor):
+            return self._as_output(found, self.features[0].table).transpose(0, 1)
+        rows = {}
+        for number, (feature, part) in enumerate(zip(self.features, found, strict=True)):
+            pooled = pools[number](part) if number in pools else part
+            rows[feature.output] = self._as_output(pooled, feature.table)
+        return rows
+
+    def _as_output(self, rows: torch.Tensor, table: Table) -> torch.Tensor:
+        return rows.to(DTYPES[table.output_dtype])
 
     def holdings(self) -> list[tuple[Store, Held]]:
         """Every block this rank keeps, with the store it lies in."""
-        pairs = [(store, held) for store in self.stores for held in store.held]
-        return pairs + [(self.replicas, held) for held in self.replicas.held]
-
-    def _fault(self, ids: torch.Tensor) -> str:
-        """What is wrong with ``ids``, or nothing; known to every rank before any rows move."""
-        if ids.dim() != 2 or ids.shape[1] != len(self.tables):
-            return expected("ids", f"shape [batch, {len(self.tables)}]", str(list(ids.shape)))
-        wrong = (ids < 0) | (ids >= self.limits)
-        if not bool(wrong.any()):
-            return ""
-        sample, feature = (int(x) for x in wrong.nonzero()[0])
-        table = self.tables[feature]
-        return expected(
-            f"ids of table '{table.name}', sample {sample}",
-            f"ids from 0 to {table.rows - 1}",
-            str(int(ids[sample, feature])),
-            "Reduce ids modulo the table's rows.",
-        )
+        return [(store, held) for store in (*self.stores, *self.replicas) for held in store.held]
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def look_up(self, ids: torch.Tensor, fault: str) -> tuple[torch.Tensor, _Trip]:
-        """Embeddings [F, B, D] and the trip that its backward retraces.
-
-        A ``fault`` in this rank's ids is announced in place of counts and raises on every rank.
-        """
+    def look_up(self, bags: Bags) -> tuple[Rows, _Trip]:
+        """Rows of every feature, and the trip that its backward retraces."""
         probe = self.comm.probe
-        if fault:
-            with probe.phase("exchange_ids"):
-                self._announce([[-1] * len(self.stores)] * self.comm.size)
-            raise InputError(fault)
-        by_feature = ids.t()
         adds = self._updated == _steps.made and self.flow.has_gradients
-        trip = _Trip(ids.shape[0], [], [], [], ids.new_empty(0), None, adds)
+        trip = _Trip(bags.shares, [], [], [], self.limits[:0], [], adds)
         back = None
         if self.stores:
             with probe.phase("exchange_ids"):
-                self._request(by_feature, trip)
+                self._request(bags, trip)
             probe.did(Action("exchange", "ids", "exchange_ids"))
         with probe.phase("lookup"):
             rows = self._serve(trip) if self.stores else None
-            found = self._look_up_replicas(by_feature, trip)
+            found = self._look_up_replicas(bags, trip)
         probe.did(Action("lookup", self.path, "lookup"))
         with probe.phase("exchange_rows"):
             if rows is not None:
@@ -186,84 +203,115 @@ class ShardedTables(nn.Module):
                 back = self._exchange("exchange rows", rows, served, asked)
                 del rows
                 probe.did(Action("exchange", "rows", "exchange_rows"))
-            out = self._assemble(back, found, trip)
+            out = self._assemble(back, found, trip, bags)
         probe.did(Action("assemble", self.path, "exchange_rows"))
         return out, trip
 
-    def _request(self, by_feature: torch.Tensor, trip: _Trip) -> None:
+    def _request(self, bags: Bags, trip: _Trip) -> None:
         """Sort ids by owner and send every owner its row numbers."""
-        ordered, counts = [], []
-        for guide in self.guides:
-            asked = guide.request(by_feature)
-            ordered.append(asked.rows)
-            counts.append(asked.counts)
-            trip.orders.append(asked.order)
-        trip.counts = [list(row) for row in zip(*counts, strict=True)]
-        sent = interleave(ordered, trip.counts)
+        asked = [guide.request(bags) for guide in self.guides]
+        sent, trip.counts = wire.pack(asked, self.comm.size)
+        trip.asked = [each.without_rows() for each in asked]
         trip.served = self._announce(trip.counts)
-        refused = [rank for rank, counts in enumerate(trip.served) if min(counts) < 0]
-        if refused:
-            ranks = ", ".join(map(str, refused))
-            raise PeerError(
-                f"ids were refused on rank {ranks}, which says why; no rows were moved."
-            )
         trip.rows = self._exchange("exchange ids", sent, trip.counts, trip.served)
 
-    def _announce(self, counts: list[list[int]]) -> list[list[int]]:
-        """Exchange how many ids of each group every rank will send to every other."""
+    def _announce(self, counts: wire.Counts) -> wire.Counts:
+        """Exchange how much of each section every rank will send to every other."""
         announced = torch.tensor(counts, device=self.device).view(-1)
         heard = torch.empty_like(announced)
         self.comm.all_to_all("exchange counts", heard, announced)
-        served: list[list[int]] = heard.view(self.comm.size, -1).tolist()
+        served: wire.Counts = heard.view(self.comm.size, -1).tolist()
+        refused = [rank for rank, row in enumerate(served) if min(row) < 0]
+        if refused:
+            self._refused(refused, "")
         return served
+
+    def _refuse(self, fault: str) -> None:
+        """Announce a ``fault`` in this rank's ids in place of counts; it raises on every rank."""
+        with self.comm.probe.phase("exchange_ids"):
+            announced = torch.full((self.comm.size * 3 * len(self.stores),), -1)
+            announced = announced.to(self.device)
+            self.comm.all_to_all("exchange counts", announced.clone(), announced)
+            self._say(fault)
+
+    def _refused(self, ranks: list[int], fault: str) -> NoReturn:
+        said = self._say(fault)
+        first = ranks[0]
+        others = ", ".join(map(str, ranks))
+        raise PeerError(f"ids were refused on rank {others}, no rows were moved: {said[first]}")
+
+    def _say(self, fault: str) -> list[str]:
+        """What every rank has to say (collective)."""
+        own = torch.zeros(_WORDS, dtype=torch.uint8)
+        raw = fault.encode()[:_WORDS]
+        own[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+        own = own.to(self.device)
+        every = own.new_empty(self.comm.size * _WORDS)
+        self.comm.all_gather("why ids were refused", every, own)
+        rows = every.view(self.comm.size, _WORDS).tolist()
+        return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
     def _serve(self, trip: _Trip) -> torch.Tensor:
         """The rows asked for, flat, by rank then group."""
-        if len(self.stores) == 1:
-            return self.stores[0].weight.index_select(0, trip.rows).view(-1)
-        stores = self.stores * self.comm.size
-        parts = trip.rows.split([count for counts in trip.served for count in counts])
-        found = [s.weight.index_select(0, p).view(-1) for s, p in zip(stores, parts, strict=True)]
+        groups = len(self.stores)
+        if groups == 1:
+            (looked,) = wire.unpack(trip.rows, trip.served, 1)
+            return self.stores[0].look_up(looked).view(-1)
+        parts = trip.rows.split([*map(sum, trip.served)])
+        found = [
+            store.look_up(looked).view(-1)
+            for part, row in zip(parts, trip.served, strict=True)
+            for store, looked in zip(self.stores, wire.unpack(part, [row], groups), strict=True)
+        ]
         return torch.cat(found)
 
-    def _look_up_replicas(self, by_feature: torch.Tensor, trip: _Trip) -> torch.Tensor | None:
-        if not self.replicas.held:
-            return None
-        ids = by_feature.index_select(0, self.replica_features)
-        trip.replica_rows = ids.add_(self.replica_bases).view(-1)
-        return self.replicas.weight.index_select(0, trip.replica_rows)
+    def _look_up_replicas(self, bags: Bags, trip: _Trip) -> list[torch.Tensor]:
+        trip.replicas = [guide.request(bags) for guide in self.replica_guides]
+        pairs = zip(self.replicas, trip.replicas, strict=True)
+        return [store.look_up(asked.looked) for store, asked in pairs]
 
     def _assemble(
-        self, back: torch.Tensor | None, found: torch.Tensor | None, trip: _Trip
-    ) -> torch.Tensor:
-        """Everything found, in feature order: [F, B, D]."""
-        batch, dim = trip.batch, self.dim
-        out = torch.empty(len(self.tables), batch, dim, device=self.device)
-        if found is not None:
-            out.index_copy_(
-                0, self.replica_features, found.view(len(self.replica_features), batch, dim)
-            )
-        if back is None:
-            return out
-        groups = regroup(back, self._floats(trip.counts))
-        for guide, order, rows in zip(self.guides, trip.orders, groups, strict=True):
-            guide.put(out, rows.view(-1, guide.width), order)
+        self, back: torch.Tensor | None, found: list[torch.Tensor], trip: _Trip, bags: Bags
+    ) -> Rows:
+        """Everything found, in feature order."""
+        out = self._out(bags)
+        for guide, rows, asked in zip(self.replica_guides, found, trip.replicas, strict=True):
+            guide.put(out, rows, asked)
+        if back is not None:
+            groups = wire.regroup(back, self._floats(trip.counts))
+            for guide, asked, rows in zip(self.guides, trip.asked, groups, strict=True):
+                guide.put(out, rows.view(-1, guide.width), asked)
+        if not isinstance(out, torch.Tensor):
+            for rows, share in zip(out, trip.shares, strict=True):
+                if share is not None:
+                    rows.mul_(share)
         return out
+
+    def _out(self, bags: Bags) -> Rows:
+        """Room for what comes back: [F, B, D] for ids [F, B]."""
+        if isinstance(bags.ids, torch.Tensor):
+            assert self.dim is not None
+            return torch.empty(*bags.ids.shape, self.dim, device=self.device)
+        pairs = zip(bags.results, self.features, strict=True)
+        return [torch.empty(rows, f.table.dim, device=self.device) for rows, f in pairs]
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def retrace(self, gradient: torch.Tensor, trip: _Trip) -> None:
-        """Send gradients [F, B, D] back along ``trip`` and update the rows they belong to.
+    def retrace(self, gradient: Rows, trip: _Trip) -> None:
+        """Send gradients of rows back along ``trip`` and update the rows they belong to.
 
         RunError on every rank, before anything is sent, where there is no guard to wait for and one
         of them is not finite.
         """
         self._refuse_accumulation(trip)
+        if any(share is not None for share in trip.shares):
+            pairs = zip(gradient, trip.shares, strict=True)
+            gradient = [rows if share is None else rows * share for rows, share in pairs]
         probe = self.comm.probe
         guard = self.guard or Guard(self.comm)
         dense, parts = None, []
         with probe.phase("reduce"):
-            if self.replicas.held:
+            if self.replicas:
                 dense = self._replica_gradient(gradient, trip, guard)
             if self.stores:
                 parts = self._return(gradient, trip, dense if self.rides else None, guard)
@@ -289,33 +337,56 @@ class ShardedTables(nn.Module):
     @torch.no_grad()
     def _update(self, waiting: _Waiting) -> None:
         """Change rows by the mean over ranks of what all backwards brought."""
-        probe, rate = self.comm.probe, self.learning_rate
-        scale = 1.0 / self.comm.size  # gradients are of each rank's own mean loss
-        backwards = waiting.backwards
+        probe, backwards = self.comm.probe, waiting.backwards
+        self.updates += 1
+        number = int(self.updates)
         with probe.phase("step"):
-            numbers = [regroup(a.rows, a.served) for a in backwards if self.stores]
-            for place, store in enumerate(self.stores):
-                rows = _joined([parts[place] for parts in numbers])
-                gradient = _joined([a.gradients[place].view(-1, store.width) for a in backwards])
-                store.update(rows, gradient.mul_(scale), rate)
-            if self.replicas.held:
+            if self.stores:
+                self._update_routed(backwards, number)
+            if self.replicas:
                 first, *others = (a.dense for a in backwards if a.dense is not None)
                 for other in others:
                     first += other
-                self.replicas.update_all(first.mul_(scale), rate)
+                self._update_replicas(first, number)
         probe.did(Action("update", self.path, "step", "backward"))
 
+    def _update_routed(self, backwards: Sequence[_Arrived], number: int) -> None:
+        groups, scale = len(self.stores), 1.0 / self.comm.size  # of each rank's own mean loss
+        looked = [wire.unpack(a.rows, a.served, groups) for a in backwards]
+        touched: dict[int, Touched] = {}
+        for place, store in enumerate(self.stores):
+            rows = wire.joined([each[place] for each in looked])
+            gradient = _joined([a.gradients[place].view(-1, store.width) for a in backwards])
+            gradient.mul_(scale)
+            if place in self.strips.groups:
+                touched[place] = rows.summed(gradient)
+            else:
+                store.update(rows, gradient, self.learning_rate, number)
+        if touched:
+            squares = {place: self.stores[place].squares(t) for place, t in touched.items()}
+            self.strips.add_up({place: t.rows for place, t in touched.items()}, squares)
+            for place, each in touched.items():
+                self.stores[place].step(each, squares[place], self.learning_rate, number)
+
+    def _update_replicas(self, dense: torch.Tensor, number: int) -> None:
+        scale = 1.0 / self.comm.size
+        for store, part in zip(self.replicas, dense.split(self.dense_sizes), strict=True):
+            gradient = part[: store.weight.numel()].view_as(store.weight)
+            looked = part[store.weight.numel() :] if store.moving_rows else None
+            store.update_all(gradient.mul_(scale), looked, self.learning_rate, number)
+
     def _refuse_accumulation(self, trip: _Trip) -> None:
-        """Rows have no gradient that a later backward could add to, and row-wise Adagrad is exact
+        """Rows have no gradient that a later backward could add to, and what is not linear is exact
         on a step's whole gradient only: without a guard there is one backward to an optimizer's
         step, and one lookup to a backward."""
         if self.guard is not None:
             return
         others = [other for other in self._open if other is not trip]
-        if others and any(table.optimizer != "sgd" for table in self.tables):
+        optimizer = next((t.optimizer for t in self.tables if t.optimizer != "sgd"), "")
+        if others and optimizer:
             raise UnsupportedError(
                 expected(
-                    "lookups before a backward of rowwise_adagrad tables",
+                    f"lookups before a backward of {optimizer} tables",
                     "one",
                     f"{len(others) + 1}",
                     "Look up once per backward, under no_grad otherwise, train with sgd, or hand a "
@@ -348,75 +419,89 @@ class ShardedTables(nn.Module):
                 )
 
     def _return(
-        self, gradient: torch.Tensor, trip: _Trip, dense: torch.Tensor | None, guard: Guard
+        self, gradient: Rows, trip: _Trip, dense: torch.Tensor | None, guard: Guard
     ) -> list[torch.Tensor]:
         """Row gradients at the rows' owners, group by group; ``dense`` rides and is summed."""
         ordered = [
-            guide.take(gradient, order).view(-1)
-            for guide, order in zip(self.guides, trip.orders, strict=True)
+            guide.take(gradient, asked).view(-1)
+            for guide, asked in zip(self.guides, trip.asked, strict=True)
         ]
-        guard.look(ordered, self.gradient_names, gradient.unbind)
+        guard.look(ordered, self.gradient_names, partial(_each, gradient))
         if self.guard is None:
             guard.settle()
         out, into = self._floats(trip.counts), self._floats(trip.served)
         if dense is None:
-            sent = interleave(ordered, out)
-            return regroup(self._exchange("exchange row gradients", sent, out, into), into)
-        ride = dense.view(-1)
-        ordered.append(ride.repeat(self.comm.size))
-        out = [[*row, len(ride)] for row in out]
-        into = [[*row, len(ride)] for row in into]
-        received = self._exchange("exchange row gradients", interleave(ordered, out), out, into)
-        *arrived, everyone = regroup(received, into)
-        torch.sum(everyone.view(self.comm.size, -1), 0, out=ride)
+            sent = wire.interleave(ordered, out)
+            return wire.regroup(self._exchange("exchange row gradients", sent, out, into), into)
+        ordered.append(dense.repeat(self.comm.size))
+        out = [[*row, len(dense)] for row in out]
+        into = [[*row, len(dense)] for row in into]
+        label = "exchange row gradients"
+        received = self._exchange(label, wire.interleave(ordered, out), out, into)
+        *arrived, everyone = wire.regroup(received, into)
+        torch.sum(everyone.view(self.comm.size, -1), 0, out=dense)
         return arrived
 
-    def _replica_gradient(self, gradient: torch.Tensor, trip: _Trip, guard: Guard) -> torch.Tensor:
-        """This rank's dense gradient of all replicas [rows, D]."""
-        assert trip.replica_rows is not None
-        dense = torch.zeros_like(self.replicas.weight)
+    def _replica_gradient(self, gradient: Rows, trip: _Trip, guard: Guard) -> torch.Tensor:
+        """This rank's dense gradient of all replicas, flat, each with how often its rows were
+        looked up where that counts."""
+        dense = torch.zeros(sum(self.dense_sizes), device=self.device)
         self.comm.probe.holds(dense, "gradient")
-        self.replica_gradient_bytes = dense.untyped_storage().nbytes()
-        own = gradient.index_select(0, self.replica_features).reshape(-1, self.dim)
-        guard.look([own], self.gradient_names, gradient.unbind)
-        dense.scatter_add_(0, trip.replica_rows.unsqueeze(1).expand_as(own), own)
+        parts = dense.split(self.dense_sizes)
+        for store, guide, asked, part in zip(
+            self.replicas, self.replica_guides, trip.replicas, parts, strict=True
+        ):
+            store.gradient_bytes = part.nbytes
+            own = guide.take(gradient, asked)
+            guard.look([own], self.gradient_names, partial(_each, gradient))
+            own = asked.looked.spread(own)
+            index = asked.rows.unsqueeze(1).expand_as(own)
+            part[: store.weight.numel()].view_as(store.weight).scatter_add_(0, index, own)
+            if store.moving_rows:
+                ones = torch.ones(len(asked.rows), device=self.device)
+                part[store.weight.numel() :].scatter_add_(0, asked.rows, ones)
         return dense
 
     # ---- shared --------------------------------------------------------------------------------
 
     def _exchange(
-        self,
-        label: str,
-        sent: torch.Tensor,
-        out: list[list[int]],
-        into: list[list[int]],
+        self, label: str, sent: torch.Tensor, out: wire.Counts, into: wire.Counts
     ) -> torch.Tensor:
-        """All-to-all of values that lie by rank, ``out`` and ``into`` [rank][group] of them."""
+        """All-to-all of values that lie by rank, ``out`` and ``into`` [rank][section] of them."""
         received = sent.new_empty(sum(map(sum, into)))
         self.comm.all_to_all(label, received, sent, [*map(sum, into)], [*map(sum, out)])
         return received
 
-    def _floats(self, counts: list[list[int]]) -> list[list[int]]:
-        """Floats that ``counts`` [rank][group] rows of each group's width hold."""
+    def _floats(self, counts: wire.Counts) -> wire.Counts:
+        """Floats [rank][group] of the rows that come back for ``counts`` of sections."""
         widths = [store.width for store in self.stores]
-        return [[n * w for n, w in zip(row, widths, strict=True)] for row in counts]
+        rows = wire.segments(counts, len(widths))
+        return [[n * w for n, w in zip(row, widths, strict=True)] for row in rows]
+
+
+def _check_optimizer(table: Table) -> None:
+    if table.optimizer not in RULES:
+        wanted = f"one of {', '.join(RULES)}, which have no momentum beside Adam's"
+        raise InputError(expected(f"optimizer of {table.fqn}", wanted, f"'{table.optimizer}'"))
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _each(gradient: Rows) -> Sequence[torch.Tensor]:
+    return gradient.unbind() if isinstance(gradient, torch.Tensor) else gradient
+
+
 class _Lookup(torch.autograd.Function):
     """Joins the route to autograd; table weights themselves never carry a gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, tables: ShardedTables, fault: str
-    ) -> torch.Tensor:
-        out, trip = tables.look_up(ids, fault)
+    def forward(ctx: Any, anchor: torch.Tensor, bags: Bags, tables: ShardedTables) -> Any:
+        out, trip = tables.look_up(bags)
         tables._open.add(trip)  # until its graph is gone
-        ctx.trip, ctx.tables = trip, tables
-        return out
+        ctx.trip, ctx.tables, ctx.whole = trip, tables, isinstance(out, torch.Tensor)
+        return out if ctx.whole else tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -430,5 +515,5 @@ class _Lookup(torch.autograd.Function):
                     "Look up again.",
                 )
             )
-        ctx.tables.retrace(gradients[0], trip)
-        return None, None, None, None
+        ctx.tables.retrace(gradients[0] if ctx.whole else gradients, trip)
+        return None, None, None

@@ -1,15 +1,23 @@
 """Exact fused updates of embedding rows: no dense gradient, no optimizer pass.
 
-``rows`` may repeat; repeated gradients are summed first where the rule is not linear. Equal to the
-unsharded optimizer on the summed gradient. Row-wise Adagrad keeps one running sum per row of the
-mean over columns of the squared gradient.
+Gradients of a row that repeats are summed first where the rule is not linear, so an update is that
+of the unsharded optimizer on the summed gradient. Rows that a step did not look up stay as they
+are, moments included, as with ``torch.optim.SparseAdam``. ``rowwise_adagrad`` and
+``partial_rowwise_adam`` keep one number a row, of the mean over columns of the squared gradient,
+where the others keep one an element. Denominators are sqrt(state) + epsilon.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
+from torch.nn import functional
 
 EPSILON = 1e-8
+BETAS = (0.9, 0.999)
 
 
 def sgd(weight: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
@@ -19,36 +27,123 @@ def sgd(weight: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, rate: 
     weight.scatter_add_(0, rows.unsqueeze(1).expand_as(gradient), gradient)
 
 
-def rowwise_adagrad(
+class Touched(NamedTuple):
+    """The distinct rows [M] of an update, ascending, and their summed gradients [M, D]."""
+
+    rows: torch.Tensor
+    gradient: torch.Tensor
+
+
+class Looked(NamedTuple):
+    """Rows [N] that were looked up. Segment k is ``lengths[k]`` of them, None: one each, and of
+    each the gradient counts ``weights`` times, None: once."""
+
+    rows: torch.Tensor
+    lengths: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+    def spread(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient [N, D] of every row from that of segments [S, D]."""
+        if self.lengths is not None:
+            gradient = gradient.index_select(0, self._segment(self.lengths))
+        if self.weights is not None:
+            gradient = gradient * self.weights.unsqueeze(1)
+        return gradient
+
+    def summed(self, gradient: torch.Tensor) -> Touched:
+        """The rows, each once, from the gradient of segments [S, D]."""
+        ordered, permutation = torch.sort(self.rows)
+        first = torch.ones_like(ordered, dtype=torch.bool)
+        torch.ne(ordered[1:], ordered[:-1], out=first[1:])
+        starts = first.nonzero().squeeze(1)
+        distinct = ordered[starts]
+        source, weights = permutation, self.weights
+        if self.lengths is not None:
+            source = self._segment(self.lengths)[permutation]
+        if weights is not None:
+            weights = weights[permutation]
+        summed = functional.embedding_bag(
+            source, gradient, starts, mode="sum", per_sample_weights=weights
+        )
+        return Touched(distinct, summed)
+
+    def _segment(self, lengths: torch.Tensor) -> torch.Tensor:
+        return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+
+
+# A rule takes weight [M, D] fp32, states, gradient [M, D], the mean of its squares [M] where it is
+# by row, the learning rate and the number of this update from 1; it changes the first two.
+Step = Callable[
+    [torch.Tensor, list[torch.Tensor], torch.Tensor, torch.Tensor | None, float, int], None
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An optimizer of rows: its states of one number an element and of one a row, its step, and
+    whether a row that was looked up changes even if its gradient is zero."""
+
+    elements: tuple[str, ...]
+    rows: tuple[str, ...]
+    step: Step
+    moves: bool = False
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of all, in the order of ``step``."""
+        return self.elements + self.rows
+
+
+def _sgd(
     weight: torch.Tensor,
-    state: torch.Tensor,
-    rows: torch.Tensor,
+    states: list[torch.Tensor],
     gradient: torch.Tensor,
+    squares: torch.Tensor | None,
     rate: float,
+    number: int,
 ) -> None:
-    """Row-wise Adagrad on distinct rows; weight [R, D], state [R], rows [N], gradient [N, D]."""
-    if rows.numel() == 0:
-        return
-    ordered, permutation = torch.sort(rows)
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    torch.ne(ordered[1:], ordered[:-1], out=first[1:])
-    starts = first.nonzero().squeeze(1)
-    distinct = ordered[starts]
-    summed = torch.nn.functional.embedding_bag(permutation, gradient, starts, mode="sum")
-    running = state[distinct] + summed.square().mean(1)
-    state.index_put_((distinct,), running)
-    step = summed.mul_((rate / (running.sqrt_() + EPSILON)).unsqueeze(1))
-    weight.index_put_((distinct,), weight[distinct] - step)
+    weight.sub_(gradient.mul_(rate))
 
 
-def dense_sgd(weight: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
-    """SGD on every row; used for replicas, whose gradient is dense."""
-    weight.add_(gradient, alpha=-rate)
-
-
-def dense_rowwise_adagrad(
-    weight: torch.Tensor, state: torch.Tensor, gradient: torch.Tensor, rate: float
+def _adagrad(
+    weight: torch.Tensor,
+    states: list[torch.Tensor],
+    gradient: torch.Tensor,
+    squares: torch.Tensor | None,
+    rate: float,
+    number: int,
 ) -> None:
-    """Row-wise Adagrad on every row; a row whose gradient is zero does not change."""
-    state.add_(gradient.square().mean(1))
-    weight.sub_(gradient.mul_((rate / (state.sqrt() + EPSILON)).unsqueeze(1)))
+    (running,) = states
+    if squares is None:
+        running.addcmul_(gradient, gradient)
+        weight.sub_(gradient.div_(running.sqrt().add_(EPSILON)).mul_(rate))
+    else:
+        running.add_(squares)
+        weight.sub_(gradient.mul_((rate / (running.sqrt() + EPSILON)).unsqueeze(1)))
+
+
+def _adam(
+    weight: torch.Tensor,
+    states: list[torch.Tensor],
+    gradient: torch.Tensor,
+    squares: torch.Tensor | None,
+    rate: float,
+    number: int,
+) -> None:
+    mean, square = states
+    first, second = BETAS
+    mean.mul_(first).add_(gradient, alpha=1 - first)
+    square.mul_(second).add_(gradient.square() if squares is None else squares, alpha=1 - second)
+    denominator = (square / (1 - second**number)).sqrt_().add_(EPSILON)
+    if squares is not None:
+        denominator = denominator.unsqueeze(1)
+    weight.sub_((mean / denominator).mul_(rate / (1 - first**number)))
+
+
+RULES = {
+    "sgd": Rule((), (), _sgd),
+    "adagrad": Rule(("sum",), (), _adagrad),
+    "rowwise_adagrad": Rule((), ("sum",), _adagrad),
+    "adam": Rule(("exp_avg", "exp_avg_sq"), (), _adam, moves=True),
+    "partial_rowwise_adam": Rule(("exp_avg",), ("exp_avg_sq",), _adam, moves=True),
+}

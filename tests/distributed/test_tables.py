@@ -1,0 +1,119 @@
+"""Sharded tables are whole tables, whatever the cut, the pooling and the optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import table_tasks as tasks
+import torch
+from pool import Pool
+
+from shardwright.core.sharding import TYPES, ShardingType
+from shardwright.runtime.embeddings.update import RULES
+
+CLOSE = 1e-6
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", RULES)
+def test_tables_under_random_cuts_train_as_whole_ones(
+    pool: Pool, optimizer: str, world_size: int
+) -> None:
+    for found in pool.run(world_size, tasks.random_cuts, optimizer=optimizer, seeds=range(6)):
+        assert max(found) <= CLOSE, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", RULES)
+def test_tables_under_many_random_cuts_train_as_whole_ones(
+    pool: Pool, optimizer: str, world_size: int
+) -> None:
+    seeds = range(10, 50)
+    for found in pool.run(world_size, tasks.random_cuts, optimizer=optimizer, seeds=seeds):
+        far = {seed: apart for seed, apart in zip(seeds, found, strict=True) if apart > CLOSE}
+        assert not far
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "partial_rowwise_adam"])
+def test_every_sharding_type_trains_as_whole_tables(
+    pool: Pool, optimizer: str, kind: ShardingType, world_size: int
+) -> None:
+    options = {"optimizer": optimizer, "kind": kind, "local": 2}
+    assert max(pool.run(world_size, tasks.typed_cuts, **options)) <= CLOSE
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("optimizer", RULES)
+def test_a_checkpoint_goes_on_under_other_cuts_and_ranks(
+    pool: Pool, tmp_path: Path, optimizer: str, world_size: int
+) -> None:
+    pool.run(world_size, tasks.saved, optimizer=optimizer, seed=1, folder=tmp_path)
+    for ranks, seed in ((world_size, 2), (1, 3)):
+        options = {"optimizer": optimizer, "seed": seed, "folder": tmp_path, "ranks": world_size}
+        assert max(pool.run(ranks, tasks.resumed, **options)) <= CLOSE
+
+
+def test_ids_may_come_in_any_form(pool: Pool) -> None:
+    for found in pool.run(2, tasks.forms):
+        first = found[0]
+        assert {name: list(rows.shape) for name, rows in first.items()} == {
+            "t0": [3, 4],
+            "f1": [6, 2],
+            "g1": [6, 2],
+        }
+        for other in found[1:]:
+            assert all(torch.equal(other[name], rows) for name, rows in first.items())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (
+            "too large",
+            "ids of table 't1', feature 'f1', position 2: expected ids from 0 to 4",
+        ),
+        ("negative", "ids of table 't0', position 1: expected ids from 0 to 6, got -1"),
+        ("float", "ids of table 't0': expected int64 or int32, got float32"),
+        ("offsets", "ids of table 't0': expected offsets [B + 1] from 0 to its 2 values"),
+        ("none", "ids of table 't0': expected ids [B] or [B, L], or (values, offsets [B + 1])"),
+        ("weights", "ids of table 't0': expected 1 weights, got [2]"),
+    ],
+)
+def test_what_is_no_id_is_named_on_every_rank(pool: Pool, wrong: str, text: str) -> None:
+    first, second = pool.run(2, tasks.refused, wrong=wrong)
+    start = "PeerError: ids were refused on rank 1, no rows were moved: "
+    assert first.startswith(start + text)
+    assert second.startswith(f"InputError: {text}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_of_ids_learn_as_in_torch(pool: Pool, world_size: int) -> None:
+    for found in pool.run(world_size, tasks.learning_weights):
+        assert max(found) <= CLOSE
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_half_weights_keep_their_dtype_and_round_once(
+    pool: Pool, optimizer: str, dtype: str
+) -> None:
+    name, eps = {"fp16": ("torch.float16", 2**-11), "bf16": ("torch.bfloat16", 2**-8)}[dtype]
+    for found in pool.run(2, tasks.half, dtype=dtype, optimizer=optimizer):
+        weight, rows, apart = found
+        assert (weight, rows) == (name, "torch.bfloat16")
+        assert apart <= eps
+
+
+@pytest.mark.parametrize("optimizer", RULES)
+def test_gradients_accumulate_under_a_guard(pool: Pool, optimizer: str) -> None:
+    assert max(pool.run(2, tasks.accumulated, optimizer=optimizer)) <= CLOSE
+
+
+def test_a_learning_rate_follows_a_schedule(pool: Pool) -> None:
+    for moved in pool.run(2, tasks.scheduled):
+        rates = [0.05, 0.1, 0.1, 0.1 * 4 / 9, 0.1 / 9, 0.0]
+        assert moved == pytest.approx(rates, abs=CLOSE)
