@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardwright.planner.explain import explain_tensor as explain
     from shardwright.runtime.apply import apply
     from shardwright.runtime.clip import clip_grad_norm_
+    from shardwright.runtime.embeddings.shard import shard_embeddings
     from shardwright.runtime.fully_shard import fully_shard_flat
     from shardwright.runtime.guard import Guard
     from shardwright.runtime.optimizer import optimizer_parameters
@@ -94,6 +95,7 @@ _HOMES = {
     "read_job": "core.job",
     "read_measurement": "core.measurement",
     "read_plan": "core.plan",
+    "shard_embeddings": "runtime.embeddings.shard",
     "shard_buffer": "runtime.units.buffers",
     "save_checkpoint": "runtime.saving",
     "write_measurement": "core.measurement",
@@ -151,6 +153,7 @@ __all__ = [
     "read_plan",
     "save_checkpoint",
     "shard_buffer",
+    "shard_embeddings",
     "write_measurement",
     "write_plan",
 ]

@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import __version__
 from shardwright.core.block import Block, Role, check_tiling
-from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
+from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.layout import unit_layout
 from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.plan import Plan, UnitPlan
-from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, fingerprint_of
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
+from shardwright.runtime.embeddings.shard import check_kernels
 from shardwright.runtime.embeddings.store import InitialBlock
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.fully_shard import attach, check_members
@@ -78,7 +78,7 @@ def apply(
         )
     blocks = plan.expanded()
     _check_model(model, plan, blocks)
-    _check_supported(plan)
+    check_kernels(plan.tables)
     members = {m.fqn: m for m in find_members([model], [""], (), lambda _: False)}
     _freeze(members, plan, blocks)
     for unit in plan.units:
@@ -215,24 +215,6 @@ def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
                 expected(table.fqn, f"shape ({table.rows}, {table.dim}) as planned", f"{shape}")
             )
     check_tiling(blocks, [TensorSpec(n, tuple(p.shape)) for n, p in have.items()], plan.world_size)
-
-
-def _check_supported(plan: Plan) -> None:
-    for table in plan.tables:
-        if table.optimizer == "rowwise_adagrad" and traits(table.sharding_type).cuts_columns:
-            raise UnsupportedError(
-                expected(
-                    table.fqn,
-                    f"sgd for a {table.sharding_type} table",
-                    "rowwise_adagrad",
-                    "Its row sums would need an exchange that this version does not do: "
-                    "use table_wise or row_wise, or train with sgd.",
-                )
-            )
-        if table.compute_kernel not in ("fused", "dense"):
-            raise UnsupportedError(
-                expected(table.fqn, "kernel fused or dense", table.compute_kernel)
-            )
 
 
 def _freeze(members: Mapping[str, Member], plan: Plan, blocks: list[Block]) -> None:

@@ -7,7 +7,7 @@ What the exchange itself takes is not the module's; a plan decides it, so it is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -43,17 +43,17 @@ def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:
             shared = places[id(part.weight)] > 1
             inside = "in a part that repeats" if part in repeated else ""
             inside = "the whole module" if not path else inside
-            yield path, part, inside or ("a shared weight" if shared else _own_reason(part))
+            yield path, part, inside or ("a shared weight" if shared else own_reason(part))
 
 
-def _own_reason(part: Embedding) -> str:
-    """What of an embedding itself a table does not do."""
+def own_reason(part: Embedding, dtypes: Container[torch.dtype] = (torch.float32,)) -> str:
+    """What of an embedding itself a table with weights of ``dtypes`` does not do."""
     if type(part) not in (nn.Embedding, nn.EmbeddingBag):
         return f"a class of its own, {type(part).__name__}"
     weight = part.weight
     if not weight.requires_grad:
         return "frozen"
-    if weight.dtype != torch.float32:
+    if weight.dtype not in dtypes:
         return f"of {str(weight.dtype).removeprefix('torch.')}"
     if part.max_norm is not None or part.scale_grad_by_freq:
         return "with max_norm or scale_grad_by_freq"

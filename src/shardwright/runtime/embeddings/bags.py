@@ -128,7 +128,7 @@ def check_columns(ids: Any, features: Sequence[Feature], limits: torch.Tensor) -
 
 
 @dataclass(frozen=True, slots=True)
-class _Jagged:
+class Jagged:
     """One feature's ids [N]; ``lengths`` None: one in each bag."""
 
     ids: torch.Tensor
@@ -158,7 +158,7 @@ def read_bags(given: Any, features: Sequence[Feature]) -> tuple[Bags, dict[int, 
 
     InputError, naming table, feature and value, for what cannot be looked up.
     """
-    found = dict(_by_name(given))
+    found = dict(by_name(given))
     pools: dict[int, Pool] = {}
     ids, results, lengths, weights, shares = [], [], [], [], []
     for number, feature in enumerate(features):
@@ -184,7 +184,8 @@ def read_bags(given: Any, features: Sequence[Feature]) -> tuple[Bags, dict[int, 
     return Bags(ids, results, lengths, weights, shares), pools
 
 
-def _by_name(given: Any) -> Iterator[tuple[str, Any]]:
+def by_name(given: Any) -> Iterator[tuple[str, Any]]:
+    """The ids of every feature that is ``given``."""
     if isinstance(given, Mapping):
         yield from given.items()
         return
@@ -202,28 +203,28 @@ def _by_name(given: Any) -> Iterator[tuple[str, Any]]:
     weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
     weighted = [None] * len(keys) if weights is None else weights.split(sizes)
     for key, ids, length, weight in zip(keys, values.split(sizes), each, weighted, strict=True):
-        yield key, _Jagged(ids, length, weight)
+        yield key, Jagged(ids, length, weight)
 
 
-def _jagged(spot: str, given: Any) -> _Jagged:
+def _jagged(spot: str, given: Any) -> Jagged:
     """One feature's ids, whichever way they come."""
     if isinstance(given, torch.Tensor) and given.dim() in (1, 2):
         if given.dim() == 1 or given.shape[1] == 1:
-            return _Jagged(given.reshape(-1), None, None)
+            return Jagged(given.reshape(-1), None, None)
         batch, length = given.shape
         lengths = torch.full((batch,), length, device=given.device)
-        return _Jagged(given.reshape(-1), lengths, None)
+        return Jagged(given.reshape(-1), lengths, None)
     if isinstance(given, tuple | list) and len(given) in (2, 3):
         values, offsets, *rest = given
         if not all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in given[:2]):
             raise InputError(expected(spot, _FORMS, "something else"))
         _check_offsets(spot, offsets, len(values))
-        given = _Jagged(values, offsets.diff(), rest[0] if rest else None)
-    elif not isinstance(given, _Jagged):
+        given = Jagged(values, offsets.diff(), rest[0] if rest else None)
+    elif not isinstance(given, Jagged):
         if not hasattr(given, "values") or not hasattr(given, "lengths"):
             raise InputError(expected(spot, _FORMS, type(given).__name__))
         weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
-        given = _Jagged(given.values(), given.lengths(), weights)
+        given = Jagged(given.values(), given.lengths(), weights)
     ids, lengths, weights = given.ids, given.lengths.long(), given.weights
     if int(lengths.sum()) != len(ids) or (len(lengths) and int(lengths.min()) < 0):
         found = f"lengths of {int(lengths.sum())} in all for {len(ids)} values"
@@ -232,7 +233,7 @@ def _jagged(spot: str, given: Any) -> _Jagged:
         raise InputError(expected(spot, f"{len(ids)} weights", f"{list(weights.shape)}"))
     if len(lengths) == len(ids) and bool((lengths == 1).all()):
         lengths = None
-    return _Jagged(ids, lengths, weights)
+    return Jagged(ids, lengths, weights)
 
 
 def _check_offsets(spot: str, offsets: torch.Tensor, values: int) -> None:

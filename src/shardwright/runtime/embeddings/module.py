@@ -21,14 +21,17 @@ class NoTableError(UnsupportedError, AttributeError):
 class RoutedEmbedding(nn.Module):
     """Stands in for ``like`` at ``path``: called as it is, and gives what it gives.
 
-    ``rows`` is a module of one table: ids [N, 1] int64 -> rows [N, 1, D]. Bags are pooled here, and
-    rows at ``padding_idx`` get no gradient, as in torch. NoTableError where it is called with
-    ``offsets``, or where somebody reads its weight, which is not here.
+    ``rows`` is a module of one table: ids [N, 1] int64 -> rows [N, 1, D]. Bags are pooled here, or
+    by ``rows`` if that has a feature of the name ``bags``. Rows at ``padding_idx`` get no gradient,
+    as in torch. NoTableError where it is called with ``offsets`` and pools bags here, or where
+    somebody reads its weight, which is not here.
     """
 
-    def __init__(self, path: str, like: nn.Embedding | nn.EmbeddingBag, rows: nn.Module) -> None:
+    def __init__(
+        self, path: str, like: nn.Embedding | nn.EmbeddingBag, rows: nn.Module, bags: str = ""
+    ) -> None:
         super().__init__()
-        self.path = path
+        self.path, self.bags = path, bags
         self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim
         self.padding_idx = like.padding_idx
         self.mode = like.mode if isinstance(like, nn.EmbeddingBag) else ""
@@ -58,6 +61,16 @@ class RoutedEmbedding(nn.Module):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Ids of any shape -> rows [..., D]; of a bag ids [B, L] -> [B, D]."""
+        if self.bags and self.mode:
+            if offsets is None:
+                offsets = torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
+            else:
+                offsets = torch.cat([offsets, offsets.new_tensor([input.numel()])])
+            weights = () if per_sample_weights is None else (per_sample_weights.reshape(-1),)
+            pooled: dict[str, torch.Tensor] = self.rows(
+                {self.bags: (input.reshape(-1), offsets, *weights)}
+            )
+            return pooled[self.bags]
         if offsets is not None or (self.mode and input.dim() != 2):
             raise NoTableError(self.path, "bags of one length, [B, L]", "offsets")
         ids = input.reshape(-1, 1).long()

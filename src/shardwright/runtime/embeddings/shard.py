@@ -2,18 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import msgspec
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.block import Block, check_tiling
+from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
+from shardwright.core.plan import Plan, TablePlan
+from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, flat
-from shardwright.runtime.embeddings.route import Table, make_route
+from shardwright.runtime.embeddings.collection import RoutedCollection
+from shardwright.runtime.embeddings.module import RoutedEmbedding
+from shardwright.runtime.embeddings.route import Pooling, Table, make_route
 from shardwright.runtime.embeddings.store import InitialBlock
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.units.flow import Flow
+from shardwright.trace.tables import Embedding, own_reason
+from shardwright.tracker.tensors import NAMES
+
+_POOLINGS: dict[str, Pooling] = {"sum": "sum", "mean": "mean", "none": "none"}
+_COLLECTIONS = {"embedding_bag_configs": "embedding_bags", "embedding_configs": "embeddings"}
+_WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A table in a module; ``names`` are those that a plan may have for it."""
+
+    fqn: str
+    names: tuple[str, ...]
+    weight: torch.Tensor
+    pooling: Pooling
+    features: tuple[str, ...]
+
+    def planned(self, plan: TablePlan, optimizer: str) -> Table:
+        """The table as ``plan`` has it."""
+        shape = tuple(self.weight.shape)
+        if shape != (plan.rows, plan.dim):
+            wanted = f"shape ({plan.rows}, {plan.dim}) as planned"
+            raise MismatchError(expected(self.fqn, wanted, str(shape)))
+        if self.weight.is_meta:
+            raise InputError(expected(self.fqn, "a real tensor", "one on the meta device"))
+        named = plan.optimizer if plan.optimizer != "none" else optimizer
+        if not named:
+            remedy = "Pass optimizer=..., or name one in the job."
+            raise InputError(expected(f"optimizer of {self.fqn}", "one", "none", remedy))
+        dtype = NAMES[self.weight.dtype]
+        replicated = traits(plan.sharding_type).replicated
+        return Table(
+            self.fqn,
+            plan.name,
+            *shape,
+            self.features,
+            named,
+            self.pooling,
+            dtype,
+            dtype,
+            replicated,
+        )
+
+
+def shard_embeddings(
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    optimizer: str = "",
+    learning_rate: float | None = None,
+    guard: Guard | None = None,
+) -> nn.Module:
+    """Replace the embeddings of ``module`` that ``plan`` has tables for by sharded ones.
+
+    Collective. They are ``nn.Embedding``, ``nn.EmbeddingBag``, and TorchRec's
+    EmbeddingBagCollection and EmbeddingCollection; a table is found by the path of its embedding,
+    that of its weight, or the path's last part, in a collection by its name there. Rank k of the
+    plan is the k-th of ``mesh``.
+    Rows are updated in the backward, by the mean of ranks' gradients, or with a ``guard`` when that
+    is settled; ``optimizer`` is that of tables for which the job names none, ``learning_rate`` by
+    default the job's. Everything else of the module stays as it is.
+
+    MismatchError where plan and module do not fit, UnsupportedError for an embedding that no table
+    can be.
+    """
+    check_kernels(plan.tables)
+    if mesh.size() != plan.world_size:
+        wanted = f"{plan.world_size} ranks, as the plan"
+        raise MismatchError(expected("mesh", wanted, str(mesh.size())))
+    mesh = flat(mesh)
+    Comm(mesh).agree("shard_embeddings", {"plan": plan.fingerprint})
+    train = plan.job.train
+    rate = train.table_learning_rate or train.learning_rate
+    rate = rate if learning_rate is None else learning_rate
+    left = {table.name: table for table in plan.tables}
+    for path, part in list(module.named_modules()):
+        found = list(_tables_in(path, part))
+        own = [(each, name) for each in found for name in each.names if name in left]
+        if not own:
+            continue
+        if len(own) != len(found):
+            raise MismatchError(expected(path, f"{len(found)} tables in the plan", str(len(own))))
+        tables = [each.planned(left.pop(name), optimizer) for each, name in own]
+        names = {name: each.fqn for each, name in own}
+        weights = {each.fqn: each.weight.detach() for each, _ in own}
+        sharded = make_tables(
+            tables, _renamed(plan, names), mesh, _initial(weights), rate, guard=guard
+        )
+        sharded.path = path or "tables"
+        module = _replaced(module, path, _stand_in(path, part, sharded))
+    if left:
+        remedy = "Name tables after the paths of embeddings."
+        wanted = "an embedding for every table of the plan"
+        raise MismatchError(expected("module", wanted, f"none for '{next(iter(left))}'", remedy))
+    return module
 
 
 def make_tables(
@@ -34,3 +141,70 @@ def make_tables(
     route = make_route(tables, blocks, mesh.size())
     flow = Flow(0, guard)
     return ShardedTables(tables, route, Comm(mesh), initial, learning_rate, flow, path="tables")
+
+
+def check_kernels(tables: Iterable[TablePlan]) -> None:
+    """UnsupportedError for a kernel whose rows are not in the device's own memory."""
+    for table in tables:
+        if table.compute_kernel not in ("fused", "dense"):
+            wanted = "kernel fused or dense"
+            raise UnsupportedError(expected(table.fqn, wanted, table.compute_kernel))
+
+
+def _tables_in(path: str, part: nn.Module) -> Iterator[_Found]:
+    """The tables of an embedding, or of a collection of them."""
+    start = f"{path}." if path else ""
+    if isinstance(part, Embedding):
+        names = (path, f"{start}weight", path.rpartition(".")[2])
+        pooling = _POOLINGS.get(part.mode, "sum") if isinstance(part, nn.EmbeddingBag) else "none"
+        feature = path or "weight"
+        yield _Found(
+            f"{start}weight", tuple(dict.fromkeys(names)), part.weight, pooling, (feature,)
+        )
+        return
+    for kind, inside in _COLLECTIONS.items():
+        for config in getattr(part, kind)() if hasattr(part, kind) else ():
+            pooling = getattr(config, "pooling", "none")
+            yield _Found(
+                f"{start}{inside}.{config.name}.weight",
+                (config.name,),
+                part.get_parameter(f"{inside}.{config.name}.weight"),
+                _POOLINGS[str(getattr(pooling, "value", pooling)).lower()],
+                tuple(config.feature_names),
+            )
+
+
+def _stand_in(path: str, part: nn.Module, sharded: ShardedTables) -> nn.Module:
+    if isinstance(part, Embedding):
+        if reason := own_reason(part, _WEIGHTS):
+            wanted = "an embedding that a table can be"
+            raise UnsupportedError(expected(f"embedding '{path}'", wanted, f"one {reason}"))
+        return RoutedEmbedding(path, part, sharded, sharded.features[0].name)
+    weighted = getattr(part, "is_weighted", None)
+    pooled = hasattr(part, "embedding_bag_configs")
+    return RoutedCollection(sharded, pooled=pooled, weighted=bool(weighted and weighted()))
+
+
+def _renamed(plan: Plan, names: Mapping[str, str]) -> Iterator[Block]:
+    """The blocks of some tables, by the names of their parameters."""
+    fqns = {table.fqn: names[table.name] for table in plan.tables if table.name in names}
+    for block in plan.expanded():
+        if block.tensor in fqns:
+            yield msgspec.structs.replace(block, tensor=fqns[block.tensor])
+
+
+def _initial(weights: Mapping[str, torch.Tensor]) -> InitialBlock:
+    def block(fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        (row, column), (rows, columns) = offsets, sizes
+        return weights[fqn][row : row + rows, column : column + columns]
+
+    return block
+
+
+def _replaced(module: nn.Module, path: str, part: Any) -> nn.Module:
+    if not path:
+        replaced: nn.Module = part
+        return replaced
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, part)
+    return module

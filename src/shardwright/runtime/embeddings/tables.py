@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,13 +34,11 @@ from shardwright.runtime.embeddings.guide import Guide, Request, Rows
 from shardwright.runtime.embeddings.route import Held, Route, Table
 from shardwright.runtime.embeddings.store import InitialBlock, Store
 from shardwright.runtime.embeddings.strips import Strips
-from shardwright.runtime.embeddings.update import RULES, Touched
+from shardwright.runtime.embeddings.update import Touched, check_rule
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import outside_graphs
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.parameter import DTYPES
-
-_WORDS = 512  # bytes of what a rank says of ids that it refused
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -112,7 +110,7 @@ class ShardedTables(nn.Module):
     ) -> None:
         super().__init__()
         for table in tables:
-            _check_optimizer(table)
+            check_rule(table.optimizer, table.fqn)
         self.path = path
         self.tables = tuple(tables)
         self.features = features_of(tables)
@@ -223,33 +221,17 @@ class ShardedTables(nn.Module):
         served: wire.Counts = heard.view(self.comm.size, -1).tolist()
         refused = [rank for rank, row in enumerate(served) if min(row) < 0]
         if refused:
-            self._refused(refused, "")
+            said = wire.words_of_all(self.comm, "")[refused[0]]
+            ranks = ", ".join(map(str, refused))
+            raise PeerError(f"ids were refused on rank {ranks}, no rows were moved: {said}")
         return served
 
     def _refuse(self, fault: str) -> None:
-        """Announce a ``fault`` in this rank's ids in place of counts; it raises on every rank."""
+        """Announce a ``fault`` in this rank's ids in place of counts, so that all ranks raise."""
         with self.comm.probe.phase("exchange_ids"):
-            announced = torch.full((self.comm.size * 3 * len(self.stores),), -1)
-            announced = announced.to(self.device)
-            self.comm.all_to_all("exchange counts", announced.clone(), announced)
-            self._say(fault)
-
-    def _refused(self, ranks: list[int], fault: str) -> NoReturn:
-        said = self._say(fault)
-        first = ranks[0]
-        others = ", ".join(map(str, ranks))
-        raise PeerError(f"ids were refused on rank {others}, no rows were moved: {said[first]}")
-
-    def _say(self, fault: str) -> list[str]:
-        """What every rank has to say (collective)."""
-        own = torch.zeros(_WORDS, dtype=torch.uint8)
-        raw = fault.encode()[:_WORDS]
-        own[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-        own = own.to(self.device)
-        every = own.new_empty(self.comm.size * _WORDS)
-        self.comm.all_gather("why ids were refused", every, own)
-        rows = every.view(self.comm.size, _WORDS).tolist()
-        return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+            refusal = self.limits.new_full((self.comm.size * 3 * len(self.stores),), -1)
+            self.comm.all_to_all("exchange counts", torch.empty_like(refusal), refusal)
+            wire.words_of_all(self.comm, fault)
 
     def _serve(self, trip: _Trip) -> torch.Tensor:
         """The rows asked for, flat, by rank then group."""
@@ -477,12 +459,6 @@ class ShardedTables(nn.Module):
         widths = [store.width for store in self.stores]
         rows = wire.segments(counts, len(widths))
         return [[n * w for n, w in zip(row, widths, strict=True)] for row in rows]
-
-
-def _check_optimizer(table: Table) -> None:
-    if table.optimizer not in RULES:
-        wanted = f"one of {', '.join(RULES)}, which have no momentum beside Adam's"
-        raise InputError(expected(f"optimizer of {table.fqn}", wanted, f"'{table.optimizer}'"))
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from shardwright.core.errors import InputError, expected
+
 EPSILON = 1e-8
 BETAS = (0.9, 0.999)
 
@@ -147,3 +149,10 @@ RULES = {
     "adam": Rule(("exp_avg", "exp_avg_sq"), (), _adam, moves=True),
     "partial_rowwise_adam": Rule(("exp_avg",), ("exp_avg_sq",), _adam, moves=True),
 }
+
+
+def check_rule(optimizer: str, fqn: str) -> None:
+    """InputError for an optimizer that rows have not."""
+    if optimizer not in RULES:
+        wanted = f"one of {', '.join(RULES)}, of which only Adam's have momentum"
+        raise InputError(expected(f"optimizer of {fqn}", wanted, f"'{optimizer}'"))

@@ -1,0 +1,84 @@
+"""TorchRec's collections of tables, whose rows come from somewhere else than weights of their own.
+
+TorchRec itself is never imported: what goes in and comes out has the methods of its types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.runtime.embeddings.bags import Jagged, by_name
+
+
+class Pooled:
+    """Pooled rows of several features, as TorchRec's KeyedTensor has them."""
+
+    def __init__(self, rows: Mapping[str, torch.Tensor]) -> None:
+        self._rows = dict(rows)
+
+    def keys(self) -> list[str]:
+        """The features."""
+        return list(self._rows)
+
+    def values(self) -> torch.Tensor:
+        """Their rows side by side [B, sum of dims]."""
+        return torch.cat(list(self._rows.values()), 1)
+
+    def length_per_key(self) -> list[int]:
+        """Columns of each feature."""
+        return [rows.shape[1] for rows in self._rows.values()]
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        """Rows [B, dim] by feature."""
+        return dict(self._rows)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._rows[key]
+
+
+class Sequence:
+    """The rows of one feature's ids, as TorchRec's JaggedTensor has them."""
+
+    def __init__(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        self._rows, self._lengths = rows, lengths
+
+    def values(self) -> torch.Tensor:
+        """Rows [values, dim]."""
+        return self._rows
+
+    def lengths(self) -> torch.Tensor:
+        """Rows of each bag [B]."""
+        return self._lengths
+
+    def offsets(self) -> torch.Tensor:
+        """Where bags start and the last one ends [B + 1]."""
+        return nn.functional.pad(self._lengths.cumsum(0), (1, 0))
+
+    def weights_or_none(self) -> None:
+        """Rows have no weights."""
+
+
+class RoutedCollection(nn.Module):
+    """Stands in for an EmbeddingBagCollection or an EmbeddingCollection: features as a
+    KeyedJaggedTensor -> ``Pooled``, or a ``Sequence`` of each. ``rows`` has its tables."""
+
+    def __init__(self, rows: nn.Module, *, pooled: bool, weighted: bool) -> None:
+        super().__init__()
+        self.rows, self.pooled, self.weighted = rows, pooled, weighted
+
+    def forward(self, features: Any) -> Pooled | dict[str, Sequence]:
+        """Look every feature up."""
+        given = dict(by_name(features))
+        if not self.weighted:
+            given = {name: Jagged(one.ids, one.lengths, None) for name, one in given.items()}
+        found: dict[str, torch.Tensor] = self.rows(given)
+        if self.pooled:
+            return Pooled(found)
+        return {
+            name: Sequence(rows, given[name.partition("@")[0]].lengths)
+            for name, rows in found.items()
+        }

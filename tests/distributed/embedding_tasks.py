@@ -1,0 +1,125 @@
+"""Embeddings of a module under a plan of tables alone, beside the module on one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from table_tasks import Given, Keyed, apart
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardwright as sw
+from shardwright.core.plan import Plan
+
+RATE = 0.1
+
+
+class Bags(nn.Module):
+    """A collection as TorchRec has them: two tables, one of two features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = {"t0": (9, 4), "t1": (7, 8)}
+        bags = {name: nn.EmbeddingBag(*shape, mode="sum") for name, shape in rows.items()}
+        self.embedding_bags = nn.ModuleDict(bags)
+
+    def embedding_bag_configs(self) -> list[Any]:
+        sums = SimpleNamespace(value="SUM")
+        features = {"t0": ["a"], "t1": ["b", "c"]}
+        return [SimpleNamespace(name=n, feature_names=f, pooling=sums) for n, f in features.items()]
+
+    def forward(self, given: Keyed) -> dict[str, torch.Tensor]:
+        owners = {
+            f: config.name for config in self.embedding_bag_configs() for f in config.feature_names
+        }
+        return {
+            name: self.embedding_bags[owners[name]](ids, offsets[:-1])
+            for name, (ids, offsets) in given.given.items()
+        }
+
+
+class Rows(nn.Module):
+    """A collection of one table that is not pooled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleDict({"s0": nn.Embedding(6, 4)})
+
+    def embedding_configs(self) -> list[Any]:
+        return [SimpleNamespace(name="s0", feature_names=["d"])]
+
+    def forward(self, given: Keyed) -> dict[str, torch.Tensor]:
+        return {name: self.embeddings["s0"](ids) for name, (ids, _) in given.given.items()}
+
+
+class Model(nn.Module):
+    """Collections, a bag and an embedding of one's own, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags, self.rows = Bags(), Rows()
+        self.seen = nn.EmbeddingBag(11, 4, mode="mean")
+        self.user = nn.Embedding(5, 8)
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, batch: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        pooled = self.bags(Keyed({name: batch[name] for name in "abc"}))
+        rows = self.rows(Keyed({"d": batch["d"]}))["d"]
+        ids, offsets = batch["a"]
+        seen = self.seen(ids, offsets[:-1])
+        found = pooled["a"] + seen + pooled["b"][:, :4] * pooled["c"][:, 4:]
+        found = found + (rows if isinstance(rows, torch.Tensor) else rows.values()).mean(0)
+        found = found * self.user(batch["d"][0][:1]).mean()
+        return self.top(found).square().mean()  # type: ignore[no-any-return]
+
+
+def _batch(rank: int, step: int) -> Given:
+    torch_rnd = torch.Generator().manual_seed(10 * step + rank)
+    given: Given = {}
+    for name, rows in {"a": 9, "b": 7, "c": 7, "d": 5}.items():
+        lengths = torch.randint(1, 4, (3,), generator=torch_rnd)
+        ids = torch.randint(rows, (int(lengths.sum()),), generator=torch_rnd)
+        given[name] = (ids, nn.functional.pad(lengths.cumsum(0), (1, 0)))
+    return given
+
+
+def trained(mesh: DeviceMesh, made: Plan) -> dict[str, float]:
+    """How far losses and tables are from those of one process with the batches of all ranks."""
+    alone, model = Model(), Model()
+    sharded = sw.shard_embeddings(model, made, mesh, optimizer="sgd", learning_rate=RATE)
+    assert sharded is model
+    far = {"loss": 0.0}
+    tables = [p for n, p in alone.named_parameters() if not n.startswith("top")]
+    optimizer = torch.optim.SGD(tables, RATE)
+    for step in range(3):
+        own = sharded(_batch(mesh.get_rank(), step))
+        own.backward()
+        for rank in range(mesh.size()):
+            loss = alone(_batch(rank, step))
+            (loss / mesh.size()).backward()
+            if rank == mesh.get_rank():
+                far["loss"] = max(far["loss"], apart(own, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = sw.full_state_dict(sharded)
+    assert set(found) == set(alone.state_dict())
+    return far | {name: apart(found[name], value) for name, value in alone.state_dict().items()}
+
+
+def refused(mesh: DeviceMesh, made: Plan, change: str) -> str:
+    """What is said to a module that the plan is not for."""
+    model = Model()
+    if change == "rows":
+        model.user = nn.Embedding(6, 8)
+    elif change == "missing":
+        del model.user
+    elif change == "padding":
+        model.seen = nn.EmbeddingBag(11, 4, mode="mean", padding_idx=0)
+    try:
+        sw.shard_embeddings(model, made, mesh, optimizer="" if change == "optimizer" else "sgd")
+    except sw.ShardwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"

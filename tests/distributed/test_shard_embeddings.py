@@ -1,0 +1,57 @@
+"""A module's embeddings, sharded by a plan of tables alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import embedding_tasks as tasks
+import pytest
+from pool import Pool
+
+from shardwright.core.job import parse_job
+from shardwright.core.plan import Plan
+from shardwright.core.sharding import TYPES
+from shardwright.lab.recordings import plan
+
+SHAPES = {"t0": (9, 4), "t1": (7, 8), "s0": (6, 4), "seen": (11, 4), "user.weight": (5, 8)}
+
+
+def _plan(world_size: int, kinds: tuple[str, ...] = TYPES) -> Plan:
+    tables: list[dict[str, Any]] = []
+    for number, (name, (rows, dim)) in enumerate(SHAPES.items()):
+        kind = kinds[number % len(kinds)]
+        pooled = name not in ("s0", "user.weight")
+        kind = kind if pooled or not kind.startswith(("table_", "grid")) else "row_wise"
+        table = {"name": name, "rows": rows, "dim": dim, "sharding_types": [kind]}
+        tables.append({**table, "min_partition": 4, "pooled": pooled})
+    cluster = {"preset": "local", "world_size": world_size}
+    return plan(parse_job({"tables": tables, "cluster": cluster, "batch": {"size": 3}}))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in TYPES), TYPES], ids=lambda k: k[-1])
+def test_losses_and_rows_are_those_of_one_process(
+    pool: Pool, kinds: tuple[str, ...], world_size: int
+) -> None:
+    for found in pool.run(world_size, tasks.trained, made=_plan(world_size, kinds)):
+        assert max(found.values()) <= 1e-6, found
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("rows", "MismatchError: user.weight: expected shape (5, 8) as planned, got (6, 8)"),
+        (
+            "missing",
+            "expected an embedding for every table of the plan, got none for 'user",
+        ),
+        (
+            "padding",
+            "UnsupportedError: embedding 'seen': expected an embedding that a table",
+        ),
+        ("optimizer", "optimizer of bags.embedding_bags.t0.weight: expected one, got none"),
+    ],
+)
+def test_a_module_that_the_plan_is_not_for_is_refused(pool: Pool, change: str, text: str) -> None:
+    for found in pool.run(2, tasks.refused, made=_plan(2), change=change):
+        assert text in found
