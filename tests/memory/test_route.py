@@ -63,14 +63,15 @@ def test_ids_of_a_whole_table_are_sent_as_they_are() -> None:
 
 
 def test_ids_of_row_shards_are_sorted_by_owner_and_keep_their_order() -> None:
-    assert _peak(route.exchange_ids, _traffic()) == 5 * 10 * ID
+    few = _traffic(serves=((1, 16, 1),))
+    assert _peak(route.exchange_ids, few) == 3 * 10 * ID + 10 * route.OWNER
     assert _left(_traffic(), route.exchange_ids) == (10 + 12) * ID
 
 
 def test_only_the_ids_of_row_shards_are_sorted_where_both_kinds_are_asked() -> None:
-    mixed = _traffic(requests=((10, 16, 4),))
-    assert _peak(route.exchange_ids, mixed) == (10 + 2 * 4 + 10 + 10) * ID
-    assert _left(mixed, route.exchange_ids) == (10 + 12) * ID
+    mixed = _traffic(requests=((10, 16, 4),), serves=((1, 16, 1),))
+    assert _peak(route.exchange_ids, mixed) == 3 * 10 * ID + 4 * route.OWNER
+    assert _left(mixed, route.exchange_ids) == (10 + 1) * ID
 
 
 def test_several_groups_are_joined_before_they_are_sent() -> None:
@@ -130,9 +131,11 @@ def test_sgd_updates_one_group_in_place() -> None:
 
 
 def test_adagrad_sorts_ids_and_sums_rows_that_occur_more_than_once() -> None:
-    sort = 12 * (2 * ID + 1)
-    sums = 9 * (2 * ID + FLOAT + 3 * 16 * FLOAT)
-    assert _peak(route.update, _traffic(adagrad=True)) == sort + sums
+    squares = 9 * (ID + FLOAT + 2 * 16 * FLOAT)
+    assert _peak(route.update, _traffic(adagrad=True)) == squares
+    sort, sums = 120 * (2 * ID + 1), 9 * (2 * ID + 16 * FLOAT)
+    many = _traffic(adagrad=True, serves=((120, 16, 9),))
+    assert _peak(route.update, many) == sort + sums
 
 
 def test_several_groups_are_parted_before_they_are_updated() -> None:

@@ -15,6 +15,7 @@ from shardwright.memory.ledger import Ledger
 
 FLOAT = ELEMENT_BYTES["fp32"]
 BOOL = 1
+OWNER = 1  # of a rank's number, up to 256 ranks
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -67,10 +68,11 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
         if not cut:
             heap.take(f"{traffic.path}.sent.{index}", "communication", rows)
             continue
-        # row numbers, and of those to be sorted part and owner, while a sort makes its order
-        with heap.passing("communication", rows + 3 * sorting):
-            heap.take(f"{traffic.path}.order.{index}", "communication", rows)
         with heap.passing("communication", rows + 2 * sorting):
+            pass  # row numbers, and of those to be sorted the part and the way to its rows
+        with heap.passing("communication", rows + 2 * cut * OWNER):  # sorted in a second copy
+            heap.take(f"{traffic.path}.order.{index}", "communication", rows)
+        with heap.passing("communication", rows + cut * OWNER):
             heap.take(f"{traffic.path}.sent.{index}", "communication", rows)
     received = traffic.served * INDEX_BYTES
     joined = traffic.asked * INDEX_BYTES if several else 0
@@ -160,9 +162,11 @@ def update(heap: Ledger, traffic: Traffic) -> None:
     several = len(traffic.serves) > 1
     regrouped = traffic.served * INDEX_BYTES if several else 0
     for ids, width, distinct in traffic.serves:
-        sums = distinct * (2 * INDEX_BYTES + FLOAT + 3 * width * FLOAT)
-        sorting = ids * (2 * INDEX_BYTES + BOOL) + sums if traffic.adagrad else 0
-        with heap.passing("temporary", regrouped + sorting):
+        sums = distinct * (2 * INDEX_BYTES + width * FLOAT)
+        sorting = ids * (2 * INDEX_BYTES + BOOL) + sums
+        squares = distinct * (INDEX_BYTES + FLOAT + 2 * width * FLOAT)
+        most = max(sorting, squares) if traffic.adagrad else 0
+        with heap.passing("temporary", regrouped + most):
             pass
     if traffic.replica_ids and traffic.adagrad:
         with heap.passing("temporary", traffic.replica_bytes + traffic.replica_rows * FLOAT):

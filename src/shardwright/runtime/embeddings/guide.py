@@ -60,7 +60,7 @@ class Guide:
     first_part: torch.Tensor  # [P - fixed, 1]
     bounds: torch.Tensor  # else: where parts start if pieces lay one after the other
     first_row: torch.Tensor  # [P - fixed, 1], in the same count
-    part_owner: torch.Tensor  # of the other pieces' parts
+    part_owner: torch.Tensor  # of the other pieces' parts, in few bytes, for these are sorted
     part_shift: torch.Tensor  # from an id to its owner's row
 
     @staticmethod
@@ -92,7 +92,7 @@ class Guide:
             integers(first, device).unsqueeze(1),
             integers([] if even else [start + end for start, _, _, end in parts], device),
             integers(ends, device).unsqueeze(1),
-            integers([owner for _, owner, _, _ in parts], device),
+            integers([owner for _, owner, _, _ in parts], device).to(_owner_dtype(ranks)),
             integers([base - start for start, _, base, _ in parts], device),
         )
 
@@ -117,7 +117,7 @@ class Guide:
             moved = order.add_(fixed).split(asked)
             order = torch.cat([t for pair in zip(positions, moved, strict=True) for t in pair])
             asked = [a + b for a, b in zip(whole, asked, strict=True)]
-        rows = ids.view(-1)[order]
+        rows = ids.view(-1).index_select(0, order)
         weights = None if weights is None else weights[order]
         if lengths is None:
             return Request(rows, asked, order, None, asked, weights)
@@ -144,8 +144,9 @@ class Guide:
         else:
             part = ids + _along(ids, self.first_row, counts)
             part = torch.searchsorted(self.bounds, part, right=True).sub_(1)
-        ids += self.part_shift[part]
-        return self.part_owner[part.view(-1)]
+        part = part.view(-1)
+        ids.view(-1).add_(self.part_shift.index_select(0, part))
+        return self.part_owner.index_select(0, part)
 
     def put(self, out: Rows, rows: torch.Tensor, asked: Request) -> None:
         """Write the rows that came back to their features and columns."""
@@ -198,6 +199,12 @@ def _segments(
     owner = key // max(len(lengths), 1)
     segments: list[int] = torch.bincount(owner, minlength=len(asked)).tolist()
     return key.sub_(owner.mul_(len(lengths))), found, segments
+
+
+def _owner_dtype(ranks: int) -> torch.dtype:
+    """The smallest that has all ranks."""
+    kinds = (torch.uint8, torch.int16, torch.int32)
+    return next(kind for kind in kinds if ranks <= torch.iinfo(kind).max + 1)
 
 
 def integers(values: list[int], device: torch.device) -> torch.Tensor:

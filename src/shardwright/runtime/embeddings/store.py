@@ -103,12 +103,16 @@ class Store:
         rows, gradient = touched
         if not len(rows):
             return
-        weight = self._rows(rows)
         states = [state.index_select(0, rows) for state in self.states.values()]
-        self.rule.step(weight, states, gradient, squares, rate, number)
+        change = self.rule.step(states, gradient, squares, rate, number)
         for state, changed in zip(self.states.values(), states, strict=True):
-            state.index_put_((rows,), changed)
-        self.weight.index_put_((rows,), weight.to(self.weight.dtype))
+            state.index_copy_(0, rows, changed)
+        if self.weight.dtype == torch.float32:
+            index = rows.unsqueeze(1).expand_as(change)
+            self.weight.scatter_add_(0, index, change.neg_())
+        else:
+            weight = self._rows(rows).sub_(change)
+            self.weight.index_copy_(0, rows, weight.to(self.weight.dtype))
 
     def update_all(
         self, gradient: torch.Tensor, looked: torch.Tensor | None, rate: float, number: int
@@ -121,7 +125,5 @@ class Store:
             self.step(touched, self.squares(touched) if self.dim else None, rate, number)
             return
         squares = gradient.square().mean(1) if self.dim else None
-        weight = self.weight.float()
-        self.rule.step(weight, [*self.states.values()], gradient, squares, rate, number)
-        if weight is not self.weight:
-            self.weight.copy_(weight)
+        change = self.rule.step([*self.states.values()], gradient, squares, rate, number)
+        self.weight.copy_(self.weight.float().sub_(change))

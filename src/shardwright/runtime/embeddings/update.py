@@ -73,11 +73,10 @@ class Looked(NamedTuple):
         return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
 
 
-# A rule takes weight [M, D] fp32, states, gradient [M, D], the mean of its squares [M] where it is
-# by row, the learning rate and the number of this update from 1; it changes the first two.
-Step = Callable[
-    [torch.Tensor, list[torch.Tensor], torch.Tensor, torch.Tensor | None, float, int], None
-]
+# Takes states, gradient [M, D], the mean of its squares [M] where it is by row, the learning rate
+# and the number of this update from 1; changes the states and gives what to take off the weight,
+# which may be in the gradient's memory.
+Step = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor | None, float, int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,49 +96,45 @@ class Rule:
 
 
 def _sgd(
-    weight: torch.Tensor,
     states: list[torch.Tensor],
     gradient: torch.Tensor,
     squares: torch.Tensor | None,
     rate: float,
     number: int,
-) -> None:
-    weight.sub_(gradient.mul_(rate))
+) -> torch.Tensor:
+    return gradient.mul_(rate)
 
 
 def _adagrad(
-    weight: torch.Tensor,
     states: list[torch.Tensor],
     gradient: torch.Tensor,
     squares: torch.Tensor | None,
     rate: float,
     number: int,
-) -> None:
+) -> torch.Tensor:
     (running,) = states
     if squares is None:
         running.addcmul_(gradient, gradient)
-        weight.sub_(gradient.div_(running.sqrt().add_(EPSILON)).mul_(rate))
-    else:
-        running.add_(squares)
-        weight.sub_(gradient.mul_((rate / (running.sqrt() + EPSILON)).unsqueeze(1)))
+        return gradient.div_(running.sqrt().add_(EPSILON)).mul_(rate)
+    running.add_(squares)
+    return gradient.mul_((rate / (running.sqrt() + EPSILON)).unsqueeze(1))
 
 
 def _adam(
-    weight: torch.Tensor,
     states: list[torch.Tensor],
     gradient: torch.Tensor,
     squares: torch.Tensor | None,
     rate: float,
     number: int,
-) -> None:
+) -> torch.Tensor:
     mean, square = states
     first, second = BETAS
     mean.mul_(first).add_(gradient, alpha=1 - first)
     square.mul_(second).add_(gradient.square() if squares is None else squares, alpha=1 - second)
-    denominator = (square / (1 - second**number)).sqrt_().add_(EPSILON)
-    if squares is not None:
-        denominator = denominator.unsqueeze(1)
-    weight.sub_((mean / denominator).mul_(rate / (1 - first**number)))
+    size = (square / (1 - second**number)).sqrt_().add_(EPSILON)
+    return (mean / (size if squares is None else size.unsqueeze(1))).mul_(
+        rate / (1 - first**number)
+    )
 
 
 RULES = {
