@@ -48,8 +48,8 @@ def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tenso
     found = [storage.byte_storage for storage in storages_in(model)]
     for module in model.modules():
         if isinstance(module, ShardedTables):
-            for store in (*module.stores, module.replicas):
-                found += [store.weight, store.state]
+            for store in (*module.stores, *module.replicas):
+                found += [store.weight, *store.states.values()]
     for state in optimizer.state.values():
         found += [value for value in state.values() if torch.is_tensor(value)]
     return [tensor.detach().clone() for tensor in found]
