@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.core.block import Block
 from shardwright.core.model import TableSpec
 from shardwright.core.option import shard_runs
-from shardwright.core.sharding import ShardingType, traits
+from shardwright.core.sharding import TYPES, ShardingType, traits
 from shardwright.runtime.embeddings.route import Pooling, Table
 from shardwright.runtime.embeddings.shard import make_tables
 from shardwright.runtime.embeddings.tables import ShardedTables
@@ -412,3 +413,25 @@ def scheduled(mesh: DeviceMesh) -> list[float]:
         rows["f1"].sum().backward()
         moved.append(apart(full_state_dict(module)["t1"], before.double()))
     return moved
+
+
+def beside_peers(mesh: DeviceMesh, hosts: int) -> dict[str, float]:
+    """How far the benchmark's tables, one of each sharding type, are from whole ones after a step
+    of SGD on a mesh of ``hosts``."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import peer_tables
+
+    if hosts > 1:
+        mesh = DeviceMesh("cpu", torch.arange(mesh.size()).view(hosts, -1))
+    specs = [
+        {"name": kind, "rows": 10, "dim": 6, "pooling": "sum", "features": [f"of {kind}"]}
+        for kind in TYPES
+    ]
+    whole = {kind: torch.arange(60.0).view(10, 6) / 60 for kind in TYPES}
+    types = {kind: kind for kind in TYPES}
+    module = peer_tables.build(specs, types, mesh, "sgd", RATE, whole)
+    ids, offsets = torch.tensor([9, 0, 9, 4]), torch.tensor([0, 3, 3, 4])
+    found = module({f"of {kind}": (ids, offsets) for kind in TYPES})
+    sum(rows.sum() for rows in found.values()).backward()
+    true = whole[TYPES[0]].double().index_add(0, ids, torch.full((4, 6), -RATE).double())
+    return {kind: apart(peer_tables.full_weight(module, kind), true) for kind in TYPES}

@@ -117,3 +117,11 @@ def test_a_learning_rate_follows_a_schedule(pool: Pool) -> None:
     for moved in pool.run(2, tasks.scheduled):
         rates = [0.05, 0.1, 0.1, 0.1 * 4 / 9, 0.1 / 9, 0.0]
         assert moved == pytest.approx(rates, abs=CLOSE)
+
+
+@pytest.mark.parametrize(("world_size", "hosts"), [(2, 1), (4, 2)])
+def test_the_tables_of_the_benchmark_take_every_type_on_hosts_and_devices(
+    pool: Pool, world_size: int, hosts: int
+) -> None:
+    for found in pool.run(world_size, tasks.beside_peers, hosts=hosts):
+        assert max(found.values()) <= CLOSE, found
