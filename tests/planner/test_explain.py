@@ -658,7 +658,7 @@ def test_why_not_tries_what_a_search_looks_at_on_request_only(
 
 
 def test_why_not_needs_a_table_and_a_type_or_kernel(made: Plan) -> None:
-    known = r"^--tensor or --unit: expected a table or a unit: t_data_parallel, "
+    known = r"^--tensor or --unit: expected a table or unit of the plan, got 'tpo'. There are '"
     with pytest.raises(InputError, match=known):
         explain.why_not(made, "tpo", "row_wise")
     with pytest.raises(InputError, match=r"^--why-not: expected one of data_parallel, .*quant_uvm"):

@@ -20,6 +20,7 @@ _SCALES = {
 }
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*$")
 MAX_BYTES = 2**60
+SAME_SECONDS = 1e-9  # relative; closer ones differ by rounding
 
 
 def parse_bytes(value: int | str, where: str) -> int:

@@ -77,6 +77,11 @@ class Problem:
         """Bytes per rank of the memory that weights live in: HBM, on a CPU its host's."""
         return self.capacity[1 if self.cluster.compute_device == "cpu" else 0]
 
+    def capacity_with(self, nbytes: int) -> tuple[int, int, int]:
+        """``capacity`` with ``nbytes`` of the memory that weights live in."""
+        hbm, ddr, ssd = self.capacity
+        return (hbm, nbytes, ssd) if self.cluster.compute_device == "cpu" else (nbytes, ddr, ssd)
+
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The tables in an order that does not depend on how a job lists them."""

@@ -213,6 +213,14 @@ class StepDraft(Draft):
         return self.highest_peak <= self.problem.decisive_capacity
 
     @property
+    def room(self) -> tuple[int, int, int]:
+        """A step needs as much again as it now has above what is kept."""
+        units = max(StepDraft(self.problem, (), self.units).kept_bytes)
+        passing = max(self.peak_bytes) - max(self.kept_bytes)
+        left = self.problem.decisive_capacity - units - passing
+        return self.problem.capacity_with(max(left, 0))
+
+    @property
     def kept_bytes(self) -> tuple[int, ...]:
         """Bytes a rank keeps, gradients included, whatever the batch."""
         units = sum(_unit_total(choice) for choice in self.units)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, expected, nearest
 from shardwright.core.plan import Plan
 from shardwright.planner.explain import evenness, lower_bound, memory, ranks, tables
 from shardwright.planner.explain.basis import Fact, basis
@@ -58,9 +58,9 @@ def explain_statistic(
     """
     if name not in STATISTICS:
         raise InputError(expected("--statistic", f"one of {', '.join(STATISTICS)}", f"'{name}'"))
-    names = [t.name for t in plan.tables]
-    if table is not None and table not in [*names, *(t.fqn for t in plan.tables)]:
-        raise InputError(expected("--tensor", f"a table: {', '.join(names)}", f"'{table}'"))
+    if table is not None and all(table not in (t.name, t.fqn) for t in plan.tables):
+        known = f"There are {nearest(table, (t.name for t in plan.tables))}."
+        raise InputError(expected("--tensor", "a table of the plan", f"'{table}'", known))
     subject = Subject(plan, draft_of(plan), statistics(plan), Holdings(plan), rank, table)
     return list(STATISTICS[name](subject))
 

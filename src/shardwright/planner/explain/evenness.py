@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwright.core.amount import largest, leaf, named
+from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.statistics import Measure
 from shardwright.cost.imbalance import Ranks, mean, unevenness, unit_of
 from shardwright.planner.explain.explanation import (
@@ -113,7 +114,7 @@ def explain_waiting(subject: Subject) -> Iterator[Explanation]:
     wait, plan = subject.statistics.waiting, subject.plan
     slowest = leaf(plan.max_rank_seconds, "seconds_of_slowest_rank", "s", f"rank {wait.slowest}'s")
     waits = times.idle(_groups(subject, "seconds"), slowest)
-    near = ranks.SAME_SECONDS * plan.max_rank_seconds
+    near = SAME_SECONDS * plan.max_rank_seconds
     yield finished(
         f"seconds that a rank waits for rank {wait.slowest}, on average",
         wait.mean_seconds,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shardwright.core.batch import INDEX_BYTES
-from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
+from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected, nearest
 from shardwright.core.job import Job, checkpointing_of, with_checkpointing
 from shardwright.core.model import ModelSpec
 from shardwright.core.placement import Placement, describe
@@ -58,6 +58,14 @@ def draft_of(plan: Plan) -> Draft:
     found: Draft = draft if problem.model.is_trained else TablesDraft(problem, tables, units)
     _check(plan, found)
     return found
+
+
+def unknown(plan: Plan, name: str) -> InputError:
+    """Of a name that no table and no unit of the plan has."""
+    known = [t.name for t in plan.tables] + [u.name for u in plan.units]
+    remedy = f"There are {nearest(name, known)}."
+    wanted = "a table or unit of the plan"
+    return InputError(expected("--tensor or --unit", wanted, f"'{name}'", remedy))
 
 
 def problem_of(plan: Plan) -> Problem:

@@ -13,7 +13,7 @@ from shardwright.core.job import CHOSEN_FROM, Job, checkpointing_of, with_checkp
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import model_of
 from shardwright.core.plan import Plan, UnitPlan
-from shardwright.core.quantities import format_seconds
+from shardwright.core.quantities import SAME_SECONDS, format_seconds
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import model_recorded
 from shardwright.planner.planner import find
@@ -21,7 +21,6 @@ from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy.found import Found, ModelOf
 
 SECONDS = 30.0  # of search, where a job gives its own no limit
-AS_GOOD = 1e-9  # relative; smaller changes of a step are rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ def _reason(plan: Plan, found: Found, wanted: str, option: str, bound: float, ke
     after = found.seconds
     how = option.replace(f"{wanted}, ", "")
     how = "" if how == wanted else f" ({how})"
-    if abs(after - before) <= AS_GOOD * before:
+    if abs(after - before) <= SAME_SECONDS * before:
         return f"{start}{how}, it is as good: {format_seconds(after)} per step."
     text = (
         f"{start}{how}, the slowest rank takes {after:.9f} s instead of {before:.9f} s per step "
@@ -159,6 +158,6 @@ def _reason(plan: Plan, found: Found, wanted: str, option: str, bound: float, ke
     )
     if after < before:
         return f"{text} That is faster than this plan: have it with {key}."
-    if bound > before * (1 + AS_GOOD):
+    if bound > before * (1 + SAME_SECONDS):
         return f"{text} No such plan takes less than {bound:.9f} s."
     return text

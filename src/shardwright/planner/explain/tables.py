@@ -7,7 +7,6 @@ from typing import Any
 
 from shardwright.core.amount import leaf
 from shardwright.core.cluster import TIERS
-from shardwright.core.errors import InputError, expected, nearest
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.cost import embedding
 from shardwright.planner import profiles
@@ -18,7 +17,7 @@ from shardwright.planner.explain.explanation import (
     finished,
     ranks_label,
 )
-from shardwright.planner.explain.recompute import draft_of
+from shardwright.planner.explain.recompute import draft_of, unknown
 from shardwright.planner.explain.units import explain_unit
 from shardwright.planner.pricing import additive, native
 from shardwright.planner.pricing.evaluate import Derived, constants_of, traffic
@@ -43,10 +42,7 @@ def explain_tensor(plan: Plan, name: str, again: ModelOf | None = None) -> list[
         if name == unit.name or name in (*unit.members, *unit.modules, *unit.tensors):
             assert isinstance(draft, StepDraft)
             return list(explain_unit(plan, draft, choice, again))
-    known = [t.name for t in plan.tables] + [u.name for u in plan.units]
-    wanted = "a table or unit of the plan"
-    remedy = f"There are {nearest(name, known)}."
-    raise InputError(expected("--tensor or --unit", wanted, f"'{name}'", remedy))
+    raise unknown(plan, name)
 
 
 def derived(problem: Problem, placed: Placed, run_index: int) -> Derived:

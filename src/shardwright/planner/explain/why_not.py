@@ -22,20 +22,19 @@ from shardwright.core.option import (
     column_widths,
 )
 from shardwright.core.plan import Plan
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import SAME_SECONDS, format_bytes, format_seconds
 from shardwright.core.sharding import RUNNABLE, TYPES, traits
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.cost.embedding import QUANTIZED
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.draft import Draft, TablesDraft
-from shardwright.planner.explain.recompute import draft_of
-from shardwright.planner.explain.replan import AS_GOOD, Replanned, forced_table, replanned
+from shardwright.planner.explain.recompute import draft_of, unknown
+from shardwright.planner.explain.replan import Replanned, forced_table, replanned
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.space import Item, Space, shard_ranks
 from shardwright.planner.search.state import State
 from shardwright.planner.search.watch import Watch
-from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.strategy.spacing import space_of
 from shardwright.planner.tally import Placed
@@ -105,8 +104,7 @@ def why_not_table(
     draft = draft_of(plan)
     index = next((i for i, t in enumerate(plan.tables) if name in (t.name, t.fqn)), None)
     if index is None:
-        known = ", ".join([t.name for t in plan.tables] + [u.name for u in plan.units])
-        raise InputError(expected("--tensor or --unit", f"a table or a unit: {known}", f"'{name}'"))
+        raise unknown(plan, name)
     table = plan.tables[index]
     chosen = table.sharding_type if wanted in TYPES else table.compute_kernel
 
@@ -222,22 +220,10 @@ def _without(draft: Draft, space: Space, item: Item) -> State:
     for table in neighbours:
         allowed[list(draft.tables[table].ranks)] = False
     alone = Item(item.tables, item.options, allowed)
-    one = Space((alone,), space.ranks, space.group, _room(draft), constrained=True)
+    one = Space((alone,), space.ranks, space.group, draft.room, constrained=True)
     state = State(one, max(draft.max_rank_seconds, 1e-12), POWER)
     state.load, state.memory = load, memory
     return state
-
-
-def _room(draft: Draft) -> tuple[int, int, int]:
-    """Bytes that shards may keep; a step needs as much again as it now has above what is kept."""
-    hbm, ddr, ssd = draft.problem.capacity
-    if isinstance(draft, StepDraft):
-        kept = max(StepDraft(draft.problem, (), draft.units).kept_bytes)
-        passing = max(draft.peak_bytes) - max(draft.kept_bytes)
-        room = max(draft.problem.decisive_capacity - kept - passing, 0)
-        on_cpu = draft.problem.cluster.compute_device == "cpu"
-        return (hbm, room, ssd) if on_cpu else (room, ddr, ssd)
-    return hbm, ddr, ssd
 
 
 def trial(changed: Draft, option: str) -> Trial:
@@ -272,7 +258,7 @@ def verdict_of(draft: Draft, best: Trial, wanted: str) -> tuple[Verdict, str]:
         )
     before, after = draft.max_rank_seconds, best.draft.max_rank_seconds
     fits = f"{what} fits ({where} is the fullest with {filled})"
-    if abs(after - before) <= AS_GOOD * before:
+    if abs(after - before) <= SAME_SECONDS * before:
         return "as good", (
             f"{fits} and is as good: the slowest rank takes {format_seconds(before)} per step "
             "either way."

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright.core.quantities import SAME_SECONDS
 from shardwright.planner.search.space import Assignment, Block, Bools, Floats, ItemOption, Space
 from shardwright.planner.search.state import State, restored
 
@@ -24,20 +25,19 @@ PROMISING = 1.02  # of the best so far, for a quick placement to be improved
 IMPROVED_PER_STEP = 3
 MAX_WORK = 1.25  # times the work of an item's cheapest option, plus this share of the target:
 WORK_SLACK = 0.15
-SHARPEST = 64.0  # a power: of the ranks little but the slowest counts
+SHARP, SHARPEST = 16.0, 64.0  # powers; of the ranks little but the slowest counts at the highest
 MAX_SWEEPS = 8
 MAX_ANNEALED, MOST_ANNEALED_RANKS = 40, 128  # more ranks take long
 ANNEALING_STEPS, ANNEALING_PLACED = 600, 6_000  # steps, and items placed in all of them, at most
 HEAT = 0.05  # share by which a change may be slower at first
 IMPROVED = 4  # of the options that annealing finds
-GAIN = 1e-9  # relative; less is rounding
 
 Improve = Callable[[State], State]
 
 
 def polish(space: Space, best: Assignment, target: float, good: float, improve: Improve) -> State:
     """The best state found from ``best``; ends at ``good`` seconds or when no change helps."""
-    state = restored(space, target, 64.0, best)
+    state = restored(space, target, SHARPEST, best)
     if len(space.items) > MAX_ITEMS or space.ranks == 1:
         return state
     for _ in range(MAX_STEPS):
@@ -65,8 +65,8 @@ def _step(space: Space, state: State, target: float, improve: Improve) -> State 
     for _, item, option, placed in found[:IMPROVED_PER_STEP]:
         options = [*state.options]
         options[item] = option
-        tried = improve(restored(space, target, 16.0, Assignment(tuple(options), placed)))
-        if tried.fits and tried.worst < state.worst * (1 - 1e-9):
+        tried = improve(restored(space, target, SHARP, Assignment(tuple(options), placed)))
+        if tried.fits and tried.worst < state.worst * (1 - SAME_SECONDS):
             return tried
     return None
 
@@ -111,8 +111,8 @@ def annealed(
                 options, seconds = tuple(tried), placed[0]
                 found[options] = placed
     for chosen, (_, slots) in sorted(found.items(), key=lambda each: each[1])[:IMPROVED]:
-        other = improve(restored(space, target, 16.0, Assignment(chosen, slots)))
-        if other.fits and other.worst < state.worst * (1 - GAIN):
+        other = improve(restored(space, target, SHARP, Assignment(chosen, slots)))
+        if other.fits and other.worst < state.worst * (1 - SAME_SECONDS):
             state = other
     return state
 
@@ -217,7 +217,7 @@ def settled(state: State, good: float, over: Callable[[], bool]) -> State:
     for _ in range(MAX_SWEEPS):
         before = state.worst
         for item in relieving(state, before):
-            below = state.worst * (1 - GAIN)
+            below = state.worst * (1 - SAME_SECONDS)
             if state.worst <= good or over():
                 break
             change = min(changes(state, item, below), default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ def search(
     seconds = float("inf")
     tried = feasible = 0
     most = _most_steps(space)
+    improved = functools.partial(improve, bound=found.seconds, watch=watch)
     if found.seconds >= known_bound * (1 - SAME_BOUND):
         most_starts = 1
     fresh = itertools.islice(starts(space, options, found), most_starts)
@@ -119,16 +121,12 @@ def search(
             break
     good = found.seconds * (1 + GOOD_ENOUGH)
     if best is not None and seconds > max(good, enough) and not space.constrained:
-        polished = polish(
-            space, best, target, good, lambda s: improve(s, found.seconds, watch, reoption=False)
-        )
+        polished = polish(space, best, target, good, functools.partial(improved, reoption=False))
         if polished.worst < seconds:
             best, seconds = polished.assignment(), polished.worst
         is_small = len(space.items) <= MAX_ANNEALED and space.ranks <= MOST_ANNEALED_RANKS
         if is_small and seconds > max(found.seconds * (1 + FAR), enough):
-            other = annealed(
-                space, best, target, lambda s: improve(s, found.seconds, watch), watch.over
-            )
+            other = annealed(space, best, target, improved, watch.over)
             best, seconds = other.assignment(), other.worst
     near = CLOSE_ENOUGH if len(space.items) <= MAX_ITEMS else GOOD_ENOUGH
     settling = max(found.seconds * (1 + near), enough)

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from shardwright.core.amount import largest, named, plain, smallest, total, where
 from shardwright.core.plan import Plan
+from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.statistics import Measure, RankStatistics, Spread, Unevenness
 from shardwright.cost.imbalance import Ranks, each_rank, mean, unevenness, unit_of
 from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.statistics.tables import traffic
 
-SAME_SECONDS = 1e-9  # relative; closer ones differ by rounding
 MEASURES: tuple[Measure, ...] = ("seconds", "hbm_bytes", "ddr_bytes", "ssd_bytes")
 
 

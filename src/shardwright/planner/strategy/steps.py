@@ -18,13 +18,14 @@ from shardwright.core.amount import summed
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
+from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.schedule import Prefetch
 from shardwright.core.sharding import RUNNABLE, ShardingType, traits
 from shardwright.planner.choices import Tables
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.least import least_memory
-from shardwright.planner.search.polish import GAIN, MAX_ITEMS, SHARPEST, changes, relieving
+from shardwright.planner.search.polish import MAX_ITEMS, SHARPEST, changes, relieving
 from shardwright.planner.search.search import search
 from shardwright.planner.search.space import Assignment, Space
 from shardwright.planner.search.state import restored
@@ -57,7 +58,7 @@ def search_steps(job: Job, model: ModelSpec, watch: Watch) -> Found:
         seeker.run()
     else:
         seeker.arrange()
-    best = seeker.best and settled(seeker.best, watch)
+    best = seeker.best and _changed_singly(seeker.best, watch)
     return Found(
         problem,
         best,
@@ -69,16 +70,13 @@ def search_steps(job: Job, model: ModelSpec, watch: Watch) -> Found:
     )
 
 
-def settled(draft: StepDraft, watch: Watch) -> StepDraft:
+def _changed_singly(draft: StepDraft, watch: Watch) -> StepDraft:
     """The draft after changes of single tables, as long as one makes a step faster and fits. The
     search of tables does not see what several of them share of an exchange."""
     if not draft.tables:
         return draft
     problem = draft.problem
-    kept = max(StepDraft(problem, (), draft.units).kept_bytes)
-    passing = max(draft.peak_bytes) - max(draft.kept_bytes)
-    room = max(problem.decisive_capacity - kept - passing, 0)
-    space = space_of(problem, problem.tables, _room(problem, room))
+    space = space_of(problem, problem.tables, draft.room)
     for _ in range(MAX_CHANGES):
         better = None if watch.over() else next(_faster(draft, space), None)
         if better is None:
@@ -102,7 +100,7 @@ def _faster(draft: StepDraft, space: Space) -> Iterator[StepDraft]:
             tables = placed_tables(space, Assignment(tuple(options), tuple(slots)))
             tried = replace(draft, tables=tables)
             gain = state.worst - change.seconds + draft.shared_latency - tried.shared_latency
-            least = GAIN * draft.max_rank_seconds
+            least = SAME_SECONDS * draft.max_rank_seconds
             if gain > least < draft.max_rank_seconds - tried.max_rank_seconds and tried.fits:
                 yield tried
 
@@ -111,7 +109,7 @@ def step_bound(problem: Problem) -> float:
     """No plan of this problem can be faster: tables relaxed, and the least of every unit."""
     least = 0.0
     if problem.tables:
-        space = space_of(problem, problem.tables, _room(problem, problem.decisive_capacity))
+        space = space_of(problem, problem.tables, problem.capacity)
         least = lower_bound(space, table(space)).seconds
     floors = [floor.seconds for floor in unit_floors(problem.unit_space)]
     found: float = step_seconds(least, floors, [*shared_seconds(problem).values()])
@@ -147,11 +145,6 @@ def smallest_tables(problem: Problem) -> tuple[Placed, ...]:
     found = least_memory(space).best
     assert found is not None
     return placed_tables(space, found)
-
-
-def _room(problem: Problem, nbytes: int) -> tuple[int, int, int]:
-    hbm, ddr, ssd = problem.capacity
-    return (hbm, nbytes, ssd) if problem.cluster.compute_device == "cpu" else (nbytes, ddr, ssd)
 
 
 @dataclass
@@ -216,7 +209,7 @@ class _Seeker:
                 if draft.fits:
                     self.feasible += 1
                     self._take(draft)
-                    if draft.max_rank_seconds <= self.bound * (1 + GAIN):
+                    if draft.max_rank_seconds <= self.bound * (1 + SAME_SECONDS):
                         return
                 else:
                     excess = max(draft.peak_bytes) - capacity
@@ -279,7 +272,7 @@ class _Seeker:
     def _placed(self, left_out: tuple[ShardingType, ...], room: int) -> tuple[Placed, ...] | None:
         tables = without(self.problem.tables, left_out)
         try:
-            space = space_of(self.problem, tables, _room(self.problem, room))
+            space = space_of(self.problem, tables, self.problem.capacity_with(room))
         except InputError:
             if left_out:  # what is left breaks the job's rules
                 return None
