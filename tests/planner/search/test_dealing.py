@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from shardwright.planner.search.space import Block, Bools, Floats, Space
-from shardwright.planner.search.state import MANY, Dealt, State, deal
+from shardwright.planner.search.dealing import Lots, at_least, deal
+from shardwright.planner.search.space import Block, Bools, Floats, Ints, Space
+from shardwright.planner.search.state import State
 
 GROUP = 4
 
@@ -28,9 +29,23 @@ def _block(draw: random.Random, width: int) -> Block:
     )
 
 
-def _dealt(state: State, block: Block, count: int, closed: Bools) -> Dealt:
-    load, memory = state.load.copy(), state.memory.copy()
-    return deal(block, count, load, memory, closed, state.cost, state.cost_of)
+def _lots(*dealt: tuple[State, Block, int, Bools]) -> Lots:
+    width = dealt[0][1].width
+    return Lots(
+        np.array([count for _, _, count, _ in dealt]),
+        np.array([block.seconds for _, block, _, _ in dealt]),
+        np.array([block.storage for _, block, _, _ in dealt]),
+        np.array([state.load.reshape(-1, width) for state, _, _, _ in dealt]),
+        np.array([state.memory.reshape(-1, width, 3) for state, _, _, _ in dealt]),
+        np.array([closed for _, _, _, closed in dealt]),
+    )
+
+
+def _cost(state: State, block: Block, counts: Ints) -> float:
+    """Of all ranks, with so many blocks on each slot."""
+    load = state.load + (counts[:, None] * block.seconds).reshape(-1)
+    memory = state.memory + (counts[:, None, None] * block.storage).reshape(-1, 3)
+    return float(state.cost(load, memory).sum())
 
 
 def _greedily(state: State, block: Block, count: int, closed: Bools) -> tuple[list[int], Floats]:
@@ -51,7 +66,7 @@ def _greedily(state: State, block: Block, count: int, closed: Bools) -> tuple[li
     return slots, state.cost(load, memory)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, MANY, MANY + 1, 3 * MANY])
+@pytest.mark.parametrize("count", [1, 2, 7, 64, 200])
 @pytest.mark.parametrize("width", [1, GROUP])
 @pytest.mark.parametrize("seed", range(4))
 def test_like_blocks_lie_as_if_placed_one_after_the_other(
@@ -63,26 +78,52 @@ def test_like_blocks_lie_as_if_placed_one_after_the_other(
     closed[draw.randrange(len(closed))] = False
     block = _block(draw, width)
     slots, costs = _greedily(state, block, count, closed)
-    dealt = _dealt(state, block, count, closed)
-    assert sorted(dealt.slots) == sorted(slots)
-    assert dealt.cost == pytest.approx(costs.sum(), rel=1e-9)
+    (counts,), (opened,) = deal(_lots((state, block, count, closed)), state.cost)
+    assert opened
+    assert np.repeat(np.arange(len(counts)) * width, counts).tolist() == sorted(slots)
+    assert _cost(state, block, counts) == pytest.approx(costs.sum(), rel=1e-9)
+
+
+@pytest.mark.parametrize("width", [1, GROUP])
+@pytest.mark.parametrize("seed", range(4))
+def test_lots_are_dealt_as_each_is_alone_and_cost_no_less_than_is_said(
+    space: Space, seed: int, width: int
+) -> None:
+    draw = random.Random(f"{seed} {width}")
+    state = _state(draw, 3 * GROUP, space)
+    closed = np.array([draw.random() < 0.3 for _ in range(3 * GROUP // width)])
+    dealt = [(state, _block(draw, width), count, closed) for count in (1, 3, 30)]
+    together, opened = deal(_lots(*dealt), state.cost)
+    assert opened.tolist() == [not closed.all()] * 3
+    least = at_least(_lots(*dealt), state.cost)
+    for one, counts, bound in zip(dealt, together, least, strict=True):
+        assert deal(_lots(one), state.cost)[0].tolist() == [counts.tolist()]
+        if not closed.all():
+            assert bound <= _cost(state, one[1], counts) * (1 + 1e-12)
+
+
+def test_blocks_find_no_place_where_all_slots_are_closed(space: Space) -> None:
+    state = _state(random.Random(0), 8, space)
+    block = Block(1, np.ones(1), np.zeros((1, 3)))
+    assert not deal(_lots((state, block, 3, np.ones(8, bool))), state.cost)[1].any()
 
 
 def test_blocks_that_cost_nothing_are_dealt_as_well(space: Space) -> None:
     state = _state(random.Random(0), 8, space)
     block = Block(1, np.zeros(1), np.zeros((1, 3)))
-    for count in (3, 2 * MANY):
-        dealt = _dealt(state, block, count, np.zeros(8, bool))
-        assert len(dealt.slots) == count
-        assert dealt.cost == pytest.approx(float(state.rank_costs().sum()))
+    for count in (3, 128):
+        (counts,), _ = deal(_lots((state, block, count, np.zeros(8, bool))), state.cost)
+        assert counts.sum() == count
 
 
 def test_thousands_of_blocks_on_few_ranks_are_dealt(space: Space) -> None:
     state = _state(random.Random(1), 4, space)
     state.load[:], state.memory[:] = 0, 0
-    dealt = _dealt(state, _block(random.Random(2), 1), 4000, np.array([False, True, False, False]))
-    assert np.bincount(dealt.slots, minlength=4)[1] == 0
-    assert np.ptp(np.bincount(dealt.slots, minlength=4)[[0, 2, 3]]) <= 1
+    closed = np.array([False, True, False, False])
+    (counts,), _ = deal(_lots((state, _block(random.Random(2), 1), 4000, closed)), state.cost)
+    assert counts.sum() == 4000
+    assert counts[1] == 0
+    assert np.ptp(counts[[0, 2, 3]]) <= 1
 
 
 @pytest.fixture

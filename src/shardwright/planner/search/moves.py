@@ -6,19 +6,22 @@ better), or None.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardwright.planner.search.space import Floats, Ints
-from shardwright.planner.search.state import Singles, State
+from shardwright.planner.search.state import State
 
 FOLLOWED = 40  # cheapest changes of option that are tried with a relocation after them
 MAX_FOLLOWED_ITEMS = 400
 MAX_WORK, WORK_SLACK = 1.5, 0.5  # times an option's cheapest work, and of the target
 SWAP_PARTNERS = 64  # ranks of lowest cost whose blocks are looked at
-FEW_BLOCKS = 100
 EPSILON = 1e-12
+AT_ONCE = 2**15  # ranks, each as often as there are ways that are weighed together
+
+Ways = list[tuple[int, int]]  # items, and an option of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,9 @@ class Move:
 
 def relocation(state: State, rank: int, costs: Floats) -> Move | None:
     """The best place for one of the rank's single blocks."""
-    singles = state.singles()
-    own = _one_of_each(singles, np.flatnonzero(singles.rank == rank))
-    if not len(own) or state.space.ranks == 1:
+    items, seconds, storage = state.singles(rank)
+    if not items or state.space.ranks == 1:
         return None
-    seconds, storage = singles.seconds[own], singles.storage[own]
     left = state.cost(state.load[rank] - seconds, state.memory[rank] - storage)
     joined = state.cost(
         state.load[None, :] + seconds[:, None], state.memory[None, :, :] + storage[:, None, :]
@@ -48,68 +49,60 @@ def relocation(state: State, rank: int, costs: Floats) -> Move | None:
     change = left[:, None] - costs[rank] + joined - costs[None, :]
     change[:, rank] = np.inf
     if state.space.constrained:
-        for row, index in enumerate(own):
-            mask = state.allowed(int(singles.item[index]))
+        for row, item in enumerate(items):
+            mask = state.allowed(item)
             if mask is not None:
                 change[row, ~mask] = np.inf
     best = int(change.argmin())
     row, slot = divmod(best, state.space.ranks)
-    index = own[row]
-    block = (int(singles.item[index]), int(singles.number[index]), slot)
-    return Move(float(change.flat[best]), (block,))
+    return Move(float(change.flat[best]), (_moved(state, items[row], rank, slot),))
 
 
-def _one_of_each(singles: Singles, numbers: Ints) -> Ints:
-    """Of the blocks of an item that lie on one rank, and are alike, the first; all of a few."""
-    if len(numbers) <= FEW_BLOCKS:
-        return numbers
-    place = singles.item[numbers] * (int(singles.rank.max(initial=0)) + 1) + singles.rank[numbers]
-    first = np.sort(np.unique(place, return_index=True)[1])
-    kept: Ints = numbers[first]
-    return kept
+def _moved(state: State, item: int, rank: int, slot: int) -> tuple[int, int, int]:
+    """The first of an item's blocks on a rank, and its new rank."""
+    return item, state.slots[item].index(rank), slot
 
 
 def exchange(state: State, rank: int, costs: Floats) -> Move | None:
     """The best swap of one of the rank's single blocks with one of another rank."""
-    singles = state.singles()
-    own = _one_of_each(singles, np.flatnonzero(singles.rank == rank))
-    if not len(own) or state.space.ranks == 1:
-        return None
-    others = np.flatnonzero(singles.rank != rank)
+    own = state.singles(rank)
+    ranks = np.arange(state.space.ranks)
     if state.space.ranks > SWAP_PARTNERS:
-        near = np.zeros(state.space.ranks, bool)
-        near[np.argpartition(costs, SWAP_PARTNERS)[:SWAP_PARTNERS]] = True
-        others = _one_of_each(singles, others[near[singles.rank[others]]])
-    if not len(others):
+        ranks = np.sort(np.argpartition(costs, SWAP_PARTNERS)[:SWAP_PARTNERS])
+    near = [(int(other), state.singles(int(other))) for other in ranks if other != rank]
+    items = [item for _, singles in near for item in singles.items]
+    if not own.items or not items:
         return None
-    there = singles.rank[others]
-    gain = singles.seconds[others][None, :] - singles.seconds[own][:, None]
-    bytes_ = singles.storage[others][None, :, :] - singles.storage[own][:, None, :]
+    there = np.repeat([other for other, _ in near], [len(singles.items) for _, singles in near])
+    seconds = np.concatenate([singles.seconds for _, singles in near])
+    storage = np.concatenate([singles.storage for _, singles in near])
+    gain = seconds[None, :] - own.seconds[:, None]
+    bytes_ = storage[None, :, :] - own.storage[:, None, :]
     mine = state.cost(state.load[rank] + gain, state.memory[rank] + bytes_)
     theirs = state.cost(state.load[there][None, :] - gain, state.memory[there][None] - bytes_)
     change = mine + theirs - costs[rank] - costs[there][None, :]
     if state.space.constrained:
-        _forbid_swaps(state, rank, own, others, change)
+        _forbid_swaps(state, rank, own.items, items, there, change)
     best = int(change.argmin())
-    row, column = divmod(best, len(others))
-    a, b = own[row], others[column]
+    row, column = divmod(best, len(items))
+    other = int(there[column])
     blocks = (
-        (int(singles.item[a]), int(singles.number[a]), int(singles.rank[b])),
-        (int(singles.item[b]), int(singles.number[b]), rank),
+        _moved(state, own.items[row], rank, other),
+        _moved(state, items[column], other, rank),
     )
     return Move(float(change.flat[best]), blocks)
 
 
-def _forbid_swaps(state: State, rank: int, own: Ints, others: Ints, change: Floats) -> None:
+def _forbid_swaps(
+    state: State, rank: int, own: list[int], others: list[int], there: Ints, change: Floats
+) -> None:
     """Rule out swaps that break a constraint; two tables kept apart never trade places."""
-    singles = state.singles()
-    there = singles.rank[others]
-    for row, index in enumerate(own):
-        mask = state.allowed(int(singles.item[index]))
+    for row, item in enumerate(own):
+        mask = state.allowed(item)
         if mask is not None:
             change[row, ~mask[there]] = np.inf
-    for column, index in enumerate(others):
-        mask = state.allowed(int(singles.item[index]))
+    for column, item in enumerate(others):
+        mask = state.allowed(item)
         if mask is not None and not mask[rank]:
             change[:, column] = np.inf
 
@@ -153,23 +146,21 @@ def host_relocation(state: State, rank: int, costs: Floats) -> Move | None:
 
 def reoption(state: State, items: list[int]) -> bool:
     """Give the item that gains most from it another option, placed anew; False if none gains."""
-    before = float(state.rank_costs().sum())
-    best = before * (1 - EPSILON)
+    best = float(state.rank_costs().sum()) * (1 - EPSILON)
     fits = state.fits
-    found: tuple[int, int, tuple[int, ...]] | None = None
-    for item in items:
-        old_option, old_slots = state.options[item], state.slots[item]
-        state.take(item)
-        for option in _affordable(state, item, fits):
-            spread = state.spread(item, option)
-            if spread is not None and spread[1] < best:
-                best, found = spread[1], (item, option, spread[0])
-        state.put(item, old_option, old_slots)
+    ways = [(item, option) for item in items for option in _affordable(state, item, fits)]
+    found = None
+    for some in _batches(state, ways):
+        costs = state.weigh(some, best).costs.sum(axis=1)
+        if costs.min() < best:
+            best, found = float(costs.min()), some[int(costs.argmin())]
     if found is None:
         return False
-    item, option, slots = found
+    item, option = found
     state.take(item)
-    state.put(item, option, slots)
+    spread = state.spread(item, option)
+    assert spread is not None
+    state.put(item, option, spread[0])
     return True
 
 
@@ -189,20 +180,20 @@ def reoption_and_relocate(state: State) -> bool:
         return False
     best = float(state.rank_costs().sum()) * (1 - EPSILON)
     found: tuple[int, int, tuple[int, ...], Move] | None = None
-    for item, option in _cheapest_changes(state):
-        old_option, old_slots = state.options[item], state.slots[item]
-        state.take(item)
-        spread = state.spread(item, option)
+    trial = state.copy()
+    for item, option in _promising(state, _cheapest_changes(state), best):
+        trial.take(item)
+        spread = trial.spread(item, option)
         if spread is not None:
-            state.put(item, option, spread[0])
-            costs = state.rank_costs()
-            move = relocation(state, int(costs.argmax()), costs)
+            trial.put(item, option, spread[0])
+            ranks = trial.rank_costs()
+            move = relocation(trial, int(ranks.argmax()), ranks)
             if move is not None and move.change < 0:
-                after = _cost_after(state, move)  # not costs + change: huge terms would cancel
+                after = _cost_after(trial, move)  # not costs + change: huge terms would cancel
                 if after < best:
                     best, found = after, (item, option, spread[0], move)
-            state.take(item)
-        state.put(item, old_option, old_slots)
+            trial.take(item)
+        trial.put(item, state.options[item], state.slots[item])
     if found is None:
         return False
     item, option, slots, move = found
@@ -210,6 +201,28 @@ def reoption_and_relocate(state: State) -> bool:
     state.put(item, option, slots)
     move.apply(state)
     return True
+
+
+def _promising(state: State, ways: Ways, best: float) -> Iterator[tuple[int, int]]:
+    """Those after which the move of a block off the worst rank may cost less than ``best``: that
+    saves at most what it would among ranks with room, if the least busy one took it."""
+    for some in _batches(state, ways):
+        load, costs = state.weigh(some)
+        worst, total, least = costs.argmax(axis=1), costs.sum(axis=1), load.min(axis=1)
+        for index in np.flatnonzero(np.isfinite(total)):
+            item, option = some[index]
+            rank, block = int(worst[index]), state.blocks(item, option)[0]
+            seconds = np.append(state.singles(rank).seconds, block.seconds[0])
+            left = state.time_cost(load[index, rank] - seconds)
+            joined = state.time_cost(least[index] + seconds) - state.time_cost(least[index])
+            if total[index] - costs[index, rank] + (left + joined).min() < best:
+                yield item, option
+
+
+def _batches(state: State, ways: Ways) -> Iterator[Ways]:
+    """As many at a time as are weighed in one go."""
+    many = max(AT_ONCE // state.space.ranks, 1)
+    return (ways[start : start + many] for start in range(0, len(ways), many))
 
 
 def _cost_after(state: State, move: Move) -> float:
@@ -222,7 +235,7 @@ def _cost_after(state: State, move: Move) -> float:
     return after
 
 
-def _cheapest_changes(state: State) -> list[tuple[int, int]]:
+def _cheapest_changes(state: State) -> Ways:
     """Items and options that add least work in all."""
     changes = [
         (option.total_seconds - options[state.options[item]].total_seconds, item, number)

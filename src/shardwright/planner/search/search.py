@@ -267,17 +267,9 @@ def _step(state: State, reoption: bool) -> bool:
             return True
     if not reoption:
         return False
+    uniform = sorted(state.uniform)
     for rank in order[:2]:
-        items = sorted(state.on_rank[int(rank)]) + uniform_items(state)
+        items = sorted(state.on_rank[int(rank)]) + uniform
         if moves.reoption(state, items[:ITEMS_TRIED]):
             return True
     return moves.reoption_and_relocate(state)
-
-
-def uniform_items(state: State) -> list[int]:
-    """Items that lie on every rank."""
-    return [
-        item
-        for item in range(len(state.space.items))
-        if state.options[item] >= 0 and state.blocks(item)[0].width == state.space.ranks > 1
-    ]

@@ -7,27 +7,32 @@ is seen too), plus a penalty for the share of its capacity that is exceeded.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwright.planner.search.dealing import Lots, at_least, deal
 from shardwright.planner.search.space import Assignment, Block, Bools, Floats, Space
 
 OVERFLOW_PENALTY = 1e9  # times what the slowest rank costs
 MAX_RATIO = 1e3  # of a rank to the target; above it powers overflow
 
 
-@dataclass(frozen=True, slots=True)
-class Singles:
-    """All blocks of width 1 in arrays: their item, number in it, rank, seconds and storage."""
+class Weighed(NamedTuple):
+    """What each rank takes, and costs, in each of several ways [ways, ranks]."""
 
-    item: NDArray[np.int64]
-    number: NDArray[np.int64]
-    rank: NDArray[np.int64]
+    load: Floats
+    costs: Floats
+
+
+class Singles(NamedTuple):
+    """The items of which blocks of one rank lie on a rank, and what one of each takes: ``seconds``
+    [items] and ``storage`` [items, 3]."""
+
+    items: list[int]
     seconds: Floats
     storage: Floats
 
@@ -46,7 +51,6 @@ class State:
     slots: list[tuple[int, ...]] = field(default_factory=list)
     penalty: float = OVERFLOW_PENALTY
     steps: int = 0  # moves made by a search
-    _singles: Singles | None = None
 
     def __post_init__(self) -> None:
         count = len(self.space.items)
@@ -55,18 +59,25 @@ class State:
         self.load: Floats = np.zeros(self.space.ranks)
         self.memory: Floats = np.zeros((self.space.ranks, 3))
         self.on_rank: list[set[int]] = [set() for _ in range(self.space.ranks)]
+        self.uniform: set[int] = set()  # items that lie on every rank, and on none in ``on_rank``
+        self._singles: dict[int, Singles] = {}  # of ranks, until something there changes
 
     def cost(self, load: Floats, memory: Floats) -> Floats:
         """What each rank contributes to the sum that is minimised."""
-        result: Floats = np.minimum(load / self.target, MAX_RATIO)
-        for _ in range(int(self.power).bit_length() - 1):  # a power of two: squared so many times
-            result *= result
+        result = self.time_cost(load)
         for tier, scale in self.space.used_tiers:
             over = memory[..., tier] * scale
             over -= 1.0
             np.maximum(over, 0.0, out=over)
             over *= self.penalty
             result += over
+        return result
+
+    def time_cost(self, load: Floats) -> Floats:
+        """``cost`` of ranks that have room for what they hold."""
+        result: Floats = np.minimum(load / self.target, MAX_RATIO)
+        for _ in range(int(self.power).bit_length() - 1):  # a power of two: squared so many times
+            result *= result
         return result
 
     def sharpen(self, power: float) -> None:
@@ -91,6 +102,14 @@ class State:
         """Seconds of the slowest rank."""
         return float(self.load.max())
 
+    def copy(self) -> State:
+        """Another one that is the same so far."""
+        other = State(self.space, self.target, self.power, [*self.options], [*self.slots])
+        other.penalty, other.on_rank = self.penalty, [set(own) for own in self.on_rank]
+        other.uniform, other._singles = {*self.uniform}, {**self._singles}
+        other.load, other.memory = self.load.copy(), self.memory.copy()
+        return other
+
     def assignment(self) -> Assignment:
         """A copy of the choice."""
         return Assignment(tuple(self.options), tuple(self.slots))
@@ -109,7 +128,26 @@ class State:
         """Take an item off its ranks; its option and slots are remembered."""
         self._apply(item, -1)
 
+    @contextlib.contextmanager
+    def without(self, item: int) -> Iterator[None]:
+        """The ranks' load and memory without an item, while it is looked where else it may go."""
+        load, memory = self.load, self.memory
+        self.load, self.memory = load.copy(), memory.copy()
+        self._add(item, -1)
+        yield
+        self.load, self.memory = load, memory
+
     def _apply(self, item: int, sign: int) -> None:
+        self._add(item, sign)
+        width, slots = self.blocks(item)[0].width, self.slots[item]
+        if width == self.space.ranks > 1:
+            (self.uniform.add if sign > 0 else self.uniform.discard)(item)
+        for slot in set(slots) if width < self.space.ranks else ():
+            for rank in range(slot, slot + width):
+                (self.on_rank[rank].add if sign > 0 else self.on_rank[rank].discard)(item)
+                self._singles.pop(rank, None)
+
+    def _add(self, item: int, sign: int) -> None:
         option = self.space.items[item].options[self.options[item]]
         if option.everywhere:
             self.load += sign * option.everywhere
@@ -122,11 +160,6 @@ class State:
                 ranks = slice(slot, slot + block.width)
                 self.load[ranks] += sign * block.seconds
                 self.memory[ranks] += sign * block.storage
-        if blocks[0].width < self.space.ranks:
-            for slot in set(slots):
-                for rank in range(slot, slot + blocks[0].width):
-                    (self.on_rank[rank].add if sign > 0 else self.on_rank[rank].discard)(item)
-        self._singles = None
 
     def move(self, item: int, number: int, slot: int) -> None:
         """Move one block elsewhere."""
@@ -148,36 +181,23 @@ class State:
                 self.on_rank[rank].discard(item)
         for rank in range(slot, slot + block.width):
             self.on_rank[rank].add(item)
-        if block.width == 1 and self._singles is not None:
-            s = self._singles
-            s.rank[(s.item == item) & (s.number == number)] = slot
+        for rank in (old, slot):
+            self._singles.pop(rank, None)
 
-    def singles(self) -> Singles:
-        """The blocks of width 1; ranks are kept up to date by ``move``."""
-        if self._singles is None:
-            self._singles = self._gathered()
-        return self._singles
-
-    def _gathered(self) -> Singles:
-        """The blocks of width 1 as they lie now; those of an item are alike and follow one
-        another."""
-        found = [
-            (item, block)
-            for item, option in enumerate(self.options)
-            if option >= 0
-            and (block := self.space.items[item].options[option].blocks[0]).width == 1
-        ]
-        slots = [self.slots[item] for item, _ in found]
-        counts = np.array([len(own) for own in slots], dtype=np.int64)
-        which = np.arange(len(found)).repeat(counts)
-        before = counts.cumsum() - counts
-        return Singles(
-            np.array([item for item, _ in found], dtype=np.int64)[which],
-            np.arange(len(which)) - before[which],
-            np.fromiter(itertools.chain.from_iterable(slots), np.int64, len(which)),
-            np.array([block.seconds[0] for _, block in found])[which],
-            np.array([block.storage[0] for _, block in found]).reshape(-1, 3)[which],
-        )
+    def singles(self, rank: int) -> Singles:
+        """One block of each item that has any of width 1 on a rank; an item's blocks are alike."""
+        if rank not in self._singles:
+            found = [
+                (item, block)
+                for item in sorted(self.on_rank[rank])
+                if (block := self.blocks(item)[0]).width == 1
+            ]
+            self._singles[rank] = Singles(
+                [item for item, _ in found],
+                np.array([block.seconds[0] for _, block in found]),
+                np.array([block.storage[0] for _, block in found]).reshape(-1, 3),
+            )
+        return self._singles[rank]
 
     def allowed(self, item: int) -> Bools | None:
         """Ranks that the rules leave an item as things stand; None for all."""
@@ -191,16 +211,89 @@ class State:
                     mask[slot : slot + block.width] = False
         return mask
 
+    def weigh(self, ways: Sequence[tuple[int, int]], below: float = float("inf")) -> Weighed:
+        """The ranks with one item after the other given another option; costs are without end where
+        the rules leave no place, or all ranks would not cost less than ``below``."""
+        ranks = self.space.ranks
+        found = Weighed(np.zeros((len(ways), ranks)), np.full((len(ways), ranks), np.inf))
+        bare = {}
+        for item in dict.fromkeys(item for item, _ in ways):
+            with self.without(item):
+                bare[item] = self.load, self.memory
+        alike: dict[int, list[int]] = {}
+        for index, (item, option) in enumerate(ways):
+            blocks = self.blocks(item, option)
+            if blocks[0] is blocks[-1]:
+                alike.setdefault(blocks[0].width, []).append(index)
+                continue
+            self._weigh_unlike(item, option, found, index)
+        for width, own in alike.items():
+            some = np.array(own)
+            lots = self._lots([ways[index] for index in own], width, bare)
+            if below < float("inf"):
+                kept = np.flatnonzero(at_least(lots, self.cost) < below)
+                some, lots = some[kept], lots.at(kept)
+            if len(some):
+                counts, opened = deal(lots, self.cost)
+                many = counts[..., None].astype(np.float64)
+                load = lots.load + many * lots.seconds[:, None]
+                memory = lots.memory + many[..., None] * lots.storage[:, None]
+                found.load[some] = load.reshape(len(some), ranks)
+                costs = self.cost(load, memory).reshape(len(some), ranks)
+                found.costs[some[opened]] = costs[opened]
+        return found
+
+    def _weigh_unlike(self, item: int, option: int, found: Weighed, index: int) -> None:
+        """``weigh`` of an option whose blocks are not alike."""
+        old = self.options[item], self.slots[item]
+        with self.without(item):
+            spread = self.spread(item, option)
+            if spread is not None:
+                self.options[item], self.slots[item] = option, spread[0]
+                self._add(item, 1)
+                found.load[index], found.costs[index] = self.load, self.rank_costs()
+        self.options[item], self.slots[item] = old
+
+    def _lots(
+        self,
+        ways: Sequence[tuple[int, int]],
+        width: int,
+        bare: Mapping[int, tuple[Floats, Floats]],
+    ) -> Lots:
+        """The blocks of options, and the ``bare`` ranks without the item that has them."""
+        options = [self.space.items[item].options[option] for item, option in ways]
+        blocks = [option.blocks[0] for option in options]
+        everywhere = np.array([option.everywhere for option in options])[:, None]
+        load = np.array([bare[item][0] for item, _ in ways])
+        closed = np.zeros((len(ways), self.space.ranks // width), bool)
+        if self.space.constrained:
+            closed = np.array([self._closed(item, width) for item, _ in ways])
+        return Lots(
+            np.array([len(option.widths) for option in options]),
+            np.array([block.seconds for block in blocks]),
+            np.array([block.storage for block in blocks]),
+            (load + everywhere).reshape(len(ways), -1, width),
+            np.array([bare[item][1] for item, _ in ways]).reshape(len(ways), -1, width, 3),
+            closed,
+        )
+
+    def _closed(self, item: int, width: int) -> Bools:
+        """The slots for a block, such as hosts, that the rules close to an item."""
+        mask = self.allowed(item)
+        if mask is None:
+            return np.zeros(self.space.ranks // width, bool)
+        closed: Bools = np.logical_or.reduce(~mask.reshape(-1, width), axis=1)
+        return closed
+
     def spread(self, item: int, option: int) -> tuple[tuple[int, ...], float] | None:
         """Where the blocks of ``option`` would go one after the other, and the cost of all ranks
         afterwards; None if the rules leave no place. The item must lie nowhere."""
-        mask = self.allowed(item)
         everywhere = self.space.items[item].options[option].everywhere
         load, memory = self.load + everywhere, self.memory.copy()
         blocks = self.blocks(item, option)
         if len(blocks) > 1 and blocks[0].width < self.space.ranks and blocks[0] is blocks[-1]:
-            return self._deal(blocks[0], len(blocks), load, memory, mask)
-        costs = self.cost(load, memory)
+            return self._deal(item, blocks[0], len(blocks), load, memory)
+        costs, mask = self.cost(load, memory), self.allowed(item)
         slots: list[int] = []
         for block in blocks:
             slot = self._place(block, load, memory, costs, mask)
@@ -214,25 +307,24 @@ class State:
         return tuple(slots), float(costs.sum())
 
     def _deal(
-        self, block: Block, count: int, load: Floats, memory: Floats, mask: Bools | None
+        self, item: int, block: Block, count: int, load: Floats, memory: Floats
     ) -> tuple[tuple[int, ...], float] | None:
         """``spread`` of ``count`` blocks that are alike."""
-        closed: Bools = np.zeros(self.space.ranks // block.width, bool)
-        if mask is not None:
-            closed = np.logical_or.reduce(~mask.reshape(-1, block.width), axis=1)
-            if closed.all():
-                return None
-        dealt = deal(block, count, load, memory, closed, self.cost, self.cost_of)
-        return dealt.slots, dealt.cost
-
-    def cost_of(self, load: float, memory: Sequence[float]) -> float:
-        """``cost`` of one rank."""
-        result = min(load / self.target, MAX_RATIO)
-        for _ in range(int(self.power).bit_length() - 1):
-            result *= result
-        for tier, scale in self.space.used_tiers:
-            result += max(memory[tier] * scale - 1.0, 0.0) * self.penalty
-        return result
+        lots = Lots(
+            np.array([count]),
+            block.seconds[None],
+            block.storage[None],
+            load.reshape(1, -1, block.width),
+            memory.reshape(1, -1, block.width, 3),
+            self._closed(item, block.width)[None],
+        )
+        (counts,), (opened,) = deal(lots, self.cost)
+        if not opened:
+            return None
+        load = lots.load[0] + counts[:, None] * block.seconds
+        memory = lots.memory[0] + counts[:, None, None] * block.storage
+        slots = np.repeat(np.arange(len(counts)) * block.width, counts)
+        return tuple(slots.tolist()), float(self.cost(load, memory).sum())
 
     def _place(
         self, block: Block, load: Floats, memory: Floats, costs: Floats, mask: Bools | None
@@ -264,88 +356,3 @@ def restored(space: Space, target: float, power: float, found: Assignment) -> St
     for item, (option, slots) in enumerate(zip(found.options, found.slots, strict=True)):
         state.put(item, option, slots)
     return state
-
-
-MANY = 64  # blocks; of more, whole rows of ranks are worked out at once
-ROWS = 4  # blocks of a slot that are looked at first
-
-# What ranks cost at their seconds and bytes, as arrays; and one rank, as numbers.
-Costs = Callable[[Floats, Floats], Floats]
-Cost = Callable[[float, Sequence[float]], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Dealt:
-    """The first ranks of the blocks, and what all ranks together cost with them."""
-
-    slots: tuple[int, ...]
-    cost: float
-
-
-def deal(
-    block: Block, count: int, load: Floats, memory: Floats, closed: Bools, costs: Costs, cost: Cost
-) -> Dealt:
-    """Deal ``count`` of ``block`` to ranks with ``load`` [ranks] seconds and ``memory`` [ranks, 3]
-    bytes; none to a slot, such as a host, that is ``closed`` [ranks / width]."""
-    if block.width == 1 and count <= MANY:
-        return _one_by_one(block, count, load, memory, closed, costs, cost)
-    return _by_rows(block, count, load, memory, closed, costs)
-
-
-def _one_by_one(
-    block: Block, count: int, load: Floats, memory: Floats, closed: Bools, costs: Costs, cost: Cost
-) -> Dealt:
-    """Only the rank that got the last block is worked out anew."""
-    before = costs(load, memory)
-    added = costs(load + block.seconds[0], memory + block.storage[0]) - before
-    added[closed] = np.inf
-    seconds, storage = float(block.seconds[0]), block.storage[0].tolist()
-    order = np.argsort(added, kind="stable")[:count]
-    fresh = list(zip(added[order].tolist(), order.tolist(), strict=True))[::-1]
-    again: list[tuple[float, int]] = []
-    held: dict[int, tuple[float, list[float], float]] = {}
-    slots = []
-    for _ in range(count):
-        if again and (not fresh or again[0] < fresh[-1]):
-            rank = heapq.heappop(again)[1]
-            own, sizes, _ = held[rank]
-        else:
-            rank = fresh.pop()[1]
-            own, sizes = float(load[rank]), memory[rank].tolist()
-        own, sizes = own + seconds, _plus(sizes, storage)
-        held[rank] = own, sizes, cost(own, sizes)
-        more = cost(own + seconds, _plus(sizes, storage))
-        heapq.heappush(again, (more - held[rank][2], rank))
-        slots.append(rank)
-    for rank, (_, _, after) in held.items():
-        before[rank] = after
-    return Dealt(tuple(slots), float(before.sum()))
-
-
-def _plus(sizes: Sequence[float], more: Sequence[float]) -> list[float]:
-    return [sizes[0] + more[0], sizes[1] + more[1], sizes[2] + more[2]]
-
-
-def _by_rows(
-    block: Block, count: int, load: Floats, memory: Floats, closed: Bools, costs: Costs
-) -> Dealt:
-    """A block costs its ranks more than the one before it: the cheapest of all steps are taken."""
-    width, places = block.width, len(closed)
-    load, memory = load.reshape(places, width), memory.reshape(places, width, 3)
-    steps, rows = [costs(load, memory).sum(axis=1)], ROWS
-    while True:
-        while len(steps) <= min(rows, count):
-            load, memory = load + block.seconds, memory + block.storage
-            steps.append(costs(load, memory).sum(axis=1))
-        reached = np.array(steps)
-        added = np.maximum.accumulate(np.diff(reached, axis=0), axis=0)
-        added[:, closed] = np.inf
-        chosen = np.argsort(added, axis=None, kind="stable")[:count]
-        enough = len(chosen) == count and np.isfinite(added.flat[chosen[-1]])
-        if rows >= count or (enough and chosen.max() < added.size - places):
-            break  # nothing of the last row is taken: none after it is
-        rows *= 2
-    slots = chosen % places
-    counts = np.bincount(slots, minlength=places)
-    total = float(reached[counts, np.arange(places)].sum())
-    return Dealt(tuple((slots * width).tolist()), total)
