@@ -9,7 +9,7 @@ from functools import cached_property
 import msgspec
 
 from shardwright.core.batch import MADE_UP_ZIPF, Batch
-from shardwright.core.cluster import Cluster
+from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import Job, checkpointing_of
 from shardwright.core.model import ModelSpec, TableSpec
@@ -75,12 +75,17 @@ class Problem:
     @property
     def decisive_capacity(self) -> int:
         """Bytes per rank of the memory that weights live in: HBM, on a CPU its host's."""
-        return self.capacity[1 if self.cluster.compute_device == "cpu" else 0]
+        return self.capacity[TIERS.index(self.decisive_tier)]
+
+    @property
+    def decisive_tier(self) -> Tier:
+        """The memory that weights live in."""
+        return "ddr" if self.cluster.compute_device == "cpu" else "hbm"
 
     def capacity_with(self, nbytes: int) -> tuple[int, int, int]:
         """``capacity`` with ``nbytes`` of the memory that weights live in."""
         hbm, ddr, ssd = self.capacity
-        return (hbm, nbytes, ssd) if self.cluster.compute_device == "cpu" else (nbytes, ddr, ssd)
+        return (hbm, nbytes, ssd) if self.decisive_tier == "ddr" else (nbytes, ddr, ssd)
 
     @cached_property
     def order(self) -> tuple[int, ...]:

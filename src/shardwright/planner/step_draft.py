@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from shardwright.core.cluster import Tier
 from shardwright.core.optimizers import trained
 from shardwright.core.plan import RankTotals
 from shardwright.core.schedule import Merged, Modes, Prefetch
@@ -108,7 +107,7 @@ class StepDraft(Draft):
         for placed in self.tables:
             fqn = placed.choice.table.tensor.fqn
             for rank, cost in zip(placed.ranks, placed.choice.shard_costs, strict=True):
-                kept = cost.kinds(self._tier)
+                kept = cost.kinds(self.problem.decisive_tier)
                 for phase, kind in _TABLE_EVENTS:
                     if kept.get(kind):
                         key = (phase, kind, fqn)
@@ -167,10 +166,6 @@ class StepDraft(Draft):
     def traffic(self, rank: int) -> dict[str, Traffic]:
         """This rank's share of every exchange, by its path."""
         return {each.path: each.traffic(rank) for each in self.exchanges}
-
-    @property
-    def _tier(self) -> Tier:
-        return "ddr" if self.problem.cluster.compute_device == "cpu" else "hbm"
 
     @cached_property
     def classes(self) -> tuple[tuple[RankLoad, tuple[int, ...]], ...]:
@@ -241,8 +236,8 @@ class StepDraft(Draft):
             exact=exact,
             seconds=self.rank_seconds[rank],
             parts=self.seconds[rank],
-            hbm_bytes=peak if self._tier == "hbm" else 0,
-            ddr_bytes=peak if self._tier == "ddr" else 0,
+            hbm_bytes=peak if self.problem.decisive_tier == "hbm" else 0,
+            ddr_bytes=peak if self.problem.decisive_tier == "ddr" else 0,
         )
 
     def byte_events(self) -> Iterable[Event]:

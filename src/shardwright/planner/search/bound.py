@@ -86,7 +86,7 @@ def lower_bound(space: Space, options: Table, *, roomy: bool = False) -> Bound:
         limit = np.full(3, np.inf)
     sizes = np.where(options.fits, options.largest, np.inf)
     floor = float(np.minimum.reduceat(sizes, options.starts).max())
-    levels = np.unique(sizes[np.isfinite(sizes) & (sizes >= floor)])
+    levels = np.array(sorted({*sizes[np.isfinite(sizes) & (sizes >= floor)].tolist()}))
     low, high = 0, len(levels) - 1
     found: dict[int, Bound] = {}
 

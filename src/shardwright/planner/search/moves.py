@@ -208,15 +208,18 @@ def _promising(state: State, ways: Ways, best: float) -> Iterator[tuple[int, int
     saves at most what it would among ranks with room, if the least busy one took it."""
     for some in _batches(state, ways):
         load, costs = state.weigh(some)
-        worst, total, least = costs.argmax(axis=1), costs.sum(axis=1), load.min(axis=1)
-        for index in np.flatnonzero(np.isfinite(total)):
-            item, option = some[index]
-            rank, block = int(worst[index]), state.blocks(item, option)[0]
-            seconds = np.append(state.singles(rank).seconds, block.seconds[0])
-            left = state.time_cost(load[index, rank] - seconds)
-            joined = state.time_cost(least[index] + seconds) - state.time_cost(least[index])
-            if total[index] - costs[index, rank] + (left + joined).min() < best:
-                yield item, option
+        worst, total = costs.argmax(axis=1), costs.sum(axis=1)
+        block = np.array([state.blocks(*way)[0].seconds[0] for way in some])
+        least = np.full(len(some), np.inf)
+        for rank in sorted(set(worst.tolist())):
+            own = np.flatnonzero((worst == rank) & np.isfinite(total))
+            there = np.tile(state.singles(rank).seconds, (len(own), 1))
+            seconds = np.concatenate([there, block[own, None]], axis=1)
+            room, busy = load[own].min(axis=1)[:, None], load[own, rank][:, None]
+            joined = state.time_cost(room + seconds) - state.time_cost(room)
+            moved = (state.time_cost(busy - seconds) + joined).min(axis=1)
+            least[own] = total[own] - costs[own, rank] + moved
+        yield from (some[index] for index in np.flatnonzero(least < best))
 
 
 def _batches(state: State, ways: Ways) -> Iterator[Ways]:

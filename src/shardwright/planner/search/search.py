@@ -81,15 +81,16 @@ def search(
     first: Assignment | None = None,
     enough: float = 0.0,
     known_bound: float = float("inf"),
-    most_starts: int = len(STARTS),
+    quick: bool = False,
     relaxed: bounds.Relaxed | None = None,
 ) -> Outcome:
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
     ``first`` is improved before any other start, so the outcome is never worse than it. At
     ``enough`` seconds nothing better is looked for. Where the bound is not below ``known_bound``,
-    that of the space which ``first`` is from, one more start is all that is tried; otherwise
-    ``most_starts`` are. ``relaxed`` is the space's own relaxation where it is known.
+    that of the space which ``first`` is from, or ``quick`` is asked for, one more start is all that
+    is tried; and what is found quickly is not polished. ``relaxed`` is the space's own relaxation
+    where it is known.
     """
     options, found = relaxed or bounds.relaxed(space)
     if not found.usable:
@@ -102,9 +103,8 @@ def search(
     tried = feasible = 0
     most = _most_steps(space)
     improved = functools.partial(improve, bound=found.seconds, watch=watch)
-    if found.seconds >= known_bound * (1 - SAME_BOUND):
-        most_starts = 1
-    fresh = itertools.islice(starts(space, options, found), most_starts)
+    few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
+    fresh = itertools.islice(starts(space, options, found), 1 if few else None)
     for start in itertools.chain(begun, fresh):
         tried += 1
         state = improve(start, max(found.seconds, enough), watch, most=most)
@@ -119,6 +119,8 @@ def search(
             break
         if watch.over():
             break
+    if quick:
+        return Outcome(best, seconds, found, tried, feasible)
     good = found.seconds * (1 + GOOD_ENOUGH)
     if best is not None and seconds > max(good, enough) and not space.constrained:
         polished = polish(space, best, target, good, functools.partial(improved, reoption=False))
@@ -267,9 +269,10 @@ def _step(state: State, reoption: bool) -> bool:
             return True
     if not reoption:
         return False
-    uniform = sorted(state.uniform)
+    tried: set[int] = set()
     for rank in order[:2]:
-        items = sorted(state.on_rank[int(rank)]) + uniform
+        items = [*sorted(state.on_rank[int(rank)] - tried), *sorted(state.uniform - tried)]
         if moves.reoption(state, items[:ITEMS_TRIED]):
             return True
+        tried.update(items[:ITEMS_TRIED])
     return moves.reoption_and_relocate(state)

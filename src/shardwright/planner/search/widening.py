@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardwright.planner.search.bound import ROUNDING, relaxed
 from shardwright.planner.search.least import least_memory
-from shardwright.planner.search.search import SAME_BOUND, STARTS, Outcome, search
+from shardwright.planner.search.search import SAME_BOUND, Outcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.watch import Watch
 
@@ -50,8 +50,7 @@ def _widened(space: Space, narrow: Callable[[Item, ItemOption], bool], watch: Wa
     small = replace(space, items=items)
     whole, part = relaxed(space), relaxed(small)
     more_helps = whole[1].seconds < part[1].seconds * (1 - SAME_BOUND)
-    most = 1 if more_helps else len(STARTS)
-    inner = search(small, watch, most_starts=most, relaxed=part)
+    inner = search(small, watch, quick=more_helps, relaxed=part)
     first = inner.best
     if first is not None:
         options = tuple(kept[item][option] for item, option in enumerate(first.options))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwright.core.amount import summed
 from shardwright.core.errors import InputError
@@ -33,7 +33,7 @@ from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import assignment_of, placed_tables, space_of
-from shardwright.planner.tally import Placed
+from shardwright.planner.tally import Placed, tally
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.unit_floor import unit_floors
 from shardwright.planner.units import Arrangement, worthwhile
@@ -107,13 +107,21 @@ def _faster(draft: StepDraft, space: Space) -> Iterator[StepDraft]:
 
 def step_bound(problem: Problem) -> float:
     """No plan of this problem can be faster: tables relaxed, and the least of every unit."""
-    least = 0.0
-    if problem.tables:
-        space = space_of(problem, problem.tables, problem.capacity)
-        least = lower_bound(space, table(space)).seconds
+    least = _least(problem) if problem.tables else 0.0
     floors = [floor.seconds for floor in unit_floors(problem.unit_space)]
     found: float = step_seconds(least, floors, [*shared_seconds(problem).values()])
     return found
+
+
+def _least(problem: Problem, left_out: tuple[ShardingType, ...] = ()) -> float:
+    """Seconds that the tables take at least, where some types are left out."""
+    try:
+        space = space_of(problem, without(problem.tables, left_out), problem.capacity)
+    except InputError:
+        if left_out:  # what is left breaks the job's rules
+            return math.inf
+        raise
+    return lower_bound(space, table(space)).seconds
 
 
 def shared_seconds(problem: Problem) -> dict[str, float]:
@@ -147,9 +155,17 @@ def smallest_tables(problem: Problem) -> tuple[Placed, ...]:
     return placed_tables(space, found)
 
 
+class _Known(NamedTuple):
+    """What was ``placed`` in ``room``, and the bytes that its fullest rank holds."""
+
+    room: int
+    filled: int
+    placed: tuple[Placed, ...] | None
+
+
 @dataclass
 class _Seeker:
-    """The best draft so far; table placements are remembered by what was left out and the room.
+    """The best draft so far; table placements are remembered by what was left out.
     ``gave_up``: something faster would fit but for what a step adds to what a rank keeps."""
 
     problem: Problem
@@ -159,7 +175,7 @@ class _Seeker:
     tried: int = 0
     feasible: int = 0
     gave_up: bool = False
-    known: dict[tuple[int, int], tuple[Placed, ...] | None] = field(default_factory=dict)
+    known: dict[int, list[_Known]] = field(default_factory=dict)
     too_much: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def arrange(self) -> None:
@@ -237,11 +253,15 @@ class _Seeker:
 
     def _drafts(self, budget: int) -> Iterator[StepDraft]:
         for units, prefetch in self.arrangements:
-            kept = max(StepDraft(self.problem, (), units).kept_bytes)
+            alone = StepDraft(self.problem, (), units, prefetch)
+            kept = max(alone.kept_bytes)
             for variant, left_out in enumerate(self.left_out):
+                least = alone.max_rank_seconds + self.least[variant]
+                if self.best is not None and least >= self.best.max_rank_seconds:
+                    continue
                 placed = self._tables(variant, left_out, budget - kept)
                 if placed is not None:
-                    yield StepDraft(self.problem, placed, units, prefetch)
+                    yield replace(alone, tables=placed)
 
     @cached_property
     def arrangements(self) -> list[tuple[tuple[UnitChoice, ...], Prefetch]]:
@@ -254,6 +274,11 @@ class _Seeker:
         return [(found.units, found.prefetch) for found in best.values()]
 
     @cached_property
+    def least(self) -> list[float]:
+        """Seconds that the tables take at least, by what is left out."""
+        return [_least(self.problem, left_out) for left_out in self.left_out]
+
+    @cached_property
     def left_out(self) -> tuple[tuple[ShardingType, ...], ...]:
         """What is left out in turn; nothing where every table's search knows its own exchange."""
         alone = all(choice.latency for choices in self.problem.tables for choice in choices)
@@ -264,10 +289,15 @@ class _Seeker:
     ) -> tuple[Placed, ...] | None:
         if room <= 0:
             return None
-        key = variant, room
-        if key not in self.known:
-            self.known[key] = self._placed(left_out, room)
-        return self.known[key]
+        ranks, tier = self.problem.cluster.world_size, self.problem.decisive_tier
+        known = self.known.setdefault(variant, [])
+        for before in known:
+            if before.filled <= room <= before.room:  # found with more room, it fits this as well
+                return before.placed
+        placed = self._placed(left_out, room)
+        filled = 0 if placed is None else max(tally(placed, ranks).tier_bytes(tier, ranks))
+        known.append(_Known(room, filled, placed))
+        return placed
 
     def _placed(self, left_out: tuple[ShardingType, ...], room: int) -> tuple[Placed, ...] | None:
         tables = without(self.problem.tables, left_out)
