@@ -55,7 +55,8 @@ STARTS = (
 )
 POLISHING = (16.0, 64.0)
 STEPS, STEPS_PER_ITEM = 500, 20  # of one start and power; far more than they take
-PATIENCE, LEAST_STEPS = 2, 100  # times the steps of the best start are what others may take
+LEAST_WINDOW, PROGRESS = 64, 0.01  # steps, or one per rank, that make all ranks cost so much less
+PATIENCE, LEAST_STEPS = 2, 100  # times the best start's steps are what others take that fit by then
 SAME_BOUND = 1e-6
 TINY = 1e-12  # a target where the bound is 0
 BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
@@ -86,7 +87,8 @@ def search(
 ) -> Outcome:
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
-    ``first`` is improved before any other start, so the outcome is never worse than it. At
+    ``first`` is improved before any other start, so the outcome is never worse than it. Of many
+    items no start is placed whose work, shared evenly, takes as long as the best so far. At
     ``enough`` seconds nothing better is looked for. Where the bound is not below ``known_bound``,
     that of the space which ``first`` is from, or ``quick`` is asked for, one more start is all that
     is tried; and what is found quickly is not polished. ``relaxed`` is the space's own relaxation
@@ -104,7 +106,13 @@ def search(
     most = _most_steps(space)
     improved = functools.partial(improve, bound=found.seconds, watch=watch)
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
-    fresh = itertools.islice(starts(space, options, found), 1 if few else None)
+
+    def worthwhile(chosen: Ints) -> bool:
+        even = float(options.seconds[options.starts + chosen].sum()) / space.ranks
+        return len(space.items) <= MAX_ITEMS or even < seconds
+
+    chosen = filter(worthwhile, itertools.islice(starts(space, options, found), 1 if few else None))
+    fresh = (_placed(space, own, target) for own in chosen)
     for start in itertools.chain(begun, fresh):
         tried += 1
         state = improve(start, max(found.seconds, enough), watch, most=most)
@@ -142,9 +150,9 @@ def search(
     return Outcome(best, seconds, found, tried, feasible)
 
 
-def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator[State]:
-    """Assignments of relaxed choices: as they are, cut finer where that costs next to nothing, and
-    with bytes counting for more from one to the next."""
+def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator[Ints]:
+    """Relaxed choices [items]: as they are, cut finer where that costs next to nothing, and with
+    bytes counting for more from one to the next."""
     target = max(found.seconds, TINY)
     scale = target / space.capacity_array
     seen = set()
@@ -161,7 +169,7 @@ def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator
         chosen = bounds.cheapest(priced, options) - options.starts
         if chosen.tobytes() not in seen:
             seen.add(chosen.tobytes())
-            yield _placed(space, chosen, target)
+            yield chosen
 
 
 def _by_size(
@@ -237,10 +245,17 @@ def improve(
     worst = state.worst if state.fits else float("inf")
     most = _most_steps(state.space) if most is None else most
     each = STEPS + STEPS_PER_ITEM * len(state.space.items)
+    window = max(LEAST_WINDOW, state.space.ranks)
     for power in POWERS if reoption else POLISHING:
         state.sharpen(power)
-        for _ in range(each):
-            if state.steps >= most or not _step(state, reoption) or watch.over():
+        cost = float("inf")
+        for number in range(each):
+            if number % window == 0:
+                before, cost = cost, float(state.rank_costs().sum())
+                if state.fits and cost > before * (1 - PROGRESS):
+                    break
+            given_up = state.steps >= (most if state.fits else most // PATIENCE)
+            if given_up or not _step(state, reoption) or watch.over():
                 break
             state.steps += 1
             if state.fits and state.worst < worst:

@@ -60,6 +60,7 @@ class State:
         self.memory: Floats = np.zeros((self.space.ranks, 3))
         self.on_rank: list[set[int]] = [set() for _ in range(self.space.ranks)]
         self.uniform: set[int] = set()  # items that lie on every rank, and on none in ``on_rank``
+        self._costs: Floats | None = None  # of ranks, until anything changes
         self._singles: dict[int, Singles] = {}  # of ranks, until something there changes
 
     def cost(self, load: Floats, memory: Floats) -> Floats:
@@ -82,13 +83,16 @@ class State:
 
     def sharpen(self, power: float) -> None:
         """Another power; a byte too many stays worse than any time that a rank takes now."""
+        self._costs = None
         self.power = power
         ratio = min(max(self.worst / self.target, 1.0), MAX_RATIO)
         self.penalty = OVERFLOW_PENALTY * ratio**power
 
     def rank_costs(self) -> Floats:
         """``cost`` of every rank as it is."""
-        return self.cost(self.load, self.memory)
+        if self._costs is None:
+            self._costs = self.cost(self.load, self.memory)
+        return self._costs
 
     @property
     def fits(self) -> bool:
@@ -131,11 +135,11 @@ class State:
     @contextlib.contextmanager
     def without(self, item: int) -> Iterator[None]:
         """The ranks' load and memory without an item, while it is looked where else it may go."""
-        load, memory = self.load, self.memory
+        load, memory, costs = self.load, self.memory, self._costs
         self.load, self.memory = load.copy(), memory.copy()
         self._add(item, -1)
         yield
-        self.load, self.memory = load, memory
+        self.load, self.memory, self._costs = load, memory, costs
 
     def _apply(self, item: int, sign: int) -> None:
         self._add(item, sign)
@@ -148,6 +152,7 @@ class State:
                 self._singles.pop(rank, None)
 
     def _add(self, item: int, sign: int) -> None:
+        self._costs = None
         option = self.space.items[item].options[self.options[item]]
         if option.everywhere:
             self.load += sign * option.everywhere
@@ -163,6 +168,7 @@ class State:
 
     def move(self, item: int, number: int, slot: int) -> None:
         """Move one block elsewhere."""
+        self._costs = None
         block, old = self.blocks(item)[number], self.slots[item][number]
         for place, sign in ((old, -1), (slot, 1)):
             ranks = slice(place, place + block.width)
@@ -293,7 +299,8 @@ class State:
         blocks = self.blocks(item, option)
         if len(blocks) > 1 and blocks[0].width < self.space.ranks and blocks[0] is blocks[-1]:
             return self._deal(item, blocks[0], len(blocks), load, memory)
-        costs, mask = self.cost(load, memory), self.allowed(item)
+        costs = self.cost(load, memory) if everywhere else self.rank_costs().copy()
+        mask = self.allowed(item)
         slots: list[int] = []
         for block in blocks:
             slot = self._place(block, load, memory, costs, mask)
