@@ -75,6 +75,11 @@ class Draft(ABC):
         """The most that each rank has alive at once in the memory that decides."""
 
     @property
+    def highest_peak(self) -> int:
+        """The most of any rank."""
+        return max(self.peak_bytes)
+
+    @property
     def room(self) -> tuple[int, int, int]:
         """Bytes of HBM, DDR and SSD of a rank that shards of tables may keep."""
         return self.problem.capacity

@@ -81,5 +81,5 @@ def _with(model_of: ModelOf, policy: str) -> ModelOf:
 
 def _tried(policy: str, found: Found) -> Tried:
     if found.draft is not None:
-        return Tried(policy, found.seconds, max(found.draft.peak_bytes))
-    return Tried(policy, None, max(smallest(found.problem).peak_bytes))
+        return Tried(policy, found.seconds, found.draft.highest_peak)
+    return Tried(policy, None, smallest(found.problem).highest_peak)

@@ -98,8 +98,16 @@ class StepDraft(Draft):
         """The same of one rank."""
         found = dict(self.tables_exact[rank])
         for choice in self.units:
-            found.update(unit_events(choice, rank))
+            key = choice.unit.name, choice.padding[rank], choice.trained_padding[rank]
+            if key not in self._unit_exact:
+                self._unit_exact[key] = unit_events(choice, rank)
+            found.update(self._unit_exact[key])
         return found
+
+    @cached_property
+    def _unit_exact(self) -> dict[tuple[str, int, int], Exact]:
+        """What was worked out of units, by their padding: few ranks have any."""
+        return {}
 
     @cached_property
     def tables_exact(self) -> list[Exact]:
@@ -194,7 +202,7 @@ class StepDraft(Draft):
         """The highest total of any rank. Of units alone every rank has the same: what is padding
         on one is weight on another."""
         if self.tables:
-            return max(self.peak_bytes)
+            return super().highest_peak
         exact: Exact = {}
         for choice in self.units:
             exact.update(unit_events(choice, None))
@@ -211,7 +219,7 @@ class StepDraft(Draft):
     def room(self) -> tuple[int, int, int]:
         """A step needs as much again as it now has above what is kept."""
         units = max(StepDraft(self.problem, (), self.units).kept_bytes)
-        passing = max(self.peak_bytes) - max(self.kept_bytes)
+        passing = self.highest_peak - max(self.kept_bytes)
         left = self.problem.decisive_capacity - units - passing
         return self.problem.capacity_with(max(left, 0))
 

@@ -140,3 +140,40 @@ def test_a_byte_too_many_costs_more_than_the_slowest_rank(space_of_seed: SpaceOf
         state.sharpen(power)
         full, over = np.full((1, 3), 2.0**20), np.array([[2.0**20 + 1, 0.0, 0.0]])
         assert state.cost(np.zeros(1), over)[0] > state.cost(np.full(1, 3.0), full)[0]
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(deadline=None, max_examples=40)
+def test_what_is_weighed_is_what_put_brings(space_of_seed: SpaceOf, seed: int) -> None:
+    space = space_of_seed(seed, memory="tight")
+    state = _wandered(space, seed, 5)
+    ways = [(i, o) for i, item in enumerate(space.items) for o in range(len(item.options))]
+    weighed = state.weigh(ways)
+    middle = float(np.median(weighed.costs.sum(axis=1)))
+    pruned = state.weigh(ways, middle).costs.sum(axis=1)
+    for (item, option), load, costs, kept in zip(ways, *weighed, pruned, strict=True):
+        other = state.copy()
+        other.take(item)
+        spread = other.spread(item, option)
+        if spread is None:
+            assert np.isinf(costs).all()
+            continue
+        other.put(item, option, spread[0])
+        assert load == pytest.approx(other.load)
+        assert costs.sum() == pytest.approx(other.rank_costs().sum())
+        assert kept in (np.inf, pytest.approx(costs.sum()))
+        assert kept < np.inf or costs.sum() >= middle * (1 - 1e-9)
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(deadline=None, max_examples=20)
+def test_a_copy_moves_alone(space_of_seed: SpaceOf, seed: int) -> None:
+    space = space_of_seed(seed)
+    state = _wandered(space, seed, 5)
+    before, held = state.assignment(), [set(own) for own in state.on_rank]
+    other = state.copy()
+    for item in range(len(space.items)):
+        other.take(item)
+    assert other.load == pytest.approx(0, abs=1e-9)
+    assert not any(other.on_rank)
+    assert (state.assignment(), state.on_rank) == (before, held)
