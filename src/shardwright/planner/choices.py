@@ -161,6 +161,13 @@ def price(job: Job, context: PricingContext, cases: Sequence[Case]) -> list[Choi
             return native.price(context, cases, exchange=job.model.kind == "tables")
 
 
+def offers_slow(model: ModelSpec, job: Job, cluster: Cluster) -> bool:
+    """Whether any table may have more options where ``slow`` kernels are looked at."""
+    fixed = model.is_trained or job.planner.constants == "additive" or job.planner.as_torchrec
+    named = all(table.compute_kernels is not None for table in model.tables)
+    return not (fixed or named or cluster.compute_device == "cpu")
+
+
 def _options(
     table: TableSpec, model: ModelSpec, job: Job, cluster: Cluster, *, slow: bool
 ) -> tuple[Option, ...]:

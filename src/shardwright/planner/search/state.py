@@ -136,7 +136,7 @@ class State:
     def without(self, item: int) -> Iterator[None]:
         """The ranks' load and memory without an item, while it is looked where else it may go."""
         load, memory, costs = self.load, self.memory, self._costs
-        self.load, self.memory = load.copy(), memory.copy()
+        self.load, self.memory, self._costs = load.copy(), memory.copy(), None
         self._add(item, -1)
         yield
         self.load, self.memory, self._costs = load, memory, costs
@@ -152,28 +152,36 @@ class State:
                 self._singles.pop(rank, None)
 
     def _add(self, item: int, sign: int) -> None:
-        self._costs = None
         option = self.space.items[item].options[self.options[item]]
         if option.everywhere:
             self.load += sign * option.everywhere
+            self._costs = None
         blocks, slots = option.blocks, self.slots[item]
         if len(blocks) > 1 and blocks[0].width == 1 and blocks[0] is blocks[-1]:
             np.add.at(self.load, list(slots), sign * blocks[0].seconds[0])
             np.add.at(self.memory, list(slots), sign * blocks[0].storage[0])
+            self._changed(list(slots))
         else:
             for block, slot in zip(blocks, slots, strict=True):
-                ranks = slice(slot, slot + block.width)
-                self.load[ranks] += sign * block.seconds
-                self.memory[ranks] += sign * block.storage
+                self._add_block(block, slot, sign)
+
+    def _add_block(self, block: Block, slot: int, sign: int) -> None:
+        ranks = slice(slot, slot + block.width)
+        self.load[ranks] += sign * block.seconds
+        self.memory[ranks] += sign * block.storage
+        self._changed(ranks)
+
+    def _changed(self, ranks: slice | list[int]) -> None:
+        """Costs of ranks, where they are known, are worked out anew."""
+        if self._costs is not None:
+            self._costs = self._costs.copy()
+            self._costs[ranks] = self.cost(self.load[ranks], self.memory[ranks])
 
     def move(self, item: int, number: int, slot: int) -> None:
         """Move one block elsewhere."""
-        self._costs = None
         block, old = self.blocks(item)[number], self.slots[item][number]
-        for place, sign in ((old, -1), (slot, 1)):
-            ranks = slice(place, place + block.width)
-            self.load[ranks] += sign * block.seconds
-            self.memory[ranks] += sign * block.storage
+        self._add_block(block, old, -1)
+        self._add_block(block, slot, 1)
         slots = list(self.slots[item])
         slots[number] = slot
         self.slots[item] = tuple(slots)
@@ -295,12 +303,14 @@ class State:
         """Where the blocks of ``option`` would go one after the other, and the cost of all ranks
         afterwards; None if the rules leave no place. The item must lie nowhere."""
         everywhere = self.space.items[item].options[option].everywhere
-        load, memory = self.load + everywhere, self.memory.copy()
+        load, memory = self.load + everywhere, self.memory
         blocks = self.blocks(item, option)
         if len(blocks) > 1 and blocks[0].width < self.space.ranks and blocks[0] is blocks[-1]:
             return self._deal(item, blocks[0], len(blocks), load, memory)
         costs = self.cost(load, memory) if everywhere else self.rank_costs().copy()
         mask = self.allowed(item)
+        if len(blocks) > 1:
+            memory = memory.copy()
         slots: list[int] = []
         for block in blocks:
             slot = self._place(block, load, memory, costs, mask)
@@ -308,8 +318,9 @@ class State:
                 return None
             ranks = slice(slot, slot + block.width)
             load[ranks] += block.seconds
-            memory[ranks] += block.storage
-            costs[ranks] = self.cost(load[ranks], memory[ranks])
+            costs[ranks] = self.cost(load[ranks], memory[ranks] + block.storage)
+            if len(blocks) > 1:
+                memory[ranks] += block.storage
             slots.append(slot)
         return tuple(slots), float(costs.sum())
 

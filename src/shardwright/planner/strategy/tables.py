@@ -9,6 +9,7 @@ from functools import cached_property
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.option import column_width
+from shardwright.planner.choices import offers_slow
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
@@ -52,7 +53,7 @@ def search_tables(job: Job, model: ModelSpec, watch: Watch) -> Found:
     space = space_of(problem, problem.tables, problem.capacity)
     done = _Searched(problem, space, search_widening(space, _narrow(space), watch))
     tried, feasible = done.outcome.tried, done.outcome.feasible
-    if _memory_matters(done):
+    if offers_slow(model, job, problem.cluster) and _memory_matters(done):
         problem = make_problem(job, model, slow=True)
         if _options(problem) > _options(done.problem):
             space = space_of(problem, problem.tables, problem.capacity)
