@@ -30,7 +30,10 @@ class Lots(NamedTuple):
 
     def at(self, kept: Ints) -> Lots:
         """Some of the lots."""
-        return Lots(*(values[kept] for values in self))
+        counts, seconds, storage, load, memory, closed = self
+        return Lots(
+            counts[kept], seconds[kept], storage[kept], load[kept], memory[kept], closed[kept]
+        )
 
 
 def at_least(lots: Lots, costs: Costs) -> Floats:
@@ -72,7 +75,8 @@ def deal(lots: Lots, costs: Costs) -> tuple[Ints, Bools]:
             break  # nothing of the last row is taken: none after it is
         rows = min(2 * rows, most)
     counts: Ints = taken.sum(axis=1)
-    return counts, ~lots.closed.all(axis=1)
+    opened: Bools = np.logical_or.reduce(~lots.closed, axis=1)
+    return counts, opened
 
 
 def _cheapest(added: Floats, counts: Ints) -> tuple[Bools, Floats]:
