@@ -7,11 +7,14 @@ import msgspec
 import pytest
 
 from shardwright.core.job import Job
+from shardwright.core.quantities import SAME_SECONDS
 from shardwright.lab.recordings import described
 from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.search.search import search
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
+from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import (
     LEFT_OUT,
     search_steps,
@@ -130,6 +133,23 @@ def test_the_bound_is_below_the_draft_that_is_found(random_job: MakeJob, seed: i
     assert found.draft is not None
     assert 0 < step_bound(found.problem) == found.bound
     assert found.bound <= found.draft.max_rank_seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_arrangement_of_units_with_tables_placed_for_it_is_faster(
+    random_job: MakeJob, seed: int
+) -> None:
+    found = _found(_with_memory(random_job(seed), 2**33))
+    problem = found.problem
+    for left_out in LEFT_OUT:
+        tables = without(problem.tables, left_out)
+        space = space_of(problem, tables, problem.capacity)
+        best = search(space).best
+        assert best is not None
+        for arranged in problem.unit_space.arrangements():
+            placed = placed_tables(space, best)
+            draft = StepDraft(problem, placed, arranged.units, arranged.prefetch)
+            assert found.seconds <= draft.max_rank_seconds * (1 + SAME_SECONDS)
 
 
 def test_a_search_that_is_out_of_time_still_ends_with_a_draft(make_job: MakeJob) -> None:
