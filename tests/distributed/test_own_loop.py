@@ -31,7 +31,7 @@ def test_what_it_measured_is_a_run_s_folder(
     sw.write_plan(plan, tmp_path / "plan.json")
     sw.write_measurement(measured, tmp_path / "measured.json")
     assert main(["compare", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == repr(sw.compare(plan, measured))
+    assert capsys.readouterr().out == f"{sw.compare(plan, measured)}\n"
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
 
 

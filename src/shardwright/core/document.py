@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import importlib
 import json
 import os
 import re
@@ -23,6 +24,23 @@ MAX_DOCUMENT_BYTES = 256 * 2**20
 
 T = TypeVar("T", bound=msgspec.Struct)
 S = TypeVar("S")
+
+
+class Shown:
+    """A document that is printed, and shown in a notebook, as its command prints it."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return str(_first_screen().as_text(self))
+
+    def _repr_html_(self) -> str:
+        return str(_first_screen().as_html(self))
+
+
+def _first_screen() -> Any:
+    """By name, for the report is built on documents: nothing here can import it."""
+    return importlib.import_module("shardwright.report.first_screen")
 
 
 def read_bytes(path: Path | str, what: str, remedy: str = "") -> bytes:

@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from shardwright.core.document import Shown
+from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind
 
 SCHEMA = "shardwright.memory/1"
@@ -91,7 +93,7 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeline: tuple[Sample, ...] = ()
 
 
-class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Footprint(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every class of ranks of a job; the first is the one with the highest peak. ``source`` says
     whether it is of the job's plan, or why it is of none."""
 
@@ -107,6 +109,12 @@ class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float = 0.0
     source: str = ""
     schema: str = SCHEMA
+
+    def __repr__(self) -> str:
+        return (
+            f"<Footprint of {self.model} on {self.world_size:,} ranks: "
+            f"{format_bytes(self.worst.peak_bytes)} at the peak, {self.verdict}>"
+        )
 
     @property
     def worst(self) -> RankMemory:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from shardwright.core.document import read_document, write_document
+from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Event, EventRun, encode
 
@@ -153,7 +153,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.difference / self.measured if self.measured else None
 
 
-class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Comparison(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``exact`` bytes must be equal, ``peaks`` (one per rank) within ``tolerance``.
 
     ``phase_peaks`` and ``seconds`` (per rank and phase) are shown with their error; seconds are
@@ -168,3 +168,8 @@ class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     phase_peaks: tuple[Line, ...]
     seconds: tuple[Line, ...]
     failures: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        ranks = len({line.rank for line in (*self.exact, *self.peaks)})
+        said = f"{len(self.failures):,} failures" if self.failures else "as predicted"
+        return f"<Comparison on {ranks:,} ranks: {said}, plan {self.plan_fingerprint[:12]}>"

@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.block import Block, BlockRun, check_tiling, decode
 from shardwright.core.cluster import Cluster
-from shardwright.core.document import read_document, write_document
+from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import MismatchError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
@@ -195,7 +195,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tried: tuple[Tried, ...] | UnsetType = UNSET
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything ``apply`` needs, and everything ``explain`` recomputes.
 
     ``recording`` is that of the model's step, none of tables alone. ``prefetch`` is how many units

@@ -13,15 +13,6 @@ from shardwright.core.timeline import PEAK, decode, exact_bytes, phase_peaks, ph
 K = TypeVar("K")
 
 
-class Printed(Comparison, frozen=True):
-    """A comparison that is printed as ``shardwright compare`` prints it."""
-
-    def __repr__(self) -> str:
-        from shardwright.report.table import comparison_summary, text_of
-
-        return text_of(comparison_summary(self))
-
-
 def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Comparison:
     """Join on (rank, phase, kind, name), peaks on (rank, phase), seconds on phase totals."""
     if plan.fingerprint != measurement.plan_fingerprint:
@@ -53,7 +44,7 @@ def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Com
         Line(rank, phase, "time", phase, a, b)
         for (rank, phase), a, b in _join(phase_seconds(predicted), phase_seconds(measured))
     )
-    return Printed(
+    return Comparison(
         schema=COMPARISON_SCHEMA,
         plan_fingerprint=plan.fingerprint,
         tolerance=tolerance,
@@ -75,7 +66,7 @@ def _not_measured(plan: Plan, measurement: Measurement, tolerance: float) -> Com
         f"Memory was not measured: it is followed on steps 3 to 5, and the run had "
         f"{measurement.steps}; set train.steps to 3 or more, or let your own loop run as long"
     )
-    return Printed(
+    return Comparison(
         COMPARISON_SCHEMA,
         plan.fingerprint,
         tolerance,

@@ -131,7 +131,7 @@ def _change(d: Difference) -> str:
     return ""
 
 
-class _Fitted:
+class Fitted:
     """A sheet in the width there is: roomy, or tight, or in several tables below each other.
 
     A ``short`` one first leaves out the columns that it can spare. No figure is cut or parted from
@@ -139,10 +139,10 @@ class _Fitted:
     """
 
     def __init__(self, sheet: Sheet, *, short: bool) -> None:
-        self._sheet, self._short = sheet, short
+        self.sheet, self._short = sheet, short
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        sheet, width = self._sheet, options.max_width
+        sheet, width = self.sheet, options.max_width
         if self._short:
             sheet = _without_spare(sheet, width)
         if _together([*map(max, _widths(sheet))], gap=1) <= width:
@@ -229,7 +229,7 @@ def prose(text: str, style: str = "") -> RenderableType:
 
 def drawn(sheet: Sheet, *, short: bool = False) -> RenderableType:
     """A sheet with its title and note; a ``short`` one may leave out columns."""
-    parts: list[RenderableType] = [Text(sheet.title, style="bold"), _Fitted(sheet, short=short)]
+    parts: list[RenderableType] = [Text(sheet.title, style="bold"), Fitted(sheet, short=short)]
     if sheet.note:
         parts.append(prose(sheet.note, style="dim"))
     return Group(*parts)
