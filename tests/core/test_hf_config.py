@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shardwright.core.errors import InputError, UnsupportedError
@@ -98,6 +99,37 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "Qwen3-30B-A3B": (QWEN_3_MOE, 30_532_122_624),
     "Qwen1.5-MoE-A2.7B": ({"model_type": "qwen2_moe"}, 14_315_784_192),
+    "Gemma-7B": ({"model_type": "gemma"}, 8_537_680_896),
+    "Gemma-2-2B": ({"model_type": "gemma2"}, 2_614_341_888),
+    "Gemma-2-9B": (
+        {
+            "model_type": "gemma2",
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+        },
+        9_241_705_984,
+    ),
+    "DeepSeek-V2-Lite": (
+        {
+            "model_type": "deepseek_v2",
+            "first_k_dense_replace": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_attention_heads": 16,
+            "num_experts_per_tok": 6,
+            "num_hidden_layers": 27,
+            "q_lora_rank": None,
+            "vocab_size": 102400,
+        },
+        15_706_484_224,
+    ),
+    # Without the 58 x 256 corrections of its routers, which are updated without gradients, and
+    # without the head that predicts a second token.
+    "DeepSeek-V3": ({"model_type": "deepseek_v3"}, 671_026_419_200 - 58 * 256),
 }
 
 
@@ -153,6 +185,39 @@ def test_a_window_counts_where_the_family_uses_it(
     assert hf_shape(document).sliding_window == window
 
 
+def test_queries_of_latent_attention_have_a_rank_unless_it_is_null() -> None:
+    ranks = [
+        hf_shape({"model_type": "deepseek_v3", **given}).q_lora_rank
+        for given in ({}, {"q_lora_rank": 24}, {"q_lora_rank": None})
+    ]
+    assert ranks == [1536, 24, 0]
+
+
+def test_logits_of_gemma_2_are_capped_unless_the_cap_is_null() -> None:
+    caps = [
+        hf_shape({"model_type": family, **given}).logit_cap
+        for family, given in (
+            ("gemma2", {}),
+            ("gemma2", {"final_logit_softcapping": 20.0}),
+            ("gemma2", {"final_logit_softcapping": None}),
+            ("gemma", {}),
+        )
+    ]
+    assert caps == [30.0, 20.0, 0.0, 0.0]
+
+
+def test_the_first_layers_of_deepseek_have_no_experts_and_a_shared_one_follows_the_routed() -> None:
+    shape = hf_shape({"model_type": "deepseek_v3", "n_shared_experts": 2})
+    assert shape.moe_layers == tuple(range(3, 61))
+    assert (shape.shared_ffn_dim, shape.shared_gate) == (2 * 2048, False)
+
+
+def test_deepseek_v3_uses_37_billion_parameters_for_a_token() -> None:
+    shape = hf_shape({"model_type": "deepseek_v3"})
+    used = msgspec.structs.replace(shape, experts=shape.experts_per_token)
+    assert round(used.parameter_count / 1e9) == 37
+
+
 def test_layers_with_experts_are_every_nth_but_those_that_are_named() -> None:
     sparse = {"num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert hf_shape(QWEN_3_MOE | sparse).moe_layers == (1, 5, 7)
@@ -192,7 +257,8 @@ def test_another_family_is_refused_with_those_that_are_known() -> None:
         hf_shape({"model_type": "bert"}, "x")
     assert str(caught.value) == (
         "x: model_type: expected one of llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, "
-        "qwen3_moe, got 'bert'. Give the model as model.python = 'package.module:function'."
+        "qwen3_moe, gemma, gemma2, deepseek_v2, deepseek_v3, got 'bert'. "
+        "Give the model as model.python = 'package.module:function'."
     )
 
 

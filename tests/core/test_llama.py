@@ -24,6 +24,16 @@ MIXED = msgspec.structs.replace(
     shared_gate=True,
     moe_layers=(1,),
 )
+LATENT = msgspec.structs.replace(
+    SMALL,
+    kv_heads=8,
+    qk_norm=False,
+    q_lora_rank=16,
+    kv_lora_rank=12,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+)
+GEMMA = msgspec.structs.replace(SMALL, qk_norm=False, post_norms=True)
 
 
 def _sizes(shape: LlamaShape, local: LocalShape) -> dict[str, tuple[int, ...]]:
@@ -41,7 +51,7 @@ def _with(**changes: Any) -> LlamaShape:
     return msgspec.structs.replace(SMALL, **changes)
 
 
-@pytest.mark.parametrize("shape", [SMALL, MIXED])
+@pytest.mark.parametrize("shape", [SMALL, MIXED, LATENT, GEMMA])
 def test_a_rank_of_an_undivided_model_holds_every_tensor(shape: LlamaShape) -> None:
     assert _sizes(shape, LocalShape()) == dict(shape.tensors)
 
@@ -68,6 +78,14 @@ def test_tensor_ranks_share_all_but_norms_routers_and_gates() -> None:
     alike = ("norm", "router", "shared_gate")
     for name, size in _sizes(MIXED, LocalShape(tensor=4)).items():
         degree = 1 if any(word in name for word in alike) else 4
+        assert prod(size) * degree == prod(whole[name]), name
+
+
+def test_what_latent_attention_shares_among_heads_is_whole_on_every_tensor_rank() -> None:
+    whole = dict(LATENT.tensors)
+    shared = ("norm", "wq_a", "wkv_a")
+    for name, size in _sizes(LATENT, LocalShape(tensor=4)).items():
+        degree = 1 if any(word in name for word in shared) else 4
         assert prod(size) * degree == prod(whole[name]), name
 
 
@@ -116,6 +134,10 @@ def test_a_load_and_a_capacity_change_the_rows_that_are_received() -> None:
     [
         ({"kv_heads": 3}, "model.kv_heads: expected a divisor of the 8 heads, got 3."),
         ({"head_dim": 7}, "model.head_dim: expected an even number, got 7."),
+        (
+            {"qk_rope_head_dim": 3, "kv_lora_rank": 8},
+            "model.qk_rope_head_dim: expected an even number, got 3.",
+        ),
         ({"moe_layers": (2,)}, "model.moe_layers: expected layers below 2, got 2."),
         ({"moe_layers": (1,)}, "model.experts_per_token: expected from 1 to the 0 experts, got 0."),
         ({"ffn_dim": 0}, "model.ffn_dim: expected at least 1, got 0."),

@@ -11,6 +11,7 @@ from torch.nn import functional
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
+from shardwright.models.llama.loss import capped
 
 DENSE = LlamaShape(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, vocab=64)
 EXPERTS = msgspec.structs.replace(
@@ -25,7 +26,32 @@ EXPERTS = msgspec.structs.replace(
 FULL = msgspec.structs.replace(
     DENSE, qk_norm=True, attention_bias=True, output_bias=True, mlp_bias=True, tied_embeddings=True
 )
-SHAPES = {"dense": DENSE, "experts": EXPERTS, "full": FULL}
+LATENT = msgspec.structs.replace(
+    EXPERTS,
+    kv_heads=4,
+    head_dim=12,
+    q_lora_rank=20,
+    kv_lora_rank=10,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+)
+AT_ONCE = msgspec.structs.replace(LATENT, q_lora_rank=0, v_head_dim=0)
+GEMMA = msgspec.structs.replace(
+    DENSE,
+    tied_embeddings=True,
+    activation="gelu_tanh",
+    post_norms=True,
+    scaled_embedding=True,
+    logit_cap=3.0,
+)
+SHAPES = {
+    "dense": DENSE,
+    "experts": EXPERTS,
+    "full": FULL,
+    "latent": LATENT,
+    "latent with queries at once": AT_ONCE,
+    "gemma": GEMMA,
+}
 BATCH, LENGTH = 2, 16
 WHOLE = LocalShape()
 
@@ -77,6 +103,13 @@ def _turned(x: torch.Tensor, theta: float) -> torch.Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
+def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """One head [T, width] each: what comes before is averaged by the softmax of products."""
+    length, width = query.shape
+    later = torch.ones(length, length).triu(1).bool()
+    return (query @ key.T / width**0.5).masked_fill(later, float("-inf")).softmax(-1) @ value
+
+
 class Reference:
     """The same model one sample, head and token at a time, from its tensors alone."""
 
@@ -86,16 +119,26 @@ class Reference:
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.values["tok_embeddings.weight"][tokens]
+        if self.shape.scaled_embedding:
+            x = x * self.shape.dim**0.5
         for layer in range(self.shape.layers):
             name = f"layers.{layer}."
-            x = x + self._attention(self._norm(x, name + "attention_norm"), name + "attention.")
+            attention = self._latent if self.shape.kv_lora_rank else self._attention
+            found = attention(self._norm(x, name + "attention_norm"), name + "attention.")
+            x = x + self._after(found, name + "post_attention_norm")
             wide = self._norm(x, name + "ffn_norm")
             if self.shape.is_moe(layer):
-                x = x + torch.stack([self._experts(row, name + "moe.") for row in wide])
+                found = torch.stack([self._experts(row, name + "moe.") for row in wide])
             else:
-                x = x + self._swiglu(wide, name + "feed_forward.")
+                found = self._swiglu(wide, name + "feed_forward.")
+            x = x + self._after(found, name + "post_ffn_norm")
         head = "tok_embeddings" if self.shape.tied_embeddings else "output"
-        return self._norm(x, "norm") @ self.values[f"{head}.weight"].T
+        logits = self._norm(x, "norm") @ self.values[f"{head}.weight"].T
+        cap = self.shape.logit_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def _after(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self._norm(x, name) if self.shape.post_norms else x
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return _normed(x, self.values[f"{name}.weight"], self.shape.norm_eps)
@@ -116,14 +159,37 @@ class Reference:
             if shape.qk_norm:
                 query, key = self._norm(query, f"{name}q_norm"), self._norm(key, f"{name}k_norm")
             query, key = _turned(query, shape.rope_theta), _turned(key, shape.rope_theta)
-            scores = (query @ key.T / size**0.5).masked_fill(
-                torch.ones(len(x), len(x)).triu(1).bool(), float("-inf")
-            )
-            found.append(scores.softmax(-1) @ value)
+            found.append(_attended(query, key, value))
+        return self._linear(torch.cat(found, -1), f"{name}wo")
+
+    def _latent(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """DeepSeek-V2's equations 37 to 47 (arXiv 2405.04434)."""
+        shape, theta = self.shape, self.shape.rope_theta
+        fixed = shape.head_dim - shape.qk_rope_head_dim
+        queries = self._linear(x, f"{name}wq") if not shape.q_lora_rank else None
+        if queries is None:
+            few = self._norm(self._linear(x, f"{name}wq_a"), f"{name}q_norm")
+            queries = self._linear(few, f"{name}wq_b")
+        shared = self._linear(x, f"{name}wkv_a")
+        few, turned = shared[:, : shape.kv_lora_rank], shared[:, shape.kv_lora_rank :]
+        pairs = self._linear(self._norm(few, f"{name}kv_norm"), f"{name}wkv_b")
+        found = []
+        for head in range(shape.heads):
+            query = queries[:, head * shape.head_dim : (head + 1) * shape.head_dim]
+            pair = pairs[:, head * (fixed + shape.value_dim) :][:, : fixed + shape.value_dim]
+            query = torch.cat((query[:, :fixed], _turned(query[:, fixed:], theta)), -1)
+            key = torch.cat((pair[:, :fixed], _turned(turned, theta)), -1)
+            found.append(_attended(query, key, pair[:, fixed:]))
         return self._linear(torch.cat(found, -1), f"{name}wo")
 
     def _swiglu(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        gate = functional.silu(self._linear(x, f"{name}w1"))
+        gate = self._linear(x, f"{name}w1")
+        if self.shape.activation == "silu":
+            gate = gate * torch.sigmoid(gate)
+        else:
+            gate = (
+                gate * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+            )
         return self._linear(gate * self._linear(x, f"{name}w3"), f"{name}w2")
 
     def _experts(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -148,7 +214,7 @@ def test_logits_are_those_of_a_model_computed_by_hand(name: str) -> None:
     torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["dense", "experts"])
+@pytest.mark.parametrize("name", ["dense", "experts", "latent", "gemma"])
 def test_gradients_are_those_of_a_model_computed_by_hand(name: str) -> None:
     model, tokens, targets = _restless(SHAPES[name]), _tokens(), _tokens(1)
     found = torch.autograd.grad(loss(model(tokens), targets), tuple(model.parameters()))
@@ -174,17 +240,18 @@ def test_training_learns_a_batch(name: str) -> None:
     assert values[-1] < 0.7 * values[0]
 
 
+@pytest.mark.parametrize("cap", [0.0, 2.0])
 @pytest.mark.parametrize("other", [parallel_loss, chunked_loss])
-def test_every_kind_of_loss_has_the_same_value_and_gradients(other: Any) -> None:
+def test_every_kind_of_loss_has_the_same_value_and_gradients(other: Any, cap: float) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(BATCH, LENGTH, 8, generator=generator, requires_grad=True)
     weight = torch.randn(64, 8, generator=generator, requires_grad=True)
     targets = _tokens()
-    expected = loss(hidden @ weight.T, targets)
+    expected = loss(capped(hidden @ weight.T, cap), targets)
     if other is chunked_loss:
-        found = chunked_loss(hidden, weight, targets)
+        found = chunked_loss(hidden, weight, targets, 1, cap)
     else:
-        found = parallel_loss(hidden @ weight.T, targets, 1)
+        found = parallel_loss(capped(hidden @ weight.T, cap), targets, 1)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(
         torch.autograd.grad(3 * found, (hidden, weight)),
@@ -224,6 +291,16 @@ def test_a_rank_holds_the_tensors_of_its_local_shape_and_runs_without_data(
 ) -> None:
     found = _checked(FULL if name == "tensor" else DENSE, DIVISIONS[name], dtype)
     assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("shape", [LATENT, AT_ONCE, GEMMA])
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_a_rank_of_a_gemma_or_of_latent_attention_runs_without_data(
+    name: str, shape: LlamaShape
+) -> None:
+    local = DIVISIONS[name]
+    if not shape.is_moe(0) or local.layers is None:
+        _checked(shape, local, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", EXPERT_DIVISIONS)

@@ -22,7 +22,10 @@ class Defaults(msgspec.Struct, frozen=True):
 
     ``kv_heads`` and ``head_dim`` of 0 follow from the heads. ``biased`` is a bias of queries, keys
     and values whatever the file says; ``bias_key`` is the key that decides, for the output
-    projection too where ``output_follows``.
+    projection too where ``output_follows``. ``fixed`` are fields of the shape that no file has a
+    key for. A ``latent`` attention has widths of its own, ``LATENT`` where the file has none.
+    Experts that see every token have a width (``shared_ffn_dim``) or are so many of a routed one's
+    (``shared_experts``); the first ``dense_layers`` have none.
     """
 
     vocab: int
@@ -34,68 +37,47 @@ class Defaults(msgspec.Struct, frozen=True):
     head_dim: int = 0
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    tied: bool = False
     window: int | None = None
     window_key: str = ""
-    qk_norm: bool = False
     biased: bool = False
     bias_key: str = ""
     output_follows: bool = False
     mlp_bias_key: str = ""
+    logit_cap: float = 0.0
+    fixed: dict[str, Any] = {}
+    latent: bool = False
     experts_key: str = ""
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn_dim: int = 0
     shared_ffn_dim: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
 
 
-_QWEN2 = Defaults(151936, 4096, 22016, 32, 32, 32, window_key="use_sliding_window", biased=True)
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
+Q_LORA_RANK, UNTURNED = 1536, 128  # of the same classes
+_BIASED: dict[str, Any] = {"bias_key": "attention_bias", "output_follows": True}
+_QWEN: dict[str, Any] = {"window_key": "use_sliding_window"}
+_QWEN3: dict[str, Any] = {**_QWEN, **_BIASED, "fixed": {"qk_norm": True}}
+_GEMMA = {"activation": "gelu_tanh", "scaled_embedding": True}
+_DEEPSEEK: dict[str, Any] = {"latent": True, "experts_key": "n_routed_experts"}
 FAMILIES: dict[str, Defaults] = {
-    "llama": Defaults(
-        32000,
-        4096,
-        11008,
-        32,
-        32,
-        bias_key="attention_bias",
-        output_follows=True,
-        mlp_bias_key="mlp_bias",
-    ),
+    "llama": Defaults(32000, 4096, 11008, 32, 32, mlp_bias_key="mlp_bias", **_BIASED),
     "mistral": Defaults(32000, 4096, 14336, 32, 32, 8, window=4096),
     "mixtral": Defaults(
-        32000,
-        4096,
-        14336,
-        32,
-        32,
-        8,
+        *(32000, 4096, 14336, 32, 32, 8),
         norm_eps=1e-5,
         rope_theta=1_000_000.0,
         experts_key="num_local_experts",
         experts=8,
         experts_per_token=2,
     ),
-    "qwen2": _QWEN2,
-    "qwen3": Defaults(
-        151936,
-        4096,
-        22016,
-        32,
-        32,
-        32,
-        head_dim=128,
-        window_key="use_sliding_window",
-        qk_norm=True,
-        bias_key="attention_bias",
-        output_follows=True,
-    ),
+    "qwen2": Defaults(151936, 4096, 22016, 32, 32, 32, biased=True, **_QWEN),
+    "qwen3": Defaults(151936, 4096, 22016, 32, 32, 32, head_dim=128, **_QWEN3),
     "qwen2_moe": Defaults(
-        151936,
-        2048,
-        5632,
-        24,
-        16,
-        16,
-        window_key="use_sliding_window",
+        *(151936, 2048, 5632, 24, 16, 16),
         biased=True,
         bias_key="qkv_bias",
         experts_key="num_experts",
@@ -103,22 +85,47 @@ FAMILIES: dict[str, Defaults] = {
         experts_per_token=4,
         expert_ffn_dim=1408,
         shared_ffn_dim=5632,
+        **_QWEN,
     ),
     "qwen3_moe": Defaults(
-        151936,
-        2048,
-        6144,
-        24,
-        32,
-        4,
-        window_key="use_sliding_window",
-        qk_norm=True,
-        bias_key="attention_bias",
-        output_follows=True,
+        *(151936, 2048, 6144, 24, 32, 4),
         experts_key="num_experts",
         experts=128,
         experts_per_token=8,
         expert_ffn_dim=768,
+        **_QWEN3,
+    ),
+    "gemma": Defaults(
+        *(256000, 3072, 24576, 28, 16, 16),
+        head_dim=256,
+        tied=True,
+        fixed=_GEMMA,
+        **_BIASED,
+    ),
+    "gemma2": Defaults(
+        *(256000, 2304, 9216, 26, 8, 4),
+        head_dim=256,
+        tied=True,
+        window=4096,
+        logit_cap=30.0,
+        fixed={**_GEMMA, "post_norms": True},
+        **_BIASED,
+    ),
+    "deepseek_v2": Defaults(
+        *(32000, 4096, 11008, 32, 32),
+        experts=64,
+        expert_ffn_dim=1407,
+        shared_experts=2,
+        **_DEEPSEEK,
+    ),
+    "deepseek_v3": Defaults(
+        *(129280, 7168, 18432, 61, 128),
+        experts=256,
+        experts_per_token=8,
+        expert_ffn_dim=2048,
+        shared_experts=1,
+        dense_layers=3,
+        **_DEEPSEEK,
     ),
 }
 
@@ -164,11 +171,17 @@ class _Reader:
         self.document = document
         self.where = where
 
-    def size(self, key: str, default: int) -> int:
+    def size(self, key: str, default: int, least: int = 1) -> int:
         value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise InputError(expected(f"{self.where}: {key}", "a whole number from 1", repr(value)))
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+            wanted = f"a whole number from {least}"
+            raise InputError(expected(f"{self.where}: {key}", wanted, repr(value)))
         return value
+
+    def unless_null(self, key: str, default: int | None) -> int | None:
+        """A size that a file may also say there is none of."""
+        found = self.document.get(key, default)
+        return None if found is None else self.size(key, found)
 
     def real(self, key: str, default: float) -> float:
         value = self._value(key, default)
@@ -203,7 +216,32 @@ class _Reader:
 def _shape(read: _Reader, family: Defaults) -> LlamaShape:
     dim = read.size("hidden_size", family.dim)
     heads = read.size("num_attention_heads", family.heads)
-    layers = read.size("num_hidden_layers", family.layers)
+    bias = read.flag(family.bias_key, family.biased) if family.bias_key else family.biased
+    capped = family.logit_cap and read.document.get("final_logit_softcapping", True) is not None
+    dense = LlamaShape(
+        layers=read.size("num_hidden_layers", family.layers),
+        dim=dim,
+        heads=heads,
+        kv_heads=read.size("num_key_value_heads", family.kv_heads or heads),
+        head_dim=1 if family.latent else _head_dim(read, family, dim, heads),
+        ffn_dim=read.size("intermediate_size", family.ffn_dim),
+        vocab=read.size("vocab_size", family.vocab),
+        norm_eps=read.real("rms_norm_eps", family.norm_eps),
+        rope_theta=read.theta(family.rope_theta),
+        tied_embeddings=read.flag("tie_word_embeddings", family.tied),
+        attention_bias=bias,
+        output_bias=bias and family.output_follows,
+        mlp_bias=bool(family.mlp_bias_key) and read.flag(family.mlp_bias_key, False),
+        sliding_window=_window(read, family),
+        logit_cap=read.real("final_logit_softcapping", family.logit_cap) if capped else 0.0,
+        **family.fixed,
+    )
+    shape = _with_latent(read, dense) if family.latent else dense
+    return _with_experts(read, family, shape) if family.experts_key else shape
+
+
+def _head_dim(read: _Reader, family: Defaults, dim: int, heads: int) -> int:
+    """What the file or the family says, else what the heads share."""
     if dim % heads and not family.head_dim and read.document.get("head_dim") is None:
         raise InputError(
             expected(
@@ -212,53 +250,49 @@ def _shape(read: _Reader, family: Defaults) -> LlamaShape:
                 str(heads),
             )
         )
-    bias = read.flag(family.bias_key, family.biased) if family.bias_key else family.biased
-    wide = read.size("intermediate_size", family.ffn_dim)
-    dense = LlamaShape(
-        layers=layers,
-        dim=dim,
-        heads=heads,
-        kv_heads=read.size("num_key_value_heads", family.kv_heads or heads),
-        head_dim=read.size("head_dim", family.head_dim or dim // heads),
-        ffn_dim=wide,
-        vocab=read.size("vocab_size", family.vocab),
-        norm_eps=read.real("rms_norm_eps", family.norm_eps),
-        rope_theta=read.theta(family.rope_theta),
-        tied_embeddings=read.flag("tie_word_embeddings", False),
-        qk_norm=family.qk_norm,
-        attention_bias=bias,
-        output_bias=bias and family.output_follows,
-        mlp_bias=bool(family.mlp_bias_key) and read.flag(family.mlp_bias_key, False),
-        sliding_window=_window(read, family),
-    )
-    return _with_experts(read, family, dense) if family.experts_key else dense
+    return read.size("head_dim", family.head_dim or dim // heads)
 
 
 def _window(read: _Reader, family: Defaults) -> int | None:
     """What attention looks back at most: null in a Mistral's file means everything."""
     if family.window_key:
         return read.size("sliding_window", 4096) if read.flag(family.window_key, False) else None
-    if "sliding_window" in read.document and read.document["sliding_window"] is None:
-        return None
-    found = read.document.get("sliding_window", family.window)
-    return None if found is None else read.size("sliding_window", family.window or 0)
+    return read.unless_null("sliding_window", family.window)
+
+
+def _with_latent(read: _Reader, shape: LlamaShape) -> LlamaShape:
+    """Every head has keys of its own; a null rank of queries means that they are made at once."""
+    if read.flag("attention_bias", False):
+        raise UnsupportedError(expected(f"{read.where}: attention_bias", "false", "true"))
+    widths = {key: read.size(key, usual) for key, usual in LATENT.items()}
+    unturned = read.size("qk_nope_head_dim", UNTURNED)
+    return msgspec.structs.replace(
+        shape,
+        kv_heads=shape.heads,
+        head_dim=unturned + widths["qk_rope_head_dim"],
+        q_lora_rank=read.unless_null("q_lora_rank", Q_LORA_RANK) or 0,
+        **widths,
+    )
 
 
 def _with_experts(read: _Reader, family: Defaults, dense: LlamaShape) -> LlamaShape:
-    """The layers with experts: every ``decoder_sparse_step``-th but those that are named."""
-    step = read.size("decoder_sparse_step", 1)
-    plain = read.numbers("mlp_only_layers")
-    layers = [i for i in range(dense.layers) if (i + 1) % step == 0 and i not in plain]
+    """The layers with experts: every ``decoder_sparse_step``-th but those that are named, and the
+    first ones."""
+    step, plain = read.size("decoder_sparse_step", 1), read.numbers("mlp_only_layers")
+    first = read.size("first_k_dense_replace", family.dense_layers, 0)
+    layers = [i for i in range(first, dense.layers) if (i + 1) % step == 0 and i not in plain]
     wide = read.size("moe_intermediate_size", family.expert_ffn_dim or dense.ffn_dim)
     shared = 0
     if family.shared_ffn_dim:
         shared = read.size("shared_expert_intermediate_size", family.shared_ffn_dim)
+    elif family.shared_experts:
+        shared = wide * read.size("n_shared_experts", family.shared_experts)
     return msgspec.structs.replace(
         dense,
         experts=read.size(family.experts_key, family.experts),
         experts_per_token=read.size("num_experts_per_tok", family.experts_per_token),
         expert_ffn_dim=wide,
         shared_ffn_dim=shared,
-        shared_gate=shared > 0,
+        shared_gate=family.shared_ffn_dim > 0,
         moe_layers=tuple(layers),
     )

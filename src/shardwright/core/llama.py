@@ -6,7 +6,7 @@ Names of tensors are Meta's, which TorchTitan keeps too: ``layers.0.attention.wq
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 LARGEST_DEPTH = 4096
 
 NamedShape = tuple[str, tuple[int, ...]]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,6 +29,15 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``shared_ffn_dim`` is not 0 (``shared_gate``: scaled by a gate of its own). ``qk_norm`` is an
     RMSNorm over each head of queries and keys. A ``sliding_window`` is what attention looks back
     at most; a kernel needs no more memory for it.
+
+    With a ``kv_lora_rank`` attention is latent (DeepSeek-V2, arXiv 2405.04434): keys and values are
+    made of so many numbers for all heads, and of ``qk_rope_head_dim`` more, which alone are turned;
+    queries of ``q_lora_rank`` numbers, or at once where it is 0. ``v_head_dim`` is the width of a
+    head of values where it is not ``head_dim``.
+
+    As Gemma 2 has them: ``activation`` of the gate, a norm after each sublayer (``post_norms``), an
+    embedding times the root of ``dim`` (``scaled_embedding``) and logits that ``logit_cap`` times a
+    tanh keeps below it.
     """
 
     layers: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_DEPTH)]
@@ -51,10 +61,28 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_ffn_dim: Number = 0
     shared_gate: bool = False
     moe_layers: tuple[int, ...] = ()
+    q_lora_rank: Number = 0
+    kv_lora_rank: Number = 0
+    qk_rope_head_dim: Number = 0
+    v_head_dim: Number = 0
+    activation: Activation = "silu"
+    post_norms: bool = False
+    scaled_embedding: bool = False
+    logit_cap: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""
         return layer in self.moe_layers
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a head of values."""
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def turned_dim(self) -> int:
+        """The part of a head that rotary positions turn."""
+        return self.qk_rope_head_dim or self.head_dim
 
     @property
     def tensors(self) -> tuple[NamedShape, ...]:
@@ -84,11 +112,10 @@ def check_shape(shape: LlamaShape, where: str = "model") -> None:
                 "Every head of keys serves equally many heads of queries.",
             )
         )
-    if shape.head_dim % 2:
+    if shape.turned_dim % 2:
+        key = "qk_rope_head_dim" if shape.qk_rope_head_dim else "head_dim"
         raise InputError(
-            expected(
-                f"{where}.head_dim", "an even number", str(shape.head_dim), "RoPE turns pairs."
-            )
+            expected(f"{where}.{key}", "an even number", str(shape.turned_dim), "RoPE turns pairs.")
         )
     beyond = [layer for layer in shape.moe_layers if not 0 <= layer < shape.layers]
     if beyond:
@@ -112,8 +139,11 @@ def check_shape(shape: LlamaShape, where: str = "model") -> None:
 def block_tensors(shape: LlamaShape, layer: int) -> list[NamedShape]:
     """Name and shape of every parameter of one block."""
     prefix = f"layers.{layer}."
-    inner = _attention(shape) + (_moe(shape) if shape.is_moe(layer) else _dense(shape))
-    inner += [("attention_norm.weight", (shape.dim,)), ("ffn_norm.weight", (shape.dim,))]
+    attention = _latent_attention(shape) if shape.kv_lora_rank else _attention(shape)
+    inner = attention + (_moe(shape) if shape.is_moe(layer) else _dense(shape))
+    norms = ["attention_norm", "ffn_norm"]
+    norms += ["post_attention_norm", "post_ffn_norm"] if shape.post_norms else []
+    inner += [(f"{name}.weight", (shape.dim,)) for name in norms]
     return [(prefix + name, size) for name, size in inner]
 
 
@@ -133,6 +163,29 @@ def _attention(shape: LlamaShape) -> list[NamedShape]:
             ("attention.k_norm.weight", (shape.head_dim,)),
         ]
     return found
+
+
+def _latent_attention(shape: LlamaShape) -> list[NamedShape]:
+    """Names as in TorchTitan's ``deepseek_v3``."""
+    dim, queries = shape.dim, shape.heads * shape.head_dim
+    found: list[NamedShape] = [("attention.wq.weight", (queries, dim))]
+    if shape.q_lora_rank:
+        found = [
+            ("attention.wq_a.weight", (shape.q_lora_rank, dim)),
+            ("attention.q_norm.weight", (shape.q_lora_rank,)),
+            ("attention.wq_b.weight", (queries, shape.q_lora_rank)),
+        ]
+    unturned = shape.head_dim - shape.qk_rope_head_dim
+    return [
+        *found,
+        ("attention.wkv_a.weight", (shape.kv_lora_rank + shape.qk_rope_head_dim, dim)),
+        ("attention.kv_norm.weight", (shape.kv_lora_rank,)),
+        (
+            "attention.wkv_b.weight",
+            (shape.heads * (unturned + shape.value_dim), shape.kv_lora_rank),
+        ),
+        ("attention.wo.weight", (dim, shape.heads * shape.value_dim)),
+    ]
 
 
 def _dense(shape: LlamaShape) -> list[NamedShape]:

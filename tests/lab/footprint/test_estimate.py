@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -66,10 +68,14 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def job_of(sections: dict[str, dict[str, Any]] | None = None, **memory: Any) -> Job:
+def job_of(
+    sections: dict[str, dict[str, Any]] | None = None,
+    model: dict[str, Any] = MODEL,
+    **memory: Any,
+) -> Job:
     """A small llama on the CPU's kernels, changed as told."""
     document: dict[str, dict[str, Any]] = {
-        "model": MODEL,
+        "model": model,
         "cluster": {"world_size": 4},
         "batch": {"size": 2, "sequence": 48},
         "memory": {"runtime": "fsdp2", "lowering": "cpu", **memory},
@@ -88,6 +94,47 @@ def estimated(job: Job) -> RankMemory:
 @pytest.mark.parametrize("case", CASES)
 def test_fsdp2_takes_what_was_estimated_as_torchs_tracker_sees_it(case: str) -> None:
     job = job_of(CASES[case])
+    truth = fsdp_mem_tracker(job).peak
+    assert abs(estimated(job).peak_bytes - truth) <= LOSS_BYTES
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "first_k_dense_replace": 1,
+        "hidden_size": 64,
+        "intermediate_size": 200,
+        "kv_lora_rank": 24,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 8,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "vocab_size": 500,
+    },
+    "gemma2": {
+        "head_dim": 16,
+        "hidden_size": 64,
+        "intermediate_size": 200,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "vocab_size": 500,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fsdp2_takes_what_was_estimated_of_a_hugging_face_config(
+    family: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": family, **FAMILIES[family]}))
+    job = job_of(model={"hf_config": str(config)})
     truth = fsdp_mem_tracker(job).peak
     assert abs(estimated(job).peak_bytes - truth) <= LOSS_BYTES
 

@@ -9,6 +9,7 @@ three are enough for the largest total; the rank is the last one, whose steps se
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
-from shardwright.models.llama.collectives import exchanged, gathered
-from shardwright.models.llama.layers import Device, Linear, RMSNorm, enter, leave
+from shardwright.models.llama.collectives import copy_to_ranks, exchanged, gather_alike, gathered
+from shardwright.models.llama.layers import TOKENS, Device, Linear, RMSNorm, enter, leave
 
 
 def rotations(
@@ -52,7 +53,7 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def ring_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, degree: int
 ) -> torch.Tensor:
-    """[B, H, T, head_dim] each, T being this rank's tokens -> the same shape."""
+    """[B, H, T, head_dim] each, T being this rank's tokens -> the shape of values."""
     return _RingAttention.apply(query, key, value, degree)
 
 
@@ -64,10 +65,10 @@ class _RingAttention(torch.autograd.Function):
         ctx: Context, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, degree: int
     ) -> torch.Tensor:
         everyone = gathered(_joined(key.contiguous(), value.contiguous()), degree)
-        merged, sums = _kernel(query)
+        merged, sums = _kernel(query, value)
         merged, sums = merged.float(), sums[..., None]
         for _ in range(1, min(degree, DISTINCT_STEPS)):
-            part, part_sums = _kernel(query)
+            part, part_sums = _kernel(query, value)
             part, part_sums = part.float(), part_sums[..., None]
             merged = merged - torch.sigmoid(part_sums - sums) * (merged - part)
             sums = sums - torch.nn.functional.logsigmoid(sums - part_sums)
@@ -95,9 +96,9 @@ class _RingAttention(torch.autograd.Function):
         return results[0], results[1], results[2], None
 
 
-def _kernel(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _kernel(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What one call of the attention kernel returns: its result and a log-sum per query."""
-    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(value), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
 def _joined(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -147,9 +148,60 @@ class Attention(nn.Module):
         return leave(self.wo(joined), self.local)
 
 
+class LatentAttention(nn.Module):
+    """[B, T, D] -> [B, T, D], keys and values made of a few numbers that all heads share, as
+    TorchTitan's ``deepseek_v3`` does it. Under tensor parallelism what makes those few is whole on
+    every rank, and so is what comes of it."""
+
+    def __init__(
+        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.shape, self.local, self.heads = shape, local, local.heads(shape)
+        self.unturned = shape.head_dim - shape.qk_rope_head_dim
+        dim, shared, queries = shape.dim, shape.kv_lora_rank, self.heads * shape.head_dim
+        linear = partial(Linear, bias=False, device=device, dtype=dtype)
+        norm = partial(RMSNorm, eps=shape.norm_eps, device=device, dtype=dtype)
+        if shape.q_lora_rank:
+            self.wq_a, self.q_norm = linear(dim, shape.q_lora_rank), norm(shape.q_lora_rank)
+            self.wq_b = linear(shape.q_lora_rank, queries)
+        else:
+            self.wq = linear(dim, queries)
+        self.wkv_a, self.kv_norm = linear(dim, shared + shape.qk_rope_head_dim), norm(shared)
+        self.wkv_b = linear(shared, self.heads * (self.unturned + shape.value_dim))
+        self.wo = linear(self.heads * shape.value_dim, dim)
+        self.inner_attention = CoreAttention(local.context)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """``x`` is this rank's part of the stream; so is what comes back."""
+        shape, degree = self.shape, self.local.tensor
+        x = gather_alike(x, TOKENS, self.local.stream_degree)
+        size, length, _ = x.shape
+        query = self._query(x).view(size, length, self.heads, shape.head_dim)
+        fixed, turned = query.split((self.unturned, shape.qk_rope_head_dim), dim=-1)
+        query = torch.cat((fixed, rotate(turned, cos, sin)), dim=-1)
+        few, turned = self.wkv_a(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
+        turned = rotate(copy_to_ranks(turned, degree)[:, :, None], cos, sin)
+        pair = self.wkv_b(copy_to_ranks(self.kv_norm(few), degree))
+        fixed, value = pair.view(size, length, self.heads, -1).split(
+            (self.unturned, shape.value_dim), dim=-1
+        )
+        key = torch.cat((fixed, turned.expand(-1, -1, self.heads, -1)), dim=-1)
+        found = self.inner_attention(*(part.transpose(1, 2) for part in (query, key, value)))
+        joined = found.transpose(1, 2).reshape(size, length, -1)
+        return leave(self.wo(joined), self.local)
+
+    def _query(self, x: torch.Tensor) -> torch.Tensor:
+        """All heads of queries, side by side."""
+        degree = self.local.tensor
+        if not self.shape.q_lora_rank:
+            return self.wq(copy_to_ranks(x, degree))
+        return self.wq_b(copy_to_ranks(self.q_norm(self.wq_a(x)), degree))
+
+
 class CoreAttention(nn.Module):
-    """Queries, keys, values [B, heads, T, head_dim] -> [B, heads, T, head_dim], over the tokens of
-    all context ranks. A module of its own, so that a policy can compute it again."""
+    """Queries, keys, values [B, heads, T, head_dim] -> [B, heads, T, head_dim] (of a value's), over
+    the tokens of all context ranks. A module of its own, so that a policy can compute it again."""
 
     def __init__(self, context: int) -> None:
         super().__init__()

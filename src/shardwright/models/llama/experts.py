@@ -9,12 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import silu
 
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.models.llama.collectives import all_to_all
-from shardwright.models.llama.layers import Device, Linear, SwiGLU, enter, has_data, leave
+from shardwright.models.llama.layers import (
+    ACTIVATIONS,
+    Device,
+    Linear,
+    SwiGLU,
+    enter,
+    has_data,
+    leave,
+)
 
 Context = Any
 
@@ -66,6 +73,7 @@ class Experts(nn.Module):
         self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
     ) -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[shape.activation]
         here, dim = local.experts(shape), shape.dim
         wide = shape.expert_ffn_dim // local.expert_width_degree
         self.w1 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
@@ -74,7 +82,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """[rows, D] -> [rows, D]; ``ends[e]`` is where the rows of expert e stop."""
-        gate = silu(grouped_product(rows, self.w1, ends))
+        gate = self.activation(grouped_product(rows, self.w1, ends))
         return grouped_product(gate * grouped_product(rows, self.w3, ends), self.w2, ends)
 
 
@@ -92,7 +100,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = self.shared_gate = None
         if shape.shared_ffn_dim:
             wide = shape.shared_ffn_dim // local.tensor
-            self.shared_experts = SwiGLU(shape.dim, wide, device, dtype)
+            self.shared_experts = SwiGLU(shape, wide, device, dtype)
             if shape.shared_gate:
                 self.shared_gate = Linear(shape.dim, 1, bias=False, device=device, dtype=dtype)
 

@@ -5,13 +5,16 @@ Starting values are not made: a trace needs none, and a model makes its own.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
-from shardwright.core.llama import LlamaShape
+from shardwright.core.llama import Activation, LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.models.llama.collectives import (
     all_gather,
@@ -21,6 +24,10 @@ from shardwright.models.llama.collectives import (
 )
 
 Device = torch.device | str | None
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+}
 
 
 class Linear(nn.Linear):
@@ -63,13 +70,14 @@ Context = Any
 
 
 class Embedding(nn.Module):
-    """Tokens [B, T] int64 -> this rank's part of the stream [B, T, D]."""
+    """Tokens [B, T] int64 -> this rank's part of the stream [B, T, D], perhaps scaled."""
 
     def __init__(
         self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.local, self.vocab = local, shape.vocab
+        self.scale = math.sqrt(shape.dim) if shape.scaled_embedding else None
         self.weight = nn.Parameter(
             torch.empty(local.vocab(shape), shape.dim, device=device, dtype=dtype)
         )
@@ -77,8 +85,10 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rows of the table."""
         if self.local.tensor == 1:
-            return nn.functional.embedding(tokens, self.weight)
-        return leave(_RowsHere.apply(self.weight, tokens, self.vocab), self.local)
+            rows = nn.functional.embedding(tokens, self.weight)
+        else:
+            rows = leave(_RowsHere.apply(self.weight, tokens, self.vocab), self.local)
+        return rows if self.scale is None else rows * self.scale
 
 
 class _RowsHere(torch.autograd.Function):
@@ -107,34 +117,35 @@ class _RowsHere(torch.autograd.Function):
 
 
 class SwiGLU(nn.Module):
-    """[..., D] -> [..., D] on tokens that are all here; with a degree the result is a summand."""
+    """[..., D] -> [..., D] on tokens that are all here; with a degree the result is a summand. The
+    gate's activation is the shape's, so a GeGLU is one, too."""
 
     def __init__(
-        self, dim: int, wide: int, device: Device, dtype: torch.dtype, bias: bool = False
+        self,
+        shape: LlamaShape,
+        wide: int,
+        device: Device,
+        dtype: torch.dtype,
+        bias: bool = False,
     ) -> None:
         super().__init__()
-        self.w1 = Linear(dim, wide, bias, device=device, dtype=dtype)
-        self.w2 = Linear(wide, dim, bias, device=device, dtype=dtype)
-        self.w3 = Linear(dim, wide, bias, device=device, dtype=dtype)
+        self.activation = ACTIVATIONS[shape.activation]
+        self.w1 = Linear(shape.dim, wide, bias, device=device, dtype=dtype)
+        self.w2 = Linear(wide, shape.dim, bias, device=device, dtype=dtype)
+        self.w3 = Linear(shape.dim, wide, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Gate, product, and back."""
-        return self.w2(silu(self.w1(x)) * self.w3(x))
+        return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
 
 class FeedForward(SwiGLU):
     """The SwiGLU of a block, on this rank's part of the stream."""
 
     def __init__(
-        self,
-        dim: int,
-        wide: int,
-        local: LocalShape,
-        device: Device,
-        dtype: torch.dtype,
-        bias: bool = False,
+        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
     ) -> None:
-        super().__init__(dim, wide // local.tensor, device, dtype, bias)
+        super().__init__(shape, shape.ffn_dim // local.tensor, device, dtype, shape.mlp_bias)
         self.local = local
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

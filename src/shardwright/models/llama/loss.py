@@ -18,6 +18,11 @@ def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Logits between ``-cap`` and ``cap``; as they are where it is 0."""
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
 def parallel_loss(logits: torch.Tensor, targets: torch.Tensor, degree: int) -> torch.Tensor:
     """The same of logits [B, T, V / degree] that are never gathered.
 
@@ -28,14 +33,18 @@ def parallel_loss(logits: torch.Tensor, targets: torch.Tensor, degree: int) -> t
 
 
 def chunked_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, degree: int = 1
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    degree: int = 1,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """The loss of the logits ``hidden`` [B, T, D] times ``weight`` [V, D] transposed, a chunk of
     tokens at a time: their gradients are computed at once, so the logits need not be kept.
 
     It is what fused linear cross entropies keep: a gradient of each factor.
     """
-    return _ChunkedLoss.apply(hidden.flatten(0, 1), weight, targets.flatten(), degree)
+    return _ChunkedLoss.apply(hidden.flatten(0, 1), weight, targets.flatten(), degree, cap)
 
 
 def _log_probabilities(logits: torch.Tensor, degree: int) -> torch.Tensor:
@@ -80,6 +89,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         targets: torch.Tensor,
         degree: int,
+        cap: float,
     ) -> torch.Tensor:
         tokens = len(targets)
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -87,11 +97,16 @@ class _ChunkedLoss(torch.autograd.Function):
         size = -(-tokens // CHUNKS)
         for start in range(0, tokens, size):
             part = slice(start, start + size)
-            found = _log_probabilities((hidden[part] @ weight.T).float(), degree)
+            logits = capped((hidden[part] @ weight.T).float(), cap)
+            steepness = 1 - (logits / cap).square_() if cap else None
+            found = _log_probabilities(logits, degree)
+            del logits
             columns = _here(targets[part], found.shape[1])
             total -= all_reduce(found.gather(-1, columns), degree).sum()
             slope = found.exp_()
             slope.scatter_add_(-1, columns, torch.full_like(columns, -1, dtype=slope.dtype))
+            if steepness is not None:
+                slope *= steepness
             slope = slope.div_(tokens).to(hidden.dtype)
             grad_hidden[part] = slope @ weight
             grad_weight += slope.T @ hidden[part]
@@ -101,4 +116,4 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None
+        return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None, None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
 
 from shardwright.core.llama import LlamaShape, check_shape
 from shardwright.core.llama_local import LocalShape, check_local
-from shardwright.models.llama.attention import Attention, rotations
+from shardwright.models.llama.attention import Attention, LatentAttention, rotations
 from shardwright.models.llama.collectives import gather_alike
 from shardwright.models.llama.experts import MixtureOfExperts
 from shardwright.models.llama.layers import (
@@ -21,7 +22,7 @@ from shardwright.models.llama.layers import (
     enter,
     has_data,
 )
-from shardwright.models.llama.loss import chunked_loss, loss, parallel_loss
+from shardwright.models.llama.loss import capped, chunked_loss, loss, parallel_loss
 from shardwright.models.start import Started, generator_of
 
 DEVIATION = 0.02  # of starting weights, as in GPT-2 and Llama
@@ -29,7 +30,8 @@ WHOLE = LocalShape()
 
 
 class Block(nn.Module):
-    """Attention, then a SwiGLU or experts, each after a norm and added to the stream."""
+    """Attention, then a SwiGLU or experts, each after a norm, perhaps before another one, and added
+    to the stream."""
 
     def __init__(
         self,
@@ -40,22 +42,24 @@ class Block(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.attention = Attention(shape, local, device, dtype)
+        attention = LatentAttention if shape.kv_lora_rank else Attention
+        self.attention = attention(shape, local, device, dtype)
         if shape.is_moe(layer):
             self.moe = MixtureOfExperts(shape, local, device, dtype)
         else:
-            self.feed_forward = FeedForward(
-                shape.dim, shape.ffn_dim, local, device, dtype, shape.mlp_bias
-            )
-        self.attention_norm = RMSNorm(shape.dim, shape.norm_eps, device=device, dtype=dtype)
-        self.ffn_norm = RMSNorm(shape.dim, shape.norm_eps, device=device, dtype=dtype)
+            self.feed_forward = FeedForward(shape, local, device, dtype)
+        norm = partial(RMSNorm, shape.dim, shape.norm_eps, device=device, dtype=dtype)
+        self.attention_norm, self.ffn_norm = norm(), norm()
+        self.post_attention_norm = norm() if shape.post_norms else None
+        self.post_ffn_norm = norm() if shape.post_norms else None
         self.is_moe = shape.is_moe(layer)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """This rank's part of the stream [B, T, D], cosines and sines [T, head_dim / 2]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        wide = self.moe if self.is_moe else self.feed_forward
-        return x + wide(self.ffn_norm(x))
+        found = self.attention(self.attention_norm(x), cos, sin)
+        x = x + (found if self.post_attention_norm is None else self.post_attention_norm(found))
+        found = (self.moe if self.is_moe else self.feed_forward)(self.ffn_norm(x))
+        return x + (found if self.post_ffn_norm is None else self.post_ffn_norm(found))
 
 
 class Llama(Started):
@@ -118,7 +122,7 @@ class Llama(Started):
         x = enter(self.norm(x), local)
         if local.loss == "chunked":
             return x
-        logits = self.output(x)
+        logits = capped(self.output(x), self.shape.logit_cap)
         return logits if local.loss == "parallel" else gather_alike(logits, -1, local.tensor)
 
     def loss(self, found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -126,7 +130,8 @@ class Llama(Started):
         if self.local.loss == "parallel":
             return parallel_loss(found, targets, self.local.tensor)
         if self.local.loss == "chunked":
-            return chunked_loss(found, self.output.weight, targets, self.local.tensor)
+            cap = self.shape.logit_cap
+            return chunked_loss(found, self.output.weight, targets, self.local.tensor, cap)
         return loss(found, targets)
 
     def reset_parameters(self) -> None:
@@ -144,7 +149,7 @@ class Llama(Started):
         self.register_buffer("sin", sin, persistent=False)
 
     def _rotations(self, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotations(self.sequence, self.shape.head_dim, self.shape.rope_theta, device)
+        return rotations(self.sequence, self.shape.turned_dim, self.shape.rope_theta, device)
 
     def _tie(self) -> None:
         if self.shape.tied_embeddings and self.local.first and self.local.last:
