@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -53,6 +54,7 @@ def test_ctrl_c_keeps_the_best_plan_and_gives_up_where_there_is_none() -> None:
     watch = Watch()
     with Listener(io.StringIO()) as listener:
         watch.hear = listener
+        watch.over()
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             watch.over()
@@ -60,6 +62,35 @@ def test_ctrl_c_keeps_the_best_plan_and_gives_up_where_there_is_none() -> None:
         assert watch.over()
         with pytest.raises(KeyboardInterrupt):  # the second one
             signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("_ctrl_c_interrupts")
+def test_ctrl_c_gives_up_at_once_while_the_model_is_recorded() -> None:
+    with pytest.raises(KeyboardInterrupt), Listener(io.StringIO()):
+        signal.raise_signal(signal.SIGINT)
+
+
+class Heard(io.StringIO):
+    """A stream that is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = threading.Event()
+
+    def flush(self) -> None:
+        self.said.set()
+
+
+def test_a_long_recording_is_heard_until_the_search_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardwright.cli.planning.FIRST", 0.0)
+    stream = Heard()
+    with Listener(stream) as listener:
+        assert stream.said.wait(60)
+        Watch(hear=listener, clock=lambda: 0.0).over()
+    first = stream.getvalue().splitlines()[0]
+    assert first == "recording the model's step for 0 s (Ctrl-C gives up)"
 
 
 def test_a_search_without_a_bound_says_only_what_it_has() -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 
 from shardwright.cli import options as shared
+from shardwright.cli.planning import Patience
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK
 from shardwright.core.fit import Fit
 from shardwright.planner.search.watch import Watch
@@ -57,12 +58,17 @@ class _Progress:
         self._over = sys.stderr.isatty()
         self._shown = False
         self._estimated = ""
+        self._patience = Patience(
+            lambda seconds: self._show(f"first estimate; recording the model for {seconds:.0f} s")
+        )
 
     def hear(self, watch: Watch) -> None:
         """Every round of a search."""
+        self._patience.end()
         self._show(f"{self._estimated or 'first estimate'}; planning for {watch.elapsed:.0f} s")
 
     def __call__(self, text: str) -> None:
+        self._patience.end()
         self._estimated = text
         self._show(text)
 
@@ -77,5 +83,6 @@ class _Progress:
 
     def end(self) -> None:
         """Wipe the line."""
+        self._patience.end()
         if self._shown and self._over:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

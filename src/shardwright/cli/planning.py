@@ -1,10 +1,12 @@
-"""Planning as commands do it: a long search is heard on stderr, and Ctrl-C keeps its best plan."""
+"""Planning as commands do it: what takes long is heard on stderr, Ctrl-C keeps the best plan."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, TextIO
 
@@ -24,17 +26,39 @@ def planned(job: Job) -> Plan:
         return plan(job, listener)
 
 
+class Patience:
+    """Calls ``say`` with the seconds that have passed, less and less often, until it ends."""
+
+    def __init__(self, say: Callable[[float], None]) -> None:
+        self._say, self._ended = say, threading.Event()
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        begun, pause = time.monotonic(), min(FIRST, threading.TIMEOUT_MAX)
+        while not self._ended.wait(pause):
+            elapsed = time.monotonic() - begun
+            self._say(elapsed)
+            pause = max(elapsed, 1) * (LONGER - 1)
+
+    def end(self) -> None:
+        """Say nothing more."""
+        self._ended.set()
+
+
 class Listener:
-    """Says how a search goes when it is called. The first Ctrl-C inside ends a search that has a
-    plan, and interrupts one that has none; the second interrupts any."""
+    """Says how long the model's step is being recorded, then how a search goes when it is called.
+    The first Ctrl-C inside ends a search that has a plan, and interrupts anything else; the second
+    interrupts any."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.interrupted = False
         self._next = FIRST
         self._before: Any = None
+        self._patience: Patience | None = None
 
     def __enter__(self) -> Listener:
+        self._patience = Patience(self._recording)
         ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         if threading.current_thread() is threading.main_thread() and not ignored:
             self._before = signal.signal(signal.SIGINT, self._interrupt)
@@ -47,9 +71,11 @@ class Listener:
         trace: TracebackType | None,
     ) -> None:
         self._give_back()
+        self._search_begins()
 
     def __call__(self, watch: Watch) -> None:
         """Every round of the search."""
+        self._search_begins()
         if self.interrupted:
             if watch.best is None:
                 raise KeyboardInterrupt
@@ -58,9 +84,20 @@ class Listener:
             self._next = watch.elapsed * LONGER
             print(progress_line(watch), file=self.stream, flush=True)
 
+    def _recording(self, elapsed: float) -> None:
+        line = f"recording the model's step for {elapsed:.0f} s (Ctrl-C gives up)"
+        print(line, file=self.stream, flush=True)
+
+    def _search_begins(self) -> None:
+        if self._patience is not None:
+            self._patience.end()
+            self._patience = None
+
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupted = True
         self._give_back()
+        if self._patience is not None:  # no search has begun that could end with a plan
+            raise KeyboardInterrupt
 
     def _give_back(self) -> None:
         if self._before is not None:
