@@ -61,8 +61,24 @@ def test_a_configuration_of_torchtitan_becomes_a_job(call: Any, tmp_path: Path) 
     call("init", "--from", "torchtitan", "titan.toml").refuses(2, "titan.toml", "-n")
     written = call("init", "--from", "torchtitan", "titan.toml", "-n", 8, "-o", "job.toml")
     assert written.out.startswith("wrote job.toml\n  shardwright memory job.toml\n")
-    assert "# Not read of it: metrics." in (tmp_path / "job.toml").read_text()
+    assert "# Without effect on memory: metrics." in (tmp_path / "job.toml").read_text()
     assert read_job(tmp_path / "job.toml").cluster.world_size == 8
+
+
+MEGATRON = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 500 --seq-length 32 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer --lr 1"
+)
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_arguments_of_megatron_become_a_job(call: Any, tmp_path: Path, typed: bool) -> None:
+    (tmp_path / "run.sh").write_text(f"torchrun pretrain_gpt.py {MEGATRON}\n")
+    written = call("init", "--from", "megatron", MEGATRON if typed else "run.sh", "-n", 4)
+    assert written.out.startswith("wrote megatron.toml\n  shardwright memory megatron.toml\n")
+    assert "# Without effect on memory: --lr." in (tmp_path / "megatron.toml").read_text()
+    assert call("memory", "megatron.toml").code == 0
 
 
 @pytest.mark.parametrize(
@@ -72,6 +88,8 @@ def test_a_configuration_of_torchtitan_becomes_a_job(call: Any, tmp_path: Path) 
         (("llama", "--from", "torchtitan", "x.toml"), "both"),
         (("--from", "nemo", "x.toml"), "'nemo'"),
         (("--from", "torchtitan", "x.toml"), "no such file"),
+        (("--from", "megatron", "x.sh"), "no such file"),
+        (("--from", "megatron", "--num-layers 2"), "--swiglu"),
     ],
 )
 def test_what_init_cannot_write_is_refused(call: Any, words: tuple[str, ...], said: str) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from shardwright.core.errors import InputError, UnsupportedError
+from shardwright.core.imported import as_toml
 from shardwright.core.job import parse_job
 from shardwright.core.llama import LlamaShape
-from shardwright.core.torchtitan import FLAVORS, as_toml, job_of
+from shardwright.core.torchtitan import FLAVORS, job_of
 
 MODEL = {"name": "llama3", "flavor": "8B"}
 EIGHT = {"data_parallel_shard_degree": 8}
@@ -44,6 +45,8 @@ def test_every_flavor_is_a_job(name: str) -> None:
         ("llama3", "405B", 405.85),
         ("qwen3", "0.6B", 0.60),
         ("qwen3", "32B", 32.8),
+        ("qwen3", "30B-A3B", 30.5),
+        ("qwen3", "235B-A22B", 235.1),
     ],
 )
 def test_flavors_have_the_published_numbers_of_parameters(
@@ -111,7 +114,8 @@ def test_a_pipeline_has_its_microbatches() -> None:
 
 def test_what_is_not_read_is_said() -> None:
     more = {"job": {"description": "x"}, "training": {"seq_len": 4096, "max_norm": 1.0}}
-    assert job_of(config(**more), None).left_out == ("job", "training.max_norm")
+    found = job_of(config(**more), None)
+    assert (found.harmless, found.unread) == (("job",), ("training.max_norm",))
 
 
 @pytest.mark.parametrize(

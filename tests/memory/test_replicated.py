@@ -11,7 +11,7 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding
 from shardwright.memory.pieces import STAYING
-from shardwright.memory.replicated import Replicated
+from shardwright.memory.replicated import Megatron, Replicated
 
 SHAPES = [(50, 4), (30, 4), (30, 2), (10, 10), (7,)]
 NUMEL = sum(TensorSpec("", shape).numel for shape in SHAPES)
@@ -73,3 +73,29 @@ def test_frozen_tensors_have_neither_buckets_nor_states() -> None:
         Ledger(), {"": tensors}, Sharding(shards=2, shares="nothing"), frozenset(["still"])
     )
     assert found.resident() == {"weight": 4 * 30, "communication": 4 * 10}
+
+
+@pytest.mark.parametrize(
+    ("shares", "dtype", "weights", "states"),
+    [
+        ("states", "bf16", 2 * NUMEL + 4 * -(-NUMEL // 8), -(-NUMEL // 8)),
+        ("nothing", "bf16", 6 * NUMEL, NUMEL),
+        ("states", "fp32", 4 * NUMEL, -(-NUMEL // 8)),
+    ],
+)
+def test_megatron_keeps_gradients_in_fp32_and_copies_where_its_states_are(
+    shares: str, dtype: str, weights: int, states: int
+) -> None:
+    tensors = {"": tuple(TensorSpec(f"t{k}", shape) for k, shape in enumerate(SHAPES))}
+    settings: Any = {"shards": 8, "shares": shares, "param_dtype": dtype, "reduce_dtype": "fp32"}
+    found = Megatron(Ledger(), tensors, Sharding(**settings))
+    assert found.resident() == {"weight": weights, "gradient": 4 * NUMEL}
+    assert sum(each.numel for each in found.updated()) == states
+    assert found.rule() == "added"
+
+
+def test_megatron_s_experts_share_their_states_with_those_that_hold_them() -> None:
+    experts = {"layers.0.moe.experts": (TensorSpec("w1", (4, 8, 8)),)}
+    sharding = Sharding(shards=16, expert_shards=2, shares="states", param_dtype="bf16")
+    (part,) = Megatron(Ledger(), experts, sharding).updated()
+    assert part.numel == 4 * 8 * 8 // 2

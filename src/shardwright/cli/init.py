@@ -1,4 +1,4 @@
-"""``shardwright init``: a commented job to begin with, or one from a TorchTitan configuration."""
+"""``shardwright init``: a commented job to begin with, or another program's configuration."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import tomllib
 from importlib import resources
 from pathlib import Path
 
+from shardwright.core import megatron, torchtitan
 from shardwright.core.document import read_bytes, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
+from shardwright.core.imported import as_toml
 from shardwright.core.job import parse_job
-from shardwright.core.torchtitan import as_toml, job_of
 
 KINDS = {
     "tables": "embedding tables alone, to be planned",
@@ -19,7 +20,8 @@ KINDS = {
     "python": "a module of your own, with a Python file to put it into",
 }
 NAMES = {"python": "my_model"}  # of a file whose kind would be a poor name for a Python module
-NEXT = {"tables": ("plan",), "torchtitan": ("memory", "fit")}
+SOURCES = {"torchtitan": "TorchTitan", "megatron": "Megatron-LM"}
+NEXT = {"tables": ("plan",)} | dict.fromkeys(SOURCES, ("memory", "fit"))
 ALL = ("memory", "plan", "train")
 
 
@@ -31,10 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="source",
         nargs=2,
-        metavar=("torchtitan", "FILE"),
-        help="instead of a kind: a TorchTitan configuration, as a job for memory and fit",
+        metavar=("torchtitan|megatron", "FILE"),
+        help="instead of a kind: a TorchTitan configuration, or Megatron-LM's arguments (a script, "
+        "or in quotes), as a job for memory and fit",
     )
-    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks of that configuration")
+    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks that it is for")
     parser.add_argument(
         "-o", "--out", type=Path, metavar="JOB.toml", help="the file to write; by default KIND.toml"
     )
@@ -42,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Write the job, and what belongs to it, where no such file is."""
-    kind = options.kind or "torchtitan"
+    kind = options.kind or (options.source[0] if options.source else "")
     job = options.out or Path(f"{NAMES.get(kind, kind)}.toml")
     if (options.kind is None) is (options.source is None):
-        wanted = f"a kind ({', '.join(KINDS)}), or --from torchtitan FILE"
+        wanted = f"a kind ({', '.join(KINDS)}), or --from torchtitan FILE or megatron FILE"
         raise InputError(expected("init", wanted, "both" if options.kind else "neither"))
     if options.kind is None:
         files = {job: _converted(job, *options.source, options.ranks)}
@@ -82,22 +85,30 @@ def _check_module(job: Path) -> None:
 
 
 def _converted(job: Path, source: str, path: str, ranks: int | None) -> str:
-    if source != "torchtitan":
-        raise InputError(expected("--from", "torchtitan", f"'{source}'"))
+    if source not in SOURCES:
+        raise InputError(expected("--from", " or ".join(SOURCES), f"'{source}'"))
+    typed = source == "megatron" and path.lstrip().startswith("--")  # arguments, not their file
+    name, where = ("Arguments", "") if typed else (Path(path).name, f"{path}: ")
+    raw = path.encode() if typed else read_bytes(path, f"{SOURCES[source]} configuration")
     try:
-        config = tomllib.loads(read_bytes(path, "TorchTitan configuration").decode())
+        text = raw.decode()
+        config = tomllib.loads(text) if source == "torchtitan" else {}
     except (ValueError, RecursionError) as error:
-        raise InputError(expected(path, "a configuration in TOML", f"'{error}'")) from None
+        wanted = f"a configuration of {SOURCES[source]}"
+        raise InputError(expected(path, wanted, f"'{error}'")) from None
     try:
-        found = job_of(config, ranks)
+        if source == "torchtitan":
+            found = torchtitan.job_of(config, ranks)
+        else:
+            found = megatron.job_of(text, ranks)
         parse_job(found.document)
     except ShardwrightError as error:
-        raise type(error)(f"{path}: {error}") from None
-    unread = ", ".join(found.left_out) or "nothing"
+        raise type(error)(f"{where}{error}") from None
     lines = [
-        f"# {Path(path).name} of TorchTitan, as a job whose memory is estimated:",
+        f"# {name} of {SOURCES[source]}, as a job whose memory is estimated:",
         f"#   shardwright memory {job}",
-        f"# Not read of it: {unread}.",
+        f"# Without effect on memory: {', '.join(found.harmless) or 'nothing'}.",
+        f"# Not read, whatever they change: {', '.join(found.unread) or 'nothing'}.",
         "# What a GPU has is said by cluster.preset (h100-8 and others) or cluster.hbm_cap.",
     ]
     return "\n".join(lines) + "\n\n" + as_toml(found.document)

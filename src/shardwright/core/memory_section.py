@@ -12,7 +12,8 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.llama_local import LossKind
 from shardwright.core.optimizers import Implementation
 
-Runtime = Literal["shardwright", "fsdp2", "ddp"]
+Runtime = Literal["shardwright", "fsdp2", "ddp", "megatron"]
+WHOLE: tuple[Runtime, ...] = ("ddp", "megatron")  # every rank has all parameters
 ComputeDtype = Literal["bf16", "fp16", "fp32"]
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
 Offload = Literal["none", "states", "all"]
@@ -29,7 +30,7 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Parameters are stored in fp32 and cast to ``param_dtype`` for computing where a runtime shards
     them. ``zero`` is 3 where a runtime shares parameters, gradients and optimizer states, as all
-    but "ddp" do, which shares nothing by itself and with 1 the states.
+    but "ddp" and "megatron" do, which share nothing by themselves and with 1 the states.
     ``checkpointing`` is a policy's name; where it is not given, a plan chooses one.
     ``lowering`` is the device whose kernels are assumed, by default the cluster's.
     ``implementation`` is the optimizer's; without one it is PyTorch's choice. ``compile`` takes the
@@ -101,8 +102,8 @@ def check_memory(section: MemorySection, where: str) -> None:
     """Refuse what no runtime does; InputError names the key."""
     check_policy(section.policy, f"{where}: memory.checkpointing")
     runtime, zero = section.runtime, section.zero
-    if zero == 2 or (zero == 1 and runtime != "ddp"):
-        wanted = "1 or nothing beside" if runtime == "ddp" else "nothing beside"
+    if zero == 2 or (zero == 1 and runtime not in WHOLE):
+        wanted = "1 or nothing beside" if runtime in WHOLE else "nothing beside"
         raise InputError(
             expected(f"{where}: memory.zero", f"{wanted} runtime = '{runtime}'", *NO_ZERO[zero])
         )

@@ -6,15 +6,13 @@ are single keys of the others; which, is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, expected
+from shardwright.core.imported import Document, Imported, Keys
 from shardwright.core.pipelining.schedules import named
-
-Document = dict[str, dict[str, Any]]
 
 
 def _sizes(
@@ -29,6 +27,13 @@ def _qwen3(
 ) -> dict[str, Any]:
     more = {"head_dim": 128, "qk_norm": True, "tied_embeddings": tied}
     return _sizes(layers, dim, heads, 8, ffn_dim, 151_936, **more)
+
+
+def _qwen3_moe(
+    layers: int, dim: int, heads: int, ffn_dim: int, expert_ffn_dim: int, kv_heads: int
+) -> dict[str, Any]:
+    experts = {"experts": 128, "experts_per_token": 8, "expert_ffn_dim": expert_ffn_dim}
+    return _qwen3(layers, dim, heads, ffn_dim) | {"kv_heads": kv_heads} | experts
 
 
 LLAMA_3 = 128_256  # words
@@ -50,32 +55,26 @@ FLAVORS: dict[str, dict[str, dict[str, Any]]] = {
         "8B": _qwen3(36, 4096, 32, 12_288),
         "14B": _qwen3(40, 5120, 40, 17_408),
         "32B": _qwen3(64, 5120, 64, 25_600),
+        "30B-A3B": _qwen3_moe(48, 2048, 32, 6144, 768, kv_heads=4),
+        "235B-A22B": _qwen3_moe(94, 4096, 64, 12_288, 1536, kv_heads=4),
     },
 }
 """Published sizes, by the names that TorchTitan gives models and their flavors."""
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam"}
-LEFT_OUT = (
-    *("job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "validation", "debug"),
-    *("fault_tolerance", "experimental"),
+HARMLESS = re.compile(
+    "job|profiling|metrics|lr_scheduler|checkpoint|comm|validation|debug|fault_tolerance|experimental"
 )
 """Sections that change no memory of a step."""
 
 
-class TitanJob(msgspec.Struct, frozen=True):
-    """A configuration as sections of a job, and the keys of it that were not looked at."""
-
-    document: Document
-    left_out: tuple[str, ...]
-
-
-def job_of(config: Mapping[str, Any], world_size: int | None) -> TitanJob:
+def job_of(config: Mapping[str, Any], world_size: int | None) -> Imported:
     """The job of a parsed configuration on ``world_size`` ranks, or as many as its degrees make.
 
     InputError: a value that is none; UnsupportedError: one that no estimate follows.
     """
-    keys = _Keys(config)
+    keys = Keys(config, HARMLESS)
     parallel, ranks = _parallel(keys, world_size)
     document = {
         "model": _model(keys),
@@ -89,16 +88,16 @@ def job_of(config: Mapping[str, Any], world_size: int | None) -> TitanJob:
     _microbatches(keys, document, ranks)
     if keys.value("optimizer", "early_step_in_backward", False):
         raise keys.refused("optimizer", "early_step_in_backward", "false")
-    return TitanJob(document, tuple(keys.left()))
+    return keys.imported(document)
 
 
-def _model(keys: _Keys) -> dict[str, Any]:
+def _model(keys: Keys) -> dict[str, Any]:
     name = keys.one_of("model", "name", {known: known for known in FLAVORS}, "llama3")
     flavors = {known: known for known in FLAVORS[name]}
     return {"kind": "llama"} | FLAVORS[name][keys.one_of("model", "flavor", flavors, "")]
 
 
-def _parallel(keys: _Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
+def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     """Degrees, and the ranks that they come to."""
     section = {
         ours: keys.number("parallelism", f"{theirs}_degree", default=1)
@@ -130,7 +129,7 @@ def _parallel(keys: _Keys, world_size: int | None) -> tuple[dict[str, Any], int]
     return section | {"data_shard": ranks // others}, ranks
 
 
-def _microbatches(keys: _Keys, document: Document, ranks: int) -> None:
+def _microbatches(keys: Keys, document: Document, ranks: int) -> None:
     """Parts of a rank's batch: those of a pipeline, or backwards until a step."""
     batch, parallel = document["batch"], document["parallel"]
     in_all = keys.number("training", "global_batch_size", default=-1, least=-1)
@@ -150,7 +149,7 @@ def _microbatches(keys: _Keys, document: Document, ranks: int) -> None:
         parallel["microbatches"] = max(1, batch["size"] // size)
 
 
-def _memory(keys: _Keys, cuts_words: bool) -> dict[str, Any]:
+def _memory(keys: Keys, cuts_words: bool) -> dict[str, Any]:
     if keys.value("training", "dtype", "float32") != "float32":
         raise keys.refused("training", "dtype", "float32")
     disabled = keys.value("parallelism", "disable_loss_parallel", False)
@@ -174,7 +173,7 @@ def _memory(keys: _Keys, cuts_words: bool) -> dict[str, Any]:
     }
 
 
-def _checkpointing(keys: _Keys) -> str:
+def _checkpointing(keys: Keys) -> str:
     mode = keys.value("activation_checkpoint", "mode", "selective")
     every = str(keys.value("activation_checkpoint", "selective_ac_option", "2"))
     if mode in ("none", "full"):
@@ -186,7 +185,7 @@ def _checkpointing(keys: _Keys) -> str:
     return "selective_op" if every == "op" else f"layers:{every}"
 
 
-def _compiled(keys: _Keys) -> bool | str:
+def _compiled(keys: Keys) -> bool | str:
     old = keys.value("training", "compile", False)
     parts = keys.value("compile", "components", ["model", "loss"])
     if not (keys.value("compile", "enable", False) or old) or "model" not in parts:
@@ -194,7 +193,7 @@ def _compiled(keys: _Keys) -> bool | str:
     return True if "loss" in parts else "blocks"
 
 
-def _float8(keys: _Keys) -> bool | str:
+def _float8(keys: Keys) -> bool | str:
     converters = keys.value("model", "converters", [])
     wanted = [converters] if isinstance(converters, str) else list(converters)
     quantize = keys.value("quantize", "linear", {})
@@ -208,59 +207,3 @@ def _float8(keys: _Keys) -> bool | str:
     if recipe not in ("tensorwise", "rowwise"):
         raise keys.refused("float8", "recipe_name", "tensorwise or rowwise")
     return str(recipe)
-
-
-class _Keys:
-    """A configuration, and which of its keys were asked for."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        self.asked: set[tuple[str, str]] = set()
-
-    def value(self, section: str, key: str, default: Any) -> Any:
-        self.asked.add((section, key))
-        given = self.config.get(section, {})
-        if not isinstance(given, Mapping):
-            raise InputError(expected(section, "a section of a configuration", f"{given!r}"))
-        return given.get(key, default)
-
-    def number(self, section: str, *names: str, default: int, least: int = 1) -> int:
-        """The first of ``names`` that is given; other ones are those of earlier versions."""
-        given = [(name, self.value(section, name, None)) for name in names]
-        name, found = next((pair for pair in given if pair[1] is not None), (names[0], default))
-        if not isinstance(found, int) or isinstance(found, bool) or found < least or found == 0:
-            wanted = "a number from 1" if least == 1 else "-1 or a number from 1"
-            raise InputError(expected(f"{section}.{name}", wanted, f"{found!r}"))
-        return found
-
-    def one_of(self, section: str, key: str, known: Mapping[str, str], default: str) -> str:
-        found = self.value(section, key, default)
-        if found not in known:
-            raise self.refused(section, key, " or ".join(known))
-        return known[found]
-
-    def refused(self, section: str, key: str, wanted: str) -> UnsupportedError:
-        found = self.value(section, key, "none")
-        return UnsupportedError(expected(f"{section}.{key}", wanted, f"{found}"))
-
-    def left(self) -> Iterator[str]:
-        """What nobody asked for: sections and keys, in their order."""
-        for section, given in self.config.items():
-            keys = [key for key in given if (section, key) not in self.asked]
-            if section in LEFT_OUT or len(keys) == len(given):
-                yield section
-            else:
-                yield from (f"{section}.{key}" for key in keys)
-
-
-def as_toml(document: Document) -> str:
-    """Sections of plain values as TOML."""
-    return "\n".join(
-        "\n".join([f"[{name}]", *(f"{key} = {_written(value)}" for key, value in section.items())])
-        + "\n"
-        for name, section in document.items()
-    )
-
-
-def _written(value: Any) -> str:
-    return msgspec.json.encode(value).decode()  # of text, numbers and truth TOML's form is JSON's

@@ -1,4 +1,4 @@
-"""Data parallel with whole parameters: DDP, and with shared optimizer states ZeRO-1.
+"""Data parallel with whole parameters: DDP, Megatron-LM's own, and with shared states ZeRO-1.
 
 DDP (torch 2.13, ``torch/csrc/distributed/c10d/reducer.cpp``) copies gradients into buckets that it
 keeps, and copies the means back: gradients exist twice. ZeRO-1 is DDP whose optimizer states are
@@ -8,13 +8,14 @@ parameters at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
 from shardwright.memory.ledger import GradientRule, Ledger
-from shardwright.memory.machine import Sharding, Units
+from shardwright.memory.machine import EXPERTS, Sharding, Units
 
 
 @dataclass(slots=True)
@@ -90,3 +91,42 @@ class Replicated:
         for unit in self.units:
             self.heap.free(f"{unit}.gradient")
         self.backwards = 0
+
+
+class Megatron(Replicated):
+    """Megatron-LM's data parallel (``core/distributed/param_and_grad_buffer.py``, 0.14): gradients
+    are added to a buffer in the dtype they are summed in, which stays for the whole run. Its
+    optimizers update copies in fp32 of narrower parameters, which ranks share as they do states
+    (``core/optimizer/distrib_optimizer.py``): evenly, whatever the tensors."""
+
+    __slots__ = ()
+
+    def resident(self) -> dict[Kind, int]:
+        """Whole parameters, this rank's copies of them, and the buffer of gradients."""
+        tensors = [tensor for its in self.units.values() for tensor in its]
+        weights = sum(t.numel * self.sharding.stored(t) for t in tensors)
+        if self.sharding.casts(TensorSpec("", (1,), "fp32")):
+            weights += sum(t.numel * element_bytes("fp32") for t in self.updated())
+        trained = [t for t in tensors if t.fqn not in self.frozen]
+        return {"weight": weights, "gradient": sum(map(self._summed, trained))}
+
+    def _summed(self, tensor: TensorSpec) -> int:
+        return tensor.numel * self.sharding.reduced(tensor)
+
+    def updated(self) -> list[TensorSpec]:
+        """This rank's part of every unit in fp32; of experts that few ranks hold, among these."""
+        found = []
+        for unit, its in self.units.items():
+            sharding = self.sharding
+            shards = sharding.expert_shards if unit.endswith(EXPERTS) else sharding.shards
+            numel = sum(t.numel for t in its if t.fqn not in self.frozen)
+            part = math.ceil(numel / (shards if sharding.shares == "states" else 1))
+            found.append(TensorSpec(unit, (part,), "fp32"))
+        return found
+
+    def rule(self) -> GradientRule:
+        """The buffer is there from the start."""
+        return "added"
+
+    def finish_backward(self) -> None:
+        """Gradients are in their buffer."""

@@ -162,6 +162,11 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
             f"whole parameters, their gradients and states are kept in {section.param_dtype}, "
             "without copies in fp32"
         )
+    if section.runtime == "megatron":
+        yield (
+            "what a forward keeps is TorchTitan's llama's: Megatron-LM's own layers (Transformer "
+            "Engine) keep more or less of it"
+        )
     holders = _expert_holders(job, degrees)
     if holders:
         yield (

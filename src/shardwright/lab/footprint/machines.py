@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardwright.core.job import Job, memory_of
-from shardwright.core.memory_section import MemorySection
+from shardwright.core.memory_section import WHOLE, MemorySection, Runtime
 from shardwright.core.optimizers import Optimizer, optimizer_named
 from shardwright.core.parallel import Degrees
 from shardwright.core.tensor import TensorSpec
@@ -13,7 +15,7 @@ from shardwright.memory.fsdp2 import FSDP2
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Machine, Reduces, Sharding, Shares
 from shardwright.memory.rank_step import MakeMachine
-from shardwright.memory.replicated import Replicated
+from shardwright.memory.replicated import Megatron, Replicated
 
 
 def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding:
@@ -46,7 +48,7 @@ def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding
 
 
 def _shares(section: MemorySection) -> Shares:
-    if section.runtime != "ddp":
+    if section.runtime not in WHOLE:
         return "all"
     return "states" if section.zero == 1 else "nothing"
 
@@ -64,11 +66,17 @@ def machine_of(section: MemorySection, found: Sharding) -> MakeMachine:
     def make(
         heap: Ledger, units: dict[str, tuple[TensorSpec, ...]], frozen: frozenset[str]
     ) -> Machine:
-        if section.runtime == "ddp":
-            return Replicated(heap, units, found, frozen)
-        return (FSDP2 if section.runtime == "fsdp2" else FlatUnits)(heap, units, found, frozen)
+        return MACHINES[section.runtime](heap, units, found, frozen)
 
     return make
+
+
+MACHINES: dict[Runtime, Callable[..., Machine]] = {
+    "shardwright": FlatUnits,
+    "fsdp2": FSDP2,
+    "ddp": Replicated,
+    "megatron": Megatron,
+}
 
 
 def optimizer_of(job: Job) -> Optimizer:

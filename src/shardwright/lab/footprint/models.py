@@ -10,6 +10,7 @@ import msgspec
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
+from shardwright.core.memory_section import WHOLE
 from shardwright.core.parallel import Degrees, ParallelSection, local_shape
 from shardwright.core.recording import RecordedUnit, Recording
 from shardwright.core.tensor import TensorSpec, element_bytes
@@ -95,7 +96,7 @@ class LlamaModel:
             sequence=batch.sequence // self.degrees.context,
             dtype=section.param_dtype,
             treatment=self.treatment,
-            casts=section.runtime != "ddp",
+            casts=section.runtime not in WHOLE,
         )
 
 

@@ -1,0 +1,91 @@
+"""The configuration of another program as a job: which of its keys were read, which were not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from shardwright.core.errors import InputError, UnsupportedError, expected
+
+Document = dict[str, dict[str, Any]]
+
+
+class Imported(msgspec.Struct, frozen=True):
+    """A configuration as sections of a job, its keys that change no memory, and those that nobody
+    read, whatever they change."""
+
+    document: Document
+    harmless: tuple[str, ...]
+    unread: tuple[str, ...]
+
+
+class Keys:
+    """A configuration, and which of its keys were asked for. Its ``harmless`` keys or sections
+    change no memory of a step. Arguments of a command are a section without a name."""
+
+    def __init__(self, config: Mapping[str, Any], harmless: re.Pattern[str]) -> None:
+        self.config, self.harmless = config, harmless
+        self.asked: set[tuple[str, str]] = set()
+
+    def value(self, section: str, key: str, default: Any) -> Any:
+        self.asked.add((section, key))
+        given = self.config.get(section, {})
+        if not isinstance(given, Mapping):
+            raise InputError(expected(section, "a section of a configuration", f"{given!r}"))
+        return given.get(key, default)
+
+    def number(self, section: str, *names: str, default: int, least: int = 1) -> int:
+        """The first of ``names`` that is given; other ones are those of earlier versions."""
+        given = [(name, self.value(section, name, None)) for name in names]
+        name, found = next((pair for pair in given if pair[1] is not None), (names[0], default))
+        if not isinstance(found, int) or isinstance(found, bool) or found < least or found == 0:
+            wanted = "a number from 1" if least == 1 else "-1 or a number from 1"
+            raise InputError(expected(_spot(section, name), wanted, f"{found!r}"))
+        return found
+
+    def one_of(self, section: str, key: str, known: Mapping[str, str], default: str) -> str:
+        found = self.value(section, key, default)
+        if found not in known:
+            raise self.refused(section, key, " or ".join(known), default or "none")
+        return known[found]
+
+    def refused(
+        self, section: str, key: str, wanted: str, default: str = "none"
+    ) -> UnsupportedError:
+        found = self.value(section, key, default)
+        return UnsupportedError(expected(_spot(section, key), wanted, f"{found}"))
+
+    def imported(self, document: Document) -> Imported:
+        """The job, with what nobody asked for in its order."""
+        left = tuple(self._left())
+        harmless = tuple(spot for spot in left if self.harmless.fullmatch(spot))
+        return Imported(document, harmless, tuple(spot for spot in left if spot not in harmless))
+
+    def _left(self) -> Iterator[str]:
+        """Sections that nobody asked for, or that are harmless, and keys of others."""
+        for section, given in self.config.items():
+            keys = [key for key in given if (section, key) not in self.asked]
+            if section and (self.harmless.fullmatch(section) or len(keys) == len(given)):
+                yield section
+            else:
+                yield from (_spot(section, key) for key in keys)
+
+
+def _spot(section: str, key: str) -> str:
+    return f"{section}.{key}" if section else f"--{key}"
+
+
+def as_toml(document: Document) -> str:
+    """Sections of plain values as TOML."""
+    return "\n".join(
+        "\n".join([f"[{name}]", *(f"{key} = {_written(value)}" for key, value in section.items())])
+        + "\n"
+        for name, section in document.items()
+    )
+
+
+def _written(value: Any) -> str:
+    return msgspec.json.encode(value).decode()  # of text, numbers and truth TOML's form is JSON's
