@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from shardwright.core.document import Shown
 from shardwright.planner.statistics import memory_prices, statistics
 from shardwright.report.memory_report import memory_report
-from shardwright.report.plan_report import plan_report
+from shardwright.report.plan_report import plan_in_brief, plan_report
 from shardwright.report.table import comparison_summary, text_of
 
 RULE = "\N{BOX DRAWINGS LIGHT HORIZONTAL}"
@@ -56,3 +56,17 @@ def test_its_repr_is_one_short_line(shown: Shown) -> None:
 def test_names_are_text_in_a_notebook() -> None:
     hostile = msgspec.structs.replace(footprint(), model="<script>alert(1)</script>")
     assert "<script>" not in hostile._repr_html_()
+
+
+def test_the_demo_shows_of_a_plan_the_verdict_and_its_tables_alone() -> None:
+    brief = text_of(plan_in_brief(PLAN, memory_prices(PLAN)))
+    assert f"{PLAN}".startswith(brief.rstrip())
+    assert "C3" in brief
+    assert "Memory and time per rank" not in brief
+
+
+def test_the_demo_shows_peaks_only_where_something_failed() -> None:
+    held = samples.comparison(PLAN)
+    failed = msgspec.structs.replace(held, failures=("a reason",))
+    assert "Peak per rank" not in text_of(comparison_summary(held, brief=True))
+    assert "Peak per rank" in text_of(comparison_summary(failed, brief=True))

@@ -15,8 +15,8 @@ from shardwright.core.job import named_files, read_job
 from shardwright.core.outputs import REPORT, check_output
 from shardwright.core.plan import Plan
 from shardwright.lab.session import check, run
-from shardwright.planner.statistics import memory_prices, statistics
-from shardwright.report.plan_report import plan_report
+from shardwright.planner.statistics import memory_prices
+from shardwright.report.plan_report import plan_in_brief
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +34,14 @@ def execute(options: argparse.Namespace) -> int:
     check(job, folder)
     check_output(report, REPORT, named_files(job), "--out")
     made = planned(job)
-    shared.show(plan_report(made, statistics(made), memory_prices(made)))
+    shared.show(plan_in_brief(made, memory_prices(made)))
     print(_announcement(made), file=sys.stderr, flush=True)
     session = run(made, folder, sys.stderr)
-    code = finish(session)
+    code = finish(session, brief=True)
     if session.measurement is not None:
+        changed = shared.beside(report)
         write_report(folder, report)
-        print(f"report: {report}")
+        print(f"report: {report}{changed}")
     return code
 
 

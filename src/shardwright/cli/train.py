@@ -35,7 +35,7 @@ def execute(options: argparse.Namespace) -> int:
     return finish(session, json=options.json, full=options.full)
 
 
-def finish(session: Session, *, json: bool = False, full: bool = False) -> int:
+def finish(session: Session, *, json: bool = False, full: bool = False, brief: bool = False) -> int:
     """Say how a run ended."""
     if session.outcome.code != 0:
         print(f"shardwright: {session.outcome.reason}", file=sys.stderr)
@@ -50,7 +50,7 @@ def finish(session: Session, *, json: bool = False, full: bool = False) -> int:
         return 0
     from shardwright.report.table import comparison_summary
 
-    shared.show(comparison_summary(session.comparison, full=full))
+    shared.show(comparison_summary(session.comparison, full=full, brief=brief))
     print("\n".join(result_lines(session)))
     print(f"results in {session.folder}", file=sys.stderr)
     return 0

@@ -34,28 +34,39 @@ def plan_report(
     plan: Plan, statistics: Statistics, prices: Sequence[MemoryPrice], *, full: bool = False
 ) -> RenderableType:
     """What a reader of a plan looks for first; ``full`` leaves no sheet and no row out."""
-    tabled = bool(plan.tables)
-    verdict = [
-        plan_sheets.fits_line(plan),
-        plan_sheets.speed_line(plan),
-        plan_sheets.checkpointing_line(plan),
-        sheets.price_line(prices) if tabled else "",
-    ]
-    if full:
-        verdict += [*sheets.waiting_lines(statistics), plan_sheets.search_line(plan)]
-    shown = _every_sheet(plan, statistics) if full else _first_sheets(plan)
+    more = [*sheets.waiting_lines(statistics), plan_sheets.search_line(plan)] if full else []
+    shown = _every_sheet(plan, statistics) if full else [*_first_sheets(plan)]
     assumed = plan_sheets.assumptions(plan)
     return spaced(
-        prose(plan_sheets.headline(plan), style="bold"),
-        prose("\n".join(filter(None, verdict))),
+        *_verdict(plan, prices, more),
         *(drawn(sheet, short=not full) for sheet in shown if sheet is not None),
         listed("Not searched to the end", sheets.skipped_lines(plan)),
         listed("Assumptions", assumed) if full else assumed_line(assumed, FIRST_ASSUMPTIONS),
-        prose(STEPS + (MORE if tabled else MORE_WITHOUT_TABLES), style="dim"),
+        prose(STEPS + (MORE if plan.tables else MORE_WITHOUT_TABLES), style="dim"),
     )
 
 
-def _first_sheets(plan: Plan) -> list[Sheet | None]:
+def plan_in_brief(plan: Plan, prices: Sequence[MemoryPrice]) -> RenderableType:
+    """The verdict, and where the largest parts lie."""
+    return spaced(*_verdict(plan, prices), drawn(_first_sheets(plan)[0], short=True))
+
+
+def _verdict(
+    plan: Plan, prices: Sequence[MemoryPrice], more: Sequence[str] = ()
+) -> list[RenderableType]:
+    """What is planned, whether it fits, how fast it is and what would make it faster."""
+    lines = [
+        plan_sheets.fits_line(plan),
+        plan_sheets.speed_line(plan),
+        plan_sheets.checkpointing_line(plan),
+        sheets.price_line(prices) if plan.tables else "",
+        *more,
+    ]
+    title = prose(plan_sheets.headline(plan), style="bold")
+    return [title, prose("\n".join(filter(None, lines)))]
+
+
+def _first_sheets(plan: Plan) -> list[Sheet]:
     """Where everything lies, and what every rank holds, the largest and fullest first; what columns
     mean is said in the full report."""
     ranks = plan_sheets.ranks_sheet(plan, FIRST_RANKS)

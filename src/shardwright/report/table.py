@@ -53,9 +53,12 @@ def text_of(renderable: RenderableType, *, color: bool = False) -> str:
 FIRST_RANKS, FIRST_FAILURES, FIRST_DIFFERENCES = 4, 6, 30  # rows of a first screen
 
 
-def comparison_summary(comparison: Comparison, *, full: bool = False) -> RenderableType:
+def comparison_summary(
+    comparison: Comparison, *, full: bool = False, brief: bool = False
+) -> RenderableType:
     """The verdict, then predicted beside measured: peaks, the phases of the slowest rank and what
-    is not equal; ``full`` has every exact byte and the phases of more ranks."""
+    is not equal; ``full`` has every exact byte and the phases of more ranks, a ``brief`` one no
+    peaks that are as predicted."""
     sheets = comparison_sheets
     verdict, times = sheets.verdict(comparison), sheets.time_verdict(comparison)
     failed = sheets.failures(comparison)
@@ -73,7 +76,7 @@ def comparison_summary(comparison: Comparison, *, full: bool = False) -> Rendera
         listed("What failed", (*shown, f"{left:,} more: --full") if left > 0 else shown),
         drawn(exact) if exact else None,
         drawn(unequal, short=not full) if unequal else None,
-        drawn(peaks, short=not full) if comparison.peaks else None,
+        drawn(peaks, short=not full) if comparison.peaks and (failed or not brief) else None,
         *(drawn(sheet, short=not full) for sheet in phases),
     )
 
