@@ -138,6 +138,15 @@ def test_a_load_and_a_capacity_change_the_rows_that_are_received() -> None:
             {"qk_rope_head_dim": 3, "kv_lora_rank": 8},
             "model.qk_rope_head_dim: expected an even number, got 3.",
         ),
+        ({"v_head_dim": 4}, "model.kv_lora_rank: expected at least 1 beside v_head_dim, got none."),
+        (
+            {"kv_lora_rank": 8, "qk_rope_head_dim": 8},
+            "model.qk_rope_head_dim: expected a part of head_dim 8 beside kv_lora_rank, got 8.",
+        ),
+        (
+            {"kv_lora_rank": 8, "qk_rope_head_dim": 4},
+            "model.kv_heads: expected 8 beside kv_lora_rank, got 4.",
+        ),
         ({"moe_layers": (2,)}, "model.moe_layers: expected layers below 2, got 2."),
         ({"moe_layers": (1,)}, "model.experts_per_token: expected from 1 to the 0 experts, got 0."),
         ({"ffn_dim": 0}, "model.ffn_dim: expected at least 1, got 0."),

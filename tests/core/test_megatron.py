@@ -84,6 +84,14 @@ def test_what_changes_memory_is_followed(more: str, section: str, key: str, want
     parse_job(found)
 
 
+def test_latent_attention_has_its_widths() -> None:
+    widths = "--kv-lora-rank 512 --q-lora-rank 1536 --qk-head-dim 96"
+    shape = parse_job(document(f"--multi-latent-attention --qk-layernorm {widths}")).model.shape
+    assert isinstance(shape, LlamaShape)
+    assert (shape.kv_lora_rank, shape.q_lora_rank, shape.value_dim) == (512, 1536, 128)
+    assert (shape.head_dim, shape.turned_dim) == (160, 64)
+
+
 def test_words_are_rounded_up_for_every_tensor_rank() -> None:
     found = document("--tensor-model-parallel-size 4 --vocab-size 50257")
     assert found["model"]["vocab"] == 50688
@@ -103,7 +111,7 @@ def test_what_changes_nothing_and_what_is_not_read_are_said_apart() -> None:
         (f"{LLAMA_3_8B} --hidden-dropout 0.1", None, UnsupportedError, "--hidden-dropout"),
         (f"{LLAMA_3_8B} --normalization LayerNorm", None, UnsupportedError, "--normalization"),
         (f"{LLAMA_3_8B} --fp8-format hybrid", None, UnsupportedError, "--fp8-format"),
-        (f"{LLAMA_3_8B} --multi-latent-attention", None, UnsupportedError, "hf_config"),
+        (f"{LLAMA_3_8B} --mtp-num-layers 1", None, UnsupportedError, "heads for further tokens"),
         (
             f"{LLAMA_3_8B} --recompute-granularity full --recompute-num-layers 4",
             None,

@@ -47,6 +47,9 @@ def test_every_flavor_is_a_job(name: str) -> None:
         ("qwen3", "32B", 32.8),
         ("qwen3", "30B-A3B", 30.5),
         ("qwen3", "235B-A22B", 235.1),
+        ("deepseek_v3", "16B", 15.7),
+        ("deepseek_v3", "236B", 235.7),
+        ("deepseek_v3", "671B", 671.0),
     ],
 )
 def test_flavors_have_the_published_numbers_of_parameters(

@@ -18,6 +18,7 @@ LARGEST_DEPTH = 4096
 
 NamedShape = tuple[str, tuple[int, ...]]
 Activation = Literal["silu", "gelu_tanh"]
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 
 class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,6 +118,7 @@ def check_shape(shape: LlamaShape, where: str = "model") -> None:
         raise InputError(
             expected(f"{where}.{key}", "an even number", str(shape.turned_dim), "RoPE turns pairs.")
         )
+    _check_latent(shape, where)
     beyond = [layer for layer in shape.moe_layers if not 0 <= layer < shape.layers]
     if beyond:
         raise InputError(
@@ -134,6 +136,23 @@ def check_shape(shape: LlamaShape, where: str = "model") -> None:
         raise InputError(expected(f"{where}.expert_ffn_dim", "at least 1", "0"))
     if len(shape.moe_layers) < shape.layers and not shape.ffn_dim:
         raise InputError(expected(f"{where}.ffn_dim", "at least 1", "0"))
+
+
+def _check_latent(shape: LlamaShape, where: str) -> None:
+    given = [key for key in LATENT if getattr(shape, key)]
+    if not given:
+        return
+    if not shape.kv_lora_rank:
+        raise InputError(expected(f"{where}.kv_lora_rank", f"at least 1 beside {given[0]}", "none"))
+    if not 0 < shape.qk_rope_head_dim < shape.head_dim:
+        wanted = f"a part of head_dim {shape.head_dim} beside kv_lora_rank"
+        raise InputError(expected(f"{where}.qk_rope_head_dim", wanted, str(shape.qk_rope_head_dim)))
+    usual = {"kv_heads": shape.heads, "qk_norm": False, "attention_bias": False}
+    for key, value in usual.items():
+        if getattr(shape, key) != value:
+            found = repr(getattr(shape, key))
+            wanted = f"{value} beside kv_lora_rank"
+            raise InputError(expected(f"{where}.{key}", wanted, found))
 
 
 def block_tensors(shape: LlamaShape, layer: int) -> list[NamedShape]:

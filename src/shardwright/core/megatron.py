@@ -37,7 +37,6 @@ NEEDED = {
 }
 # Arguments that change memory and that no estimate follows, and what they bring.
 REFUSED = {
-    "multi-latent-attention": "latent attention; hf_config has it for DeepSeek",
     "mtp-num-layers": "heads for further tokens",
     "moe-shared-expert-gate": "a gate of the shared expert",
     "fp8-format": "products of Transformer Engine in 8 bits",
@@ -159,8 +158,27 @@ def _model(keys: Keys, tensor: int) -> dict[str, Any]:
         "tied_embeddings": not keys.value(ALL, "untie-embeddings-and-output-weights", False),
         "qk_norm": bool(keys.value(ALL, "qk-layernorm", False)),
         "attention_bias": bool(keys.value(ALL, "add-qkv-bias", False)),
+        **_latent(keys, heads),
         **_experts(keys, wide),
     }
+
+
+def _latent(keys: Keys, heads: int) -> dict[str, Any]:
+    """Widths of latent attention, whose few numbers are always normed here."""
+    if not keys.value(ALL, "multi-latent-attention", False):
+        return {}
+    turned = keys.number(ALL, "qk-pos-emb-head-dim", default=64)
+    found = {
+        "kv_heads": heads,
+        "qk_norm": False,
+        "head_dim": keys.number(ALL, "qk-head-dim", default=128) + turned,
+        "kv_lora_rank": keys.number(ALL, "kv-lora-rank", default=32),
+        "qk_rope_head_dim": turned,
+        "v_head_dim": keys.number(ALL, "v-head-dim", default=128),
+    }
+    if keys.value(ALL, "q-lora-rank", None) is not None:
+        found["q_lora_rank"] = keys.number(ALL, "q-lora-rank", default=1)
+    return found
 
 
 def _experts(keys: Keys, wide: int) -> dict[str, Any]:

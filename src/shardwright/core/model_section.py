@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.hf_config import read_hf_config
-from shardwright.core.llama import LlamaShape, check_shape
+from shardwright.core.llama import LATENT, LlamaShape, check_shape
 
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Depth = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -58,6 +58,10 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expert_ffn_dim: Width | UnsetType = UNSET
     shared_ffn_dim: Width | UnsetType = UNSET
     moe_layers: tuple[int, ...] | UnsetType = UNSET
+    q_lora_rank: Width | UnsetType = UNSET
+    kv_lora_rank: Width | UnsetType = UNSET
+    qk_rope_head_dim: Width | UnsetType = UNSET
+    v_head_dim: Width | UnsetType = UNSET
     hf_config: str | UnsetType = UNSET
     python: str | UnsetType = UNSET
     arguments: dict[str, Any] | UnsetType = UNSET
@@ -86,6 +90,7 @@ _LLAMA = (
     "expert_ffn_dim",
     "shared_ffn_dim",
     "moe_layers",
+    *LATENT,
 )
 KEYS_OF_KIND: dict[ModelKind, tuple[str, ...]] = {
     "dlrm": ("dense_features", "bottom", "top", "interaction", "cross_layers", "cross_rank"),
@@ -177,6 +182,7 @@ def _llama_shape(model: ModelSection, where: str) -> LlamaShape:
         expert_ffn_dim=_given(model.expert_ffn_dim, wide) if experts else 0,
         shared_ffn_dim=_given(model.shared_ffn_dim, 0),
         moe_layers=_given(model.moe_layers, layers),
+        **{key: _given(getattr(model, key), 0) for key in LATENT},
     )
 
 

@@ -36,6 +36,30 @@ def _qwen3_moe(
     return _qwen3(layers, dim, heads, ffn_dim) | {"kv_heads": kv_heads} | experts
 
 
+def _deepseek(
+    sizes: dict[str, Any],
+    experts: int,
+    active: int,
+    wide: int,
+    shared: int,
+    dense: int,
+    **rank: int,
+) -> dict[str, Any]:
+    """Heads of 128 numbers and 64 that are turned; ``dense`` layers before those with experts."""
+    return sizes | {
+        "head_dim": 192,
+        "experts": experts,
+        "experts_per_token": active,
+        "expert_ffn_dim": wide,
+        "shared_ffn_dim": shared * wide,
+        "moe_layers": [*range(dense, sizes["layers"])],
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        **rank,
+    }
+
+
 LLAMA_3 = 128_256  # words
 FLAVORS: dict[str, dict[str, dict[str, Any]]] = {
     "llama2": {
@@ -57,6 +81,15 @@ FLAVORS: dict[str, dict[str, dict[str, Any]]] = {
         "32B": _qwen3(64, 5120, 64, 25_600),
         "30B-A3B": _qwen3_moe(48, 2048, 32, 6144, 768, kv_heads=4),
         "235B-A22B": _qwen3_moe(94, 4096, 64, 12_288, 1536, kv_heads=4),
+    },
+    "deepseek_v3": {
+        "16B": _deepseek(_sizes(27, 2048, 16, 16, 10_944, 102_400), 64, 6, 1408, 2, 1),
+        "236B": _deepseek(
+            _sizes(60, 5120, 128, 128, 12_288, 102_400), 160, 6, 1536, 2, 1, q_lora_rank=1536
+        ),
+        "671B": _deepseek(
+            _sizes(61, 7168, 128, 128, 18_432, 129_280), 256, 8, 2048, 1, 3, q_lora_rank=1536
+        ),
     },
 }
 """Published sizes, by the names that TorchTitan gives models and their flavors."""
