@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,25 @@ def test_a_job_for_gpus_is_refused_where_there_are_none(
     call("train", job, *words).refuses(2, "2 CUDA devices", "--set cluster.preset=local")
 
 
-def test_a_mapping_is_no_job_and_says_what_makes_one() -> None:
-    with pytest.raises(InputError, match=r"job: expected a Job, got dict\. read_job reads a file"):
-        sw.plan({"batch": {"size": 3}})  # type: ignore[arg-type]
+ANY: Any = {"batch": {"size": 3}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (lambda: sw.plan(ANY), "job: expected a Job, got dict. read_job reads a file"),
+        (lambda: sw.estimate_memory(ANY), "job: expected a Job, got dict. read_job reads a file"),
+        (lambda: sw.explain(ANY, "C3"), "plan: expected a Plan, got dict. read_plan reads a file."),
+        (lambda: sw.compare(ANY, ANY), "plan: expected a Plan, got dict. read_plan reads a file."),
+        (lambda: sw.apply(ANY, ANY, ANY), "plan: expected a Plan, got dict."),
+    ],
+)
+def test_a_mapping_is_no_job_or_plan_and_what_makes_one_is_said(
+    asked: Callable[[], object], said: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        asked()
+    assert str(caught.value).startswith(said)
 
 
 def test_a_wrong_function_lists_those_that_are_there(

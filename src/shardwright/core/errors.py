@@ -72,6 +72,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return ", ".join(f"'{each}'" for each in shown) + more
 
 
+def check_type(value: object, kind: type, where: str, remedy: str = "") -> None:
+    """InputError unless ``value`` is a ``kind``."""
+    if not isinstance(value, kind):
+        raise InputError(expected(where, f"a {kind.__name__}", type(value).__name__, remedy))
+
+
 def expected(where: str, wanted: str, found: str, remedy: str = "") -> str:
     """One line in the form every message of this package has."""
     text = f"{where}: expected {wanted}, got {found}."

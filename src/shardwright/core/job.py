@@ -55,6 +55,7 @@ Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 TableUpdate = Literal["sgd", "rowwise_adagrad"]  # what the runtime does to rows
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 # Filled in here, never by a file.
+A_JOB = "read_job reads a file, parse_job a mapping."  # what to do without one
 HIDDEN = ("TableSpec.fqn", "ClusterSection.measured", "ModelSection.shape")
 
 

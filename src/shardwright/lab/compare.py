@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from shardwright.core.errors import MismatchError, expected
+from shardwright.core.errors import MismatchError, check_type, expected
 from shardwright.core.measurement import COMPARISON_SCHEMA, Comparison, Line, Measurement
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import PEAK, decode, exact_bytes, phase_peaks, phase_seconds
@@ -15,6 +15,8 @@ K = TypeVar("K")
 
 def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Comparison:
     """Join on (rank, phase, kind, name), peaks on (rank, phase), seconds on phase totals."""
+    check_type(plan, Plan, "plan", "read_plan reads a file.")
+    check_type(measurement, Measurement, "measurement", "read_measurement reads a file.")
     if plan.fingerprint != measurement.plan_fingerprint:
         raise MismatchError(
             expected(

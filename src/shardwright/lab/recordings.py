@@ -22,8 +22,9 @@ from msgspec import UNSET
 
 from shardwright import __version__
 from shardwright.core.document import write_atomically
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.job import (
+    A_JOB,
     Job,
     checkpointing_of,
     memory_of,
@@ -54,9 +55,7 @@ def plan(job: Job, hear: Hear | None = None) -> Plan:
     ``hear`` is called in every round of the search and may stop it, which keeps the best plan.
     Raises NoPlanError with the shortfall if none fits, InputError for what cannot be planned.
     """
-    if not isinstance(job, Job):
-        remedy = "read_job reads a file, parse_job a mapping."
-        raise InputError(expected("job", "a Job", type(job).__name__, remedy))
+    check_type(job, Job, "job", A_JOB)
     watch = watch_of(job, hear)
     return written(found_for(job, watch), watch)
 

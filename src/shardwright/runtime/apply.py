@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import __version__
 from shardwright.core.block import Block, Role, check_tiling
-from shardwright.core.errors import InputError, MismatchError, expected
+from shardwright.core.errors import InputError, MismatchError, check_type, expected
 from shardwright.core.layout import unit_layout
 from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.plan import Plan, UnitPlan
@@ -65,6 +65,7 @@ def apply(
     but does not run. Blocks that the plan has checkpointed are computed again in their backward,
     with the same random numbers.
     """
+    check_type(plan, Plan, "plan", "read_plan reads a file.")
     comm = Comm(mesh, probe)
     _agree(comm, model, plan)
     if comm.size != plan.world_size:

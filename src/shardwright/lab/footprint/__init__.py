@@ -6,8 +6,9 @@ import time
 
 import msgspec
 
+from shardwright.core.errors import check_type
 from shardwright.core.footprint import Footprint
-from shardwright.core.job import Job
+from shardwright.core.job import A_JOB, Job
 from shardwright.core.model_of_job import is_planned
 from shardwright.lab.footprint.planned import planned
 from shardwright.planner.search.watch import Hear
@@ -28,6 +29,7 @@ def footprint(
     Raises InputError for what cannot be traced or divided, naming the place, NoPlanError where
     no tables alone fit.
     """
+    check_type(job, Job, "job", A_JOB)
     begun = time.perf_counter()
     if is_planned(job):
         found = planned(job, details=details, rank=rank, hear=hear)

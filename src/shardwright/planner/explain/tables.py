@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwright.core.amount import leaf
 from shardwright.core.cluster import TIERS
+from shardwright.core.errors import check_type
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.cost import embedding
 from shardwright.planner import profiles
@@ -34,6 +35,7 @@ def explain_tensor(plan: Plan, name: str, again: ModelOf | None = None) -> list[
 
     ``again`` records the plan's model without checkpointing, which a unit with it is compared with.
     """
+    check_type(plan, Plan, "plan", "read_plan reads a file.")
     draft = draft_of(plan)
     for table, placed in zip(plan.tables, draft.tables, strict=True):
         if name in (table.name, table.fqn):
