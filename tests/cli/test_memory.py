@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from tiny_configs import FAMILIES
 
 JOB = """
 [model]
@@ -124,6 +125,19 @@ def test_a_step_on_this_machine_takes_what_was_predicted(call: Any, llama: Path)
     measured = {phase["phase"]: phase["bytes"] for phase in real["measured"]["phases"]}
     for phase in real["predicted"]["ranks"][0]["phases"]:
         assert measured[phase["phase"]] == phase["bytes"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_a_hugging_face_config_takes_what_was_predicted(
+    call: Any, tmp_path: Path, family: str
+) -> None:
+    config = {"model_type": family, **FAMILIES[family]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf.toml").write_text(
+        'model.hf_config = "config.json"\nbatch = {size = 2, sequence = 48}\n'
+    )
+    real = call("memory", "hf.toml", "--real", "--json").json["real"]
+    assert real["measured"]["peak"]["bytes"] == real["predicted"]["peak_bytes"]
 
 
 def test_a_step_too_large_for_this_machine_is_not_run(call: Any, llama: Path) -> None:

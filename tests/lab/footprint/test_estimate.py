@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from memory_truth import DTYPES, Training, fake_group, fsdp_mem_tracker, mesh_of, our_tracker
+from tiny_configs import FAMILIES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.footprint import RankMemory
@@ -96,35 +97,6 @@ def test_fsdp2_takes_what_was_estimated_as_torchs_tracker_sees_it(case: str) -> 
     job = job_of(CASES[case])
     truth = fsdp_mem_tracker(job).peak
     assert abs(estimated(job).peak_bytes - truth) <= LOSS_BYTES
-
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "first_k_dense_replace": 1,
-        "hidden_size": 64,
-        "intermediate_size": 200,
-        "kv_lora_rank": 24,
-        "moe_intermediate_size": 48,
-        "n_routed_experts": 8,
-        "num_attention_heads": 4,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 3,
-        "q_lora_rank": 40,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "vocab_size": 500,
-    },
-    "gemma2": {
-        "head_dim": 16,
-        "hidden_size": 64,
-        "intermediate_size": 200,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 2,
-        "vocab_size": 500,
-    },
-}
 
 
 @pytest.mark.slow
