@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.errors import InputError, expected
+from shardwright.data.dealing import Dealt, deal, step_over
 
 INTEGER_NAMES = tuple(f"I{i}" for i in range(1, 14))
 CATEGORY_NAMES = tuple(f"C{i}" for i in range(1, 27))
@@ -58,7 +60,8 @@ class CriteoReader:
     The file repeats for ever. Global batch k is rows [k*W*B, (k+1)*W*B) of that endless file and
     rank r owns rows [k*W*B + r*B, +B) of it, so that the global batch is the same for every world
     size W while W*B is. Other ranks' rows are stepped over unparsed; one line and one batch are in
-    memory. ``table_rows`` gives the 26 table sizes that the ids are reduced to.
+    memory. ``table_rows`` gives the 26 table sizes that the ids are reduced to. After ``dealt`` the
+    reader goes on with the rows that are left.
 
     A bad row raises InputError with file, line and field. With ``skip_bad_rows`` it is counted in
     ``bad_rows`` and the next row that this rank owns fills the batch; as many bad rows one after
@@ -73,6 +76,7 @@ class CriteoReader:
         rank: int = 0,
         world_size: int = 1,
         skip_bad_rows: bool = False,
+        dealt: Sequence[Dealt] = (),
     ) -> None:
         self._path = Path(path)
         self._table_rows = _checked_tables(table_rows)
@@ -83,8 +87,8 @@ class CriteoReader:
         self._passes = _Passes()
         # The generators hold no reference to this object: without a cycle the file is closed as
         # soon as the reader is dropped.
-        endless = _endless(self._path, self._spelling, self._passes)
-        self._owned = _deal(endless, batch_size, rank, world_size)
+        endless = partial(_endless, self._path, self._spelling, self._passes)
+        self._owned = deal(endless, dealt, batch_size, rank, world_size)
         self._bad_in_a_row = 0
         self.bad_rows = 0
 
@@ -164,7 +168,7 @@ def evaluation_batches(
 
     def batches() -> Iterator[tuple[ClickBatch, NDArray[np.int64]]]:
         while True:
-            before = _step_over(rows, rank * batch_size)
+            before = step_over(rows, rank * batch_size)
             own = list(islice(rows, batch_size))
             if not before and not own:
                 return
@@ -174,7 +178,7 @@ def evaluation_batches(
                 batch = _parse([line for _, (_, line) in own], spelling, tables)
                 assert batch is not None
             yield batch, np.array([index for index, _ in own], dtype=np.int64)
-            _step_over(rows, (world_size - 1 - rank) * batch_size)
+            step_over(rows, (world_size - 1 - rank) * batch_size)
 
     return batches()
 
@@ -289,26 +293,19 @@ def _rows(path: Path, spelling: _Spelling) -> Iterator[_Row]:
                 yield number, line
 
 
-def _endless(path: Path, spelling: _Spelling, passes: _Passes) -> Iterator[_Row]:
+def _endless(path: Path, spelling: _Spelling, passes: _Passes, start: int) -> Iterator[_Row]:
+    """From row ``start`` of the endless file on."""
     while True:
         rows = 0
-        for rows, row in enumerate(_rows(path, spelling), 1):  # noqa: B007 (the count is used)
-            yield row
+        for rows, row in enumerate(_rows(path, spelling), 1):
+            if rows > start:
+                yield row
         if not rows:
             raise InputError(expected(str(path), "data rows", "no longer any", "Restore the file."))
-        passes.done += 1
+        whole = max(start // rows, 1)  # whole passes before the start are not read again
+        passes.done += whole
         passes.rows = rows
-
-
-def _deal(rows: Iterator[_Row], block: int, rank: int, world_size: int) -> Iterator[_Row]:
-    _step_over(rows, rank * block)
-    while True:
-        yield from islice(rows, block)
-        _step_over(rows, (world_size - 1) * block)
-
-
-def _step_over(rows: Iterator[object], count: int) -> int:
-    return sum(1 for _ in islice(rows, count))
+        start = max(start - whole * rows, 0)
 
 
 def _parse(lines: list[bytes], spelling: _Spelling, tables: NDArray[np.int64]) -> ClickBatch | None:

@@ -14,9 +14,9 @@ import math
 import random
 import stat
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count, islice
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, expected
+from shardwright.data.dealing import Dealt, deal
 
 VOCAB = 256  # a byte is a token
 HELD_OUT_SHARE = 10  # one window in so many
@@ -86,24 +87,29 @@ class TextReader:
     Every pass takes the training windows in a new order that follows from ``seed``, and the next
     begins where it ends. Global batch k is the windows [k*W*B, (k+1)*W*B) of that endless order,
     rank r owns B of them from r*B on, so the global batch is the same whatever W while W*B is.
+    After ``dealt`` the reader goes on with the windows that are left.
     """
 
     def __init__(
-        self, text: Text, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0
+        self,
+        text: Text,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        dealt: Sequence[Dealt] = (),
     ) -> None:
         self._text = text
         self._seed = seed
         self._batch_size = batch_size
-        self._stride = batch_size * world_size
-        self._next = rank * batch_size
+        self._places = deal(count, dealt, batch_size, rank, world_size)
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     def __iter__(self) -> TextReader:
         return self
 
     def __next__(self) -> TokenBatch:
-        places = np.arange(self._next, self._next + self._batch_size)
-        self._next += self._stride
+        places = np.fromiter(islice(self._places, self._batch_size), np.int64)
         rounds, inside = np.divmod(places, self._text.training)
         wanted = {int(number) for number in np.unique(rounds)}
         self._orders = {number: self._order(number) for number in wanted}

@@ -1,0 +1,45 @@
+"""When and where a run is saved: the ``[checkpoint]`` section of a job."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_EVERY = re.compile(r"([1-9][0-9]{0,8}) (step|s|min|h)s?")
+GRACE = 30.0  # seconds that torchrun gives its workers after a signal
+
+
+class Every(NamedTuple):
+    """So many steps or seconds between two checkpoints: one of the two is None."""
+
+    steps: int | None
+    seconds: float | None
+
+
+def every(text: str) -> Every | None:
+    """``20 steps``, ``30 s``, ``10 min`` or ``2 h``; None for anything else."""
+    found = _EVERY.fullmatch(text)
+    if not found:
+        return None
+    count, unit = int(found[1]), found[2]
+    return Every(count, None) if unit == "step" else Every(None, count * _UNITS[unit])
+
+
+class CheckpointSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run with this section is saved ``every`` so many steps or minutes, at its end, and where a
+    signal ends it.
+
+    ``folder`` is in the run folder by default. With ``overlap`` ranks train on while files are
+    written, from a copy in host memory. ``grace`` are the seconds a run has to save and end after a
+    signal; ``restarts`` is how often ``train`` goes on by itself after a failure.
+    """
+
+    every: str = "10 min"
+    keep: Annotated[int, msgspec.Meta(ge=1, le=10**6)] = 2
+    folder: str = ""
+    overlap: bool = True
+    grace: Annotated[float, msgspec.Meta(gt=0, le=GRACE)] = GRACE
+    restarts: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
