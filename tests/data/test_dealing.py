@@ -21,9 +21,7 @@ def after(dealt: tuple[Dealt, ...], batch: int, counts: list[int]) -> tuple[Deal
 
 LIVES = st.lists(
     st.integers(1, 3).flatmap(
-        lambda batch: st.tuples(
-            st.just(batch), st.lists(st.integers(0, 9), min_size=1, max_size=4)
-        )
+        lambda batch: st.tuples(st.just(batch), st.lists(st.integers(0, 9), min_size=1, max_size=4))
     ),
     min_size=1,
     max_size=4,

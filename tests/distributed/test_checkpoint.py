@@ -30,7 +30,8 @@ def test_what_four_ranks_saved_is_read_by_fewer_in_other_cuts(
         pool.run(world_size, tasks.read, folder=str(saved), seed=seed)
     ):
         assert equal
-        assert restored == (1, {"plan": "p1"}, {"rank": rank, "step": 1}, 4)
+        everyones = tuple({"rank": each, "step": 1} for each in range(4))
+        assert restored == (1, {"plan": "p1"}, everyones[rank], 4, everyones)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -67,9 +67,7 @@ def _whole(count: int, batch: int) -> int:
     return count - count % batch
 
 
-def _own(
-    rows: Iterator[Row], batch: int, rank: int, world_size: int, first: int
-) -> Iterator[Row]:
+def _own(rows: Iterator[Row], batch: int, rank: int, world_size: int, first: int) -> Iterator[Row]:
     """The rows of one rank, of its first batch those from ``first`` on."""
     step_over(rows, rank * batch + first)
     yield from islice(rows, batch - first)

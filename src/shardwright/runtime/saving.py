@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +17,13 @@ from torch.optim import Optimizer
 
 from shardwright import __version__
 from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
-from shardwright.runtime.checkpoint import Held, read_checkpoint, write_checkpoint
+from shardwright.runtime.checkpoint import Held, read_checkpoint
 from shardwright.runtime.checkpoint.agreement import rank_and_size, reason, together
 from shardwright.runtime.checkpoint.folders import step_folder
 from shardwright.runtime.checkpoint.locks import Newest
 from shardwright.runtime.checkpoint.manifest import list_name
 from shardwright.runtime.checkpoint.stored import Stored
+from shardwright.runtime.checkpoint.write import Work, run_through, save_in_parts
 from shardwright.runtime.model_parts import (
     STATE,
     comm_of,
@@ -43,6 +43,11 @@ from shardwright.runtime.optimizer_groups import (
     settings_for,
 )
 from shardwright.runtime.optimizer_state import Incoming, as_optimizers, held_state, uses_of
+from shardwright.runtime.random_state import (
+    check_random_states,
+    random_states,
+    set_random_states,
+)
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -56,8 +61,8 @@ class Resumed(NamedTuple):
     """What a checkpoint says besides tensors.
 
     ``extra`` is what this rank gave when saving, or rank ``rank % world_size`` where there were
-    fewer; ``world_size`` is that of the run that saved. ``random_state`` says whether that was
-    restored.
+    fewer, ``extras`` what every rank gave; ``world_size`` is that of the run that saved.
+    ``random_state`` says whether that was restored.
     """
 
     step: int
@@ -65,6 +70,7 @@ class Resumed(NamedTuple):
     facts: dict[str, str]
     world_size: int
     random_state: bool
+    extras: tuple[Any, ...]
 
 
 def save_checkpoint(
@@ -97,6 +103,23 @@ def save_checkpoint(
         RunError: naming the rank that could not write, and why. Then nothing was saved, earlier
             checkpoints are whole, and training can go on.
     """
+    options = {"step": step, "extra": extra, "facts": facts, "keep": keep, "mesh": mesh}
+    return run_through(save_parts(folder, model, optimizer, **options))
+
+
+def save_parts(
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    step: int,
+    extra: Any = None,
+    facts: Mapping[str, str] | None = None,
+    keep: int | None = None,
+    mesh: DeviceMesh | None = None,
+    copied: bool = False,
+) -> Generator[Work, None, Path]:
+    """``save_checkpoint`` in parts, see ``save_in_parts``; what is saved is looked up at once."""
     comm = comm_of(model, mesh)
     leads = rank_and_size(comm)[0] == 0
     optimizers = as_optimizers(optimizer)
@@ -108,14 +131,14 @@ def save_checkpoint(
         uses = [uses_of(parts, each) for each in optimizers]
         for own, each in zip(uses, optimizers, strict=True):
             held.extend(held_state(own, each, leads=leads))
-        scalars: dict[str, Any] = {"extra": extra, "random": _random_states()}
+        scalars: dict[str, Any] = {"extra": extra, "random": random_states()}
         if optimizers:
             scalars["optimizer"] = as_scalars(groups_of(optimizers, uses))
         return held, scalars
 
     held, scalars = together(comm, "hold", hold, _failure("the model to save"))
     versions = {"torch": str(torch.__version__), "shardwright": __version__}
-    return write_checkpoint(
+    return save_in_parts(
         folder,
         step,
         held,
@@ -124,6 +147,7 @@ def save_checkpoint(
         scalars=scalars,
         keep=keep,
         newest=_NEWEST.setdefault(model, Newest()),
+        copied=copied,
     )
 
 
@@ -147,8 +171,8 @@ def load_checkpoint(
 
     Args:
         allow_smaller_dtype: round where the model has a smaller floating-point dtype.
-        random_state: go on with this rank's random numbers (torch's, CPU and the mesh's device),
-            if there are as many ranks as when saving.
+        random_state: go on with this rank's random numbers (torch's, CPU and the mesh's device,
+            Python's and NumPy's), if there are as many ranks as when saving.
 
     Raises:
         MismatchError: for a file that was changed, or a model or optimizer that is not what was
@@ -170,6 +194,8 @@ def load_checkpoint(
     settings: list[Group] = []
 
     def wanted(stored: Stored) -> list[Held]:
+        if random_state:
+            check_random_states(stored)
         held = holdings(model, parts, leads=True)
         if not optimizers:
             return held
@@ -198,8 +224,17 @@ def load_checkpoint(
         file = step_folder(Path(folder), found.step) / list_name(0)
         with contextlib.suppress(OSError), _NEWEST.setdefault(model, Newest()).becomes(file):
             pass  # what a run goes on from is its newest until it saves
-    restored = random_state and _restore_random(found.scalars, found.world_size, comm)
-    return Resumed(found.step, found.scalars.get("extra"), found.facts, found.world_size, restored)
+    own_states = found.scalars.get("random")
+    restored = random_state and own_states is not None
+    if restored and found.world_size != rank_and_size(comm)[1]:
+        log.warning("random numbers begin anew: the checkpoint is of %d ranks", found.world_size)
+        restored = False
+    if restored:
+        set_random_states(own_states)
+    extras = tuple(scalars.get("extra") for scalars in found.every)
+    return Resumed(
+        found.step, found.scalars.get("extra"), found.facts, found.world_size, restored, extras
+    )
 
 
 def _failure(what: str) -> Any:
@@ -228,30 +263,3 @@ def _state_names(stored: Stored, sums: set[str]) -> dict[str, set[str]]:
             fqn, _, state = name.removeprefix(STATE).rpartition("/")
             names[fqn].add(state)
     return names
-
-
-# ---- random numbers ------------------------------------------------------------------------------
-
-
-def _random_states() -> dict[str, str]:
-    """The states of torch's generators, by device type."""
-    states = {"cpu": torch.get_rng_state()}
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and torch.accelerator.is_available():
-        states[accelerator.type] = torch.get_device_module(accelerator.type).get_rng_state()
-    return {
-        kind: base64.b64encode(bytes(state.tolist())).decode() for kind, state in states.items()
-    }
-
-
-def _restore_random(scalars: Mapping[str, Any], world_size: int, comm: Any) -> bool:
-    if world_size != rank_and_size(comm)[1] or "random" not in scalars:
-        log.warning("random numbers begin anew: the checkpoint is of %d ranks", world_size)
-        return False
-    for kind, text in scalars["random"].items():
-        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        if kind == "cpu":
-            torch.set_rng_state(state)
-        elif torch.accelerator.is_available():
-            torch.get_device_module(kind).set_rng_state(state)
-    return True

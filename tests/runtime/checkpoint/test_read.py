@@ -121,7 +121,7 @@ def test_the_newest_complete_step_is_read_and_others_by_number(
     wanted = [Held("weight", (3,), (0,), (3,), torch.zeros(3))]
     with caplog.at_level(logging.WARNING):
         restored = read_checkpoint(tmp_path, wanted, None)
-    assert restored == (10, {"fingerprint": "f10"}, {"rank": 0}, 1)
+    assert restored == (10, {"fingerprint": "f10"}, {"rank": 0}, 1, ({"rank": 0},))
     assert wanted[0].tensor.tolist() == [10.0] * 3
     assert [r.getMessage() for r in caplog.records] == [
         f"{tmp_path / 'step-12.tmp'}: a save that is not finished; ignored"

@@ -38,13 +38,14 @@ class Restored(NamedTuple):
     """What a checkpoint says besides its tensors.
 
     ``world_size`` is that of the run that saved it; ``scalars`` are those of this rank there, or
-    of rank ``rank % world_size`` where there were fewer.
+    of rank ``rank % world_size`` where there were fewer, ``every`` those of all.
     """
 
     step: int
     facts: dict[str, str]
     scalars: dict[str, Any]
     world_size: int
+    every: tuple[dict[str, Any], ...]
 
 
 Wanted = Sequence[Held] | Callable[[Stored], Sequence[Held]]
@@ -108,10 +109,8 @@ def read_checkpoint(
 
     copies = together(comm, "plan", plan, failure)
     together(comm, "read", lambda: _fill_all(stored, copies, rank), failure)
-    lists = stored.lists
-    return Restored(
-        chosen, stored.manifest.facts, lists[rank % len(lists)].scalars, stored.manifest.world_size
-    )
+    every = tuple(found.scalars for found in stored.lists)
+    return Restored(chosen, stored.manifest.facts, every[rank % len(every)], len(every), every)
 
 
 def read_full(

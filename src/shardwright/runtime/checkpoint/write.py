@@ -6,10 +6,13 @@ import contextlib
 import hashlib
 import math
 import os
+import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+
+import torch
 
 from shardwright.core.document import encode_document
 from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
@@ -70,6 +73,60 @@ def write_checkpoint(
     saved, earlier checkpoints are whole, and what is held is as it was. Any number of processes
     may save into one folder at once.
     """
+    parts = save_in_parts(
+        folder, step, held, comm, facts=facts, scalars=scalars, keep=keep, newest=newest
+    )
+    return run_through(parts)
+
+
+class Work:
+    """A part of a save that needs no other rank: whoever drives the save runs it, in any thread."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._error: BaseException | None = None
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        """Do it; what it raises is kept for ``settle``."""
+        try:
+            self._act()
+        except BaseException as error:
+            self._error = error
+        self.done.set()
+
+    def settle(self) -> None:
+        """Raise what it raised."""
+        if self._error is not None:
+            raise self._error
+
+
+def run_through(parts: Generator[Work, None, Path]) -> Path:
+    """Save at once."""
+    while True:
+        try:
+            next(parts).run()
+        except StopIteration as end:
+            return cast(Path, end.value)
+
+
+def save_in_parts(
+    folder: Path | str,
+    step: int,
+    held: Sequence[Held],
+    comm: Group | None,
+    *,
+    facts: Mapping[str, str],
+    scalars: Mapping[str, Any],
+    keep: int | None = None,
+    newest: Newest | None = None,
+    copied: bool = False,
+) -> Generator[Work, None, Path]:
+    """``write_checkpoint`` in parts: every ``Work`` is run before the next part is asked for.
+
+    All ranks ask for a part together. ``copied``: what is held may change once the first part is
+    there, for what this rank writes was copied to host memory.
+    """
     rank, size = rank_and_size(comm)
     folder = Path(folder)
     final = step_folder(folder, step)
@@ -96,20 +153,27 @@ def write_checkpoint(
             if rank == 0:
                 with (newest or Newest()).becomes(temporary / list_name(0)):
                     commit(temporary, final, step, size, facts)
+                if keep is not None:
+                    retain(folder, keep, step)
 
         (own, values), number = together_numbered(comm, "prepare", prepare, failure, number)
         temporary = temporary_folder(folder, step, number)
         mine = without_copies(own, comm)
-        together(
-            comm,
-            "write",
-            lambda: write_rank(temporary, step, rank, size, mine, values),
-            failure,
-        )
-        together(comm, "commit", commit_by_first, failure)
-        if rank == 0 and keep is not None:
-            retain(folder, keep, step)
+        if copied:
+            mine = together(comm, "copy", lambda: [_on_host(part) for part in mine], failure)
+        del own
+        write = Work(lambda: write_rank(temporary, step, rank, size, mine, values))
+        yield write
+        together(comm, "write", write.settle, failure)
+        end = Work(commit_by_first)
+        yield end
+        together(comm, "commit", end.settle, failure)
     return final
+
+
+def _on_host(part: Held) -> Held:
+    own = torch.empty(part.tensor.shape, dtype=part.tensor.dtype)
+    return part._replace(tensor=own.copy_(part.tensor.detach()))
 
 
 def write_rank(
