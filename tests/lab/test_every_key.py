@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shardwright.core.checkpoint_section import CheckpointSection
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import DataSection, Job, TrainSection, parse_job
 from shardwright.core.memory_section import MemorySection
@@ -36,6 +37,7 @@ SECTIONS = {
     "planner": PlannerSection,
     "parallel": ParallelSection,
     "memory": MemorySection,
+    "checkpoint": CheckpointSection,
 }
 # Another value than the default of every key, and what has to stand beside it.
 VALUES: dict[str, Any] = {
@@ -94,13 +96,21 @@ VALUES: dict[str, Any] = {
     "memory.offload": "states",
     "memory.allocator": "expandable_segments:True",
     "memory.loss": "chunked",
+    "checkpoint.every": "20 steps",
+    "checkpoint.keep": 3,
+    "checkpoint.folder": "saved",
+    "checkpoint.overlap": False,
+    "checkpoint.grace": 7.0,
+    "checkpoint.restarts": 1,
 }
 
 
 # What a plan does not depend on, for it acts when a job is run: what is read, and how it learns.
 RUN = ("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout")
 AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
-    f"data.{key}" for key in DataSection.__struct_fields__
+    f"{name}.{key}"
+    for name, section in (("data", DataSection), ("checkpoint", CheckpointSection))
+    for key in section.__struct_fields__
 }
 # What is a limit, or a choice that a small job has no use for.
 OF_LARGER_JOBS = {"planner.time_limit", "planner.options", "planner.dense"}

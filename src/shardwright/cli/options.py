@@ -57,6 +57,13 @@ def run_folder(options: argparse.Namespace) -> Path:
     return folder
 
 
+def resume_option(parser: argparse.ArgumentParser) -> None:
+    """--resume."""
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, if there is one"
+    )
+
+
 def json_option(parser: argparse.ArgumentParser) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="JSON on stdout")

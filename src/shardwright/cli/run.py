@@ -7,8 +7,10 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, expected
 from shardwright.launcher.folder import MARK, check_inputs
 from shardwright.launcher.heartbeat import Heartbeat
@@ -20,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="plan.json")
     parser.add_argument("--out", type=Path, default=Path("runs/latest"), help="the run's folder")
     parser.add_argument("--store", type=Path, help="a file to meet at, instead of a port")
+    shared.resume_option(parser)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -49,15 +52,20 @@ def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, alon
     from shardwright.lab.training import check_ranks, train_rank
 
     plan = check_ranks(options.plan)
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    resume = options.resume or again  # a restart of torchrun's
+    train = partial(train_rank, plan, options.plan, options.out, options.store, heartbeat)
     if not alone:
-        train_rank(plan, options.plan, options.out, options.store, heartbeat)
+        train(resume=resume)
         return
+    from shardwright.lab.resuming import check_resume
     from shardwright.lab.session import collect, prepare
     from shardwright.lab.sources import source_of
 
     source_of(plan.job).check(plan.job)
+    check_resume(plan.job, options.out, resume=resume)
     prepare(plan, options.out, sys.stderr, options.plan)
-    train_rank(plan, options.plan, options.out, options.store, heartbeat)
+    train(resume=resume)
     collect(plan, options.out)
     print(f"results in {options.out}; shardwright compare {options.out}", file=sys.stderr)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, MismatchError, expected
@@ -16,6 +17,7 @@ from shardwright.core.plan import Plan, read_plan, sealed
 from shardwright.lab.session import Session, run
 from shardwright.lab.sources import source_of
 from shardwright.launcher.folder import outcome_file
+from shardwright.report.wording import saved_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "The exit code is the run's; 'shardwright compare RUN_DIR' gates on memory."
     shared.job_argument(parser, also_plan=True)
     parser.add_argument("--out", metavar="DIR", help="the run's folder, instead of train.out")
+    shared.resume_option(parser)
     parser.add_argument("--full", action="store_true", help="every exact byte, more ranks")
     shared.json_option(parser)
 
@@ -31,7 +34,8 @@ def execute(options: argparse.Namespace) -> int:
     """Plan unless a plan is given, run, compare; the code is the run's."""
     plan = _plan_of(options)
     _check_device(plan)
-    session = run(plan, Path(plan.job.train.out), sys.stderr, given=options.job)
+    out = Path(plan.job.train.out)
+    session = run(plan, out, sys.stderr, given=options.job, resume=options.resume)
     return finish(session, json=options.json, full=options.full)
 
 
@@ -78,6 +82,8 @@ def result_lines(session: Session) -> list[str]:
     quality = measured.quality
     held_out = _quality_lines(quality) if quality else ["no samples were held out to be scored"]
     lines.extend(held_out)
+    if measured.saved is not UNSET:
+        lines.append(saved_text(measured.saved))
     if measured.bad_rows:
         lines.append(f"{measured.bad_rows:,} bad rows were left out (data.skip_bad_rows)")
     return lines

@@ -7,6 +7,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from shardwright.core.errors import InputError, expected
+
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _EVERY = re.compile(r"([1-9][0-9]{0,8}) (step|s|min|h)s?")
 GRACE = 30.0  # seconds that torchrun gives its workers after a signal
@@ -19,11 +21,12 @@ class Every(NamedTuple):
     seconds: float | None
 
 
-def every(text: str) -> Every | None:
-    """``20 steps``, ``30 s``, ``10 min`` or ``2 h``; None for anything else."""
+def every(text: str, where: str = "checkpoint.every") -> Every:
+    """``20 steps``, ``30 s``, ``10 min`` or ``2 h``; InputError for anything else."""
     found = _EVERY.fullmatch(text)
     if not found:
-        return None
+        wanted = "a time between checkpoints such as '20 steps', '30 s', '10 min' or '2 h'"
+        raise InputError(expected(where, wanted, f"'{text}'"))
     count, unit = int(found[1]), found[2]
     return Every(count, None) if unit == "step" else Every(None, count * _UNITS[unit])
 

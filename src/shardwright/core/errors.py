@@ -53,6 +53,12 @@ class RunError(ShardwrightError):
     exit_code = EXIT_RUN_FAILED
 
 
+class StoppedError(ShardwrightError):
+    """A run that a signal stopped between two steps."""
+
+    exit_code = EXIT_PREEMPTED
+
+
 class PeerError(RunError):
     """This rank could go on; another one could not, and says why itself."""
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from shardwright.core.checkpoint_section import CheckpointSection, every
 from shardwright.core.cluster import Calibration, read_calibration
 from shardwright.core.document import convert, read_bytes
 from shardwright.core.errors import InputError, expected
@@ -157,6 +158,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     train: TrainSection = TrainSection()
     parallel: ParallelSection | UnsetType = UNSET
     memory: MemorySection | UnsetType = UNSET
+    checkpoint: CheckpointSection | UnsetType = UNSET
 
 
 def parallel_of(job: Job) -> ParallelSection:
@@ -229,6 +231,12 @@ def data_files(job: Job) -> DataFiles:
     return DataFiles(str(folder / "train.tsv"), test)
 
 
+def checkpoint_folder(job: Job, folder: Path) -> Path:
+    """Where a run in ``folder`` is saved."""
+    named = "" if job.checkpoint is UNSET else job.checkpoint.folder
+    return Path(named) if named else folder / "checkpoints"
+
+
 def named_files(job: Job, path: Path | None = None) -> tuple[Path, ...]:
     """The files that a job names, of which none is ever written; ``path`` is the job's own."""
     model = job.model
@@ -287,6 +295,8 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
             check_planned(job.memory, job.model.kind, where)
         check_memory(job.memory, where)
     _check_checkpointing(job, where)
+    if job.checkpoint is not UNSET:
+        every(job.checkpoint.every, f"{where}: checkpoint.every")
     return _with_world(job, where)
 
 
@@ -323,7 +333,8 @@ def _refuse_unread(job: Job, where: str) -> None:
     if kind != "python":
         unread.append(("planner", job.planner, "tables", f"model.kind '{kind}'"))
     if kind == "tables":
-        for section, given in (("data", job.data), ("train", job.train)):
+        saves = CheckpointSection() if job.checkpoint is UNSET else job.checkpoint
+        for section, given in (("data", job.data), ("train", job.train), ("checkpoint", saves)):
             unread += [
                 (section, given, key, "model.kind 'tables'") for key in given.__struct_fields__
             ]

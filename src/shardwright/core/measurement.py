@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.plan import Plan
@@ -16,6 +17,22 @@ RECORD_SCHEMA = "shardwright.record/1"
 SCHEMA = "shardwright.measurement/1"
 COMPARISON_SCHEMA = "shardwright.comparison/1"
 CURVE_POINTS = 500
+
+
+class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Checkpoints that a run saved and failed to save, and what that took.
+
+    ``nbytes`` of the newest, ``stall_seconds`` that training stood still for all of them, and
+    ``seconds`` of the longest, files included. ``resumed`` are the steps after which earlier runs
+    ended that this one goes on from.
+    """
+
+    count: int
+    failed: int
+    nbytes: int
+    stall_seconds: float
+    seconds: float
+    resumed: tuple[int, ...] = ()
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,6 +49,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_rows: int
     versions: dict[str, str]
     machine: dict[str, str]
+    saved: Saved | UnsetType = UNSET
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,12 +102,13 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_rows: int
     versions: dict[str, str]
     machine: dict[str, str]
+    saved: Saved | UnsetType = UNSET
 
 
 def merge(plan: Plan, records: Sequence[Record], quality: Quality | None = None) -> Measurement:
     """One measurement from every rank's record, in their order."""
     first = records[0]
-    steps = max((*first.memory_steps, *first.time_steps), default=0)
+    steps = max((*first.memory_steps, *first.time_steps), default=len(first.losses))
     slowest = max(record.seconds_per_step for record in records)
     samples = plan.job.batch.size * plan.world_size
     return Measurement(
@@ -106,6 +125,19 @@ def merge(plan: Plan, records: Sequence[Record], quality: Quality | None = None)
         bad_rows=sum(record.bad_rows for record in records),
         versions=first.versions,
         machine=first.machine,
+        saved=_saved([record.saved for record in records if record.saved is not UNSET]),
+    )
+
+
+def _saved(of_ranks: Sequence[Saved]) -> Saved | UnsetType:
+    """Of all ranks together: all bytes, and the seconds of the slowest."""
+    if not of_ranks:
+        return UNSET
+    return msgspec.structs.replace(
+        of_ranks[0],
+        nbytes=sum(own.nbytes for own in of_ranks),
+        stall_seconds=max(own.stall_seconds for own in of_ranks),
+        seconds=max(own.seconds for own in of_ranks),
     )
 
 

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 
 import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 from torch import nn
 
 from shardwright import __version__
-from shardwright.core.measurement import RECORD_SCHEMA, Measurement, Record, merge
+from shardwright.core.measurement import RECORD_SCHEMA, Measurement, Record, Saved, merge
 from shardwright.core.plan import Plan
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.meter import MEMORY_STEPS, Meter, comm_of
+from shardwright.runtime.meter import Meter, comm_of
 
 
 class Measured:
@@ -25,7 +26,7 @@ class Measured:
         self.plan = plan
         self._comm = comm
         self._meter = meter
-        self._losses: list[float] = []
+        self.losses: list[float] = []  # of every step, also of runs that this one goes on from
         self._begin()
 
     def _begin(self) -> None:
@@ -34,22 +35,29 @@ class Measured:
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """A step is over and the next one begins; ``loss`` is this rank's, for the curve."""
+        with self.between(loss):
+            pass
+
+    @contextmanager
+    def between(self, loss: torch.Tensor | float | None = None) -> Iterator[None]:
+        """The same, and what is done inside belongs to no step."""
         self._meter.end()
         if loss is not None:
-            self._losses.append(loss.item() if isinstance(loss, torch.Tensor) else loss)
+            self.losses.append(loss.item() if isinstance(loss, torch.Tensor) else loss)
+        yield
         self._begin()
 
-    def record(self, bad_rows: int = 0) -> Record:
+    def record(self, bad_rows: int = 0, saved: Saved | UnsetType = UNSET) -> Record:
         """What this rank measured."""
-        meter, steps = self._meter, self._meter.number - 1
+        meter = self._meter
         return Record(
             schema=RECORD_SCHEMA,
             plan_fingerprint=self.plan.fingerprint,
             rank=meter.rank,
             events=(*meter.exact, *meter.events()),
-            losses=tuple(self._losses),
+            losses=tuple(self.losses),
             seconds_per_step=meter.seconds_per_step,
-            memory_steps=tuple(number for number in MEMORY_STEPS if number <= steps),
+            memory_steps=meter.memory_steps,
             time_steps=meter.time_steps,
             bad_rows=bad_rows,
             versions={
@@ -63,6 +71,7 @@ class Measured:
                 "cores": str(os.cpu_count()),
                 "threads_per_rank": str(torch.get_num_threads()),
             },
+            saved=saved,
         )
 
     def gather(self) -> Measurement:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+from msgspec import UNSET
+
+from shardwright.core.checkpoint_section import CheckpointSection
 from shardwright.core.document import read_document, write_document
-from shardwright.core.errors import MismatchError, expected
-from shardwright.core.job import Job, named_files
+from shardwright.core.errors import EXIT_RUN_FAILED, MismatchError, expected
+from shardwright.core.job import Job, checkpoint_folder, named_files
 from shardwright.core.measurement import (
     RECORD_SCHEMA,
     Comparison,
@@ -52,17 +55,29 @@ class Session:
 
 
 def run(
-    plan: Plan, folder: Path, stream: TextIO, tolerance: float = 0.1, given: Path | None = None
+    plan: Plan,
+    folder: Path,
+    stream: TextIO,
+    tolerance: float = 0.1,
+    given: Path | None = None,
+    *,
+    resume: bool = False,
 ) -> Session:
-    """Execute ``plan`` under torchrun; messages and progress go to ``stream``.
+    """Execute ``plan`` under torchrun; messages and progress go to ``stream``. With ``resume`` it
+    goes on from the newest checkpoint, if there is one.
 
     ``given`` is the file that the plan or its job was read from. Nothing is written before the
     folder is this run's own, and never over a file that ``given`` or the job names. InputError: the
     data cannot be used, or the folder cannot.
     """
     check(plan.job, folder, given)
+    section = CheckpointSection() if plan.job.checkpoint is UNSET else plan.job.checkpoint
 
     def begin() -> None:
+        if checkpoint_folder(plan.job, folder).exists():
+            from shardwright.lab.resuming import check_resume
+
+            check_resume(plan.job, folder, resume=resume)
         prepare(plan, folder, stream, given)
         where = command_file(folder)
         print(f"{plan.world_size} ranks under torchrun, whose command is in {where}", file=stream)
@@ -75,12 +90,26 @@ def run(
         folder=folder,
         timeout=plan.job.train.timeout,
         setup_timeout=SETUP_TIMEOUT,
+        stop_grace=section.grace,
+        saves=plan.job.checkpoint is not UNSET,
     )
+    if resume:
+        request = with_resume(request)
     outcome = launch(request, stream, begin)
+    for again in range(1, section.restarts + 1):
+        if outcome.code != EXIT_RUN_FAILED:
+            break
+        print(f"{outcome.reason}; restart {again} of {section.restarts}", file=stream, flush=True)
+        outcome = launch(with_resume(request), stream)
     if outcome.code != 0:
         return Session(folder, plan, outcome, None, None)
     measurement, comparison = collect(plan, folder, tolerance)
     return Session(folder, plan, outcome, measurement, comparison)
+
+
+def with_resume(request: Launch) -> Launch:
+    """A run that goes on from the newest checkpoint."""
+    return replace(request, arguments=(*request.arguments, "--resume"))
 
 
 def prepare(plan: Plan, folder: Path, stream: TextIO, given: Path | None = None) -> None:

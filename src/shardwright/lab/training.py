@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,27 +15,44 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import UNSET
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
 from shardwright.core.document import write_document
 from shardwright.core.errors import InputError, MismatchError, expected
-from shardwright.core.job import named_files
+from shardwright.core.job import checkpoint_folder, named_files
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.timeline import Phase
 from shardwright.lab.loop import Measured, measure
 from shardwright.lab.python_model import Call, naming_errors
+from shardwright.lab.resuming import (
+    Start,
+    batches_after,
+    changes,
+    facts_of,
+    start_after,
+)
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Batch
-from shardwright.launcher.folder import MARK, check_inputs, record_file, scores_file
+from shardwright.launcher.folder import (
+    MARK,
+    check_inputs,
+    record_file,
+    scores_file,
+)
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.progress import ProgressLog
 from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
+from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
+from shardwright.runtime.random_state import random_states, set_random_states
+from shardwright.runtime.saves import Saves
+from shardwright.runtime.saving import load_checkpoint
 
 PROGRESS_SECONDS = 0.2
 
@@ -43,13 +60,25 @@ PROGRESS_SECONDS = 0.2
 class Training:
     """One rank of a run."""
 
-    def __init__(self, plan: Plan, folder: Path, rank: int, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        rank: int,
+        heartbeat: Heartbeat,
+        *,
+        resume: bool = False,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         self.plan = plan
+        self.resume = resume
+        self.mesh = mesh
         self.job = plan.job
         self.folder = folder
         self.rank = rank
         self.task = task_of(plan.job)
         self.heartbeat = heartbeat
+        self.progress = ProgressLog(folder) if rank == 0 else None
         self.device = torch.device("cpu")
         if plan.cluster.compute_device == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -68,7 +97,7 @@ class Training:
 
     def run(self) -> None:
         """Train to the end and leave a record, and scores of what is held out."""
-        mesh = init_device_mesh(self.device.type, (self.plan.world_size,))
+        mesh = self.mesh or init_device_mesh(self.device.type, (self.plan.world_size,))
         self.guard = Guard(mesh)
         torch.manual_seed(self.job.train.seed)  # one model on all ranks
         empty = self.task.model(self.device)
@@ -76,12 +105,68 @@ class Training:
         parameters = optimizer_parameters(model, per_unit=True)
         rate = self.job.train.learning_rate
         optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)
-        torch.manual_seed(self.job.train.seed + self.rank)  # of what modules draw, as dropout does
-        batches = self.task.batches(self.rank, self.plan.world_size)
+        self.start = self._resumed(model, optimizer)
+        states = random_states()
+        batches = batches_after(self.task, self.rank, self.plan.world_size, self.start)
+        if self.start.step:
+            set_random_states(states)  # whatever making batches drew
+        self.meter.number = self.meter.first = self.start.step
         with measure(self.plan, model, optimizer, meter=self.meter) as measured:
-            self._train(model, optimizer, batches, measured)
+            measured.losses += self.start.losses
+            saves = self._saves(model, optimizer, measured)
+            with saves.listening() if saves else nullcontext():
+                self._train(model, optimizer, batches, measured, saves)
         self._evaluate(model)
-        write_document(measured.record(self.task.bad_rows), record_file(self.folder, self.rank))
+        saved = UNSET
+        if saves:
+            saves.finish(self.job.train.steps)
+            saved = saves.figures(self.start.resumed)
+        bad_rows = self.start.bad_rows + self.task.bad_rows
+        write_document(measured.record(bad_rows, saved), record_file(self.folder, self.rank))
+
+    def _resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Start:
+        """Go on from the newest checkpoint, if there is one and the run is to be resumed."""
+        rank, world_size = self.rank, self.plan.world_size
+        folder, start = checkpoint_folder(self.job, self.folder), Start()
+        if self.resume and complete_steps(folder):
+            found = load_checkpoint(folder, model, optimizer, random_state=True)
+            start = start_after(found, rank, world_size)
+            for group in optimizer.param_groups:  # what the job says counts
+                group["lr"] = self.job.train.learning_rate
+            others = ", ".join(changes(self.job, found, world_size))
+            self._say(f"going on after {folder}/step-{found.step}" + (others and f": {others}"))
+            if found.random_state:
+                return start
+        # What modules draw, as dropout does, is other numbers on every rank and after every start.
+        torch.manual_seed(self.job.train.seed + world_size * start.step + rank)
+        return start
+
+    def _saves(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, measured: Measured
+    ) -> Saves | None:
+        if self.job.checkpoint is UNSET:
+            return None
+
+        def extra() -> dict[str, Any]:
+            ranks = (self.rank, self.plan.world_size)
+            return self.start.place(
+                self.job.batch.size, *ranks, measured.losses, self.task.bad_rows
+            )
+
+        return Saves(
+            checkpoint_folder(self.job, self.folder),
+            model,
+            optimizer,
+            self.job.checkpoint,
+            extra=extra,
+            facts=facts_of(self.job, self.plan.fingerprint),
+            say=self._say,
+            step=self.start.step,
+        )
+
+    def _say(self, text: str) -> None:
+        if self.progress:
+            self.progress.append({"said": text})
 
     def _train(
         self,
@@ -89,32 +174,40 @@ class Training:
         optimizer: torch.optim.Optimizer,
         batches: Iterator[Batch],
         measured: Measured,
+        saves: Saves | None,
     ) -> None:
-        progress = ProgressLog(self.folder) if self.rank == 0 else None
         steps = self.job.train.steps
         shown = 0.0
-        for step in range(1, steps + 1):
+        for step in range(self.start.step + 1, steps + 1):
             with self._errors():
-                loss = self._one_step(model, optimizer, batches)
-            measured.step(loss)
+                loss, words = self._one_step(model, optimizer, batches, saves)
+            with measured.between(loss):
+                if saves:
+                    saves.after(step, words)
             now = time.monotonic()
-            if progress and (now - shown > PROGRESS_SECONDS or step == steps):
+            if self.progress and (now - shown > PROGRESS_SECONDS or step == steps):
                 shown = now
                 text = f"loss on rank 0 {loss:.4f}"
-                progress.append({"step": step, "steps": steps, "loss": loss, "text": text})
+                self.progress.append({"step": step, "steps": steps, "loss": loss, "text": text})
 
     def _one_step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Batch]
-    ) -> float:
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: Iterator[Batch],
+        saves: Saves | None,
+    ) -> tuple[float, Sequence[int]]:
+        """The loss of this rank, and what all ranks wish for at the end of the step."""
         batch = self._tensors(next(batches))  # kept to the end of the step, as a plan counts it
         loss = self.task.loss(model, batch)
         value = loss.item()
         self.guard.look([loss.detach()], ["loss"], lambda: [loss.detach()])
         loss.backward()
-        self.guard.settle()  # tables are updated here, or nothing is
+        # Tables are updated here, or nothing is.
+        words = self.guard.settle(saves.words(self.meter.number) if saves else ())
         optimizer.step()
         optimizer.zero_grad()
-        return value
+        return value, words
 
     def _tensors(self, batch: Batch) -> Batch:
         """The batch as tensors on the device."""
@@ -163,7 +256,13 @@ def check_ranks(plan_path: Path) -> Plan:
 
 
 def train_rank(
-    plan: Plan, plan_path: Path, folder: Path, store: Path | None, heartbeat: Heartbeat
+    plan: Plan,
+    plan_path: Path,
+    folder: Path,
+    store: Path | None,
+    heartbeat: Heartbeat,
+    *,
+    resume: bool = False,
 ) -> None:
     """The body of a worker: join the others (by ``store``, or torchrun's environment) and train."""
     rank = int(os.environ["RANK"])
@@ -171,7 +270,7 @@ def train_rank(
     backend = "nccl" if plan.cluster.compute_device == "cuda" else "gloo"
     comm.start(backend, plan.job.train.timeout, rank, plan.world_size, store)
     try:
-        Training(plan, folder, rank, heartbeat).run()
+        Training(plan, folder, rank, heartbeat, resume=resume).run()
         if MARK not in os.environ:  # nobody else waits until every rank has left its record
             comm.wait_for_all()
         heartbeat.mark("done")

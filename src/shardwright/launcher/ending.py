@@ -15,7 +15,7 @@ from shardwright.core.errors import (
     EXIT_RUN_FAILED,
 )
 from shardwright.launcher.folder import log_file
-from shardwright.launcher.outcome import OUTCOME_SCHEMA, Outcome, RankOutcome
+from shardwright.launcher.outcome import OUTCOME_SCHEMA, STOPPED, Outcome, RankOutcome
 from shardwright.launcher.verdict import (
     Verdict,
     blame,
@@ -120,9 +120,12 @@ def _stopped(number: int, final: list[RankView]) -> tuple[int, str]:
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     steps = [view.beat.step for view in final if view.beat and view.beat.step is not None]
     at = f" at step {max(steps)}" if steps else " before the first step"
+    unruly = [view.rank for view in final if not _in_order(view)]
+    said = [v.message for v in final if v.ended_as("stopped") and v.message != STOPPED]
+    if said and not unruly:  # between two steps
+        return EXIT_PREEMPTED, said[0]
     if number == signal.SIGINT:
         return EXIT_INTERRUPTED, f"stopped by {name}{at}"
-    unruly = [view.rank for view in final if not _in_order(view)]
     if not unruly:
         return EXIT_PREEMPTED, f"stopped by {name}{at}"
     return EXIT_RUN_FAILED, f"stopped by {name}{at}; {naming(unruly)} did not end in order"

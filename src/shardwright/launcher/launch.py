@@ -63,7 +63,7 @@ class Launch:
 
     ``timeout``: seconds without a sign of life of any rank before the run is ended;
     ``setup_timeout``: the same while a rank is still starting or loading; ``stop_grace``: seconds
-    the ranks have to save and end after SIGTERM.
+    the ranks have to save and end after SIGTERM, and after Ctrl-C if the run ``saves``.
     """
 
     module: str
@@ -73,6 +73,7 @@ class Launch:
     timeout: float = 60.0
     setup_timeout: float = 300.0
     stop_grace: float = 30.0
+    saves: bool = False
 
 
 def torchrun_command(launch: Launch, mark: str = "shardwright") -> list[str]:
@@ -192,7 +193,8 @@ def _end(request: Launch, watch: Watch, caught: list[int]) -> End:
     first, grace = None, _GRACE
     if stopped_by is not None:
         first = signal.SIGINT if stopped_by == signal.SIGINT else signal.SIGTERM
-        grace = _GRACE if stopped_by == signal.SIGINT else request.stop_grace
+        ends = stopped_by == signal.SIGINT and not request.saves
+        grace = _GRACE if ends else request.stop_grace
     elif all(view.status is None and not view.lost for view in views):
         first = signal.SIGTERM
     left = end_run(watch.torchrun, watch.mark, watch.pids(), first, grace, lambda: len(caught) > 1)

@@ -16,6 +16,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.launcher.folder import status_file
 
 OUTCOME_SCHEMA: Final = "shardwright.outcome/1"
+STOPPED: Final = "stopped by SIGTERM"  # of a rank that ended at once
 
 State = Literal["finished", "failed", "lost", "stopped"]
 

@@ -62,7 +62,8 @@ class ProgressReader:
 
 class Display(Protocol):
     def update(self, entry: Mapping[str, Any]) -> None:
-        """Show one entry of ``progress.jsonl``: ``step``, ``steps``, ``loss``, ``text``."""
+        """Show one entry of ``progress.jsonl``: ``step``, ``steps``, ``loss``, ``text``; what is
+        ``said`` stays, on a line of its own."""
 
     def close(self) -> None:
         """Leave the terminal as it should stay."""
@@ -100,6 +101,9 @@ class Lines:
         self._held: str | None = None
 
     def update(self, entry: Mapping[str, Any]) -> None:
+        if "said" in entry:
+            print(entry["said"], file=self._stream, flush=True)
+            return
         self._held = describe(entry)
         if self._clock() >= self._next:
             self._next = self._clock() + self._interval
@@ -127,6 +131,9 @@ class Bar:
         self._task: TaskID | None = None
 
     def update(self, entry: Mapping[str, Any]) -> None:
+        if "said" in entry:
+            self._progress.console.print(str(entry["said"]), markup=False, highlight=False)
+            return
         total, step = entry.get("steps"), entry.get("step", 0)
         if self._task is None:
             self._progress.start()

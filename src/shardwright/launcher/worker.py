@@ -36,10 +36,11 @@ from shardwright.core.errors import (
     EXIT_RUN_FAILED,
     PeerError,
     ShardwrightError,
+    StoppedError,
 )
 from shardwright.launcher.folder import LONGEST_MARK, MARK, lock_file, log_file
 from shardwright.launcher.heartbeat import Heartbeat
-from shardwright.launcher.outcome import RankOutcome, State, write_status
+from shardwright.launcher.outcome import STOPPED, RankOutcome, State, write_status
 
 
 def guard_parent(folder: Path, interval: float = 0.5) -> None:
@@ -98,7 +99,7 @@ def run_worker(folder: Path, rank: int, body: Callable[[Heartbeat], None]) -> in
     try:
         status = _ended(heartbeat, rank, body, log_file(folder, rank))
     except StopRequestedError:
-        status = _status(heartbeat, rank, "stopped", EXIT_PREEMPTED, "stopped by SIGTERM")
+        status = _status(heartbeat, rank, "stopped", EXIT_PREEMPTED, STOPPED)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write_status(folder, status)
     return status.code or 0
@@ -120,7 +121,8 @@ def _ended(
     except Exception as error:
         # torchrun stops the other ranks of one that failed; what they have to say comes first
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        log.write_text(traceback.format_exc())
+        if not isinstance(error, StoppedError):
+            log.write_text(traceback.format_exc())
         return _failure(heartbeat, rank, error)
 
 

@@ -10,14 +10,15 @@ from itertools import islice
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
+from msgspec import UNSET
 
-from shardwright.core.measurement import Comparison, Measurement, Quality
+from shardwright.core.measurement import Comparison, Measurement, Quality, Saved
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets, plan_sheets, svg
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.svg import measured_peaks, slowest, step_seconds
-from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable
+from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable, saved_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +168,16 @@ def _figures(plan: Plan, measurement: Measurement | None) -> tuple[Figure, ...]:
         took = format_seconds(sum(seconds[rank].values()))
         found.append(Figure("Step on the slowest rank", took, f"predicted {step}"))
     found.append(Figure("Samples per second", f"{measurement.samples_per_second:,.0f}"))
+    if measurement.saved is not UNSET:
+        found.append(_saving_figure(measurement.saved))
     if measurement.quality:
         found.extend(_quality_figures(measurement.quality))
     return tuple(found)
+
+
+def _saving_figure(saved: Saved) -> Figure:
+    stood = f"{format_seconds(saved.stall_seconds)} of standstill"
+    return Figure("Checkpoints", stood, saved_text(saved))
 
 
 def _quality_figures(quality: Quality) -> tuple[Figure, ...]:

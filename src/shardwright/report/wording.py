@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardwright.core.footprint import Footprint, RankMemory, Verdict
+from shardwright.core.measurement import Saved
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.timeline import Kind, category, stretches
@@ -140,6 +141,20 @@ def seconds_text(seconds: float | None, absent: str = "-") -> str:
 
 MOST_NAMED = 3  # categories that a sentence names
 BILLION, MILLION = 10**9, 10**6
+
+
+def saved_text(saved: Saved) -> str:
+    """What saving took, and from where the run went on."""
+    parts = [f"saved {counted(saved.count, 'time')}"]
+    if saved.count:
+        parts.append(f"{format_bytes(saved.nbytes)} in {seconds_text(saved.seconds)}")
+    parts.append(f"training stood still for {seconds_text(saved.stall_seconds)}")
+    if saved.failed:
+        parts.append(f"{counted(saved.failed, 'save')} failed")
+    if saved.resumed:
+        steps = ", ".join(map(str, saved.resumed[-_MOST_STRETCHES:]))
+        parts.append(f"resumed {counted(len(saved.resumed), 'time')}, after step {steps}")
+    return "; ".join(parts)
 
 
 def count_text(number: int) -> str:

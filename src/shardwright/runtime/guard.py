@@ -65,18 +65,19 @@ class Guard:
         """Let ``update`` wait until the step is settled."""
         self._waiting.append(update)
 
-    def settle(self) -> None:
+    def settle(self, words: Sequence[int] = ()) -> list[int]:
         """Agree on what was seen since the last time (collective), and run the updates that wait.
 
+        Returns the largest of every rank's ``words``, integers that travel with it.
         RunError on every rank, naming the first bad gradient and its ranks, and no update runs, if
         a gradient of any rank is not finite.
         """
         names, found, waiting = self._names, self._found, self._waiting
         self.forget()
         own = _FINE if found is None else _FIRST - found[0]
-        worst = torch.tensor([own], device=self.comm.mesh.device_type)
-        self.comm.all_reduce("whether gradients are finite", worst, largest=True)
-        word = int(worst.item())
+        numbers = torch.tensor([own, *words], device=self.comm.mesh.device_type)
+        self.comm.all_reduce("whether gradients are finite", numbers, largest=True)
+        word, *others = numbers.tolist()
         if word != _FINE:
             waiting.clear()  # whoever keeps the error does not keep them
             place = _FIRST - word
@@ -85,6 +86,7 @@ class Guard:
         waiting.reverse()
         while waiting:
             waiting.pop()()  # what an update was kept for goes with it
+        return others
 
     def _whose(self, found: tuple[int, float] | None, place: int) -> tuple[list[int], list[float]]:
         """The ranks whose gradient at ``place`` is not finite, and its largest value on each."""

@@ -50,6 +50,7 @@ class Meter(Probe):
         self.listener = listener  # called at every phase and (with None) at every collective
         self.synchronise = synchronise  # waits for a device that computes on its own, before a look
         self.number = 0  # of the step that began last
+        self.first = 0  # the last step of the run that this one goes on from
         self.actions: list[Action] = []
         self.exact: list[Event] = []  # of the first step whose memory was followed
         self.tracker: MemoryTracker | None = None
@@ -110,7 +111,7 @@ class Meter(Probe):
         self.number += 1
         self.actions.clear()
         self._seconds = {}
-        if self.number in MEMORY_STEPS:
+        if self.number - self.first in MEMORY_STEPS:
             self.tracker = self._tracker()
         self._since = time.perf_counter()
         self._enter("load")
@@ -197,10 +198,16 @@ class Meter(Probe):
         self._peaks.clear()
 
     @property
+    def memory_steps(self) -> tuple[int, ...]:
+        """The steps on which memory was followed."""
+        numbers = (self.first + n for n in MEMORY_STEPS)
+        return tuple(number for number in numbers if number < self.number)
+
+    @property
     def time_steps(self) -> tuple[int, ...]:
         """The steps whose seconds count."""
         for first in (MEMORY_STEPS[-1] + 1, 2, 1):
-            found = tuple(number for number in self._steps if number >= first)
+            found = tuple(number for number in self._steps if number - self.first >= first)
             if found:
                 return found
         return ()

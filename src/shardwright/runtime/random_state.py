@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.checkpoint.stored import Stored
 
 States = dict[str, str]
+
+log = logging.getLogger(__name__)
 
 
 def random_states() -> States:
@@ -42,6 +45,15 @@ def set_random_states(states: Mapping[str, str]) -> None:
             torch.set_rng_state(_tensor(text))
         elif torch.accelerator.is_available():
             torch.get_device_module(kind).set_rng_state(_tensor(text))
+
+
+def restore(scalars: Mapping[str, Any], saved: int, world_size: int) -> bool:
+    """Go on as one of ``saved`` ranks left off; False, which is logged, where there are others."""
+    if saved != world_size or "random" not in scalars:
+        log.warning("random numbers begin anew: the checkpoint is of %d ranks", saved)
+        return False
+    set_random_states(scalars["random"])
+    return True
 
 
 def check_random_states(stored: Stored) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
@@ -46,12 +45,10 @@ from shardwright.runtime.optimizer_state import Incoming, as_optimizers, held_st
 from shardwright.runtime.random_state import (
     check_random_states,
     random_states,
-    set_random_states,
+    restore,
 )
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
-
-log = logging.getLogger(__name__)
 
 # What a model was last saved as or filled from, as long as it lives.
 _NEWEST: weakref.WeakKeyDictionary[nn.Module, Newest] = weakref.WeakKeyDictionary()
@@ -224,17 +221,10 @@ def load_checkpoint(
         file = step_folder(Path(folder), found.step) / list_name(0)
         with contextlib.suppress(OSError), _NEWEST.setdefault(model, Newest()).becomes(file):
             pass  # what a run goes on from is its newest until it saves
-    own_states = found.scalars.get("random")
-    restored = random_state and own_states is not None
-    if restored and found.world_size != rank_and_size(comm)[1]:
-        log.warning("random numbers begin anew: the checkpoint is of %d ranks", found.world_size)
-        restored = False
-    if restored:
-        set_random_states(own_states)
+    restored = random_state and restore(found.scalars, found.world_size, rank_and_size(comm)[1])
     extras = tuple(scalars.get("extra") for scalars in found.every)
-    return Resumed(
-        found.step, found.scalars.get("extra"), found.facts, found.world_size, restored, extras
-    )
+    own = found.scalars.get("extra")
+    return Resumed(found.step, own, found.facts, found.world_size, restored, extras)
 
 
 def _failure(what: str) -> Any:

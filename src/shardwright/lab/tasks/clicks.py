@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.core.job import Job, data_files
 from shardwright.data.criteo import ClickBatch, CriteoReader, evaluation_batches
+from shardwright.data.dealing import Dealt
 from shardwright.lab.tasks.task import Batch
 from shardwright.models.dlrm import DLRM
 
@@ -33,7 +34,7 @@ class Clicks:
             setattr(model.interact, name, buffer.to(device))
         return model
 
-    def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
+    def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
         """Dense features [B, 13], ids [B, 26], labels [B]."""
         self._reader = CriteoReader(
             self.files.train,
@@ -42,6 +43,7 @@ class Clicks:
             rank,
             world_size,
             skip_bad_rows=self.job.data.skip_bad_rows,
+            dealt=dealt,
         )
         return map(_arrays, self._reader)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.core.job import Job, data_files
 from shardwright.core.llama import LlamaShape
+from shardwright.data.dealing import Dealt
 from shardwright.data.tokens import Text, TextReader, TokenBatch, held_out_batches
 from shardwright.lab.tasks.task import Batch
 from shardwright.models.llama import Llama
@@ -36,10 +37,11 @@ class Language:
         llama.set_positions(device)
         return llama
 
-    def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
+    def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
         """Inputs and targets [B, T]."""
         job = self.job
-        reader = TextReader(self._text(), job.batch.size, rank, world_size, job.data.seed)
+        ranks = (rank, world_size)
+        reader = TextReader(self._text(), job.batch.size, *ranks, job.data.seed, dealt)
         return map(_arrays, reader)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:

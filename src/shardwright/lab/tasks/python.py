@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.core.job import Job
+from shardwright.data.dealing import Dealt
 from shardwright.lab.python_model import (
     Built,
     Call,
@@ -28,6 +29,7 @@ from shardwright.lab.python_model import (
     shown_call,
     with_names_of,
 )
+from shardwright.lab.resuming import skip
 from shardwright.lab.tasks.later import Later, later, seed_all
 from shardwright.lab.tasks.task import Batch, Task
 from shardwright.trace.checks import first_line
@@ -81,8 +83,12 @@ class Given:
                 part._buffers[name] = None if buffer is None else buffer.to(device)
         return self.built.module
 
-    def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
-        """Of the data's own function, or the same inputs in every step, others on every rank."""
+    def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
+        """Of the data's own function, or the same inputs in every step, others on every rank.
+
+        A function with a parameter ``start`` begins after so many samples of all ranks; of another
+        the same ranks leave out what they have had.
+        """
         name, seed = self.job.data.python, self.job.data.seed + rank
         noted, self.later = self.later, None  # which may be large
         if noted is not None:
@@ -90,7 +96,7 @@ class Given:
         elif not isinstance(name, str):
             drawn = self._built_again(seed)
         if isinstance(name, str):
-            return self._given(name, rank, world_size, seed)
+            return self._given(name, rank, world_size, dealt)
         return repeat((drawn.inputs, drawn.keywords, drawn.targets))
 
     def _built_again(self, seed: int) -> Built:
@@ -117,18 +123,24 @@ class Given:
         """No rows."""
         return np.empty((0, 3))
 
-    def _given(self, name: str, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
+    def _given(
+        self, name: str, rank: int, world_size: int, dealt: Sequence[Dealt]
+    ) -> Iterator[Batch]:
         """What the data's function gives, checked."""
         where = f"data.python '{name}'"
         sizes = {"batch": self.call.batch, "sequence": self.call.sequence}
         known = {**sizes, "rank": rank, "world_size": world_size, "seed": self.job.data.seed}
+        known["start"] = sum(sum(each.taken) for each in dealt)
         with importable():
             function = python_function(name, where)
-            seed_all(seed)
-            returned = returned_by(function, with_names_of(function, known), where, RETURNS)
-            batches = _iterator(returned, where)
-        for number, batch in enumerate(_each(batches, where, self.job.train.steps), start=1):
-            yield self._checked(batch, f"{where}, batch {number}")
+            seed_all(self.job.data.seed + rank)
+            given = with_names_of(function, known)
+            returned = returned_by(function, given, where, RETURNS)
+            batches = enumerate(_each(_iterator(returned, where), where, self.job.train.steps), 1)
+        checked = (self._checked(batch, f"{where}, batch {number}") for number, batch in batches)
+        if "start" not in given:
+            skip(checked, dealt, rank, world_size, where, "start")
+        return checked
 
     def _checked(self, batch: Any, where: str) -> Batch:
         """A batch as the model is called; InputError unless it is made as the model's inputs."""

@@ -28,7 +28,11 @@ class Task(Protocol):
         ...
 
     def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
-        """The batches of a rank, without end."""
+        """The batches of a rank, without end.
+
+        With a parameter ``dealt`` they go on after what was (``data.dealing``); without one the
+        same ranks leave out what they have had, and others are refused.
+        """
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -86,13 +87,16 @@ class Work:
         self._act = act
         self._error: BaseException | None = None
         self.done = threading.Event()
+        self.seconds = 0.0
 
     def run(self) -> None:
         """Do it; what it raises is kept for ``settle``."""
+        began = time.perf_counter()
         try:
             self._act()
         except BaseException as error:
             self._error = error
+        self.seconds = time.perf_counter() - began
         self.done.set()
 
     def settle(self) -> None:

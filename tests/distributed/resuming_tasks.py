@@ -1,0 +1,82 @@
+"""Whole trainings of a job on the pool's ranks, and functions that a job names."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.core.document import read_document
+from shardwright.core.errors import StoppedError
+from shardwright.core.measurement import RECORD_SCHEMA, Record
+from shardwright.core.plan import read_plan
+from shardwright.lab.training import Training
+from shardwright.launcher.folder import record_file
+from shardwright.launcher.heartbeat import Heartbeat
+
+
+def train(
+    mesh: DeviceMesh, plan: str, folder: str, resume: bool = False, stop_after: int = 0
+) -> tuple[list[float], dict[str, Any]]:
+    """The losses and the saves of this rank's record; the last rank gets a SIGTERM in a step."""
+    rank = mesh.get_local_rank()
+    made, out = read_plan(plan), Path(folder)
+    training = Training(made, out, rank, Heartbeat.create(out, rank), resume=resume, mesh=mesh)
+    if stop_after and rank == mesh.size() - 1:
+        _signal_in(training, stop_after)
+    try:
+        training.run()
+    except StoppedError as stopped:
+        return [], {"stopped": str(stopped)}
+    record = read_document(record_file(out, rank), Record, RECORD_SCHEMA, "train")
+    assert record.saved
+    return list(record.losses), {"resumed": record.saved.resumed, "bad": record.bad_rows}
+
+
+def _signal_in(training: Training, step: int) -> None:
+    begin = training.heartbeat.begin
+
+    def listener(phase: Any) -> None:
+        begin(step=training.meter.number)
+        if phase == "forward" and training.meter.number == step:
+            training.meter.listener = None
+            signal.raise_signal(signal.SIGTERM)
+
+    training.meter.listener = listener
+
+
+class Dropped(nn.Module):
+    """Draws random numbers in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square()
+
+
+def build(batch: int) -> Any:
+    return Dropped(), torch.zeros(batch, 4)
+
+
+def drawn(batch: int) -> Iterator[torch.Tensor]:
+    """Of every generator there is."""
+    while True:
+        found = torch.randn(batch, 4) + random.random() + np.random.rand()
+        yield found.float()
+
+
+def numbered(batch: int, rank: int, world_size: int, start: int) -> Iterator[torch.Tensor]:
+    """Samples by their number, whoever has them."""
+    while True:
+        own = torch.arange(start + rank * batch, start + (rank + 1) * batch)
+        yield torch.sin(own)[:, None].repeat(1, 4)
+        start += batch * world_size

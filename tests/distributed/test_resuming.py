@@ -1,0 +1,141 @@
+"""A training that was saved goes on as if it had never ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resuming_tasks as tasks
+from pool import Pool
+
+from shardwright.core.job import parse_job
+from shardwright.core.plan import write_plan
+from shardwright.lab.recordings import plan
+from shardwright.lab.sources import source_of
+
+BLOCKS = {"layers": 2, "dim": 16, "heads": 2}
+TABLES = [{"name": f"C{i}", "rows": 60, "dim": 4} for i in range(1, 27)]
+ADAM = {"optimizer": "adam", "learning_rate": 0.003}
+SGD = {"optimizer": "sgd", "learning_rate": 0.05}
+JOBS: dict[str, dict[str, Any]] = {
+    "dlrm": {
+        "model": {"bottom": [4], "top": [8, 1]},
+        "tables": TABLES,
+        "data": {"kind": "synthetic", "rows": 50, "test_rows": 0},
+        "train": {"optimizer": "adam", "learning_rate": 0.01},
+    },
+    "transformer": {"model": {"kind": "transformer", **BLOCKS}, "train": ADAM},
+    "llama": {
+        "model": {"kind": "llama", **BLOCKS, "ffn_dim": 32, "vocab": 256},
+        "memory": {"param_dtype": "fp32"},
+        "train": ADAM,
+    },
+    "python": {
+        "model": {"python": "resuming_tasks:build"},
+        "data": {"python": "resuming_tasks:drawn"},
+        "train": ADAM,
+    },
+    "start": {
+        "model": {"python": "resuming_tasks:build"},
+        "data": {"python": "resuming_tasks:numbered"},
+        "train": ADAM,
+    },
+    "given": {"model": {"python": "resuming_tasks:build"}, "train": ADAM},
+}
+
+
+def planned(
+    folder: Path, kind: str, ranks: int, batch: int = 4, steps: int = 12, **more: Any
+) -> str:
+    """A plan of the job for so many ranks, whose data are in ``folder``."""
+    document = {**JOBS[kind], "cluster": {"preset": "local", "world_size": ranks}}
+    document["batch"] = {"size": batch}
+    if kind in ("transformer", "llama"):
+        document["batch"]["sequence"] = 8
+    document["train"] = {**JOBS[kind]["train"], "steps": steps, "out": str(folder)} | more
+    document["checkpoint"] = {"every": "5 steps"}
+    job = parse_job(document)
+    source_of(job).prepare(job)
+    path = folder / f"{ranks}-{batch}-{steps}.json"
+    folder.mkdir(exist_ok=True)
+    write_plan(plan(job), path)
+    return str(path)
+
+
+def trained(pool: Pool, made: str, folder: Path, **options: Any) -> list[tuple[list[float], Any]]:
+    folder.mkdir(exist_ok=True)
+    ranks = int(Path(made).name.partition("-")[0])
+    return pool.run(ranks, tasks.train, plan=made, folder=str(folder), **options)
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_training_that_a_signal_stopped_goes_on_bit_by_bit(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
+    made = planned(tmp_path / "data", kind, 2)
+    whole = trained(pool, made, tmp_path / "whole")
+    stopped = trained(pool, made, tmp_path / "run", stop_after=7)
+    where = tmp_path / "run" / "checkpoints" / "step-7"
+    words = f"stopped by SIGTERM after step 7, saved in {where}: "
+    assert all(found["stopped"].startswith(words) for _, found in stopped)
+    again = trained(pool, made, tmp_path / "run", resume=True)
+    assert [losses for losses, _ in again] == [losses for losses, _ in whole]
+    assert len(again[0][0]) == 12
+    assert again[0][1]["resumed"] == (7,)
+
+
+@pytest.mark.parametrize("kind", ["dlrm", "transformer", "start"])
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 8), (4, 2)])
+def test_other_ranks_go_on_with_the_rows_that_are_left(
+    pool: Pool, tmp_path: Path, kind: str, ranks: int, batch: int
+) -> None:
+    """A global batch has the same rows whatever the ranks are; so has the curve, to rounding."""
+    two = planned(tmp_path / "data", kind, 2)
+    whole = trained(pool, two, tmp_path / "whole")
+    trained(pool, two, tmp_path / "run", stop_after=7)
+    others = planned(tmp_path / "data", kind, ranks, batch)
+    again = trained(pool, others, tmp_path / "run", resume=True)
+    means = [
+        [sum(step) / len(step) for step in zip(*(r[0] for r in runs), strict=True)]
+        for runs in (whole, again)
+    ]
+    compared = slice(7) if kind == "start" else slice(None)  # its dropout draws other numbers
+    assert means[1][compared] == pytest.approx(means[0][compared], rel=1e-4)
+    assert len(means[1]) == 12
+
+
+def test_batches_that_do_not_know_where_to_start_refuse_other_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
+    trained(pool, planned(tmp_path / "data", "python", 2), tmp_path / "run", stop_after=7)
+    others = planned(tmp_path / "data", "python", 1)
+    ((works, said),) = pool.outcomes(
+        1, tasks.train, plan=others, folder=str(tmp_path / "run"), resume=True
+    )
+    assert not works
+    assert "expected the data of 2 ranks to go on with, got 1 ranks" in said
+    assert "Let the function have a parameter 'start'" in said
+
+
+def test_a_changed_text_is_refused_before_it_is_read(pool: Pool, tmp_path: Path) -> None:
+    made = planned(tmp_path / "data", "transformer", 1)
+    trained(pool, made, tmp_path / "run", stop_after=7)
+    text = tmp_path / "data" / "data" / "text.txt"
+    text.write_bytes(text.read_bytes()[:-1])
+    ((works, said),) = pool.outcomes(
+        1, tasks.train, plan=made, folder=str(tmp_path / "run"), resume=True
+    )
+    assert not works
+    assert "MismatchError: data: expected those of step-7" in said
+
+
+def test_a_run_goes_on_with_the_rate_that_its_job_names_now(pool: Pool, tmp_path: Path) -> None:
+    made = planned(tmp_path / "data", "transformer", 2, steps=6)
+    trained(pool, made, tmp_path / "run")
+    longer = planned(tmp_path / "data", "transformer", 2, learning_rate=1e-30)
+    ((losses, _), _) = trained(pool, longer, tmp_path / "run", resume=True)
+    progress = (tmp_path / "run" / "progress.jsonl").read_text()
+    assert "going on after" in progress
+    assert "learning_rate 1e-30 instead of 0.003" in progress
+    assert len(losses) == 12

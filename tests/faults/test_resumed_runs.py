@@ -1,0 +1,147 @@
+"""``train`` with checkpoints: signals, failures, second starts; nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwright.launcher.heartbeat import read_heartbeat
+
+HANGS = 300.0
+JOB = """
+[model]
+kind = "transformer"
+layers = 1
+dim = 16
+heads = 2
+[cluster]
+preset = "local"
+world_size = 2
+[batch]
+size = 4
+sequence = 8
+[planner]
+units = { layers = "shard" }
+[train]
+steps = 200
+out = "run"
+[checkpoint]
+every = "20 steps"
+restarts = 1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "shardwright", "train", "job.toml", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+
+
+def train(folder: Path, *words: str) -> tuple[int, str, str]:
+    process = start(folder, *words)
+    out, errors = process.communicate(timeout=HANGS)
+    return process.returncode, out, errors
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> int:
+    """The pid of rank 1 once it is there."""
+    limit = time.monotonic() + HANGS
+    while time.monotonic() < limit and process.poll() is None:
+        beat = read_heartbeat(folder / "run" / "rank-1.pulse")
+        if beat is not None and (beat.step or 0) >= step:
+            return beat.pid
+        time.sleep(0.02)
+    raise AssertionError(f"rank 1 never came to step {step}")
+
+
+def losses(folder: Path) -> list[float]:
+    found: list[float] = json.loads((folder / "run" / "measured.json").read_bytes())["curve"][
+        "loss"
+    ]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_saved_and_resume_gives_the_curve_of_one_that_never_ended(
+    folder: Path, number: signal.Signals
+) -> None:
+    process = start(folder)
+    wait_for_step(folder, 30, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=HANGS)
+    assert process.returncode == 75, errors
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert f"shardwright: stopped by {name} after step " in errors
+    assert "the same command with --resume goes on" in errors
+    code, _, refused = train(folder)
+    assert code == 2
+    assert "expected a folder without checkpoints" in refused
+    code, shown, _ = train(folder, "--resume")
+    assert code == 0
+    assert "resumed 1 time, after step" in shown
+    again = losses(folder)
+    assert train(folder, "--out", "whole")[0] == 0
+    (folder / "run").rename(folder / "resumed")
+    (folder / "whole").rename(folder / "run")
+    assert again == losses(folder)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(folder: Path) -> None:
+    process = start(folder)
+    os.kill(wait_for_step(folder, 50, process), signal.SIGKILL)
+    shown, errors = process.communicate(timeout=HANGS)
+    assert process.returncode == 0, errors
+    assert "rank 1 died without a word" in errors
+    assert "restart 1 of 1" in errors
+    assert "resumed 1 time, after step" in shown
+    assert len(losses(folder)) == 200
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_killed_rank_again_from_the_newest_checkpoint(folder: Path) -> None:
+    assert train(folder, "--set", "train.steps=3", "--out", "planned")[0] == 0
+    plan = folder / "planned" / "plan.json"
+    made = subprocess.run(
+        [sys.executable, "-m", "shardwright", "plan", "job.toml", "-o", str(plan)], cwd=folder
+    )
+    assert made.returncode == 0
+    run = ["-m", "shardwright", "run", str(plan), "--out", "run"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    process = subprocess.Popen(
+        [sys.executable, *torchrun, *run], cwd=folder, stderr=subprocess.PIPE, text=True
+    )
+    os.kill(wait_for_step(folder, 50, process), signal.SIGKILL)
+    _, errors = process.communicate(timeout=HANGS)
+    assert process.returncode == 0, errors
+    (step,) = json.loads((folder / "run" / "measured.json").read_bytes())["saved"]["resumed"]
+    assert step >= 20
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_a_while_is_said_and_the_run_goes_on(folder: Path) -> None:
+    (folder / "run").mkdir()
+    blocked = folder / "run" / "checkpoints"
+    blocked.write_text("no folder")
+    process = start(folder)
+    wait_for_step(folder, 45, process)
+    blocked.unlink()
+    shown, errors = process.communicate(timeout=HANGS)
+    assert process.returncode == 0, errors
+    assert "training can go on" in errors
+    assert "failed" in shown
+    assert (blocked / "step-200" / "manifest.json").exists()
