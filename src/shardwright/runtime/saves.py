@@ -83,7 +83,7 @@ class Saves:
         before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
 
         def note(number: int, _frame: FrameType | None) -> None:
-            now = time.monotonic()
+            now = self._clock()
             if self._signal and now - self._heard > _ONE_SIGNAL:
                 signal.signal(number, before[signal.Signals(number)])
                 signal.raise_signal(number)

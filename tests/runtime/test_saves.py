@@ -1,0 +1,147 @@
+"""When a run is saved, and what a signal does to it; one process, a clock that the test moves."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.core.checkpoint_section import CheckpointSection, every
+from shardwright.core.errors import InputError, StoppedError
+from shardwright.runtime.checkpoint import read_full
+from shardwright.runtime.checkpoint.folders import complete_steps
+from shardwright.runtime.saves import Saves
+
+
+class Run:
+    """A model whose weight is the number of its step."""
+
+    def __init__(self, folder: Path, **section: Any) -> None:
+        self.now = 0.0
+        self.said: list[str] = []
+        self.folder, self.model = folder, nn.Linear(2, 2)
+        self.saves = Saves(
+            folder,
+            self.model,
+            None,
+            CheckpointSection(**section),
+            extra=lambda: None,
+            facts={},
+            say=self.said.append,
+            clock=lambda: self.now,
+        )
+
+    def step(self, number: int) -> None:
+        with torch.no_grad():
+            self.model.weight.fill_(number)
+        self.saves.after(number, self.saves.agreed(number))
+
+    def until_saved(self, number: int) -> None:
+        """Steps in which nothing is due, until the save under way is over."""
+        while self.saves.saved != number:
+            self.saves.after(number, (0, self.saves.words(number)[1]))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_so_many_steps_what_there_was_after_the_step_is_saved(
+    tmp_path: Path, overlap: bool
+) -> None:
+    run = Run(tmp_path, every="2 steps", overlap=overlap, keep=9)
+    for number in range(1, 6):
+        run.step(number)
+        with torch.no_grad():
+            run.model.weight.fill_(-1.0)  # the next step changes it while files are written
+        if number % 2 == 0:
+            run.until_saved(number)
+    assert complete_steps(tmp_path) == [2, 4]
+    assert read_full(tmp_path, 4)["weight"].unique().tolist() == [4.0]
+
+
+def test_every_so_many_seconds_even_if_the_clock_goes_back(tmp_path: Path) -> None:
+    run = Run(tmp_path, every="1 min", overlap=False)
+    run.now = 1000.0
+    run.step(1)
+    run.now = 1030.0
+    run.step(2)
+    run.now = 500.0  # an hour that was set back
+    run.step(3)
+    run.now = 559.0
+    run.step(4)
+    run.now = 561.0
+    run.step(5)
+    assert complete_steps(tmp_path) == [1, 5]
+
+
+def test_the_last_step_is_saved_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, every="3 steps")
+    for number in (1, 2, 3):
+        run.step(number)
+    run.saves.finish(3)
+    run.saves.finish(3)
+    assert (run.saves.count, complete_steps(tmp_path)) == (1, [3])
+    assert run.saves.figures().nbytes == (tmp_path / "step-3/rank-0.safetensors").stat().st_size
+
+
+def test_a_signal_is_a_wish_that_a_step_fulfils(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.saves.listening():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(
+            StoppedError, match=r"stopped by SIGTERM after step 7, saved in .*step-7"
+        ):
+            run.step(7)
+    assert complete_steps(tmp_path) == [7]
+
+
+def test_a_second_signal_acts_as_ever_and_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+    run = Run(tmp_path, every="1 steps")
+    run.step(1)
+    run.until_saved(1)
+    with pytest.raises(KeyboardInterrupt), run.saves.listening():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # the same one, passed on by torchrun
+        run.now = 5.0
+        signal.raise_signal(signal.SIGINT)
+    assert complete_steps(tmp_path) == [1]
+    assert read_full(tmp_path)["weight"].unique().tolist() == [1.0]
+
+
+def test_a_signal_while_files_are_written_lets_both_saves_end(tmp_path: Path) -> None:
+    run = Run(tmp_path, every="1 steps", keep=9)
+    run.step(1)
+    with run.saves.listening(), pytest.raises(StoppedError):
+        signal.raise_signal(signal.SIGTERM)
+        run.step(2)
+    assert complete_steps(tmp_path) == [1, 2]
+
+
+def test_a_save_that_fails_is_said_and_the_next_one_is_made(tmp_path: Path) -> None:
+    folder = tmp_path / "in the way"
+    folder.write_text("no folder")
+    run = Run(folder, every="1 steps", overlap=False)
+    run.step(1)
+    assert (
+        "Nothing was saved; earlier checkpoints are whole, and training can go on." in run.said[0]
+    )
+    folder.unlink()
+    run.step(2)
+    assert (run.saves.failed, run.saves.count, complete_steps(folder)) == (1, 1, [2])
+
+
+def test_a_grace_that_is_too_short_for_a_step_and_a_save_is_said_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, every="1 steps", overlap=False, grace=20.0)
+    for number in (1, 2, 3):
+        run.now += 25.0
+        run.step(number)
+    (said,) = run.said
+    assert said.startswith("a step and a save take 25 s, more than the 20 s that are left")
+
+
+@pytest.mark.parametrize("text", ["", "10", "0 steps", "-1 s", "1.5 h", "10 days", "ten min"])
+def test_a_time_between_checkpoints_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="such as '20 steps', '30 s', '10 min' or '2 h'"):
+        every(text)
