@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.document import read_document
-from shardwright.core.errors import StoppedError
+from shardwright.core.errors import NoPlanError, StoppedError
 from shardwright.core.measurement import RECORD_SCHEMA, Record
 from shardwright.core.plan import read_plan
 from shardwright.lab.training import Training
@@ -37,7 +37,20 @@ def train(
         return [], {"stopped": str(stopped)}
     record = read_document(record_file(out, rank), Record, RECORD_SCHEMA, "train")
     assert record.saved
-    return list(record.losses), {"resumed": record.saved.resumed, "bad": record.bad_rows}
+    return list(record.losses), {"resumed": record.saved.resumed, "skipped": record.skipped}
+
+
+def refused(mesh: DeviceMesh, plan: str, folder: str) -> str:
+    """The error of a training that does not begin, and what its model was built of."""
+    rank = mesh.get_local_rank()
+    training = Training(
+        read_plan(plan), Path(folder), rank, Heartbeat.create(Path(folder), rank), mesh=mesh
+    )
+    try:
+        training.run()
+    except NoPlanError as error:
+        return str(error)
+    return "it ran"
 
 
 def _signal_in(training: Training, step: int) -> None:
@@ -72,6 +85,37 @@ def drawn(batch: int) -> Iterator[torch.Tensor]:
     while True:
         found = torch.randn(batch, 4) + random.random() + np.random.rand()
         yield found.float()
+
+
+def spoilt(batch: int, rank: int) -> Iterator[torch.Tensor]:
+    """Batches of which rank 1's third and fifth are not finite."""
+    number = 0
+    while True:
+        number += 1
+        yield torch.full((batch, 4), float("inf") if rank == 1 and number in (3, 5) else 0.5)
+
+
+STARVING = False
+
+
+class Hungry(Dropped):
+    """Takes more than there is once its data say so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if STARVING:
+            torch.empty(2**50, dtype=torch.uint8)
+        return super().forward(x)
+
+
+def hungry(batch: int) -> Any:
+    return Hungry(), torch.zeros(batch, 4)
+
+
+def starving(batch: int) -> Iterator[torch.Tensor]:
+    global STARVING
+    for number in range(100):
+        STARVING = number == 2
+        yield torch.ones(batch, 4)
 
 
 def numbered(batch: int, rank: int, world_size: int, start: int) -> Iterator[torch.Tensor]:

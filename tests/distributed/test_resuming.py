@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import resuming_tasks as tasks
 from pool import Pool
 
 from shardwright.core.job import parse_job
-from shardwright.core.plan import write_plan
+from shardwright.core.plan import read_plan, sealed, write_plan
 from shardwright.lab.recordings import plan
 from shardwright.lab.sources import source_of
 
@@ -41,6 +42,16 @@ JOBS: dict[str, dict[str, Any]] = {
         "data": {"python": "resuming_tasks:numbered"},
         "train": ADAM,
     },
+    "spoilt": {
+        "model": {"python": "resuming_tasks:build"},
+        "data": {"python": "resuming_tasks:spoilt"},
+        "train": {**ADAM, "not_finite": "skip"},
+    },
+    "hungry": {
+        "model": {"python": "resuming_tasks:hungry"},
+        "data": {"python": "resuming_tasks:starving"},
+        "train": ADAM,
+    },
     "given": {"model": {"python": "resuming_tasks:build"}, "train": ADAM},
 }
 
@@ -69,7 +80,7 @@ def trained(pool: Pool, made: str, folder: Path, **options: Any) -> list[tuple[l
     return pool.run(ranks, tasks.train, plan=made, folder=str(folder), **options)
 
 
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", [kind for kind in JOBS if kind not in ("spoilt", "hungry")])
 def test_a_training_that_a_signal_stopped_goes_on_bit_by_bit(
     pool: Pool, tmp_path: Path, kind: str
 ) -> None:
@@ -139,3 +150,38 @@ def test_a_run_goes_on_with_the_rate_that_its_job_names_now(pool: Pool, tmp_path
     assert "going on after" in progress
     assert "learning_rate 1e-30 instead of 0.003" in progress
     assert len(losses) == 12
+
+
+def test_steps_that_are_not_finite_are_left_out_and_counted(pool: Pool, tmp_path: Path) -> None:
+    made = planned(tmp_path / "data", "spoilt", 2)
+    (_, found), _ = trained(pool, made, tmp_path / "run")
+    assert found["skipped"] == 2
+    said = (tmp_path / "run" / "progress.jsonl").read_text()
+    assert "loss on rank 1 in step 3: expected finite numbers" in said
+
+
+def test_a_plan_that_does_not_fit_what_is_free_now_is_refused_before_anything_moves(
+    pool: Pool, tmp_path: Path
+) -> None:
+    made = read_plan(planned(tmp_path / "data", "transformer", 2))
+    ranks = tuple(msgspec.structs.replace(r, peak_bytes=2**50 + r.rank) for r in made.ranks)
+    write_plan(sealed(msgspec.structs.replace(made, ranks=ranks)), tmp_path / "large.json")
+    where = str(tmp_path)
+    said = pool.run(2, tasks.refused, plan=str(tmp_path / "large.json"), folder=where)
+    for text in said:
+        assert text.startswith("free memory on rank 0: expected 1024.00 TiB (a peak of ")
+        assert "KiB for the copy that a save writes, as planned)" in text
+        assert "or plan for less: --set cluster.ddr_cap, or more ranks." in text
+
+
+def test_where_memory_ran_out_predicted_and_actual_bytes_are_said(
+    pool: Pool, tmp_path: Path
+) -> None:
+    made = planned(tmp_path / "data", "hungry", 1)
+    (tmp_path / "run").mkdir()
+    ((works, said),) = pool.outcomes(1, tasks.train, plan=made, folder=str(tmp_path / "run"))
+    assert not works
+    line = next(text for text in said.splitlines() if "RunError: out of memory" in text)
+    assert "out of memory in step 3, forward, on rank 0: the plan predicts a peak of " in line
+    for words in ("this process has", "are free", "the largest are ", "resuming_tasks.py"):
+        assert words in line

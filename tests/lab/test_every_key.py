@@ -57,6 +57,7 @@ VALUES: dict[str, Any] = {
     "train.seed": 3,
     "train.out": "runs/other",
     "train.timeout": 7.0,
+    "train.not_finite": "skip",
     "planner.constants": "torchrec-1.9",
     "planner.search": "proposers",
     "planner.options": "torchrec",
@@ -106,7 +107,7 @@ VALUES: dict[str, Any] = {
 
 
 # What a plan does not depend on, for it acts when a job is run: what is read, and how it learns.
-RUN = ("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout")
+RUN = ("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout", "not_finite")
 AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
     f"{name}.{key}"
     for name, section in (("data", DataSection), ("checkpoint", CheckpointSection))

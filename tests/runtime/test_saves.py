@@ -90,9 +90,7 @@ def test_a_signal_is_a_wish_that_a_step_fulfils(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.saves.listening():
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(
-            StoppedError, match=r"stopped by SIGTERM after step 7, saved in .*step-7"
-        ):
+        with pytest.raises(StoppedError, match=r"SIGTERM after step 7, saved in .*step-7"):
             run.step(7)
     assert complete_steps(tmp_path) == [7]
 
@@ -101,11 +99,12 @@ def test_a_second_signal_acts_as_ever_and_leaves_the_last_checkpoint_whole(tmp_p
     run = Run(tmp_path, every="1 steps")
     run.step(1)
     run.until_saved(1)
-    with pytest.raises(KeyboardInterrupt), run.saves.listening():
+    with run.saves.listening():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # the same one, passed on by torchrun
         run.now = 5.0
-        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     assert complete_steps(tmp_path) == [1]
     assert read_full(tmp_path)["weight"].unique().tolist() == [1.0]
 
@@ -113,9 +112,10 @@ def test_a_second_signal_acts_as_ever_and_leaves_the_last_checkpoint_whole(tmp_p
 def test_a_signal_while_files_are_written_lets_both_saves_end(tmp_path: Path) -> None:
     run = Run(tmp_path, every="1 steps", keep=9)
     run.step(1)
-    with run.saves.listening(), pytest.raises(StoppedError):
+    with run.saves.listening():
         signal.raise_signal(signal.SIGTERM)
-        run.step(2)
+        with pytest.raises(StoppedError):
+            run.step(2)
     assert complete_steps(tmp_path) == [1, 2]
 
 

@@ -84,6 +84,8 @@ def result_lines(session: Session) -> list[str]:
     lines.extend(held_out)
     if measured.saved is not UNSET:
         lines.append(saved_text(measured.saved))
+    if measured.skipped is not UNSET:
+        lines.append(f"{measured.skipped:,} steps were left out (train.not_finite)")
     if measured.bad_rows:
         lines.append(f"{measured.bad_rows:,} bad rows were left out (data.skip_bad_rows)")
     return lines

@@ -128,7 +128,8 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds.
+    """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds;
+    ``not_finite`` what becomes of a step with gradients that are not finite.
 
     ``optimizer`` is that of dense parameters, AdamW by default for a llama and the user's own.
     Tables are updated by ``table_optimizer``, SGD beside SGD, where they do not name one
@@ -143,6 +144,7 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Whole = 0
     out: Annotated[str, msgspec.Meta(min_length=1)] = "runs/latest"
     timeout: Seconds = 60.0
+    not_finite: Literal["stop", "skip"] | UnsetType = UNSET
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -50,6 +50,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: dict[str, str]
     machine: dict[str, str]
     saved: Saved | UnsetType = UNSET
+    skipped: int | UnsetType = UNSET  # steps that updated nothing
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,6 +104,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: dict[str, str]
     machine: dict[str, str]
     saved: Saved | UnsetType = UNSET
+    skipped: int | UnsetType = UNSET
 
 
 def merge(plan: Plan, records: Sequence[Record], quality: Quality | None = None) -> Measurement:
@@ -125,6 +127,7 @@ def merge(plan: Plan, records: Sequence[Record], quality: Quality | None = None)
         bad_rows=sum(record.bad_rows for record in records),
         versions=first.versions,
         machine=first.machine,
+        skipped=first.skipped,
         saved=_saved([record.saved for record in records if record.saved is not UNSET]),
     )
 

@@ -47,7 +47,9 @@ class Measured:
         yield
         self._begin()
 
-    def record(self, bad_rows: int = 0, saved: Saved | UnsetType = UNSET) -> Record:
+    def record(
+        self, bad_rows: int = 0, saved: Saved | UnsetType = UNSET, skipped: int = 0
+    ) -> Record:
         """What this rank measured."""
         meter = self._meter
         return Record(
@@ -72,6 +74,7 @@ class Measured:
                 "threads_per_rank": str(torch.get_num_threads()),
             },
             saved=saved,
+            skipped=skipped or UNSET,
         )
 
     def gather(self) -> Measurement:

@@ -5,6 +5,7 @@ Runs under torchrun and never imports the planner.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
 from shardwright.core.document import write_document
-from shardwright.core.errors import InputError, MismatchError, expected
+from shardwright.core.errors import (
+    InputError,
+    MismatchError,
+    RunError,
+    ShardwrightError,
+    expected,
+)
 from shardwright.core.job import checkpoint_folder, named_files
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.timeline import Phase
@@ -34,6 +41,7 @@ from shardwright.lab.resuming import (
     facts_of,
     start_after,
 )
+from shardwright.lab.room import check_room, out_of_memory_at
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Batch
 from shardwright.launcher.folder import (
@@ -44,8 +52,10 @@ from shardwright.launcher.folder import (
 )
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.progress import ProgressLog
+from shardwright.launcher.worker import out_of_memory
 from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
+from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter
@@ -98,7 +108,8 @@ class Training:
     def run(self) -> None:
         """Train to the end and leave a record, and scores of what is held out."""
         mesh = self.mesh or init_device_mesh(self.device.type, (self.plan.world_size,))
-        self.guard = Guard(mesh)
+        self.guard = Guard(mesh, skip=self.job.train.not_finite == "skip")
+        together(self.guard.comm, "memory", self._check_room, _unforeseen)
         torch.manual_seed(self.job.train.seed)  # one model on all ranks
         empty = self.task.model(self.device)
         model = apply(empty, self.plan, mesh, probe=self.meter, guard=self.guard)
@@ -122,7 +133,14 @@ class Training:
             saves.finish(self.job.train.steps)
             saved = saves.figures(self.start.resumed)
         bad_rows = self.start.bad_rows + self.task.bad_rows
-        write_document(measured.record(bad_rows, saved), record_file(self.folder, self.rank))
+        write_document(
+            measured.record(bad_rows, saved, self.guard.skipped),
+            record_file(self.folder, self.rank),
+        )
+
+    def _check_room(self) -> None:
+        section = self.job.checkpoint
+        check_room(self.plan, self.rank, self.device, section is not UNSET and section.overlap)
 
     def _resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Start:
         """Go on from the newest checkpoint, if there is one and the run is to be resumed."""
@@ -179,8 +197,19 @@ class Training:
         steps = self.job.train.steps
         shown = 0.0
         for step in range(self.start.step + 1, steps + 1):
-            with self._errors():
-                loss, words = self._one_step(model, optimizer, batches, saves)
+            try:
+                with self._errors():
+                    loss, words = self._one_step(model, optimizer, batches, saves)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                beat = self.heartbeat.reading()
+                where = f"step {step}, {beat.phase}, on rank {self.rank}"
+                raise out_of_memory_at(
+                    error, self.plan, self.rank, where, model, optimizer
+                ) from error
+            if not math.isfinite(loss):  # of a step that was left out: as the one before
+                loss = measured.losses[-1] if measured.losses else 0.0
             with measured.between(loss):
                 if saves:
                     saves.after(step, words)
@@ -205,7 +234,10 @@ class Training:
         loss.backward()
         # Tables are updated here, or nothing is.
         words = self.guard.settle(saves.words(self.meter.number) if saves else ())
-        optimizer.step()
+        if self.guard.fault is None:
+            optimizer.step()
+        elif self.guard.skipped.bit_count() == 1:  # the 1st, 2nd, 4th, ... time
+            self._say(f"{self.guard.fault} Skipped {self.guard.skipped} steps so far.")
         optimizer.zero_grad()
         return value, words
 
@@ -233,6 +265,10 @@ class Training:
         ]
         found = np.concatenate(rows) if rows else np.empty((0, 3))
         np.save(scores_file(self.folder, self.rank), found, allow_pickle=False)
+
+
+def _unforeseen(error: Exception) -> ShardwrightError:
+    return RunError(f"memory: {error}")
 
 
 def check_ranks(plan_path: Path) -> Plan:

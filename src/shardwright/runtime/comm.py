@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from collections.abc import Mapping
 from datetime import timedelta
@@ -30,14 +31,29 @@ def start(
 
     Ranks meet at the file ``store``, which opens no port, or where torchrun's environment says.
     """
-    meeting = None if store is None else dist.FileStore(str(store), world_size)
+    timeout = timedelta(seconds=timeout_seconds)
+    meeting: dist.Store
+    if store is not None:
+        meeting = dist.FileStore(str(store), world_size)
+    else:
+        found, rank, world_size = _meet(timeout)
+        # torchrun's store outlives its workers: a rank must not meet one that was restarted
+        meeting = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), found)
     dist.init_process_group(
-        backend,
-        store=meeting,
-        rank=rank if meeting is not None else -1,
-        world_size=world_size if meeting is not None else -1,
-        timeout=timedelta(seconds=timeout_seconds),
+        backend, store=meeting, rank=rank, world_size=world_size, timeout=timeout
     )
+
+
+def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Store, rank and number of ranks that the environment names."""
+    try:
+        return next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        where = f"MASTER_PORT={os.environ.get('MASTER_PORT')}"
+        remedy = "Name another: torchrun --master-port."
+        raise InputError(expected(where, "a port that is free", "one in use", remedy)) from error
 
 
 def wait_for_all() -> None:

@@ -29,10 +29,16 @@ class Guard:
     after all backwards of it, and ``forget`` after an exception of your own in between. What it
     refuses is a gradient whose squares do not add up to a finite number, for such squares are what
     optimizers keep, and sums over ranks stay finite without them.
+
+    With ``skip`` such a step raises nothing: ``skipped`` counts it, and ``fault`` says what was
+    wrong with the step that was settled last, or is None, when the optimizer may step.
     """
 
-    def __init__(self, mesh: DeviceMesh | Comm) -> None:
+    def __init__(self, mesh: DeviceMesh | Comm, *, skip: bool = False) -> None:
         self.comm = mesh if isinstance(mesh, Comm) else Comm(mesh)
+        self.skip = skip
+        self.skipped = 0
+        self.fault: RunError | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -82,7 +88,12 @@ class Guard:
             waiting.clear()  # whoever keeps the error does not keep them
             place = _FIRST - word
             ranks, largest = self._whose(found, place)
-            raise not_finite(names[place], ranks, largest, self.comm.step)
+            self.fault = not_finite(names[place], ranks, largest, self.comm.step)
+            if not self.skip:
+                raise self.fault
+            self.skipped += 1
+            return others
+        self.fault = None
         waiting.reverse()
         while waiting:
             waiting.pop()()  # what an update was kept for goes with it

@@ -8,10 +8,16 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from shardwright.core.errors import InputError, MismatchError, RunError, ShardwrightError
+from shardwright.core.errors import (
+    InputError,
+    MismatchError,
+    NoPlanError,
+    RunError,
+    ShardwrightError,
+)
 
 MAX_TEXT = 4000  # bytes of a message that travel
-_KINDS: tuple[type[ShardwrightError], ...] = (RunError, InputError, MismatchError)
+_KINDS: tuple[type[ShardwrightError], ...] = (RunError, InputError, MismatchError, NoPlanError)
 
 T = TypeVar("T")
 

@@ -1,0 +1,148 @@
+"""The cases of ``cases.py``: those with a fault are run, the others have tests of their own."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import CASES, PAGE, page_with_table
+
+from shardwright.core.job import parse_job
+from shardwright.core.plan import write_plan
+from shardwright.lab.recordings import plan
+from shardwright.launcher.outcome import decode_outcome
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 300.0
+TIMEOUT = 6.0
+OWN = """
+import os, signal, time
+import torch
+
+TIMEOUT = {timeout}
+NUMBER = 0
+
+
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        if NUMBER == 3 and "{where}" == "forward":
+            {fault}
+        x = self.first(x)
+        if NUMBER == 3 and "{where}" == "backward":
+            x.register_hook(fault)
+        return self.last(x)
+
+
+def fault(x):
+    {fault}
+
+
+def build(batch):
+    return Own(), torch.zeros(batch, 4)
+
+
+def batches(batch, rank):
+    global NUMBER
+    while True:
+        NUMBER += rank == 1
+        yield torch.ones(batch, 4)
+"""
+JOB = """
+[model]
+python = "own:build"
+[data]
+python = "own:batches"
+[batch]
+size = 2
+[train]
+steps = 8
+timeout = {timeout}
+out = "run"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [number for number, case in CASES.items() if case.fault])
+def test_a_run_in_which_rank_1_goes_wrong(tmp_path: Path, number: str) -> None:
+    case = CASES[number]
+    timeout = TIMEOUT if number in ("4", "5") else 60.0
+    own = OWN.format(where=case.where, fault=case.fault, timeout=timeout)
+    (tmp_path / "own.py").write_text(own)
+    (tmp_path / "job.toml").write_text(JOB.format(timeout=timeout))
+    line = [sys.executable, "-m", "shardwright", "train", "job.toml", "-n", "2"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, cwd=tmp_path)
+    assert done.returncode == case.code, done.stderr
+    assert re.search(case.says, done.stderr + done.stdout), done.stderr
+    assert "Traceback" not in done.stderr
+    outcome = decode_outcome((tmp_path / "run" / "outcome.json").read_bytes())
+    assert outcome.code == case.code
+    assert not at_work(tmp_path)
+
+
+def at_work(folder: Path) -> list[str]:
+    """Processes whose working directory is the folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if Path(os.readlink(process / "cwd")) == folder:
+                found.append((process / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def alone(tmp_path: Path, port: int) -> subprocess.CompletedProcess[str]:
+    """Rank 0 of two, whom nobody joins."""
+    job = {
+        "model": {"kind": "transformer", "layers": 1, "dim": 16, "heads": 2},
+        "cluster": {"preset": "local", "world_size": 2},
+        "batch": {"size": 4, "sequence": 16},
+        "train": {"timeout": 2.0, "out": str(tmp_path / "run")},
+    }
+    write_plan(plan(parse_job(job)), tmp_path / "plan.json")
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.run(
+        [sys.executable, "-m", "shardwright", "run", "plan.json", "--out", "run"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        cwd=tmp_path,
+        env=os.environ | place | {"RANK": "0", "WORLD_SIZE": "2"},
+    )
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        done = alone(tmp_path, taken.getsockname()[1])
+    assert done.returncode == CASES["+1"].code
+    assert re.search(CASES["+1"].says, done.stderr.splitlines()[-1])
+
+
+def test_a_rank_that_never_comes_is_waited_for_so_long(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    done = alone(tmp_path, port)
+    assert done.returncode == CASES["+2"].code
+    assert re.search(CASES["+2"].says, done.stderr.splitlines()[-1])
+
+
+def test_every_case_has_a_test() -> None:
+    for case in CASES.values():
+        path, _, name = case.test.partition("::")
+        tree = ast.parse((ROOT / path).read_text())
+        assert name in {f.name for f in tree.body if isinstance(f, ast.FunctionDef)}, case.test
+
+
+def test_the_page_has_the_cases_as_they_are() -> None:
+    found = PAGE.read_text()
+    assert page_with_table(found) == found, "python tests/faults/cases.py writes it again"
