@@ -103,6 +103,12 @@ def test_a_directory_is_no_document(tmp_path: Path) -> None:
     )
 
 
+def test_a_pipe_that_nobody_writes_into_is_no_document(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "expected a note file, got no regular file" in _message(tmp_path / "pipe")
+    assert "expected a note file, got no regular file" in _message(Path("/dev/zero"))
+
+
 def test_a_path_through_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     path = tmp_path / "file" / "note.json"

@@ -358,3 +358,20 @@ def test_the_real_sample_is_read_as_it_is_described() -> None:
     [(batch, _)] = evaluation_batches(sample, HUGE, 256)
     assert batch.labels.mean() == pytest.approx(0.245)
     assert (batch.ids >= 1 << 31).sum() / (batch.ids != 0).sum() == pytest.approx(0.435, abs=0.001)
+
+
+def test_a_line_without_end_is_refused_before_it_fills_memory(tmp_path: Path) -> None:
+    path = log(tmp_path, *(row(i) for i in range(3)), "1" * 70_000)
+    reader = CriteoReader(path, HUGE, 2, skip_bad_rows=True)
+    next(reader)
+    with pytest.raises(InputError, match=r":4: expected a row of a click log, got 65536 bytes"):
+        next(reader)
+
+
+def test_a_file_that_goes_away_between_two_passes_is_named(tmp_path: Path) -> None:
+    path = numbered(tmp_path, 2)
+    reader = CriteoReader(path, HUGE, 2)
+    next(reader)
+    path.unlink()
+    with pytest.raises(InputError, match="expected a readable file, got No such file"):
+        next(reader)

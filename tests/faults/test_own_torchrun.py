@@ -56,6 +56,12 @@ def test_a_wrong_number_of_ranks_is_one_line_and_what_torchrun_shows_last(
     assert json.loads(error.read_text())["message"]["extraInfo"]["py_callstack"] == line
 
 
+def test_a_rank_that_is_no_number_is_one_line(small: Path, tmp_path: Path) -> None:
+    ended = shardwright("shardwright", "run", small, RANK="x", WORLD_SIZE="2")
+    assert ended.returncode == 2
+    assert "RANK: expected a number, as torchrun sets it, got 'x'" in ended.stderr
+
+
 @pytest.mark.slow
 def test_what_it_leaves_can_be_compared_and_reported(small: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -33,6 +33,9 @@ def execute(options: argparse.Namespace) -> int:
         )
     from shardwright.launcher.worker import run_worker
 
+    if not os.environ["RANK"].isdecimal():
+        found = repr(os.environ["RANK"])
+        raise InputError(expected("RANK", "a number, as torchrun sets it", found))
     rank = int(os.environ["RANK"])
     check_inputs(options.out, (), options.plan)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import re
+import stat
 import types
 import typing
 from collections.abc import Collection
@@ -49,7 +50,10 @@ def read_bytes(path: Path | str, what: str, remedy: str = "") -> bytes:
     try:
         if path.is_dir():
             raise InputError(expected(str(path), f"a {what} file", "a directory", remedy))
-        if path.stat().st_size > MAX_DOCUMENT_BYTES:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe nobody writes into, a device without end
+            raise InputError(expected(str(path), f"a {what} file", "no regular file", remedy))
+        if found.st_size > MAX_DOCUMENT_BYTES:
             raise InputError(expected(str(path), f"a {what} below 256 MiB", "a larger file"))
         return path.read_bytes()
     except FileNotFoundError:

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.plan import Plan
-from shardwright.core.timeline import Event, EventRun, encode
+from shardwright.core.timeline import Event, EventRun, check_runs, encode
 
 RECORD_SCHEMA = "shardwright.record/1"
 SCHEMA = "shardwright.measurement/1"
@@ -164,7 +164,9 @@ def write_measurement(measurement: Measurement, path: Path | str) -> None:
 
 def read_measurement(path: Path | str) -> Measurement:
     """Read a measurement."""
-    return read_document(path, Measurement, SCHEMA, made_by="shardwright train JOB.toml")
+    found = read_document(path, Measurement, SCHEMA, made_by="shardwright train JOB.toml")
+    check_runs(found.timeline, found.world_size, str(path))
+    return found
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,7 +26,7 @@ from shardwright.core.quantities import format_seconds
 from shardwright.core.recording import Recording
 from shardwright.core.schedule import Modes
 from shardwright.core.sharding import ShardingType, traits
-from shardwright.core.timeline import EventRun
+from shardwright.core.timeline import EventRun, check_runs
 
 T = TypeVar("T")
 
@@ -293,6 +293,7 @@ def read_plan(path: Path | str, *, check: bool = False) -> Plan:
                 "The file was edited after planning; make the plan again from the job.",
             )
         )
+    check_runs(plan.timeline, plan.world_size, str(path))
     if check:
         check_tiling(plan.expanded(), plan.model.tensors, plan.world_size)
     return plan

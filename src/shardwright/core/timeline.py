@@ -13,6 +13,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from shardwright.core.errors import InputError, expected
+
 Phase = Literal[
     "setup",
     "load",
@@ -47,6 +49,7 @@ Kind = Literal[
 ]
 EXACT_KINDS: tuple[Kind, ...] = ("weight", "gradient", "optimizer_state", "padding")
 
+MAX_EVENTS = 2**21  # of a timeline: a thousand on each of 2,048 ranks
 MAX_RUN = 2**20  # ranks in one run
 PEAK = "peak"  # the name of an event with a kind's live bytes at a phase's peak
 
@@ -83,6 +86,17 @@ class EventRun(msgspec.Struct, frozen=True, array_like=True):
 
     event: Event
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_RUN)] = 1
+
+
+def check_runs(runs: Sequence[EventRun], world_size: int, where: str) -> None:
+    """Raise InputError for ranks that there are not, and for more events than memory is for."""
+    for run in runs:
+        if run.event.rank + run.count > world_size:
+            found = f"rank {run.event.rank + run.count - 1}"
+            raise InputError(expected(f"{where}: timeline", f"{world_size} ranks", found))
+    total = sum(run.count for run in runs)
+    if total > MAX_EVENTS:
+        raise InputError(expected(f"{where}: timeline", f"at most {MAX_EVENTS} events", str(total)))
 
 
 def encode(events: Iterable[Event]) -> tuple[EventRun, ...]:

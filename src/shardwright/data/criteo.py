@@ -29,7 +29,7 @@ FIELD_NAMES = ("label", *INTEGER_NAMES, *CATEGORY_NAMES)
 _FIELDS = len(FIELD_NAMES)
 _FIRST_CATEGORY = 1 + len(INTEGER_NAMES)
 _HEX_DIGITS = 8  # 32 bits
-_LONGEST_FIRST_LINE = 1 << 16  # a row takes some 300 bytes; a longer first line is no click log
+_LONGEST_LINE = 1 << 16  # a row takes some 300 bytes; a longer line is no row of a click log
 _SHOWN = 40  # characters of a bad field that a message repeats
 
 _NUMBER = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -253,9 +253,9 @@ def _detect(path: Path) -> _Spelling:
 
 def _first_line(file: BinaryIO) -> tuple[int, bytes]:
     """The next line with a character in it, how many lines on it is, or nothing at the end."""
-    number, line = 1, file.readline(_LONGEST_FIRST_LINE)
+    number, line = 1, file.readline(_LONGEST_LINE)
     while line and not line.rstrip(b"\r\n"):
-        number, line = number + 1, file.readline(_LONGEST_FIRST_LINE)
+        number, line = number + 1, file.readline(_LONGEST_LINE)
     return number, line
 
 
@@ -263,8 +263,8 @@ def _check_text(path: Path, number: int, first: bytes) -> None:
     found = ""
     if b"\0" in first or first.startswith(b"\x1f\x8b"):  # the latter opens a gzip file
         found = "a binary file"
-    elif len(first) >= _LONGEST_FIRST_LINE:
-        found = f"a line of {_LONGEST_FIRST_LINE} bytes or more"
+    elif len(first) >= _LONGEST_LINE:
+        found = f"a line of {_LONGEST_LINE} bytes or more"
     elif not first.isascii():
         found = f"{_shown(first)}, which is not plain text"
     elif b"\t" not in first and b"," not in first:
@@ -286,11 +286,23 @@ def _check_header(path: Path, number: int, names: list[bytes]) -> None:
 
 def _rows(path: Path, spelling: _Spelling) -> Iterator[_Row]:
     """Data rows of one pass with their line numbers, ends of line removed."""
-    with path.open("rb", buffering=1 << 18) as file:
-        for number, raw in enumerate(file, 1):
+    with _opened(path) as file:
+        for number, raw in enumerate(iter(partial(file.readline, _LONGEST_LINE), b""), 1):
+            if len(raw) == _LONGEST_LINE:
+                found = f"{_LONGEST_LINE} bytes without an end of line"
+                raise InputError(expected(f"{path}:{number}", "a row of a click log", found))
             line = raw.rstrip(b"\r\n")
             if line and number != spelling.header_line:
                 yield number, line
+
+
+def _opened(path: Path) -> BinaryIO:
+    """InputError where the file is there no more."""
+    try:
+        return path.open("rb", buffering=1 << 18)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise InputError(expected(str(path), "a readable file", reason, "Restore it.")) from error
 
 
 def _endless(path: Path, spelling: _Spelling, passes: _Passes, start: int) -> Iterator[_Row]:

@@ -205,6 +205,12 @@ def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
             raise MismatchError(
                 expected(fqn, "a parameter of the model", "none", "Plan again for this model.")
             )
+    modules = {name for name, _ in model.named_modules()}
+    for unit in plan.units:
+        absent = [*set(unit.tensors).difference(have), *set(unit.modules) - modules]
+        if absent:
+            wanted = f"a part of the model, as unit '{unit.name}' has"
+            raise MismatchError(expected(min(absent), wanted, "none", "Plan again for this model."))
     step = plan.model.step
     for table in plan.tables:
         if not step.tables_of(table.fqn):

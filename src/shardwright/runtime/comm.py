@@ -23,18 +23,24 @@ from shardwright.runtime.torch_private import flattened
 
 __all__ = ["Comm", "Peers", "Pending", "fingerprint_of", "flat", "start", "stop", "wait_for_all"]
 
+START_SECONDS = 300.0  # some ranks start later than others by more than a step may take
+
 
 def start(
     backend: str, timeout_seconds: float, rank: int, world_size: int, store: Path | None = None
 ) -> None:
     """Join the process group; every wait in it is bounded by ``timeout_seconds``.
 
-    Ranks meet at the file ``store``, which opens no port, or where torchrun's environment says.
+    Ranks meet at the file ``store``, which opens no port, and wait there ``START_SECONDS`` for each
+    other; or where torchrun's environment says.
     """
     timeout = timedelta(seconds=timeout_seconds)
     meeting: dist.Store
     if store is not None:
         meeting = dist.FileStore(str(store), world_size)
+        meeting.set(f"started/{rank}", "")
+        started = [f"started/{each}" for each in range(world_size)]
+        meeting.wait(started, timedelta(seconds=START_SECONDS))
     else:
         found, rank, world_size = _meet(timeout)
         # torchrun's store outlives its workers: a rank must not meet one that was restarted
