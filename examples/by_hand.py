@@ -27,18 +27,23 @@ def main() -> None:
 
     model = sw.apply(DLRM(job, device="meta"), plan, init_device_mesh("cpu", (ranks,)))
     optimizer = torch.optim.Adam(sw.optimizer_parameters(model), lr=0.002, fused=True)
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(STEPS):
-        dense = torch.randn(job.batch.size, job.model.dense_features, generator=generator)
-        ids = [torch.randint(t.rows, (job.batch.size,), generator=generator) for t in job.tables]
-        clicks = (dense[:, 0] > 0).float()
-        logits = model(dense, torch.stack(ids, 1)).squeeze(1)
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, clicks)
-        loss.backward()  # updates the tables and reduces the units' gradients
-        optimizer.step()
-        optimizer.zero_grad()
-        if rank == 0 and (step + 1) % 5 == 0:
-            print(f"step {step + 1}: loss {loss.item():.4f}")
+    # Saved as it goes on; started again it begins where the last one ended, or was stopped.
+    with sw.Run(plan, model, optimizer, "runs/by_hand", every="10 steps") as run:
+        for step in run.steps(STEPS):
+            generator = torch.Generator().manual_seed(ranks * step + rank)
+            dense = torch.randn(job.batch.size, job.model.dense_features, generator=generator)
+            ids = [
+                torch.randint(t.rows, (job.batch.size,), generator=generator) for t in job.tables
+            ]
+            clicks = (dense[:, 0] > 0).float()
+            logits = model(dense, torch.stack(ids, 1)).squeeze(1)
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, clicks)
+            loss.backward()  # updates the tables and reduces the units' gradients
+            optimizer.step()
+            optimizer.zero_grad()
+            run.end(loss)
+            if rank == 0 and step % 5 == 0:
+                print(f"step {step}: loss {loss.item():.4f}")
 
     weights = sw.full_state_dict(model)
     if rank == 0:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         NoPlanError,
         RunError,
         ShardwrightError,
+        StoppedError,
         UnsupportedError,
     )
     from shardwright.core.job import Job, parse_job, read_job
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from shardwright.lab.footprint import footprint as estimate_memory
     from shardwright.lab.loop import measure
     from shardwright.lab.recordings import plan, plan_module
+    from shardwright.lab.run import Run
     from shardwright.lab.tasks.task import Task
     from shardwright.planner.explain import explain_tensor as explain
     from shardwright.runtime.apply import apply
@@ -70,12 +72,14 @@ _HOMES = {
     "Plan": "core.plan",
     "Replicate": "core.placement",
     "Resumed": "runtime.saving",
+    "Run": "lab.run",
     "RunError": "core.errors",
     "Shard": "core.placement",
     "ShardTensor": "runtime.units.shard_tensor",
     "ShardedModule": "runtime.sharded_module",
     "ShardwrightError": "core.errors",
     "State": "runtime.units.unit",
+    "StoppedError": "core.errors",
     "Task": "lab.tasks.task",
     "UnsupportedError": "core.errors",
     "apply": "runtime.apply",
@@ -124,12 +128,14 @@ __all__ = [
     "Plan",
     "Replicate",
     "Resumed",
+    "Run",
     "RunError",
     "Shard",
     "ShardTensor",
     "ShardedModule",
     "ShardwrightError",
     "State",
+    "StoppedError",
     "Task",
     "UnsupportedError",
     "apply",

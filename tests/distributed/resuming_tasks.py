@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import shardwright as sw
 from shardwright.core.document import read_document
 from shardwright.core.errors import NoPlanError, StoppedError
 from shardwright.core.measurement import RECORD_SCHEMA, Record
@@ -38,6 +39,31 @@ def train(
     record = read_document(record_file(out, rank), Record, RECORD_SCHEMA, "train")
     assert record.saved
     return list(record.losses), {"resumed": record.saved.resumed, "skipped": record.skipped}
+
+
+def own_loop(mesh: DeviceMesh, plan: str, folder: str, stop_after: int = 0) -> Any:
+    """Losses of a loop of one's own, its weights at the end, and where it went on from."""
+    made = read_plan(plan)
+    torch.manual_seed(0)
+    model = sw.apply(Dropped(), made, mesh)
+    optimizer = torch.optim.Adam(sw.optimizer_parameters(model, per_unit=True), 0.01, fused=True)
+    torch.manual_seed(mesh.get_local_rank())
+    try:
+        with sw.Run(made, model, optimizer, folder, every="3 steps", extra=lambda: "mine") as run:
+            for step in run.steps(10):
+                if step == stop_after and mesh.get_local_rank() == 0:
+                    signal.raise_signal(signal.SIGTERM)
+                batch = torch.full((4, 4), float(step + mesh.get_local_rank()))
+                loss = model(batch).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.end(loss)
+    except sw.StoppedError as stopped:
+        return str(stopped)
+    found = run.resumed and (run.resumed.step, run.resumed.extra["own"])
+    weights = {n: p.tolist() for n, p in sw.full_state_dict(model).items()}
+    return run.measured.losses, weights, found
 
 
 def refused(mesh: DeviceMesh, plan: str, folder: str) -> str:

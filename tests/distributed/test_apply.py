@@ -18,6 +18,8 @@ UNITS = ("shard", "shard")
         ("plan", "expected the same plan on every rank, got another one on rank 1"),
         ("model", "expected the same model on every rank, got another one on rank 1"),
         ("all models", "top.extra.weight: expected a tensor of the plan"),
+        ("torch", "expected the same torch version on every rank, got another one on rank 1"),
+        ("unit", "middle: expected a part of the model, as unit 'bottom' has, got none"),
         ("world", "mesh: expected 3 ranks, as the plan, got 2"),
     ],
 )

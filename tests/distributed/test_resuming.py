@@ -185,3 +185,15 @@ def test_where_memory_ran_out_predicted_and_actual_bytes_are_said(
     assert "out of memory in step 3, forward, on rank 0: the plan predicts a peak of " in line
     for words in ("this process has", "are free", "the largest are ", "can't allocate memory"):
         assert words in line
+
+
+def test_a_loop_of_one_s_own_is_stopped_and_goes_on_bit_by_bit(pool: Pool, tmp_path: Path) -> None:
+    made = planned(tmp_path / "data", "given", 2)
+    options = {"plan": made, "folder": str(tmp_path / "run")}
+    whole = pool.run(2, tasks.own_loop, plan=made, folder=str(tmp_path / "whole"))
+    assert whole[0][2] is None
+    for said in pool.run(2, tasks.own_loop, stop_after=5, **options):
+        assert said.startswith("stopped by SIGTERM after step 5, saved in ")
+    for found, true in zip(pool.run(2, tasks.own_loop, **options), whole, strict=True):
+        assert found[:2] == true[:2]
+        assert found[2] == (5, "mine")

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 from gradient_tasks import errors, inputs, loss_of, mixture, net, shard
 from probe_tasks import said
@@ -19,6 +20,7 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from shardwright.core.job import Job
 from shardwright.core.placement import BlockShard, Owned, Shard
+from shardwright.core.plan import sealed
 from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import apply
@@ -507,10 +509,18 @@ def disagreement(mesh: DeviceMesh, job: Job, other: Job, what: str) -> str:
         model.top.add_module("extra", nn.Linear(1, 1, device="meta"))
     if what == "world":
         made = plan(other)
+    if what == "unit":
+        units = [msgspec.structs.replace(unit, modules=("middle",)) for unit in made.units]
+        made = sealed(msgspec.structs.replace(made, units=tuple(units)))
+    version = torch.__version__
     try:
+        if what == "torch" and odd:
+            torch.__version__ = "1.0"
         apply(model, made, mesh)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        torch.__version__ = version
     return "accepted"
 
 

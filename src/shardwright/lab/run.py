@@ -1,0 +1,116 @@
+"""A training loop of one's own that lasts: measured, saved, stopped by signals, resumed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.core.checkpoint_section import CheckpointSection
+from shardwright.core.measurement import Measurement
+from shardwright.core.plan import Plan
+from shardwright.core.timeline import Phase
+from shardwright.lab.loop import measure
+from shardwright.launcher.heartbeat import Heartbeat
+from shardwright.runtime.checkpoint.folders import complete_steps
+from shardwright.runtime.meter import Meter, comm_of
+from shardwright.runtime.saves import Saves
+from shardwright.runtime.saving import Resumed, load_checkpoint
+
+
+class Run:
+    """A loop over ``model``, which runs ``plan``, as ``shardwright train`` has one::
+
+        with sw.Run(plan, model, optimizer, "runs/mine", every="10 min") as run:
+            for step in run.steps(1000):
+                loss = loss_of(model, batch(step))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.end(loss)
+
+    It goes on after the newest checkpoint in ``folder``, if there is one: then ``resumed`` says
+    what it found, and ``steps`` begins behind it. ``extra`` gives plain values of this rank to be
+    saved beside the model, such as a place in the data: ``resumed.extra["own"]``. SIGTERM and
+    Ctrl-C end it after a step that is saved, by StoppedError; its ``exit_code`` is 75.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        folder: Path | str,
+        *,
+        every: str = "10 min",
+        keep: int = 2,
+        extra: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.plan, self.folder = plan, Path(folder)
+        self.resumed: Resumed | None = None
+        self._what = (model, optimizer)
+        self._section = CheckpointSection(every=every, keep=keep)
+        self._extra = extra
+        self._around = ExitStack()
+
+    def __enter__(self) -> Run:
+        model, optimizer = self._what
+        comm = comm_of(model)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._heartbeat = Heartbeat.create(self.folder, comm.rank)
+        on_cpu = comm.mesh.device_type == "cpu"
+        self.meter = Meter(comm.rank, self._listen, None if on_cpu else torch.cuda.synchronize)
+        saved = self.folder / "checkpoints"
+        if complete_steps(saved):
+            self.resumed = load_checkpoint(saved, model, optimizer, random_state=True)
+            self.meter.number = self.meter.first = self.resumed.step
+        with ExitStack() as around:
+            measuring = measure(self.plan, model, optimizer, meter=self.meter)
+            self.measured = around.enter_context(measuring)
+            if self.resumed:
+                self.measured.losses += self.resumed.extra["losses"]
+            self._saves = Saves(
+                saved,
+                model,
+                optimizer,
+                self._section,
+                extra=lambda: {"losses": self.measured.losses, "own": self._extra()},
+                facts={"plan": self.plan.fingerprint},
+                say=self._say if comm.rank == 0 else lambda text: None,
+                step=self.meter.first,
+            )
+            around.enter_context(self._saves.listening())
+            self._around = around.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._around.__exit__(*error)
+
+    def steps(self, count: int) -> Iterator[int]:
+        """The numbers of the steps up to ``count`` that are left; the last one is saved."""
+        yield from range(self.meter.number, count + 1)
+        self._saves.finish(count)
+
+    def end(self, loss: torch.Tensor | float | None = None) -> None:
+        """A step is over (collective); ``loss`` is this rank's, for the curve."""
+        number = self.meter.number
+        with self.measured.between(loss):
+            self._saves.after(number, self._saves.agreed(number))
+
+    def gather(self) -> Measurement:
+        """What all ranks measured (collective), for ``sw.compare``."""
+        return self.measured.gather()
+
+    def _listen(self, phase: Phase | None) -> None:
+        if phase is None:
+            self._heartbeat.begin(step=self.meter.number)
+        else:
+            self._heartbeat.mark(phase, self.meter.number)
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
