@@ -35,10 +35,10 @@ class Own(torch.nn.Module):
         self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
 
     def forward(self, x):
-        if NUMBER == 3 and "{where}" == "forward":
+        if NUMBER >= 3 and "{where}" == "forward":
             {fault}
         x = self.first(x)
-        if NUMBER == 3 and "{where}" == "backward":
+        if NUMBER >= 3 and "{where}" == "backward":
             x.register_hook(fault)
         return self.last(x)
 

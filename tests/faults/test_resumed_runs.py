@@ -145,3 +145,14 @@ def test_a_disk_that_is_full_for_a_while_is_said_and_the_run_goes_on(folder: Pat
     assert "training can go on" in errors
     assert "failed" in shown
     assert (blocked / "step-200" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_a_training_that_is_killed_again_and_again_loses_no_checkpoint(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "killed_runs.py"
+    line = [sys.executable, str(script), str(tmp_path), "--kills", "20"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=HANGS, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["kills"], found["differ"], found["codes"]) == (20, 0, [0, 0])
+    assert found["steps"] == sorted(set(found["steps"]))  # every life went on from the last one

@@ -17,7 +17,7 @@ from shardwright.core.plan import Plan, read_plan, sealed
 from shardwright.lab.session import Session, run
 from shardwright.lab.sources import source_of
 from shardwright.launcher.folder import outcome_file
-from shardwright.report.wording import saved_text
+from shardwright.report.wording import saved_text, straggler_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +84,8 @@ def result_lines(session: Session) -> list[str]:
     lines.extend(held_out)
     if measured.saved is not UNSET:
         lines.append(saved_text(measured.saved))
+    if measured.straggler is not UNSET:
+        lines.append(straggler_text(measured.straggler))
     if measured.skipped is not UNSET:
         lines.append(f"{measured.skipped:,} steps were left out (train.not_finite)")
     if measured.bad_rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ RECORD_SCHEMA = "shardwright.record/1"
 SCHEMA = "shardwright.measurement/1"
 COMPARISON_SCHEMA = "shardwright.comparison/1"
 CURVE_POINTS = 500
+LATE = 0.2  # of a step: a rank that is busy for so much longer than others is a straggler
 
 
 class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,6 +53,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: dict[str, str]
     saved: Saved | UnsetType = UNSET
     skipped: int | UnsetType = UNSET  # steps that updated nothing
+    busy_seconds: float = 0.0  # of a step, without waits for other ranks
+
+
+class Straggler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank that the others waited for: its own ``seconds`` per step, and the median of theirs."""
+
+    rank: int
+    seconds: float
+    others: float
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,6 +116,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: dict[str, str]
     saved: Saved | UnsetType = UNSET
     skipped: int | UnsetType = UNSET
+    straggler: Straggler | UnsetType = UNSET
 
 
 def merge(plan: Plan, records: Sequence[Record], quality: Quality | None = None) -> Measurement:
@@ -128,8 +140,21 @@ def merge(plan: Plan, records: Sequence[Record], quality: Quality | None = None)
         versions=first.versions,
         machine=first.machine,
         skipped=first.skipped,
+        straggler=_straggler(records),
         saved=_saved([record.saved for record in records if record.saved is not UNSET]),
     )
+
+
+def _straggler(records: Sequence[Record]) -> Straggler | UnsetType:
+    """The rank that is busiest, if that costs the others a good part of a step."""
+    slowest = max(records, key=lambda record: record.busy_seconds)
+    others = [record.busy_seconds for record in records if record is not slowest]
+    if not others:
+        return UNSET
+    usual = statistics.median(others)
+    if slowest.busy_seconds - usual < LATE * slowest.seconds_per_step:
+        return UNSET
+    return Straggler(slowest.rank, slowest.busy_seconds, usual)
 
 
 def _saved(of_ranks: Sequence[Saved]) -> Saved | UnsetType:

@@ -75,6 +75,7 @@ class Measured:
             },
             saved=saved,
             skipped=skipped or UNSET,
+            busy_seconds=meter.busy_seconds_per_step,
         )
 
     def gather(self) -> Measurement:

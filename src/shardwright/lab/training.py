@@ -57,6 +57,7 @@ from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.folders import complete_steps
+from shardwright.runtime.comm import Comm
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
@@ -108,7 +109,7 @@ class Training:
     def run(self) -> None:
         """Train to the end and leave a record, and scores of what is held out."""
         mesh = self.mesh or init_device_mesh(self.device.type, (self.plan.world_size,))
-        self.guard = Guard(mesh, skip=self.job.train.not_finite == "skip")
+        self.guard = Guard(Comm(mesh, self.meter), skip=self.job.train.not_finite == "skip")
         together(self.guard.comm, "memory", self._check_room, _unforeseen)
         torch.manual_seed(self.job.train.seed)  # one model on all ranks
         empty = self.task.model(self.device)

@@ -18,7 +18,14 @@ from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets, plan_sheets, svg
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.svg import measured_peaks, slowest, step_seconds
-from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable, saved_text
+from shardwright.report.wording import (
+    TEXT_LIMIT,
+    counted,
+    percent,
+    printable,
+    saved_text,
+    straggler_text,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +148,8 @@ def _warnings(
         if document is not None and document.plan_fingerprint != plan.fingerprint:
             other = printable(document.plan_fingerprint[:12]) or "(none)"
             found.append(f"This {what} belongs to another plan, fingerprint {other}.")
+    if measurement and measurement.straggler is not UNSET:
+        found.append(f"{straggler_text(measurement.straggler)}.")
     if measurement and measurement.bad_rows:
         found.append(f"{counted(measurement.bad_rows, 'bad row')} of the data were skipped.")
     return tuple(found)

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardwright.core.footprint import Footprint, RankMemory, Verdict
-from shardwright.core.measurement import Saved
+from shardwright.core.measurement import Saved, Straggler
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.timeline import Kind, category, stretches
@@ -155,6 +155,12 @@ def saved_text(saved: Saved) -> str:
         steps = ", ".join(map(str, saved.resumed[-_MOST_STRETCHES:]))
         parts.append(f"resumed {counted(len(saved.resumed), 'time')}, after step {steps}")
     return "; ".join(parts)
+
+
+def straggler_text(late: Straggler) -> str:
+    """The rank that the others waited for."""
+    own, others = seconds_text(late.seconds), seconds_text(late.others)
+    return f"rank {late.rank} is a straggler: {own} of work in a step, the others {others}"
 
 
 def count_text(number: int) -> str:

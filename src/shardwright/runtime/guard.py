@@ -88,9 +88,10 @@ class Guard:
             waiting.clear()  # whoever keeps the error does not keep them
             place = _FIRST - word
             ranks, largest = self._whose(found, place)
-            self.fault = not_finite(names[place], ranks, largest, self.comm.step)
+            fault = not_finite(names[place], ranks, largest, self.comm.step)
             if not self.skip:
-                raise self.fault
+                raise fault
+            self.fault = fault  # never raised, so it keeps nothing alive
             self.skipped += 1
             return others
         self.fault = None

@@ -57,6 +57,8 @@ class Meter(Probe):
         self._stack: list[Phase] = []
         self._since = 0.0
         self._seconds: dict[Phase, float] = {}
+        self._waited = 0.0
+        self._busy: dict[int, float] = {}  # seconds of a step that were not waited
         self._steps: dict[int, dict[Phase, float]] = {}
         self._peaks: dict[Phase, dict[Kind, int]] = {}
 
@@ -77,6 +79,10 @@ class Meter(Probe):
         """Call the listener, so that a rank that hangs can be named."""
         if self.listener:
             self.listener(None)
+
+    def waited(self, seconds: float) -> None:
+        """Add to what the step has waited; on an accelerator nothing is known by that."""
+        self._waited += seconds
 
     def holds(self, tensor: torch.Tensor, kind: Kind) -> None:
         """Let the tracker know."""
@@ -110,7 +116,7 @@ class Meter(Probe):
         """The next step begins."""
         self.number += 1
         self.actions.clear()
-        self._seconds = {}
+        self._seconds, self._waited = {}, 0.0
         if self.number - self.first in MEMORY_STEPS:
             self.tracker = self._tracker()
         self._since = time.perf_counter()
@@ -121,6 +127,7 @@ class Meter(Probe):
         self._leave()
         if self.tracker is None:
             self._steps[self.number] = self._seconds
+            self._busy[self.number] = sum(self._seconds.values()) - self._waited
             return
         for phase, kinds in self._end_tracker().peaks.items():
             if phase != "setup" and sum(kinds.values()) > sum(self._peaks.get(phase, {}).values()):
@@ -217,6 +224,12 @@ class Meter(Probe):
         """The median of a step's seconds; 0 where none was taken."""
         seconds = [sum(self._steps[number].values()) for number in self.time_steps]
         return statistics.median(seconds) if seconds else 0.0
+
+    @property
+    def busy_seconds_per_step(self) -> float:
+        """The median of what a step did not wait for other ranks; 0 where none was taken."""
+        busy = [self._busy[number] for number in self.time_steps]
+        return statistics.median(busy) if busy else 0.0
 
     def events(self) -> list[Event]:
         """Peaks by phase and kind, and median seconds by phase laid one after the other."""

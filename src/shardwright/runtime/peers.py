@@ -358,12 +358,13 @@ class Peers:
         """The group's ranks as the whole job counts them."""
         return dist.get_process_group_ranks(self.group)
 
-    def settle(self) -> None:
-        """Let the backend's thread let go of the tensors.
+    def settle(self, waited: float) -> None:
+        """Let the backend's thread let go of the tensors, and the probe know.
 
         gloo wakes the caller first and drops its hold after; where cores are few, the caller would
         compute on with buffers alive that nobody needs. A yield costs about a microsecond.
         """
+        self.probe.waited(waited)
         if self._cpu:
             os.sched_yield()
 

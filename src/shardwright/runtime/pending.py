@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -21,8 +22,8 @@ class Ranks(Protocol):
         """How long a wait for them may take."""
         ...
 
-    def settle(self) -> None:
-        """One of their collectives is done."""
+    def settle(self, waited: float) -> None:
+        """One of their collectives is done, for which ``waited`` seconds were spent."""
         ...
 
     def explain(self, error: RuntimeError, label: str, sequence: int) -> None:
@@ -49,6 +50,7 @@ class Pending:
         if not self._works and after is None:
             return
         self._after, self._tensors = None, ()
+        began = time.perf_counter()
         try:
             self._join()
             if after is not None:
@@ -56,7 +58,7 @@ class Pending:
         except RuntimeError as error:
             self.blame(error)
         del tensors, after
-        self._peers.settle()
+        self._peers.settle(time.perf_counter() - began)
 
     def returned(self, wait: bool) -> Pending | None:
         """What a call with ``wait`` gives its caller."""

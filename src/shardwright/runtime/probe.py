@@ -28,6 +28,9 @@ class Probe:
     def collective(self, label: str, nbytes: int) -> None:
         """A collective of ``nbytes`` per rank is about to begin."""
 
+    def waited(self, seconds: float) -> None:
+        """So long was waited for a collective and for those who are late for it."""
+
     def holds(self, tensor: torch.Tensor, kind: Kind) -> None:
         """The storage of ``tensor`` is of ``kind`` from now on; a memory tracker hears it, too."""
         announce(tensor, kind)
