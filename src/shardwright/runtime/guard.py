@@ -88,10 +88,9 @@ class Guard:
             waiting.clear()  # whoever keeps the error does not keep them
             place = _FIRST - word
             ranks, largest = self._whose(found, place)
-            fault = not_finite(names[place], ranks, largest, self.comm.step)
-            if not self.skip:
-                raise fault
-            self.fault = fault  # never raised, so it keeps nothing alive
+            if not self.skip:  # no name for the error: its frames would keep it, and it them
+                raise not_finite(names[place], ranks, largest, self.comm.step)
+            self.fault = not_finite(names[place], ranks, largest, self.comm.step)
             self.skipped += 1
             return others
         self.fault = None
