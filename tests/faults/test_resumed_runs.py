@@ -90,8 +90,11 @@ def test_a_signal_ends_a_run_saved_and_resume_gives_the_curve_of_one_that_never_
     code, _, refused = train(folder)
     assert code == 2
     assert "expected a folder without checkpoints" in refused
-    code, shown, _ = train(folder, "--resume")
-    assert code == 0
+    plan = folder / "run" / "plan.json"
+    before = plan.read_bytes()
+    code, shown, said = train(folder, "--resume")
+    assert code == 0, said
+    assert plan.read_bytes() == before  # a new search need not find the same
     assert "resumed 1 time, after step" in shown
     again = losses(folder)
     assert train(folder, "--out", "whole")[0] == 0

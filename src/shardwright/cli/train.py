@@ -12,11 +12,12 @@ from msgspec import UNSET
 
 from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, MismatchError, expected
+from shardwright.core.job import DataSection, Job, TrainSection
 from shardwright.core.measurement import Quality
 from shardwright.core.plan import Plan, read_plan, sealed
 from shardwright.lab.session import Session, run
 from shardwright.lab.sources import source_of
-from shardwright.launcher.folder import outcome_file
+from shardwright.launcher.folder import outcome_file, plan_file
 from shardwright.report.wording import saved_text, straggler_text
 
 
@@ -132,7 +133,9 @@ def _plan_of(options: argparse.Namespace) -> Plan:
 
         if options.out:
             options.set.append(f"train.out={options.out}")
-        return planned(shared.job_of(options))
+        job = shared.job_of(options)
+        before = _planned_before(job) if options.resume else None
+        return before or planned(job)
     if options.set:
         raise InputError(
             expected("--set", "a job to override", "a plan", "Plan again with --set, then train.")
@@ -153,3 +156,22 @@ def _plan_of(options: argparse.Namespace) -> Plan:
     return sealed(
         msgspec.structs.replace(given, job=msgspec.structs.replace(given.job, train=train))
     )
+
+
+def _planned_before(job: Job) -> Plan | None:
+    """The plan of the run that goes on, unless the job asks for another one: a new search need not
+    find the same, and sums over other cuts round otherwise."""
+    path = plan_file(Path(job.train.out))
+    if not path.exists():
+        return None
+    found = read_plan(path, check=True)
+    if _without_run(found.job) != _without_run(job):
+        return None
+    return sealed(msgspec.structs.replace(found, job=job))
+
+
+def _without_run(job: Job) -> Job:
+    """What a plan depends on."""
+    given = job.train
+    train = TrainSection(optimizer=given.optimizer, table_optimizer=given.table_optimizer)
+    return msgspec.structs.replace(job, train=train, data=DataSection(), checkpoint=UNSET)
