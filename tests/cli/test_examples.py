@@ -1,4 +1,4 @@
-"""The jobs of ``examples/`` that train a model of one's own or a llama do what their plans say."""
+"""The jobs of ``examples/`` do what their plans say."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
     [
         *((name, "equal") for name in ("own_model", "vision", "llama_tiny", "llama_experts")),
         ("recommender", "within 0."),  # of one percent: a plan's ids spread evenly
+        ("bags", "within 0."),
     ],
 )
 def test_an_example_is_trained_with_the_memory_of_its_plan(

@@ -180,5 +180,5 @@ def test_made_up_rows_are_never_written_where_a_job_names_data(
         unchanged(
             (*command, "--set", f"data.{key}=MINE.tsv"),
             f"data.{key}: expected none for data.kind 'synthetic', whose rows go into train.out, "
-            "got 'MINE.tsv'. To train on a file, set data.kind=criteo.",
+            "got 'MINE.tsv'. To train on a file, set data.kind=criteo, or columns.",
         )

@@ -286,9 +286,9 @@ def test_hosts_have_to_fill_up(call: Any, job: Path) -> None:
     answer.refuses(2, "cluster.local_world_size", "a divisor of 4", "3")
 
 
-def test_a_type_that_training_cannot_carry_out_is_refused(call: Any, job: Path) -> None:
-    job.write_text(f"[model]\nbottom = [16]\n{TABLE}" + 'sharding_types = ["grid_shard"]')
-    call("plan", job).refuses(2, "sharding_types", "table_wise, row_wise", "grid_shard")
+def test_a_kernel_that_training_cannot_carry_out_is_refused(call: Any, job: Path) -> None:
+    job.write_text(f"[model]\nbottom = [16]\n{TABLE}" + 'compute_kernels = ["fused_uvm"]')
+    call("plan", job).refuses(2, "kernel that this version runs", "fused_uvm")
 
 
 @pytest.mark.parametrize("text", ["", "tables = []", "[model]\nbottom = [16]"])

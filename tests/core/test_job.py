@@ -249,7 +249,7 @@ def test_a_bad_value_is_named_with_what_was_expected(
             "tables[0] 'a'.cache.stats: expected a value from 0 to 1000000000000000.0, got -1.0.",
         ),
         ({"optimizer": "adm"}, "tables[0].optimizer: expected one of none, sgd, adam, adagrad, "
-            "rowwise_adagrad, got 'adm'."),
+            "rowwise_adagrad, partial_rowwise_adam, got 'adm'."),
         ({"compute_kernels": ["uvm"]}, "tables[0].compute_kernels[0]: expected one of dense, "
             "fused, fused_uvm, fused_uvm_caching, key_value, quant, quant_uvm, quant_uvm_caching, "
             "got 'uvm'."),

@@ -86,7 +86,7 @@ def test_a_table_of_another_dtype_than_the_run_has_is_refused() -> None:
                 ]
             },
             "tables 'b'.dim: expected 16, as the first table's, got 8. "
-            "dlrm stacks all embeddings: give every table the same dim.",
+            'Products need equal dims: set model.interaction to "cat" or "dcn".',
         ),
     ],
 )

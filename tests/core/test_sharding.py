@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from shardwright.core.sharding import RUNNABLE, TYPES, ShardingType, traits
+from shardwright.core.sharding import FREE, TYPES, ShardingType, traits
 
 
 def test_every_sharding_type_has_its_traits() -> None:
@@ -23,5 +23,5 @@ def test_rows_are_shared_by_all_ranks_or_by_those_of_a_host() -> None:
     assert parts == {"row_wise": 16, "table_row_wise": 8, "grid_shard": 8}
 
 
-def test_the_runtime_carries_out_what_does_not_need_hosts() -> None:
-    assert [t for t in TYPES if not traits(t).within_hosts] == list(RUNNABLE)
+def test_types_are_free_that_do_not_need_hosts() -> None:
+    assert [t for t in TYPES if not traits(t).within_hosts] == list(FREE)

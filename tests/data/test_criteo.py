@@ -13,14 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
-from shardwright.data.criteo import (
-    FIELD_NAMES,
-    ClickBatch,
-    CriteoReader,
-    check_file,
-    count_rows,
-    evaluation_batches,
-)
+from shardwright.data.criteo import FIELD_NAMES, CriteoLog
+from shardwright.data.reading import ClickBatch, ClickReader, evaluation_batches
 
 TABLES = [1000 + i for i in range(26)]
 HUGE = [1 << 40] * 26  # no reduction: ids come back as written
@@ -48,12 +42,12 @@ def numbers(batch: ClickBatch) -> list[int]:
 
 
 def first(path: Path, tables: list[int] = HUGE) -> ClickBatch:
-    return next(CriteoReader(path, tables, 1))
+    return next(ClickReader(CriteoLog(path, tables), 1))
 
 
 def refusal(path: Path) -> str:
     with pytest.raises(InputError) as caught:
-        next(CriteoReader(path, TABLES, 64))
+        next(ClickReader(CriteoLog(path, TABLES), 64))
     text = str(caught.value)
     assert "\n" not in text
     assert ": expected " in text
@@ -63,7 +57,7 @@ def refusal(path: Path) -> str:
 
 
 def test_a_batch_has_the_shapes_and_types_that_a_model_takes(tmp_path: Path) -> None:
-    batch = next(CriteoReader(numbered(tmp_path, 5), TABLES, 4))
+    batch = next(ClickReader(CriteoLog(numbered(tmp_path, 5), TABLES), 4))
     assert (batch.dense.shape, batch.dense.dtype) == ((4, 13), np.float32)
     assert (batch.ids.shape, batch.ids.dtype) == ((4, 26), np.int64)
     assert (batch.labels.shape, batch.labels.dtype) == ((4,), np.float32)
@@ -103,10 +97,13 @@ def test_each_column_is_reduced_to_its_own_table(tmp_path: Path) -> None:
 def test_the_comma_form_with_its_header_reads_as_the_tab_form_does(tmp_path: Path) -> None:
     tabs = numbered(tmp_path, 4)
     commas = log(tmp_path, HEADER, *(row(i, ",") for i in range(4)), name="clicks.csv")
-    assert (check_file(tabs), check_file(commas)) == ("tsv", "csv")
-    assert count_rows(tabs) == count_rows(commas) == 4
+    assert (CriteoLog(tabs, TABLES).spelling, CriteoLog(commas, TABLES).spelling) == ("tsv", "csv")
+    assert CriteoLog(tabs, TABLES).count() == CriteoLog(commas, TABLES).count() == 4
     for _, one, two in zip(
-        range(3), CriteoReader(tabs, TABLES, 3), CriteoReader(commas, TABLES, 3), strict=False
+        range(3),
+        ClickReader(CriteoLog(tabs, TABLES), 3),
+        ClickReader(CriteoLog(commas, TABLES), 3),
+        strict=False,
     ):
         np.testing.assert_array_equal(one.ids, two.ids)
         np.testing.assert_array_equal(one.dense, two.dense)
@@ -115,15 +112,15 @@ def test_the_comma_form_with_its_header_reads_as_the_tab_form_does(tmp_path: Pat
 def test_carriage_returns_and_empty_lines_do_not_matter(tmp_path: Path) -> None:
     plain = numbered(tmp_path, 3)
     dos = log(tmp_path, "", row(0), row(1), "", row(2), "", end="\r\n", name="dos.tsv")
-    assert count_rows(dos) == 3
-    one, two = (next(CriteoReader(path, TABLES, 7)) for path in (plain, dos))
+    assert CriteoLog(dos, TABLES).count() == 3
+    one, two = (next(ClickReader(CriteoLog(path, TABLES), 7)) for path in (plain, dos))
     np.testing.assert_array_equal(one.ids, two.ids)
 
 
 def test_a_last_line_without_an_end_is_a_row(tmp_path: Path) -> None:
     path = tmp_path / "clicks.tsv"
     path.write_text(row(0) + "\n" + row(1))
-    assert numbers(next(CriteoReader(path, HUGE, 3))) == [0, 1, 0]
+    assert numbers(next(ClickReader(CriteoLog(path, HUGE), 3))) == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +163,7 @@ def test_the_line_number_of_a_bad_row_counts_the_header_and_empty_lines(tmp_path
 
 def test_bad_rows_left_out_are_counted_and_the_next_rows_fill_the_batch(tmp_path: Path) -> None:
     lines = [row(0), row(1, I1="x"), row(2), "0\t1", row(4), row(5)]
-    reader = CriteoReader(log(tmp_path, *lines), HUGE, 3, skip_bad_rows=True)
+    reader = ClickReader(CriteoLog(log(tmp_path, *lines), HUGE), 3, skip_bad_rows=True)
     assert numbers(next(reader)) == [0, 2, 4]
     assert reader.bad_rows == 2
     assert numbers(next(reader)) == [5, 0, 2]
@@ -176,7 +173,9 @@ def test_bad_rows_left_out_are_counted_and_the_next_rows_fill_the_batch(tmp_path
 def test_a_rank_fills_its_batch_from_rows_of_its_own(tmp_path: Path) -> None:
     lines = [row(i, **({"I1": "x"} if i == 2 else {})) for i in range(12)]
     path = log(tmp_path, *lines)
-    one, two = (CriteoReader(path, HUGE, 2, rank, 2, skip_bad_rows=True) for rank in (0, 1))
+    one, two = (
+        ClickReader(CriteoLog(path, HUGE), 2, rank, 2, skip_bad_rows=True) for rank in (0, 1)
+    )
     assert [numbers(next(one)) for _ in range(2)] == [[0, 1], [4, 5]]
     assert [numbers(next(two)) for _ in range(2)] == [[3, 6], [7, 10]]
     assert (one.bad_rows, two.bad_rows) == (0, 1)
@@ -185,7 +184,7 @@ def test_a_rank_fills_its_batch_from_rows_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 2)])
 def test_a_pass_without_a_good_row_is_refused(tmp_path: Path, rank: int, world_size: int) -> None:
     path = log(tmp_path, *(row(i, I1="x") for i in range(5)))
-    reader = CriteoReader(path, TABLES, 2, rank, world_size, skip_bad_rows=True)
+    reader = ClickReader(CriteoLog(path, TABLES), 2, rank, world_size, skip_bad_rows=True)
     with pytest.raises(InputError, match=r"expected a good row in a pass, got \d bad ones"):
         next(reader)
 
@@ -227,15 +226,15 @@ def test_a_wrong_header_names_the_column(tmp_path: Path) -> None:
     assert "column 1 of the header: expected 'label', got '0'." in refusal(none)
 
 
-def test_check_file_reads_no_further_than_the_first_row(tmp_path: Path) -> None:
-    assert check_file(log(tmp_path, row(0), "nonsense")) == "tsv"
+def test_a_check_reads_no_further_than_the_first_row(tmp_path: Path) -> None:
+    CriteoLog(log(tmp_path, row(0), "nonsense"), TABLES).check()
     with pytest.raises(InputError, match=r":1, field I2: expected a finite whole"):
-        check_file(log(tmp_path, row(0, I2="?"), row(1)))
+        CriteoLog(log(tmp_path, row(0, I2="?"), row(1)), TABLES).check()
 
 
 def test_a_file_emptied_while_it_is_read_is_refused(tmp_path: Path) -> None:
     path = numbered(tmp_path, 2)
-    reader = CriteoReader(path, TABLES, 2)
+    reader = ClickReader(CriteoLog(path, TABLES), 2)
     next(reader)
     path.write_bytes(b"")
     with pytest.raises(InputError, match="expected data rows, got no longer any"):
@@ -245,19 +244,19 @@ def test_a_file_emptied_while_it_is_read_is_refused(tmp_path: Path) -> None:
 def test_sizes_and_ranks_that_cannot_be_are_refused(tmp_path: Path) -> None:
     path = numbered(tmp_path, 2)
     with pytest.raises(InputError, match="table_rows: expected 26 table sizes, got 3 of them"):
-        CriteoReader(path, [1, 2, 3], 1)
+        ClickReader(CriteoLog(path, [1, 2, 3]), 1)
     with pytest.raises(InputError, match="table_rows, C2: expected a positive size, got 0"):
-        CriteoReader(path, [1, 0, *[1] * 24], 1)
+        ClickReader(CriteoLog(path, [1, 0, *[1] * 24]), 1)
     with pytest.raises(InputError, match="batch_size: expected a positive number of rows, got 0"):
-        CriteoReader(path, TABLES, 0)
+        ClickReader(CriteoLog(path, TABLES), 0)
     with pytest.raises(InputError, match="rank: expected 0 <= rank < world_size, got 2 of 2"):
-        CriteoReader(path, TABLES, 1, 2, 2)
+        ClickReader(CriteoLog(path, TABLES), 1, 2, 2)
     with pytest.raises(InputError, match="limit: expected a positive number"):
-        evaluation_batches(path, TABLES, 1, limit=0)
+        evaluation_batches(CriteoLog(path, TABLES), 1, limit=0)
 
 
 def test_a_file_repeats_without_end_and_epochs_count_its_passes(tmp_path: Path) -> None:
-    reader = CriteoReader(numbered(tmp_path, 3), HUGE, 4)
+    reader = ClickReader(CriteoLog(numbered(tmp_path, 3), HUGE), 4)
     read = [n for batch in islice(reader, 6) for n in numbers(batch)]
     assert read == [i % 3 for i in range(24)]
     assert reader.epoch == 7
@@ -274,8 +273,10 @@ def test_the_global_batch_does_not_depend_on_the_world_size(
     tmp_path_factory: pytest.TempPathFactory, rows: int, batch: int, world_size: int, batches: int
 ) -> None:
     path = numbered(tmp_path_factory.mktemp("log"), rows)
-    whole = CriteoReader(path, HUGE, batch * world_size)
-    shares = [CriteoReader(path, HUGE, batch, rank, world_size) for rank in range(world_size)]
+    whole = ClickReader(CriteoLog(path, HUGE), batch * world_size)
+    shares = [
+        ClickReader(CriteoLog(path, HUGE), batch, rank, world_size) for rank in range(world_size)
+    ]
     for k in range(batches):
         together = numbers(next(whole))
         assert together == [n for share in shares for n in numbers(next(share))]
@@ -299,7 +300,7 @@ def test_evaluation_covers_each_row_once_in_the_same_number_of_batches_on_every_
 ) -> None:
     path = numbered(tmp_path_factory.mktemp("log"), rows)
     ranks = [
-        list(evaluation_batches(path, HUGE, batch, rank, world_size, limit=limit))
+        list(evaluation_batches(CriteoLog(path, HUGE), batch, rank, world_size, limit=limit))
         for rank in range(world_size)
     ]
     read = min(rows, limit or rows)
@@ -312,7 +313,9 @@ def test_evaluation_covers_each_row_once_in_the_same_number_of_batches_on_every_
 
 
 def test_an_evaluation_batch_without_rows_keeps_its_shape(tmp_path: Path) -> None:
-    [(batch, index)] = evaluation_batches(numbered(tmp_path, 2), TABLES, 2, rank=1, world_size=2)
+    [(batch, index)] = evaluation_batches(
+        CriteoLog(numbered(tmp_path, 2), TABLES), 2, rank=1, world_size=2
+    )
     assert (batch.dense.shape, batch.ids.shape) == ((0, 13), (0, 26))
     assert (batch.labels.shape, index.shape, index.dtype) == ((0,), (0,), np.int64)
 
@@ -320,8 +323,8 @@ def test_an_evaluation_batch_without_rows_keeps_its_shape(tmp_path: Path) -> Non
 def test_evaluation_refuses_a_bad_row_or_leaves_it_out_with_its_index(tmp_path: Path) -> None:
     path = log(tmp_path, row(0), row(1, C9="no"), row(2))
     with pytest.raises(InputError, match=r"clicks\.tsv:2, field C9: "):
-        list(evaluation_batches(path, HUGE, 2))
-    batches = evaluation_batches(path, HUGE, 2, skip_bad_rows=True)
+        list(evaluation_batches(CriteoLog(path, HUGE), 2))
+    batches = evaluation_batches(CriteoLog(path, HUGE), 2, skip_bad_rows=True)
     assert [(numbers(batch), index.tolist()) for batch, index in batches] == [
         ([0], [0]),
         ([2], [2]),
@@ -338,7 +341,7 @@ def test_a_row_is_either_parsed_or_has_a_named_fault(
 ) -> None:
     path = log(tmp_path_factory.getbasetemp(), row(0), row(1, **{name: text}), name="fuzzed.tsv")
     try:
-        batch = next(CriteoReader(path, HUGE, 2))
+        batch = next(ClickReader(CriteoLog(path, HUGE), 2))
     except InputError as error:
         assert str(error).startswith(f"{path}:2, field {name}: ")  # noqa: PT017
     else:
@@ -353,16 +356,16 @@ def test_the_real_sample_is_read_as_it_is_described() -> None:
     sample = os.environ.get("SHARDWRIGHT_CRITEO_SAMPLE")
     if not sample:
         pytest.skip("SHARDWRIGHT_CRITEO_SAMPLE names no file of real rows")
-    assert check_file(sample) == "csv"
-    assert count_rows(sample) == 200
-    [(batch, _)] = evaluation_batches(sample, HUGE, 256)
+    assert CriteoLog(sample, TABLES).spelling == "csv"
+    assert CriteoLog(sample, TABLES).count() == 200
+    [(batch, _)] = evaluation_batches(CriteoLog(sample, HUGE), 256)
     assert batch.labels.mean() == pytest.approx(0.245)
     assert (batch.ids >= 1 << 31).sum() / (batch.ids != 0).sum() == pytest.approx(0.435, abs=0.001)
 
 
 def test_a_line_without_end_is_refused_before_it_fills_memory(tmp_path: Path) -> None:
     path = log(tmp_path, *(row(i) for i in range(3)), "1" * 70_000)
-    reader = CriteoReader(path, HUGE, 2, skip_bad_rows=True)
+    reader = ClickReader(CriteoLog(path, HUGE), 2, skip_bad_rows=True)
     next(reader)
     with pytest.raises(InputError, match=r":4: expected a row of a click log, got 65536 bytes"):
         next(reader)
@@ -370,7 +373,7 @@ def test_a_line_without_end_is_refused_before_it_fills_memory(tmp_path: Path) ->
 
 def test_a_file_that_goes_away_between_two_passes_is_named(tmp_path: Path) -> None:
     path = numbered(tmp_path, 2)
-    reader = CriteoReader(path, HUGE, 2)
+    reader = ClickReader(CriteoLog(path, HUGE), 2)
     next(reader)
     path.unlink()
     with pytest.raises(InputError, match="expected a readable file, got No such file"):

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from shardwright.core.batch import expected_distinct
 from shardwright.core.errors import InputError
-from shardwright.data.criteo import check_file, count_rows, evaluation_batches
+from shardwright.data.columns import ColumnLog, Feature
+from shardwright.data.criteo import CriteoLog
 from shardwright.data.quality import auc, bayes_auc
+from shardwright.data.reading import evaluation_batches
 from shardwright.data.synthetic import ClickModel, ClickRows, facts
 
 MODEL = ClickModel()
@@ -50,7 +52,7 @@ def test_the_reader_gives_back_the_rows_and_their_probabilities(
     path = tmp_path / "clicks.tsv"
     model.write(path, 9000, start=50)
     made = model.rows(50, 9050)
-    [(batch, _)] = evaluation_batches(path, model.cardinalities, 10_000)
+    [(batch, _)] = evaluation_batches(CriteoLog(path, model.cardinalities), 10_000)
     np.testing.assert_array_equal(batch.dense, made.batch.dense)
     np.testing.assert_array_equal(batch.ids, made.batch.ids)
     np.testing.assert_array_equal(batch.labels, made.batch.labels)
@@ -62,7 +64,8 @@ def test_the_reader_gives_back_the_rows_and_their_probabilities(
 def test_the_facts_are_those_of_the_rows_written(tmp_path: Path) -> None:
     path = tmp_path / "clicks.tsv"
     written = MODEL.write(path, 9000, start=7)
-    assert (check_file(path), count_rows(path)) == ("tsv", 9000)
+    log = CriteoLog(path, MODEL.cardinalities)
+    assert (log.spelling, log.count()) == ("tsv", 9000)
     made = MODEL.rows(7, 9007)
     assert written == facts(made.probabilities)
     assert written.rows == 9000
@@ -210,3 +213,59 @@ def test_rows_and_ids_out_of_range_are_refused(tmp_path: Path) -> None:
         SMALL.probability(np.zeros((1, 12)), ids)
     with pytest.raises(InputError, match="ids: expected 2 rows, as dense has, got 1"):
         SMALL.probability(np.zeros((2, 13)), ids)
+
+
+NAMED = ClickModel.named(
+    ["item", "seen", "word", "small"], [1000, 50, 20, 30], [1.0, 3.0, 2.25, 0.5], 2, seed=5
+)
+
+
+def test_named_columns_come_back_with_their_bags_and_probabilities(tmp_path: Path) -> None:
+    path = tmp_path / "clicks.tsv"
+    written = NAMED.write(path, 4000, start=50)
+    made = NAMED.rows(50, 4050)
+    features = [Feature(*each) for each in zip(NAMED.names, NAMED.cardinalities, strict=True)]
+    label, *dense = NAMED.header[:3]
+    [(batch, _)] = evaluation_batches(ColumnLog(path, label, dense, features), 10_000)
+    assert written == facts(made.probabilities)
+    np.testing.assert_array_equal(batch.labels, made.batch.labels)
+    np.testing.assert_allclose(batch.dense, made.batch.dense, rtol=0, atol=1e-6)
+    assert isinstance(batch.ids, dict)
+    assert isinstance(made.batch.ids, dict)
+    for name, bags in batch.ids.items():
+        for read, wanted in zip(bags, made.batch.ids[name], strict=True):
+            np.testing.assert_array_equal(read, wanted)
+
+
+def test_bags_have_the_asked_length_on_average_by_one_more_or_less() -> None:
+    ids = NAMED.rows(0, 20_000).batch.ids
+    assert isinstance(ids, dict)
+    for (_, offsets, *_), length in zip(ids.values(), NAMED.lengths, strict=True):
+        counts = np.diff(offsets)
+        assert {math.floor(length), math.ceil(length)} == set(counts.tolist())
+        assert counts.mean() == pytest.approx(length, abs=0.02)
+
+
+def test_named_rows_are_the_same_in_whatever_range_they_are_made() -> None:
+    whole, later = NAMED.rows(0, 90), NAMED.rows(40, 90)
+    np.testing.assert_array_equal(whole.probabilities[40:], later.probabilities)
+    assert isinstance(whole.batch.ids, dict)
+    assert isinstance(later.batch.ids, dict)
+    for name, (ids, offsets, *_) in later.batch.ids.items():
+        every, ends, *_ = whole.batch.ids[name]
+        np.testing.assert_array_equal(ids, every[ends[40] :])
+        np.testing.assert_array_equal(np.diff(offsets), np.diff(ends)[40:])
+
+
+def test_labels_of_named_rows_follow_from_their_bags() -> None:
+    rows = NAMED.rows(0, 20_000)
+    found = facts(rows.probabilities)
+    assert found.bayes_auc > 0.65
+    assert auc(rows.batch.labels, rows.probabilities) == pytest.approx(found.bayes_auc, abs=0.02)
+
+
+def test_every_column_has_random_numbers_of_its_own() -> None:
+    many = ClickModel.named([f"t{i}" for i in range(1200)], [50] * 1200, [1.0] * 1200, 1)
+    ids = many.rows(0, 200).batch.ids
+    assert isinstance(ids, dict)
+    assert len({column.tobytes() for column, *_ in ids.values()}) == 1200

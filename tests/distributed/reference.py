@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwright.core.job import Job, parse_job
+from shardwright.core.model_of_job import reads_bags
 from shardwright.models.dlrm import DLRM
 
 ROWS = (7, 13, 5, 1, 30, 64)
@@ -42,15 +43,71 @@ def small_job(
     )
 
 
+def bag_job(
+    types: tuple[str, ...],
+    world_size: int,
+    optimizer: str = "sgd",
+    batch: int = 0,
+    rows: tuple[int, ...] = ROWS,
+    local: int | None = None,
+) -> Job:
+    """A DLRM with a cross network, of six tables whose dims, pooling and features differ."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {"dim": 8},
+        {"dim": 6, "pooling_factors": [3.0], "pooling_type": "mean"},
+        {"dim": 4, "pooling_factors": [2.0, 1.0], "features": ["first", "second"]},
+        {"dim": 8, "pooling_factors": [0.5]},
+        {"dim": 8, "pooling_factors": [4.0], "module_weighted": True},
+        {"dim": 5, "pooling_factors": [5.0]},
+    )
+    tables = [
+        {"name": f"t{i}", "rows": n, "sharding_types": [kind], "min_partition": 2, **keys}
+        for i, (n, kind, keys) in enumerate(zip(rows, types, kinds, strict=True))
+    ]
+    return parse_job(
+        {
+            "model": {
+                "dense_features": 3,
+                "bottom": [5, 7],
+                "top": [9, 1],
+                "interaction": "dcn",
+                "cross_rank": 4,
+            },
+            "tables": tables,
+            "cluster": {"world_size": world_size, "local_world_size": local or world_size},
+            "batch": {"size": batch or GLOBAL_BATCH // world_size},
+            "train": {"optimizer": optimizer, "learning_rate": RATE, "steps": STEPS},
+        }
+    )
+
+
 def batches(job: Job, steps: int = STEPS, total: int = GLOBAL_BATCH) -> list[Any]:
-    """The same global batches on every rank: dense [B, 3], ids [B, F], labels [B]."""
+    """The same global batches on every rank: dense [B, 3], ids [B, F] or bags, labels [B]."""
     generator = torch.Generator().manual_seed(7)
     made = []
     for _ in range(steps):
         dense = torch.randn(total, job.model.dense_features, generator=generator)
-        columns = [torch.randint(t.rows, (total,), generator=generator) for t in job.tables]
+        if reads_bags(job):
+            ids: Any = _bags(job, total, generator)
+        else:
+            columns = [torch.randint(t.rows, (total,), generator=generator) for t in job.tables]
+            ids = torch.stack(columns, 1)
         labels = torch.randint(2, (total,), generator=generator).float()
-        made.append((dense, torch.stack(columns, 1), labels))
+        made.append((dense, ids, labels))
+    return made
+
+
+def _bags(job: Job, total: int, generator: torch.Generator) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Bags of each feature of up to twice its pooling factor, of the very factor where it is 1."""
+    made: dict[str, tuple[torch.Tensor, ...]] = {}
+    for table in job.tables:
+        for name, length in zip(table.feature_names, table.pooling_factors, strict=True):
+            lengths = torch.randint(int(2 * length) + 1, (total,), generator=generator)
+            lengths = torch.ones_like(lengths) if length == 1 else lengths
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            ids = torch.randint(table.rows, (int(offsets[-1]),), generator=generator)
+            weights = (torch.rand(len(ids), generator=generator),) if table.weighted else ()
+            made[name] = (ids, offsets, *weights)
     return made
 
 
@@ -72,7 +129,7 @@ def train_unsharded(
     sums = {name: torch.zeros(len(p), dtype=dtype) for name, p in tables.items()}
     losses = []
     for dense, ids, labels in batches(job):
-        loss = loss_of(model, (dense.to(dtype), ids, labels.to(dtype)))
+        loss = loss_of(model, (dense.to(dtype), _in(ids, dtype), labels.to(dtype)))
         model.zero_grad()
         loss.backward()
         losses.append(loss.item())
@@ -85,3 +142,13 @@ def train_unsharded(
                     step = step / (sums[name].sqrt() + EPSILON).unsqueeze(1)
                 table -= RATE * step
     return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _in(ids: Any, dtype: torch.dtype) -> Any:
+    """Ids, or bags whose weights have ``dtype``."""
+    if isinstance(ids, torch.Tensor):
+        return ids
+    return {
+        name: (values, offsets, *(weight.to(dtype) for weight in weights))
+        for name, (values, offsets, *weights) in ids.items()
+    }

@@ -9,6 +9,7 @@ import torch
 from metering import steps_measured
 from reference import batches, loss_of
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
 
 from shardwright.core.job import Job
 from shardwright.core.plan import Plan
@@ -24,7 +25,18 @@ from shardwright.runtime.state import full_state_dict
 def share(batch: Any, rank: int, world_size: int) -> Any:
     """One rank's equal part of a global batch."""
     size = len(batch[0]) // world_size
-    return tuple(tensor[rank * size : (rank + 1) * size] for tensor in batch)
+    own = slice(rank * size, (rank + 1) * size)
+    return tuple(_bags(part, own) if isinstance(part, dict) else part[own] for part in batch)
+
+
+def _bags(bags: dict[str, tuple[torch.Tensor, ...]], own: slice) -> Any:
+    """Those of some samples."""
+    found = {}
+    for name, (ids, offsets, *weights) in bags.items():
+        ends = offsets[own.start : own.stop + 1]
+        of = slice(int(ends[0]), int(ends[-1]))
+        found[name] = (ids[of], ends - ends[0], *(weight[of] for weight in weights))
+    return found
 
 
 def train_sharded(mesh: DeviceMesh, job: Job, meta: bool) -> Any:
@@ -57,6 +69,6 @@ def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
     optimizer = make_optimizer(job.train.optimizer, optimizer_parameters(model), rate)
     total = batches(job, metering.STEPS, job.batch.size * size)
     shares = [share(batch, rank, size) for batch in total]
-    own = (tuple(tensor.clone() for tensor in each) for each in shares)
+    own = (tree_map(torch.clone, each) for each in shares)
     exact, by_step = steps_measured(meter, guard, model, optimizer, own, loss_of)
     return exact, by_step, list(meter.actions)

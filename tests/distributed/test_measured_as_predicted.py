@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from pool import Pool
-from reference import small_job
+from reference import bag_job, small_job
 from tasks import meter_steps
 
 from shardwright.core.job import Job
@@ -132,3 +132,30 @@ def test_phases_of_a_forward_take_what_was_predicted(pool: Pool, interaction: st
         for phase in ("load", "lookup", "exchange_rows", "forward"):
             expected = sum(predicted[rank, phase].values())
             assert expected == pytest.approx(sum(measured[rank, phase].values()), rel=0.05), phase
+
+
+BAGS = {
+    **{kind: (kind,) * 6 for kind in ("table_wise", "row_wise", "data_parallel")},
+    "mixed": ("row_wise", "table_wise", "row_wise", "data_parallel", "table_wise", "row_wise"),
+    "columns": (
+        *("column_wise", "row_wise", "table_wise"),
+        *("grid_shard", "table_column_wise", "table_row_wise"),
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("kind", BAGS)
+def test_peaks_of_bags_are_within_one_percent(pool: Pool, kind: str, optimizer: str) -> None:
+    job = bag_job(BAGS[kind], 2, optimizer, batch=256, rows=(3000, 900, 500, 10, 2000, 700))
+    made = plan(job)
+    predicted = decode(made.timeline)
+    peaks = phase_peaks(predicted)
+    for rank, (exact, by_step, _) in enumerate(pool.run(2, meter_steps, job=job, made=made)):
+        wanted = {k: n for k, n in exact_bytes(predicted).items() if n and k[0] == rank}
+        assert {k: n for k, n in exact_bytes(exact).items() if n} == wanted
+        measured = min(
+            max(sum(kinds.values()) for kinds in phase_peaks(events).values()) for events in by_step
+        )
+        highest = max(sum(kinds.values()) for (r, _), kinds in peaks.items() if r == rank)
+        assert highest == pytest.approx(measured, rel=0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pool import Pool
-from reference import small_job, train_unsharded
+from reference import bag_job, small_job, train_unsharded
 from tasks import train_sharded
 
 from shardwright.core.schedule import RIDE_BYTES
@@ -71,3 +71,39 @@ def test_a_replica_too_large_to_ride_with_the_rows_has_a_reduction_of_its_own(
     assert RIDE_BYTES < 2 * 20_000 * 8 * 4
     losses, weights = train_unsharded(job, torch.float64)
     _hold(pool.run(2, train_sharded, job=job, meta=True), losses, weights, tolerance=5e-6)
+
+
+CUT_BY_COLUMNS = ("column_wise", "row_wise", "table_wise", "column_wise", "column_wise", "row_wise")
+BAGS = {
+    **{kind: (kind,) * 6 for kind in TYPES if kind != "column_wise"},
+    "column_wise": CUT_BY_COLUMNS,
+    "all four": (*TYPES, "row_wise", "table_wise"),
+}
+WITHIN_HOSTS = ("table_column_wise", "table_row_wise", "table_wise", "grid_shard", "grid_shard")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("case", BAGS)
+def test_bags_of_any_features_give_the_losses_and_weights_of_one_process(
+    pool: Pool, case: str, world_size: int
+) -> None:
+    job = bag_job(BAGS[case], world_size)
+    results = pool.run(world_size, train_sharded, job=job, meta=True)
+    _hold(results, *train_unsharded(job, torch.float64))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize(("world_size", "local"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 1)])
+def test_types_that_keep_to_hosts_give_the_losses_and_weights_of_one_process(
+    pool: Pool, world_size: int, local: int, optimizer: str
+) -> None:
+    job = bag_job((*WITHIN_HOSTS, "table_row_wise"), world_size, optimizer, local=local)
+    results = pool.run(world_size, train_sharded, job=job, meta=True)
+    _hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
+
+
+@pytest.mark.parametrize("case", BAGS)
+def test_bags_train_exactly_with_adagrad_too(pool: Pool, case: str) -> None:
+    job = bag_job(BAGS[case], 2, optimizer="adagrad")
+    results = pool.run(2, train_sharded, job=job, meta=True)
+    _hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)

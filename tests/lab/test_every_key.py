@@ -43,6 +43,9 @@ SECTIONS = {
 VALUES: dict[str, Any] = {
     "data.kind": "synthetic",
     "data.python": "own:good",
+    "data.label": "clicked",
+    "data.dense": ["age"],
+    "data.ids": "modulo",
     "data.path": "no_such_file",
     "data.test_path": "no_such_file",
     "data.skip_bad_rows": True,
@@ -119,8 +122,15 @@ OF_LARGER_JOBS = {"planner.time_limit", "planner.options", "planner.dense"}
 IN_AN_ESTIMATE = {"memory.allocator"}
 # Keys that a run of the kind does not read are no excuse: they are refused.
 UNREAD = {
-    "tables": ("train.table_optimizer", "planner.tables"),
-    "transformer": ("train.table_learning_rate", "data.rows", "data.test_rows", "data.python"),
+    "tables": ("train.table_optimizer", "planner.tables", "data.label"),
+    "dlrm": ("data.label", "data.dense", "data.ids"),
+    "transformer": (
+        "train.table_learning_rate",
+        "data.ids",
+        "data.rows",
+        "data.test_rows",
+        "data.python",
+    ),
     "llama": ("train.table_learning_rate", "data.rows", "data.skip_bad_rows", "data.test_path"),
     "python": ("train.table_learning_rate", "data.rows", "data.test_rows", "data.path"),
 }

@@ -12,6 +12,7 @@ import pytest
 
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job, parse_job
+from shardwright.core.model_of_job import check_model
 from shardwright.data.tokens import write_text
 from shardwright.lab.sources import source_of
 from shardwright.lab.sources.made_up import make_up, read_facts
@@ -58,7 +59,65 @@ def test_a_transformer_does_not_read_click_logs(tmp_path: Path) -> None:
 
 def test_a_dlrm_does_not_read_text(tmp_path: Path) -> None:
     job = _clicks(tmp_path, data={"kind": "text"})
-    assert _refused(job) == "data.kind: expected 'criteo' or 'synthetic' for a dlrm, got 'text'."
+    wanted = "'criteo', 'columns' or 'synthetic' for a dlrm"
+    assert _refused(job) == f"data.kind: expected {wanted}, got 'text'."
+
+
+BAGS = [
+    {"name": "user", "rows": 40, "dim": 16},
+    {"name": "item", "rows": 30, "dim": 8, "pooling_factors": [2.5], "features": ["seen"]},
+]
+
+
+def _bags(tmp_path: Path, tables: list[dict[str, Any]] = BAGS, **data: Any) -> Job:
+    model = {"kind": "dlrm", "dense_features": 2, "interaction": "cat"}
+    return _clicks(tmp_path, tables=tables, model=model, data=data)
+
+
+def test_rows_of_any_tables_are_made_up_and_read_back_with_their_best_score(tmp_path: Path) -> None:
+    job = _bags(tmp_path, kind="synthetic", rows=300, test_rows=100)
+    source = source_of(job)
+    source.check(job)
+    source.prepare(job)
+    assert source.samples(job) == 300
+    with (tmp_path / "data" / "train.tsv").open() as file:
+        assert file.readline() == "label\tI1\tI2\tuser\tseen\n"
+    assert 0.5 < read_facts(tmp_path / "data" / "test.tsv")["bayes_auc"] < 1
+
+
+def test_a_log_of_named_columns_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("click,age,price,user,seen\n1,2,3,39,1 2 29\n")
+    named: dict[str, Any] = {"kind": "columns", "path": str(path), "label": "click"}
+    right = _bags(tmp_path, dense=["age", "price"], **named)
+    source_of(right).check(right)
+    assert source_of(right).samples(right) == 1
+    path.write_text("click,age,price,user,seen\n1,2,3,40,1 2 29\n")
+    assert f"{path}:2, column 'user': expected ids from 0 to 39" in _refused(right)
+    taken = _bags(tmp_path, dense=["age", "price"], ids="modulo", **named)
+    source_of(taken).check(taken)
+    assert "one column 'I1', got 'click', " in _refused(_bags(tmp_path, **named))
+    short = _bags(tmp_path, dense=["age"], **named)
+    assert _refused(short) == "data.dense: expected 2 columns, as model.dense_features, got 1."
+
+
+def test_what_other_logs_do_not_have_is_refused(tmp_path: Path) -> None:
+    assert _refused(_bags(tmp_path, kind="criteo", path="log.tsv")).startswith(
+        "data.kind 'criteo': expected tables of one dim with one unweighted id each, got 'item'. "
+    )
+    for key, value in {"label": "click", "dense": ["a", "b"], "ids": "exact"}.items():
+        with pytest.raises(InputError, match=f"data.{key}: expected none beside data.kind 'synth"):
+            _bags(tmp_path, kind="synthetic", **{key: value})
+    weighted = [{**BAGS[0], "module_weighted": True}]
+    assert "expected tables without weights" in _refused(
+        _bags(tmp_path, weighted, kind="synthetic")
+    )
+
+
+def test_a_feature_reads_one_table(tmp_path: Path) -> None:
+    job = _bags(tmp_path, [*BAGS, {"name": "seen", "rows": 3, "dim": 4}], kind="synthetic")
+    with pytest.raises(InputError, match=r"tables 'seen'.features: expected a feature of its own"):
+        check_model(job)
 
 
 def test_a_vocabulary_without_every_byte_is_refused(tmp_path: Path) -> None:

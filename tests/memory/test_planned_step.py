@@ -16,7 +16,7 @@ from shardwright.memory.flat import FlatUnits
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding
 from shardwright.memory.rank_step import Chunk, RankStep
-from shardwright.memory.route import Traffic
+from shardwright.memory.route import Asked, Replicas, Served, Traffic
 
 Peaks = dict[Phase, dict[Kind, int]]
 
@@ -232,9 +232,7 @@ def test_the_gradient_of_a_merged_unit_comes_layer_by_layer() -> None:
 # ---- tables --------------------------------------------------------------------------------------
 
 IDS, WIDTH, ID, NUMBER = 10, 16, 8, 4
-TRAFFIC = Traffic(
-    "tables", ((IDS, WIDTH, 0),), ((IDS, WIDTH, IDS),), 0, 0, 0, 0, WIDTH, adagrad=False
-)
+TRAFFIC = Traffic("tables", (Asked(IDS, IDS, IDS, WIDTH),), (Served(IDS, IDS, WIDTH, IDS),))
 
 
 def test_the_exchange_with_tables_has_phases_of_its_own() -> None:
@@ -248,7 +246,9 @@ def test_the_exchange_with_tables_has_phases_of_its_own() -> None:
 
 
 def test_without_routed_tables_no_ids_are_exchanged() -> None:
-    replicas = msgspec.structs.replace(TRAFFIC, requests=(), serves=(), replica_ids=IDS)
+    replicas = msgspec.structs.replace(
+        TRAFFIC, asked=(), served=(), replicas=(Replicas(IDS, IDS, WIDTH, IDS),)
+    )
     recorded = chain([unit("mlp", 50)], tables_after="mlp")
     peaks = _run(recorded, {"weight": SLICE}, tables=replicas)
     assert "exchange_ids" not in peaks

@@ -7,30 +7,24 @@ import pytest
 
 from shardwright.memory import route
 from shardwright.memory.ledger import Ledger
-from shardwright.memory.route import Traffic
+from shardwright.memory.route import Asked, Replicas, Served, Traffic
 
 ID, FLOAT = 8, 4
 
 
-def _traffic(**changes: Any) -> Traffic:
+def _traffic(
+    *asked: Asked, served: tuple[Served, ...] = (Served(12, 12, 16, 9),), **changes: Any
+) -> Traffic:
     """One row-wise group: a rank asks for 10 ids of 16 columns, serves 12, 9 of them distinct."""
-    given: dict[str, Any] = {
-        "path": "tables",
-        "requests": ((10, 16, 10),),
-        "serves": ((12, 16, 9),),
-        "replica_ids": 0,
-        "replica_bytes": 0,
-        "replica_rows": 0,
-        "ride_bytes": 0,
-        "dim": 16,
-        "adagrad": False,
-    }
-    return Traffic(**(given | changes))
+    return Traffic("tables", asked or (Asked(10, 10, 10, 16, cut=10),), served, **changes)
 
 
-WHOLE = _traffic(requests=((10, 16, 0),))
-TWO_GROUPS = _traffic(requests=((10, 16, 0), (20, 8, 0)), serves=((12, 16, 9), (6, 8, 6)))
-REPLICAS = _traffic(requests=(), serves=(), replica_ids=10, replica_bytes=640, replica_rows=10)
+UNCUT = Asked(10, 10, 10, 16)
+WHOLE = _traffic(UNCUT)
+TWO_GROUPS = _traffic(
+    UNCUT, Asked(20, 20, 20, 8), served=(Served(12, 12, 16, 9), Served(6, 6, 8, 6))
+)
+REPLICAS = Traffic("tables", (), (), (Replicas(10, 10, 16, 10),))
 
 
 def _peak(act: Callable[[Ledger, Traffic], None], traffic: Traffic, *before: Any) -> int:
@@ -52,7 +46,7 @@ def _left(traffic: Traffic, *acts: Callable[[Ledger, Traffic], None]) -> int:
 
 
 def test_traffic_adds_up_over_its_groups() -> None:
-    assert (TWO_GROUPS.asked, TWO_GROUPS.served) == (30, 18)
+    assert TWO_GROUPS.received_bytes == 18 * ID
     assert TWO_GROUPS.asked_bytes == (10 * 16 + 20 * 8) * FLOAT
     assert TWO_GROUPS.served_bytes == (12 * 16 + 6 * 8) * FLOAT
 
@@ -62,14 +56,16 @@ def test_ids_of_a_whole_table_are_sent_as_they_are() -> None:
     assert _left(WHOLE, route.exchange_ids) == 12 * ID
 
 
+FEW = (Served(1, 1, 16, 1),)
+
+
 def test_ids_of_row_shards_are_sorted_by_owner_and_keep_their_order() -> None:
-    few = _traffic(serves=((1, 16, 1),))
-    assert _peak(route.exchange_ids, few) == 3 * 10 * ID + 10 * route.OWNER
+    assert _peak(route.exchange_ids, _traffic(served=FEW)) == 3 * 10 * ID + 10 * route.OWNER
     assert _left(_traffic(), route.exchange_ids) == (10 + 12) * ID
 
 
 def test_only_the_ids_of_row_shards_are_sorted_where_both_kinds_are_asked() -> None:
-    mixed = _traffic(requests=((10, 16, 4),), serves=((1, 16, 1),))
+    mixed = _traffic(Asked(10, 10, 10, 16, cut=4), served=FEW)
     assert _peak(route.exchange_ids, mixed) == 3 * 10 * ID + 4 * route.OWNER
     assert _left(mixed, route.exchange_ids) == (10 + 1) * ID
 
@@ -117,7 +113,7 @@ def test_gradients_leave_with_the_width_of_their_rows_and_arrive_at_the_owner() 
 
 
 def test_gradients_of_row_shards_are_sorted_into_a_copy() -> None:
-    wide = _traffic(serves=((0, 16, 0),))
+    wide = _traffic(served=(Served(0, 0, 16, 0),))
     assert _peak(route.return_gradients, wide) == 2 * 10 * 16 * FLOAT
 
 
@@ -131,10 +127,10 @@ def test_sgd_updates_one_group_in_place() -> None:
 
 
 def test_adagrad_sorts_ids_and_sums_rows_that_occur_more_than_once() -> None:
-    squares = 9 * (ID + FLOAT + 2 * 16 * FLOAT)
-    assert _peak(route.update, _traffic(adagrad=True)) == squares
+    few = _traffic(served=(Served(12, 12, 16, 9, optimizer="rowwise_adagrad"),))
+    assert _peak(route.update, few) == 9 * (ID + FLOAT + 2 * 16 * FLOAT)
     sort, sums = 120 * (2 * ID + 1), 9 * (2 * ID + 16 * FLOAT)
-    many = _traffic(adagrad=True, serves=((120, 16, 9),))
+    many = _traffic(served=(Served(120, 120, 16, 9, optimizer="rowwise_adagrad"),))
     assert _peak(route.update, many) == sort + sums
 
 
@@ -146,13 +142,7 @@ def test_several_groups_are_parted_before_they_are_updated() -> None:
 
 
 def test_a_riding_gradient_travels_once_to_every_rank() -> None:
-    riding = _traffic(
-        requests=((10, 16, 0),),
-        replica_ids=10,
-        replica_bytes=640,
-        replica_rows=10,
-        ride_bytes=2 * 640,
-    )
+    riding = _traffic(UNCUT, replicas=(Replicas(10, 10, 16, 10),), ride_bytes=2 * 640)
     sent = 10 * 16 * FLOAT + 2 * 640
     received = 12 * 16 * FLOAT + 2 * 640
     assert _peak(route.return_gradients, riding) == 640 + 2 * sent + received
@@ -161,9 +151,8 @@ def test_a_riding_gradient_travels_once_to_every_rank() -> None:
 
 
 def test_an_adagrad_replica_squares_its_gradient() -> None:
-    traffic = _traffic(
-        requests=(), serves=(), replica_ids=10, replica_bytes=640, replica_rows=10, adagrad=True
-    )
+    replicas = (Replicas(10, 10, 16, 10, optimizer="rowwise_adagrad"),)
+    traffic = Traffic("tables", (), (), replicas)
     assert _peak(route.update, traffic) == 640 + 10 * FLOAT
 
 
@@ -189,6 +178,33 @@ def test_nothing_of_the_exchange_outlives_the_update(traffic: Traffic) -> None:
 
 
 def test_without_tables_to_ask_nothing_moves() -> None:
-    nothing = _traffic(requests=(), serves=())
+    nothing = Traffic("tables", (), ())
     for act in (route.exchange_ids, route.look_up, route.return_gradients, route.reduce_replicas):
         assert _left(nothing, act) == 0
+
+
+BAGS = _traffic(Asked(30, 10, 10, 16, jagged=True), served=(Served(36, 12, 16, 9, jagged=True),))
+
+
+def test_lengths_of_bags_travel_with_their_ids_and_only_sums_come_back() -> None:
+    sent, received = (30 + 10) * ID, (36 + 12) * ID
+    assert _peak(route.exchange_ids, BAGS) == 2 * sent + received
+    assert _left(BAGS, route.exchange_ids) == received + 10 * ID
+    assert _left(BAGS, route.look_up) == 12 * 16 * FLOAT
+
+
+def test_bags_over_several_ranks_are_summed_where_they_were_asked_for() -> None:
+    apart = _traffic(
+        Asked(30, 18, 10, 16, cut=30, jagged=True), served=(Served(36, 20, 16, 9, jagged=True),)
+    )
+    assert _left(apart, route.exchange_ids) == (36 + 20 + 2 * 18) * ID
+    assert _peak(route.assemble, apart, route.exchange_rows) == 10 * 16 * FLOAT
+    assert _peak(route.return_gradients, apart) == max(
+        (10 + 18) * 16 * FLOAT, (18 + 20) * 16 * FLOAT
+    )
+
+
+def test_sgd_sums_the_rows_of_bags_first() -> None:
+    sort = 36 * (2 * ID + 1 + 2 * ID)
+    sums = 9 * (2 * ID + 16 * FLOAT)
+    assert _peak(route.update, BAGS) == BAGS.received_bytes + sort + sums

@@ -549,13 +549,13 @@ def test_numbers_of_why_not_are_those_of_the_plan_that_is_forced() -> None:
 
 IMPOSSIBLE: dict[str, tuple[Job, str, str, str]] = {
     "type not allowed": (_job(), "t_row_wise", "grid_shard", "the job allows only row_wise"),
-    "not run": (
+    "one host of a step": (
         _job(tables=[{"name": "t", "rows": 50, "dim": 16}]),
-        *("t", "table_row_wise", "this version's runtime carries out data_parallel, table_wise"),
+        *("t", "table_row_wise", "ranks are one host, where it is the same as row_wise"),
     ),
     "adagrad by columns": (
         _job(optimizer="adam", tables=[{"name": "t", "rows": 50, "dim": 16}]),
-        *("t", "column_wise", "it needs sgd"),
+        *("t", "column_wise", "rowwise_adagrad sums over all columns of a row"),
     ),
     "nothing to cut": (
         _job(tables=[{"name": "t", "rows": 50, "dim": 16, "min_partition": 9}]),

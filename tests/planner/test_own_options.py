@@ -229,17 +229,24 @@ def test_all_that_torchrec_looks_at_is_looked_at(table: TableSpec, cluster: Clus
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_what_runs_is_what_the_runtime_can_carry_out(optimizer: Any) -> None:
-    types = [o.sharding_type for o in runnable_options(_table(optimizer=optimizer), 4)]
+    types = [
+        o.sharding_type
+        for o in runnable_options(_table(optimizer=optimizer), _cluster(4, 4, "cpu"))
+    ]
     columns = [] if optimizer == "rowwise_adagrad" else ["column_wise"]
     assert types == ["data_parallel", "table_wise", "row_wise", *columns]
 
 
 def test_what_runs_is_cut_in_halves_where_no_width_is_named() -> None:
-    assert _widths(runnable_options(_table(dim=64), 4)) == [32]
-    assert _widths(runnable_options(_table(dim=64, min_partition=8), 4)) == [32, 16, 8]
+    assert _widths(runnable_options(_table(dim=64), _cluster(4, 4, "cpu"))) == [32]
+    assert _widths(runnable_options(_table(dim=64, min_partition=8), _cluster(4, 4, "cpu"))) == [
+        32,
+        16,
+        8,
+    ]
 
 
 def test_columns_that_cannot_be_cut_are_refused_where_nothing_else_is_allowed() -> None:
     with pytest.raises(InputError) as caught:
-        runnable_options(_table(dim=6, sharding_types=("column_wise",)), 4)
+        runnable_options(_table(dim=6, sharding_types=("column_wise",)), _cluster(4, 4, "cpu"))
     assert "No cut of 6 columns is a multiple of 4 and at least min_partition." in str(caught.value)

@@ -14,7 +14,7 @@ from shardwright.core.errors import UnsupportedError
 from shardwright.core.job import Job
 from shardwright.core.placement import Flat, Replicate
 from shardwright.core.plan import Plan
-from shardwright.core.sharding import RUNNABLE
+from shardwright.core.sharding import FREE
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks, phase_seconds
 from shardwright.lab.recordings import described, plan
 from shardwright.planner.assemble import assemble
@@ -179,7 +179,7 @@ def test_no_table_alone_makes_a_plan_faster_by_another_type(planned: Planned, se
     made = planned(seed)
     if made is not None:
         for table in made.tables:
-            for kind in RUNNABLE:
+            for kind in FREE:
                 assert why_not(made, table.name, kind).verdict != "faster"
 
 

@@ -32,7 +32,7 @@ from shardwright.core.model_section import (
     completed,
     with_kind,
 )
-from shardwright.core.optimizers import OptimizerName
+from shardwright.core.optimizers import OptimizerName, TableUpdate
 from shardwright.core.parallel import (
     MAX_WORLD,
     Degrees,
@@ -53,7 +53,6 @@ Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-TableUpdate = Literal["sgd", "rowwise_adagrad"]  # what the runtime does to rows
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 # Filled in here, never by a file.
 A_JOB = "read_job reads a file, parse_job a mapping."  # what to do without one
@@ -112,13 +111,17 @@ class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Click logs: a Criteo file, or synthetic rows, for which no path is named. Or text: any file,
+    """Click logs: a Criteo file, one of named ``columns``, whose ids are rows or taken modulo their
+    number, or synthetic rows, for which no path is named. Or text: any file,
     whose bytes are the tokens; a made-up one where none is named. What is made up goes into the run
     folder. Or ``python``: a function that gives batches; without one those of the model's own
     function."""
 
-    kind: Literal["criteo", "synthetic", "text", "python"] = "criteo"
+    kind: Literal["criteo", "columns", "synthetic", "text", "python"] = "criteo"
     python: str | UnsetType = UNSET
+    label: str | UnsetType = UNSET
+    dense: tuple[str, ...] | UnsetType = UNSET
+    ids: Literal["exact", "modulo"] | UnsetType = UNSET
     path: str = ""
     test_path: str = ""
     skip_bad_rows: bool = False
@@ -183,7 +186,7 @@ def memory_of(job: Job) -> MemorySection:
     return PLANNED if job.memory is UNSET else job.memory
 
 
-def table_optimizer(job: Job) -> TableUpdate | Literal[""]:
+def table_optimizer(job: Job) -> str:
     """How a job's tables are updated that name no optimizer. Empty where it does not say so and no
     update of rows is like that of its units."""
     if job.train.table_optimizer is not UNSET:
@@ -223,7 +226,7 @@ class DataFiles(msgspec.Struct, frozen=True):
 def data_files(job: Job) -> DataFiles:
     """The files a run reads: those the job names, or in the run folder those that are made up."""
     data = job.data
-    if data.kind in ("criteo", "python"):
+    if data.kind in ("criteo", "columns", "python"):
         return DataFiles(data.path, data.test_path)
     folder = Path(job.train.out) / "data"
     if data.kind == "text":
@@ -346,6 +349,9 @@ def _refuse_unread(job: Job, where: str) -> None:
             unread.append(("planner.estimator", estimator, key, constants))
     elif job.data.kind in ("text", "python"):
         for key in ("rows", "test_rows", "skip_bad_rows"):
+            unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
+    if kind != "tables" and job.data.kind != "columns":
+        for key in ("label", "dense", "ids"):
             unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
     if job.planner.search != "proposers":
         for key in ("proposers", "partitioner"):

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.optimizers import OptimizerName, TableOptimizer
 from shardwright.core.recording import Recording, Unfolded
@@ -24,6 +25,9 @@ ComputeKernel = Literal[
     "quant_uvm",
     "quant_uvm_caching",
 ]
+
+
+PoolingType = Literal["sum", "mean"]
 
 
 class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +48,8 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An embedding table of ``rows`` x ``dim`` and the traffic that one sample sends to it.
 
     There is a pooling factor (ids per bag), a number of bags per sample and, where ``batch_sizes``
-    says so, a batch size for each feature that reads the table. ``sharding_types``,
+    says so, a batch size for each feature that reads the table; ``features`` are their names.
+    Bags are pooled to sums, or as ``pooling_type`` says. ``sharding_types``,
     ``compute_kernels`` and ``min_partition`` (the narrowest column shard) limit the choice.
     """
 
@@ -66,6 +71,31 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_partition: int | None = None
     cache: CacheSpec | None = None
     kv_l1_mb: int | None = None
+    features: tuple[str, ...] | UnsetType = UNSET
+    pooling_type: PoolingType | UnsetType = UNSET
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Names of what reads the table: its own where nothing is said, numbered if there are
+        several."""
+        if self.features is not UNSET:
+            return self.features
+        several = len(self.pooling_factors) > 1
+        return tuple(
+            f"{self.name}_{i}" if several else self.name for i in range(len(self.pooling_factors))
+        )
+
+    @property
+    def pooling(self) -> PoolingType | Literal["none"]:
+        """What becomes of the rows of a bag; without one each stays."""
+        if not self.pooled:
+            return "none"
+        return "sum" if self.pooling_type is UNSET else self.pooling_type
+
+    @property
+    def weighted(self) -> bool:
+        """Whether its ids carry weights."""
+        return self.module_weighted or self.constraint_weighted
 
     @property
     def poolings(self) -> tuple[float, ...]:

@@ -12,11 +12,10 @@ from shardwright.core.job import MAX_PLANNED, Job, memory_of, parallel_of, table
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_section import ESTIMATED
-from shardwright.core.optimizers import TRAINED, trained
+from shardwright.core.optimizers import TRAINED, UPDATED, trained
 from shardwright.core.parallel import ParallelSection
 from shardwright.core.recording import RecordedTable, Recording
 
-RUNNABLE_OPTIMIZERS = ("sgd", "rowwise_adagrad")
 # Of [memory] and [parallel], what a plan follows or what changes nothing in it.
 HONOURED = (
     "checkpointing",
@@ -26,13 +25,13 @@ HONOURED = (
     "allocator",
     "data_shard",
 )
-# What a DLRM's tables do not have: they are read as they are, unweighted, straight from memory.
+# What a DLRM's tables do not have: a bag of each feature for every sample, straight from memory.
 PLAIN: dict[str, object] = {
     "dtype": "fp32",
+    "pooled": True,
+    "num_poolings": None,
     "batch_sizes": None,
     "output_dtype": None,
-    "module_weighted": False,
-    "constraint_weighted": False,
     "cache": None,
     "kv_l1_mb": None,
 }
@@ -76,6 +75,14 @@ def _found(job: Job, table: RecordedTable) -> TableSpec:
         pooled=False,
         batch_sizes=(table.ids,),
         sharding_types=None if forced is None or forced == "dense" else (forced,),
+    )
+
+
+def reads_bags(job: Job) -> bool:
+    """Whether the tables of a DLRM are given bags, feature by feature, and not one id each."""
+    return job.data.kind == "columns" or any(
+        table.pooling_factors != (1.0,) or table.weighted or table.dim != job.tables[0].dim
+        for table in job.tables
     )
 
 
@@ -137,19 +144,25 @@ def _check_dlrm(job: Job) -> None:
         raise InputError(
             expected("batch.sequence", "1, for dlrm has no sequences", str(job.batch.sequence))
         )
+    names: set[str] = set()
     for table in job.tables:
         _check_table(table)
+        for name in table.feature_names:
+            if name in names:
+                wanted = "a feature of its own"
+                raise InputError(expected(f"tables '{table.name}'.features", wanted, f"'{name}'"))
+            names.add(name)
     _check_dim(job)
     if not job.model.top:
         raise InputError(expected("model.top", "at least one width", "no layer"))
 
 
 def _check_table(table: TableSpec) -> None:
-    if table.optimizer not in (None, *RUNNABLE_OPTIMIZERS):
+    if table.optimizer not in (None, *UPDATED):
         raise InputError(
             expected(
                 f"tables '{table.name}'.optimizer",
-                f"one of {', '.join(RUNNABLE_OPTIMIZERS)} for dlrm",
+                f"one of {', '.join(UPDATED)} for dlrm",
                 str(table.optimizer),
             )
         )
@@ -167,22 +180,25 @@ def _check_table(table: TableSpec) -> None:
 
 def _check_dim(job: Job) -> None:
     dim, bottom = job.tables[0].dim, job.model.bottom
-    for table in job.tables:
-        if table.dim != dim:
+    if job.model.interaction == "dot":
+        for table in job.tables:
+            if table.dim != dim:
+                raise InputError(
+                    expected(
+                        f"tables '{table.name}'.dim",
+                        f"{dim}, as the first table's",
+                        str(table.dim),
+                        'Products need equal dims: set model.interaction to "cat" or "dcn".',
+                    )
+                )
+        if not bottom or bottom[-1] != dim:
             raise InputError(
                 expected(
-                    f"tables '{table.name}'.dim",
-                    f"{dim}, as the first table's",
-                    str(table.dim),
-                    "dlrm stacks all embeddings: give every table the same dim.",
+                    "model.bottom",
+                    f"{dim} as its last width, the tables' dim",
+                    str(bottom[-1]) if bottom else "no layer",
+                    f"Let model.bottom end with {dim}.",
                 )
             )
-    if not bottom or bottom[-1] != dim:
-        raise InputError(
-            expected(
-                "model.bottom",
-                f"{dim} as its last width, the tables' dim",
-                str(bottom[-1]) if bottom else "no layer",
-                f"Let model.bottom end with {dim}.",
-            )
-        )
+    if not bottom:
+        raise InputError(expected("model.bottom", "at least one width", "no layer"))

@@ -446,6 +446,11 @@ _ROWS = (
         tables=True,
     ),
     Optimizer("rowwise_adagrad", states=(State("sum", rows),), tables=True),
+    Optimizer(
+        "partial_rowwise_adam",
+        states=(State("exp_avg"), State("exp_avg_sq", rows)),
+        tables=True,
+    ),
 )
 OPTIMIZERS = {row.name: row for row in _ROWS}
 DENSE = tuple(row.name for row in _ROWS if row.steps)
@@ -453,11 +458,18 @@ TABLES = tuple(row.name for row in _ROWS if row.tables)
 MADE = tuple(row.name for row in _ROWS if row.make and not row.rest)
 TRAINED = tuple(row.name for row in _ROWS if row.trains_shards)
 
+UPDATED = tuple(name for name in TABLES if name != "none")  # what a run does to rows
+BY_ROW = tuple(
+    row.name for row in _ROWS if row.tables and any(s.elements is rows for s in row.states)
+)
+
 if TYPE_CHECKING:
     OptimizerName: TypeAlias = str
     TableOptimizer: TypeAlias = str
+    TableUpdate: TypeAlias = str
 else:  # what a job may say; errors list the names
     OptimizerName, TableOptimizer = Literal[DENSE], Literal[TABLES]
+    TableUpdate = Literal[UPDATED]
 
 
 def optimizer_named(

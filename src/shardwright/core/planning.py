@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.sharding import RunnableType
+from shardwright.core.sharding import ShardingType
 
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
@@ -117,7 +117,7 @@ class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     constraints: ConstraintsSection = ConstraintsSection()
     units: dict[str, Literal["shard", "replicate"]] = {}
     dense: DenseSection = DenseSection()
-    tables: dict[str, Literal[RunnableType, "dense"]] | UnsetType = UNSET
+    tables: dict[str, Literal[ShardingType, "dense"]] | UnsetType = UNSET
 
     @property
     def as_torchrec(self) -> bool:

@@ -31,9 +31,9 @@ class Traits(msgspec.Struct, frozen=True):
     """What a sharding type does to a table.
 
     ``rows_over``: its rows are cut over all ranks, over those of a host, or not at all.
-    ``replicated``: every rank holds the whole table. ``runs``: the runtime carries it out.
-    ``sequences``: it is for tables that are not pooled, too. ``on_one_host``: what it comes to
-    where all ranks are one host. ``freer``: the type that has its shards and lays them anywhere.
+    ``replicated``: every rank holds the whole table. ``sequences``: it is for tables that are not
+    pooled, too. ``on_one_host``: what it comes to where all ranks are one host. ``freer``: the type
+    that has its shards and lays them anywhere.
     """
 
     name: ShardingType
@@ -42,7 +42,6 @@ class Traits(msgspec.Struct, frozen=True):
     rows_over: Literal["", "ranks", "host"] = ""
     cuts_columns: bool = False
     replicated: bool = False
-    runs: bool = False
     sequences: bool = True
     on_one_host: str = ""
     freer: ShardingType | None = None
@@ -69,10 +68,10 @@ class Traits(msgspec.Struct, frozen=True):
 
 
 _ROWS: tuple[Traits, ...] = (
-    Traits("data_parallel", "DP", "uniform", replicated=True, runs=True),
-    Traits("table_wise", "TW", "device", runs=True),
-    Traits("row_wise", "RW", "uniform", "ranks", runs=True),
-    Traits("column_wise", "CW", "device", cuts_columns=True, runs=True),
+    Traits("data_parallel", "DP", "uniform", replicated=True),
+    Traits("table_wise", "TW", "device"),
+    Traits("row_wise", "RW", "uniform", "ranks"),
+    Traits("column_wise", "CW", "device", cuts_columns=True),
     Traits("table_row_wise", "TWRW", "host", "host", sequences=False, on_one_host="row_wise"),
     Traits(
         "table_column_wise",
@@ -96,8 +95,8 @@ _ROWS: tuple[Traits, ...] = (
 _BY_NAME: dict[str, Traits] = {row.name: row for row in _ROWS}
 
 TYPES: tuple[ShardingType, ...] = tuple(row.name for row in _ROWS)
-RunnableType = Literal["data_parallel", "table_wise", "row_wise", "column_wise"]
-RUNNABLE: tuple[ShardingType, ...] = tuple(row.name for row in _ROWS if row.runs)
+# What any number of hosts has: the others keep to a host, and are one of these where there is one.
+FREE: tuple[ShardingType, ...] = tuple(row.name for row in _ROWS if not row.within_hosts)
 
 
 def traits(sharding_type: str) -> Traits:

@@ -114,6 +114,9 @@ def _check_table(spot: str, table: TableSpec) -> None:
                     f"{spot}.{name}", f"{features} values, as pooling_factors", str(len(values))
                 )
             )
+    if len(table.feature_names) != features:
+        wanted = f"{features} names, as pooling_factors"
+        raise InputError(expected(f"{spot}.features", wanted, str(len(table.feature_names))))
     if not features:
         raise InputError(expected(f"{spot}.pooling_factors", "one value per feature", "none"))
     for factor in (*table.pooling_factors, *table.poolings):

@@ -38,19 +38,25 @@ def dense_update_bytes(weight_bytes: Any, kind: str) -> Any:
     return weight_bytes * noted(passes, "update_passes", "", what, like=weight_bytes)
 
 
+LIKE = {"partial_rowwise_adam": "adagrad"}  # of which a row is touched as often: one wide state
+
+
 def table_state_bytes(rows: Any, columns: Any, kind: str) -> Any:
     """Bytes of state for a shard of a table, which is fp32 whatever the table is."""
     source, size = f"optimizer {kind}", element_bytes("fp32")
-    if per := OPTIMIZERS[kind].values_per_element:
-        per_element = noted(per * size, "state_bytes_per_element", "B", source, like=rows)
-        return named("optimizer_state_bytes", rows * columns * per_element, "B")
-    per = sum(state.elements is by_row for state in OPTIMIZERS[kind].kept)
-    per_row = noted(per * size, "state_bytes_per_row", "B", source, like=rows)
-    return named("optimizer_state_bytes", rows * per_row, "B")
+    per_element = OPTIMIZERS[kind].values_per_element * size
+    per_row = sum(state.elements is by_row for state in OPTIMIZERS[kind].kept) * size
+    values: Any = 0
+    if per_element:
+        each = noted(per_element, "state_bytes_per_element", "B", source, like=rows)
+        values = rows * columns * each
+    if per_row or not per_element:
+        values = values + rows * noted(per_row, "state_bytes_per_row", "B", source, like=rows)
+    return named("optimizer_state_bytes", values, "B")
 
 
 def table_passes(kind: str, c: Any, like: Any) -> Any:
     """How many touches of a row its update costs; none without an optimizer."""
     if kind == "none":
         return noted(0, "update_passes", "touches", "no optimizer", like=like)
-    return c[f"{kind}_passes"]
+    return c[f"{LIKE.get(kind, kind)}_passes"]

@@ -12,10 +12,12 @@ with w standard normal; b and u standard normal over ids and then brought to mea
 over rows, so that the click rate and the Bayes AUC depend little on the seed; z_j the reader's
 log(x + 1) on a fixed scale; g_f the share of a feature, of unit length over the features and in
 proportion to 1 / ln(1 + cardinality), because a bias of few ids can be learned from few rows.
+Of a bag of n ids b and u are the sum over its ids, over sqrt(n).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -27,8 +29,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from shardwright.core.batch import MADE_UP_ZIPF
 from shardwright.core.errors import InputError, expected
-from shardwright.data.criteo import CATEGORY_NAMES, INTEGER_NAMES, ClickBatch
+from shardwright.data.criteo import CATEGORY_NAMES, INTEGER_NAMES
 from shardwright.data.quality import bayes_accuracy, bayes_auc, bayes_log_loss
+from shardwright.data.reading import Bags, ClickBatch
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -58,15 +61,23 @@ _LOG_MEAN = (1.0, 1.5, 2.5, 1.7, 7.5, 4.0, 1.8, 2.2, 4.0, 0.5, 1.0, 0.5, 1.7)
 _LOG_SPREAD = (1.0, 1.8, 1.2, 0.9, 1.5, 1.5, 1.2, 1.0, 1.3, 0.5, 0.9, 0.6, 1.0)
 
 # Streams: what a random number is for. A column's number is added to its stream.
-_COUNTS, _ANGLES, _RANKS, _LABELS, _WEIGHTS, _BIASES, _LATENTS, _WRITTEN = range(0, 8000, 1000)
+_COUNTS, _ANGLES, _RANKS, _LABELS, _WEIGHTS, _BIASES, _LATENTS, _WRITTEN, _LENGTHS = range(
+    0, 9000, 1000
+)
+_MANY, _FURTHER = 100, 100_000  # columns whose streams lie together, and how far the next ones are
+LABEL, _DIGITS = "label", 4  # of named columns: the label, and decimals of dense numbers
+_FEW = 64  # ids of a column whose products with another can be learned
+
+Column = tuple[Ints, Ints | None]  # ids [N], offsets [B + 1]; None: one id in each row
 
 
 @dataclass(frozen=True, slots=True)
 class ClickRows:
     """Consecutive rows, as a reader yields them and as they are written.
 
-    ``batch`` what CriteoReader makes of the rows when its tables have the model's cardinalities.
-    ``integers`` int64 [n, 13] and ``hashes`` int64 [n, 26] the fields written, -1 for an empty one.
+    ``batch`` what a reader makes of the rows when its tables have the model's cardinalities.
+    ``integers`` int64 [n, 13] and ``hashes`` int64 [n, 26] are the fields written, -1 for an empty
+    one; of named columns the ids are written, and ``hashes`` is [n, 0].
     ``probabilities`` float64 [n] the chance of a click that the labels were drawn with.
     """
 
@@ -98,7 +109,9 @@ class ClickModel:
     to the integral of x^-zipf over [r, r+1), which needs no table however many ids there are. The
     scales are standard deviations of the three parts of the logit over rows, the dense one roughly.
     ``pairs`` are columns (from 0) that interact. ``missing_integers`` [13] and
-    ``missing_categories`` [26] are chances of an empty field.
+    ``missing_categories`` [26] are chances of an empty field. Columns that have ``names`` are as
+    many as there are and hold bags of on average ``lengths`` ids, by one more or less: ``named``
+    makes such a model.
     """
 
     cardinalities: tuple[int, ...] = CARDINALITIES
@@ -111,12 +124,41 @@ class ClickModel:
     pairs: tuple[tuple[int, int], ...] = PAIRS
     missing_integers: tuple[float, ...] = MISSING_INTEGERS
     missing_categories: tuple[float, ...] = MISSING_CATEGORIES
+    names: tuple[str, ...] = ()
+    lengths: tuple[float, ...] = ()
+
+    @classmethod
+    def named(
+        cls,
+        names: Sequence[str],
+        cardinalities: Sequence[int],
+        lengths: Sequence[float],
+        dense: int,
+        *,
+        seed: int = 0,
+        zipf: float = MADE_UP_ZIPF,
+    ) -> ClickModel:
+        """A model with ``dense`` numbers in a row and these columns, none of which is ever empty
+        but by its length. Columns of few ids interact, two by two."""
+        small = [f for f, size in enumerate(cardinalities) if 1 < size <= _FEW]
+        return cls(
+            tuple(cardinalities),
+            seed,
+            zipf,
+            pairs=tuple(zip(small[0:8:2], small[1:8:2], strict=False)),
+            missing_integers=(0.0,) * dense,
+            missing_categories=(0.0,) * len(names),
+            names=tuple(names),
+            lengths=tuple(lengths),
+        )
 
     def __post_init__(self) -> None:
-        columns = len(CATEGORY_NAMES)
+        columns = len(self.names) or len(CATEGORY_NAMES)
+        dense = len(self.missing_integers) if self.names else len(INTEGER_NAMES)
         _check("cardinalities", self.cardinalities, columns, 1, _MAX_CARDINALITY)
-        _check("missing_integers", self.missing_integers, len(INTEGER_NAMES), 0.0, 1.0)
+        _check("missing_integers", self.missing_integers, dense, 0.0, 1.0)
         _check("missing_categories", self.missing_categories, columns, 0.0, 1.0)
+        _check("lengths", self.lengths, len(self.names), 0.0, 1e6)
         scales = (self.zipf, self.bias_scale, self.interaction_scale, self.dense_scale)
         names = ("zipf", "bias_scale", "interaction_scale", "dense_scale")
         for name, value in zip(names, scales, strict=True):
@@ -132,14 +174,27 @@ class ClickModel:
         if not 0 <= start <= stop:
             raise InputError(expected("rows", "0 <= start <= stop", f"{start} and {stop}"))
         row = np.arange(start, stop, dtype=np.uint64)
-        integers = np.stack([self._counts(j, row) for j in range(len(INTEGER_NAMES))], axis=1)
+        counts = [self._counts(j, row) for j in range(len(self.missing_integers))]
+        integers = np.stack(counts, axis=1)
+        if self.names:
+            return self._named_rows(row, integers)
         hashes = np.stack([self._written(f, row) for f in range(len(CATEGORY_NAMES))], axis=1)
         dense = np.log1p(np.maximum(integers, 0)).astype(np.float32)
         sizes = np.array(self.cardinalities, dtype=np.int64)
         ids = np.where(hashes < 0, 0, hashes % sizes)
         p = self.probability(dense, ids)
-        labels = (_uniform(self.seed, _LABELS, row) < p).astype(np.float32)
-        return ClickRows(ClickBatch(dense, ids, labels), integers, hashes, p)
+        return ClickRows(ClickBatch(dense, ids, self._labels(row, p)), integers, hashes, p)
+
+    def _named_rows(self, row: NDArray[np.uint64], integers: Ints) -> ClickRows:
+        dense = np.round(np.log1p(integers), _DIGITS).astype(np.float32)
+        columns = [self._bags(f, row) for f in range(len(self.names))]
+        p = self._chance(dense.astype(np.float64), columns)
+        bags: dict[str, Bags] = dict(zip(self.names, columns, strict=True))
+        batch = ClickBatch(dense, bags, self._labels(row, p))
+        return ClickRows(batch, integers, np.empty((len(row), 0), dtype=np.int64), p)
+
+    def _labels(self, row: NDArray[np.uint64], p: Floats) -> NDArray[np.float32]:
+        return (_uniform(self.seed, _LABELS, row) < p).astype(np.float32)
 
     def probability(self, dense: ArrayLike, ids: ArrayLike) -> Floats:
         """The chance of a click, float64 [B], of rows as read: ``dense`` [B, 13], ``ids`` [B, 26].
@@ -157,11 +212,15 @@ class ClickModel:
                 found = f"{column.min()} to {column.max()}"
                 remedy = "Read with the model's cardinalities as table_rows."
                 raise InputError(expected(f"ids, {name}", f"0 to {size - 1}", found, remedy))
-        logit = self.base + self._dense_logit(logs) + self._bias_logit(index)
-        return 1.0 / (1.0 + np.exp(-(logit + self._pair_logit(index))))
+        return self._chance(logs, [(column, None) for column in index.T])
+
+    def _chance(self, logs: Floats, columns: Sequence[Column]) -> Floats:
+        logit = self.base + self._dense_logit(logs) + self._bias_logit(columns)
+        return 1.0 / (1.0 + np.exp(-(logit + self._pair_logit(columns))))
 
     def write(self, path: str | Path, rows: int, start: int = 0) -> ClickFacts:
-        """Writes rows [start, start + rows) as headerless tab-separated text, and says what is in.
+        """Writes rows [start, start + rows) as tab-separated text, and says what is in. Only named
+        columns have a header.
 
         The file appears whole or not at all. Eight bytes a row are held in memory meanwhile.
         """
@@ -172,10 +231,12 @@ class ClickModel:
         probabilities = []
         try:
             with part.open("wb") as file:
+                if self.names:
+                    file.write("\t".join(self.header).encode() + b"\n")
                 for first in range(start, start + rows, _CHUNK):
                     made = self.rows(first, min(first + _CHUNK, start + rows))
                     probabilities.append(made.probabilities)
-                    file.write(_text(made))
+                    file.write(_named_text(made) if self.names else _text(made))
             os.replace(part, path)
         except OSError as error:
             reason = error.strerror or type(error).__name__
@@ -186,11 +247,18 @@ class ClickModel:
             part.unlink(missing_ok=True)
         return facts(np.concatenate(probabilities))
 
+    @property
+    def header(self) -> tuple[str, ...]:
+        """The columns that are written, if they are named."""
+        return (LABEL, *dense_names(len(self.missing_integers)), *self.names)
+
     def _counts(self, j: int, row: NDArray[np.uint64]) -> Ints:
-        draw, missing = _uniform(self.seed, _COUNTS + j, row), self.missing_integers[j]
+        draw = _uniform(self.seed, _stream(_COUNTS, j), row)
+        missing = self.missing_integers[j]
         present = np.where(draw < missing, 0.5, (draw - missing) / max(1.0 - missing, 1e-300))
-        angle = _uniform(self.seed, _ANGLES + j, row)
-        logs = _LOG_MEAN[j] + _LOG_SPREAD[j] * _normal(present, angle)
+        angle = _uniform(self.seed, _stream(_ANGLES, j), row)
+        like = j % len(_LOG_MEAN)
+        logs = _LOG_MEAN[like] + _LOG_SPREAD[like] * _normal(present, angle)
         return np.where(draw < missing, -1, np.exp(logs).astype(np.int64))
 
     def _written(self, f: int, row: NDArray[np.uint64]) -> Ints:
@@ -198,38 +266,68 @@ class ClickModel:
         draw, missing = _uniform(self.seed, _RANKS + f, row), self.missing_categories[f]
         present = np.where(draw < missing, 0.5, (draw - missing) / max(1.0 - missing, 1e-300))
         size = self.cardinalities[f]
-        multiplier, offset = _permutation(size)
-        ids = (multiplier * _rank(present, size, self.zipf) + offset) % size
+        ids = self._popular(f, present)
         multiples = ((1 << 32) - 1 - ids) // size + 1
         shift = _uniform(self.seed, _WRITTEN + f, ids.astype(np.uint64)) * multiples
         return np.where(draw < missing, -1, ids + size * shift.astype(np.int64))
 
+    def _popular(self, f: int, draw: Floats) -> Ints:
+        """Ids of column f, by the law of their popularity."""
+        size = self.cardinalities[f]
+        multiplier, offset = _permutation(size)
+        return (multiplier * _rank(draw, size, self.zipf) + offset) % size
+
+    def _bags(self, f: int, row: NDArray[np.uint64]) -> tuple[Ints, Ints]:
+        """Ids of column f with the offsets of their bags."""
+        length = self.lengths[f]
+        whole, most = math.floor(length), max(1, math.ceil(length))
+        more = _uniform(self.seed, _stream(_LENGTHS, f), row) < length - whole
+        offsets = np.zeros(len(row) + 1, dtype=np.int64)
+        np.cumsum(whole + more, out=offsets[1:])
+        counts = np.diff(offsets)
+        place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        number = np.repeat(row, counts) * np.uint64(most) + place.astype(np.uint64)
+        return self._popular(f, _uniform(self.seed, _stream(_RANKS, f), number)), offsets
+
     def _dense_logit(self, logs: Floats) -> Floats:
-        columns = len(INTEGER_NAMES)
+        columns = logs.shape[1]
         weights = _normals(self.seed, _WEIGHTS, np.arange(columns, dtype=np.uint64))
-        z = (logs - np.array(_LOG_MEAN)) / np.array(_LOG_SPREAD)
+        z = (logs - np.resize(_LOG_MEAN, columns)) / np.resize(_LOG_SPREAD, columns)
         # Summed column by column, so that a row's value does not depend on the rows next to it.
         parts: Floats = sum((w * z[:, j] for j, w in enumerate(weights)), np.zeros(len(logs)))
         return self.dense_scale / math.sqrt(columns) * parts
 
-    def _bias_logit(self, ids: Ints) -> Floats:
+    def _bias_logit(self, columns: Sequence[Column]) -> Floats:
         shares = [1.0 / math.log(1.0 + size) for size in self.cardinalities]
-        total = np.zeros(len(ids))
+        total = np.zeros(_rows_of(columns[0]))
         for f, share in enumerate(shares):
-            total += share * self._trait(_BIASES + f, f, ids[:, f])
+            total += share * self._pooled(_stream(_BIASES, f), f, columns[f])
         return self.bias_scale / math.hypot(*shares) * total
 
-    def _pair_logit(self, ids: Ints) -> Floats:
-        total = np.zeros(len(ids))
-        columns = {f for pair in self.pairs for f in pair}
+    def _pair_logit(self, columns: Sequence[Column]) -> Floats:
+        total = np.zeros(_rows_of(columns[0]))
         u = {
-            f: [self._trait(_LATENTS + _LATENT * f + k, f, ids[:, f]) for k in range(_LATENT)]
-            for f in columns
+            f: [
+                self._pooled(_stream(_LATENTS, f, _LATENT) + k, f, columns[f])
+                for k in range(_LATENT)
+            ]
+            for f in {f for pair in self.pairs for f in pair}
         }
         for f, g in self.pairs:
             for k in range(_LATENT):
                 total += u[f][k] * u[g][k]
         return self.interaction_scale / math.sqrt(_LATENT * max(len(self.pairs), 1)) * total
+
+    def _pooled(self, stream: int, f: int, column: Column) -> Floats:
+        """A number per row: that of its id, or of a bag's n ids the sum over sqrt(n)."""
+        ids, offsets = column
+        traits = self._trait(stream, f, ids)
+        if offsets is None:
+            return traits
+        counts = np.diff(offsets)
+        bag = np.repeat(np.arange(len(counts)), counts)
+        sums = np.bincount(bag, weights=traits, minlength=len(counts))
+        return sums / np.sqrt(np.maximum(counts, 1))
 
     def _trait(self, stream: int, f: int, ids: Ints) -> Floats:
         """A number per id of column f, of mean 0 and deviation 1 over the rows of the log."""
@@ -268,6 +366,33 @@ def _text(made: ClickRows) -> bytes:
     for hashes in made.hashes.T:
         columns.append(["" if x < 0 else f"{x:08x}" for x in hashes.tolist()])
     return "".join(f"{line}\n" for line in map("\t".join, zip(*columns, strict=True))).encode()
+
+
+def _named_text(made: ClickRows) -> bytes:
+    batch = made.batch
+    assert isinstance(batch.ids, dict)
+    columns: list[list[str]] = [["1" if y else "0" for y in batch.labels.tolist()]]
+    columns.extend([f"{x:.{_DIGITS}f}" for x in numbers.tolist()] for numbers in batch.dense.T)
+    for ids, offsets, *_ in batch.ids.values():
+        words = list(map(str, ids.tolist()))
+        ends = offsets.tolist()
+        columns.append([" ".join(words[a:b]) for a, b in itertools.pairwise(ends)])
+    return "".join(f"{line}\n" for line in map("\t".join, zip(*columns, strict=True))).encode()
+
+
+def dense_names(count: int) -> tuple[str, ...]:
+    """Names of the dense columns of rows that are made up."""
+    return tuple(f"I{i}" for i in range(1, count + 1))
+
+
+def _rows_of(column: Column) -> int:
+    ids, offsets = column
+    return len(ids) if offsets is None else len(offsets) - 1
+
+
+def _stream(purpose: int, column: int, width: int = 1) -> int:
+    """The first of ``width`` streams of random numbers of a column: no two have the same."""
+    return purpose + column % _MANY * width + column // _MANY * _FURTHER
 
 
 def _rank(draw: Floats, size: int, exponent: float) -> Ints:

@@ -33,7 +33,7 @@ from shardwright.core.job import (
     table_optimizer,
 )
 from shardwright.core.model import ModelSpec
-from shardwright.core.model_of_job import check_model, model_of, step_dtypes
+from shardwright.core.model_of_job import check_model, model_of, reads_bags, step_dtypes
 from shardwright.core.model_section import ESTIMATED
 from shardwright.core.plan import Plan
 from shardwright.core.recording import Recording
@@ -169,10 +169,11 @@ def _path(job: Job, device: str) -> Path | None:
     folder = os.environ.get("SHARDWRIGHT_CACHE", "~/.cache/shardwright")
     if not folder or job.model.kind == "python":  # whose code may change
         return None
-    tables = [table.dim for table in job.tables]
+    tables = [(t.dim, t.feature_names, t.pooling_factors, t.weighted) for t in job.tables]
+    bags = job.model.kind == "dlrm" and reads_bags(job)
     memory = msgspec.structs.replace(memory_of(job), checkpointing=checkpointing_of(job)[0])
     run = (memory, parallel_of(job), device)
-    of = (job.model, job.batch, tables, *run, version("torch"), _recorder())
+    of = (job.model, job.batch, tables, bags, *run, version("torch"), _recorder())
     digest = hashlib.sha256(msgspec.json.encode(of, order="deterministic")).hexdigest()
     return Path(os.path.expanduser(folder)) / "recordings" / f"{digest}.json"
 

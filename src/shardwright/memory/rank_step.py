@@ -230,12 +230,12 @@ class RankStep:
     def _exchange(self, heap: Ledger, point: str, tables: Traffic) -> None:
         """What is between modules and tables when a forward or a backward gets there."""
         if point == "lookup":
-            if tables.requests:
+            if tables.asked:
                 with heap.during("exchange_ids"):
                     route.exchange_ids(heap, tables)
             with heap.during("lookup"):
                 route.look_up(heap, tables)
-            if tables.requests:
+            if tables.asked:
                 with heap.during("exchange_rows"):
                     route.exchange_rows(heap, tables)
         elif point == "rows":

@@ -10,90 +10,164 @@ from __future__ import annotations
 import msgspec
 
 from shardwright.core.batch import INDEX_BYTES
+from shardwright.core.optimizers import BY_ROW
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.memory.ledger import Ledger
 
 FLOAT = ELEMENT_BYTES["fp32"]
 BOOL = 1
 OWNER = 1  # of a rank's number, up to 256 ranks
+# States of an element, beside the weight and its gradient while a row is updated.
+STATES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 2, "adam": 4, "partial_rowwise_adam": 3}
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What a rank asks of one group of a route, whose rows are ``width`` wide.
+
+    ``rows`` come back for ``ids``, of which ``cut`` have to be sorted by owner, and are summed to
+    ``bags``. All are as many where every bag has one id and is not ``jagged``.
+    """
+
+    ids: int
+    rows: int
+    bags: int
+    width: int
+    cut: int = 0
+    jagged: bool = False
+    weighted: bool = False
+
+    @property
+    def sent_bytes(self) -> int:
+        """Row numbers, lengths of segments and weights of rows, each of which takes as much."""
+        return _sent(self.ids, self.rows, self.jagged, self.weighted)
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What a rank serves of one group: ``rows`` for ``ids``, of which ``distinct`` are different,
+    and how they are updated."""
+
+    ids: int
+    rows: int
+    width: int
+    distinct: int
+    jagged: bool = False
+    weighted: bool = False
+    optimizer: str = "sgd"
+
+    @property
+    def received_bytes(self) -> int:
+        """Row numbers, lengths and weights that came."""
+        return _sent(self.ids, self.rows, self.jagged, self.weighted)
+
+
+def _sent(ids: int, rows: int, jagged: bool, weighted: bool) -> int:
+    return (ids + (rows if jagged else 0) + (ids if weighted else 0)) * INDEX_BYTES
+
+
+class Replicas(msgspec.Struct, frozen=True):
+    """Replicated tables that are kept together: ``size`` rows of all, looked up for ``bags``."""
+
+    ids: int
+    bags: int
+    width: int
+    size: int
+    jagged: bool = False
+    optimizer: str = "sgd"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, and of their gradient."""
+        return self.size * self.width * FLOAT
 
 
 class Traffic(msgspec.Struct, frozen=True):
     """A rank's share of what the module of tables at ``path`` exchanges; ids are those of one step.
 
-    ``requests``: (ids asked for, width, those of them that have to be sorted by owner) of each
-    group of the route. ``serves``: (ids served, width, distinct rows among them) of the same
-    groups. ``replica_ids``: ids looked up in replicas, whose rows hold ``replica_bytes``; of these
-    ``ride_bytes`` travel with the row gradients, all ranks' together.
+    ``asked`` and ``served`` are of the same groups of the route. Of the replicas' gradient
+    ``ride_bytes`` travel with the row gradients, all ranks' together. ``lengths`` are the bags of
+    features whose lengths are counted.
     """
 
     path: str
-    requests: tuple[tuple[int, int, int], ...]
-    serves: tuple[tuple[int, int, int], ...]
-    replica_ids: int
-    replica_bytes: int
-    replica_rows: int
-    ride_bytes: int
-    dim: int
-    adagrad: bool
-
-    @property
-    def asked(self) -> int:
-        """Ids asked for."""
-        return sum(request[0] for request in self.requests)
+    asked: tuple[Asked, ...]
+    served: tuple[Served, ...]
+    replicas: tuple[Replicas, ...] = ()
+    ride_bytes: int = 0
+    lengths: int = 0
 
     @property
     def asked_bytes(self) -> int:
         """Bytes of the rows asked for."""
-        return sum(ids * width for ids, width, _ in self.requests) * FLOAT
-
-    @property
-    def served(self) -> int:
-        """Ids served to all ranks."""
-        return sum(served[0] for served in self.serves)
+        return sum(group.rows * group.width for group in self.asked) * FLOAT
 
     @property
     def served_bytes(self) -> int:
         """Bytes of the rows served."""
-        return sum(ids * width for ids, width, _ in self.serves) * FLOAT
+        return sum(group.rows * group.width for group in self.served) * FLOAT
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the ids served, with lengths of segments and weights."""
+        return sum(group.received_bytes for group in self.served)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether what travels has several sections, which are put by rank and parted again."""
+        return len(self.asked) > 1 or any(g.jagged or g.weighted for g in self.asked)
 
 
 def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
     """Sort by owner, send; the order stays until backward, the rows served until the update."""
-    if not traffic.requests:
+    if not traffic.asked:
         return
-    several = len(traffic.requests) > 1
-    for index, (ids, _, cut) in enumerate(traffic.requests):
-        rows, sorting = ids * INDEX_BYTES, cut * INDEX_BYTES
-        if not cut:
+    _count_lengths(heap, traffic)
+    sent = 0
+    for index, group in enumerate(traffic.asked):
+        rows, sorting = group.ids * INDEX_BYTES, group.cut * INDEX_BYTES
+        lengths = group.rows * INDEX_BYTES if group.jagged else 0
+        weights = group.ids * FLOAT if group.weighted else 0
+        sent += group.sent_bytes
+        heap.take(f"{traffic.path}.weights.{index}", "communication", 3 * weights)
+        if not group.cut:
             heap.take(f"{traffic.path}.sent.{index}", "communication", rows)
+            heap.take(f"{traffic.path}.order.{index}", "communication", lengths)
             continue
+        order, owners = lengths or rows, group.cut * OWNER
         with heap.passing("communication", rows + 2 * sorting):
             pass  # row numbers, and of those to be sorted the part and the way to its rows
-        with heap.passing("communication", rows + 2 * cut * OWNER):  # sorted in a second copy
-            heap.take(f"{traffic.path}.order.{index}", "communication", rows)
-        with heap.passing("communication", rows + cut * OWNER):
+        with heap.passing("communication", rows + 2 * owners):  # sorted in a second copy
+            heap.take(f"{traffic.path}.order.{index}", "communication", order)
+        with heap.passing("communication", rows + owners):
             heap.take(f"{traffic.path}.sent.{index}", "communication", rows)
-    received = traffic.served * INDEX_BYTES
-    joined = traffic.asked * INDEX_BYTES if several else 0
-    with heap.passing("communication", joined):
-        heap.take(f"{traffic.path}.rows", "communication", received)
-    for index in range(len(traffic.requests)):
+        if group.jagged:  # the bag and the owner of every id, from which segments follow
+            with heap.passing("communication", 3 * rows):
+                heap.take(f"{traffic.path}.lengths.{index}", "communication", lengths)
+    with heap.passing("communication", sent if traffic.is_joined else 0):
+        heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
+    for index in range(len(traffic.asked)):
         heap.free(f"{traffic.path}.sent.{index}")
+        heap.free(f"{traffic.path}.weights.{index}")
+
+
+def _count_lengths(heap: Ledger, traffic: Traffic) -> None:
+    heap.take(f"{traffic.path}.lengths", "activation", traffic.lengths * INDEX_BYTES)
 
 
 def look_up(heap: Ledger, traffic: Traffic) -> None:
     """Rows for the others, and the replicas' rows for oneself."""
-    if traffic.requests:
-        joined = traffic.served_bytes if len(traffic.requests) > 1 else 0
-        with heap.passing("communication", joined):  # rows group by group, put by rank
+    if not traffic.asked:
+        _count_lengths(heap, traffic)
+    else:
+        # group by group, put by rank; of one group sections are gathered from all ranks
+        joined = traffic.served_bytes if len(traffic.asked) > 1 else 0
+        parted = traffic.received_bytes if traffic.is_joined and not joined else 0
+        with heap.passing("communication", joined + parted):
             heap.take(f"{traffic.path}.found", "communication", traffic.served_bytes)
-    if traffic.replica_ids:
-        heap.take(
-            f"{traffic.path}.replica_rows", "communication", traffic.replica_ids * INDEX_BYTES
-        )
-        size = traffic.replica_ids * traffic.dim * FLOAT
-        heap.take(f"{traffic.path}.replica_found", "communication", size)
+    for index, group in enumerate(traffic.replicas):
+        kept = group.ids + (group.bags if group.jagged else 0)
+        heap.take(f"{traffic.path}.replica_rows.{index}", "communication", kept * INDEX_BYTES)
+        size = group.bags * group.width * FLOAT
+        heap.take(f"{traffic.path}.replica_found.{index}", "communication", size)
 
 
 def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
@@ -104,28 +178,30 @@ def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
 
 def assemble(heap: Ledger, traffic: Traffic) -> None:
     """Everything found is put in feature order; the result is the model's."""
-    regrouped = traffic.asked_bytes if len(traffic.requests) > 1 else 0
-    for ids, width, cut in traffic.requests:
-        inverse = ids * INDEX_BYTES if cut else 0
-        pieces = ids * width * FLOAT if cut else 0
+    regrouped = traffic.asked_bytes if len(traffic.asked) > 1 else 0
+    for group in traffic.asked:
+        inverse = group.ids * INDEX_BYTES if group.cut and not group.jagged else 0
+        pieces = group.bags * group.width * FLOAT if group.cut else 0
         with heap.passing("communication", regrouped + inverse + max(inverse, pieces)):
             pass
     heap.free(f"{traffic.path}.back")
-    heap.free(f"{traffic.path}.replica_found")
+    heap.free(f"{traffic.path}.lengths")
+    for index in range(len(traffic.replicas)):
+        heap.free(f"{traffic.path}.replica_found.{index}")
 
 
 def return_gradients(heap: Ledger, traffic: Traffic) -> None:
     """Gradients of rows go back to the rows' owners, those of replicas with them if they ride."""
-    if not traffic.requests:
+    if not traffic.asked:
         return
     _replica_gradient(heap, traffic)
     sent = 0
-    for ids, width, cut in traffic.requests:
-        size = ids * width * FLOAT
-        with heap.passing("communication", sent + (2 * size if cut else size)):
+    for group in traffic.asked:
+        whole, size = (n * group.width * FLOAT for n in (group.bags, group.rows))
+        with heap.passing("communication", sent + (whole + size if group.cut else size)):
             sent += size
     ride = traffic.ride_bytes
-    joined = sent + ride if len(traffic.requests) > 1 or ride else 0
+    joined = sent + ride if len(traffic.asked) > 1 or ride else 0
     received = traffic.served_bytes + ride
     with heap.passing("communication", sent + ride + joined + received):
         pass
@@ -137,39 +213,56 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
 
 def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
     """The gradients of replicas are summed in place, unless they rode along."""
-    if not traffic.requests:
+    if not traffic.asked:
         _replica_gradient(heap, traffic)
 
 
 def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
     """A dense gradient of all replicated tables."""
-    if not traffic.replica_ids:
+    if not traffic.replicas:
         return
-    heap.take(f"{traffic.path}.replica_gradient", "gradient", traffic.replica_bytes)
-    with heap.passing("communication", traffic.replica_ids * traffic.dim * FLOAT):
-        pass
+    nbytes = sum(group.nbytes for group in traffic.replicas)
+    heap.take(f"{traffic.path}.replica_gradient", "gradient", nbytes)
+    for group in traffic.replicas:
+        own = group.bags + (group.ids if group.jagged else 0)
+        with heap.passing("communication", own * group.width * FLOAT):
+            pass
 
 
 def forget_trip(heap: Ledger, traffic: Traffic) -> None:
     """The backward of tables ends: the way that ids went is not needed any more."""
-    heap.free(f"{traffic.path}.replica_rows")
-    for index in range(len(traffic.requests)):
+    for index in range(len(traffic.replicas)):
+        heap.free(f"{traffic.path}.replica_rows.{index}")
+    for index in range(len(traffic.asked)):
         heap.free(f"{traffic.path}.order.{index}")
+        heap.free(f"{traffic.path}.lengths.{index}")
 
 
 def update(heap: Ledger, traffic: Traffic) -> None:
     """Owners update their rows; everything of the exchange is gone afterwards."""
-    several = len(traffic.serves) > 1
-    regrouped = traffic.served * INDEX_BYTES if several else 0
-    for ids, width, distinct in traffic.serves:
-        sums = distinct * (2 * INDEX_BYTES + width * FLOAT)
-        sorting = ids * (2 * INDEX_BYTES + BOOL) + sums
-        squares = distinct * (INDEX_BYTES + FLOAT + 2 * width * FLOAT)
-        most = max(sorting, squares) if traffic.adagrad else 0
-        with heap.passing("temporary", regrouped + most):
+    regrouped = traffic.received_bytes if traffic.is_joined else 0
+    for group in traffic.served:
+        with heap.passing("temporary", regrouped + _updating(group)):
             pass
-    if traffic.replica_ids and traffic.adagrad:
-        with heap.passing("temporary", traffic.replica_bytes + traffic.replica_rows * FLOAT):
-            pass
+    for replicas in traffic.replicas:
+        if replicas.optimizer != "sgd":
+            rows = replicas.size * FLOAT if replicas.optimizer in BY_ROW else 0
+            with heap.passing("temporary", replicas.nbytes + rows):
+                pass
     for name in ("arrived", "rows", "replica_gradient"):
         heap.free(f"{traffic.path}.{name}")
+
+
+def _updating(group: Served) -> int:
+    """Bytes for a moment: ids sorted, each distinct row with the sum of its gradients, its weight
+    and its states, and what the optimizer makes of these."""
+    if group.optimizer == "sgd" and not group.jagged:
+        return 0
+    elements = group.width * FLOAT
+    sorting = group.ids * (2 * INDEX_BYTES + BOOL)
+    if group.jagged:  # the segment of every id, before and after the sort
+        sorting += 2 * group.ids * INDEX_BYTES
+    summing = sorting + group.distinct * (2 * INDEX_BYTES + elements)
+    by_row = FLOAT if group.optimizer in BY_ROW else 0
+    states = STATES[group.optimizer]
+    return max(summing, group.distinct * (INDEX_BYTES + by_row + (2 + states) * elements))

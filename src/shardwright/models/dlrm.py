@@ -1,4 +1,4 @@
-"""DLRM (Naumov et al., 2019) with one id per table and sample.
+"""DLRM (Naumov et al., 2019), with one id per table and sample or bags of any features.
 
 Weights start as in the original: MLPs normal with variance 2/(in + out), tables uniform
 within 1/sqrt(rows). Each 4,096 rows of a table have a generator of their own, so that any rectangle
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,21 +20,45 @@ from shardwright.core.model_section import cross_of
 from shardwright.models.start import Started, generator_of
 
 ROWS_PER_GENERATOR = 4096
+Bags = Mapping[str, tuple[torch.Tensor, ...]]  # of each feature: ids, offsets, perhaps weights
+Found = torch.Tensor | list[torch.Tensor]
 
 
 class Tables(nn.Module):
-    """One embedding per table: ids [B, F] int64 -> [B, F, D]; rows of feature f from table f."""
+    """One embedding per table.
+
+    Ids [B, F] int64 -> [B, F, D], rows of feature f from table f. Or a mapping of features to ids
+    [N], offsets [B + 1] and perhaps weights [N] of bags -> one of features to rows [B, dim].
+    """
 
     def __init__(self, tables: Sequence[TableSpec], device: torch.device | str | None) -> None:
         super().__init__()
         for table in tables:
             embedding = nn.Embedding(table.rows, table.dim, device="meta")
             self.add_module(table.name, embedding.to_empty(device=device or "cpu"))
+        self.features = [(name, table) for table in tables for name in table.feature_names]
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor | Bags) -> torch.Tensor | dict[str, torch.Tensor]:
         """Look every feature up in its own table."""
-        found = [table(ids[:, feature]) for feature, table in enumerate(self.children())]
-        return torch.stack(found, 1)
+        if isinstance(ids, torch.Tensor):
+            found = [table(ids[:, feature]) for feature, table in enumerate(self.children())]
+            return torch.stack(found, 1)
+        return {name: self._pooled(table, *ids[name]) for name, table in self.features}
+
+    def _pooled(
+        self,
+        table: TableSpec,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rows = self.get_submodule(table.name)(ids)
+        if weights is not None:
+            rows = rows * weights.unsqueeze(1)
+        lengths = offsets.diff()
+        bag = torch.arange(len(lengths), device=ids.device).repeat_interleave(lengths)
+        pooled = rows.new_zeros(len(lengths), table.dim).index_add(0, bag, rows)
+        return pooled / lengths.clamp(min=1).unsqueeze(1) if table.pooling == "mean" else pooled
 
 
 class Dot(nn.Module):
@@ -47,9 +71,12 @@ class Dot(nn.Module):
         self.register_buffer("pair_rows", rows.clone(), persistent=False)
         self.register_buffer("pair_columns", columns.clone(), persistent=False)
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Bottom output [B, D] and embeddings [B, F, D] -> [B, width]."""
-        stack = torch.cat([dense.unsqueeze(1), sparse], 1)
+    def forward(self, dense: torch.Tensor, sparse: Found) -> torch.Tensor:
+        """Bottom output [B, D] and embeddings [B, F, D], or [B, D] each, -> [B, width]."""
+        if isinstance(sparse, torch.Tensor):
+            stack = torch.cat([dense.unsqueeze(1), sparse], 1)
+        else:
+            stack = torch.stack([dense, *sparse], 1)
         pairs = torch.bmm(stack, stack.transpose(1, 2))[:, self.pair_rows, self.pair_columns]
         return torch.cat([dense, pairs], 1)
 
@@ -57,13 +84,15 @@ class Dot(nn.Module):
 class Cat(nn.Module):
     """Everything side by side."""
 
-    def __init__(self, features: int, dim: int) -> None:
+    def __init__(self, dims: Sequence[int]) -> None:
         super().__init__()
-        self.width = dim * (features + 1)
+        self.width = sum(dims)
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Bottom output [B, D] and embeddings [B, F, D] -> [B, width]."""
-        return torch.cat([dense, sparse.flatten(1)], 1)
+    def forward(self, dense: torch.Tensor, sparse: Found) -> torch.Tensor:
+        """Bottom output [B, D] and embeddings [B, F, D], or [B, dim] each, -> [B, width]."""
+        if isinstance(sparse, torch.Tensor):
+            return torch.cat([dense, sparse.flatten(1)], 1)
+        return torch.cat([dense, *sparse], 1)
 
 
 class Cross(Cat):
@@ -71,16 +100,16 @@ class Cross(Cat):
     ``layers`` times x + x0 * (W (V x) + b), with V [rank, width] and W [width, rank]."""
 
     def __init__(
-        self, features: int, dim: int, layers: int, rank: int, device: torch.device | str | None
+        self, dims: Sequence[int], layers: int, rank: int, device: torch.device | str | None
     ) -> None:
-        super().__init__(features, dim)
+        super().__init__(dims)
         self.narrow, self.wide = nn.ModuleList(), nn.ModuleList()
         for _ in range(layers):
             self.narrow.append(_linear(self.width, rank, device, bias=False))
             self.wide.append(_linear(rank, self.width, device))
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Bottom output [B, D] and embeddings [B, F, D] -> [B, width]."""
+    def forward(self, dense: torch.Tensor, sparse: Found) -> torch.Tensor:
+        """As without the cross network: [B, width]."""
         first = x = super().forward(dense, sparse)
         for narrow, wide in zip(self.narrow, self.wide, strict=True):
             x = torch.addcmul(x, first, wide(narrow(x)))
@@ -89,10 +118,12 @@ class Cross(Cat):
 
 def interaction(job: Job, device: torch.device | str | None) -> Dot | Cat | Cross:
     """How the dense part and the embeddings of ``job``'s model meet."""
-    features, dim, section = len(job.tables), job.tables[0].dim, job.model
-    if section.interaction == "dcn":
-        return Cross(features, dim, *cross_of(section), device)
-    return {"dot": Dot, "cat": Cat}[section.interaction](features, dim)
+    section = job.model
+    embedded = [table.dim for table in job.tables for _ in table.feature_names]
+    if section.interaction == "dot":
+        return Dot(len(embedded), embedded[0])
+    dims = (section.bottom[-1], *embedded)
+    return Cat(dims) if section.interaction == "cat" else Cross(dims, *cross_of(section), device)
 
 
 class DLRM(Started):
@@ -110,9 +141,13 @@ class DLRM(Started):
         if torch.device(device or "cpu").type != "meta":
             self.reset_parameters()
 
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Dense features [B, 13] fp32 and ids [B, F] int64 -> logits [B, outputs]."""
-        return self.top(self.interact(self.bottom(dense), self.tables(ids)))
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor | Bags) -> torch.Tensor:
+        """Dense features [B, D] fp32, ids or bags as ``Tables`` takes -> logits [B, outputs]."""
+        return self.top(self.interact(self.bottom(dense), self._embedded(ids)))
+
+    def _embedded(self, ids: torch.Tensor | Bags) -> Found:
+        found = self.tables(ids)
+        return list(found.values()) if isinstance(found, dict) else found
 
     def initial_block(
         self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]

@@ -172,7 +172,7 @@ def _options(
     table: TableSpec, model: ModelSpec, job: Job, cluster: Cluster, *, slow: bool
 ) -> tuple[Option, ...]:
     if model.is_trained:
-        return runnable_options(table, cluster.world_size)
+        return runnable_options(table, cluster)
     if job.planner.constants == "additive":
         allowed = table.sharding_types or ADDITIVE_TYPES
         types = tuple(t for t in allowed if t in ADDITIVE_TYPES)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from shardwright.core.batch import Batch, expected_distinct, lookups
+from shardwright.core.batch import Batch, expected_distinct, feature_batches, lookups
 from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.optimizers import BY_ROW
 from shardwright.core.schedule import replicas_ride
 from shardwright.cost import embedding
-from shardwright.memory.route import Traffic
+from shardwright.memory.route import Asked, Replicas, Served, Traffic
 from shardwright.planner.problem import Problem, ranks_per_host
 from shardwright.planner.tally import Placed
 
@@ -46,41 +49,130 @@ class Exchange:
 
     def traffic(self, rank: int) -> Traffic:
         """The share of ``rank``."""
-        requests, cut, serves = self._sums
-        table = self.tables[0].choice.table
         return Traffic(
             self.path,
-            requests=tuple((requests[w], w, cut[w]) for w in requests),
-            serves=tuple((serves[rank][w][0], w, serves[rank][w][1]) for w in requests),
-            replica_ids=sum(round(lookups(table, self.batch)) for table in self.replicas),
-            replica_bytes=self.replica_bytes,
-            replica_rows=sum(table.rows for table in self.replicas),
-            ride_bytes=self.ranks * self.replica_bytes if self.rides else 0,
-            dim=table.dim,
-            adagrad=table.optimizer == "rowwise_adagrad",
+            tuple(asked for _, asked, _ in self._groups),
+            tuple(served[rank] for _, _, served in self._groups),
+            self._replicas,
+            self.ranks * self.replica_bytes if self.rides else 0,
+            self._lengths,
         )
 
     @cached_property
-    def _sums(self) -> tuple[dict[int, int], dict[int, int], list[dict[int, list[int]]]]:
-        """By width, narrowest first: ids every rank asks for, those of them to be sorted, and of
-        each rank the ids it serves with the distinct rows among them."""
-        widths = sorted({s.columns for placed in self.routed for s in placed.choice.option.shards})
-        requests, cut = dict.fromkeys(widths, 0), dict.fromkeys(widths, 0)
-        serves = [{width: [0, 0] for width in widths} for _ in range(self.ranks)]
+    def _lengths(self) -> int:
+        """Bags of the features that have other than one id in each."""
+        return sum(
+            round(count * size)
+            for placed in self.tables
+            for length, count, size in _features(placed.choice.table, self.batch)
+            if placed.choice.table.pooled and length != 1.0
+        )
+
+    @cached_property
+    def _replicas(self) -> tuple[Replicas, ...]:
+        groups: dict[GroupKey, list[TableSpec]] = {}
+        for table in self.replicas:
+            groups.setdefault(_key(table, table.dim), []).append(table)
+        return tuple(
+            Replicas(
+                sum(round(lookups(table, self.batch)) for table in groups[key]),
+                sum(self._bags(table) for table in groups[key]),
+                key.width,
+                sum(table.rows for table in groups[key]),
+                any(map(_is_jagged, groups[key])),
+                key.optimizer,
+            )
+            for key in sorted(groups)
+        )
+
+    def _bags(self, table: TableSpec) -> int:
+        """Rows that a step gets of ``table``; an empty bag is one, too."""
+        if not table.pooled:
+            return round(lookups(table, self.batch))
+        return sum(round(count * size) for _, count, size in _features(table, self.batch))
+
+    @cached_property
+    def _groups(self) -> list[tuple[GroupKey, Asked, list[Served]]]:
+        """What every rank asks of each group of the route, and what each of them serves of it."""
+        members: dict[GroupKey, list[tuple[Placed, int]]] = {}
         for placed in self.routed:
             shards = placed.choice.option.shards
-            ids = round(lookups(placed.choice.table, self.batch))
-            parts = len({shard.row for shard in shards if shard.rows})
-            for width in {shard.column: shard.columns for shard in shards}.values():
-                requests[width] += ids
-                cut[width] += ids if parts > 1 else 0
+            for column, width in {shard.column: shard.columns for shard in shards}.items():
+                members.setdefault(_key(placed.choice.table, width), []).append((placed, column))
+        return [(key, *self._group(key, members[key])) for key in sorted(members)]
+
+    def _group(
+        self, key: GroupKey, members: Sequence[tuple[Placed, int]]
+    ) -> tuple[Asked, list[Served]]:
+        ids_of_all = rows_of_all = bags_of_all = cut = 0
+        served = [[0, 0, 0] for _ in range(self.ranks)]  # ids, rows, distinct
+        for placed, column in members:
+            table = placed.choice.table
+            shards = [
+                (shard, rank)
+                for shard, rank in zip(placed.choice.option.shards, placed.ranks, strict=True)
+                if shard.column == column and shard.rows
+            ]
+            ids, bags = round(lookups(table, self.batch)), self._bags(table)
+            parts = max(len(shards), 1)
+            rows = bags if parts == 1 else self._partial_sums(table, parts)
+            ids_of_all, rows_of_all, bags_of_all = (
+                ids_of_all + ids,
+                rows_of_all + rows,
+                bags_of_all + bags,
+            )
+            cut += ids if parts > 1 else 0
             share = ids * self.ranks // parts
-            for shard, owner in zip(shards, placed.ranks, strict=True):
-                if shard.rows:
-                    served = serves[owner][shard.columns]
-                    served[0] += share
-                    served[1] += expected_distinct(share, shard.rows, self.batch.zipf, parts)
-        return requests, cut, serves
+            for shard, rank in shards:
+                served[rank][0] += share
+                served[rank][1] += rows * self.ranks // parts
+                served[rank][2] += expected_distinct(share, shard.rows, self.batch.zipf, parts)
+        jagged = any(_is_jagged(placed.choice.table) for placed, _ in members)
+        weighted = any(placed.choice.table.weighted for placed, _ in members)
+        asked = Asked(ids_of_all, rows_of_all, bags_of_all, key.width, cut, jagged, weighted)
+        return asked, [
+            Served(ids, rows, key.width, distinct, jagged, weighted, key.optimizer)
+            for ids, rows, distinct in served
+        ]
+
+    def _partial_sums(self, table: TableSpec, parts: int) -> int:
+        """Rows that come back of a table cut into ``parts``, among which ids spread evenly."""
+        if not table.pooled:
+            return round(lookups(table, self.batch))
+        found = 0.0
+        for length, count, size in _features(table, self.batch):
+            low, more = int(length), length - int(length)  # made-up bags have one id more or less
+            hit = sum(
+                share * parts * -math.expm1(n * math.log1p(-1 / parts))
+                for n, share in ((low, 1 - more), (low + 1, more))
+            )
+            found += hit * count * size
+        return round(found)
+
+
+class GroupKey(NamedTuple):
+    """What the rows of a group of the route have in common; ``dim`` where it counts."""
+
+    width: int
+    optimizer: str
+    dtype: str
+    dim: int
+
+
+def _features(table: TableSpec, batch: Batch) -> Iterator[tuple[float, float, int]]:
+    """Of each feature ids per bag, bags per sample and samples."""
+    sizes = feature_batches(table, batch)
+    return zip(table.pooling_factors, table.poolings, sizes, strict=True)
+
+
+def _key(table: TableSpec, width: int) -> GroupKey:
+    optimizer = table.optimizer or "sgd"
+    return GroupKey(width, optimizer, table.dtype, table.dim if optimizer in BY_ROW else width)
+
+
+def _is_jagged(table: TableSpec) -> bool:
+    """Whether lengths of bags travel."""
+    return table.pooled and any(length != 1.0 for length in table.pooling_factors)
 
 
 def exchanges(

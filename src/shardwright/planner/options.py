@@ -9,6 +9,7 @@ import msgspec
 from shardwright.core.cluster import Cluster, Device
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ComputeKernel, TableSpec
+from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import (
     DEFAULT_MIN_PARTITION,
     Option,
@@ -16,7 +17,7 @@ from shardwright.core.option import (
     column_widths,
     shard_runs,
 )
-from shardwright.core.sharding import RUNNABLE, TYPES, ShardingType, traits
+from shardwright.core.sharding import FREE, TYPES, ShardingType, traits
 
 USUAL_MIN_PARTITION = 128  # columns; the narrowest shard that is looked at first, as in TorchRec
 WIDE: tuple[ShardingType, ...] = tuple(t for t in TYPES if traits(t).freer is None)
@@ -47,38 +48,32 @@ def is_quantized(table: TableSpec) -> bool:
     return bool(quantized)
 
 
-def runnable_options(table: TableSpec, world_size: int) -> tuple[Option, ...]:
-    """What the runtime can execute for this table and the job allows."""
-    types = [t for t in RUNNABLE if table.sharding_types is None or t in table.sharding_types]
-    if table.optimizer == "rowwise_adagrad":
-        types = [t for t in types if not traits(t).cuts_columns]
-    if not types:
-        raise InputError(
-            expected(
-                f"tables '{table.name}'.sharding_types",
-                f"one of {', '.join(RUNNABLE)}{_why_no_columns(table)}",
-                ", ".join(table.sharding_types or ()),
-            )
-        )
+def runnable_options(table: TableSpec, cluster: Cluster) -> tuple[Option, ...]:
+    """What the runtime can execute for this table and the job allows.
+
+    Types that keep a table within hosts where there are several, or where they are named. Columns
+    of a table whose optimizer needs sums over all of them are cut where that is named.
+    """
     least = table.min_partition or max(DEFAULT_MIN_PARTITION, table.dim // 2)
     cuts = column_widths(msgspec.structs.replace(table, min_partition=least))
+    local = cluster.group
     options = []
-    for sharding_type in types:
+    for sharding_type in table.sharding_types or _usual_types(table, cluster):
         kind = traits(sharding_type)
         kernel: ComputeKernel = "dense" if kind.replicated else "fused"
         if table.compute_kernels is not None and kernel not in table.compute_kernels:
             continue
         # a table whose columns are not cut is another type
         for width in cuts if kind.cuts_columns else (table.dim,):
-            runs = shard_runs(table, sharding_type, world_size, world_size, width)
+            runs = shard_runs(table, sharding_type, cluster.world_size, local, width)
             options.append(Option(table.name, sharding_type, kernel, runs))
     if not options:
-        types_text = list(table.sharding_types or RUNNABLE)
+        types = table.sharding_types or _usual_types(table, cluster)
         raise InputError(
             expected(
                 f"tables '{table.name}'",
                 "a sharding type and kernel that this version runs",
-                f"types {types_text}, kernels {list(table.compute_kernels or ('any',))}",
+                f"types {list(types)}, kernels {list(table.compute_kernels or ('any',))}",
                 f"{_no_cut(table, types, cuts)}Allow table_wise or row_wise with kernel fused, or "
                 "data_parallel with dense.",
             )
@@ -86,15 +81,16 @@ def runnable_options(table: TableSpec, world_size: int) -> tuple[Option, ...]:
     return tuple(options)
 
 
-def _why_no_columns(table: TableSpec) -> str:
-    if table.optimizer != "rowwise_adagrad":
-        return ""
-    named = [t for t in RUNNABLE if t in (table.sharding_types or ())]
-    cut = ", ".join(t for t in named if traits(t).cuts_columns)
-    return f" ({cut} needs sgd: its row-wise Adagrad sums would span ranks)" if cut else ""
+def _usual_types(table: TableSpec, cluster: Cluster) -> tuple[ShardingType, ...]:
+    one_host = cluster.group >= cluster.world_size
+    return tuple(
+        sharding_type
+        for sharding_type in (FREE if one_host else TYPES)
+        if not (traits(sharding_type).cuts_columns and table.optimizer in BY_ROW)
+    )
 
 
-def _no_cut(table: TableSpec, types: list[ShardingType], cuts: Sequence[int]) -> str:
+def _no_cut(table: TableSpec, types: Sequence[ShardingType], cuts: Sequence[int]) -> str:
     if not cuts and any(traits(t).cuts_columns for t in types):
         return f"No cut of {table.dim} columns is a multiple of 4 and at least min_partition. "
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, get_args, runtime_checkable
@@ -15,7 +16,7 @@ from shardwright.core.block import Block, Role, check_tiling
 from shardwright.core.errors import InputError, MismatchError, check_type, expected
 from shardwright.core.layout import unit_layout
 from shardwright.core.model_of_job import step_dtypes
-from shardwright.core.plan import Plan, UnitPlan
+from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, fingerprint_of
 from shardwright.runtime.embeddings.module import RoutedEmbedding
@@ -266,7 +267,7 @@ def _shard_tables(
     rate = train.table_learning_rate or train.learning_rate
     for path in step.lookups:
         planned = (table for table in plan.tables if step.tables_of(table.fqn) == path)
-        tables = [Table.of(table) for table in planned]
+        tables = [_looked_up(plan, table) for table in planned]
         route = make_route(tables, blocks, comm.size)
         sharded: nn.Module = ShardedTables(tables, route, comm, initial, rate, flow, path=path)
         own = model.get_submodule(path)
@@ -274,6 +275,12 @@ def _shard_tables(
             sharded = RoutedEmbedding(path, own, sharded)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, sharded)
+
+
+def _looked_up(plan: Plan, table: TablePlan) -> Table:
+    """A table with its features, as the plan's job has them."""
+    spec = plan.model.table(table.fqn)
+    return dataclasses.replace(Table.of(table), features=spec.feature_names, pooling=spec.pooling)
 
 
 def _initial(model: nn.Module) -> InitialBlock:

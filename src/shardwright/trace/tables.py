@@ -7,7 +7,7 @@ What the exchange itself takes is not the module's; a plan decides it, so it is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ def own_reason(part: Embedding, dtypes: Container[torch.dtype] = (torch.float32,
 
 class RoutedRows(nn.Module):
     """Ids [B, F] -> rows [B, F, ``dim``] that nobody looked up; ``mark`` hears where a step is.
+    Bags of features, whose widths are ``dims``, -> rows [B, dim] of each.
 
     ``path`` is that of the module of tables; ``asked`` is told how many ids it is asked for.
     """
@@ -77,22 +78,31 @@ class RoutedRows(nn.Module):
         dim: int,
         path: str = "tables",
         asked: Callable[[int], None] = lambda ids: None,
+        *,
+        dims: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self.dim = dim
+        self.dims = dims or {}
         self.path = path
         self.asked = asked
         self.mark: Mark | None = None
         self.handle = torch.empty(0, requires_grad=True)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Any) -> Any:
         """Rows in the order of the ids; they lie table by table, as an exchange puts them."""
-        self.asked(ids.numel())
-        shape = (*ids.t().shape, self.dim)
-        rows: torch.Tensor = _Rows.apply(self.handle, shape, self.path, self.mark)
+        if isinstance(ids, torch.Tensor):
+            self.asked(ids.numel())
+            (rows,) = self._rows([(*ids.t().shape, self.dim)])
+            return rows.transpose(0, 1)
+        bags = [(len(ids[name][1]) - 1, dim) for name, dim in self.dims.items()]
+        return dict(zip(self.dims, self._rows(bags), strict=True))
+
+    def _rows(self, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
+        rows: tuple[torch.Tensor, ...] = _Rows.apply(self.handle, shapes, self.path, self.mark)
         if self.mark is not None:
             self.mark(self.path, "rows")
-        return rows.transpose(0, 1)
+        return rows
 
 
 class _Rows(torch.autograd.Function):
@@ -100,15 +110,19 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, handle: torch.Tensor, shape: tuple[int, ...], path: str, mark: Mark | None
+        context: Any,
+        handle: torch.Tensor,
+        shapes: Sequence[tuple[int, ...]],
+        path: str,
+        mark: Mark | None,
     ) -> Any:
         context.path, context.mark = path, mark
         if mark is not None:
             mark(path, "lookup")
-        return torch.empty(shape)
+        return tuple(torch.empty(shape) for shape in shapes)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
         if context.mark is not None:
             context.mark(context.path, "row_gradients")
         return None, None, None, None

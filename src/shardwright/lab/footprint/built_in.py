@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.job import Job
+from shardwright.core.model_of_job import reads_bags
 from shardwright.core.recording import Recording, Series
 from shardwright.lab.footprint.python_model import settle
 from shardwright.models.dlrm import DLRM
@@ -28,7 +29,7 @@ def built_in_recording(job: Job, treatment: Treatment) -> Recording:
     model: DLRM | Transformer
     if job.model.kind == "dlrm":
         model, of = DLRM(job, device="meta"), _dlrm
-        model.tables = RoutedRows(job.tables[0].dim)
+        model.tables = RoutedRows(job.tables[0].dim, dims=_dims(job))
     else:
         model, of = Transformer(job, device="meta"), _transformer
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -37,10 +38,10 @@ def built_in_recording(job: Job, treatment: Treatment) -> Recording:
 
 
 def _dlrm(model: DLRM, job: Job, treatment: Treatment) -> Recording:
-    batch, features = job.batch.size, len(job.tables)
+    batch = job.batch.size
     dense = torch.empty(batch, job.model.dense_features)
-    ids = torch.empty(batch, features, dtype=torch.int64)
     labels = torch.empty(batch)
+    ids = _bags(job) if reads_bags(job) else torch.empty(batch, len(job.tables), dtype=torch.int64)
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
         return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(1), labels)
@@ -52,6 +53,22 @@ def _dlrm(model: DLRM, job: Job, treatment: Treatment) -> Recording:
     with treatment.applied(model, [], []) as applied:
         subject = Subject(model, (dense, ids), units, loss, extra=(labels,), around=applied.around)
         return record(subject)
+
+
+def _dims(job: Job) -> dict[str, int]:
+    return {name: table.dim for table in job.tables for name in table.feature_names}
+
+
+def _bags(job: Job) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Of every feature ids, offsets and perhaps weights."""
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    for table in job.tables:
+        for name, length in zip(table.feature_names, table.pooling_factors, strict=True):
+            ids = torch.empty(round(length * job.batch.size), dtype=torch.int64)
+            offsets = torch.empty(job.batch.size + 1, dtype=torch.int64)
+            weights = (torch.empty(len(ids)),) if table.weighted else ()
+            found[name] = (ids, offsets, *weights)
+    return found
 
 
 def _transformer(model: Transformer, job: Job, treatment: Treatment) -> Recording:

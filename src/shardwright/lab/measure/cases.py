@@ -12,7 +12,8 @@ from torch import nn
 
 from shardwright.core.block import Block
 from shardwright.cost.network import CROSSINGS, Collective
-from shardwright.data.criteo import CriteoReader
+from shardwright.data.criteo import CriteoLog
+from shardwright.data.reading import ClickReader
 from shardwright.data.synthetic import ClickModel
 from shardwright.lab.measure.samples import (
     BUFFERS,
@@ -257,5 +258,5 @@ def parsing(folder: Path, rank: int) -> dict[str, Run]:
     path = folder / f"rank-{rank}.tsv"
     tables = (CLICK_TABLE,) * 26
     ClickModel(cardinalities=tables).write(path, CLICK_ROWS)
-    reader = CriteoReader(path, tables, CLICK_BATCH)
+    reader = ClickReader(CriteoLog(path, tables), CLICK_BATCH)
     return {"click rows": Run(CLICK_BATCH, lambda: next(reader))}

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from shardwright.core.job import Job, data_files
-from shardwright.data.criteo import ClickBatch, CriteoReader, evaluation_batches
 from shardwright.data.dealing import Dealt
+from shardwright.data.reading import ClickBatch, ClickReader, evaluation_batches
+from shardwright.lab.sources.clicks import log_of
 from shardwright.lab.tasks.task import Batch
 from shardwright.models.dlrm import DLRM
 
@@ -24,8 +25,7 @@ class Clicks:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.files = data_files(job)
-        self.table_rows = [table.rows for table in job.tables]
-        self._reader: CriteoReader | None = None
+        self._reader: ClickReader | None = None
 
     def model(self, device: torch.device) -> nn.Module:
         """DLRM with its index buffers in place."""
@@ -35,10 +35,9 @@ class Clicks:
         return model
 
     def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
-        """Dense features [B, 13], ids [B, 26], labels [B]."""
-        self._reader = CriteoReader(
-            self.files.train,
-            self.table_rows,
+        """Dense features [B, D], ids [B, F] or bags by feature, labels [B]."""
+        self._reader = ClickReader(
+            log_of(self.job, self.files.train),
             self.job.batch.size,
             rank,
             world_size,
@@ -57,8 +56,7 @@ class Clicks:
         if not self.files.test:
             return
         batches = evaluation_batches(
-            self.files.test,
-            self.table_rows,
+            log_of(self.job, self.files.test),
             max(self.job.batch.size, EVALUATION_BATCH),
             rank,
             world_size,

@@ -15,6 +15,7 @@ import numpy as np
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ComputeKernel, TableSpec
+from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import (
     DEFAULT_MIN_PARTITION,
     Option,
@@ -23,7 +24,7 @@ from shardwright.core.option import (
 )
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import SAME_SECONDS, format_bytes, format_seconds
-from shardwright.core.sharding import RUNNABLE, TYPES, traits
+from shardwright.core.sharding import TYPES, traits
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.cost.embedding import QUANTIZED
 from shardwright.planner.choice import Choice
@@ -294,8 +295,6 @@ def exclusion(problem: Problem, index: int, wanted: str) -> str:
 def _of_type(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator[str]:
     yield _not_named(table, "sharding_types", wanted)
     yield from _of_rules(problem, table, wanted)
-    if problem.model.is_trained and wanted not in RUNNABLE:
-        yield f"this version's runtime carries out {', '.join(RUNNABLE)} only"
     if problem.job.planner.constants == "additive" and wanted not in ADDITIVE_TYPES:
         yield f"the additive costs know {' and '.join(ADDITIVE_TYPES)} only"
     kernels, replicated = table.compute_kernels, traits(wanted).replicated
@@ -328,15 +327,18 @@ def _of_machine(problem: Problem, table: TableSpec, wanted: str) -> typing.Itera
     """What the runtime, the device and the hosts rule out."""
     cluster, kind = problem.cluster, traits(wanted)
     if problem.model.is_trained:
-        if kind.cuts_columns and table.optimizer == "rowwise_adagrad":
-            yield "it needs sgd: the sums of row-wise Adagrad would span ranks"
-        return
-    if problem.job.planner.as_torchrec:
+        if kind.cuts_columns and table.optimizer in BY_ROW and not table.sharding_types:
+            yield (
+                f"{table.optimizer} sums over all columns of a row, so it is planned where "
+                f"{wanted} is named alone (tables.{table.name}.sharding_types)"
+            )
+    elif problem.job.planner.as_torchrec:
         if not (table.pooled or kind.sequences):
             yield "TorchRec cuts no sequence table that way; it pools what it looks up"
         if cluster.compute_device == "cpu" and kind.cuts_rows:
             yield "TorchRec offers it on accelerators only"
-    elif kind.within_hosts and cluster.group == cluster.world_size:
+        return
+    if kind.within_hosts and cluster.group == cluster.world_size and not table.sharding_types:
         yield (
             f"all {cluster.world_size} ranks are one host, where it is the same as "
             f"{kind.on_one_host}"

@@ -172,15 +172,28 @@ def assignment_of(space: Space, placed: Sequence[Placed]) -> Assignment | None:
     """The tables of a draft in a space; None where it does not list what was chosen."""
     options, slots = [], []
     for item in space.items:
+        first = placed[item.tables[0]]
         chosen = tuple(placed[table].choice for table in item.tables)
-        found = [n for n, option in enumerate(item.options) if option.choices == chosen]
-        if not found:
+        ways = (
+            (number, its)
+            for number, option in enumerate(item.options)
+            if option.choices == chosen
+            for its in [_slots(option, first.ranks)]
+            if tuple(shard_ranks(option, 0, its)) == tuple(first.ranks)
+        )
+        number, its = next(ways, (-1, ()))
+        if number < 0:
             return None
-        options.append(found[0])
-        widths = item.options[found[0]].widths
-        starts = itertools.accumulate(widths[:-1], initial=0)
-        slots.append(tuple(placed[item.tables[0]].ranks[start] for start in starts))
+        options.append(number)
+        slots.append(its)
     return Assignment(tuple(options), tuple(slots))
+
+
+def _slots(option: ItemOption, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The first rank of each of the blocks of an option whose shards lie on ``ranks``, if it is
+    laid like that."""
+    starts = itertools.accumulate(option.widths[:-1], initial=0)
+    return tuple(ranks[start] for start in starts)
 
 
 def placed_tables(space: Space, found: Assignment) -> tuple[Placed, ...]:

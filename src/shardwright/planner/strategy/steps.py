@@ -20,7 +20,7 @@ from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.schedule import Prefetch
-from shardwright.core.sharding import RUNNABLE, ShardingType, traits
+from shardwright.core.sharding import TYPES, ShardingType, traits
 from shardwright.planner.choices import Tables
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
@@ -45,8 +45,8 @@ MAX_CHANGES = 100  # of single tables, at the end
 # tables does not see: so plans that avoid either are proposed as well.
 LEFT_OUT: tuple[tuple[ShardingType, ...], ...] = (
     (),
-    tuple(t for t in RUNNABLE if traits(t).replicated),
-    tuple(t for t in RUNNABLE if not traits(t).replicated),
+    tuple(t for t in TYPES if traits(t).replicated),
+    tuple(t for t in TYPES if not traits(t).replicated),
 )
 
 

@@ -198,7 +198,8 @@ def _segments(
     key, found = torch.unique_consecutive(key, return_counts=True)
     owner = key // max(len(lengths), 1)
     segments: list[int] = torch.bincount(owner, minlength=len(asked)).tolist()
-    return key.sub_(owner.mul_(len(lengths))), found, segments
+    # memory of their own size: those two have room for every id
+    return key - owner.mul_(len(lengths)), found.clone(), segments
 
 
 def _owner_dtype(ranks: int) -> torch.dtype:

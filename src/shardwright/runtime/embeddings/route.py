@@ -18,11 +18,11 @@ from typing import Literal
 
 from shardwright.core.block import Block
 from shardwright.core.errors import InputError, expected
+from shardwright.core.optimizers import BY_ROW
 from shardwright.core.plan import TablePlan
 from shardwright.core.sharding import traits
 
 Pooling = Literal["sum", "mean", "none"]
-BY_ROW = ("rowwise_adagrad", "partial_rowwise_adam")  # optimizers with a mean over a row's columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
+from shardwright.core.optimizers import BY_ROW
 from shardwright.core.timeline import Kind
 from shardwright.runtime.embeddings import update
-from shardwright.runtime.embeddings.route import BY_ROW, Group, Held
+from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.update import Looked, Touched
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.parameter import DTYPES

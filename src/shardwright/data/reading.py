@@ -1,0 +1,302 @@
+"""Click logs: rows of text, streamed from disk, dealt to the ranks in blocks, parsed in batches.
+
+What a row means is its log's to know, a ``ClickLog``; here is what all logs have in common. Lines
+without a character are not rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.core.errors import InputError, expected
+from shardwright.data.dealing import Dealt, deal, step_over
+
+Row = tuple[int, bytes]  # line number from 1, line
+Bags = tuple[NDArray[np.generic], ...]  # ids [N], offsets [B + 1], perhaps weights [N]
+
+_SHOWN = 40  # characters of a bad field that a message repeats
+_MEND = "Mend the row, or set data.skip_bad_rows = true to leave such rows out."
+
+
+@dataclass(frozen=True, slots=True)
+class ClickBatch:
+    """Rows ready for a model.
+
+    ``dense`` float32 [B, D]. ``ids`` int64 [B, F], one of each feature; or by feature the ids of
+    its bags, one after the other, with offsets [B + 1] of the bags in them and, where they are
+    weighted, float32 weights. ``labels`` float32 [B]: 0 or 1.
+    """
+
+    dense: NDArray[np.float32]
+    ids: NDArray[np.int64] | dict[str, Bags]
+    labels: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with a row."""
+
+    field: str
+    wanted: str
+    found: str
+
+    def refuse(self, path: Path, number: int) -> NoReturn:
+        """InputError that names the line."""
+        raise InputError(expected(f"{path}:{number}, {self.field}", self.wanted, self.found, _MEND))
+
+
+class ClickLog(ABC):
+    """A file of rows, of which ``header_line`` (0: none) is none."""
+
+    path: Path
+    header_line: int
+    longest_line = 1 << 16  # bytes; a row of Criteo takes some 300
+
+    @abstractmethod
+    def parse(self, lines: Sequence[bytes]) -> ClickBatch | None:
+        """All the rows at once, or None if ``fault`` would find one in any of them."""
+
+    @abstractmethod
+    def fault(self, line: bytes) -> Fault | None:
+        """What is wrong with a row, or None: the slow twin of ``parse`` that can name the field."""
+
+    def rows(self) -> Iterator[Row]:
+        """Data rows of one pass with their line numbers, ends of line removed."""
+        longest = self.longest_line
+        with _opened(self.path) as file:
+            for number, raw in enumerate(iter(partial(file.readline, longest), b""), 1):
+                if len(raw) == longest:
+                    found = f"{longest} bytes without an end of line"
+                    spot = f"{self.path}:{number}"
+                    raise InputError(expected(spot, "a row of a click log", found))
+                line = raw.rstrip(b"\r\n")
+                if line and number != self.header_line:
+                    yield number, line
+
+    def count(self) -> int:
+        """Data rows, good or bad, counted in one streaming pass."""
+        return sum(1 for _ in self.rows())
+
+    def check(self) -> None:
+        """InputError if the first data row is bad; no other is read."""
+        for number, line in islice(self.rows(), 1):
+            if (fault := self.fault(line)) is not None:
+                fault.refuse(self.path, number)
+
+
+class ClickReader:
+    """An endless iterator of batches of exactly ``batch_size`` rows for one rank.
+
+    The file repeats for ever. Global batch k is rows [k*W*B, (k+1)*W*B) of that endless file and
+    rank r owns rows [k*W*B + r*B, +B) of it, so that the global batch is the same for every world
+    size W while W*B is. Other ranks' rows are stepped over unparsed; one line and one batch are in
+    memory. After ``dealt`` the reader goes on with the rows that are left.
+
+    A bad row raises InputError with file, line and field. With ``skip_bad_rows`` it is counted in
+    ``bad_rows`` and the next row that this rank owns fills the batch; as many bad rows one after
+    another as the file has rows raise.
+    """
+
+    def __init__(
+        self,
+        log: ClickLog,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        skip_bad_rows: bool = False,
+        dealt: Sequence[Dealt] = (),
+    ) -> None:
+        self._log = log
+        _check_share(batch_size, rank, world_size)
+        self._batch_size = batch_size
+        self._skip_bad_rows = skip_bad_rows
+        self._passes = _Passes()
+        # The generators hold no reference to this object: without a cycle the file is closed as
+        # soon as the reader is dropped.
+        endless = partial(_endless, log, self._passes)
+        self._owned = deal(endless, dealt, batch_size, rank, world_size)
+        self._bad_in_a_row = 0
+        self.bad_rows = 0
+
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the file; it rises when a row of the next pass is asked for."""
+        return self._passes.done
+
+    def __iter__(self) -> ClickReader:
+        return self
+
+    def __next__(self) -> ClickBatch:
+        rows = list(islice(self._owned, self._batch_size))
+        batch = self._log.parse([line for _, line in rows])
+        if batch is not None:
+            self._bad_in_a_row = 0
+            return batch
+        return self._sift(rows)
+
+    def _sift(self, rows: list[Row]) -> ClickBatch:
+        good: list[bytes] = []
+        while rows:
+            for number, line in rows:
+                fault = self._log.fault(line)
+                if fault is None:
+                    good.append(line)
+                    self._bad_in_a_row = 0
+                else:
+                    self._leave_out(number, fault)
+            rows = list(islice(self._owned, self._batch_size - len(good)))
+        batch = self._log.parse(good)
+        assert batch is not None
+        return batch
+
+    def _leave_out(self, number: int, fault: Fault) -> None:
+        if not self._skip_bad_rows:
+            fault.refuse(self._log.path, number)
+        self.bad_rows += 1
+        self._bad_in_a_row += 1
+        if 0 < self._passes.rows <= self._bad_in_a_row:
+            last = f"{fault.field} of line {number} is {fault.found}"
+            found = f"{self._bad_in_a_row} bad ones in succession, where {last}"
+            remedy = "Check that data.path names a click log like that."
+            raise InputError(expected(str(self._log.path), "a good row in a pass", found, remedy))
+
+
+def evaluation_batches(
+    log: ClickLog,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    limit: int | None = None,
+    skip_bad_rows: bool = False,
+) -> Iterator[tuple[ClickBatch, NDArray[np.int64]]]:
+    """One rank's batches of a single pass in file order, each with its row indices, int64 [b].
+
+    Rows are dealt as in ClickReader. The last batches may be short or have no row, and every rank
+    yields the same number of batches, so that collectives stay in step. ``limit`` reads only the
+    first rows of the file. With ``skip_bad_rows`` a batch is shorter by its bad rows; without it a
+    bad row raises InputError. Indices count data rows from 0.
+    """
+    _check_share(batch_size, rank, world_size)
+    if limit is not None and limit < 1:
+        raise InputError(expected("limit", "a positive number of rows, or None", repr(limit)))
+    rows = islice(enumerate(log.rows()), limit)
+
+    def usable(number: int, line: bytes) -> bool:
+        fault = log.fault(line)
+        if fault is not None and not skip_bad_rows:
+            fault.refuse(log.path, number)
+        return fault is None
+
+    def batches() -> Iterator[tuple[ClickBatch, NDArray[np.int64]]]:
+        while True:
+            before = step_over(rows, rank * batch_size)
+            own = list(islice(rows, batch_size))
+            if not before and not own:
+                return
+            batch = log.parse([line for _, (_, line) in own])
+            if batch is None:
+                own = [(index, row) for index, row in own if usable(*row)]
+                batch = log.parse([line for _, (_, line) in own])
+                assert batch is not None
+            yield batch, np.array([index for index, _ in own], dtype=np.int64)
+            step_over(rows, (world_size - 1 - rank) * batch_size)
+
+    return batches()
+
+
+def first_lines(path: Path, forms: str, longest: int) -> tuple[int, bytes, bytes]:
+    """The number of the first line with a character in it, that line, and the next one.
+
+    InputError, naming the ``forms`` a log can have, for what is no file of text.
+    """
+    if not path.is_file():
+        found = "a directory" if path.is_dir() else "something else" if path.exists() else "nothing"
+        raise InputError(expected(str(path), "a file", found, "Check data.path."))
+    try:
+        with path.open("rb") as file:
+            number, first = _first_line(file, longest)
+            _, second = _first_line(file, longest)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise InputError(expected(str(path), "a readable file", reason, "Check it.")) from error
+    if not first:
+        raise InputError(expected(str(path), forms, "an empty file", "Check data.path."))
+    _check_text(path, number, first, forms, longest)
+    return number, first, second
+
+
+def shown(text: bytes) -> str:
+    """One quoted line of printable ASCII, shortened."""
+    more = f" (and {len(text) - _SHOWN} bytes more)" if len(text) > _SHOWN else ""
+    return repr(text[:_SHOWN])[1:] + more
+
+
+def _opened(path: Path) -> BinaryIO:
+    """InputError where the file is there no more."""
+    try:
+        return path.open("rb", buffering=1 << 18)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise InputError(expected(str(path), "a readable file", reason, "Restore it.")) from error
+
+
+@dataclass(slots=True)
+class _Passes:
+    done: int = 0
+    rows: int = 0  # of the last complete pass
+
+
+def _endless(log: ClickLog, passes: _Passes, start: int) -> Iterator[Row]:
+    """From row ``start`` of the endless file on."""
+    while True:
+        rows = 0
+        for rows, row in enumerate(log.rows(), 1):
+            if rows > start:
+                yield row
+        if not rows:
+            found = "no longer any"
+            raise InputError(expected(str(log.path), "data rows", found, "Restore the file."))
+        whole = max(start // rows, 1)  # whole passes before the start are not read again
+        passes.done += whole
+        passes.rows = rows
+        start = max(start - whole * rows, 0)
+
+
+def _first_line(file: BinaryIO, longest: int) -> tuple[int, bytes]:
+    """The next line with a character in it, how many lines on it is, or nothing at the end."""
+    number, line = 1, file.readline(longest)
+    while line and not line.rstrip(b"\r\n"):
+        number, line = number + 1, file.readline(longest)
+    return number, line
+
+
+def _check_text(path: Path, number: int, first: bytes, forms: str, longest: int) -> None:
+    found = ""
+    if b"\0" in first or first.startswith(b"\x1f\x8b"):  # the latter opens a gzip file
+        found = "a binary file"
+    elif len(first) >= longest:
+        found = f"a line of {longest} bytes or more"
+    elif not first.isascii():
+        found = f"{shown(first)}, which is not plain text"
+    elif b"\t" not in first and b"," not in first:
+        found = shown(first.strip())
+    if found:
+        remedy = "Uncompress it, or check data.path."
+        raise InputError(expected(f"{path}:{number}", forms, found, remedy))
+
+
+def _check_share(batch_size: int, rank: int, world_size: int) -> None:
+    if batch_size < 1:
+        raise InputError(expected("batch_size", "a positive number of rows", f"{batch_size}"))
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise InputError(expected("rank", "0 <= rank < world_size", f"{rank} of {world_size}"))
