@@ -82,6 +82,17 @@ def test_trained_by_torchrec_a_plan_gives_the_unsharded_weights(
         assert covered.all(), name
 
 
+def test_torchrec_s_collections_train_as_well_on_our_runtime(
+    trained: list[dict[str, Any]],
+) -> None:
+    losses, weights = unsharded(2)
+    for rank, found in enumerate(trained):
+        assert found["ours"]["losses"] == pytest.approx(losses[rank], rel=1e-5)
+        assert set(found["ours"]["state"]) == set(weights)
+        for name, whole in weights.items():
+            torch.testing.assert_close(found["ours"]["state"][name], whole, rtol=1e-5, atol=1e-6)
+
+
 def test_what_was_trained_had_every_type_and_several_column_shards_on_a_rank(
     trained: list[dict[str, Any]],
 ) -> None:

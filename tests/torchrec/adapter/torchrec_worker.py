@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,6 +33,7 @@ with warnings.catch_warnings():
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import ParameterConstraints, Topology
 
+import shardwright as sw
 from shardwright.torchrec import ShardwrightPlanner
 
 BATCH = 6  # samples per rank
@@ -197,6 +199,39 @@ def train(rank: int, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "state": parts(model.state_dict()), "types": types}
 
 
+def train_with_ours(rank: int, ranks: int) -> dict[str, Any]:
+    """The same model without TorchRec's runtime: its collections become our sharded tables."""
+    tables = [
+        {
+            "name": f"{kind}_{name}",
+            "rows": rows,
+            "dim": dim,
+            "sharding_types": [TYPES[name]],
+            "pooled": kind == "bag",
+            "pooling_factors": [1.5] * (2 if (kind, name) == ("bag", "cw") else 1),
+        }
+        for kind, sizes in (("bag", BAGS), ("seq", SEQUENCES))
+        for name, (rows, dim) in sizes.items()
+    ]
+    cluster = {"world_size": ranks, "compute_device": "cpu"}
+    job = sw.parse_job({"tables": tables, "cluster": cluster, "batch": {"size": BATCH}})
+    model = Model("cpu")
+    fill(model.state_dict())
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = sw.shard_embeddings(model, sw.plan(job), mesh, optimizer="sgd", learning_rate=RATE)
+    losses = []
+    for step in range(STEPS):
+        loss = model(*inputs(rank, step))
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.over.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter -= RATE / ranks * parameter.grad
+                parameter.grad = None
+        losses.append(loss.item())
+    return {"losses": losses, "state": sw.full_state_dict(model)}
+
+
 def refusal(ranks: int) -> str:
     """How a rank learns that nothing fits."""
     planner = ShardwrightPlanner(Topology(ranks, "cpu", ddr_cap=1000), BATCH)
@@ -219,6 +254,7 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=SECONDS),
     )
     found: dict[str, Any] = {name: train(rank, ranks, given) for name, given in scenarios().items()}
+    found["ours"] = train_with_ours(rank, ranks)
     found["refusal"] = refusal(ranks)
     torch.save(found, folder / f"rank{rank}.pt")
     dist.barrier()
