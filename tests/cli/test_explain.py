@@ -197,7 +197,7 @@ def test_the_statistic_of_one_rank_and_of_one_table(call: Any, plan: Any) -> Non
     assert "tables.big.weight, all shards: seconds" in tables
     assert "middle" not in tables
     missing = call("explain", plan, "--statistic", "tables", "--tensor", "huge")
-    missing.refuses(2, "--tensor", "big, middle, small", "'huge'")
+    missing.refuses(2, "--tensor", "'big', 'middle', 'small'", "'huge'")
 
 
 def test_a_plan_of_tables_alone_is_explained(call: Any, tmp_path: Path) -> None:

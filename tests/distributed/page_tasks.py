@@ -241,7 +241,7 @@ def guide(mesh: DeviceMesh) -> tuple[int, float, list[float], list[int]]:
     optimizer.step()
     off = max(difference(here[n], p.detach()) for n, p in reference.named_parameters())
     for code in codes[1:]:
-        if "sw.apply(model, plan" in code:  # test_guard.py has plans with tables
+        if re.search(r"\bplan\b", code):  # what has a plan is tested where plans are
             continue
         names["model"] = build()
         shard(names["model"], mesh, "flat")

@@ -9,6 +9,7 @@ import pytest
 from shardwright.core.batch import expected_distinct
 from shardwright.core.job import Job
 from shardwright.lab.recordings import described
+from shardwright.memory.route import Asked, Replicas, Served
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import make_problem
 from shardwright.planner.step_draft import StepDraft
@@ -94,13 +95,14 @@ def test_traffic_groups_tables_by_width_and_counts_the_ids_to_sort(make_job: Mak
         ("data_parallel", (0, 1)),
     )
     traffic = draft.traffic(1)["tables"]
-    assert traffic.requests == ((200, 8, 0), (200, 16, 100))
+    assert traffic.asked == (Asked(200, 200, 200, 8), Asked(200, 200, 200, 16, cut=100))
     both = expected_distinct(100, 25) + expected_distinct(200, 10)
-    assert traffic.serves == ((200, 8, expected_distinct(200, 7)), (300, 16, both))
-    assert (traffic.replica_ids, traffic.replica_rows) == (100, 9)
-    assert traffic.replica_bytes == 9 * 64
+    narrow = Served(200, 200, 8, expected_distinct(200, 7))
+    assert traffic.served == (narrow, Served(300, 300, 16, both))
+    assert traffic.replicas == (Replicas(100, 100, 16, 9),)
     assert traffic.ride_bytes == 2 * 9 * 64
-    assert draft.traffic(0)["tables"].serves[1] == (100, 16, expected_distinct(100, 25))
+    alone = Served(100, 100, 16, expected_distinct(100, 25))
+    assert draft.traffic(0)["tables"].served[1] == alone
 
 
 def test_seconds_of_a_rank_add_up_over_phases(make_job: MakeJob) -> None:

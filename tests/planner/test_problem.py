@@ -42,6 +42,20 @@ def test_only_allowed_types_are_offered(make_job: MakeJob) -> None:
     assert _types(job) == ["table_wise", "row_wise"]
 
 
+@pytest.mark.parametrize("name", ["grid_shard", "table_row_wise", "table_column_wise"])
+def test_types_of_hosts_are_offered_on_one_where_they_are_named(
+    make_job: MakeJob, name: str
+) -> None:
+    assert _types(make_job(50, table={"sharding_types": [name]})) == [name]
+
+
+def test_columns_are_cut_under_row_wise_adagrad_where_that_is_named(make_job: MakeJob) -> None:
+    adagrad = {"optimizer": "adagrad"}
+    assert _types(make_job(50, train=adagrad)) == ["data_parallel", "table_wise", "row_wise"]
+    named = make_job(50, table={"sharding_types": ["column_wise"]}, train=adagrad)
+    assert _types(named) == ["column_wise"]
+
+
 @pytest.mark.parametrize(
     ("kernel", "types"),
     [("dense", ["data_parallel"]), ("fused", ["table_wise", "row_wise", "column_wise"])],
@@ -53,20 +67,6 @@ def test_a_kernel_goes_with_its_types(make_job: MakeJob, kernel: str, types: lis
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"table": {"sharding_types": ["grid_shard"]}},
-            "tables 't0'.sharding_types: expected one of data_parallel, table_wise, row_wise, "
-            "column_wise, got grid_shard.",
-        ),
-        (
-            {
-                "table": {"sharding_types": ["column_wise"]},
-                "train": {"optimizer": "adagrad"},
-            },
-            "tables 't0'.sharding_types: expected one of data_parallel, table_wise, row_wise, "
-            "column_wise (column_wise needs sgd: its row-wise Adagrad sums would span ranks), "
-            "got column_wise.",
-        ),
         (
             {"table": {"sharding_types": ["row_wise"], "compute_kernels": ["dense"]}},
             "tables 't0': expected a sharding type and kernel that this version runs, got types "

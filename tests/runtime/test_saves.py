@@ -99,12 +99,16 @@ def test_a_second_signal_acts_as_ever_and_leaves_the_last_checkpoint_whole(tmp_p
     run = Run(tmp_path, every="1 steps")
     run.step(1)
     run.until_saved(1)
-    with run.saves.listening():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # the same one, passed on by torchrun
-        run.now = 5.0
-        with pytest.raises(KeyboardInterrupt):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    try:
+        with run.saves.listening():
             signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # the same one, passed on by torchrun
+            run.now = 5.0
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert complete_steps(tmp_path) == [1]
     assert read_full(tmp_path)["weight"].unique().tolist() == [1.0]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
 from typing import Any
 
 from shardwright.core.amount import named, noted
@@ -46,13 +48,13 @@ def table_state_bytes(rows: Any, columns: Any, kind: str) -> Any:
     source, size = f"optimizer {kind}", element_bytes("fp32")
     per_element = OPTIMIZERS[kind].values_per_element * size
     per_row = sum(state.elements is by_row for state in OPTIMIZERS[kind].kept) * size
-    values: Any = 0
+    parts: list[Any] = []
     if per_element:
         each = noted(per_element, "state_bytes_per_element", "B", source, like=rows)
-        values = rows * columns * each
+        parts.append(rows * columns * each)
     if per_row or not per_element:
-        values = values + rows * noted(per_row, "state_bytes_per_row", "B", source, like=rows)
-    return named("optimizer_state_bytes", values, "B")
+        parts.append(rows * noted(per_row, "state_bytes_per_row", "B", source, like=rows))
+    return named("optimizer_state_bytes", reduce(add, parts), "B")
 
 
 def table_passes(kind: str, c: Any, like: Any) -> Any:

@@ -58,7 +58,9 @@ def runnable_options(table: TableSpec, cluster: Cluster) -> tuple[Option, ...]:
     cuts = column_widths(msgspec.structs.replace(table, min_partition=least))
     local = cluster.group
     options = []
-    for sharding_type in table.sharding_types or _usual_types(table, cluster):
+    named = table.sharding_types or _usual_types(table, cluster)
+    types = [sharding_type for sharding_type in TYPES if sharding_type in named]
+    for sharding_type in types:
         kind = traits(sharding_type)
         kernel: ComputeKernel = "dense" if kind.replicated else "fused"
         if table.compute_kernels is not None and kernel not in table.compute_kernels:
@@ -68,12 +70,11 @@ def runnable_options(table: TableSpec, cluster: Cluster) -> tuple[Option, ...]:
             runs = shard_runs(table, sharding_type, cluster.world_size, local, width)
             options.append(Option(table.name, sharding_type, kernel, runs))
     if not options:
-        types = table.sharding_types or _usual_types(table, cluster)
         raise InputError(
             expected(
                 f"tables '{table.name}'",
                 "a sharding type and kernel that this version runs",
-                f"types {list(types)}, kernels {list(table.compute_kernels or ('any',))}",
+                f"types {types}, kernels {list(table.compute_kernels or ('any',))}",
                 f"{_no_cut(table, types, cuts)}Allow table_wise or row_wise with kernel fused, or "
                 "data_parallel with dense.",
             )

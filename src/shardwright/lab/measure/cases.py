@@ -233,15 +233,18 @@ def _travel(
 ) -> Callable[[], None]:
     """Ids made into requests, and the order of the answers undone, for tables on one rank each or
     for tables cut by rows; answers are one element wide, so that they hardly count."""
-    chunk = rows_of(WIDTHS[0]) // owners
+    shares = max(owners, 2)  # a single part is no cut
+    chunk = rows_of(WIDTHS[0]) // shares
     pieces = []
     for feature in range(FEATURES):
-        parts = tuple(range(owners)) if cut else (feature * owners // FEATURES,)
+        parts = (feature * owners // FEATURES,)
+        if cut:
+            parts = tuple(part * owners // shares for part in range(shares))
         starts = tuple(chunk * part for part in range(len(parts)))
-        pieces.append(Piece(feature, 0, 1, chunk * owners, starts, parts, (0,) * len(parts)))
+        pieces.append(Piece(feature, 0, 1, chunk * shares, starts, parts, (0,) * len(parts)))
     group = Group(Key(1, "sgd", "fp32", 1), 0 if cut else FEATURES, tuple(pieces), {})
     guide = Guide.of(group, owners, device)
-    ids = torch.randint(chunk * owners, (FEATURES, BATCH), generator=random).to(device)
+    ids = torch.randint(chunk * shares, (FEATURES, BATCH), generator=random).to(device)
     bags = one_each(ids)
     out = torch.empty(FEATURES, BATCH, 1, device=device)
     answers = torch.zeros(IDS, 1, device=device)
