@@ -122,6 +122,7 @@ def theirs(case: Case, mesh: DeviceMesh, weights: Mapping[str, torch.Tensor]) ->
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.sharding_plan import (
         column_wise,
@@ -154,10 +155,11 @@ def theirs(case: Case, mesh: DeviceMesh, weights: Mapping[str, torch.Tensor]) ->
     )
     dense = case.sharding == "data_parallel"
     ranks = range(case.ranks)
+    fused = EmbeddingComputeKernel.FUSED.value
     cuts = {
-        "table_wise": lambda i: table_wise(rank=i % case.ranks),
-        "row_wise": lambda i: row_wise(),
-        "column_wise": lambda i: column_wise(ranks=[*ranks]),
+        "table_wise": lambda i: table_wise(rank=i % case.ranks, compute_kernel=fused),
+        "row_wise": lambda i: row_wise(compute_kernel=fused),
+        "column_wise": lambda i: column_wise(ranks=[*ranks], compute_kernel=fused),
         "data_parallel": lambda i: data_parallel(),
     }
     chosen = construct_module_sharding_plan(
