@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.core.block import Block
+from shardwright.core.block import Block, GroupKey
 from shardwright.runtime.embeddings.guide import Request
-from shardwright.runtime.embeddings.route import Group, Held, Key
+from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import EPSILON, Looked
 from shardwright.runtime.embeddings.wire import interleave, joined, pack, regroup, unpack
@@ -25,7 +25,7 @@ def _case(rows: int, ids: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, to
 def _store(optimizer: str, weight: torch.Tensor) -> Store:
     rows, dim = weight.shape
     block = Block("table", "parameter", (0, 0), (rows, dim), 0)
-    group = Group(Key(dim, optimizer, "fp32", dim), 1, (), {0: (Held(block, 0),)})
+    group = Group(GroupKey(dim, optimizer, "fp32", dim), 1, (), {0: (Held(block, 0),)})
     return Store(group, 0, lambda *_: weight, Probe(), torch.device("cpu"))
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
 from shardwright.core.errors import InputError, expected
+from shardwright.core.optimizers import BY_ROW
 from shardwright.core.tensor import TensorSpec
 
 Role = Literal["parameter", "gradient", "optimizer_state"]
@@ -35,6 +36,20 @@ class Block(msgspec.Struct, frozen=True, array_like=True, order=True):
     def numel(self) -> int:
         """Elements of this block."""
         return math.prod(self.sizes)
+
+
+class GroupKey(NamedTuple):
+    """What rows of tables kept and updated alike have in common; ``dim`` where it counts."""
+
+    width: int
+    optimizer: str
+    dtype: str
+    dim: int
+
+    @classmethod
+    def of(cls, width: int, optimizer: str, dtype: str, dim: int) -> GroupKey:
+        """Of ``width`` columns of a table of ``dim``."""
+        return cls(width, optimizer, dtype, dim if optimizer in BY_ROW else width)
 
 
 class BlockRun(msgspec.Struct, frozen=True, array_like=True):

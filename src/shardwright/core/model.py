@@ -94,8 +94,8 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def weighted(self) -> bool:
-        """Whether its ids carry weights."""
-        return self.module_weighted or self.constraint_weighted
+        """Whether its ids carry weights; what a module says is of its bags."""
+        return self.constraint_weighted or (self.module_weighted and self.pooled)
 
     @property
     def poolings(self) -> tuple[float, ...]:

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from shardwright.core.batch import Batch, expected_distinct, feature_batches, lookups
+from shardwright.core.block import GroupKey
 from shardwright.core.model import ModelSpec, TableSpec
-from shardwright.core.optimizers import BY_ROW
 from shardwright.core.schedule import replicas_ride
 from shardwright.cost import embedding
 from shardwright.memory.route import Asked, Replicas, Served, Traffic
@@ -51,8 +50,8 @@ class Exchange:
         """The share of ``rank``."""
         return Traffic(
             self.path,
-            tuple(asked for _, asked, _ in self._groups),
-            tuple(served[rank] for _, _, served in self._groups),
+            tuple(asked for asked, _ in self._groups),
+            tuple(served[rank] for _, served in self._groups),
             self._replicas,
             self.ranks * self.replica_bytes if self.rides else 0,
             self._lengths,
@@ -92,19 +91,19 @@ class Exchange:
         return sum(round(count * size) for _, count, size in _features(table, self.batch))
 
     @cached_property
-    def _groups(self) -> list[tuple[GroupKey, Asked, list[Served]]]:
+    def _groups(self) -> list[tuple[Asked, list[Served]]]:
         """What every rank asks of each group of the route, and what each of them serves of it."""
         members: dict[GroupKey, list[tuple[Placed, int]]] = {}
         for placed in self.routed:
             shards = placed.choice.option.shards
             for column, width in {shard.column: shard.columns for shard in shards}.items():
                 members.setdefault(_key(placed.choice.table, width), []).append((placed, column))
-        return [(key, *self._group(key, members[key])) for key in sorted(members)]
+        return [self._group(key, members[key]) for key in sorted(members)]
 
     def _group(
         self, key: GroupKey, members: Sequence[tuple[Placed, int]]
     ) -> tuple[Asked, list[Served]]:
-        ids_of_all = rows_of_all = bags_of_all = cut = 0
+        asked = [0, 0, 0, 0]  # ids, rows, bags, ids to be sorted
         served = [[0, 0, 0] for _ in range(self.ranks)]  # ids, rows, distinct
         for placed, column in members:
             table = placed.choice.table
@@ -116,12 +115,8 @@ class Exchange:
             ids, bags = round(lookups(table, self.batch)), self._bags(table)
             parts = max(len(shards), 1)
             rows = bags if parts == 1 else self._partial_sums(table, parts)
-            ids_of_all, rows_of_all, bags_of_all = (
-                ids_of_all + ids,
-                rows_of_all + rows,
-                bags_of_all + bags,
-            )
-            cut += ids if parts > 1 else 0
+            for place, count in enumerate((ids, rows, bags, ids if parts > 1 else 0)):
+                asked[place] += count
             share = ids * self.ranks // parts
             for shard, rank in shards:
                 served[rank][0] += share
@@ -129,8 +124,8 @@ class Exchange:
                 served[rank][2] += expected_distinct(share, shard.rows, self.batch.zipf, parts)
         jagged = any(_is_jagged(placed.choice.table) for placed, _ in members)
         weighted = any(placed.choice.table.weighted for placed, _ in members)
-        asked = Asked(ids_of_all, rows_of_all, bags_of_all, key.width, cut, jagged, weighted)
-        return asked, [
+        ids, rows, bags, cut = asked
+        return Asked(ids, rows, bags, key.width, cut, jagged, weighted), [
             Served(ids, rows, key.width, distinct, jagged, weighted, key.optimizer)
             for ids, rows, distinct in served
         ]
@@ -150,15 +145,6 @@ class Exchange:
         return round(found)
 
 
-class GroupKey(NamedTuple):
-    """What the rows of a group of the route have in common; ``dim`` where it counts."""
-
-    width: int
-    optimizer: str
-    dtype: str
-    dim: int
-
-
 def _features(table: TableSpec, batch: Batch) -> Iterator[tuple[float, float, int]]:
     """Of each feature ids per bag, bags per sample and samples."""
     sizes = feature_batches(table, batch)
@@ -166,8 +152,7 @@ def _features(table: TableSpec, batch: Batch) -> Iterator[tuple[float, float, in
 
 
 def _key(table: TableSpec, width: int) -> GroupKey:
-    optimizer = table.optimizer or "sgd"
-    return GroupKey(width, optimizer, table.dtype, table.dim if optimizer in BY_ROW else width)
+    return GroupKey.of(width, table.optimizer or "sgd", table.dtype, table.dim)
 
 
 def _is_jagged(table: TableSpec) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwright.core.block import Block
+from shardwright.core.block import Block, GroupKey
 from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.data.criteo import CriteoLog
 from shardwright.data.reading import ClickReader
@@ -30,7 +30,7 @@ from shardwright.lab.measure.samples import (
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.embeddings.bags import one_each
 from shardwright.runtime.embeddings.guide import Guide
-from shardwright.runtime.embeddings.route import Group, Held, Key, Piece
+from shardwright.runtime.embeddings.route import Group, Held, Piece
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import Looked
 from shardwright.runtime.probe import Probe
@@ -222,7 +222,7 @@ def _updates(device: torch.device, random: torch.Generator) -> dict[str, Run]:
     gradient = torch.zeros(IDS, width, device=device)
     runs = {}
     for optimizer in ("sgd", "rowwise_adagrad"):
-        group = Group(Key(width, optimizer, "fp32", width), 1, (), {0: (Held(block, 0),)})
+        group = Group(GroupKey(width, optimizer, "fp32", width), 1, (), {0: (Held(block, 0),)})
         store = Store(group, 0, lambda *_: torch.tensor(0.0), Probe(), device)
         runs[optimizer] = Run(IDS, partial(store.update, looked, gradient, 0.1, 1))
     return runs
@@ -242,7 +242,7 @@ def _travel(
             parts = tuple(part * owners // shares for part in range(shares))
         starts = tuple(chunk * part for part in range(len(parts)))
         pieces.append(Piece(feature, 0, 1, chunk * shares, starts, parts, (0,) * len(parts)))
-    group = Group(Key(1, "sgd", "fp32", 1), 0 if cut else FEATURES, tuple(pieces), {})
+    group = Group(GroupKey(1, "sgd", "fp32", 1), 0 if cut else FEATURES, tuple(pieces), {})
     guide = Guide.of(group, owners, device)
     ids = torch.randint(chunk * shares, (FEATURES, BATCH), generator=random).to(device)
     bags = one_each(ids)

@@ -97,7 +97,7 @@ def weighted(plan: Plan, spec: TableSpec) -> bool:
     """Whether ids carry weights; TorchRec takes a pooled table's word from its module alone."""
     if plan.job.planner.constants == "torchrec-1.9" and spec.pooled:
         return spec.module_weighted
-    return spec.constraint_weighted or (spec.module_weighted and spec.pooled)
+    return spec.weighted
 
 
 def load_factor(plan: Plan, chosen: TablePlan, spec: TableSpec) -> tuple[float, str] | None:

@@ -1,7 +1,7 @@
 """From blocks to a route: which rank holds which piece of which table, and where in its store.
 
 A *piece* is a column range of a feature's table; its rows are cut into parts at any places. Pieces
-whose rows are kept and updated alike (``Key``) form a group: on every rank a group's rows lie in
+whose rows are kept and updated alike (``GroupKey``) form a group: on every rank its rows lie in
 one tensor, and a requester computes an id's row in it, so ids travel as row numbers and need no
 further bookkeeping. Pieces with a single part are *fixed*: all their ids go to one rank. They come
 first in a group, in the order of owners, so that only the others have to be sorted. Pure
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwright.core.block import Block
+from shardwright.core.block import Block, GroupKey
 from shardwright.core.errors import InputError, expected
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.plan import TablePlan
@@ -85,21 +85,11 @@ class Held:
         return self.block.sizes[0]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Key:
-    """What the rows of a group have in common; ``dim`` is that of their tables where it counts."""
-
-    width: int
-    optimizer: str
-    dtype: str
-    dim: int
-
-
 @dataclass(frozen=True, slots=True)
 class Group:
     """All pieces kept alike, the ``fixed`` ones first, and what each rank holds of them."""
 
-    key: Key
+    key: GroupKey
     fixed: int
     pieces: tuple[Piece, ...]
     held: dict[int, tuple[Held, ...]]
@@ -143,8 +133,8 @@ def make_route(tables: Sequence[Table], blocks: Iterable[Block], world_size: int
     for block in blocks:
         if block.role == "parameter":
             by_table[block.tensor].append(block)
-    routed: dict[Key, list[_Columns]] = defaultdict(list)
-    replicated: dict[Key, list[_Columns]] = defaultdict(list)
+    routed: dict[GroupKey, list[_Columns]] = defaultdict(list)
+    replicated: dict[GroupKey, list[_Columns]] = defaultdict(list)
     first = 0
     for table in tables:
         features = tuple(range(first, first + len(table.features)))
@@ -161,10 +151,8 @@ def make_route(tables: Sequence[Table], blocks: Iterable[Block], world_size: int
     )
 
 
-def _key(table: Table, width: int) -> Key:
-    return Key(
-        width, table.optimizer, table.dtype, table.dim if table.optimizer in BY_ROW else width
-    )
+def _key(table: Table, width: int) -> GroupKey:
+    return GroupKey.of(width, table.optimizer, table.dtype, table.dim)
 
 
 def _column_ranges(table: Table, blocks: list[Block]) -> list[list[Block]]:
@@ -194,7 +182,7 @@ def _check(table: Table, follows: bool, block: Block) -> None:
         )
 
 
-def _group(key: Key, members: list[_Columns], world_size: int) -> Group:
+def _group(key: GroupKey, members: list[_Columns], world_size: int) -> Group:
     whole = [member for member in members if len(member.blocks) == 1]
     whole.sort(key=lambda member: member.blocks[0].rank)
     cut = [member for member in members if len(member.blocks) > 1]
