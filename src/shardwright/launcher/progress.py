@@ -19,23 +19,35 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-class ProgressLog:
-    """Rank 0's progress, one JSON object a line: ``step, steps, loss`` and what else there is.
+class Writer(Protocol):
+    """Whoever is told of a run's progress."""
 
-    ``text``, when given, is what a person reads instead of the loss.
-    """
+    def update(self, entry: Mapping[str, Any]) -> None:
+        """One entry: ``step, steps, loss, seconds_per_step`` and what else there is. ``text``, when
+        given, is what a person reads instead of the loss; what is ``said`` stays, on a line of its
+        own."""
+
+    def close(self) -> None:
+        """The run is over: leave everything as it should stay."""
+
+
+class ProgressLog:
+    """Rank 0's progress in the run folder, one JSON object a line."""
 
     def __init__(self, folder: Path) -> None:
         self._path = progress_file(folder)
 
-    def append(self, entry: Mapping[str, Any]) -> None:
+    def update(self, entry: Mapping[str, Any]) -> None:
         """Opened and closed each time: call it per logged step, not per microsecond."""
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(entry) + b"\n")
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 class ProgressReader:
-    """Reads what a :class:`ProgressLog` appended since the last look."""
+    """Reads what a :class:`ProgressLog` wrote since the last look."""
 
     def __init__(self, folder: Path) -> None:
         self._path = progress_file(folder)
@@ -60,16 +72,7 @@ class ProgressReader:
         return entries
 
 
-class Display(Protocol):
-    def update(self, entry: Mapping[str, Any]) -> None:
-        """Show one entry of ``progress.jsonl``: ``step``, ``steps``, ``loss``, ``text``; what is
-        ``said`` stays, on a line of its own."""
-
-    def close(self) -> None:
-        """Leave the terminal as it should stay."""
-
-
-def display_for(stream: TextIO) -> Display:
+def writer_for(stream: TextIO) -> Writer:
     """A bar on a terminal; lines where there is none, under NO_COLOR and on a dumb terminal."""
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Lines(stream) if plain or not stream.isatty() else Bar(stream)
