@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ from shardwright.lab.resuming import (
 from shardwright.lab.room import check_room, out_of_memory_at
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Batch
-from shardwright.lab.writers import writers
+from shardwright.lab.writers import PROGRESS_SECONDS, writers
 from shardwright.launcher.folder import (
     check_inputs,
     record_file,
@@ -67,8 +68,6 @@ from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import load_checkpoint
 
-PROGRESS_SECONDS = 0.2
-
 
 class Training:
     """One rank of a run."""
@@ -87,10 +86,10 @@ class Training:
         self.plan = plan
         self.resume = resume
         self.mesh = mesh
-        self.job = run_in(plan.job, folder)
+        self.job = plan.job
         self.folder = folder
         self.rank = rank
-        self.task = task_of(self.job)
+        self.task = task_of(plan.job)
         self.heartbeat = heartbeat
         self.shown = shown
         self.writers: list[Writer] = []
@@ -327,6 +326,7 @@ def train_rank(
     """The body of a worker: join those who met in ``store`` and train. ``hosts`` of a run that no
     launcher sees to: rank 0 gets what all of them measured."""
     rank = int(os.environ["RANK"])
+    plan = msgspec.structs.replace(plan, job=run_in(plan.job, folder))  # its fingerprint stays
     check_inputs(folder, named_files(plan.job), plan_path)
     backend = "nccl" if plan.cluster.compute_device == "cuda" else "gloo"
     comm.start(backend, plan.job.train.timeout, rank, plan.world_size, store)

@@ -17,6 +17,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.launcher.progress import ProgressLog, Writer, writer_for
 
 WRITERS: Final = ("tensorboard", "wandb")  # names in `log`, and of the packages they need
+PROGRESS_SECONDS: Final = 0.2  # between two entries about steps
 _SERIES: Final = ("loss", "seconds_per_step")
 
 

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, TextIO
 
 import msgspec
 
@@ -17,6 +17,9 @@ from shardwright.launcher.folder import progress_file
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+
+
+_LONGEST_LINE: Final = 2**16  # bytes
 
 
 class Writer(Protocol):
@@ -70,6 +73,46 @@ class ProgressReader:
             except msgspec.DecodeError:
                 continue
         return entries
+
+
+class SoFar(NamedTuple):
+    """How far a run has come: its last step, of how many, and rank 0's loss after some of them."""
+
+    step: int
+    steps: int
+    points: tuple[tuple[int, float], ...]
+
+
+def so_far(folder: Path, most: int = 1000) -> SoFar | None:
+    """What ``progress.jsonl`` says, in at most ``most`` points; None where it says nothing yet.
+
+    Read line by line, for it grows with the run; a line that is none of ours is passed over.
+    """
+    points: list[tuple[int, float]] = []
+    step, steps, stride, seen = 0, 0, 1, 0
+    try:
+        with progress_file(folder).open("rb") as file:
+            for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
+                try:
+                    entry = msgspec.json.decode(line, type=_Step)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+                step, steps, seen = entry.step, entry.steps, seen + 1
+                if seen % stride == 0:
+                    points.append((step, entry.loss))
+                if len(points) > most:
+                    points, stride = points[1::2], 2 * stride
+    except OSError:
+        return None
+    return SoFar(step, steps, tuple(points)) if seen else None
+
+
+class _Step(msgspec.Struct):
+    """An entry about a step."""
+
+    step: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    steps: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    loss: float
 
 
 def writer_for(stream: TextIO) -> Writer:
