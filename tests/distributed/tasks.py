@@ -8,14 +8,14 @@ import metering
 import torch
 from metering import steps_measured
 from reference import batches, loss_of
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
 from shardwright.core.job import Job
 from shardwright.core.plan import Plan
 from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM
-from shardwright.runtime.apply import apply
+from shardwright.runtime.apply import HOSTS, apply
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
@@ -39,11 +39,14 @@ def _bags(bags: dict[str, tuple[torch.Tensor, ...]], own: slice) -> Any:
     return found
 
 
-def train_sharded(mesh: DeviceMesh, job: Job, meta: bool) -> Any:
-    """Losses (mean over ranks' parts) and whole final weights."""
+def train_sharded(mesh: DeviceMesh, job: Job, meta: bool, hosts: int = 0) -> Any:
+    """Losses (mean over ranks' parts) and whole final weights; on a mesh of so many ``hosts``."""
     made = plan(job)
     rank, size = mesh.get_local_rank(), mesh.size()
-    model = apply(DLRM(job, device="meta" if meta else None), made, mesh)
+    applied = mesh
+    if hosts:
+        applied = init_device_mesh("cpu", (hosts, size // hosts), mesh_dim_names=HOSTS)
+    model = apply(DLRM(job, device="meta" if meta else None), made, applied)
     rate = job.train.learning_rate
     optimizer = make_optimizer(
         job.train.optimizer, optimizer_parameters(model, per_unit=True), rate

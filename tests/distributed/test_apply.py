@@ -7,6 +7,7 @@ import torch
 import unit_tasks as tasks
 from pool import Pool
 from reference import ROWS, small_job
+from tasks import train_sharded
 
 MIXED = ("data_parallel", "table_wise", "row_wise") * 2
 UNITS = ("shard", "shard")
@@ -81,3 +82,12 @@ def test_lookups_that_cannot_be_exact_are_refused(
     job = small_job(MIXED, UNITS, 2, optimizer=optimizer)
     for found in pool.run(2, tasks.odd_lookups, job=job, what=what):
         assert text in found
+
+
+def test_a_mesh_of_hosts_and_devices_runs_the_plan_as_all_their_ranks(pool: Pool) -> None:
+    job = small_job(MIXED, UNITS, 4)
+    flat = pool.run(4, train_sharded, job=job, meta=True)
+    hosts = pool.run(4, train_sharded, job=job, meta=True, hosts=2)
+    for (losses, weights), (other, others) in zip(flat, hosts, strict=True):
+        assert losses == other
+        assert all(torch.equal(weight, others[name]) for name, weight in weights.items())

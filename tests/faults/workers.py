@@ -44,7 +44,7 @@ def body(heartbeat: Heartbeat) -> None:
         value = torch.ones(4)
         dist.all_reduce(value)
         if RANK == 0:
-            progress.append({"step": step + 1, "steps": STEPS, "loss": float(value.sum())})
+            progress.update({"step": step + 1, "steps": STEPS, "loss": float(value.sum())})
     if RANK == 0:
         sockets = Path("/proc/self/net/tcp").read_text() + Path("/proc/self/net/tcp6").read_text()
         (FOLDER / "sockets.txt").write_text(sockets)

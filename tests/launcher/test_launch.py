@@ -25,7 +25,7 @@ from shardwright.launcher.outcome import (
     read_status,
     write_status,
 )
-from shardwright.launcher.progress import Lines, ProgressLog, ProgressReader, describe, display_for
+from shardwright.launcher.progress import Lines, ProgressLog, ProgressReader, describe, writer_for
 from shardwright.launcher.verdict import Verdict, blame, exit_code, exits_in, last_words, reason
 from shardwright.launcher.watch import RankView, in_trouble
 from shardwright.launcher.worker import first_line, from_a_peer
@@ -154,7 +154,7 @@ def test_the_users_thread_count_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     text = "a folder no run is using"
-    with launching._locked(tmp_path, "0" * 12), pytest.raises(InputError, match=text):
+    with launching.hold(tmp_path, "0" * 12), pytest.raises(InputError, match=text):
         launch(Launch("w", (), 1, tmp_path), io.StringIO())
 
 
@@ -192,7 +192,7 @@ def test_lines_are_sparse_and_the_last_one_is_never_left_out() -> None:
     steps = [line.split()[1] for line in said.getvalue().splitlines()]
     assert steps == ["0/8", "5/8", "7/8"]
     assert describe({"step": 3, "text": "saved"}) == "step 3  saved"
-    assert isinstance(display_for(said), Lines)
+    assert isinstance(writer_for(said), Lines)
 
 
 def test_an_outcome_survives_its_file_and_refuses_what_it_does_not_know() -> None:
@@ -229,7 +229,7 @@ def test_a_file_that_is_no_heartbeat_is_none(tmp_path: Path, data: bytes) -> Non
 def test_progress_is_read_in_whole_lines_only(tmp_path: Path) -> None:
     reader, log = ProgressReader(tmp_path), ProgressLog(tmp_path)
     assert reader.new() == []
-    log.append({"step": 1})
+    log.update({"step": 1})
     with (tmp_path / "progress.jsonl").open("ab") as file:
         file.write(b'nonsense\n{"step"')
     assert reader.new() == [{"step": 1}]

@@ -7,15 +7,16 @@ import sys
 from pathlib import Path
 
 from shardwright.cli import options as shared
-from shardwright.core.document import write_atomically
+from shardwright.core.document import read_bytes, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import named_files
-from shardwright.core.measurement import read_measurement
+from shardwright.core.measurement import Curve, read_measurement
 from shardwright.core.outputs import REPORT, check_output
 from shardwright.core.plan import read_plan
 from shardwright.lab.compare import compare
-from shardwright.launcher.folder import measurement_file, outcome_file, plan_file
+from shardwright.launcher.folder import is_going_on, measurement_file, outcome_file, plan_file
 from shardwright.launcher.outcome import decode_outcome
+from shardwright.launcher.progress import so_far
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +51,13 @@ def write_report(source: Path, output: Path) -> None:
     else:
         measurement = read_measurement(measured) if measured.exists() else None
         comparison = compare(plan, measurement) if measurement else None
-        text = decode_outcome(ended.read_bytes(), str(ended)).reason if ended.exists() else ""
-        page = render(plan, measurement, comparison, text)
+        found = read_bytes(ended, "outcome") if ended.exists() else b""
+        text = decode_outcome(found, str(ended)).reason if found else ""
+        curve = None
+        if measurement is None and (run := so_far(source)):
+            steps, losses = zip(*run.points, strict=True) if run.points else ((), ())
+            curve = Curve(steps, losses)
+            how = "goes on: it is" if is_going_on(source) else "has no measurement: it came"
+            text += f"{'. ' * bool(text)}The run {how} up to step {run.step:,} of {run.steps:,}."
+        page = render(plan, measurement, comparison, text, curve)
     write_atomically(output, page.encode())

@@ -10,8 +10,11 @@ import time
 from functools import partial
 from pathlib import Path
 
+from msgspec import UNSET
+
 from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, expected
+from shardwright.core.plan import Plan
 from shardwright.launcher.folder import MARK, check_inputs
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.outcome import read_status
@@ -43,44 +46,70 @@ def execute(options: argparse.Namespace) -> int:
     code = run_worker(
         options.out,
         rank,
-        lambda heartbeat: _train(options, rank, heartbeat, alone=not launched and rank == 0),
+        lambda heartbeat: _train(options, rank, heartbeat, launched=launched),
     )
     if code and not launched:
         _say_why(options.out, rank)
     return code
 
 
-def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, alone: bool) -> None:
-    """A rank's training; ``alone`` it also does what a launcher does before and after."""
+def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, launched: bool) -> None:
+    """A rank's training; without a launcher, what that one does before and after, too."""
+    from shardwright.lab.hosts import Hosts
     from shardwright.lab.training import check_ranks, train_rank
+    from shardwright.runtime import comm
 
-    plan = check_ranks(options.plan)
+    plan, out = check_ranks(options.plan), options.out
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     resume = options.resume or again  # a restart of torchrun's
-    train = partial(train_rank, plan, options.plan, options.out, options.store, heartbeat)
-    if not alone:
-        train(resume=resume)
+    store = comm.meet(plan.job.train.timeout, rank, plan.world_size, options.store)
+    train = partial(train_rank, plan, options.plan, out, store, heartbeat, resume=resume)
+    if launched:
+        train()
         return
+    from shardwright.lab.session import collect
+
+    hosts = Hosts(plan, rank, out)
+    with hosts.ready(store, partial(_prepare, plan, options, resume=resume)):
+        if _is_first_here():
+            print("\n".join([hosts.names(), *hosts.lines]), file=sys.stderr, flush=True)
+        train(hosts=hosts)
+        if rank == 0:
+            collect(plan, out)
+            print(f"results in {out}; shardwright compare {out}", file=sys.stderr)
+        elif _is_first_here():
+            where = f"results in {hosts.facts[0].folder} on {hosts.facts[0].host}"
+            print(where, file=sys.stderr)
+
+
+def _prepare(plan: Plan, options: argparse.Namespace, *, resume: bool) -> None:
     from shardwright.lab.resuming import check_resume
-    from shardwright.lab.session import collect, prepare
+    from shardwright.lab.session import prepare
     from shardwright.lab.sources import source_of
+    from shardwright.lab.writers import check_log
+    from shardwright.launcher.folder import outcome_file, progress_file
 
     source_of(plan.job).check(plan.job)
+    check_log(() if plan.job.train.log is UNSET else plan.job.train.log)
     check_resume(plan.job, options.out, resume=resume)
+    for path in (outcome_file(options.out), progress_file(options.out)):  # of a run before
+        path.unlink(missing_ok=True)
     prepare(plan, options.out, sys.stderr, options.plan)
-    train(resume=resume)
-    collect(plan, options.out)
-    print(f"results in {options.out}; shardwright compare {options.out}", file=sys.stderr)
+
+
+def _is_first_here() -> bool:
+    """Whether this is the rank that speaks for its host."""
+    return os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
 
 
 def _say_why(folder: Path, rank: int) -> None:
     """The rank's last word, where torchrun shows it last: in the file that it reads errors from.
-    Rank 0 prints it, too."""
+    The first rank of each host prints it, too."""
     status = read_status(folder, rank)
     if status is None:
         return
     line = f"shardwright: {status.message}"
-    if rank == 0:
+    if _is_first_here():
         print(line, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}

@@ -132,7 +132,8 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds;
-    ``not_finite`` what becomes of a step with gradients that are not finite.
+    ``not_finite`` what becomes of a step with gradients that are not finite; ``log`` who is told of
+    its progress beside the terminal and the run folder.
 
     ``optimizer`` is that of dense parameters, AdamW by default for a llama and the user's own.
     Tables are updated by ``table_optimizer``, SGD beside SGD, where they do not name one
@@ -148,6 +149,7 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     out: Annotated[str, msgspec.Meta(min_length=1)] = "runs/latest"
     timeout: Seconds = 60.0
     not_finite: Literal["stop", "skip"] | UnsetType = UNSET
+    log: tuple[Literal["tensorboard", "wandb"], ...] | UnsetType = UNSET
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -234,6 +236,12 @@ def data_files(job: Job) -> DataFiles:
         return DataFiles(text, text)
     test = str(folder / "test.tsv") if data.test_rows else ""
     return DataFiles(str(folder / "train.tsv"), test)
+
+
+def run_in(job: Job, folder: Path) -> Job:
+    """The job with ``folder`` as its run folder: what is made up lies there."""
+    train = msgspec.structs.replace(job.train, out=str(folder))
+    return msgspec.structs.replace(job, train=train)
 
 
 def checkpoint_folder(job: Job, folder: Path) -> Path:

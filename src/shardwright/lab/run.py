@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from shardwright.core.measurement import Measurement
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Phase
 from shardwright.lab.loop import measure
+from shardwright.lab.writers import PROGRESS_SECONDS, check_log, writers
 from shardwright.launcher.heartbeat import Heartbeat
+from shardwright.launcher.progress import Writer
 from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.meter import Meter, comm_of
 from shardwright.runtime.saves import Saves
@@ -37,7 +40,8 @@ class Run:
     It goes on after the newest checkpoint in ``folder``, if there is one: then ``resumed`` says
     what it found, and ``steps`` begins behind it. ``extra`` gives plain values of this rank to be
     saved beside the model, such as a place in the data: ``resumed.extra["own"]``. SIGTERM and
-    Ctrl-C end it after a step that is saved, by StoppedError; its ``exit_code`` is 75.
+    Ctrl-C end it after a step that is saved, by StoppedError; its ``exit_code`` is 75. Progress is
+    in ``progress.jsonl`` there; ``log`` may name ``"tensorboard"`` and ``"wandb"``, too.
     """
 
     def __init__(
@@ -50,12 +54,18 @@ class Run:
         every: str = "10 min",
         keep: int = 2,
         extra: Callable[[], Any] = lambda: None,
+        log: Sequence[str] = (),
     ) -> None:
+        check_log(log, "log")
         self.plan, self.folder = plan, Path(folder)
         self.resumed: Resumed | None = None
         self._what = (model, optimizer)
         self._section = CheckpointSection(every=every, keep=keep)
         self._extra = extra
+        self._log = log
+        self._writers: list[Writer] = []
+        self._count = 0
+        self._told = 0.0
         self._around = ExitStack()
 
     def __enter__(self) -> Run:
@@ -70,6 +80,10 @@ class Run:
             self.resumed = load_checkpoint(saved, model, optimizer, random_state=True)
             self.meter.number = self.meter.first = self.resumed.step
         with ExitStack() as around:
+            if comm.rank == 0:
+                self._writers = writers(self.folder, self._log, step=self.meter.first)
+                for writer in self._writers:
+                    around.callback(writer.close)
             measuring = measure(self.plan, model, optimizer, meter=self.meter)
             self.measured = around.enter_context(measuring)
             if self.resumed:
@@ -81,7 +95,7 @@ class Run:
                 self._section,
                 extra=lambda: {"losses": self.measured.losses, "own": self._extra()},
                 facts={"plan": self.plan.fingerprint},
-                say=self._say if comm.rank == 0 else lambda text: None,
+                say=self._say,
                 step=self.meter.first,
             )
             around.enter_context(self._saves.listening())
@@ -93,12 +107,15 @@ class Run:
 
     def steps(self, count: int) -> Iterator[int]:
         """The numbers of the steps up to ``count`` that are left; the last one is saved."""
+        self._count = count
         yield from range(self.meter.number, count + 1)
         self._saves.finish(count)
 
     def end(self, loss: torch.Tensor | float | None = None) -> None:
         """A step is over (collective); ``loss`` is this rank's, for the curve."""
         number = self.meter.number
+        if loss is not None:
+            self._tell(number, loss)
         with self.measured.between(loss):
             self._saves.after(number, self._saves.agreed(number))
 
@@ -112,5 +129,16 @@ class Run:
         else:
             self._heartbeat.mark(phase, self.meter.number)
 
+    def _tell(self, step: int, loss: torch.Tensor | float) -> None:
+        now = time.monotonic()
+        if not self._writers or (now - self._told < PROGRESS_SECONDS and step < self._count):
+            return
+        self._told = now
+        for writer in self._writers:
+            writer.update({"step": step, "steps": self._count, "loss": float(loss)})
+
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        for writer in self._writers:
+            writer.update({"said": text})
+        if self._writers:
+            print(text, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from shardwright.core.checkpoint_section import CheckpointSection
 from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import EXIT_RUN_FAILED, MismatchError, expected
-from shardwright.core.job import Job, checkpoint_folder, named_files
+from shardwright.core.job import Job, checkpoint_folder, named_files, run_in
 from shardwright.core.measurement import (
     RECORD_SCHEMA,
     Comparison,
@@ -25,6 +25,7 @@ from shardwright.core.outputs import same_file
 from shardwright.core.plan import Plan, write_plan
 from shardwright.lab.compare import compare
 from shardwright.lab.sources import source_of
+from shardwright.lab.writers import check_log
 from shardwright.launcher.folder import (
     check_folder,
     check_inputs,
@@ -115,7 +116,8 @@ def with_resume(request: Launch) -> Launch:
 def prepare(plan: Plan, folder: Path, stream: TextIO, given: Path | None = None) -> None:
     """Have the data and the plan ready in ``folder``. What an earlier run left there is removed,
     which ``stream`` says."""
-    source_of(plan.job).prepare(plan.job)
+    job = run_in(plan.job, folder)
+    source_of(job).prepare(job)
     stale = [path for path in results_of_a_run(folder) if path.exists()]
     for path in stale:
         path.unlink(missing_ok=True)
@@ -137,6 +139,7 @@ def collect(plan: Plan, folder: Path, tolerance: float = 0.1) -> tuple[Measureme
 def check(job: Job, folder: Path, given: Path | None = None) -> None:
     """Raise InputError unless the data can be used, and the folder without loss of a file."""
     source_of(job).check(job)
+    check_log(() if job.train.log is UNSET else job.train.log)
     check_inputs(folder, named_files(job, given), given)
     check_folder(folder, given)
 
@@ -165,4 +168,5 @@ def _quality(plan: Plan, folder: Path) -> Quality | None:
     files = [scores_file(folder, rank) for rank in range(plan.world_size)]
     scores = np.concatenate([np.load(file, allow_pickle=False) for file in files])
     in_order = scores[np.argsort(scores[:, 0], kind="stable")]
-    return source_of(plan.job).quality(plan.job, in_order)
+    job = run_in(plan.job, folder)
+    return source_of(job).quality(job, in_order)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from msgspec import UNSET
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,9 +31,10 @@ from shardwright.core.errors import (
     ShardwrightError,
     expected,
 )
-from shardwright.core.job import checkpoint_folder, named_files
+from shardwright.core.job import checkpoint_folder, named_files, run_in
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.timeline import Phase
+from shardwright.lab.hosts import Hosts
 from shardwright.lab.loop import Measured, measure
 from shardwright.lab.python_model import Call, naming_errors
 from shardwright.lab.resuming import (
@@ -44,14 +47,14 @@ from shardwright.lab.resuming import (
 from shardwright.lab.room import check_room, out_of_memory_at
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Batch
+from shardwright.lab.writers import PROGRESS_SECONDS, writers
 from shardwright.launcher.folder import (
-    MARK,
     check_inputs,
     record_file,
     scores_file,
 )
 from shardwright.launcher.heartbeat import Heartbeat
-from shardwright.launcher.progress import ProgressLog
+from shardwright.launcher.progress import Writer
 from shardwright.launcher.worker import out_of_memory
 from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
@@ -64,8 +67,6 @@ from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import load_checkpoint
-
-PROGRESS_SECONDS = 0.2
 
 
 class Training:
@@ -80,6 +81,7 @@ class Training:
         *,
         resume: bool = False,
         mesh: DeviceMesh | None = None,
+        shown: bool = False,
     ) -> None:
         self.plan = plan
         self.resume = resume
@@ -89,7 +91,8 @@ class Training:
         self.rank = rank
         self.task = task_of(plan.job)
         self.heartbeat = heartbeat
-        self.progress = ProgressLog(folder) if rank == 0 else None
+        self.shown = shown
+        self.writers: list[Writer] = []
         self.device = torch.device("cpu")
         if plan.cluster.compute_device == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -108,6 +111,18 @@ class Training:
 
     def run(self) -> None:
         """Train to the end and leave a record, and scores of what is held out."""
+        if self.rank == 0:
+            saved = complete_steps(checkpoint_folder(self.job, self.folder)) if self.resume else ()
+            log = () if self.job.train.log is UNSET else self.job.train.log
+            step = saved[-1] if saved else 0
+            self.writers = writers(self.folder, log, step=step, shown=self.shown)
+        try:
+            self._run()
+        finally:
+            for writer in self.writers:
+                writer.close()
+
+    def _run(self) -> None:
         mesh = self.mesh or init_device_mesh(self.device.type, (self.plan.world_size,))
         self.guard = Guard(Comm(mesh, self.meter), skip=self.job.train.not_finite == "skip")
         together(self.guard.comm, "memory", self._check_room, _unforeseen)
@@ -183,9 +198,12 @@ class Training:
             step=self.start.step,
         )
 
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        for writer in self.writers:
+            writer.update(entry)
+
     def _say(self, text: str) -> None:
-        if self.progress:
-            self.progress.append({"said": text})
+        self._write({"said": text})
 
     def _train(
         self,
@@ -196,7 +214,7 @@ class Training:
         saves: Saves | None,
     ) -> None:
         steps = self.job.train.steps
-        shown = 0.0
+        shown, before = 0.0, self.start.step
         for step in range(self.start.step + 1, steps + 1):
             try:
                 with self._errors():
@@ -215,10 +233,13 @@ class Training:
                 if saves:
                     saves.after(step, words)
             now = time.monotonic()
-            if self.progress and (now - shown > PROGRESS_SECONDS or step == steps):
-                shown = now
-                text = f"loss on rank 0 {loss:.4f}"
-                self.progress.append({"step": step, "steps": steps, "loss": loss, "text": text})
+            if self.writers and (now - shown > PROGRESS_SECONDS or step == steps):
+                took = (now - shown) / (step - before)
+                shown, before = now, step
+                entry: dict[str, Any] = {"step": step, "steps": steps, "loss": loss}
+                if step > self.start.step + 1:  # the first took what only the first takes
+                    entry["seconds_per_step"] = took
+                self._write(entry | {"text": f"loss on rank 0 {loss:.4f}"})
 
     def _one_step(
         self,
@@ -296,20 +317,24 @@ def train_rank(
     plan: Plan,
     plan_path: Path,
     folder: Path,
-    store: Path | None,
+    store: dist.Store,
     heartbeat: Heartbeat,
     *,
     resume: bool = False,
+    hosts: Hosts | None = None,
 ) -> None:
-    """The body of a worker: join the others (by ``store``, or torchrun's environment) and train."""
+    """The body of a worker: join those who met in ``store`` and train. ``hosts`` of a run that no
+    launcher sees to: rank 0 gets what all of them measured."""
     rank = int(os.environ["RANK"])
+    plan = msgspec.structs.replace(plan, job=run_in(plan.job, folder))  # its fingerprint stays
     check_inputs(folder, named_files(plan.job), plan_path)
     backend = "nccl" if plan.cluster.compute_device == "cuda" else "gloo"
     comm.start(backend, plan.job.train.timeout, rank, plan.world_size, store)
     try:
-        Training(plan, folder, rank, heartbeat, resume=resume).run()
-        if MARK not in os.environ:  # nobody else waits until every rank has left its record
-            comm.wait_for_all()
+        training = Training(plan, folder, rank, heartbeat, resume=resume, shown=hosts is not None)
+        training.run()
+        if hosts:  # nobody else waits until every rank has left its record
+            hosts.bring(training.guard.comm)
         heartbeat.mark("done")
     finally:
         comm.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -88,6 +90,21 @@ def lock_file(folder: Path) -> Path:
 
 def progress_file(folder: Path) -> Path:
     return folder / "progress.jsonl"
+
+
+def is_going_on(folder: Path) -> bool:
+    """Whether a run holds the folder."""
+    try:
+        descriptor = os.open(lock_file(folder), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def results_of_a_run(folder: Path) -> list[Path]:

@@ -45,7 +45,7 @@ from shardwright.launcher.folder import (
 )
 from shardwright.launcher.outcome import Outcome, encode_outcome
 from shardwright.launcher.processes import end_run, run_processes
-from shardwright.launcher.progress import Display, ProgressReader, display_for
+from shardwright.launcher.progress import ProgressReader, Writer, writer_for
 from shardwright.launcher.watch import Watch, in_trouble
 
 _TICK: Final = 0.1
@@ -128,7 +128,7 @@ def launch(
     use or cannot be written.
     """
     mark = secrets.token_hex(6)
-    with _locked(request.folder, mark):
+    with hold(request.folder, mark):
         if prepare:
             prepare()
         with _signals() as caught:
@@ -154,7 +154,7 @@ def _launched(request: Launch, stream: TextIO, mark: str, caught: list[int]) -> 
         )
     watch = Watch(request.folder, request.world_size, torchrun, mark)
     try:
-        end = _watched(request, watch, caught, display_for(stream))
+        end = _watched(request, watch, caught, writer_for(stream))
     except BaseException:
         end_run(torchrun, mark, watch.pids(), None, 0.0)
         raise
@@ -164,7 +164,7 @@ def _launched(request: Launch, stream: TextIO, mark: str, caught: list[int]) -> 
     return outcome
 
 
-def _watched(request: Launch, watch: Watch, caught: list[int], display: Display) -> End:
+def _watched(request: Launch, watch: Watch, caught: list[int], display: Writer) -> End:
     """Wait for the end, and see to it that it is one."""
     progress = ProgressReader(request.folder)
     listen_by = leave_by = float("inf")
@@ -202,8 +202,9 @@ def _end(request: Launch, watch: Watch, caught: list[int]) -> End:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, mark: str) -> Iterator[None]:
-    """Hold the folder: one launcher at a time, and workers see when theirs is gone."""
+def hold(folder: Path, mark: str) -> Iterator[None]:
+    """Hold the folder: one launcher at a time, and workers see when theirs is gone. ``mark`` is the
+    run's number, 12 hexadecimal digits. InputError: the folder is in use or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, TextIO
 
 import msgspec
 
@@ -19,23 +19,38 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-class ProgressLog:
-    """Rank 0's progress, one JSON object a line: ``step, steps, loss`` and what else there is.
+_LONGEST_LINE: Final = 2**16  # bytes
 
-    ``text``, when given, is what a person reads instead of the loss.
-    """
+
+class Writer(Protocol):
+    """Whoever is told of a run's progress."""
+
+    def update(self, entry: Mapping[str, Any]) -> None:
+        """One entry: ``step, steps, loss, seconds_per_step`` and what else there is. ``text``, when
+        given, is what a person reads instead of the loss; what is ``said`` stays, on a line of its
+        own."""
+
+    def close(self) -> None:
+        """The run is over: leave everything as it should stay."""
+
+
+class ProgressLog:
+    """Rank 0's progress in the run folder, one JSON object a line."""
 
     def __init__(self, folder: Path) -> None:
         self._path = progress_file(folder)
 
-    def append(self, entry: Mapping[str, Any]) -> None:
+    def update(self, entry: Mapping[str, Any]) -> None:
         """Opened and closed each time: call it per logged step, not per microsecond."""
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(entry) + b"\n")
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 class ProgressReader:
-    """Reads what a :class:`ProgressLog` appended since the last look."""
+    """Reads what a :class:`ProgressLog` wrote since the last look."""
 
     def __init__(self, folder: Path) -> None:
         self._path = progress_file(folder)
@@ -60,16 +75,47 @@ class ProgressReader:
         return entries
 
 
-class Display(Protocol):
-    def update(self, entry: Mapping[str, Any]) -> None:
-        """Show one entry of ``progress.jsonl``: ``step``, ``steps``, ``loss``, ``text``; what is
-        ``said`` stays, on a line of its own."""
+class SoFar(NamedTuple):
+    """How far a run has come: its last step, of how many, and rank 0's loss after some of them."""
 
-    def close(self) -> None:
-        """Leave the terminal as it should stay."""
+    step: int
+    steps: int
+    points: tuple[tuple[int, float], ...]
 
 
-def display_for(stream: TextIO) -> Display:
+def so_far(folder: Path, most: int = 1000) -> SoFar | None:
+    """What ``progress.jsonl`` says, in at most ``most`` points; None where it says nothing yet.
+
+    Read line by line, for it grows with the run; a line that is none of ours is passed over.
+    """
+    points: list[tuple[int, float]] = []
+    step, steps, stride, seen = 0, 0, 1, 0
+    try:
+        with progress_file(folder).open("rb") as file:
+            for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
+                try:
+                    entry = msgspec.json.decode(line, type=_Step)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+                step, steps, seen = entry.step, entry.steps, seen + 1
+                if seen % stride == 0:
+                    points.append((step, entry.loss))
+                if len(points) > most:
+                    points, stride = points[1::2], 2 * stride
+    except OSError:
+        return None
+    return SoFar(step, steps, tuple(points)) if seen else None
+
+
+class _Step(msgspec.Struct):
+    """An entry about a step."""
+
+    step: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    steps: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    loss: float
+
+
+def writer_for(stream: TextIO) -> Writer:
     """A bar on a terminal; lines where there is none, under NO_COLOR and on a dumb terminal."""
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Lines(stream) if plain or not stream.isatty() else Bar(stream)

@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from msgspec import UNSET
 
-from shardwright.core.measurement import Comparison, Measurement, Quality, Saved
+from shardwright.core.measurement import Comparison, Curve, Measurement, Quality, Saved
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets, plan_sheets, svg
@@ -72,22 +72,33 @@ def render(
     measurement: Measurement | None,
     comparison: Comparison | None,
     outcome_text: str = "",
+    curve: Curve | None = None,
 ) -> str:
-    """The report of a plan, and of its run where there is one, as a whole HTML document."""
+    """The report of a plan, and of its run where there is one, as a whole HTML document.
+
+    ``curve`` is the loss so far of a run without a measurement.
+    """
     here = files("shardwright.report")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(here.joinpath("report.html.j2").read_text("utf-8"))
     css = Markup(here.joinpath("report.css").read_text("utf-8"))
-    page = _page(plan, measurement, comparison, outcome_text)
+    page = _page(plan, measurement, comparison, outcome_text, curve)
     return template.render(page=page, css=css).lstrip()
 
 
 def _page(
-    plan: Plan, measurement: Measurement | None, comparison: Comparison | None, outcome: str
+    plan: Plan,
+    measurement: Measurement | None,
+    comparison: Comparison | None,
+    outcome: str,
+    curve: Curve | None,
 ) -> Page:
     state, said = _verdict(measurement, comparison)
+    so_far = measurement is None and curve is not None
+    if measurement:
+        curve = measurement.curve
     return Page(
         title=f"{printable(plan.job.model.name)} on {counted(plan.world_size, 'rank')}",
         subtitle=_subtitle(plan, measurement),
@@ -106,8 +117,12 @@ def _page(
         "filled part lies on that rank. Sizes count every copy.",
         phases=Markup(svg.phase_chart(plan, measurement)),
         phases_caption=_phases_caption(plan, measurement),
-        loss=Markup(svg.loss_curve(measurement.curve, measurement.quality) if measurement else ""),
-        loss_caption="Log-loss of the global batch, in nats. The lines for held-out rows use data "
+        loss=Markup(svg.loss_curve(curve, measurement.quality if measurement else None))
+        if curve
+        else Markup(""),
+        loss_caption="Loss on rank 0 so far."
+        if so_far
+        else "Log-loss of the global batch, in nats. The lines for held-out rows use data "
         "the model was not trained on.",
         search=f"{plan_sheets.speed_line(plan)} {plan_sheets.search_line(plan)}",
         tables=plan_sheets.tables_sheet(plan),

@@ -18,7 +18,7 @@ from shardwright.core.layout import unit_layout
 from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.tensor import TensorSpec
-from shardwright.runtime.comm import Comm, fingerprint_of
+from shardwright.runtime.comm import Comm, fingerprint_of, flat
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
@@ -32,6 +32,8 @@ from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.parameter import DTYPES, Member, find_members
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.trace.checkpointing import apply_checkpointing
+
+HOSTS = ("host", "device")  # dimensions of a mesh of several hosts
 
 
 @runtime_checkable
@@ -64,9 +66,12 @@ def apply(
     :class:`MismatchError` before anything moves if ranks disagree on plan, model or versions, or if
     the mesh or the model is not the plan's; :class:`UnsupportedError` for what this version plans
     but does not run. Blocks that the plan has checkpointed are computed again in their backward,
-    with the same random numbers.
+    with the same random numbers. A mesh of two dimensions named ``HOSTS`` has the plan's hosts and
+    their ranks; any other one is of one dimension.
     """
     check_type(plan, Plan, "plan", "read_plan reads a file.")
+    if mesh.mesh_dim_names == HOSTS:
+        mesh = flat(mesh)
     comm = Comm(mesh, probe)
     _agree(comm, model, plan)
     if comm.size != plan.world_size:

@@ -21,50 +21,50 @@ from shardwright.runtime.pending import Pending
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.torch_private import flattened
 
-__all__ = ["Comm", "Peers", "Pending", "fingerprint_of", "flat", "start", "stop", "wait_for_all"]
+__all__ = [
+    "Comm",
+    "Peers",
+    "Pending",
+    "fingerprint_of",
+    "flat",
+    "meet",
+    "start",
+    "stop",
+]
 
 START_SECONDS = 300.0  # some ranks start later than others by more than a step may take
 
 
-def start(
-    backend: str, timeout_seconds: float, rank: int, world_size: int, store: Path | None = None
-) -> None:
-    """Join the process group; every wait in it is bounded by ``timeout_seconds``.
-
-    Ranks meet at the file ``store``, which opens no port, and wait there ``START_SECONDS`` for each
-    other; or where torchrun's environment says.
-    """
-    timeout = timedelta(seconds=timeout_seconds)
-    meeting: dist.Store
+def meet(
+    timeout_seconds: float, rank: int, world_size: int, store: Path | None = None
+) -> dist.Store:
+    """The store in which ranks meet: the file ``store``, which opens no port, where they wait
+    ``START_SECONDS`` for each other; or where torchrun's environment says."""
     if store is not None:
         meeting = dist.FileStore(str(store), world_size)
         meeting.set(f"started/{rank}", "")
         started = [f"started/{each}" for each in range(world_size)]
         meeting.wait(started, timedelta(seconds=START_SECONDS))
-    else:
-        found, rank, world_size = _meet(timeout)
-        # torchrun's store outlives its workers: a rank must not meet one that was restarted
-        meeting = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), found)
-    dist.init_process_group(
-        backend, store=meeting, rank=rank, world_size=world_size, timeout=timeout
-    )
-
-
-def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Store, rank and number of ranks that the environment names."""
+        return meeting
     try:
-        return next(dist.rendezvous("env://", timeout=timeout))
+        found, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         where = f"MASTER_PORT={os.environ.get('MASTER_PORT')}"
         remedy = "Name another: torchrun --master-port."
         raise InputError(expected(where, "a port that is free", "one in use", remedy)) from error
+    # torchrun's store outlives its workers: a rank must not meet one that was restarted
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), found)
 
 
-def wait_for_all() -> None:
-    """Return when every rank of the process group is here."""
-    dist.barrier()
+def start(
+    backend: str, timeout_seconds: float, rank: int, world_size: int, store: dist.Store
+) -> None:
+    """Join the process group of those who met in ``store``; every wait in it is bounded by
+    ``timeout_seconds``."""
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def stop() -> None:

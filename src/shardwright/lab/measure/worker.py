@@ -70,7 +70,7 @@ class Worker:
         for self.step, section in enumerate(sections, 1):
             if progress:
                 count = len(sections)
-                progress.append({"step": self.step, "steps": count, "text": section.title})
+                progress.update({"step": self.step, "steps": count, "text": section.title})
             seconds = section.seconds * (QUICK if quick else 1.0)
             bench.measure(section.runs(), seconds, LEAST_QUICK if quick else LEAST)
         self._leave(bench, link.paths)
@@ -135,7 +135,8 @@ def main() -> int:
 
     def body(heartbeat: Heartbeat) -> None:
         worker = Worker(options.folder, rank, world_size, heartbeat)
-        comm.start(worker.backend, TIMEOUT, rank, world_size, store_file(options.folder))
+        store = comm.meet(TIMEOUT, rank, world_size, store_file(options.folder))
+        comm.start(worker.backend, TIMEOUT, rank, world_size, store)
         try:
             worker.run(options.quick)
             heartbeat.mark("done")

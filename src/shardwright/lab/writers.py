@@ -1,0 +1,81 @@
+"""Where a run's progress goes: its folder, a terminal, TensorBoard, Weights & Biases.
+
+All are a :class:`~shardwright.launcher.progress.Writer`; the last two need a package of their own,
+which is imported where a job or a loop names it in ``log``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from shardwright.core.errors import InputError, expected
+from shardwright.launcher.progress import ProgressLog, Writer, writer_for
+
+WRITERS: Final = ("tensorboard", "wandb")  # names in `log`, and of the packages they need
+PROGRESS_SECONDS: Final = 0.2  # between two entries about steps
+_SERIES: Final = ("loss", "seconds_per_step")
+
+
+def check_log(log: Iterable[str], where: str = "train.log") -> None:
+    """InputError unless every name is of a writer whose package is installed."""
+    for name in log:
+        if name not in WRITERS:
+            raise InputError(expected(where, f"some of {', '.join(WRITERS)}", repr(name)))
+        if name not in sys.modules and importlib.util.find_spec(name) is None:
+            remedy = f"pip install {name}, or leave it out: progress.jsonl has the same."
+            raise InputError(expected(where, f"{name} to be installed", "no such package", remedy))
+
+
+def writers(
+    folder: Path, log: Iterable[str] = (), *, step: int = 0, shown: bool = False
+) -> list[Writer]:
+    """Those of a run in ``folder`` that begins after ``step``; ``shown``: on stderr, too."""
+    found: list[Writer] = [ProgressLog(folder)]
+    if shown:
+        found.append(writer_for(sys.stderr))
+    made = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    return [*found, *(made[name](folder, step) for name in log)]
+
+
+class TensorBoard:
+    """Event files in ``tensorboard/`` of the run folder, by torch's own writer."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        board = importlib.import_module("torch.utils.tensorboard")
+        purge = step + 1 if step else None  # what a run wrote after the checkpoint did not happen
+        self._board = board.SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        self._step = step
+
+    def update(self, entry: Mapping[str, Any]) -> None:
+        self._step = entry.get("step", self._step)
+        for name in _SERIES:
+            if name in entry:
+                self._board.add_scalar(name, entry[name], self._step)
+        if "said" in entry:
+            self._board.add_text("said", str(entry["said"]), self._step)
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, named as the run folder; its settings are the package's own."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        package = importlib.import_module("wandb")
+        self._run = package.init(project="shardwright", name=folder.name, dir=str(folder))
+        self._step = step
+
+    def update(self, entry: Mapping[str, Any]) -> None:
+        self._step = entry.get("step", self._step)
+        series = {name: entry[name] for name in _SERIES if name in entry}
+        if series:
+            self._run.log(series, step=self._step)
+
+    def close(self) -> None:
+        self._run.finish()
