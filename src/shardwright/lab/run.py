@@ -14,11 +14,10 @@ from torch import nn
 from shardwright.core.checkpoint_section import CheckpointSection
 from shardwright.core.measurement import Measurement
 from shardwright.core.plan import Plan
-from shardwright.core.timeline import Phase
-from shardwright.lab.loop import measure
+from shardwright.lab.loop import measure, metered
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.runtime.checkpoint.folders import complete_steps
-from shardwright.runtime.meter import Meter, comm_of
+from shardwright.runtime.meter import comm_of
 from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import Resumed, load_checkpoint
 
@@ -63,8 +62,7 @@ class Run:
         comm = comm_of(model)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._heartbeat = Heartbeat.create(self.folder, comm.rank)
-        on_cpu = comm.mesh.device_type == "cpu"
-        self.meter = Meter(comm.rank, self._listen, None if on_cpu else torch.cuda.synchronize)
+        self.meter = metered(comm.rank, self._heartbeat, comm.mesh.device_type)
         saved = self.folder / "checkpoints"
         if complete_steps(saved):
             self.resumed = load_checkpoint(saved, model, optimizer, random_state=True)
@@ -105,12 +103,6 @@ class Run:
     def gather(self) -> Measurement:
         """What all ranks measured (collective), for ``sw.compare``."""
         return self.measured.gather()
-
-    def _listen(self, phase: Phase | None) -> None:
-        if phase is None:
-            self._heartbeat.begin(step=self.meter.number)
-        else:
-            self._heartbeat.mark(phase, self.meter.number)
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
