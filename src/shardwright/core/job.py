@@ -393,7 +393,7 @@ def _with_tables(document: dict[str, Any], where: str, path: Path | None) -> dic
                 expected(f"{where}: model.tables", "a file or [[tables]] in the job", "both")
             )
         document = {**document, "tables": read_tables(named, path)}
-    model = with_kind(model)
+    model = with_kind(model, where, path)
     document = {**document, "model": model} if model else document
     if set(model) <= {"tables"} and not {"data", "train"} & set(document):
         document = {**document, "model": {**model, "kind": "tables"}}

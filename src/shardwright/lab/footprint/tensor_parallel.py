@@ -101,7 +101,7 @@ def _forward(layer: nn.Linear | nn.Embedding, style: Style, degree: int) -> Forw
         return all_reduce(own(x), degree)
 
     def columns(x: torch.Tensor) -> torch.Tensor:
-        return own(copy_to_ranks(x, degree) if x.is_floating_point() else x)  # type: ignore[no-any-return]
+        return own(copy_to_ranks(x, degree) if x.is_floating_point() else x)
 
     def gathered(x: torch.Tensor) -> torch.Tensor:
         return gather_alike(columns(x), -1, degree)

@@ -93,7 +93,7 @@ class Embedding(nn.Module):
 
 def rows_here(weight: torch.Tensor, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
     """Rows of the ``weight`` that is here of a table of ``vocab`` rows, 0 for others' tokens."""
-    return _RowsHere.apply(weight, tokens, vocab)  # type: ignore[no-any-return]
+    return _RowsHere.apply(weight, tokens, vocab)
 
 
 class _RowsHere(torch.autograd.Function):
