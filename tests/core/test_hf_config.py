@@ -243,11 +243,16 @@ def test_layers_with_experts_are_every_nth_but_those_that_are_named() -> None:
             {"model_type": "llama", "num_key_value_heads": 5},
             "x.kv_heads: expected a divisor of the 32 heads, got 5.",
         ),
+        ({"model_type": "t5", "d_kv": 0}, "x: d_kv: expected a whole number from 1, got 0."),
+        (
+            {"model_type": "t5", "feed_forward_proj": "gated-silu"},
+            "x: feed_forward_proj: expected one of relu, gated-gelu, got 'gated-silu'.",
+        ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "x: mlp_only_layers: expected a list"),
     ],
 )
 def test_a_bad_value_is_named_with_its_file_and_key(document: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises((InputError, UnsupportedError)) as caught:
         hf_shape(document, "x")
     assert str(caught.value).startswith(message)
 
@@ -257,7 +262,7 @@ def test_another_family_is_refused_with_those_that_are_known() -> None:
         hf_shape({"model_type": "bert"}, "x")
     assert str(caught.value) == (
         "x: model_type: expected one of llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, "
-        "qwen3_moe, gemma, gemma2, deepseek_v2, deepseek_v3, got 'bert'. "
+        "qwen3_moe, gemma, gemma2, deepseek_v2, deepseek_v3, t5, mt5, got 'bert'. "
         "Give the model as model.python = 'package.module:function'."
     )
 

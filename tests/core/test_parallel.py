@@ -127,8 +127,13 @@ def test_degrees_that_do_not_multiply_are_named(
         (
             "transformer",
             {"tensor": 2},
-            "job: parallel.tensor: expected 1 for kind 'transformer', got 2. Only a llama is "
-            "divided by it.",
+            "job: parallel.tensor: expected 1 for kind 'transformer', got 2. A llama is divided "
+            "by it, or a module of your own.",
+        ),
+        (
+            "dlrm",
+            {"parallelize_plan": {"top": "colwise"}},
+            "job: parallel.parallelize_plan: expected no such key for kind 'dlrm', got one.",
         ),
         (
             "llama",

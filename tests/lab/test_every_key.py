@@ -87,6 +87,7 @@ VALUES: dict[str, Any] = {
     "parallel.capacity_factor": 2.0,
     "parallel.skew": 0.5,
     "parallel.expert_load": "p50",
+    "parallel.parallelize_plan": {"layers.*": "colwise"},
     "memory.checkpointing": "full",
     "memory.lowering": "cuda",
     "memory.runtime": "fsdp2",
@@ -119,7 +120,7 @@ AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
 # What is a limit, or a choice that a small job has no use for.
 OF_LARGER_JOBS = {"planner.time_limit", "planner.options", "planner.dense"}
 # What an estimate of memory shows, not a plan.
-IN_AN_ESTIMATE = {"memory.allocator"}
+IN_AN_ESTIMATE = {"memory.allocator", "parallel.parallelize_plan"}
 # Keys that a run of the kind does not read are no excuse: they are refused.
 UNREAD = {
     "tables": ("train.table_optimizer", "planner.tables", "data.label"),

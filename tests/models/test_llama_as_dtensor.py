@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from live_bytes import Live
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -20,8 +20,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
@@ -30,37 +28,6 @@ from shardwright.models.llama import Llama, loss
 SHAPE = LlamaShape(layers=1, dim=64, heads=8, kv_heads=4, head_dim=8, ffn_dim=192, vocab=256)
 TENSOR, BATCH, LENGTH = 4, 2, 32
 IDS = BATCH * LENGTH * 8  # DTensor keeps a masked copy of the tokens, of int64
-
-
-class Live(TorchDispatchMode):
-    """Bytes of plain tensors on the CPU that were made and are still there, and their most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        found = function(*arguments, **(keywords or {}))
-        for tensor in tree_leaves(found):
-            if type(tensor) is torch.Tensor and not tensor.is_meta:
-                self._count(tensor.untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return found
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = storage.nbytes()
-            weakref.finalize(storage, self.sizes.pop, key)
-
-    @property
-    def now(self) -> int:
-        return sum(self.sizes.values())
 
 
 @pytest.fixture(scope="module")

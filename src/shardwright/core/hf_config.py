@@ -1,4 +1,4 @@
-"""The shape of a decoder from the ``config.json`` of a Hugging Face model, without its weights.
+"""The shape of a decoder or a T5 from the ``config.json`` of a Hugging Face model, no weights.
 
 A key that is missing has the default of the model's configuration class (transformers 4.57), for
 such files leave defaults out.
@@ -15,6 +15,7 @@ import msgspec
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.llama import LlamaShape, check_shape
+from shardwright.core.t5 import T5Shape
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -130,8 +131,18 @@ FAMILIES: dict[str, Defaults] = {
 }
 
 
-def read_hf_config(path: Path | str) -> LlamaShape:
-    """The decoder that a ``config.json`` describes.
+# Encoders with a decoder, and what their classes say where a file says nothing
+T5_FAMILIES: dict[str, T5Shape] = {
+    "t5": T5Shape(),
+    "mt5": T5Shape(
+        vocab=250112, ffn_dim=1024, layers=8, decoder_layers=8, heads=6, gated=True, tied=False
+    ),
+}
+T5_ACTIVATIONS = {"relu": False, "gated-gelu": True}  # and whether they are gated
+
+
+def read_hf_config(path: Path | str) -> LlamaShape | T5Shape:
+    """The decoder, or the encoder and decoder, that a ``config.json`` describes.
 
     InputError names the file and the key; UnsupportedError a model that is not of these families.
     """
@@ -145,16 +156,18 @@ def read_hf_config(path: Path | str) -> LlamaShape:
     return hf_shape(document, str(path))
 
 
-def hf_shape(document: dict[str, Any], where: str = "config.json") -> LlamaShape:
-    """The decoder of a decoded configuration."""
+def hf_shape(document: dict[str, Any], where: str = "config.json") -> LlamaShape | T5Shape:
+    """The model of a decoded configuration."""
     if "model_type" not in document:
         raise InputError(expected(f"{where}: model_type", "a value", "none"))
     family = document["model_type"]
+    if isinstance(family, str) and family in T5_FAMILIES:
+        return _t5_shape(_Reader(document, where), T5_FAMILIES[family])
     if not isinstance(family, str) or family not in FAMILIES:
         raise UnsupportedError(
             expected(
                 f"{where}: model_type",
-                f"one of {', '.join(FAMILIES)}",
+                f"one of {', '.join((*FAMILIES, *T5_FAMILIES))}",
                 repr(family),
                 "Give the model as model.python = 'package.module:function'.",
             )
@@ -211,6 +224,33 @@ class _Reader:
     def _value(self, key: str, default: Any) -> Any:
         value = self.document.get(key)
         return default if value is None else value
+
+
+def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:
+    """A T5; its decoder is as deep as its encoder unless the file says otherwise."""
+    activation = read.document.get("feed_forward_proj")
+    if activation not in (None, *T5_ACTIVATIONS):
+        wanted = f"one of {', '.join(T5_ACTIVATIONS)}"
+        raise UnsupportedError(
+            expected(f"{read.where}: feed_forward_proj", wanted, repr(activation))
+        )
+    layers = read.size("num_layers", usual.layers)
+    dropout = read.document.get("dropout_rate") == 0 or read.real("dropout_rate", usual.dropout)
+    return T5Shape(
+        vocab=read.size("vocab_size", usual.vocab),
+        dim=read.size("d_model", usual.dim),
+        head_dim=read.size("d_kv", usual.head_dim),
+        ffn_dim=read.size("d_ff", usual.ffn_dim),
+        layers=layers,
+        decoder_layers=read.size("num_decoder_layers", layers),
+        heads=read.size("num_heads", usual.heads),
+        buckets=read.size("relative_attention_num_buckets", usual.buckets, 4),
+        farthest=read.size("relative_attention_max_distance", usual.farthest),
+        dropout=0.0 if dropout is True else dropout,
+        norm_eps=read.real("layer_norm_epsilon", usual.norm_eps),
+        gated=T5_ACTIVATIONS.get(activation, usual.gated),
+        tied=read.flag("tie_word_embeddings", usual.tied),
+    )
 
 
 def _shape(read: _Reader, family: Defaults) -> LlamaShape:

@@ -132,8 +132,8 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds;
-    ``not_finite`` what becomes of a step with gradients that are not finite; ``log`` who is told of
-    its progress beside the terminal and the run folder.
+    ``not_finite`` what becomes of a step with gradients that are not finite; ``log`` where
+    its progress goes beside the terminal and the run folder.
 
     ``optimizer`` is that of dense parameters, AdamW by default for a llama and the user's own.
     Tables are updated by ``table_optimizer``, SGD beside SGD, where they do not name one
@@ -401,7 +401,7 @@ def _with_tables(document: dict[str, Any], where: str, path: Path | None) -> dic
                 expected(f"{where}: model.tables", "a file or [[tables]] in the job", "both")
             )
         document = {**document, "tables": read_tables(named, path)}
-    model = with_kind(model)
+    model = with_kind(model, where, path)
     document = {**document, "model": model} if model else document
     if set(model) <= {"tables"} and not {"data", "train"} & set(document):
         document = {**document, "model": {**model, "kind": "tables"}}

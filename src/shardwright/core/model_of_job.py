@@ -24,6 +24,7 @@ HONOURED = (
     "reduce_dtype",
     "allocator",
     "data_shard",
+    "parallelize_plan",  # which parallel.tensor reads, that no plan follows
 )
 # What a DLRM's tables do not have: a bag of each feature for every sample, straight from memory.
 PLAIN: dict[str, object] = {
@@ -80,10 +81,15 @@ def _found(job: Job, table: RecordedTable) -> TableSpec:
 
 def reads_bags(job: Job) -> bool:
     """Whether the tables of a DLRM are given bags, feature by feature, and not one id each."""
-    return job.data.kind == "columns" or any(
-        table.pooling_factors != (1.0,) or table.weighted or table.dim != job.tables[0].dim
-        for table in job.tables
-    )
+    return job.data.kind == "columns" or any(tables_of_bags(job))
+
+
+def tables_of_bags(job: Job) -> Iterator[str]:
+    """Names of tables that one unweighted id for each sample and the first table's dim are not
+    enough for."""
+    for table in job.tables:
+        if table.pooling_factors != (1.0,) or table.weighted or table.dim != job.tables[0].dim:
+            yield table.name
 
 
 def step_dtypes(job: Job) -> tuple[str, str]:

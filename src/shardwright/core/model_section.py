@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.errors import InputError, expected
 from shardwright.core.hf_config import read_hf_config
 from shardwright.core.llama import LATENT, LlamaShape, check_shape
+from shardwright.core.t5 import T5Shape
 
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Depth = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -23,6 +24,7 @@ Words = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 ModelKind = Literal["dlrm", "transformer", "tables", "llama", "python"]
 WITHOUT_TABLES: tuple[ModelKind, ...] = ("transformer", "llama", "python")
+OURS = "shardwright.models."  # functions of our own that a configuration stands for
 ESTIMATED: tuple[ModelKind, ...] = ("llama", "python")  # also where no plan follows [memory]
 
 
@@ -71,7 +73,9 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def name(self) -> str:
         """What people call the model: its function, its Hugging Face config, else its kind."""
         if self.python is not UNSET:
-            return self.python.replace(":", ".")
+            own = self.python.removeprefix(OURS)
+            path = self.python.replace(":", ".")
+            return path if own == self.python else own.partition(":")[0]
         if self.hf_config is not UNSET:
             path = Path(self.hf_config)
             return (path.parent.name if path.stem == "config" else path.stem) or self.kind
@@ -101,8 +105,15 @@ KEYS_OF_KIND: dict[ModelKind, tuple[str, ...]] = {
 }
 
 
-def with_kind(model: dict[str, Any]) -> dict[str, Any]:
-    """A decoded section with the kind that a key of one kind alone implies."""
+def with_kind(
+    model: dict[str, Any], where: str = "job", job_path: Path | None = None
+) -> dict[str, Any]:
+    """A decoded section with the kind that a key of one kind alone implies; a configuration of a
+    model that is built by a function of ours becomes a call of it."""
+    if "kind" not in model and isinstance(model.get("hf_config"), str) and len(model) == 1:
+        found = read_hf_config(_found(model["hf_config"], where, job_path))
+        if isinstance(found, T5Shape):
+            return {"kind": "python", "python": f"{OURS}t5:build", "arguments": _changed(found)}
     if "kind" not in model and "hf_config" in model:
         return {**model, "kind": "llama"}
     if "kind" not in model and "python" in model:
@@ -144,7 +155,12 @@ def completed(model: ModelSection, where: str, job_path: Path | None) -> ModelSe
         check_shape(shape, f"{where}: model")
     else:
         _refuse_widths(model, where)
-        shape = read_hf_config(_found(model.hf_config, where, job_path))
+        path = _found(model.hf_config, where, job_path)
+        found = read_hf_config(path)
+        if isinstance(found, T5Shape):
+            wanted = "no other key of [model] beside a configuration of a T5"
+            raise InputError(expected(f"{where}: model", wanted, "one"))
+        shape = found
     return msgspec.structs.replace(model, shape=shape)
 
 
@@ -193,6 +209,12 @@ def cross_of(model: ModelSection) -> tuple[int, int]:
 
 def _given(value: Any, otherwise: Any) -> Any:
     return otherwise if value is UNSET else value
+
+
+def _changed(shape: T5Shape) -> dict[str, Any]:
+    """What is not by default."""
+    usual = msgspec.to_builtins(T5Shape())
+    return {k: v for k, v in msgspec.to_builtins(shape).items() if v != usual[k]}
 
 
 def _refuse_widths(model: ModelSection, where: str) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama import LlamaShape
@@ -13,7 +14,7 @@ from shardwright.core.llama_local import LocalShape, LossKind, check_local
 from shardwright.core.pipelining import chunk_count
 
 MAX_WORLD = 2**20  # ranks in a job whose memory is estimated
-LLAMA_ONLY = ("tensor", "pipeline", "context", "expert")
+LLAMA_ONLY = ("pipeline", "context", "expert")
 # What says how these degrees divide a model
 BESIDE_LLAMA = ("sequence", "schedule", "chunks", "routing", "expert_load")
 DEFAULT_CAPACITY = 1.25
@@ -22,6 +23,9 @@ DEFAULT_SKEW = 0.3
 Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 Rest = Annotated[int, msgspec.Meta(ge=-1, le=MAX_WORLD)]
 Quantile = Literal["p50", "p99"]
+# How a layer of a user's module is cut over tensor ranks: outputs of a Linear or columns of an
+# Embedding, which stay apart or are gathered; or inputs or rows, whose results are summed.
+Style = Literal["colwise", "colwise_rep", "rowwise"]
 # Deviations from the mean of a normal distribution below which that share lies.
 QUANTILES: dict[Quantile, float] = {"p50": 0.0, "p99": 2.3263478740408408}
 
@@ -37,6 +41,9 @@ class ParallelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``routing`` says how many tokens the experts of a rank receive: as many as on any other, a
     ``capacity_factor`` times that, or a random share whose deviation between experts is ``skew``
     times the mean, of which the median is shown, and one in a hundred where ``expert_load`` is p99.
+
+    ``parallelize_plan`` names the layers of a user's module that ``tensor`` cuts, by paths in which
+    ``*`` stands for any part.
     """
 
     data_replicate: Degree = 1
@@ -53,6 +60,7 @@ class ParallelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capacity_factor: Annotated[float, msgspec.Meta(gt=0, le=1e4)] | None = None
     skew: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
     expert_load: Quantile = "p99"
+    parallelize_plan: dict[str, Style] | UnsetType = UNSET
 
 
 class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,6 +160,7 @@ def check_parallel(section: ParallelSection, kind: str, where: str) -> None:
                     "Only a llama is divided by it.",
                 )
             )
+    _check_tensor(section, kind, where)
     usual = ParallelSection()
     for name in BESIDE_LLAMA if kind != "llama" else ():
         value = getattr(section, name)
@@ -177,6 +186,32 @@ def check_parallel(section: ParallelSection, kind: str, where: str) -> None:
             expected(f"{where}: parallel.chunks", "1 without a pipeline", str(section.chunks))
         )
     chunk_count(section.schedule, section.chunks if section.pipeline > 1 else None)
+
+
+def _check_tensor(section: ParallelSection, kind: str, where: str) -> None:
+    """A llama is cut as TorchTitan does it, a module of the user's own as its job says."""
+    plan = section.parallelize_plan
+    if plan is not UNSET and kind != "python":
+        what = f"no such key for kind '{kind}'"
+        raise InputError(expected(f"{where}: parallel.parallelize_plan", what, "one"))
+    if section.tensor == 1 or kind == "llama":
+        return
+    if kind != "python":
+        remedy = "A llama is divided by it, or a module of your own."
+        raise InputError(
+            expected(
+                f"{where}: parallel.tensor", f"1 for kind '{kind}'", str(section.tensor), remedy
+            )
+        )
+    if not plan:
+        raise InputError(
+            expected(
+                f"{where}: parallel.parallelize_plan",
+                "which layers parallel.tensor cuts",
+                "none",
+                'Such as { "layers.*.up" = "colwise", "layers.*.down" = "rowwise" }.',
+            )
+        )
 
 
 def check_divides(

@@ -42,10 +42,8 @@ def log_loss(labels: ArrayLike, probabilities: ArrayLike) -> float:
     epsilon of its type away from 0 and 1, so that a saturated sigmoid costs a finite amount (at
     most 15.9 in float32, 36.0 in float64). Raises InputError on NaN or anything out of range.
     """
-    clicked = _labels(labels)
     given = np.asarray(probabilities)
-    p = _probabilities("probabilities", given)
-    _same_length("probabilities", p, clicked)
+    clicked, p = _predicted(labels, given)
     kind = given.dtype if np.issubdtype(given.dtype, np.floating) else np.dtype(np.float64)
     edge = float(np.finfo(kind).eps)
     p = np.clip(p, edge, 1.0 - edge)
@@ -54,8 +52,7 @@ def log_loss(labels: ArrayLike, probabilities: ArrayLike) -> float:
 
 def accuracy(labels: ArrayLike, probabilities: ArrayLike) -> float:
     """Share of rows whose likelier label, a click from 1/2 on, is the one that happened."""
-    clicked, p = _labels(labels), _probabilities("probabilities", probabilities)
-    _same_length("probabilities", p, clicked)
+    clicked, p = _predicted(labels, probabilities)
     return float(((p >= 0.5) == clicked).mean())
 
 
@@ -78,8 +75,7 @@ def normalized_entropy(labels: ArrayLike, probabilities: ArrayLike) -> float:
 
 def calibration(labels: ArrayLike, probabilities: ArrayLike) -> float:
     """Predicted clicks over real ones. Raises InputError where there is no click."""
-    clicked, p = _labels(labels), _probabilities("probabilities", probabilities)
-    _same_length("probabilities", p, clicked)
+    clicked, p = _predicted(labels, probabilities)
     if not clicked.any():
         raise InputError(expected("labels", "a click", "none", "Use more rows."))
     return float(p.sum() / clicked.sum())
@@ -143,6 +139,15 @@ def _probabilities(name: str, values: ArrayLike) -> NDArray[np.float64]:
     column = _column(name, values)
     _refuse(name, "probabilities from 0 to 1", column, (column < 0.0) | (column > 1.0))
     return column
+
+
+def _predicted(
+    labels: ArrayLike, probabilities: ArrayLike
+) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """Both as columns, of one length."""
+    clicked, p = _labels(labels), _probabilities("probabilities", probabilities)
+    _same_length("probabilities", p, clicked)
+    return clicked, p
 
 
 def _refuse(name: str, wanted: str, column: NDArray[np.float64], wrong: NDArray[np.bool_]) -> None:

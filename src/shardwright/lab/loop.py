@@ -15,6 +15,8 @@ from torch import nn
 from shardwright import __version__
 from shardwright.core.measurement import RECORD_SCHEMA, Measurement, Record, Saved, merge
 from shardwright.core.plan import Plan
+from shardwright.core.timeline import Phase
+from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.meter import Meter, comm_of
 
@@ -116,10 +118,25 @@ def measure(
     """
     comm = comm_of(model)
     if meter is None:
-        on_cpu = comm.mesh.device_type == "cpu"
-        meter = Meter(comm.rank, None, None if on_cpu else torch.cuda.synchronize)
+        meter = metered(comm.rank, None, comm.mesh.device_type)
     try:
         with meter.watching(model, optimizer):
             yield Measured(plan, comm, meter)
     finally:
         comm.step = None
+
+
+def metered(rank: int, heartbeat: Heartbeat | None, device_type: str) -> Meter:
+    """A meter for a rank's loop, by which a ``heartbeat`` beats."""
+    meter = Meter(rank, None, None if device_type == "cpu" else torch.cuda.synchronize)
+
+    def beat(phase: Phase | None) -> None:
+        assert heartbeat is not None
+        if phase is None:
+            heartbeat.begin(step=meter.number)
+        else:
+            heartbeat.mark(phase, meter.number)
+
+    if heartbeat is not None:
+        meter.listener = beat
+    return meter

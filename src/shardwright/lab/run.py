@@ -15,13 +15,12 @@ from torch import nn
 from shardwright.core.checkpoint_section import CheckpointSection
 from shardwright.core.measurement import Measurement
 from shardwright.core.plan import Plan
-from shardwright.core.timeline import Phase
-from shardwright.lab.loop import measure
+from shardwright.lab.loop import measure, metered
 from shardwright.lab.writers import PROGRESS_SECONDS, check_log, writers
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.progress import Writer
 from shardwright.runtime.checkpoint.folders import complete_steps
-from shardwright.runtime.meter import Meter, comm_of
+from shardwright.runtime.meter import comm_of
 from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import Resumed, load_checkpoint
 
@@ -65,7 +64,7 @@ class Run:
         self._log = log
         self._writers: list[Writer] = []
         self._count = 0
-        self._told = 0.0
+        self._written = 0.0
         self._around = ExitStack()
 
     def __enter__(self) -> Run:
@@ -73,8 +72,7 @@ class Run:
         comm = comm_of(model)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._heartbeat = Heartbeat.create(self.folder, comm.rank)
-        on_cpu = comm.mesh.device_type == "cpu"
-        self.meter = Meter(comm.rank, self._listen, None if on_cpu else torch.cuda.synchronize)
+        self.meter = metered(comm.rank, self._heartbeat, comm.mesh.device_type)
         saved = self.folder / "checkpoints"
         if complete_steps(saved):
             self.resumed = load_checkpoint(saved, model, optimizer, random_state=True)
@@ -115,7 +113,7 @@ class Run:
         """A step is over (collective); ``loss`` is this rank's, for the curve."""
         number = self.meter.number
         if loss is not None:
-            self._tell(number, loss)
+            self._write(number, loss)
         with self.measured.between(loss):
             self._saves.after(number, self._saves.agreed(number))
 
@@ -123,17 +121,11 @@ class Run:
         """What all ranks measured (collective), for ``sw.compare``."""
         return self.measured.gather()
 
-    def _listen(self, phase: Phase | None) -> None:
-        if phase is None:
-            self._heartbeat.begin(step=self.meter.number)
-        else:
-            self._heartbeat.mark(phase, self.meter.number)
-
-    def _tell(self, step: int, loss: torch.Tensor | float) -> None:
+    def _write(self, step: int, loss: torch.Tensor | float) -> None:
         now = time.monotonic()
-        if not self._writers or (now - self._told < PROGRESS_SECONDS and step < self._count):
+        if not self._writers or (now - self._written < PROGRESS_SECONDS and step < self._count):
             return
-        self._told = now
+        self._written = now
         for writer in self._writers:
             writer.update({"step": step, "steps": self._count, "loss": float(loss)})
 

@@ -33,9 +33,8 @@ from shardwright.core.errors import (
 )
 from shardwright.core.job import checkpoint_folder, named_files, run_in
 from shardwright.core.plan import Plan, read_plan
-from shardwright.core.timeline import Phase
 from shardwright.lab.hosts import Hosts
-from shardwright.lab.loop import Measured, measure
+from shardwright.lab.loop import Measured, measure, metered
 from shardwright.lab.python_model import Call, naming_errors
 from shardwright.lab.resuming import (
     Start,
@@ -62,7 +61,6 @@ from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.guard import Guard
-from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
@@ -97,17 +95,10 @@ class Training:
         if plan.cluster.compute_device == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(self.device)
-        on_cpu = self.device.type == "cpu"
         self._errors: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(plan.job.model.python, str):
             self._errors = partial(naming_errors, Call.of(plan.job).where)
-        self.meter = Meter(rank, self._listen, None if on_cpu else torch.cuda.synchronize)
-
-    def _listen(self, phase: Phase | None) -> None:
-        if phase is None:
-            self.heartbeat.begin(step=self.meter.number)
-        else:
-            self.heartbeat.mark(phase, self.meter.number)
+        self.meter = metered(rank, heartbeat, self.device.type)
 
     def run(self) -> None:
         """Train to the end and leave a record, and scores of what is held out."""

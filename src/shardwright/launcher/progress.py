@@ -23,7 +23,7 @@ _LONGEST_LINE: Final = 2**16  # bytes
 
 
 class Writer(Protocol):
-    """Whoever is told of a run's progress."""
+    """Where a run's progress is written."""
 
     def update(self, entry: Mapping[str, Any]) -> None:
         """One entry: ``step, steps, loss, seconds_per_step`` and what else there is. ``text``, when

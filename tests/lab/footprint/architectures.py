@@ -342,3 +342,56 @@ def aimed(batch: int, sequence: int, targets: bool) -> Made:
 
     given = (torch.zeros(batch, sequence, dtype=torch.int64),) if targets else ()
     return model, tokens, loss, *given
+
+
+class Attending(nn.Module):
+    """Attention and a gated product, which take their widths from what their layers give."""
+
+    def __init__(self, dim: int, head: int, bias: bool) -> None:
+        super().__init__()
+        self.head = head
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+        self.queries, self.keys, self.values = (nn.Linear(dim, dim, bias) for _ in range(3))
+        self.out = nn.Linear(dim, dim, bias)
+        self.gate, self.up = (nn.Linear(dim, 3 * dim, bias) for _ in range(2))
+        self.down = nn.Linear(3 * dim, dim, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[0](x)
+        heads = (
+            part(y).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for part in (self.queries, self.keys, self.values)
+        )
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class Attended(nn.Module):
+    """Blocks that attend, between an embedding and a head."""
+
+    def __init__(self, depth: int, dim: int, head: int, bias: bool, tied: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(96, dim)
+        self.layers = nn.ModuleList(Attending(dim, head, bias) for _ in range(depth))
+        self.output = nn.Linear(dim, 96, bias=False)
+        if tied:
+            self.output.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+def attended(
+    batch: int,
+    sequence: int,
+    depth: int = 6,
+    bias: bool = True,
+    tied: bool = False,
+) -> Made:
+    tokens = torch.zeros(batch, sequence, dtype=torch.int64)
+    return Attended(depth, 32, 4, bias, tied), tokens

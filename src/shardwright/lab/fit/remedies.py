@@ -91,11 +91,15 @@ def _ways(job: Job, world_size: int, shards: int | None) -> Iterator[Way]:
 
 
 def _degrees(job: Job) -> Iterator[tuple[str, int]]:
-    """Larger degrees of a llama, by name; of experts all that there are."""
+    """Larger degrees of a llama, by name; of experts all that there are. A module of the user's
+    own is divided where the job says how."""
     shape, section = job.model.shape, parallel_of(job)
-    if not isinstance(shape, LlamaShape):
-        return
-    for name, degrees in {"expert": (shape.experts,), **DEGREES}.items():
+    tried: dict[str, tuple[int, ...]] = {}
+    if isinstance(shape, LlamaShape):
+        tried = {"expert": (shape.experts,), **DEGREES}
+    elif section.parallelize_plan:
+        tried = {"tensor": DEGREES["tensor"]}
+    for name, degrees in tried.items():
         yield from ((name, each) for each in degrees if each > getattr(section, name))
 
 

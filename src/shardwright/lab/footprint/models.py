@@ -101,7 +101,7 @@ class LlamaModel:
 
 
 class PythonModel:
-    """A module that a function returns, in one piece."""
+    """A module that a function returns, in one piece; tensor ranks have parts of its layers."""
 
     def __init__(self, job: Job, degrees: Degrees, treatment: Treatment) -> None:
         several = degrees.microbatches
@@ -110,7 +110,7 @@ class PythonModel:
         self.layers = len(self.recording.units)
 
     def recorded(self, parallel: ParallelSection, stage: Stage) -> RecordedStage:
-        """The whole module; nothing divides it."""
+        """The whole module, in one stage."""
         return RecordedStage(self.recording)
 
 

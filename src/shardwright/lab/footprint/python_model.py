@@ -15,10 +15,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright.core.job import Job
+from shardwright.core.job import Job, parallel_of
 from shardwright.core.model_of_job import step_dtypes
+from shardwright.core.parallel import Style
 from shardwright.core.recording import Recording
 from shardwright.lab.footprint.routed import Routed
+from shardwright.lab.footprint.tensor_parallel import cut
 from shardwright.lab.python_model import (
     Built,
     Call,
@@ -48,7 +50,7 @@ POINTER = "Accessing the data pointer of FakeTensor"  # torch's words, 2.11 to 2
 
 class Request(msgspec.Struct, frozen=True):
     """All that a recording of a function's module depends on; ``routed`` are paths of embeddings
-    that are tables, or None for all that can be."""
+    that are tables, or None for all that can be; ``cut`` are layers that ``tensor`` ranks share."""
 
     call: Call
     dtype: str
@@ -56,6 +58,8 @@ class Request(msgspec.Struct, frozen=True):
     full: bool = False
     planned: bool = False
     routed: tuple[str, ...] | None = ()
+    tensor: int = 1
+    cut: tuple[tuple[str, Style], ...] = ()
 
 
 def module_recording(
@@ -87,7 +91,17 @@ def python_recording(
     has them in the root's. Embeddings that are ``routed`` are tables of the recording.
     InputError where the function or its module cannot be used, in one line that says why.
     """
-    request = Request(Call.of(job, batch), step_dtypes(job)[0], treatment, full, planned, routed)
+    parallel = parallel_of(job)
+    request = Request(
+        Call.of(job, batch),
+        step_dtypes(job)[0],
+        treatment,
+        full,
+        planned,
+        routed,
+        parallel.tensor,
+        tuple((parallel.parallelize_plan or {}).items()),
+    )
     with importable():
         return _recorded(request, python_function(request.call.name, request.call.where))
 
@@ -127,6 +141,8 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recor
     made = {name: NAMES[p.dtype] for name, p in module.named_parameters(remove_duplicate=False)}
     parameters = sum(parameter.numel() for parameter in module.parameters())
     settle(module, mode, DTYPES.get(request.dtype))
+    if request.tensor > 1:
+        cut(module, dict(request.cut), request.tensor, "parallel.parallelize_plan")
     seen: dict[int, Any] = {}  # a task's loss has the inputs among its targets
     given = (built.inputs, built.keywords, built.targets)
     inputs, keywords, targets = tree_map(

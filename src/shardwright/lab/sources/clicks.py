@@ -6,15 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import DataSection, Job, data_files
+from shardwright.core.job import Job, data_files
 from shardwright.core.measurement import Quality
-from shardwright.core.model_of_job import reads_bags
+from shardwright.core.model_of_job import tables_of_bags
 from shardwright.lab.sources.made_up import make_up, read_facts
 
 if TYPE_CHECKING:
@@ -68,9 +67,7 @@ def log_of(job: Job, path: str) -> ClickLog:
 def _is_criteo(job: Job) -> bool:
     """Whether the model takes a row of Criteo's logs."""
     shape = (len(job.tables), job.model.dense_features)
-    return shape == (TABLES_OF_CRITEO, DENSE_OF_CRITEO) and not reads_bags(
-        msgspec.structs.replace(job, data=DataSection())
-    )
+    return shape == (TABLES_OF_CRITEO, DENSE_OF_CRITEO) and not any(tables_of_bags(job))
 
 
 def _refuse_criteo(job: Job) -> None:
@@ -79,9 +76,8 @@ def _refuse_criteo(job: Job) -> None:
         f"{TABLES_OF_CRITEO} tables and model.dense_features = {DENSE_OF_CRITEO}",
         f"{len(job.tables)} tables and {job.model.dense_features}",
     )
-    for table in job.tables:
-        if table.pooling_factors != (1.0,) or table.weighted or table.dim != job.tables[0].dim:
-            wanted, found = "tables of one dim with one unweighted id each", f"'{table.name}'"
+    for name in tables_of_bags(job):
+        wanted, found = "tables of one dim with one unweighted id each", f"'{name}'"
     raise InputError(
         expected(
             "data.kind 'criteo'",

@@ -87,8 +87,13 @@ class Embedding(nn.Module):
         if self.local.tensor == 1:
             rows = nn.functional.embedding(tokens, self.weight)
         else:
-            rows = leave(_RowsHere.apply(self.weight, tokens, self.vocab), self.local)
+            rows = leave(rows_here(self.weight, tokens, self.vocab), self.local)
         return rows if self.scale is None else rows * self.scale
+
+
+def rows_here(weight: torch.Tensor, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Rows of the ``weight`` that is here of a table of ``vocab`` rows, 0 for others' tokens."""
+    return _RowsHere.apply(weight, tokens, vocab)
 
 
 class _RowsHere(torch.autograd.Function):
