@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/latest"), help="the run's folder")
     parser.add_argument("--store", type=Path, help="a file to meet at, instead of a port")
     shared.resume_option(parser)
+    shared.profile_option(parser)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -37,6 +38,7 @@ def execute(options: argparse.Namespace) -> int:
         found = repr(os.environ["RANK"])
         raise InputError(expected("RANK", "a number, as torchrun sets it", found))
     rank = int(os.environ["RANK"])
+    shared.check_profile(options)
     check_inputs(options.out, (), options.plan)
     options.out.mkdir(parents=True, exist_ok=True)
     launched = MARK in os.environ  # by `train`, which sees to the folder and says how it ended
@@ -57,7 +59,8 @@ def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, alon
     plan = check_ranks(options.plan)
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     resume = options.resume or again  # a restart of torchrun's
-    train = partial(train_rank, plan, options.plan, options.out, options.store, heartbeat)
+    place = (plan, options.plan, options.out, options.store, heartbeat)
+    train = partial(train_rank, *place, profile=options.profile)
     if not alone:
         train(resume=resume)
         return
