@@ -9,6 +9,7 @@ import pytest
 import samples
 
 from shardwright.core.measurement import Line, Quality
+from shardwright.core.profile import Awaited, Kernel, PhaseTime, Stage
 from shardwright.report.html import render
 
 CSP = (
@@ -214,6 +215,27 @@ def test_held_out_clicks_are_shown_beside_what_is_reached_without_learning() -> 
     assert "Accuracy 0.8000 0.8500 50.0 % of the way from 0.75 to the best" in text
     assert "Normalized entropy 0.9000 not known 1 is the share of clicks alone" in text
     assert "Calibration 1.0200 1.0000 +2.0 % of clicks" in text
+
+
+def test_a_profile_is_shown_by_phase_and_by_kernel() -> None:
+    plan = samples.plan()
+    stage = Stage(
+        "training",
+        20,
+        (Kernel("<all_to_all>", 160, 0.111, 694e-6, 53.5e-6, 0.02, 0.733),),
+        (
+            PhaseTime(0, "exchange_rows", 0.004, 0.003, 0.0005),
+            PhaseTime(1, "exchange_rows", 0.002, 0.0, 0.0015),
+        ),
+        (Awaited(1, 0.003),),
+        5e-6,
+    )
+    page = render(plan, samples.measurement(plan, profile=(stage,)), None)
+    text = " ".join(" ".join(read(page).text).split())
+    assert "Profile of training, by phase" in text
+    assert "exchange_rows 3 ms 500 µs 1.5 ms 1 ms rank 0, 3 ms" in text
+    assert "Others wait most for rank 1: 3 ms a step, all together." in text
+    assert "<all_to_all> 160 694 µs 53.5 µs 20 ms 73.3 %" in text
 
 
 def test_a_failed_comparison_is_shown_in_words() -> None:

@@ -12,6 +12,8 @@ from shardwright.core.document import to_json
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job, read_job
 
+PROFILED = 20  # steps
+
 
 def job_argument(parser: argparse.ArgumentParser, *, also_plan: bool = False) -> None:
     """JOB.toml with overrides."""
@@ -62,6 +64,28 @@ def resume_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint, if there is one"
     )
+
+
+def profile_option(parser: argparse.ArgumentParser) -> None:
+    """--profile."""
+    parser.add_argument(
+        "--profile",
+        type=int,
+        nargs="?",
+        const=PROFILED,
+        default=0,
+        metavar="STEPS",
+        help=f"trace some steps of training and as many held-out batches, by default {PROFILED}",
+    )
+
+
+def check_profile(options: argparse.Namespace) -> None:
+    """InputError where --profile is no number of steps."""
+    if options.profile < 0:
+        found = str(options.profile)
+        raise InputError(
+            expected("--profile", "a number of steps", found, "Leave it out for none.")
+        )
 
 
 def json_option(parser: argparse.ArgumentParser) -> None:

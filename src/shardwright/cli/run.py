@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/latest"), help="the run's folder")
     parser.add_argument("--store", type=Path, help="a file to meet at, instead of a port")
     shared.resume_option(parser)
+    shared.profile_option(parser)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -40,6 +41,7 @@ def execute(options: argparse.Namespace) -> int:
         found = repr(os.environ["RANK"])
         raise InputError(expected("RANK", "a number, as torchrun sets it", found))
     rank = int(os.environ["RANK"])
+    shared.check_profile(options)
     check_inputs(options.out, (), options.plan)
     options.out.mkdir(parents=True, exist_ok=True)
     launched = MARK in os.environ  # by `train`, which sees to the folder and says how it ended
@@ -63,7 +65,8 @@ def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, laun
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     resume = options.resume or again  # a restart of torchrun's
     store = comm.meet(plan.job.train.timeout, rank, plan.world_size, options.store)
-    train = partial(train_rank, plan, options.plan, out, store, heartbeat, resume=resume)
+    place = (plan, options.plan, out, store, heartbeat)
+    train = partial(train_rank, *place, resume=resume, profile=options.profile)
     if launched:
         train()
         return

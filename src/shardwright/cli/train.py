@@ -27,16 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.job_argument(parser, also_plan=True)
     parser.add_argument("--out", metavar="DIR", help="the run's folder, instead of train.out")
     shared.resume_option(parser)
+    shared.profile_option(parser)
     parser.add_argument("--full", action="store_true", help="every exact byte, more ranks")
     shared.json_option(parser)
 
 
 def execute(options: argparse.Namespace) -> int:
     """Plan unless a plan is given, run, compare; the code is the run's."""
+    shared.check_profile(options)
     plan = _plan_of(options)
     _check_device(plan)
-    out = Path(plan.job.train.out)
-    session = run(plan, out, sys.stderr, given=options.job, resume=options.resume)
+    out, begin = Path(plan.job.train.out), {"resume": options.resume, "profile": options.profile}
+    session = run(plan, out, sys.stderr, given=options.job, **begin)
     return finish(session, json=options.json, full=options.full)
 
 
@@ -56,6 +58,10 @@ def finish(session: Session, *, json: bool = False, full: bool = False, brief: b
     from shardwright.report.table import comparison_summary
 
     shared.show(comparison_summary(session.comparison, full=full, brief=brief))
+    if session.measurement.profile:
+        from shardwright.report.table import profile_summary
+
+        shared.show(profile_summary(session.measurement.profile, full=full))
     print("\n".join(result_lines(session)))
     print(f"results in {session.folder}", file=sys.stderr)
     return 0

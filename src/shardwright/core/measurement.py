@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.plan import Plan
+from shardwright.core.profile import RankProfile, Stage, stages_of
 from shardwright.core.timeline import Event, EventRun, check_runs, encode
 
 RECORD_SCHEMA = "shardwright.record/1"
@@ -54,6 +55,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     saved: Saved | UnsetType = UNSET
     skipped: int | UnsetType = UNSET  # steps that updated nothing
     busy_seconds: float = 0.0  # of a step, without waits for other ranks
+    profile: tuple[RankProfile, ...] = ()
 
 
 class Straggler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,6 +119,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     saved: Saved | UnsetType = UNSET
     skipped: int | UnsetType = UNSET
     straggler: Straggler | UnsetType = UNSET
+    profile: tuple[Stage, ...] | UnsetType = UNSET
 
 
 def merge(plan: Plan, records: Sequence[Record], quality: Quality | None = None) -> Measurement:
@@ -141,6 +144,7 @@ def merge(plan: Plan, records: Sequence[Record], quality: Quality | None = None)
         machine=first.machine,
         skipped=first.skipped,
         straggler=_straggler(records),
+        profile=stages_of([record.profile for record in records]) or UNSET,
         saved=_saved([record.saved for record in records if record.saved is not UNSET]),
     )
 

@@ -63,9 +63,10 @@ def run(
     given: Path | None = None,
     *,
     resume: bool = False,
+    profile: int = 0,
 ) -> Session:
     """Execute ``plan`` under torchrun; messages and progress go to ``stream``. With ``resume`` it
-    goes on from the newest checkpoint, if there is one.
+    goes on from the newest checkpoint, if there is one; of ``profile`` steps a trace is kept.
 
     ``given`` is the file that the plan or its job was read from. Nothing is written before the
     folder is this run's own, and never over a file that ``given`` or the job names. InputError: the
@@ -84,6 +85,8 @@ def run(
         print(f"{plan.world_size} ranks under torchrun, whose command is in {where}", file=stream)
 
     arguments = ("run", str(plan_file(folder)), "--out", str(folder))
+    if profile:
+        arguments = (*arguments, "--profile", str(profile))
     request = Launch(
         module="shardwright",
         arguments=(*arguments, "--store", str(store_file(folder))),

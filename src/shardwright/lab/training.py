@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from msgspec import UNSET
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
@@ -33,8 +34,10 @@ from shardwright.core.errors import (
 )
 from shardwright.core.job import checkpoint_folder, named_files, run_in
 from shardwright.core.plan import Plan, read_plan
+from shardwright.core.timeline import Phase
 from shardwright.lab.hosts import Hosts
 from shardwright.lab.loop import Measured, measure, metered
+from shardwright.lab.profiling import Profiler
 from shardwright.lab.python_model import Call, naming_errors
 from shardwright.lab.resuming import (
     Start,
@@ -66,6 +69,8 @@ from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import load_checkpoint
 
+HELD_OUT = "test"  # a stage of the profile
+
 
 class Training:
     """One rank of a run."""
@@ -80,6 +85,7 @@ class Training:
         resume: bool = False,
         mesh: DeviceMesh | None = None,
         shown: bool = False,
+        profile: int = 0,
     ) -> None:
         self.plan = plan
         self.resume = resume
@@ -99,6 +105,8 @@ class Training:
         if isinstance(plan.job.model.python, str):
             self._errors = partial(naming_errors, Call.of(plan.job).where)
         self.meter = metered(rank, heartbeat, self.device.type)
+        self.profile = profile  # steps
+        self.profiler: Profiler | None = None
 
     def run(self) -> None:
         """Train to the end and leave a record, and scores of what is held out."""
@@ -115,6 +123,8 @@ class Training:
 
     def _run(self) -> None:
         mesh = self.mesh or init_device_mesh(self.device.type, (self.plan.world_size,))
+        if self.profile:
+            self.profiler = Profiler(self.meter, mesh, self.folder, self.profile)
         self.guard = Guard(Comm(mesh, self.meter), skip=self.job.train.not_finite == "skip")
         together(self.guard.comm, "memory", self._check_room, _unforeseen)
         torch.manual_seed(self.job.train.seed)  # one model on all ranks
@@ -140,10 +150,10 @@ class Training:
             saves.finish(self.job.train.steps)
             saved = saves.figures(self.start.resumed)
         bad_rows = self.start.bad_rows + self.task.bad_rows
-        write_document(
-            measured.record(bad_rows, saved, self.guard.skipped),
-            record_file(self.folder, self.rank),
-        )
+        record = measured.record(bad_rows, saved, self.guard.skipped)
+        if self.profiler:
+            record = msgspec.structs.replace(record, profile=tuple(self.profiler.found))
+        write_document(record, record_file(self.folder, self.rank))
 
     def _check_room(self) -> None:
         section = self.job.checkpoint
@@ -221,6 +231,8 @@ class Training:
             if not math.isfinite(loss):  # of a step that was left out: as the one before
                 loss = measured.losses[-1] if measured.losses else 0.0
             with measured.between(loss):
+                if self.profiler:
+                    self.profiler.after(step, steps)
                 if saves:
                     saves.after(step, words)
             now = time.monotonic()
@@ -272,12 +284,32 @@ class Training:
     def _evaluate(self, model: nn.Module) -> None:
         self.heartbeat.mark("evaluate")
         model.eval()
-        rows = [
-            self.task.scores(model, self._tensors(batch), numbers)
-            for batch, numbers in self.task.held_out(self.rank, self.plan.world_size)
-        ]
+        rows = list(self._scores(model))
         found = np.concatenate(rows) if rows else np.empty((0, 3))
         np.save(scores_file(self.folder, self.rank), found, allow_pickle=False)
+
+    def _scores(self, model: nn.Module) -> Iterator[NDArray[np.float64]]:
+        """Those of every batch that is held out."""
+        batches = iter(self.task.held_out(self.rank, self.plan.world_size))
+        profiler, phase = self.profiler, self.meter.phase if self.profiler else _unmeasured
+        if profiler:
+            profiler.start(HELD_OUT)
+        while True:
+            with phase("load"):
+                given = next(batches, None)
+            if given is None:
+                break
+            with phase("forward"):
+                found = self.task.scores(model, self._tensors(given[0]), given[1])
+            if profiler and profiler.is_on:
+                profiler.counted()
+            yield found
+        if profiler and profiler.is_on:
+            profiler.stop()
+
+
+def _unmeasured(_: Phase) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _unforeseen(error: Exception) -> ShardwrightError:
@@ -313,6 +345,7 @@ def train_rank(
     *,
     resume: bool = False,
     hosts: Hosts | None = None,
+    profile: int = 0,
 ) -> None:
     """The body of a worker: join those who met in ``store`` and train. ``hosts`` of a run that no
     launcher sees to: rank 0 gets what all of them measured."""
@@ -322,7 +355,10 @@ def train_rank(
     backend = "nccl" if plan.cluster.compute_device == "cuda" else "gloo"
     comm.start(backend, plan.job.train.timeout, rank, plan.world_size, store)
     try:
-        training = Training(plan, folder, rank, heartbeat, resume=resume, shown=hosts is not None)
+        shown = hosts is not None
+        training = Training(
+            plan, folder, rank, heartbeat, resume=resume, shown=shown, profile=profile
+        )
         training.run()
         if hosts:  # nobody else waits until every rank has left its record
             hosts.bring(training.guard.comm)

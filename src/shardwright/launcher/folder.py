@@ -19,7 +19,9 @@ _OF_A_RUN = {
     *("plan.json", "outcome.json", "measured.json", "comparison.json"),
     *("progress.jsonl", "torchrun.sh", "torchrun.log", "launcher.lock", "rendezvous", "store"),
 }
-_OF_A_RANK = re.compile(r"rank-\d+\.(pulse|status\.json|log|record\.json|scores\.npy)")
+_OF_A_RANK = re.compile(
+    r"rank-\d+\.(pulse|status\.json|log|record\.json|scores\.npy|\w+\.trace\.json)"
+)
 
 
 def plan_file(folder: Path) -> Path:
@@ -35,6 +37,11 @@ def record_file(folder: Path, rank: int) -> Path:
 def scores_file(folder: Path, rank: int) -> Path:
     """A rank's held-out scores: rows of three numbers, as its task has them."""
     return folder / f"rank-{rank}.scores.npy"
+
+
+def trace_file(folder: Path, rank: int, stage: str) -> Path:
+    """What a rank did in the profiled steps of a stage; opens in Perfetto."""
+    return folder / f"rank-{rank}.{stage}.trace.json"
 
 
 def measurement_file(folder: Path) -> Path:
@@ -110,7 +117,8 @@ def is_going_on(folder: Path) -> bool:
 def results_of_a_run(folder: Path) -> list[Path]:
     """What an earlier run left and the next one would mistake for its own."""
     ranks = files_of_ranks(folder, "record.json", "scores.npy")
-    return [*ranks, measurement_file(folder), comparison_file(folder)]
+    traces = [path for path in folder.glob("rank-*.trace.json") if _is_written(path.name)]
+    return [*ranks, *traces, measurement_file(folder), comparison_file(folder)]
 
 
 def files_of_ranks(folder: Path, *endings: str) -> list[Path]:

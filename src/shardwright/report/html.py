@@ -16,6 +16,7 @@ from shardwright.core.measurement import Comparison, Curve, Measurement, Quality
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets, plan_sheets, svg
+from shardwright.report.profile_sheets import profile_sheets
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.svg import measured_peaks, slowest, step_seconds
 from shardwright.report.wording import (
@@ -55,6 +56,7 @@ class Page:
     map_caption: str
     phases: Markup
     phases_caption: str
+    profile: tuple[Sheet, ...]
     loss: Markup
     loss_caption: str
     search: str
@@ -117,6 +119,7 @@ def _page(
         "filled part lies on that rank. Sizes count every copy.",
         phases=Markup(svg.phase_chart(plan, measurement)),
         phases_caption=_phases_caption(plan, measurement),
+        profile=profile_sheets(measurement.profile or ()) if measurement else (),
         loss=Markup(svg.loss_curve(curve, measurement.quality if measurement else None))
         if curve
         else Markup(""),

@@ -20,9 +20,11 @@ from rich.text import Text
 from shardwright.core.cluster import Calibration, Figure
 from shardwright.core.measurement import Comparison
 from shardwright.core.plan import Plan
+from shardwright.core.profile import MOST_KERNELS, Stage
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets
 from shardwright.report.difference import Difference, Unit, Value, differences, together
+from shardwright.report.profile_sheets import profile_sheets
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable
 
@@ -50,7 +52,12 @@ def text_of(renderable: RenderableType, *, color: bool = False) -> str:
     return drawn.get()
 
 
-FIRST_RANKS, FIRST_FAILURES, FIRST_DIFFERENCES = 4, 6, 30  # rows of a first screen
+FIRST_RANKS, FIRST_FAILURES, FIRST_DIFFERENCES, FIRST_KERNELS = (
+    4,
+    6,
+    30,
+    8,
+)  # rows of a first screen
 
 
 def comparison_summary(
@@ -79,6 +86,12 @@ def comparison_summary(
         drawn(peaks, short=not full) if comparison.peaks and (failed or not brief) else None,
         *(drawn(sheet, short=not full) for sheet in phases),
     )
+
+
+def profile_summary(stages: Sequence[Stage], *, full: bool = False) -> RenderableType:
+    """Where the time of profiled steps went; all kernels if ``full``."""
+    sheets = profile_sheets(stages, *((MOST_KERNELS,) if full else (FIRST_KERNELS,)))
+    return spaced(*(drawn(sheet, short=not full) for sheet in sheets))
 
 
 def plan_difference(a: Plan, b: Plan, *, full: bool = False) -> RenderableType:

@@ -10,13 +10,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
 from shardwright.core.errors import InputError, expected
+from shardwright.core.profile import Meeting
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import PEAK, Event, Kind, Phase
 from shardwright.runtime.comm import Comm
@@ -28,7 +29,20 @@ from shardwright.tracker.memory import MemoryTracker
 from shardwright.tracker.private import in_backward
 
 MEMORY_STEPS = (3, 4, 5)  # by then the optimizer has its states
+OUTSIDE = "outside"  # of all phases
 STEADY = 1  # the step number of events that hold for every steady step
+
+
+class Watcher(Protocol):
+    """Who follows the phases and collectives of some steps one by one."""
+
+    def passed(self, phase: str, since: float, until: float) -> None:
+        """That part of a phase is over; seconds of ``time.perf_counter``."""
+        ...
+
+    def met(self, meeting: Meeting, phase: str) -> None:
+        """A collective of a phase is done."""
+        ...
 
 
 class Meter(Probe):
@@ -54,12 +68,16 @@ class Meter(Probe):
         self.actions: list[Action] = []
         self.exact: list[Event] = []  # of the first step whose memory was followed
         self.tracker: MemoryTracker | None = None
+        self.watcher: Watcher | None = (
+            None  # of steps that are profiled, whose seconds do not count
+        )
         self._stack: list[Phase] = []
         self._since = 0.0
         self._seconds: dict[Phase, float] = {}
         self._waited = 0.0
         self._busy: dict[int, float] = {}  # seconds of a step that were not waited
         self._steps: dict[int, dict[Phase, float]] = {}
+        self._slowed: set[int] = set()
         self._peaks: dict[Phase, dict[Kind, int]] = {}
 
     # ---- what the runtime says -------------------------------------------------------------------
@@ -80,9 +98,11 @@ class Meter(Probe):
         if self.listener:
             self.listener(None)
 
-    def waited(self, seconds: float) -> None:
+    def met(self, meeting: Meeting) -> None:
         """Add to what the step has waited; on an accelerator nothing is known by that."""
-        self._waited += seconds
+        self._waited += meeting.ended - meeting.began
+        if self.watcher is not None:
+            self.watcher.met(meeting, self._stack[-1] if self._stack else OUTSIDE)
 
     def holds(self, tensor: torch.Tensor, kind: Kind) -> None:
         """Let the tracker know."""
@@ -125,6 +145,8 @@ class Meter(Probe):
     def end(self) -> None:
         """The step is over."""
         self._leave()
+        if self.watcher is not None:
+            self._slowed.add(self.number)
         if self.tracker is None:
             self._steps[self.number] = self._seconds
             self._busy[self.number] = sum(self._seconds.values()) - self._waited
@@ -196,6 +218,8 @@ class Meter(Probe):
         if self._stack:
             current = self._stack[-1]
             self._seconds[current] = self._seconds.get(current, 0.0) + now - self._since
+            if self.watcher is not None:
+                self.watcher.passed(current, self._since, now)
         self._since = now
 
     # ---- what was measured -----------------------------------------------------------------------
@@ -212,11 +236,12 @@ class Meter(Probe):
 
     @property
     def time_steps(self) -> tuple[int, ...]:
-        """The steps whose seconds count."""
-        for first in (MEMORY_STEPS[-1] + 1, 2, 1):
-            found = tuple(number for number in self._steps if number - self.first >= first)
-            if found:
-                return found
+        """The steps whose seconds count: profiled ones where there are no others."""
+        for slowed in (self._slowed, set[int]()):
+            for first in (MEMORY_STEPS[-1] + 1, 2, 1):
+                found = [n for n in self._steps if n - self.first >= first and n not in slowed]
+                if found:
+                    return tuple(found)
         return ()
 
     @property

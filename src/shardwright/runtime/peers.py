@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.core.errors import InputError, expected
+from shardwright.core.profile import Meeting
 from shardwright.runtime import desync
 from shardwright.runtime.capabilities import (
     ALL_TO_ALL,
@@ -91,6 +92,7 @@ class Peers:
     ) -> None:
         assert group is not None or size == 1
         self.group = group
+        self.name = "" if group is None else group.group_name
         self.rank = rank
         self.size = size
         self.probe = probe or Probe()
@@ -337,7 +339,7 @@ class Peers:
         self.probe.collective(label, nbytes)
         channel = self._channel
         channel.sequence = sequence = channel.sequence + 1
-        pending = Pending(self, label, sequence)
+        pending = Pending(self, label, sequence, kind, nbytes)
         if self._checked:
             entry = desync.Entry(sequence, kind, nbytes if alike else 0, label)
             try:
@@ -358,13 +360,13 @@ class Peers:
         """The group's ranks as the whole job counts them."""
         return dist.get_process_group_ranks(self.group)
 
-    def settle(self, waited: float) -> None:
+    def settle(self, meeting: Meeting) -> None:
         """Let the backend's thread let go of the tensors, and the probe know.
 
         gloo wakes the caller first and drops its hold after; where cores are few, the caller would
         compute on with buffers alive that nobody needs. A yield costs about a microsecond.
         """
-        self.probe.waited(waited)
+        self.probe.met(meeting)
         if self._cpu:
             os.sched_yield()
 

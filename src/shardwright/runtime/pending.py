@@ -13,6 +13,8 @@ from typing import NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from shardwright.core.profile import Meeting
+
 
 class Ranks(Protocol):
     """Those who are in a collective."""
@@ -22,8 +24,13 @@ class Ranks(Protocol):
         """How long a wait for them may take."""
         ...
 
-    def settle(self, waited: float) -> None:
-        """One of their collectives is done, for which ``waited`` seconds were spent."""
+    @property
+    def name(self) -> str:
+        """Of their group."""
+        ...
+
+    def settle(self, meeting: Meeting) -> None:
+        """One of their collectives is done, as ``meeting`` says."""
         ...
 
     def explain(self, error: RuntimeError, label: str, sequence: int) -> None:
@@ -34,12 +41,25 @@ class Ranks(Protocol):
 class Pending:
     """A collective under way. It owns its Works and every tensor that they touch until ``wait``."""
 
-    __slots__ = ("_after", "_label", "_peers", "_sequence", "_tensors", "_works")
+    __slots__ = (
+        "_after",
+        "_arrived",
+        "_label",
+        "_peers",
+        "_sequence",
+        "_tensors",
+        "_what",
+        "_works",
+    )
 
-    def __init__(self, peers: Ranks, label: str, sequence: int) -> None:
+    def __init__(
+        self, peers: Ranks, label: str, sequence: int, kind: str = "", nbytes: int = 0
+    ) -> None:
         self._peers = peers
         self._label = label
         self._sequence = sequence
+        self._what = kind, nbytes
+        self._arrived = time.perf_counter()
         self._works: list[dist.Work] = []
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._after: Callable[[], object] | None = None
@@ -53,12 +73,15 @@ class Pending:
         began = time.perf_counter()
         try:
             self._join()
+            ended = time.perf_counter()
             if after is not None:
                 after()
         except RuntimeError as error:
             self.blame(error)
         del tensors, after
-        self._peers.settle(time.perf_counter() - began)
+        peers = self._peers
+        place = (peers.name, self._sequence, self._what[0], self._label, self._what[1])
+        peers.settle(Meeting(*place, self._arrived, began, ended))
 
     def returned(self, wait: bool) -> Pending | None:
         """What a call with ``wait`` gives its caller."""
@@ -101,7 +124,7 @@ class PointToPoint(Pending):
 
     @classmethod
     def of(cls, pending: Pending) -> PointToPoint:
-        return cls(pending._peers, pending._label, pending._sequence)
+        return cls(pending._peers, pending._label, pending._sequence, *pending._what)
 
     def _join(self) -> None:
         works, self._works = self._works, []

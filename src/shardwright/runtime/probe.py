@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from shardwright.core.profile import Meeting
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Kind, Phase
 from shardwright.tracker.announce import announce
@@ -28,8 +29,8 @@ class Probe:
     def collective(self, label: str, nbytes: int) -> None:
         """A collective of ``nbytes`` per rank is about to begin."""
 
-    def waited(self, seconds: float) -> None:
-        """So long was waited for a collective and for those who are late for it."""
+    def met(self, meeting: Meeting) -> None:
+        """A collective is done, and this rank was held by it and by those who were late."""
 
     def holds(self, tensor: torch.Tensor, kind: Kind) -> None:
         """The storage of ``tensor`` is of ``kind`` from now on; a memory tracker hears it, too."""

@@ -1,0 +1,103 @@
+"""The profile of a run as sheets: seconds by kernel, and by phase with waiting and moving apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwright.core.profile import PhaseTime, Stage, by_phase
+from shardwright.core.quantities import format_seconds
+from shardwright.report.sheet import Column, Sheet, number, sheet_of, text
+from shardwright.report.wording import counted, percent, printable
+
+MOST_KERNELS = 20
+_ALL = "all"
+
+
+def profile_sheets(stages: Sequence[Stage], most: int = MOST_KERNELS) -> tuple[Sheet, ...]:
+    """Both tables of every stage."""
+    return tuple(
+        sheet for stage in stages for sheet in (_phases_sheet(stage), _kernels_sheet(stage, most))
+    )
+
+
+def _phases_sheet(stage: Stage) -> Sheet:
+    """Means over ranks; what waits longest is named."""
+    phases = by_phase(stage)
+    ranks = {line.rank for line in stage.phases}
+    rows = [_phase_row(phase, lines, len(ranks)) for phase, lines in phases.items()]
+    rows.append(_phase_row(_ALL, _totals(stage.phases, sorted(ranks)), len(ranks)))
+    return Sheet(
+        f"Profile of {printable(stage.name)}, by phase",
+        (
+            Column("phase"),
+            Column("of a step", numeric=True),
+            Column("works", numeric=True),
+            Column("waits", numeric=True),
+            Column("moves bytes", numeric=True),
+            Column("waits longest"),
+        ),
+        tuple(rows),
+        _phases_note(stage),
+    )
+
+
+def _phase_row(phase: str, lines: Sequence[PhaseTime], ranks: int) -> tuple[str, ...]:
+    seconds, waiting, moving = (
+        sum(values) / ranks
+        for values in zip(*((p.seconds, p.waiting, p.moving) for p in lines), strict=True)
+    )
+    longest = max(lines, key=lambda line: line.waiting)
+    waits = f"rank {longest.rank}, {format_seconds(longest.waiting)}" if longest.waiting else ""
+    parts = (seconds, seconds - waiting - moving, waiting, moving)
+    return (printable(phase), *map(format_seconds, parts), waits)
+
+
+def _totals(lines: Sequence[PhaseTime], ranks: Sequence[int]) -> list[PhaseTime]:
+    own = {rank: [line for line in lines if line.rank == rank] for rank in ranks}
+    return [
+        PhaseTime(
+            rank,
+            _ALL,
+            sum(line.seconds for line in found),
+            sum(line.waiting for line in found),
+            sum(line.moving for line in found),
+        )
+        for rank, found in own.items()
+    ]
+
+
+def _phases_note(stage: Stage) -> str:
+    note = (
+        f"Means over ranks and {counted(stage.steps, 'step')}. A rank waits in a collective until "
+        "the last rank has come, and moves bytes after. Clocks agree within "
+        f"{format_seconds(stage.clock_error)}."
+    )
+    if stage.awaited:
+        last = max(stage.awaited, key=lambda found: found.seconds)
+        seconds = format_seconds(last.seconds)
+        note += f" Others wait most for rank {last.rank}: {seconds} a step, all together."
+    if stage.unmatched:
+        note += f" {counted(stage.unmatched, 'collective')} could not be matched across ranks."
+    return note
+
+
+def _kernels_sheet(stage: Stage, most: int) -> Sheet:
+    shown = stage.kernels[:most]
+    left = stage.kernels[most:]
+    note = "A mean far above the median is waiting rather than work."
+    if left:
+        note += f" {counted(len(left), 'line')} with less are not shown, together "
+        note += f"{percent(sum(kernel.share for kernel in left))}."
+    return sheet_of(
+        f"Profile of {printable(stage.name)}, by kernel",
+        shown,
+        (
+            text("kernel", lambda k: printable(k.name)),
+            number("calls", lambda k: f"{k.calls:,}"),
+            number("mean", lambda k: format_seconds(k.mean)),
+            number("median", lambda k: format_seconds(k.median)),
+            number("longest", lambda k: format_seconds(k.longest)),
+            number("share", lambda k: percent(k.share)),
+        ),
+        note,
+    )
