@@ -53,7 +53,7 @@ class DiskRows:
     def __init__(
         self, folder: Path, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]], slots: int
     ) -> None:
-        self.on_disk = _mapped(folder, like)
+        self.on_disk = mapped(folder, like)
         self.memory = {
             name: torch.empty((slots, *shape[1:]), dtype=dtype)
             for name, (shape, dtype) in like.items()
@@ -231,7 +231,7 @@ def make_store(group: Group, comm: Comm, initial: InitialBlock, folder: Path) ->
     return (DiskStore if group.key.on_disk else Store)(group, comm, initial, folder)
 
 
-def _mapped(
+def mapped(
     folder: Path, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, torch.Tensor]:
     """Zeros in a new file; RunError where there is no room for it."""
