@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ def bag_job(
     batch: int = 0,
     rows: tuple[int, ...] = ROWS,
     local: int | None = None,
+    kernels: tuple[str, ...] = ("dense", "fused"),
+    memory: str = "1 GiB",
 ) -> Job:
     """A DLRM with a cross network, of six tables whose dims, pooling and features differ."""
     kinds: tuple[dict[str, Any], ...] = (
@@ -62,6 +65,7 @@ def bag_job(
     )
     tables = [
         {"name": f"t{i}", "rows": n, "sharding_types": [kind], "min_partition": 2, **keys}
+        | {"compute_kernels": kernels, "cache": {"load_factor": 0.1}}
         for i, (n, kind, keys) in enumerate(zip(rows, types, kinds, strict=True))
     ]
     return parse_job(
@@ -74,9 +78,19 @@ def bag_job(
                 "cross_rank": 4,
             },
             "tables": tables,
-            "cluster": {"world_size": world_size, "local_world_size": local or world_size},
+            "cluster": {
+                "world_size": world_size,
+                "local_world_size": local or world_size,
+                "ddr_cap": memory,
+                "ssd_cap": memory,
+            },
             "batch": {"size": batch or GLOBAL_BATCH // world_size},
-            "train": {"optimizer": optimizer, "learning_rate": RATE, "steps": STEPS},
+            "train": {
+                "optimizer": optimizer,
+                "learning_rate": RATE,
+                "steps": STEPS,
+                "table_folder": tempfile.gettempdir(),
+            },
         }
     )
 

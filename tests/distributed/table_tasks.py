@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,8 @@ class Beside:
             (row, column), (rows, columns) = offsets, sizes
             return weights[fqn][row : row + rows, column : column + columns]
 
-        self.sharded = make_tables(tables, blocks, mesh, initial, RATE)
+        folder = Path(tempfile.gettempdir())
+        self.sharded = make_tables(tables, blocks, mesh, initial, RATE, folder=folder)
 
     def step(self, seed: int, longest: int, weighted: bool, alone: int = 0) -> float:
         """One step of both, or of the whole tables ``alone`` with batches of so many ranks; how far
@@ -206,13 +208,33 @@ def apart(found: torch.Tensor, true: torch.Tensor) -> float:
     return float(difference.max()) if true.numel() else 0.0
 
 
-def random_cuts(mesh: DeviceMesh, optimizer: str, seeds: Sequence[int]) -> list[float]:
+def on_disk(tables: Sequence[Table], blocks: Sequence[Block], rnd: random.Random) -> list[Table]:
+    """Some of the tables with their rows on disk, a few of them in memory."""
+    return [
+        table
+        if table.replicated or rnd.random() < 0.2
+        else replace(
+            table,
+            cache={
+                block.offsets: 4 * block.sizes[0] + 60 * rnd.randrange(block.sizes[0] + 1)
+                for block in blocks
+                if block.tensor == table.fqn
+            },
+        )
+        for table in tables
+    ]
+
+
+def random_cuts(
+    mesh: DeviceMesh, optimizer: str, seeds: Sequence[int], disk: bool = False
+) -> list[float]:
     """How far random tables under random cuts are from whole ones after some steps."""
     found = []
     for seed in seeds:
         rnd = random.Random(seed)
         tables = drawn_tables(rnd, optimizer)
         blocks = [block for table in tables for block in drawn_blocks(table, rnd, mesh.size())]
+        tables = on_disk(tables, blocks, rnd) if disk else tables
         beside = Beside(mesh, tables, blocks)
         longest, weighted = rnd.choice([1, 4]), rnd.random() < 0.5
         rows = [beside.step(100 * seed + step, longest, weighted) for step in range(STEPS)]
@@ -234,17 +256,19 @@ def typed_cuts(mesh: DeviceMesh, optimizer: str, kind: ShardingType, local: int)
     return max(*rows, beside.apart())
 
 
-def saved(mesh: DeviceMesh, optimizer: str, seed: int, folder: Path) -> None:
+def saved(mesh: DeviceMesh, optimizer: str, seed: int, folder: Path, disk: bool = False) -> None:
     """Two steps, then a checkpoint."""
-    beside = _for_saving(mesh, optimizer, seed)
+    beside = _for_saving(mesh, optimizer, seed, disk)
     for step in range(2):
         beside.step(step, 3, weighted=True)
     save_checkpoint(folder, beside.sharded, step=2)
 
 
-def resumed(mesh: DeviceMesh, optimizer: str, seed: int, folder: Path, ranks: int) -> float:
+def resumed(
+    mesh: DeviceMesh, optimizer: str, seed: int, folder: Path, ranks: int, disk: bool = False
+) -> float:
     """Two more steps after what ``ranks`` saved under other cuts: how far from one process."""
-    beside = _for_saving(mesh, optimizer, seed)
+    beside = _for_saving(mesh, optimizer, seed, disk)
     for step in range(2):
         beside.step(step, 3, weighted=True, alone=ranks)
     load_checkpoint(folder, beside.sharded)
@@ -253,7 +277,7 @@ def resumed(mesh: DeviceMesh, optimizer: str, seed: int, folder: Path, ranks: in
     return beside.apart()
 
 
-def _for_saving(mesh: DeviceMesh, optimizer: str, seed: int) -> Beside:
+def _for_saving(mesh: DeviceMesh, optimizer: str, seed: int, disk: bool) -> Beside:
     tables = [
         Table("a", "a", 17, 8, ("a",), optimizer, "sum"),
         Table("b", "b", 5, 3, ("b", "c"), optimizer, "mean"),
@@ -261,7 +285,7 @@ def _for_saving(mesh: DeviceMesh, optimizer: str, seed: int) -> Beside:
     ]
     rnd = random.Random(seed)
     blocks = [block for table in tables for block in drawn_blocks(table, rnd, mesh.size())]
-    return Beside(mesh, tables, blocks)
+    return Beside(mesh, on_disk(tables, blocks, rnd) if disk else tables, blocks)
 
 
 class Keyed:

@@ -19,6 +19,7 @@ from shardwright.runtime.apply import HOSTS, apply
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
+from shardwright.runtime.saving import load_checkpoint, save_checkpoint
 from shardwright.runtime.state import full_state_dict
 
 
@@ -60,6 +61,28 @@ def train_sharded(mesh: DeviceMesh, job: Job, meta: bool, hosts: int = 0) -> Any
         total = loss.detach() / size
         torch.distributed.all_reduce(total, group=mesh.get_group())
         losses.append(total.item())
+    return losses, full_state_dict(model)
+
+
+def go_on(
+    mesh: DeviceMesh, job: Job, steps: range, load: str = "", save: str = ""
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Some of the job's steps after a checkpoint, saved after the last: losses, whole weights."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    model = apply(DLRM(job, device="meta"), plan(job), mesh)
+    parameters = optimizer_parameters(model, per_unit=True)
+    optimizer = make_optimizer(job.train.optimizer, parameters, job.train.learning_rate)
+    if load:
+        load_checkpoint(load, model, optimizer)
+    losses = []
+    for batch in batches(job, len(steps) + steps.start)[steps.start :]:
+        loss = loss_of(model, share(batch, rank, size))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if save:
+        save_checkpoint(save, model, optimizer, step=steps.stop, facts={"plan": "old"})
     return losses, full_state_dict(model)
 
 

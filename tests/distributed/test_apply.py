@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
 import unit_tasks as tasks
 from pool import Pool
-from reference import ROWS, small_job
+from reference import ROWS, bag_job, small_job
 from tasks import train_sharded
 
 MIXED = ("data_parallel", "table_wise", "row_wise") * 2
@@ -30,6 +32,23 @@ def test_a_disagreement_is_named_on_every_rank(pool: Pool, what: str, text: str)
     for found in pool.run(2, tasks.disagreement, job=job, other=other, what=what):
         assert found.startswith("MismatchError")
         assert text in found
+
+
+def test_a_kernel_that_this_device_lacks_is_named_on_every_rank(pool: Pool) -> None:
+    job = small_job(MIXED, UNITS, 2)
+    for found in pool.run(2, tasks.disagreement, job=job, other=job, what="kernel"):
+        assert found.startswith("UnsupportedError: tables.t0.weight: expected a kernel of fused, ")
+        assert "dense, key_value on cpu, got fused_uvm. Plan it with one of these" in found
+
+
+def test_tables_that_the_disk_has_no_room_for_are_refused_before_anything_moves(pool: Pool) -> None:
+    kernels = ("dense", "key_value")
+    rows = (10**11, 5, 5, 5, 5, 5)
+    job = bag_job(("row_wise",) * 6, 2, rows=rows, kernels=kernels, memory="1000000 GiB")
+    for found in pool.run(2, tasks.disagreement, job=job, other=job, what=""):
+        assert found.startswith(f"RunError: {tempfile.gettempdir()}: expected ")
+        assert " free for tables, as planned, got " in found
+        assert found.endswith("Name another folder: train.table_folder.")
 
 
 @pytest.mark.parametrize("value", [-1, ROWS[2], 2**40])

@@ -10,6 +10,7 @@ from tasks import meter_steps
 
 from shardwright.core.job import Job
 from shardwright.core.optimizers import TRAINED
+from shardwright.core.plan import Plan
 from shardwright.core.schedule import Action, training_step
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
 from shardwright.lab.recordings import plan
@@ -147,7 +148,25 @@ BAGS = {
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 @pytest.mark.parametrize("kind", BAGS)
 def test_peaks_of_bags_are_within_one_percent(pool: Pool, kind: str, optimizer: str) -> None:
-    job = bag_job(BAGS[kind], 2, optimizer, batch=256, rows=(3000, 900, 500, 10, 2000, 700))
+    check_bags(pool, BAGS[kind], optimizer, ("dense", "fused"))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", ["table_wise", "mixed"])
+def test_peaks_of_tables_on_disk_are_within_one_percent(
+    pool: Pool, kind: str, optimizer: str
+) -> None:
+    made = check_bags(pool, BAGS[kind], optimizer, ("dense", "key_value"))
+    weights = sum(table.rows * table.dim * 4 for table in made.job.tables)
+    assert sum(totals.ssd_bytes for totals in made.ranks) >= weights * 0.9
+    assert max(totals.exact["weight"] for totals in made.ranks) < weights / 20
+
+
+def check_bags(
+    pool: Pool, types: tuple[str, ...], optimizer: str, kernels: tuple[str, ...]
+) -> Plan:
+    rows = (3000, 900, 500, 10, 2000, 700)
+    job = bag_job(types, 2, optimizer, batch=256, rows=rows, kernels=kernels)
     made = plan(job)
     predicted = decode(made.timeline)
     peaks = phase_peaks(predicted)
@@ -159,3 +178,4 @@ def test_peaks_of_bags_are_within_one_percent(pool: Pool, kind: str, optimizer: 
         )
         highest = max(sum(kinds.values()) for (r, _), kinds in peaks.items() if r == rank)
         assert highest == pytest.approx(measured, rel=0.01)
+    return made

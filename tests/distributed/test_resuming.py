@@ -13,6 +13,7 @@ from pool import Pool
 from shardwright.core.job import parse_job
 from shardwright.core.plan import read_plan, sealed, write_plan
 from shardwright.lab.recordings import plan
+from shardwright.lab.resharding import reshard
 from shardwright.lab.sources import source_of
 
 BLOCKS = {"layers": 2, "dim": 16, "heads": 2}
@@ -106,7 +107,10 @@ def test_other_ranks_go_on_with_the_rows_that_are_left(
     whole = trained(pool, two, tmp_path / "whole")
     trained(pool, two, tmp_path / "run", stop_after=7)
     others = planned(tmp_path / "data", kind, ranks, batch)
+    reshard(tmp_path / "run" / "checkpoints", read_plan(others), tmp_path / "cut" / "checkpoints")
     again = trained(pool, others, tmp_path / "run", resume=True)
+    if kind != "start":
+        assert trained(pool, others, tmp_path / "cut", resume=True) == again
     means = [
         [sum(step) / len(step) for step in zip(*(r[0] for r in runs), strict=True)]
         for runs in (whole, again)

@@ -92,6 +92,16 @@ def test_bags_of_any_features_give_the_losses_and_weights_of_one_process(
     _hold(results, *train_unsharded(job, torch.float64))
 
 
+@pytest.mark.parametrize(("world_size", "optimizer"), [(1, "sgd"), (2, "adagrad"), (3, "sgd")])
+def test_a_plan_with_tables_on_disk_trains_with_a_tenth_of_their_rows_in_memory(
+    pool: Pool, world_size: int, optimizer: str
+) -> None:
+    kernels = ("dense", "key_value")
+    job = bag_job(BAGS["all four"], world_size, optimizer, kernels=kernels)
+    results = pool.run(world_size, train_sharded, job=job, meta=True)
+    _hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 @pytest.mark.parametrize(("world_size", "local"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 1)])
 def test_types_that_keep_to_hosts_give_the_losses_and_weights_of_one_process(

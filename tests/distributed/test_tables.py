@@ -24,6 +24,16 @@ def test_tables_under_random_cuts_train_as_whole_ones(
         assert max(found) <= CLOSE, found
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("optimizer", RULES)
+def test_tables_on_disk_train_as_whole_ones_in_memory(
+    pool: Pool, optimizer: str, world_size: int
+) -> None:
+    options = {"optimizer": optimizer, "seeds": range(20, 26), "disk": True}
+    for found in pool.run(world_size, tasks.random_cuts, **options):
+        assert max(found) <= CLOSE, found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer", RULES)
@@ -46,15 +56,16 @@ def test_every_sharding_type_trains_as_whole_tables(
     assert max(pool.run(world_size, tasks.typed_cuts, **options)) <= CLOSE
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "disk"), [(2, False), (2, True), (3, False)])
 @pytest.mark.parametrize("optimizer", RULES)
 def test_a_checkpoint_goes_on_under_other_cuts_and_ranks(
-    pool: Pool, tmp_path: Path, optimizer: str, world_size: int
+    pool: Pool, tmp_path: Path, optimizer: str, world_size: int, disk: bool
 ) -> None:
-    pool.run(world_size, tasks.saved, optimizer=optimizer, seed=1, folder=tmp_path)
+    options = {"optimizer": optimizer, "folder": tmp_path, "disk": disk}
+    pool.run(world_size, tasks.saved, seed=1, **options)
     for ranks, seed in ((world_size, 2), (1, 3)):
-        options = {"optimizer": optimizer, "seed": seed, "folder": tmp_path, "ranks": world_size}
-        assert max(pool.run(ranks, tasks.resumed, **options)) <= CLOSE
+        found = pool.run(ranks, tasks.resumed, seed=seed, ranks=world_size, **options)
+        assert max(found) <= CLOSE
 
 
 def test_ids_may_come_in_any_form(pool: Pool) -> None:

@@ -207,11 +207,12 @@ def test_a_cache_holds_the_share_that_is_asked_for() -> None:
     assert _cost(_setting(), option, TABLE).hbm == {"cache": 200 * per_row + 4000}
 
 
-def test_a_key_value_cache_has_a_largest_size() -> None:
+def test_a_key_value_cache_has_states_beside_rows_and_a_largest_size() -> None:
     table = msgspec.structs.replace(TABLE, rows=10**6, kv_l1_mb=1)
     setting = _setting()
     found = _cost(setting, _option(setting, table, "table_wise", "key_value"), table)
-    assert found.hbm == {"cache": 4096 * (256 + 16) + 4 * 10**6}
+    row = 256 + 4  # row-wise Adagrad's number
+    assert found.hbm == {"cache": 2**20 // row * (row + 16) + 4 * 10**6}
 
 
 def test_buffers_of_the_exchange_are_priced_when_asked_for() -> None:

@@ -70,8 +70,8 @@ def test_a_kernel_goes_with_its_types(make_job: MakeJob, kernel: str, types: lis
         (
             {"table": {"sharding_types": ["row_wise"], "compute_kernels": ["dense"]}},
             "tables 't0': expected a sharding type and kernel that this version runs, got types "
-            "['row_wise'], kernels ['dense']. Allow table_wise or row_wise with kernel fused, or "
-            "data_parallel with dense.",
+            "['row_wise'], kernels ['dense']. Allow table_wise or row_wise with kernel fused, "
+            "data_parallel with dense, or on a CPU that has cluster.ssd_cap key_value.",
         ),
         (
             {"planner": {"units": {"botom": "shard"}}},

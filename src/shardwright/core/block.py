@@ -45,11 +45,14 @@ class GroupKey(NamedTuple):
     optimizer: str
     dtype: str
     dim: int
+    on_disk: bool = False
 
     @classmethod
-    def of(cls, width: int, optimizer: str, dtype: str, dim: int) -> GroupKey:
+    def of(
+        cls, width: int, optimizer: str, dtype: str, dim: int, *, on_disk: bool = False
+    ) -> GroupKey:
         """Of ``width`` columns of a table of ``dim``."""
-        return cls(width, optimizer, dtype, dim if optimizer in BY_ROW else width)
+        return cls(width, optimizer, dtype, dim if optimizer in BY_ROW else width, on_disk)
 
 
 class BlockRun(msgspec.Struct, frozen=True, array_like=True):

@@ -137,7 +137,8 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``optimizer`` is that of dense parameters, AdamW by default for a llama and the user's own.
     Tables are updated by ``table_optimizer``, SGD beside SGD, where they do not name one
-    themselves, and learn at ``table_learning_rate``, or like the units where it is not given.
+    themselves, and learn at ``table_learning_rate``, or like the units where it is not given. Those
+    on disk lie in ``table_folder``, while a run lasts; in the run folder by default.
     """
 
     steps: Count = 100
@@ -150,6 +151,7 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout: Seconds = 60.0
     not_finite: Literal["stop", "skip"] | UnsetType = UNSET
     log: tuple[Literal["tensorboard", "wandb"], ...] | UnsetType = UNSET
+    table_folder: str | UnsetType = UNSET
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -248,6 +250,12 @@ def checkpoint_folder(job: Job, folder: Path) -> Path:
     """Where a run in ``folder`` is saved."""
     named = "" if job.checkpoint is UNSET else job.checkpoint.folder
     return Path(named) if named else folder / "checkpoints"
+
+
+def table_folder(job: Job, folder: Path) -> Path:
+    """Where a run in ``folder`` has its tables on disk."""
+    named = job.train.table_folder
+    return Path(named) if named else folder / "tables"
 
 
 def named_files(job: Job, path: Path | None = None) -> tuple[Path, ...]:

@@ -29,6 +29,12 @@ ComputeKernel = Literal[
 
 PoolingType = Literal["sum", "mean"]
 
+# A cache of rows keeps the slot of every row as int32, and of every slot its row and last use as
+# int64: as fbgemm's.
+ON_DISK: ComputeKernel = "key_value"  # the kernel of tables whose rows lie on disk
+INDEX_BYTES_PER_ROW = 4
+STATE_BYTES_PER_SLOT = 16
+
 
 class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a table that lives in slower memory is cached.

@@ -33,8 +33,6 @@ PLAIN: dict[str, object] = {
     "num_poolings": None,
     "batch_sizes": None,
     "output_dtype": None,
-    "cache": None,
-    "kv_l1_mb": None,
 }
 
 

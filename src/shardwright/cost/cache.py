@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.core.amount import ceil, maximum, minimum, named, noted
-
-# fbgemm keeps the slot of every row as int32, and of every slot its row and last use as int64.
-INDEX_BYTES_PER_ROW = 4
-STATE_BYTES_PER_SLOT = 16
+from shardwright.core.model import INDEX_BYTES_PER_ROW, STATE_BYTES_PER_SLOT
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from shardwright.core.errors import (
     ShardwrightError,
     expected,
 )
-from shardwright.core.job import checkpoint_folder, named_files, run_in
+from shardwright.core.job import checkpoint_folder, named_files, run_in, table_folder
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.timeline import Phase
 from shardwright.lab.hosts import Hosts
@@ -129,7 +129,8 @@ class Training:
         together(self.guard.comm, "memory", self._check_room, _unforeseen)
         torch.manual_seed(self.job.train.seed)  # one model on all ranks
         empty = self.task.model(self.device)
-        model = apply(empty, self.plan, mesh, probe=self.meter, guard=self.guard)
+        tables = table_folder(self.job, self.folder)
+        model = apply(empty, self.plan, mesh, probe=self.meter, guard=self.guard, folder=tables)
         parameters = optimizer_parameters(model, per_unit=True)
         rate = self.job.train.learning_rate
         optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)

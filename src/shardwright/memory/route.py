@@ -44,7 +44,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 class Served(msgspec.Struct, frozen=True):
     """What a rank serves of one group: ``rows`` for ``ids``, of which ``distinct`` are different,
-    and how they are updated."""
+    and how they are updated; ``on_disk`` most of these come from there."""
 
     ids: int
     rows: int
@@ -53,6 +53,7 @@ class Served(msgspec.Struct, frozen=True):
     jagged: bool = False
     weighted: bool = False
     optimizer: str = "sgd"
+    on_disk: bool = False
 
     @property
     def received_bytes(self) -> int:
@@ -161,13 +162,27 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
         # group by group, put by rank; of one group sections are gathered from all ranks
         joined = traffic.served_bytes if len(traffic.asked) > 1 else 0
         parted = traffic.received_bytes if traffic.is_joined and not joined else 0
-        with heap.passing("communication", joined + parted):
+        beside = _finding(heap, traffic)
+        with heap.passing("communication", joined + parted + beside):
             heap.take(f"{traffic.path}.found", "communication", traffic.served_bytes)
     for index, group in enumerate(traffic.replicas):
         kept = group.ids + (group.bags if group.jagged else 0)
         heap.take(f"{traffic.path}.replica_rows.{index}", "communication", kept * INDEX_BYTES)
         size = group.bags * group.width * FLOAT
         heap.take(f"{traffic.path}.replica_found.{index}", "communication", size)
+
+
+def _finding(heap: Ledger, traffic: Traffic) -> int:
+    """Different rows are found in memory and on disk; bytes that are beside what they come to."""
+    most = 0
+    for group in traffic.served:
+        if group.on_disk:  # sorted, with the place of each id, then rows to be summed
+            distinct = group.distinct * INDEX_BYTES
+            with heap.passing("communication", group.ids * (3 * INDEX_BYTES + BOOL) + distinct):
+                pass
+            rows = group.distinct * group.width * FLOAT
+            most = max(most, group.ids * INDEX_BYTES + distinct + rows)
+    return most
 
 
 def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
@@ -256,7 +271,7 @@ def update(heap: Ledger, traffic: Traffic) -> None:
 def _updating(group: Served) -> int:
     """Bytes for a moment: ids sorted, each distinct row with the sum of its gradients, its weight
     and its states, and what the optimizer makes of these."""
-    if group.optimizer == "sgd" and not group.jagged:
+    if group.optimizer == "sgd" and not (group.jagged or group.on_disk):
         return 0
     elements = group.width * FLOAT
     sorting = group.ids * (2 * INDEX_BYTES + BOOL)

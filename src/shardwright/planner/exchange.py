@@ -9,7 +9,7 @@ from functools import cached_property
 
 from shardwright.core.batch import Batch, expected_distinct, feature_batches, lookups
 from shardwright.core.block import GroupKey
-from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.model import ON_DISK, ModelSpec, TableSpec
 from shardwright.core.schedule import replicas_ride
 from shardwright.cost import embedding
 from shardwright.memory.route import Asked, Replicas, Served, Traffic
@@ -97,7 +97,8 @@ class Exchange:
         for placed in self.routed:
             shards = placed.choice.option.shards
             for column, width in {shard.column: shard.columns for shard in shards}.items():
-                members.setdefault(_key(placed.choice.table, width), []).append((placed, column))
+                key = _key(placed.choice.table, width, placed.choice.option.compute_kernel)
+                members.setdefault(key, []).append((placed, column))
         return [self._group(key, members[key]) for key in sorted(members)]
 
     def _group(
@@ -126,7 +127,7 @@ class Exchange:
         weighted = any(placed.choice.table.weighted for placed, _ in members)
         ids, rows, bags, cut = asked
         return Asked(ids, rows, bags, key.width, cut, jagged, weighted), [
-            Served(ids, rows, key.width, distinct, jagged, weighted, key.optimizer)
+            Served(ids, rows, key.width, distinct, jagged, weighted, key.optimizer, key.on_disk)
             for ids, rows, distinct in served
         ]
 
@@ -151,8 +152,9 @@ def _features(table: TableSpec, batch: Batch) -> Iterator[tuple[float, float, in
     return zip(table.pooling_factors, table.poolings, sizes, strict=True)
 
 
-def _key(table: TableSpec, width: int) -> GroupKey:
-    return GroupKey.of(width, table.optimizer or "sgd", table.dtype, table.dim)
+def _key(table: TableSpec, width: int, kernel: str = "") -> GroupKey:
+    optimizer, on_disk = table.optimizer or "sgd", kernel == ON_DISK
+    return GroupKey.of(width, optimizer, table.dtype, table.dim, on_disk=on_disk)
 
 
 def _is_jagged(table: TableSpec) -> bool:

@@ -8,7 +8,7 @@ import msgspec
 
 from shardwright.core.cluster import Cluster, Device
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import ComputeKernel, TableSpec
+from shardwright.core.model import ON_DISK, ComputeKernel, TableSpec
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import (
     DEFAULT_MIN_PARTITION,
@@ -62,24 +62,36 @@ def runnable_options(table: TableSpec, cluster: Cluster) -> tuple[Option, ...]:
     types = [sharding_type for sharding_type in TYPES if sharding_type in named]
     for sharding_type in types:
         kind = traits(sharding_type)
-        kernel: ComputeKernel = "dense" if kind.replicated else "fused"
-        if table.compute_kernels is not None and kernel not in table.compute_kernels:
-            continue
         # a table whose columns are not cut is another type
         for width in cuts if kind.cuts_columns else (table.dim,):
             runs = shard_runs(table, sharding_type, cluster.world_size, local, width)
-            options.append(Option(table.name, sharding_type, kernel, runs))
+            options += [
+                Option(table.name, sharding_type, kernel, runs)
+                for kernel in _runnable_kernels(table, sharding_type, cluster)
+            ]
     if not options:
         raise InputError(
             expected(
                 f"tables '{table.name}'",
                 "a sharding type and kernel that this version runs",
                 f"types {types}, kernels {list(table.compute_kernels or ('any',))}",
-                f"{_no_cut(table, types, cuts)}Allow table_wise or row_wise with kernel fused, or "
-                "data_parallel with dense.",
+                f"{_no_cut(table, types, cuts)}Allow table_wise or row_wise with kernel fused, "
+                "data_parallel with dense, or on a CPU that has cluster.ssd_cap key_value.",
             )
         )
     return tuple(options)
+
+
+def _runnable_kernels(
+    table: TableSpec, sharding_type: ShardingType, cluster: Cluster
+) -> tuple[ComputeKernel, ...]:
+    named = table.compute_kernels
+    if traits(sharding_type).replicated:
+        return ("dense",) if named is None or "dense" in named else ()
+    known: tuple[ComputeKernel, ...] = ("fused",)
+    if cluster.compute_device == "cpu" and named is not None and cluster.ssd_cap:
+        known = ("fused", ON_DISK)
+    return tuple(kernel for kernel in known if named is None or kernel in named)
 
 
 def _usual_types(table: TableSpec, cluster: Cluster) -> tuple[ShardingType, ...]:
@@ -181,7 +193,7 @@ def _kernels(
     if traits(sharding_type).replicated:
         return ("dense",) if named is None or "dense" in named else ()
     if cluster.compute_device == "cpu":
-        return ("fused",) if named is None or "fused" in named else ()
+        return _runnable_kernels(table, sharding_type, cluster)
     known = ("fused", *SLOW_KERNELS)
     if named is not None:
         if cluster.ssd_cap:

@@ -213,7 +213,14 @@ class StepDraft(Draft):
     @property
     def fits(self) -> bool:
         """Whether every rank's peak is within its memory."""
-        return self.highest_peak <= self.problem.decisive_capacity
+        _, _, ssd = self.problem.capacity
+        within = max(self.disk_bytes, default=0) <= ssd
+        return within and self.highest_peak <= self.problem.decisive_capacity
+
+    @cached_property
+    def disk_bytes(self) -> list[int]:
+        """Bytes of every rank on disk."""
+        return self.tally.tier_bytes("ssd", self.ranks)
 
     @property
     def room(self) -> tuple[int, int, int]:
@@ -234,7 +241,8 @@ class StepDraft(Draft):
         phase = max(phases, key=lambda p: sum(phases[p].values()))
         exact: dict[str, int] = dict.fromkeys(EXACT_KINDS, 0)
         for (_, kind, _), size in self.exact[rank].items():
-            exact[kind] += size
+            if kind in exact:
+                exact[kind] += size
         peak = self.peak_bytes[rank]
         return RankTotals(
             rank=rank,
@@ -246,6 +254,7 @@ class StepDraft(Draft):
             parts=self.seconds[rank],
             hbm_bytes=peak if self.problem.decisive_tier == "hbm" else 0,
             ddr_bytes=peak if self.problem.decisive_tier == "ddr" else 0,
+            ssd_bytes=self.disk_bytes[rank],
         )
 
     def byte_events(self) -> Iterable[Event]:
@@ -269,6 +278,7 @@ def _added(parts: Iterable[Mapping[Any, float]]) -> dict[str, float]:
 _TABLE_EVENTS: tuple[tuple[Phase, Kind], ...] = (
     ("setup", "weight"),
     ("setup", "optimizer_state"),
+    ("setup", "cache"),
     ("reduce", "gradient"),
 )
 

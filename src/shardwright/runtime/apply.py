@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
@@ -19,6 +20,7 @@ from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, fingerprint_of, flat
+from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
@@ -54,6 +56,7 @@ def apply(
     *,
     probe: Probe | None = None,
     guard: Guard | None = None,
+    folder: Path | None = None,
 ) -> nn.Module:
     """Shard ``model`` in place as ``plan`` says and return it (collective).
 
@@ -66,7 +69,8 @@ def apply(
     :class:`MismatchError` before anything moves if ranks disagree on plan, model or versions, or if
     the mesh or the model is not the plan's; :class:`UnsupportedError` for what this version plans
     but does not run. Blocks that the plan has checkpointed are computed again in their backward,
-    with the same random numbers. A mesh of two dimensions named ``HOSTS`` has the plan's hosts and
+    with the same random numbers. Tables whose rows the plan has on disk lie in ``folder``, by
+    default that of the job. A mesh of two dimensions named ``HOSTS`` has the plan's hosts and
     their ranks; any other one is of one dimension.
     """
     check_type(plan, Plan, "plan", "read_plan reads a file.")
@@ -85,7 +89,8 @@ def apply(
         )
     blocks = plan.expanded()
     _check_model(model, plan, blocks)
-    check_kernels(plan.tables)
+    check_kernels(plan.tables, mesh)
+    folder = disk_for_tables(plan, comm, folder)
     members = {m.fqn: m for m in find_members([model], [""], (), lambda _: False)}
     _freeze(members, plan, blocks)
     for unit in plan.units:
@@ -93,7 +98,7 @@ def apply(
     initial_block = _initial(model)
     flow = Flow(plan.prefetch, guard)
     if plan.tables:
-        _shard_tables(model, plan, blocks, comm, initial_block, flow)
+        _shard_tables(model, plan, blocks, comm, initial_block, flow, folder)
     _shard_units(model, plan, comm, members, initial_block, flow)
     vars(model).pop("initial_block", None)  # of one model only: what it keeps is needed no more
     _agree_on_replicas(comm, model)
@@ -266,6 +271,7 @@ def _shard_tables(
     comm: Comm,
     initial: InitialBlock,
     flow: Flow,
+    folder: Path,
 ) -> None:
     """Every module of tables by one whose rows lie as the plan says."""
     step, train = plan.model.step, plan.job.train
@@ -274,7 +280,9 @@ def _shard_tables(
         planned = (table for table in plan.tables if step.tables_of(table.fqn) == path)
         tables = [_looked_up(plan, table) for table in planned]
         route = make_route(tables, blocks, comm.size)
-        sharded: nn.Module = ShardedTables(tables, route, comm, initial, rate, flow, path=path)
+        sharded: nn.Module = ShardedTables(
+            tables, route, comm, initial, rate, flow, path=path, folder=folder
+        )
         own = model.get_submodule(path)
         if isinstance(own, (nn.Embedding, nn.EmbeddingBag)):
             sharded = RoutedEmbedding(path, own, sharded)

@@ -318,9 +318,8 @@ def exact_events(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) 
 def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
     for store, held in tables.holdings():
         name = held.block.tensor
-        yield Event(rank, 0, "setup", "weight", name, _bytes(store.block_view(held)))
-        if state := sum(map(_bytes, store.state_views(held).values())):
-            yield Event(rank, 0, "setup", "optimizer_state", name, state)
+        for kind, size in store.kept(held).items():
+            yield Event(rank, 0, "setup", kind, name, size)
         if store in tables.replicas:
             size = store.gradient_bytes * held.rows // len(store.weight)
             yield Event(rank, STEADY, "reduce", "gradient", name, size)

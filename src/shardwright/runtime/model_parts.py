@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.checkpoint.held import Held, whole
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.embeddings.disk import DiskStore
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.embeddings.update import RULES
 from shardwright.runtime.units.dstorage import DStorage, storages_in
@@ -141,6 +142,12 @@ def table_states(model: nn.Module) -> set[str]:
         for table in module.tables
         for name in (*RULES[table.optimizer].states, STEP)
     }
+
+
+def on_disk(model: nn.Module) -> bool:
+    """Whether this rank has rows of a table on disk, which change as training goes on."""
+    tables = (module for module in model.modules() if isinstance(module, ShardedTables))
+    return any(isinstance(store, DiskStore) for each in tables for store in each.stores)
 
 
 def tables_filled(model: nn.Module) -> None:

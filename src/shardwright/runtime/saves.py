@@ -26,7 +26,7 @@ from shardwright.runtime.checkpoint.agreement import rank_and_size
 from shardwright.runtime.checkpoint.folders import step_folder
 from shardwright.runtime.checkpoint.manifest import shard_name
 from shardwright.runtime.checkpoint.write import Work
-from shardwright.runtime.model_parts import comm_of
+from shardwright.runtime.model_parts import comm_of, on_disk
 from shardwright.runtime.saving import Optimizers, save_parts
 
 SAVE = 1  # a wish above it is a signal's number more
@@ -59,6 +59,7 @@ class Saves:
         self.comm = comm_of(model)
         self._what = (model, optimizer)
         self._section = section
+        self._overlaps = section.overlap and not on_disk(model)  # of what no copy may have room
         self._every = every(section.every)
         self._extra, self._facts, self._say, self._clock = extra, facts, say, clock
         self._begun = self.saved = step  # the steps of the last save that began and of the newest
@@ -125,7 +126,7 @@ class Saves:
         if wish > SAVE:
             self._stop(step, wish - SAVE)
         if wish == SAVE and self._parts is None:
-            self._begin(step, overlap=self._section.overlap)
+            self._begin(step, overlap=self._overlaps)
         self.stall_seconds += time.perf_counter() - began
         self._warn(step_seconds)
         self._ended_at = self._clock()

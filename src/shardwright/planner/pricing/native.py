@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright.core.amount import Lift, bare, leaf, named, total
+from shardwright.core.amount import Lift, bare, leaf, named, noted, total
 from shardwright.core.cluster import Tier
-from shardwright.core.model import TableSpec
+from shardwright.core.model import ON_DISK, TableSpec
 from shardwright.core.option import Option
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding, optimizer
@@ -176,12 +176,21 @@ def _demand(scheme: Scheme, rows: Any, columns: Any, facts: Facts, c: Any) -> De
     row = embedding.row_bytes(columns, scheme.dtype, scheme.kernel)
     cache = None
     if scheme.kernel in CACHED_KERNELS:
-        limit = named("cache_limit", facts.limit // row, "rows") if scheme.limited else rows
+        kept = _cached_row_bytes(scheme, columns, row)
+        limit = named("cache_limit", facts.limit // kept, "rows") if scheme.limited else rows
         cached = cached_rows(rows, facts.load_factor, limit)
         cache = Cache(cached, facts.miss_rate, facts.distinct)
     passes = optimizer.table_passes(scheme.optimizer, c, like=rows)
     ids, bags, forward, backward = facts[:4]
     return Demand(ids, bags, rows, columns, row, forward, backward, passes, cache)
+
+
+def _cached_row_bytes(scheme: Scheme, columns: Any, row_bytes: Any) -> Any:
+    """Bytes of a row in a cache: rows on disk have their optimizer states with them."""
+    if scheme.kernel != ON_DISK or scheme.optimizer == "none":
+        return row_bytes
+    one = noted(1, "rows", "", "a row", like=columns)
+    return row_bytes + optimizer.table_state_bytes(one, columns, scheme.optimizer)
 
 
 def _seconds(context: PricingContext, scheme: Scheme, demand: Demand, mesh: Mesh, c: Any) -> Any:
@@ -220,7 +229,8 @@ def _storage(
     found: dict[Tier, dict[str, Any]] = {near: {}}
     found[embedding.home(scheme.kernel, device)] = kept
     if demand.cache is not None:
-        found[near]["cache"] = cache_bytes(demand.rows, demand.cache.rows, demand.row_bytes)
+        kept_row = _cached_row_bytes(scheme, demand.columns, demand.row_bytes)
+        found[near]["cache"] = cache_bytes(demand.rows, demand.cache.rows, kept_row)
     if exchange:
         pipeline = context.estimator.pipeline_type
         batches = lift(

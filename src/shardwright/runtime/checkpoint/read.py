@@ -105,7 +105,7 @@ def read_checkpoint(
 
     def plan() -> dict[int, list[Copy]]:
         _check_names(stored, names, unread)
-        return _copies(stored, parts, allow_smaller_dtype)
+        return copies_of(stored, parts, allow_smaller_dtype)
 
     copies = together(comm, "plan", plan, failure)
     together(comm, "read", lambda: _fill_all(stored, copies, rank), failure)
@@ -126,7 +126,7 @@ def read_full(
         for name, found in stored.tensors.items()
         if not name.startswith(skip)
     }
-    _fill(stored, _copies(stored, checked([whole(n, t) for n, t in tensors.items()]), False))
+    fill(stored, copies_of(stored, checked([whole(n, t) for n, t in tensors.items()]), False))
     return tensors
 
 
@@ -171,7 +171,7 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:FEW]) + more
 
 
-def _copies(stored: Stored, parts: Iterable[Held], allow_smaller: bool) -> dict[int, list[Copy]]:
+def copies_of(stored: Stored, parts: Iterable[Held], allow_smaller: bool) -> dict[int, list[Copy]]:
     """What is read from each rank's file; refuses shapes and dtypes that do not fit."""
     copies: dict[int, list[Copy]] = defaultdict(list)
     for part in parts:
@@ -190,7 +190,7 @@ def _copies(stored: Stored, parts: Iterable[Held], allow_smaller: bool) -> dict[
 
 def _fill_all(stored: Stored, copies: dict[int, list[Copy]], rank: int) -> None:
     try:
-        _fill(stored, copies)
+        fill(stored, copies)
     except Exception as error:  # of any kind: verified files do not fail but for the machine
         found = f"'{reason(error)}' on rank {rank}"
         remedy = "Tensors are filled in part; read the checkpoint again."
@@ -199,7 +199,8 @@ def _fill_all(stored: Stored, copies: dict[int, list[Copy]], rank: int) -> None:
 
 
 @torch.no_grad()
-def _fill(stored: Stored, copies: dict[int, list[Copy]]) -> None:
+def fill(stored: Stored, copies: dict[int, list[Copy]]) -> None:
+    """Copy from verified files, touching of them what is copied alone."""
     for rank in sorted(copies):
         with open_shard(stored.shard(rank)) as shard:
             for piece, held, (box, source, target) in copies[rank]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.core.block import Block, GroupKey
 from shardwright.core.errors import InputError, expected
+from shardwright.core.model import ON_DISK
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.plan import TablePlan
 from shardwright.core.sharding import traits
@@ -30,7 +31,8 @@ class Table:
     """What is looked up in a table, and how its rows are kept and learn.
 
     A bag of one of its features is pooled to one row, or with ``none`` is a row for each id. Where
-    it is ``replicated`` every rank has all of it.
+    it is ``replicated`` every rank has all of it. ``cache`` are bytes of memory for each of its
+    blocks, by offsets, where its rows lie on disk.
     """
 
     fqn: str
@@ -43,6 +45,7 @@ class Table:
     dtype: str = "fp32"
     output_dtype: str = "fp32"
     replicated: bool = False
+    cache: Mapping[tuple[int, ...], int] | None = None
 
     @staticmethod
     def of(planned: TablePlan) -> Table:
@@ -55,7 +58,19 @@ class Table:
             (planned.name,),
             planned.optimizer,
             replicated=traits(planned.sharding_type).replicated,
+            cache=cache_of(planned),
         )
+
+
+def cache_of(planned: TablePlan) -> dict[tuple[int, ...], int] | None:
+    """Bytes of memory of every block of a table on disk, by its offsets."""
+    if planned.compute_kernel != ON_DISK:
+        return None
+    return {
+        (shape.row, shape.column): (shard.hbm | shard.ddr).get("cache", 0)
+        for shard in planned.shards
+        for shape in shard.run.shapes()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +89,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A block on one rank: ``rows`` rows of its group's tensor from ``base``."""
+    """A block on one rank: ``rows`` rows of its group's tensor from ``base``; of one on disk,
+    ``cache`` bytes are for rows in memory."""
 
     block: Block
     base: int
+    cache: int = 0
 
     @property
     def rows(self) -> int:
@@ -152,7 +169,8 @@ def make_route(tables: Sequence[Table], blocks: Iterable[Block], world_size: int
 
 
 def _key(table: Table, width: int) -> GroupKey:
-    return GroupKey.of(width, table.optimizer, table.dtype, table.dim)
+    on_disk = table.cache is not None
+    return GroupKey.of(width, table.optimizer, table.dtype, table.dim, on_disk=on_disk)
 
 
 def _column_ranges(table: Table, blocks: list[Block]) -> list[list[Block]]:
@@ -194,7 +212,8 @@ def _group(key: GroupKey, members: list[_Columns], world_size: int) -> Group:
         for block in member.blocks:
             bases.append(filled[block.rank])
             for rank in range(world_size) if member.table.replicated else (block.rank,):
-                held[rank].append(Held(block, filled[rank]))
+                cache = (member.table.cache or {}).get(block.offsets, 0)
+                held[rank].append(Held(block, filled[rank], cache))
                 filled[rank] += block.sizes[0]
         starts = tuple(block.offsets[0] for block in member.blocks)
         owners = tuple(0 if member.table.replicated else block.rank for block in member.blocks)

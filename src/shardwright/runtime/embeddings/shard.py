@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,13 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.block import Block, check_tiling
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
+from shardwright.core.model import ON_DISK
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, flat
 from shardwright.runtime.embeddings.collection import RoutedCollection
+from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
-from shardwright.runtime.embeddings.route import Pooling, Table, make_route
+from shardwright.runtime.embeddings.route import Pooling, Table, cache_of, make_route
 from shardwright.runtime.embeddings.store import InitialBlock
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
@@ -66,6 +69,7 @@ class _Found:
             dtype,
             dtype,
             replicated,
+            cache_of(plan),
         )
 
 
@@ -91,7 +95,7 @@ def shard_embeddings(
     MismatchError where plan and module do not fit, UnsupportedError for an embedding that no table
     can be.
     """
-    check_kernels(plan.tables)
+    check_kernels(plan.tables, mesh)
     if mesh.size() != plan.world_size:
         wanted = f"{plan.world_size} ranks, as the plan"
         raise MismatchError(expected("mesh", wanted, str(mesh.size())))
@@ -100,6 +104,7 @@ def shard_embeddings(
     train = plan.job.train
     rate = train.table_learning_rate or train.learning_rate
     rate = rate if learning_rate is None else learning_rate
+    folder = disk_for_tables(plan, Comm(mesh))
     left = {table.name: table for table in plan.tables}
     for path, part in list(module.named_modules()):
         found = list(_tables_in(path, part))
@@ -111,9 +116,8 @@ def shard_embeddings(
         tables = [each.planned(left.pop(name), optimizer) for each, name in own]
         names = {name: each.fqn for each, name in own}
         weights = {each.fqn: each.weight.detach() for each, _ in own}
-        sharded = make_tables(
-            tables, _renamed(plan, names), mesh, _initial(weights), rate, guard=guard
-        )
+        blocks, initial = _renamed(plan, names), _initial(weights)
+        sharded = make_tables(tables, blocks, mesh, initial, rate, guard=guard, folder=folder)
         sharded.path = path or "tables"
         module = _replaced(module, path, _stand_in(path, part, sharded))
     if left:
@@ -131,24 +135,30 @@ def make_tables(
     learning_rate: float,
     *,
     guard: Guard | None = None,
+    folder: Path = Path(),
 ) -> ShardedTables:
     """One module of ``tables`` whose parameters lie as ``blocks`` say (collective); rank k of these
-    is the k-th of ``mesh``, and ``initial`` gives the starting values of a rectangle."""
+    is the k-th of ``mesh``, and ``initial`` gives the starting values of a rectangle. Tables on
+    disk lie in ``folder``."""
     blocks = list(blocks)
     mesh = flat(mesh)
     shapes = [TensorSpec(table.fqn, (table.rows, table.dim)) for table in tables]
     check_tiling(blocks, shapes, mesh.size())
     route = make_route(tables, blocks, mesh.size())
     flow = Flow(0, guard)
-    return ShardedTables(tables, route, Comm(mesh), initial, learning_rate, flow, path="tables")
+    return ShardedTables(
+        tables, route, Comm(mesh), initial, learning_rate, flow, path="tables", folder=folder
+    )
 
 
-def check_kernels(tables: Iterable[TablePlan]) -> None:
-    """UnsupportedError for a kernel whose rows are not in the device's own memory."""
+def check_kernels(tables: Iterable[TablePlan], mesh: DeviceMesh) -> None:
+    """UnsupportedError for a kernel that does not run on the devices of ``mesh``."""
+    known = ("fused", "dense", *((ON_DISK,) if mesh.device_type == "cpu" else ()))
     for table in tables:
-        if table.compute_kernel not in ("fused", "dense"):
-            wanted = "kernel fused or dense"
-            raise UnsupportedError(expected(table.fqn, wanted, table.compute_kernel))
+        if table.compute_kernel not in known:
+            wanted = f"a kernel of {', '.join(known)} on {mesh.device_type}"
+            remedy = "Plan it with one of these as its compute_kernels."
+            raise UnsupportedError(expected(table.fqn, wanted, table.compute_kernel, remedy))
 
 
 def _tables_in(path: str, part: nn.Module) -> Iterator[_Found]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch.nn import functional
 
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.timeline import Kind
+from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import update
 from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.update import Looked, Touched
-from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.parameter import DTYPES
 
 InitialBlock = Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
@@ -26,26 +27,46 @@ class Store:
     """
 
     def __init__(
-        self, group: Group, rank: int, initial: InitialBlock, probe: Probe, device: torch.device
+        self,
+        group: Group,
+        comm: Comm,
+        initial: InitialBlock,
+        folder: Path,
     ) -> None:
-        self.held = group.held.get(rank, ())
+        self.held = group.held.get(comm.rank, ())
         self.width, self.optimizer = group.key.width, group.key.optimizer
         self.rule = update.RULES[self.optimizer]
         self.dim = group.key.dim if self.optimizer in BY_ROW else 0  # of means over columns
+        self.device = torch.device(comm.mesh.device_type)
         rows = sum(item.rows for item in self.held)
-        self.weight = torch.empty(rows, self.width, dtype=DTYPES[group.key.dtype], device=device)
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.rule.elements, (rows, self.width))
+        shapes |= dict.fromkeys(self.rule.rows, (rows,))
+        like = {"weight": ((rows, self.width), DTYPES[group.key.dtype])}
+        like |= {name: (shape, torch.float32) for name, shape in shapes.items()}
+        kept = self._allocate(like, folder)
+        self.weight, self.states = kept["weight"], {name: kept[name] for name in shapes}
+        self._fill(initial)
+        self.moving_rows = rows if self.rule.moves else 0  # change without a gradient, too
+        self.gradient_bytes = 0  # of the last backward, if it is dense
+        for tensor, kind in self.lasting():
+            comm.probe.holds(tensor, kind)
+
+    def _allocate(
+        self, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]], folder: Path
+    ) -> dict[str, torch.Tensor]:
+        """The weight and the states, which are 0."""
+        return {
+            name: torch.zeros(shape, dtype=dtype, device=self.device)
+            for name, (shape, dtype) in like.items()
+        }
+
+    def _fill(self, initial: InitialBlock) -> None:
+        """Weights start from ``initial``."""
         for item in self.held:
             block = item.block
             self.weight[item.base : item.base + item.rows] = initial(
                 block.tensor, block.offsets, block.sizes
             )
-        shapes = dict.fromkeys(self.rule.elements, (rows, self.width))
-        shapes |= dict.fromkeys(self.rule.rows, (rows,))
-        self.states = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
-        self.moving_rows = rows if self.rule.moves else 0  # change without a gradient, too
-        self.gradient_bytes = 0  # of the last backward, if it is dense
-        for tensor, kind in self.lasting():
-            probe.holds(tensor, kind)
 
     def lasting(self) -> Iterator[tuple[torch.Tensor, Kind]]:
         """The memory of the store, and what it is for."""
@@ -53,35 +74,47 @@ class Store:
         for state in self.states.values():
             yield state, "optimizer_state"
 
+    def kept(self, item: Held) -> dict[Kind, int]:
+        """Bytes that one block takes for as long as the store is there."""
+        found: dict[Kind, int] = {"weight": self.block_view(item).nbytes}
+        if self.states:
+            found["optimizer_state"] = sum(s.nbytes for s in self.state_views(item).values())
+        return found
+
+    def settle(self) -> None:
+        """``weight`` and ``states`` are complete, and may be changed, until the next lookup."""
+
     def block_view(self, item: Held) -> torch.Tensor:
         """The weights of one block, sharing storage."""
+        self.settle()
         return self.weight[item.base : item.base + item.rows]
 
     def state_views(self, item: Held) -> dict[str, torch.Tensor]:
         """The optimizer's states of one block."""
+        self.settle()
         rows = slice(item.base, item.base + item.rows)
         return {name: state[rows] for name, state in self.states.items()}
 
     def look_up(self, looked: Looked) -> torch.Tensor:
         """The sum [S, width] fp32 of the rows of every segment."""
+        return self._summed(self.weight, looked)
+
+    def _summed(self, table: torch.Tensor, looked: Looked) -> torch.Tensor:
         rows, lengths, weights = looked
         if lengths is None and weights is None:
-            return self._rows(rows)
+            return table.index_select(0, rows).float()
         if lengths is None:
             starts = torch.arange(len(rows), device=rows.device)
         else:
             starts = lengths.cumsum(0).sub_(lengths)
         if not len(starts):
-            return self.weight.new_zeros(0, self.width, dtype=torch.float32)
-        table = self.weight
+            return table.new_zeros(0, self.width, dtype=torch.float32)
         if table.dtype != torch.float32:  # sums are made in fp32
-            table, rows = self._rows(rows), torch.arange(len(rows), device=rows.device)
+            table = table.index_select(0, rows).float()
+            rows = torch.arange(len(rows), device=rows.device)
         if not len(table):
             return table.new_zeros(len(starts), self.width)
         return functional.embedding_bag(rows, table, starts, mode="sum", per_sample_weights=weights)
-
-    def _rows(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.weight.index_select(0, rows).float()
 
     def update(self, looked: Looked, gradient: torch.Tensor, rate: float, number: int) -> None:
         """Apply the summed-over-ranks ``gradient`` [S, width] of segments."""
@@ -112,7 +145,7 @@ class Store:
             index = rows.unsqueeze(1).expand_as(change)
             self.weight.scatter_add_(0, index, change.neg_())
         else:
-            weight = self._rows(rows).sub_(change)
+            weight = self.weight.index_select(0, rows).float().sub_(change)
             self.weight.index_copy_(0, rows, weight.to(self.weight.dtype))
 
     def update_all(

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from shardwright.runtime.embeddings.bags import (
     one_each,
     read_bags,
 )
+from shardwright.runtime.embeddings.disk import make_store
 from shardwright.runtime.embeddings.guide import Guide, Request, Rows
 from shardwright.runtime.embeddings.route import Held, Route, Table
 from shardwright.runtime.embeddings.store import InitialBlock, Store
@@ -94,7 +96,7 @@ class ShardedTables(nn.Module):
 
     Features as ``read_bags`` takes them -> a mapping of each to rows [B, dim], pooled, or [values,
     dim]. Ids [B, F] of tables of one dim -> rows [B, F, dim]. ``learning_rate`` is that of the next
-    update; set it to follow a schedule.
+    update; set it to follow a schedule. Tables on disk lie in ``folder``.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class ShardedTables(nn.Module):
         flow: Flow,
         *,
         path: str,
+        folder: Path,
     ) -> None:
         super().__init__()
         for table in tables:
@@ -128,7 +131,7 @@ class ShardedTables(nn.Module):
         self.device = device
         self.limits = torch.tensor([f.table.rows for f in self.features], device=device)
         self.stores, self.replicas = (
-            [Store(group, comm.rank, initial, comm.probe, device) for group in groups]
+            [make_store(group, comm, initial, folder) for group in groups]
             for groups in (route.groups, route.replicas)
         )
         self.guides = [Guide.of(group, comm.size, device) for group in route.groups]

@@ -1,0 +1,291 @@
+"""Rows that lie on disk, as many of them in memory as the plan has room for.
+
+Weights and optimizer states are in a file without a name, which ends with the process. Rows of a
+step are looked for in memory first; those from the file take the slots of rows that were not used
+for long, which are written back. What finds no slot goes from the file and to it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shardwright.core.errors import RunError, expected
+from shardwright.core.job import table_folder
+from shardwright.core.model import INDEX_BYTES_PER_ROW, ON_DISK, STATE_BYTES_PER_SLOT
+from shardwright.core.plan import Plan
+from shardwright.core.quantities import format_bytes
+from shardwright.core.timeline import Kind
+from shardwright.runtime.checkpoint.agreement import together
+from shardwright.runtime.comm import Comm
+from shardwright.runtime.embeddings.route import Group, Held
+from shardwright.runtime.embeddings.store import InitialBlock, Store
+from shardwright.runtime.embeddings.update import Looked, Touched
+from shardwright.tracker.private import without_dispatch_modes
+
+PIECE_BYTES = 2**18  # copied at a time between memory and file
+_ELSEWHERE = "Name another folder: train.table_folder."
+WINDOW = 4  # slots that are looked at for each that is needed
+
+
+class _Piece(NamedTuple):
+    """Some rows of a step: their range there, which are in memory and in which slots, and which are
+    not, with their numbers."""
+
+    at: slice
+    hits: torch.Tensor
+    slots: torch.Tensor
+    misses: torch.Tensor
+    rows: torch.Tensor
+
+
+class DiskRows:
+    """Arrays [R, ...] of one row for each number, in a file in ``folder``, and ``slots`` rows of
+    each in memory. ``on_disk`` is what the file has; only after ``settle`` is that everything."""
+
+    def __init__(
+        self, folder: Path, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]], slots: int
+    ) -> None:
+        self.on_disk = mapped(folder, like)
+        self.memory = {
+            name: torch.empty((slots, *shape[1:]), dtype=dtype)
+            for name, (shape, dtype) in like.items()
+        }
+        rows = next(iter(like.values()))[0][0]
+        self.slot_of = torch.full((rows,), -1, dtype=torch.int32)
+        self.row_of = torch.full((slots,), -1)
+        self.used = torch.zeros(slots, dtype=torch.int64)  # when each was used last
+        self._now = self._hand = 0
+        row = sum(t.element_size() * t[:1].numel() for t in self.on_disk.values())
+        self._piece = max(PIECE_BYTES // max(row, 1), 1)
+
+    def lasting(self) -> Iterator[torch.Tensor]:
+        """What is in memory."""
+        yield from self.memory.values()
+        yield from (self.slot_of, self.row_of, self.used)
+
+    def read(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """A copy of distinct ``rows`` [M] of an array."""
+        disk = self.on_disk[name]
+        found = torch.empty(len(rows), *disk.shape[1:], dtype=disk.dtype)
+        for piece in self._pieces(rows):
+            part = found[piece.at]
+            part.index_copy_(0, piece.hits, self.memory[name].index_select(0, piece.slots))
+            part.index_copy_(0, piece.misses, _from_disk(disk, piece.rows))
+        return found
+
+    def write(self, name: str, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Put ``values`` [M, ...] in place of distinct ``rows`` [M]."""
+        for piece in self._pieces(rows):
+            part = values[piece.at]
+            self.memory[name].index_copy_(0, piece.slots, part.index_select(0, piece.hits))
+            _to_disk(self.on_disk[name], piece.rows, part.index_select(0, piece.misses))
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Distinct ``rows`` [M] are in use: bring as many into memory as slots are free for."""
+        self._now += 1
+        slots = self.slot_of.index_select(0, rows)
+        self.used.index_fill_(0, slots[slots >= 0].long(), self._now)
+        for piece in self._pieces(rows):
+            free = self._freed(len(piece.rows))
+            coming = piece.rows[: len(free)]
+            for name, memory in self.memory.items():
+                memory.index_copy_(0, free, _from_disk(self.on_disk[name], coming))
+            self.slot_of.index_copy_(0, coming, free.int())
+            self.row_of.index_copy_(0, free, coming)
+            self.used.index_fill_(0, free, self._now)
+
+    def settle(self) -> None:
+        """Write everything to the file; nothing is in memory afterwards."""
+        for slots in self.row_of.ge(0).nonzero().squeeze(1).split(self._piece):
+            self._write_back(slots)
+        self.slot_of.fill_(-1)
+        self.row_of.fill_(-1)
+        self.used.zero_()
+
+    def _pieces(self, rows: torch.Tensor) -> Iterator[_Piece]:
+        for start in range(0, len(rows), self._piece):
+            own = rows[start : start + self._piece]
+            slots = self.slot_of.index_select(0, own)
+            hits, misses = (which.nonzero().squeeze(1) for which in (slots >= 0, slots < 0))
+            at = slice(start, start + len(own))
+            yield _Piece(at, hits, slots[hits].long(), misses, own[misses])
+
+    def _freed(self, count: int) -> torch.Tensor:
+        """At most ``count`` slots whose rows are not in use, of the next ones those that were used
+        least lately."""
+        slots = len(self.row_of)
+        window = min(WINDOW * count, slots)
+        if not window:
+            return self.row_of[:0]
+        near = torch.arange(self._hand, self._hand + window).remainder_(slots)
+        self._hand = (self._hand + window) % slots
+        used = self.used.index_select(0, near)
+        oldest = used.topk(min(count, window), largest=False).indices
+        found = near[oldest[used[oldest] < self._now]]
+        self._write_back(found[self.row_of[found] >= 0])
+        return found
+
+    def _write_back(self, slots: torch.Tensor) -> None:
+        rows = self.row_of.index_select(0, slots)
+        for name, memory in self.memory.items():
+            _to_disk(self.on_disk[name], rows, memory.index_select(0, slots))
+        self.slot_of.index_fill_(0, rows, -1)
+
+
+class DiskStore(Store):
+    """A store whose rows are ``DiskRows``: ``weight`` and ``states`` are those on disk, complete
+    when a block was asked for."""
+
+    def _allocate(
+        self, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]], folder: Path
+    ) -> dict[str, torch.Tensor]:
+        row = sum(_bytes(shape[1:], dtype) for shape, dtype in like.values())
+        self.slots = [_slots(item, row) for item in self.held]
+        self.slot_bytes = row + STATE_BYTES_PER_SLOT
+        self.rows = DiskRows(folder, like, sum(self.slots))
+        return self.rows.on_disk
+
+    def _fill(self, initial: InitialBlock) -> None:
+        """Piece by piece, for a block may be larger than memory."""
+        step = max(PIECE_BYTES // max(_bytes((self.width,), self.weight.dtype), 1), 1) * 64
+        for item in self.held:
+            (row, column), (rows, columns) = item.block.offsets, item.block.sizes
+            for start in range(0, rows, step):
+                count = min(step, rows - start)
+                first = item.base + start
+                self.weight[first : first + count] = initial(
+                    item.block.tensor, (row + start, column), (count, columns)
+                )
+
+    def lasting(self) -> Iterator[tuple[torch.Tensor, Kind]]:
+        for tensor in self.rows.lasting():
+            yield tensor, "cache"
+
+    def kept(self, item: Held) -> dict[Kind, int]:
+        slots = self.slots[self.held.index(item)]
+        return {"cache": slots * self.slot_bytes + item.rows * INDEX_BYTES_PER_ROW}
+
+    def settle(self) -> None:
+        self.rows.settle()
+
+    def look_up(self, looked: Looked) -> torch.Tensor:
+        if not len(looked.rows):
+            return super().look_up(looked)
+        distinct, places = _distinct(looked.rows)
+        self.rows.keep(distinct)
+        return self._summed(self.rows.read("weight", distinct), looked._replace(rows=places))
+
+    def update(self, looked: Looked, gradient: torch.Tensor, rate: float, number: int) -> None:
+        touched = looked.summed(gradient)
+        self.step(touched, self.squares(touched) if self.dim else None, rate, number)
+
+    def step(
+        self, touched: Touched, squares: torch.Tensor | None, rate: float, number: int
+    ) -> None:
+        rows, gradient = touched
+        if not len(rows):
+            return
+        states = [self.rows.read(name, rows) for name in self.states]
+        change = self.rule.step(states, gradient, squares, rate, number)
+        for name, state in zip(self.states, states, strict=True):
+            self.rows.write(name, rows, state)
+        del states
+        weight = self.rows.read("weight", rows)
+        self.rows.write("weight", rows, weight.copy_(weight.float().sub_(change)))
+
+
+def disk_for_tables(plan: Plan, comm: Comm, folder: Path | None = None) -> Path:
+    """The folder for the tables that ``plan`` has on disk (collective); RunError on every rank
+    where it has no room for those of this host."""
+    folder = folder or table_folder(plan.job, Path(plan.job.train.out))
+    if all(table.compute_kernel != ON_DISK for table in plan.tables):
+        return folder
+    first = comm.rank - comm.rank % plan.cluster.local_world_size
+    beside = plan.ranks[first : first + plan.cluster.local_world_size]
+    needed = sum(totals.ssd_bytes for totals in beside)
+
+    def check() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            wanted = f"{format_bytes(needed)} free for tables, as planned"
+            raise RunError(expected(str(folder), wanted, format_bytes(free), _ELSEWHERE))
+
+    def failure(error: Exception) -> RunError:
+        return RunError(expected(str(folder), "a folder for tables", f"'{error}'", _ELSEWHERE))
+
+    together(comm, "tables on disk", check, failure)
+    return folder
+
+
+def make_store(group: Group, comm: Comm, initial: InitialBlock, folder: Path) -> Store:
+    """The rows of a group on this rank; those on disk lie in ``folder``."""
+    return (DiskStore if group.key.on_disk else Store)(group, comm, initial, folder)
+
+
+def mapped(
+    folder: Path, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, torch.Tensor]:
+    """Zeros in a new file; RunError where there is no room for it."""
+    sizes = {name: _bytes(shape, dtype) for name, (shape, dtype) in like.items()}
+    found, nbytes = {}, sum(sizes.values())
+    if not nbytes:
+        return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            memory = mmap.mmap(file.fileno(), nbytes)
+    except OSError as error:
+        wanted = f"room for {nbytes:,} bytes of tables"
+        raise RunError(expected(str(folder), wanted, f"'{error}'", _ELSEWHERE)) from None
+    memory.madvise(mmap.MADV_RANDOM)
+    start = 0
+    for name, (shape, dtype) in sorted(like.items(), key=lambda item: -item[1][1].itemsize):
+        count = sizes[name] // dtype.itemsize
+        found[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+        start += sizes[name]
+    return {name: found[name] for name in like}
+
+
+def _from_disk(disk: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    found = torch.empty(len(rows), *disk.shape[1:], dtype=disk.dtype)
+    with without_dispatch_modes():  # which would take the file for memory
+        return torch.index_select(disk, 0, rows, out=found)
+
+
+def _to_disk(disk: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    with without_dispatch_modes():
+        disk.index_copy_(0, rows, values)
+
+
+def _distinct(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The different ``rows`` [N], ascending, and the place of each among these."""
+    ordered, permutation = torch.sort(rows)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=first[1:])
+    distinct = ordered[first.nonzero().squeeze(1)]
+    torch.cumsum(first, 0, out=ordered)
+    places = torch.empty_like(ordered).scatter_(0, permutation, ordered.sub_(1))
+    return distinct, places
+
+
+def _slots(item: Held, row: int) -> int:
+    """Rows that fit in what a block has of memory, beside the slot of every row."""
+    free = item.cache - item.rows * INDEX_BYTES_PER_ROW
+    return min(max(free // (row + STATE_BYTES_PER_SLOT), 0), item.rows)
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    count = dtype.itemsize
+    for size in shape:
+        count *= size
+    return count

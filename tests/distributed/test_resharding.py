@@ -1,0 +1,79 @@
+"""A checkpoint that was cut anew for another plan is the same checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pool import Pool
+from reference import bag_job
+from tasks import go_on
+
+from shardwright.cli.main import main
+from shardwright.core.job import Job
+from shardwright.core.plan import write_plan
+from shardwright.lab.recordings import plan
+from shardwright.runtime.checkpoint import read_full
+from shardwright.runtime.checkpoint.stored import open_stored
+
+BEFORE = ("row_wise", "table_wise", "row_wise", "data_parallel", "column_wise", "row_wise")
+AFTER = ("column_wise", "row_wise", "data_parallel", "row_wise", "grid_shard", "table_wise")
+STEPS = 3
+
+
+def reshard(folder: Path, job: Job, out: Path, *more: str) -> int:
+    path = out.with_suffix(".json")
+    write_plan(plan(job), path)
+    return main(["reshard", str(folder), "--plan", str(path), "--out", str(out), *more])
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
+def test_a_checkpoint_of_two_ranks_is_that_of_three_under_other_types(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str
+) -> None:
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    pool.run(2, go_on, job=bag_job(BEFORE, 2, optimizer), steps=range(STEPS), save=str(saved))
+    job = bag_job(AFTER, 3, optimizer)
+    assert reshard(saved, job, out, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["saved"], said["world_size"], said["step"]) == (2, 3, STEPS)
+    before, after = read_full(saved), read_full(out)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+    stored = open_stored(out / f"step-{STEPS}", STEPS)
+    assert stored.manifest.facts["plan"] == plan(job).fingerprint
+    assert {rank for rank, _ in stored.tensors["tables.t1.weight"].pieces} == {0, 1, 2}
+    steps = range(STEPS, STEPS + 2)
+    wanted = pool.run(3, go_on, job=job, steps=steps, load=str(saved))
+    for (losses, weights), (found_losses, found) in zip(
+        wanted, pool.run(3, go_on, job=job, steps=steps, load=str(out)), strict=True
+    ):
+        assert losses == found_losses
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+def test_what_cannot_be_cut_anew_is_one_line(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "saved"
+    pool.run(1, go_on, job=bag_job(AFTER, 1), steps=range(1), save=str(saved))
+    other = bag_job(AFTER, 2, rows=(7, 13, 5, 1, 30, 65))
+    cases = [
+        (saved, other, 4, "'tables.t5.weight' of shape (65, 5), as planned, got shape (64, 5)"),
+        (tmp_path / "none", other, 2, "expected a folder of checkpoints, got nothing"),
+        (tmp_path, other, 2, "expected a folder step-N with a manifest.json, got none"),
+    ]
+    for folder, job, code, text in cases:
+        assert reshard(folder, job, tmp_path / "out") == code
+        said = capsys.readouterr().err
+        assert text in said
+        assert said.count("\n") == 1
+    shard = next((saved / "step-1").glob("*.safetensors"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert reshard(saved, bag_job(AFTER, 2), tmp_path / "out") == 4
+    assert str(shard) in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("step-*"))
