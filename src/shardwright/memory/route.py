@@ -84,8 +84,8 @@ class Traffic(msgspec.Struct, frozen=True):
     """A rank's share of what the module of tables at ``path`` exchanges; ids are those of one step.
 
     ``asked`` and ``served`` are of the same groups of the route. Of the replicas' gradient
-    ``ride_bytes`` travel with the row gradients, all ranks' together. ``lengths`` are the bags of
-    features whose lengths are counted.
+    ``ride_bytes`` travel with the row gradients, all ranks' together. ``joined`` are the ids and
+    lengths of bags that come feature by feature and are put together to be checked.
     """
 
     path: str
@@ -93,7 +93,7 @@ class Traffic(msgspec.Struct, frozen=True):
     served: tuple[Served, ...]
     replicas: tuple[Replicas, ...] = ()
     ride_bytes: int = 0
-    lengths: int = 0
+    joined: int = 0
 
     @property
     def asked_bytes(self) -> int:
@@ -120,7 +120,7 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
     """Sort by owner, send; the order stays until backward, the rows served until the update."""
     if not traffic.asked:
         return
-    _count_lengths(heap, traffic)
+    _join(heap, traffic)
     sent = 0
     for index, group in enumerate(traffic.asked):
         rows, sorting = group.ids * INDEX_BYTES, group.cut * INDEX_BYTES
@@ -142,6 +142,7 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
         if group.jagged:  # the bag and the owner of every id, from which segments follow
             with heap.passing("communication", 3 * rows):
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", lengths)
+    _ask_replicas(heap, traffic)
     with heap.passing("communication", sent if traffic.is_joined else 0):
         heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
     for index in range(len(traffic.asked)):
@@ -149,14 +150,23 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
         heap.free(f"{traffic.path}.weights.{index}")
 
 
-def _count_lengths(heap: Ledger, traffic: Traffic) -> None:
-    heap.take(f"{traffic.path}.lengths", "activation", traffic.lengths * INDEX_BYTES)
+def _join(heap: Ledger, traffic: Traffic) -> None:
+    heap.take(f"{traffic.path}.joined", "activation", traffic.joined * INDEX_BYTES)
+
+
+def _ask_replicas(heap: Ledger, traffic: Traffic) -> None:
+    """Ids of the replicas' rows, after which nothing needs what is given any more."""
+    for index, group in enumerate(traffic.replicas):
+        kept = group.ids + (group.bags if group.jagged else 0)
+        heap.take(f"{traffic.path}.replica_rows.{index}", "communication", kept * INDEX_BYTES)
+    heap.free(f"{traffic.path}.joined")
 
 
 def look_up(heap: Ledger, traffic: Traffic) -> None:
     """Rows for the others, and the replicas' rows for oneself."""
     if not traffic.asked:
-        _count_lengths(heap, traffic)
+        _join(heap, traffic)
+        _ask_replicas(heap, traffic)
     else:
         # group by group, put by rank; of one group sections are gathered from all ranks
         joined = traffic.served_bytes if len(traffic.asked) > 1 else 0
@@ -164,8 +174,6 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("communication", joined + parted):
             heap.take(f"{traffic.path}.found", "communication", traffic.served_bytes)
     for index, group in enumerate(traffic.replicas):
-        kept = group.ids + (group.bags if group.jagged else 0)
-        heap.take(f"{traffic.path}.replica_rows.{index}", "communication", kept * INDEX_BYTES)
         size = group.bags * group.width * FLOAT
         heap.take(f"{traffic.path}.replica_found.{index}", "communication", size)
 
@@ -185,7 +193,6 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("communication", regrouped + inverse + max(inverse, pieces)):
             pass
     heap.free(f"{traffic.path}.back")
-    heap.free(f"{traffic.path}.lengths")
     for index in range(len(traffic.replicas)):
         heap.free(f"{traffic.path}.replica_found.{index}")
 
@@ -256,12 +263,14 @@ def update(heap: Ledger, traffic: Traffic) -> None:
 def _updating(group: Served) -> int:
     """Bytes for a moment: ids sorted, each distinct row with the sum of its gradients, its weight
     and its states, and what the optimizer makes of these."""
-    if group.optimizer == "sgd" and not group.jagged:
+    if group.optimizer == "sgd" and not (group.jagged or group.weighted):
         return 0
     elements = group.width * FLOAT
     sorting = group.ids * (2 * INDEX_BYTES + BOOL)
     if group.jagged:  # the segment of every id, before and after the sort
         sorting += 2 * group.ids * INDEX_BYTES
+    if group.weighted:  # as they came and as the sort has them
+        sorting += 2 * group.ids * FLOAT
     summing = sorting + group.distinct * (2 * INDEX_BYTES + elements)
     by_row = FLOAT if group.optimizer in BY_ROW else 0
     states = STATES[group.optimizer]

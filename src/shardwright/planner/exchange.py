@@ -54,18 +54,20 @@ class Exchange:
             tuple(served[rank] for _, served in self._groups),
             self._replicas,
             self.ranks * self.replica_bytes if self.rides else 0,
-            self._lengths,
+            self._joined,
         )
 
     @cached_property
-    def _lengths(self) -> int:
-        """Bags of the features that have other than one id in each."""
-        return sum(
-            round(count * size)
-            for placed in self.tables
-            for length, count, size in _features(placed.choice.table, self.batch)
-            if placed.choice.table.pooled and length != 1.0
-        )
+    def _joined(self) -> int:
+        """Ids and lengths of bags that come feature by feature, which they do unless all tables
+        have one dim and one id in each bag."""
+        tables = [placed.choice.table for placed in self.tables]
+        features = [feature for table in tables for feature in _features(table, self.batch)]
+        jagged = any(map(_is_jagged, tables))
+        if not jagged and len({t.dim for t in tables}) == 1 and not any(t.weighted for t in tables):
+            return 0
+        ids = sum(round(lookups(table, self.batch)) for table in tables) if features[1:] else 0
+        return ids + (sum(round(count * size) for _, count, size in features) if jagged else 0)
 
     @cached_property
     def _replicas(self) -> tuple[Replicas, ...]:

@@ -114,6 +114,8 @@ class ShardedTables(nn.Module):
         self.path = path
         self.tables = tuple(tables)
         self.features = features_of(tables)
+        self.outputs = [feature.output for feature in self.features]
+        self.dtypes = [DTYPES[feature.table.output_dtype] for feature in self.features]
         self.comm = comm
         self.learning_rate = learning_rate
         self.flow = flow  # of the units beside them
@@ -157,23 +159,22 @@ class ShardedTables(nn.Module):
                 check_columns(given, self.features, self.limits)
                 bags, pools = one_each(given.t().long()), {}
             else:
-                bags, pools = read_bags(given, self.features)
+                bags, pools = read_bags(given, self.features, self.limits)
         except InputError as error:
             if self.stores:
                 self._refuse(str(error))
             raise
         self._refuse_scaling()
-        found = _Lookup.apply(self.anchor, bags, self)
-        if isinstance(found, torch.Tensor) and isinstance(given, torch.Tensor):
-            return self._as_output(found, self.features[0].table).transpose(0, 1)
+        whole = isinstance(given, torch.Tensor)
+        found = _Lookup.apply(self.anchor, bags, self, whole)
+        if whole:
+            return found.to(self.dtypes[0]).transpose(0, 1)
         rows = {}
-        for number, (feature, part) in enumerate(zip(self.features, found, strict=True)):
+        named = zip(self.outputs, self.dtypes, found, strict=True)
+        for number, (name, dtype, part) in enumerate(named):
             pooled = pools[number](part) if number in pools else part
-            rows[feature.output] = self._as_output(pooled, feature.table)
+            rows[name] = pooled if pooled.dtype == dtype else pooled.to(dtype)
         return rows
-
-    def _as_output(self, rows: torch.Tensor, table: Table) -> torch.Tensor:
-        return rows.to(DTYPES[table.output_dtype])
 
     def holdings(self) -> list[tuple[Store, Held]]:
         """Every block this rank keeps, with the store it lies in."""
@@ -187,27 +188,31 @@ class ShardedTables(nn.Module):
         adds = self._updated == _steps.made and self.flow.has_gradients
         trip = _Trip(bags.shares, [], [], [], self.limits[:0], [], adds)
         back = None
-        if self.stores:
-            with probe.phase("exchange_ids"):
-                self._request(bags, trip)
-            probe.did(Action("exchange", "ids", "exchange_ids"))
+        with probe.phase("exchange_ids" if self.stores else "lookup"):
+            asked = [guide.request(bags) for guide in self.guides]
+            trip.replicas = [guide.request(bags) for guide in self.replica_guides]
+            bags.forget()
+            if self.stores:
+                self._request(asked, trip)
+                probe.did(Action("exchange", "ids", "exchange_ids"))
         with probe.phase("lookup"):
             rows = self._serve(trip) if self.stores else None
-            found = self._look_up_replicas(bags, trip)
+            pairs = zip(self.replicas, trip.replicas, strict=True)
+            found = [store.look_up(request.looked) for store, request in pairs]
         probe.did(Action("lookup", self.path, "lookup"))
         with probe.phase("exchange_rows"):
             if rows is not None:
-                served, asked = self._floats(trip.served), self._floats(trip.counts)
-                back = self._exchange("exchange rows", rows, served, asked)
+                served, came = self._floats(trip.served), self._floats(trip.counts)
+                back = self._exchange("exchange rows", rows, served, came)
                 del rows
                 probe.did(Action("exchange", "rows", "exchange_rows"))
-            out = self._assemble(back, found, trip, bags)
+            out = self._out(bags.results)
+            self._assemble(out, back, found, trip)
         probe.did(Action("assemble", self.path, "exchange_rows"))
         return out, trip
 
-    def _request(self, bags: Bags, trip: _Trip) -> None:
-        """Sort ids by owner and send every owner its row numbers."""
-        asked = [guide.request(bags) for guide in self.guides]
+    def _request(self, asked: list[Request], trip: _Trip) -> None:
+        """Send every owner its row numbers."""
         sent, trip.counts = wire.pack(asked, self.comm.size)
         trip.asked = [each.without_rows() for each in asked]
         trip.served = self._announce(trip.counts)
@@ -247,34 +252,25 @@ class ShardedTables(nn.Module):
         ]
         return torch.cat(found)
 
-    def _look_up_replicas(self, bags: Bags, trip: _Trip) -> list[torch.Tensor]:
-        trip.replicas = [guide.request(bags) for guide in self.replica_guides]
-        pairs = zip(self.replicas, trip.replicas, strict=True)
-        return [store.look_up(asked.looked) for store, asked in pairs]
-
     def _assemble(
-        self, back: torch.Tensor | None, found: list[torch.Tensor], trip: _Trip, bags: Bags
-    ) -> Rows:
-        """Everything found, in feature order."""
-        out = self._out(bags)
+        self, out: Rows, back: torch.Tensor | None, found: list[torch.Tensor], trip: _Trip
+    ) -> None:
+        """Put everything found into ``out``, in feature order."""
         for guide, rows, asked in zip(self.replica_guides, found, trip.replicas, strict=True):
             guide.put(out, rows, asked)
         if back is not None:
             groups = wire.regroup(back, self._floats(trip.counts))
             for guide, asked, rows in zip(self.guides, trip.asked, groups, strict=True):
                 guide.put(out, rows.view(-1, guide.width), asked)
-        if not isinstance(out, torch.Tensor):
-            for rows, share in zip(out, trip.shares, strict=True):
-                if share is not None:
-                    rows.mul_(share)
-        return out
+        for place, share in enumerate(trip.shares):
+            if share is not None:
+                out[place].mul_(share)
 
-    def _out(self, bags: Bags) -> Rows:
-        """Room for what comes back: [F, B, D] for ids [F, B]."""
-        if isinstance(bags.ids, torch.Tensor):
-            assert self.dim is not None
-            return torch.empty(*bags.ids.shape, self.dim, device=self.device)
-        pairs = zip(bags.results, self.features, strict=True)
+    def _out(self, results: Sequence[int]) -> Rows:
+        """Room for what comes back: [F, B, D] where it is as much of every feature."""
+        if self.dim is not None and len(set(results)) == 1:
+            return torch.empty(len(results), results[0], self.dim, device=self.device)
+        pairs = zip(results, self.features, strict=True)
         return [torch.empty(rows, f.table.dim, device=self.device) for rows, f in pairs]
 
     # ---- backward ------------------------------------------------------------------------------
@@ -473,11 +469,16 @@ class _Lookup(torch.autograd.Function):
     """Joins the route to autograd; table weights themselves never carry a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, bags: Bags, tables: ShardedTables) -> Any:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, bags: Bags, tables: ShardedTables, whole: bool
+    ) -> Any:
         out, trip = tables.look_up(bags)
         tables._open.add(trip)  # until its graph is gone
-        ctx.trip, ctx.tables, ctx.whole = trip, tables, isinstance(out, torch.Tensor)
-        return out if ctx.whole else tuple(out)
+        ctx.trip, ctx.tables, ctx.whole = trip, tables, whole
+        if isinstance(out, torch.Tensor) and not whole:
+            # tensors of their own for autograd, which may be changed in place
+            return tuple(rows.data for rows in out.unbind())
+        return out if whole else tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -492,4 +493,4 @@ class _Lookup(torch.autograd.Function):
                 )
             )
         ctx.tables.retrace(gradients[0] if ctx.whole else gradients, trip)
-        return None, None, None
+        return None, None, None, None
