@@ -65,7 +65,11 @@ def _sent(ids: int, rows: int, jagged: bool, weighted: bool) -> int:
 
 
 class Replicas(msgspec.Struct, frozen=True):
-    """Replicated tables that are kept together: ``size`` rows of all, looked up for ``bags``."""
+    """Replicated tables that are kept together: ``size`` rows of all, looked up for ``bags``.
+
+    Of ``touched`` different ones gradients are exchanged row by row, ``gathered`` from all ranks;
+    if there are none, the gradient is dense.
+    """
 
     ids: int
     bags: int
@@ -73,6 +77,8 @@ class Replicas(msgspec.Struct, frozen=True):
     size: int
     jagged: bool = False
     optimizer: str = "sgd"
+    touched: int = 0
+    gathered: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -219,21 +225,40 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
 
 
 def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
-    """The gradients of replicas are summed in place, unless they rode along."""
+    """The gradients of replicas are summed in place unless they rode along, or rows gathered."""
     if not traffic.asked:
         _replica_gradient(heap, traffic)
+    own, every = (
+        sum(rows * (INDEX_BYTES + width * FLOAT) for rows, width in pairs)
+        for pairs in (
+            [(group.touched, group.width) for group in traffic.replicas],
+            [(group.gathered, group.width) for group in traffic.replicas],
+        )
+    )
+    with heap.passing("communication", 2 * own + 2 * every):  # flat, as long as any, joined
+        pass
+    heap.take(f"{traffic.path}.gathered", "communication", every)
+    heap.free(f"{traffic.path}.touched")
 
 
 def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
-    """A dense gradient of all replicated tables."""
+    """A dense gradient of all replicated tables, or of each row that was looked up its own."""
     if not traffic.replicas:
         return
-    nbytes = sum(group.nbytes for group in traffic.replicas)
-    heap.take(f"{traffic.path}.replica_gradient", "gradient", nbytes)
-    for group in traffic.replicas:
-        own = group.bags + (group.ids if group.jagged else 0)
-        with heap.passing("communication", own * group.width * FLOAT):
-            pass
+    own = sum(group.bags * group.width for group in traffic.replicas) * FLOAT
+    dense = sum(group.nbytes for group in traffic.replicas if not group.touched)
+    with heap.passing("communication", own):
+        heap.take(f"{traffic.path}.replica_gradient", "gradient", dense)
+        touched = 0
+        for group in traffic.replicas:
+            if not group.touched:
+                spread = group.ids * group.width * FLOAT if group.jagged else 0
+                with heap.passing("communication", spread):
+                    pass
+                continue
+            with heap.passing("communication", touched + _summing(group, group.touched)):
+                touched += group.touched * (INDEX_BYTES + group.width * FLOAT)
+        heap.take(f"{traffic.path}.touched", "communication", touched)
 
 
 def forget_trip(heap: Ledger, traffic: Traffic) -> None:
@@ -252,11 +277,16 @@ def update(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("temporary", regrouped + _updating(group)):
             pass
     for replicas in traffic.replicas:
-        if replicas.optimizer != "sgd":
+        if replicas.touched:
+            most = min(replicas.gathered, replicas.size)
+            found = Served(replicas.gathered, 0, replicas.width, most, optimizer=replicas.optimizer)
+            with heap.passing("temporary", _updating(found)):
+                pass
+        elif replicas.optimizer != "sgd":
             rows = replicas.size * FLOAT if replicas.optimizer in BY_ROW else 0
             with heap.passing("temporary", replicas.nbytes + rows):
                 pass
-    for name in ("arrived", "rows", "replica_gradient"):
+    for name in ("arrived", "rows", "replica_gradient", "gathered"):
         heap.free(f"{traffic.path}.{name}")
 
 
@@ -266,12 +296,17 @@ def _updating(group: Served) -> int:
     if group.optimizer == "sgd" and not (group.jagged or group.weighted):
         return 0
     elements = group.width * FLOAT
-    sorting = group.ids * (2 * INDEX_BYTES + BOOL)
-    if group.jagged:  # the segment of every id, before and after the sort
-        sorting += 2 * group.ids * INDEX_BYTES
-    if group.weighted:  # as they came and as the sort has them
-        sorting += 2 * group.ids * FLOAT
-    summing = sorting + group.distinct * (2 * INDEX_BYTES + elements)
+    summing = _summing(group, group.distinct)
+    if group.weighted:  # weights as they came and as the sort has them
+        summing += 2 * group.ids * FLOAT
     by_row = FLOAT if group.optimizer in BY_ROW else 0
     states = STATES[group.optimizer]
     return max(summing, group.distinct * (INDEX_BYTES + by_row + (2 + states) * elements))
+
+
+def _summing(group: Served | Replicas, distinct: int) -> int:
+    """Bytes for a moment where ids are sorted and the gradients of ``distinct`` rows summed."""
+    sorting = group.ids * (2 * INDEX_BYTES + BOOL)
+    if group.jagged:  # the segment of every id, before and after the sort
+        sorting += 2 * group.ids * INDEX_BYTES
+    return sorting + distinct * (2 * INDEX_BYTES + group.width * FLOAT)

@@ -264,7 +264,7 @@ def _lasting(
     """What is there before a step, and what it is for."""
     for module in model.modules():
         if isinstance(module, ShardedTables):
-            for store in (*module.stores, *module.replicas):
+            for store in (*module.stores, *module.replicas.stores):
                 yield from store.lasting()
     for storage in storages_in(model):
         yield from storage.lasting()
@@ -296,7 +296,7 @@ def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
         yield Event(rank, 0, "setup", "weight", name, _bytes(store.block_view(held)))
         if state := sum(map(_bytes, store.state_views(held).values())):
             yield Event(rank, 0, "setup", "optimizer_state", name, state)
-        if store in tables.replicas:
+        if store in tables.replicas.stores:
             size = store.gradient_bytes * held.rows // len(store.weight)
             yield Event(rank, STEADY, "reduce", "gradient", name, size)
 

@@ -127,6 +127,11 @@ def check_columns(ids: Any, features: Sequence[Feature], limits: torch.Tensor) -
     raise InputError(bad_id(f"{feature.spot}, sample {sample}", feature.table.rows, found))
 
 
+def cat(parts: list[torch.Tensor]) -> torch.Tensor:
+    """One after the other; a single one is itself."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Keyed:
     """Ids of features ``names``, one feature after the other: ``values`` [N], ``sizes`` of them of
@@ -322,7 +327,7 @@ def _joined(given: Mapping[str, Any], features: Sequence[Feature]) -> Keyed:
     lengths, bags = None, sizes
     if any(part.offsets is not None or part.lengths is not None for part in parts):
         lengths, bags = _bags_of(parts, features, sizes)
-    values = _cat([part.ids for part in parts])
+    values = cat([part.ids for part in parts])
     return Keyed(names, values, sizes, bags, lengths, [part.weights for part in parts])
 
 
@@ -344,11 +349,7 @@ def _bags_of(
             lengths.append(_offsets_of(part, feature).diff())
         else:
             lengths.append(torch.ones_like(part.ids) if part.lengths is None else part.lengths)
-    return _cat(lengths), [len(each) for each in lengths]
-
-
-def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return cat(lengths), [len(each) for each in lengths]
 
 
 def _offsets_of(part: _Part, feature: Feature) -> torch.Tensor:

@@ -20,17 +20,19 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwright.core.errors import InputError, PeerError, UnsupportedError, expected
-from shardwright.core.schedule import Action, replicas_ride
+from shardwright.core.schedule import Action
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import wire
 from shardwright.runtime.embeddings.bags import (
     Bags,
+    cat,
     check_columns,
     features_of,
     one_each,
     read_bags,
 )
 from shardwright.runtime.embeddings.guide import Guide, Request, Rows
+from shardwright.runtime.embeddings.replicas import Learnt, Replicas
 from shardwright.runtime.embeddings.route import Held, Route, Table
 from shardwright.runtime.embeddings.store import InitialBlock, Store
 from shardwright.runtime.embeddings.strips import Strips
@@ -61,7 +63,7 @@ class _Arrived:
     rows: torch.Tensor  # what was served, as it came
     served: wire.Counts
     gradients: list[torch.Tensor]  # by group, flat
-    dense: torch.Tensor | None  # of all replicas, flat
+    learnt: Learnt | None  # of replicas
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -129,17 +131,11 @@ class ShardedTables(nn.Module):
         device = torch.device(comm.mesh.device_type)
         self.device = device
         self.limits = torch.tensor([f.table.rows for f in self.features], device=device)
-        self.stores, self.replicas = (
-            [Store(group, comm.rank, initial, comm.probe, device) for group in groups]
-            for groups in (route.groups, route.replicas)
-        )
+        self.stores = [Store(g, comm.rank, initial, comm.probe, device) for g in route.groups]
         self.guides = [Guide.of(group, comm.size, device) for group in route.groups]
-        self.replica_guides = [Guide.of(group, 1, device) for group in route.replicas]
+        self.replicas = Replicas(route.replicas, comm, initial, bool(self.stores))
         self.strips = Strips(route.strips, comm)
         self._open: weakref.WeakSet[_Trip] = weakref.WeakSet()  # lookups that wait for backward
-        self.dense_sizes = [s.weight.numel() + s.moving_rows for s in self.replicas]
-        size = torch.float32.itemsize * sum(self.dense_sizes)
-        self.rides = bool(self.replicas) and replicas_ride(bool(self.stores), comm.size, size)
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
 
     @property
@@ -178,7 +174,8 @@ class ShardedTables(nn.Module):
 
     def holdings(self) -> list[tuple[Store, Held]]:
         """Every block this rank keeps, with the store it lies in."""
-        return [(store, held) for store in (*self.stores, *self.replicas) for held in store.held]
+        stores = (*self.stores, *self.replicas.stores)
+        return [(store, held) for store in stores for held in store.held]
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -190,14 +187,14 @@ class ShardedTables(nn.Module):
         back = None
         with probe.phase("exchange_ids" if self.stores else "lookup"):
             asked = [guide.request(bags) for guide in self.guides]
-            trip.replicas = [guide.request(bags) for guide in self.replica_guides]
+            trip.replicas = [guide.request(bags) for guide in self.replicas.guides]
             bags.forget()
             if self.stores:
                 self._request(asked, trip)
                 probe.did(Action("exchange", "ids", "exchange_ids"))
         with probe.phase("lookup"):
             rows = self._serve(trip) if self.stores else None
-            pairs = zip(self.replicas, trip.replicas, strict=True)
+            pairs = zip(self.replicas.stores, trip.replicas, strict=True)
             found = [store.look_up(request.looked) for store, request in pairs]
         probe.did(Action("lookup", self.path, "lookup"))
         with probe.phase("exchange_rows"):
@@ -256,7 +253,7 @@ class ShardedTables(nn.Module):
         self, out: Rows, back: torch.Tensor | None, found: list[torch.Tensor], trip: _Trip
     ) -> None:
         """Put everything found into ``out``, in feature order."""
-        for guide, rows, asked in zip(self.replica_guides, found, trip.replicas, strict=True):
+        for guide, rows, asked in zip(self.replicas.guides, found, trip.replicas, strict=True):
             guide.put(out, rows, asked)
         if back is not None:
             groups = wire.regroup(back, self._floats(trip.counts))
@@ -287,20 +284,21 @@ class ShardedTables(nn.Module):
             gradient = [rows if share is None else rows * share for rows, share in pairs]
         probe = self.comm.probe
         guard = self.guard or Guard(self.comm)
-        dense, parts = None, []
+        learnt, parts = None, []
         with probe.phase("reduce"):
-            if self.replicas:
-                dense = self._replica_gradient(gradient, trip, guard)
+            if trip.replicas:
+                learnt = self._learnt(gradient, trip, guard)
             if self.stores:
-                parts = self._return(gradient, trip, dense if self.rides else None, guard)
+                rides = learnt is not None and self.replicas.rides
+                parts = self._return(gradient, trip, learnt.dense if rides else None, guard)
                 probe.did(Action("exchange", "row_gradients", "reduce", "backward"))
             elif self.guard is None:
                 guard.settle()
-            if dense is not None:
-                if not self.rides:
-                    self.comm.all_reduce("reduce replicated tables", dense)
+            if learnt is not None:
+                if not self.replicas.rides:
+                    self.replicas.reduce(learnt)
                 probe.did(Action("reduce", self.path, "reduce", "backward"))
-        arrived = _Arrived(trip.rows, trip.served, parts, dense)
+        arrived = _Arrived(trip.rows, trip.served, parts, learnt)
         waiting = None if self._waiting is None else self._waiting()
         if self.guard is None:
             self._update(_Waiting([arrived]))
@@ -321,11 +319,8 @@ class ShardedTables(nn.Module):
         with probe.phase("step"):
             if self.stores:
                 self._update_routed(backwards, number)
-            if self.replicas:
-                first, *others = (a.dense for a in backwards if a.dense is not None)
-                for other in others:
-                    first += other
-                self._update_replicas(first, number)
+            if learnt := [a.learnt for a in backwards if a.learnt is not None]:
+                self.replicas.update(learnt, self.learning_rate, number)
         probe.did(Action("update", self.path, "step", "backward"))
 
     def _update_routed(self, backwards: Sequence[_Arrived], number: int) -> None:
@@ -334,7 +329,7 @@ class ShardedTables(nn.Module):
         touched: dict[int, Touched] = {}
         for place, store in enumerate(self.stores):
             rows = wire.joined([each[place] for each in looked])
-            gradient = _joined([a.gradients[place].view(-1, store.width) for a in backwards])
+            gradient = cat([a.gradients[place].view(-1, store.width) for a in backwards])
             gradient.mul_(scale)
             if place in self.strips.groups:
                 touched[place] = rows.summed(gradient)
@@ -345,13 +340,6 @@ class ShardedTables(nn.Module):
             self.strips.add_up({place: t.rows for place, t in touched.items()}, squares)
             for place, each in touched.items():
                 self.stores[place].step(each, squares[place], self.learning_rate, number)
-
-    def _update_replicas(self, dense: torch.Tensor, number: int) -> None:
-        scale = 1.0 / self.comm.size
-        for store, part in zip(self.replicas, dense.split(self.dense_sizes), strict=True):
-            gradient = part[: store.weight.numel()].view_as(store.weight)
-            looked = part[store.weight.numel() :] if store.moving_rows else None
-            store.update_all(gradient.mul_(scale), looked, self.learning_rate, number)
 
     def _refuse_accumulation(self, trip: _Trip) -> None:
         """Rows have no gradient that a later backward could add to, and what is not linear is exact
@@ -420,25 +408,12 @@ class ShardedTables(nn.Module):
         torch.sum(everyone.view(self.comm.size, -1), 0, out=dense)
         return arrived
 
-    def _replica_gradient(self, gradient: Rows, trip: _Trip, guard: Guard) -> torch.Tensor:
-        """This rank's dense gradient of all replicas, flat, each with how often its rows were
-        looked up where that counts."""
-        dense = torch.zeros(sum(self.dense_sizes), device=self.device)
-        self.comm.probe.holds(dense, "gradient")
-        parts = dense.split(self.dense_sizes)
-        for store, guide, asked, part in zip(
-            self.replicas, self.replica_guides, trip.replicas, parts, strict=True
-        ):
-            store.gradient_bytes = part.nbytes
-            own = guide.take(gradient, asked)
-            guard.look([own], self.gradient_names, partial(_each, gradient))
-            own = asked.looked.spread(own)
-            index = asked.rows.unsqueeze(1).expand_as(own)
-            part[: store.weight.numel()].view_as(store.weight).scatter_add_(0, index, own)
-            if store.moving_rows:
-                ones = torch.ones(len(asked.rows), device=self.device)
-                part[store.weight.numel() :].scatter_add_(0, asked.rows, ones)
-        return dense
+    def _learnt(self, gradient: Rows, trip: _Trip, guard: Guard) -> Learnt:
+        """What this rank's backward brings to the replicas."""
+        pairs = zip(self.replicas.guides, trip.replicas, strict=True)
+        own = [guide.take(gradient, asked) for guide, asked in pairs]
+        guard.look(own, self.gradient_names, partial(_each, gradient))
+        return self.replicas.learnt(own, trip.replicas)
 
     # ---- shared --------------------------------------------------------------------------------
 
@@ -455,10 +430,6 @@ class ShardedTables(nn.Module):
         widths = [store.width for store in self.stores]
         rows = wire.segments(counts, len(widths))
         return [[n * w for n, w in zip(row, widths, strict=True)] for row in rows]
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _each(gradient: Rows) -> Sequence[torch.Tensor]:
