@@ -48,7 +48,7 @@ def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tenso
     found = [storage.byte_storage for storage in storages_in(model)]
     for module in model.modules():
         if isinstance(module, ShardedTables):
-            for store in (*module.stores, *module.replicas):
+            for store in (*module.stores, *module.replicas.stores):
                 found += [store.weight, *store.states.values()]
     for state in optimizer.state.values():
         found += [value for value in state.values() if torch.is_tensor(value)]

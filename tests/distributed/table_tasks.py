@@ -256,6 +256,34 @@ def typed_cuts(mesh: DeviceMesh, optimizer: str, kind: ShardingType, local: int)
     return max(*rows, beside.apart())
 
 
+def large_replicas(
+    mesh: DeviceMesh, optimizer: str, pooling: Pooling, asked: Sequence[tuple[int, int]]
+) -> tuple[float, list[bool]]:
+    """How far replicas of more than a MiB are from whole tables, beside one that is cut where bags
+    are pooled, after steps of a seed and the longest bag each; of each step whether their gradient
+    was dense."""
+    tables = [Table("t0", "t0", 70_000, 4, ("f0",), optimizer, pooling, replicated=True)]
+    others = [
+        Table("t1", "t1", 30, 4, ("f1", "f2"), optimizer, "mean", replicated=True),
+        Table("t2", "t2", 5, 8, ("f3",), optimizer, "mean", replicated=True),
+        Table("t3", "t3", 5, 4, ("f4",), optimizer, "mean"),
+    ]
+    tables += others if pooling != "none" else []
+    blocks = [b for table in tables for b in _laid_out(table, mesh.size())]
+    beside = Beside(mesh, tables, blocks)
+    rows, dense = [], []
+    for seed, longest in asked:
+        rows.append(beside.step(seed, longest, weighted=True))
+        stores = beside.sharded.replicas.stores
+        dense.append(any(store.gradient_bytes for store in stores))
+    return max(*rows, beside.apart()), dense
+
+
+def _laid_out(table: Table, ranks: int) -> list[Block]:
+    kind: ShardingType = "data_parallel" if table.replicated else "row_wise"
+    return blocks_of(table, kind, ranks, ranks)
+
+
 def saved(mesh: DeviceMesh, optimizer: str, seed: int, folder: Path, disk: bool = False) -> None:
     """Two steps, then a checkpoint."""
     beside = _for_saving(mesh, optimizer, seed, disk)

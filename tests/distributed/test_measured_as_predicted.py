@@ -179,3 +179,25 @@ def check_bags(
         highest = max(sum(kinds.values()) for (r, _), kinds in peaks.items() if r == rank)
         assert highest == pytest.approx(measured, rel=0.01)
     return made
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("others", ["data_parallel", "row_wise"])
+def test_large_replicas_have_no_gradient_and_their_peaks_are_within_three_percent(
+    pool: Pool, others: str, world_size: int
+) -> None:
+    types, rows = ("data_parallel", *[others] * 5), (60_000, 300, 50, 10, 400, 70)
+    job = small_job(types, MODES["mixed"], world_size, batch=256, rows=rows)
+    made = plan(job)
+    predicted = decode(made.timeline)
+    wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
+    tables = {name for _, _, kind, name in wanted if kind == "gradient"}
+    assert not any("t0" in name for name in tables)
+    results = pool.run(world_size, meter_steps, job=job, made=made)
+    measured = [event for exact, _, _ in results for event in exact]
+    assert {key: size for key, size in exact_bytes(measured).items() if size} == wanted
+    for rank, (_, by_step, _) in enumerate(results):
+        found = phase_peaks(by_step[-1])
+        for phase in ("reduce", "step"):
+            most = sum(phase_peaks(predicted)[rank, phase].values())
+            assert most == pytest.approx(sum(found[rank, phase].values()), rel=PEAK_TOLERANCE)

@@ -56,6 +56,19 @@ def test_every_sharding_type_trains_as_whole_tables(
     assert max(pool.run(world_size, tasks.typed_cuts, **options)) <= CLOSE
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", RULES)
+def test_large_replicas_exchange_the_rows_that_were_looked_up_where_these_are_few(
+    pool: Pool, optimizer: str, world_size: int
+) -> None:
+    few, many = ((5, 4), (7, 4), (9, 1)), ((8, 4), (12, 20_000), (13, 4))
+    for pooling, asked, wanted in (("sum", few, [False] * 3), ("none", many, [False, True, False])):
+        options = {"optimizer": optimizer, "pooling": pooling, "asked": asked}
+        for apart, dense in pool.run(world_size, tasks.large_replicas, **options):
+            assert apart <= CLOSE
+            assert dense == wanted
+
+
 @pytest.mark.parametrize(("world_size", "disk"), [(2, False), (2, True), (3, False)])
 @pytest.mark.parametrize("optimizer", RULES)
 def test_a_checkpoint_goes_on_under_other_cuts_and_ranks(

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from shardwright.memory import route
@@ -208,3 +209,19 @@ def test_sgd_sums_the_rows_of_bags_first() -> None:
     sort = 36 * (2 * ID + 1 + 2 * ID)
     sums = 9 * (2 * ID + 16 * FLOAT)
     assert _peak(route.update, BAGS) == BAGS.received_bytes + sort + sums
+
+
+def test_sgd_sums_the_rows_that_carry_weights_first() -> None:
+    asked, served = Asked(10, 10, 10, 16, weighted=True), Served(36, 36, 16, 9, weighted=True)
+    weighted = _traffic(asked, served=(served,))
+    sort, sums = 36 * (2 * ID + 1 + 2 * FLOAT), 9 * (2 * ID + 16 * FLOAT)
+    assert _peak(route.update, weighted) == weighted.received_bytes + sort + sums
+
+
+def test_ids_that_come_feature_by_feature_are_joined_until_all_is_asked() -> None:
+    joined = msgspec.structs.replace(WHOLE, joined=25)
+    assert _peak(route.exchange_ids, joined) == max(25 + 10, 10 + 12) * ID
+    assert _left(joined, route.exchange_ids) == 12 * ID
+    local = msgspec.structs.replace(REPLICAS, joined=25)
+    assert _peak(route.look_up, local) == max((25 + 10) * ID, 10 * ID + 10 * 16 * FLOAT)
+    assert _left(local, route.look_up) == 10 * ID + 10 * 16 * FLOAT

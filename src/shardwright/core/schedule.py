@@ -54,6 +54,16 @@ def replicas_ride(routed: bool, world_size: int, replica_bytes: int) -> bool:
     return routed and 0 < replica_bytes * world_size <= RIDE_BYTES
 
 
+ROW_PASSES = 2  # rows that are exchanged one by one are sorted and summed, too
+
+
+def rows_are_few(world_size: int, replica_bytes: int, row_bytes: int) -> bool:
+    """Whether ranks exchange the rows of replicated tables that they looked up, ``row_bytes`` of
+    numbers and gradients of each, and not a dense gradient of ``replica_bytes``."""
+    few = ROW_PASSES * world_size * row_bytes <= replica_bytes
+    return replica_bytes > RIDE_BYTES and few
+
+
 class Modes(msgspec.Struct, frozen=True):
     """What a plan decided that changes the order of a step.
 

@@ -66,7 +66,11 @@ def _sent(ids: int, rows: int, jagged: bool, weighted: bool) -> int:
 
 
 class Replicas(msgspec.Struct, frozen=True):
-    """Replicated tables that are kept together: ``size`` rows of all, looked up for ``bags``."""
+    """Replicated tables that are kept together: ``size`` rows of all, looked up for ``bags``.
+
+    Of ``touched`` different ones gradients are exchanged row by row, ``gathered`` from all ranks;
+    if there are none, the gradient is dense.
+    """
 
     ids: int
     bags: int
@@ -74,6 +78,8 @@ class Replicas(msgspec.Struct, frozen=True):
     size: int
     jagged: bool = False
     optimizer: str = "sgd"
+    touched: int = 0
+    gathered: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +91,8 @@ class Traffic(msgspec.Struct, frozen=True):
     """A rank's share of what the module of tables at ``path`` exchanges; ids are those of one step.
 
     ``asked`` and ``served`` are of the same groups of the route. Of the replicas' gradient
-    ``ride_bytes`` travel with the row gradients, all ranks' together. ``lengths`` are the bags of
-    features whose lengths are counted.
+    ``ride_bytes`` travel with the row gradients, all ranks' together. ``joined`` are the ids and
+    lengths of bags that come feature by feature and are put together to be checked.
     """
 
     path: str
@@ -94,7 +100,7 @@ class Traffic(msgspec.Struct, frozen=True):
     served: tuple[Served, ...]
     replicas: tuple[Replicas, ...] = ()
     ride_bytes: int = 0
-    lengths: int = 0
+    joined: int = 0
 
     @property
     def asked_bytes(self) -> int:
@@ -121,7 +127,7 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
     """Sort by owner, send; the order stays until backward, the rows served until the update."""
     if not traffic.asked:
         return
-    _count_lengths(heap, traffic)
+    _join(heap, traffic)
     sent = 0
     for index, group in enumerate(traffic.asked):
         rows, sorting = group.ids * INDEX_BYTES, group.cut * INDEX_BYTES
@@ -143,6 +149,7 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
         if group.jagged:  # the bag and the owner of every id, from which segments follow
             with heap.passing("communication", 3 * rows):
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", lengths)
+    _ask_replicas(heap, traffic)
     with heap.passing("communication", sent if traffic.is_joined else 0):
         heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
     for index in range(len(traffic.asked)):
@@ -150,14 +157,23 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
         heap.free(f"{traffic.path}.weights.{index}")
 
 
-def _count_lengths(heap: Ledger, traffic: Traffic) -> None:
-    heap.take(f"{traffic.path}.lengths", "activation", traffic.lengths * INDEX_BYTES)
+def _join(heap: Ledger, traffic: Traffic) -> None:
+    heap.take(f"{traffic.path}.joined", "activation", traffic.joined * INDEX_BYTES)
+
+
+def _ask_replicas(heap: Ledger, traffic: Traffic) -> None:
+    """Ids of the replicas' rows, after which nothing needs what is given any more."""
+    for index, group in enumerate(traffic.replicas):
+        kept = group.ids + (group.bags if group.jagged else 0)
+        heap.take(f"{traffic.path}.replica_rows.{index}", "communication", kept * INDEX_BYTES)
+    heap.free(f"{traffic.path}.joined")
 
 
 def look_up(heap: Ledger, traffic: Traffic) -> None:
     """Rows for the others, and the replicas' rows for oneself."""
     if not traffic.asked:
-        _count_lengths(heap, traffic)
+        _join(heap, traffic)
+        _ask_replicas(heap, traffic)
     else:
         # group by group, put by rank; of one group sections are gathered from all ranks
         joined = traffic.served_bytes if len(traffic.asked) > 1 else 0
@@ -166,8 +182,6 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("communication", joined + parted + beside):
             heap.take(f"{traffic.path}.found", "communication", traffic.served_bytes)
     for index, group in enumerate(traffic.replicas):
-        kept = group.ids + (group.bags if group.jagged else 0)
-        heap.take(f"{traffic.path}.replica_rows.{index}", "communication", kept * INDEX_BYTES)
         size = group.bags * group.width * FLOAT
         heap.take(f"{traffic.path}.replica_found.{index}", "communication", size)
 
@@ -200,7 +214,6 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("communication", regrouped + inverse + max(inverse, pieces)):
             pass
     heap.free(f"{traffic.path}.back")
-    heap.free(f"{traffic.path}.lengths")
     for index in range(len(traffic.replicas)):
         heap.free(f"{traffic.path}.replica_found.{index}")
 
@@ -227,21 +240,40 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
 
 
 def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
-    """The gradients of replicas are summed in place, unless they rode along."""
+    """The gradients of replicas are summed in place unless they rode along, or rows gathered."""
     if not traffic.asked:
         _replica_gradient(heap, traffic)
+    own, every = (
+        sum(rows * (INDEX_BYTES + width * FLOAT) for rows, width in pairs)
+        for pairs in (
+            [(group.touched, group.width) for group in traffic.replicas],
+            [(group.gathered, group.width) for group in traffic.replicas],
+        )
+    )
+    with heap.passing("communication", 2 * own + 2 * every):  # flat, as long as any, joined
+        pass
+    heap.take(f"{traffic.path}.gathered", "communication", every)
+    heap.free(f"{traffic.path}.touched")
 
 
 def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
-    """A dense gradient of all replicated tables."""
+    """A dense gradient of all replicated tables, or of each row that was looked up its own."""
     if not traffic.replicas:
         return
-    nbytes = sum(group.nbytes for group in traffic.replicas)
-    heap.take(f"{traffic.path}.replica_gradient", "gradient", nbytes)
-    for group in traffic.replicas:
-        own = group.bags + (group.ids if group.jagged else 0)
-        with heap.passing("communication", own * group.width * FLOAT):
-            pass
+    own = sum(group.bags * group.width for group in traffic.replicas) * FLOAT
+    dense = sum(group.nbytes for group in traffic.replicas if not group.touched)
+    with heap.passing("communication", own):
+        heap.take(f"{traffic.path}.replica_gradient", "gradient", dense)
+        touched = 0
+        for group in traffic.replicas:
+            if not group.touched:
+                spread = group.ids * group.width * FLOAT if group.jagged else 0
+                with heap.passing("communication", spread):
+                    pass
+                continue
+            with heap.passing("communication", touched + _summing(group, group.touched)):
+                touched += group.touched * (INDEX_BYTES + group.width * FLOAT)
+        heap.take(f"{traffic.path}.touched", "communication", touched)
 
 
 def forget_trip(heap: Ledger, traffic: Traffic) -> None:
@@ -260,24 +292,36 @@ def update(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("temporary", regrouped + _updating(group)):
             pass
     for replicas in traffic.replicas:
-        if replicas.optimizer != "sgd":
+        if replicas.touched:
+            most = min(replicas.gathered, replicas.size)
+            found = Served(replicas.gathered, 0, replicas.width, most, optimizer=replicas.optimizer)
+            with heap.passing("temporary", _updating(found)):
+                pass
+        elif replicas.optimizer != "sgd":
             rows = replicas.size * FLOAT if replicas.optimizer in BY_ROW else 0
             with heap.passing("temporary", replicas.nbytes + rows):
                 pass
-    for name in ("arrived", "rows", "replica_gradient"):
+    for name in ("arrived", "rows", "replica_gradient", "gathered"):
         heap.free(f"{traffic.path}.{name}")
 
 
 def _updating(group: Served) -> int:
     """Bytes for a moment: ids sorted, each distinct row with the sum of its gradients, its weight
     and its states, and what the optimizer makes of these."""
-    if group.optimizer == "sgd" and not (group.jagged or group.on_disk):
+    if group.optimizer == "sgd" and not (group.jagged or group.weighted or group.on_disk):
         return 0
     elements = group.width * FLOAT
-    sorting = group.ids * (2 * INDEX_BYTES + BOOL)
-    if group.jagged:  # the segment of every id, before and after the sort
-        sorting += 2 * group.ids * INDEX_BYTES
-    summing = sorting + group.distinct * (2 * INDEX_BYTES + elements)
+    summing = _summing(group, group.distinct)
+    if group.weighted:  # weights as they came and as the sort has them
+        summing += 2 * group.ids * FLOAT
     by_row = FLOAT if group.optimizer in BY_ROW else 0
     states = STATES[group.optimizer]
     return max(summing, group.distinct * (INDEX_BYTES + by_row + (2 + states) * elements))
+
+
+def _summing(group: Served | Replicas, distinct: int) -> int:
+    """Bytes for a moment where ids are sorted and the gradients of ``distinct`` rows summed."""
+    sorting = group.ids * (2 * INDEX_BYTES + BOOL)
+    if group.jagged:  # the segment of every id, before and after the sort
+        sorting += 2 * group.ids * INDEX_BYTES
+    return sorting + distinct * (2 * INDEX_BYTES + group.width * FLOAT)

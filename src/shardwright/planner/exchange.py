@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwright.core.batch import Batch, expected_distinct, feature_batches, lookups
+from shardwright.core.batch import INDEX_BYTES, Batch, expected_distinct, feature_batches, lookups
 from shardwright.core.block import GroupKey
 from shardwright.core.model import ON_DISK, ModelSpec, TableSpec
-from shardwright.core.schedule import replicas_ride
+from shardwright.core.schedule import replicas_ride, rows_are_few
+from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding
 from shardwright.memory.route import Asked, Replicas, Served, Traffic
 from shardwright.planner.problem import Problem, ranks_per_host
@@ -46,6 +47,16 @@ class Exchange:
         """Whether the gradient of replicas travels with the row gradients."""
         return replicas_ride(bool(self.routed), self.ranks, self.replica_bytes)
 
+    @cached_property
+    def rows_are_few(self) -> bool:
+        """Whether replicas exchange the rows that were looked up, and have no dense gradient."""
+        size = ELEMENT_BYTES["fp32"]
+        sent = sum(
+            round(lookups(table, self.batch)) * (INDEX_BYTES + table.dim * size)
+            for table in self.replicas
+        )
+        return rows_are_few(self.ranks, self.replica_bytes, sent)
+
     def traffic(self, rank: int) -> Traffic:
         """The share of ``rank``."""
         return Traffic(
@@ -54,24 +65,27 @@ class Exchange:
             tuple(served[rank] for _, served in self._groups),
             self._replicas,
             self.ranks * self.replica_bytes if self.rides else 0,
-            self._lengths,
+            self._joined,
         )
 
     @cached_property
-    def _lengths(self) -> int:
-        """Bags of the features that have other than one id in each."""
-        return sum(
-            round(count * size)
-            for placed in self.tables
-            for length, count, size in _features(placed.choice.table, self.batch)
-            if placed.choice.table.pooled and length != 1.0
-        )
+    def _joined(self) -> int:
+        """Ids and lengths of bags that come feature by feature, which they do unless all tables
+        have one dim and one id in each bag."""
+        tables = [placed.choice.table for placed in self.tables]
+        features = [feature for table in tables for feature in _features(table, self.batch)]
+        jagged = any(map(_is_jagged, tables))
+        if not jagged and len({t.dim for t in tables}) == 1 and not any(t.weighted for t in tables):
+            return 0
+        ids = sum(round(lookups(table, self.batch)) for table in tables) if features[1:] else 0
+        return ids + (sum(round(count * size) for _, count, size in features) if jagged else 0)
 
     @cached_property
     def _replicas(self) -> tuple[Replicas, ...]:
         groups: dict[GroupKey, list[TableSpec]] = {}
         for table in self.replicas:
             groups.setdefault(_key(table, table.dim), []).append(table)
+        touched = {key: sum(map(self._touched, members)) for key, members in groups.items()}
         return tuple(
             Replicas(
                 sum(round(lookups(table, self.batch)) for table in groups[key]),
@@ -80,9 +94,17 @@ class Exchange:
                 sum(table.rows for table in groups[key]),
                 any(map(_is_jagged, groups[key])),
                 key.optimizer,
+                touched[key],
+                self.ranks * touched[key],
             )
             for key in sorted(groups)
         )
+
+    def _touched(self, table: TableSpec) -> int:
+        """Different rows of a replica that a rank looks up, where these are exchanged."""
+        if not self.rows_are_few:
+            return 0
+        return expected_distinct(round(lookups(table, self.batch)), table.rows, self.batch.zipf)
 
     def _bags(self, table: TableSpec) -> int:
         """Rows that a step gets of ``table``; an empty bag is one, too."""

@@ -112,12 +112,13 @@ class StepDraft(Draft):
     @cached_property
     def tables_exact(self) -> list[Exact]:
         found: list[Exact] = [{} for _ in range(self.ranks)]
+        few = {t.tensor.fqn for each in self.exchanges if each.rows_are_few for t in each.replicas}
         for placed in self.tables:
             fqn = placed.choice.table.tensor.fqn
             for rank, cost in zip(placed.ranks, placed.choice.shard_costs, strict=True):
                 kept = cost.kinds(self.problem.decisive_tier)
                 for phase, kind in _TABLE_EVENTS:
-                    if kept.get(kind):
+                    if kept.get(kind) and not (kind == "gradient" and fqn in few):
                         key = (phase, kind, fqn)
                         found[rank][key] = found[rank].get(key, 0) + kept[kind]
         return found

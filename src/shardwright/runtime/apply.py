@@ -180,7 +180,7 @@ def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:
         if storage.keeps_whole:
             facts[f"start of unit '{storage.name}'"] = fingerprint_of(storage.byte_storage)
     for module in model.modules():
-        for store in module.replicas if isinstance(module, ShardedTables) else ():
+        for store in module.replicas.stores if isinstance(module, ShardedTables) else ():
             name = f"start of replicas in {module.path}"
             facts[f"{name} of {store.held[0].block.tensor}"] = fingerprint_of(store.weight)
     if facts:

@@ -289,7 +289,7 @@ def _lasting(
     """What is there before a step, and what it is for."""
     for module in model.modules():
         if isinstance(module, ShardedTables):
-            for store in (*module.stores, *module.replicas):
+            for store in (*module.stores, *module.replicas.stores):
                 yield from store.lasting()
     for storage in storages_in(model):
         yield from storage.lasting()
@@ -320,7 +320,7 @@ def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
         name = held.block.tensor
         for kind, size in store.kept(held).items():
             yield Event(rank, 0, "setup", kind, name, size)
-        if store in tables.replicas:
+        if store in tables.replicas.stores:
             size = store.gradient_bytes * held.rows // len(store.weight)
             yield Event(rank, STEADY, "reduce", "gradient", name, size)
 

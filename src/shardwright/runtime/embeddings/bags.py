@@ -8,9 +8,9 @@ as TorchRec's KeyedJaggedTensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,24 +47,21 @@ def features_of(tables: Sequence[Table]) -> list[Feature]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bags:
     """Ids of F features, feature by feature: [F, B] with one in each of B bags, or a tensor each.
 
-    ``results`` are the rows that each comes to; ``lengths`` the ids of every bag, None of a feature
-    with one in each; ``weights`` of every id, or None. Rows are multiplied with ``shares``
-    [results, 1] once they are pooled, which makes sums means.
+    ``sizes`` are the ids of each, ``results`` the rows that each comes to; ``lengths`` the ids of
+    every bag, None of a feature with one in each; ``weights`` of every id, or None. Rows are
+    multiplied with ``shares`` [results, 1] once they are pooled, which makes sums means.
     """
 
     ids: torch.Tensor | Sequence[torch.Tensor]
+    sizes: Sequence[int]
     results: Sequence[int]
     lengths: Sequence[torch.Tensor | None]
     weights: Sequence[torch.Tensor | None]
     shares: Sequence[torch.Tensor | None]
-
-    def counts_of(self, features: Sequence[int]) -> list[int]:
-        """Ids of each of ``features``."""
-        return [self.ids[f].shape[0] for f in features]
 
     def lengths_of(self, features: Sequence[int]) -> torch.Tensor | None:
         """Ids of every bag of ``features``, one after the other; None if each bag has one."""
@@ -82,22 +79,24 @@ class Bags:
         parts = ((given[f], self.ids[f]) for f in features)
         return torch.cat([torch.ones_like(i, dtype=dtype) if g is None else g for g, i in parts])
 
+    def forget(self) -> None:
+        """Let go of all but ``results`` and ``shares``: everything is asked for."""
+        self.ids = self.lengths = self.weights = ()
+
 
 def one_each(ids: torch.Tensor) -> Bags:
     """Bags of ``ids`` [F, B], one id in each."""
-    nothing = (None,) * len(ids)
-    return Bags(ids, (ids.shape[1],) * len(ids), nothing, nothing, nothing)
+    features, batch = ids.shape
+    nothing = (None,) * features
+    return Bags(ids, (batch,) * features, (batch,) * features, nothing, nothing, nothing)
 
 
-def check_ids(ids: torch.Tensor, feature: Feature) -> None:
+def _check_ids(ids: torch.Tensor, feature: Feature) -> None:
     """InputError, naming the first, for ids [N] that are no rows of the feature's table."""
-    _check_dtype(ids, feature.spot)
-    if not ids.numel():
-        return
-    low, high = (int(end) for end in ids.aminmax())
     rows = feature.table.rows
-    if low < 0 or high >= rows:
-        place = int(((ids < 0) | (ids >= rows)).nonzero()[0])
+    wrong = (ids < 0) | (ids >= rows)
+    if bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
         spot = f"{feature.spot}, position {place}"
         raise InputError(bad_id(spot, rows, int(ids[place])))
 
@@ -119,21 +118,61 @@ def check_columns(ids: Any, features: Sequence[Feature], limits: torch.Tensor) -
         found = list(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise InputError(expected("ids", f"shape [batch, {len(features)}]", str(found)))
     _check_dtype(ids, "ids")
+    if not ids.numel() or (int(ids.min()) >= 0 and bool((ids.amax(0) < limits).all())):
+        return
     wrong = (ids < 0) | (ids >= limits)
-    if bool(wrong.any()):
-        sample, place = (int(x) for x in wrong.nonzero()[0])
-        feature = features[place]
-        found = int(ids[sample, place])
-        raise InputError(bad_id(f"{feature.spot}, sample {sample}", feature.table.rows, found))
+    sample, place = (int(x) for x in wrong.nonzero()[0])
+    feature = features[place]
+    found = int(ids[sample, place])
+    raise InputError(bad_id(f"{feature.spot}, sample {sample}", feature.table.rows, found))
+
+
+def cat(parts: list[torch.Tensor]) -> torch.Tensor:
+    """One after the other; a single one is itself."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True)
-class Jagged:
-    """One feature's ids [N]; ``lengths`` None: one in each bag."""
+class Keyed:
+    """Ids of features ``names``, one feature after the other: ``values`` [N], ``sizes`` of them of
+    each; of their ``bags`` the ``lengths``, None: one id in each; of each feature ``weights`` of
+    ids, or None."""
 
-    ids: torch.Tensor
+    names: list[str]
+    values: torch.Tensor
+    sizes: list[int]
+    bags: list[int]
     lengths: torch.Tensor | None
-    weights: torch.Tensor | None
+    weights: Sequence[torch.Tensor | None]
+
+    def of(self, names: list[str]) -> Keyed:
+        """Those of some features; InputError for one that is not there."""
+        if names == self.names:
+            return self
+        places = {name: place for place, name in enumerate(self.names)}
+        _check_names(names, places)
+        chosen = [places[name] for name in names]
+        lengths = self.lengths
+        return Keyed(
+            names,
+            _picked(self.values, self.sizes, chosen),
+            [self.sizes[place] for place in chosen],
+            [self.bags[place] for place in chosen],
+            None if lengths is None else _picked(lengths, self.bags, chosen),
+            [self.weights[place] for place in chosen],
+        )
+
+
+def _picked(values: torch.Tensor, sizes: list[int], chosen: list[int]) -> torch.Tensor:
+    parts = values.split(sizes)
+    return torch.cat([values[:0], *(parts[place] for place in chosen)])
+
+
+def _check_names(names: Iterable[str], found: Mapping[str, Any]) -> None:
+    for name in names:
+        if name not in found:
+            had = ", ".join(found) or "none"
+            raise InputError(expected("features", f"'{name}'", had, "Pass every feature."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,91 +192,192 @@ class Pool:
         return rows if self.share is None else rows * self.share
 
 
-def read_bags(given: Any, features: Sequence[Feature]) -> tuple[Bags, dict[int, Pool]]:
-    """What is ``given`` for ``features``, and how some are pooled where they were asked for.
+def read_bags(
+    given: Any, features: Sequence[Feature], limits: torch.Tensor
+) -> tuple[Bags, dict[int, Pool]]:
+    """What is ``given`` for ``features``, and how some are pooled where they were asked for;
+    ``limits`` [F] are rows of tables.
 
     InputError, naming table, feature and value, for what cannot be looked up.
     """
-    found = dict(by_name(given))
-    pools: dict[int, Pool] = {}
-    ids, results, lengths, weights, shares = [], [], [], [], []
-    for number, feature in enumerate(features):
-        if feature.name not in found:
-            had = ", ".join(found) or "none"
-            raise InputError(expected("features", f"'{feature.name}'", had, "Pass every feature."))
-        one = _jagged(feature.spot, found[feature.name])
-        check_ids(one.ids, feature)
-        pooling = feature.table.pooling
-        length = None if pooling == "none" else one.lengths
-        share = None
-        if pooling == "mean" and length is not None:
-            share = length.clamp(min=1).float().reciprocal().unsqueeze(1)
-        weight = one.weights
-        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-            pools[number] = Pool(length, weight, share)
-            length = share = weight = None
-        ids.append(one.ids.long())
-        results.append(len(one.ids) if length is None else len(length))
-        lengths.append(length)
-        weights.append(None if weight is None else weight.detach().float())
-        shares.append(share)
-    return Bags(ids, results, lengths, weights, shares), pools
-
-
-def by_name(given: Any) -> Iterator[tuple[str, Any]]:
-    """The ids of every feature that is ``given``."""
     if isinstance(given, Mapping):
-        yield from given.items()
+        keyed = _joined(given, features)
+    else:
+        keyed = keyed_of(given).of([feature.name for feature in features])
+        _check_dtype(keyed.values, features[0].spot)
+    values, lengths = keyed.values.long(), _lengths(keyed, features)
+    if all(length is None for length in lengths) and len(set(keyed.sizes)) == 1:
+        values = values.view(len(features), -1)
+    _check_range(values, keyed.sizes, features, limits)
+    pools: dict[int, Pool] = {}
+    pools: dict[int, Pool] = {}
+    weights = list(keyed.weights)
+    poolings = [feature.table.pooling for feature in features]
+    kept = [None if p == "none" else part for p, part in zip(poolings, lengths, strict=True)]
+    shares: list[torch.Tensor | None] = [None] * len(features)
+    means = {k: n for k, n in enumerate(kept) if n is not None and poolings[k] == "mean"}
+    if means:
+        share = torch.cat([*means.values()]).clamp_(min=1).float().reciprocal_().unsqueeze(1)
+        sizes = [len(each) for each in means.values()]
+        for k, part in zip(means, share.split(sizes), strict=True):
+            shares[k] = part
+    for k, weight in enumerate(weights):
+        if weight is None:
+            continue
+        if weight.requires_grad and torch.is_grad_enabled():
+            pools[k] = Pool(kept[k], weight, shares[k])
+            kept[k] = weights[k] = shares[k] = None
+        else:
+            weights[k] = weight.detach().float()
+    pairs = zip(keyed.sizes, kept, strict=True)
+    results = [size if length is None else length.shape[0] for size, length in pairs]
+    ids = values if values.dim() == 2 else values.split(keyed.sizes)
+    return Bags(ids, keyed.sizes, results, kept, weights, shares), pools
+
+
+def _check_range(
+    values: torch.Tensor, sizes: list[int], features: Sequence[Feature], limits: torch.Tensor
+) -> None:
+    """InputError for ``values`` [F, B] or [N] that are no rows of their features' tables."""
+    if not values.numel():
         return
+    low, high = (int(end) for end in values.aminmax())
+    if low >= 0:
+        if high < min(feature.table.rows for feature in features):
+            return
+        if values.dim() == 2:
+            fits = values.amax(1) < limits
+        else:
+            along = torch.tensor(sizes, device=values.device)
+            fits = values < limits.repeat_interleave(along, output_size=len(values))
+        if bool(fits.all()):
+            return
+    for ids, feature in zip(values.view(-1).split(sizes), features, strict=True):
+        _check_ids(ids, feature)
+
+
+def _lengths(keyed: Keyed, features: Sequence[Feature]) -> list[torch.Tensor | None]:
+    """Ids of every bag of each feature, None where each has one; InputError where they do not add
+    up to the feature's ids."""
+    if keyed.lengths is None:
+        return [None] * len(features)
+    lengths = keyed.lengths.long()
+    parts = zip(lengths.split(keyed.bags), _ends(lengths, keyed.bags), strict=True)
+    found: list[torch.Tensor | None] = []
+    for (part, (total, low, high)), size, feature in zip(parts, keyed.sizes, features, strict=True):
+        if total != size or low < 0:
+            has = f"lengths of {total} in all for {size} values"
+            wanted = "lengths from 0 that add up to its values"
+            raise InputError(expected(feature.spot, wanted, has))
+        found.append(None if low == high == 1 else part)
+    return found
+
+
+def _ends(lengths: torch.Tensor, bags: list[int]) -> list[tuple[int, int, int]]:
+    """Sum, least and largest of every feature's ``lengths``; of none they are 0, 1 and 1."""
+    if len(set(bags)) == 1 and bags[0]:
+        rows = lengths.view(len(bags), -1)
+        low, high = rows.aminmax(dim=1)
+        return list(zip(rows.sum(1).tolist(), low.tolist(), high.tolist(), strict=True))
+    parts = lengths.split(bags)
+    return [(int(p.sum()), int(p.min()), int(p.max())) if len(p) else (0, 1, 1) for p in parts]
+
+
+def keyed_of(given: Any) -> Keyed:
+    """Features that come all at once, as in a KeyedJaggedTensor; a Keyed is taken as it is."""
+    if isinstance(given, Keyed):
+        return given
     if not all(hasattr(given, name) for name in ("keys", "values", "lengths")):
         wanted = "a mapping of features to ids, or a KeyedJaggedTensor"
         raise InputError(expected("features", wanted, type(given).__name__))
     keys, values, lengths = list(given.keys()), given.values(), given.lengths()
-    strides = [len(lengths) // max(len(keys), 1)] * len(keys)
+    bags = [lengths.numel() // max(len(keys), 1)] * len(keys)
     if hasattr(given, "stride_per_key"):
-        strides = list(given.stride_per_key())
-    each = lengths.split(strides)
-    sizes = [int(part.sum()) for part in each]
+        bags = list(given.stride_per_key())
+    lengths = lengths.view(-1)
+    sizes = [total for total, _, _ in _ends(lengths, bags)]
     if sum(sizes) != len(values):
         raise InputError(expected("values of features", str(sum(sizes)), str(len(values))))
-    weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
-    weighted = [None] * len(keys) if weights is None else weights.split(sizes)
-    for key, ids, length, weight in zip(keys, values.split(sizes), each, weighted, strict=True):
-        yield key, Jagged(ids, length, weight)
+    given = given.weights_or_none() if hasattr(given, "weights_or_none") else None
+    weights = [None] * len(keys) if given is None else given.split(sizes)
+    return Keyed(keys, values, sizes, bags, lengths, weights)
 
 
-def _jagged(spot: str, given: Any) -> Jagged:
+class _Part(NamedTuple):
+    """One feature's ids [N], with offsets or lengths of their bags; without both one in each."""
+
+    ids: torch.Tensor
+    offsets: torch.Tensor | None
+    lengths: torch.Tensor | None
+    weights: torch.Tensor | None
+
+
+def _joined(given: Mapping[str, Any], features: Sequence[Feature]) -> Keyed:
+    """What is given feature by feature."""
+    names = [feature.name for feature in features]
+    _check_names(names, given)
+    parts = [_part(feature, given[feature.name]) for feature in features]
+    for part, feature in zip(parts, features, strict=True):
+        if part.ids.dtype not in _INTEGERS:
+            _check_dtype(part.ids, feature.spot)
+        if part.weights is not None and part.weights.shape != part.ids.shape:
+            found = f"{list(part.weights.shape)}"
+            raise InputError(expected(feature.spot, f"{len(part.ids)} weights", found))
+    sizes = [part.ids.shape[0] for part in parts]
+    lengths, bags = None, sizes
+    if any(part.offsets is not None or part.lengths is not None for part in parts):
+        lengths, bags = _bags_of(parts, features, sizes)
+    values = cat([part.ids for part in parts])
+    return Keyed(names, values, sizes, bags, lengths, [part.weights for part in parts])
+
+
+def _bags_of(
+    parts: Sequence[_Part], features: Sequence[Feature], sizes: list[int]
+) -> tuple[torch.Tensor, list[int]]:
+    """The lengths of all bags, and how many each feature has."""
+    given = [part.offsets for part in parts if part.offsets is not None]
+    if len(given) == len(parts) and len({offsets.shape for offsets in given}) == 1:
+        offsets = torch.stack(given)
+        bags = offsets.shape[1] - 1
+        if bags < 0 or bool(offsets[:, 0].any()) or offsets[:, -1].tolist() != sizes:
+            for part, feature in zip(parts, features, strict=True):
+                _offsets_of(part, feature)
+        return offsets.diff().view(-1), [bags] * len(parts)
+    lengths = []
+    for part, feature in zip(parts, features, strict=True):
+        if part.offsets is not None:
+            lengths.append(_offsets_of(part, feature).diff())
+        else:
+            lengths.append(torch.ones_like(part.ids) if part.lengths is None else part.lengths)
+    return cat(lengths), [len(each) for each in lengths]
+
+
+def _offsets_of(part: _Part, feature: Feature) -> torch.Tensor:
+    """Its offsets; InputError if they are not those of its ids."""
+    offsets, values = part.offsets, len(part.ids)
+    assert offsets is not None
+    ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (-1, -1)
+    if ends != (0, values):
+        found = "none" if not len(offsets) else f"offsets from {ends[0]} to {ends[1]}"
+        wanted = f"offsets [B + 1] from 0 to its {values} values"
+        raise InputError(expected(feature.spot, wanted, found))
+    return offsets
+
+
+def _part(feature: Feature, given: Any) -> _Part:
     """One feature's ids, whichever way they come."""
     if isinstance(given, torch.Tensor) and given.dim() in (1, 2):
         if given.dim() == 1 or given.shape[1] == 1:
-            return Jagged(given.reshape(-1), None, None)
+            return _Part(given.reshape(-1), None, None, None)
         batch, length = given.shape
         lengths = torch.full((batch,), length, device=given.device)
-        return Jagged(given.reshape(-1), lengths, None)
+        return _Part(given.reshape(-1), None, lengths, None)
     if isinstance(given, tuple | list) and len(given) in (2, 3):
         values, offsets, *rest = given
         if not all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in given[:2]):
-            raise InputError(expected(spot, _FORMS, "something else"))
-        _check_offsets(spot, offsets, len(values))
-        given = Jagged(values, offsets.diff(), rest[0] if rest else None)
-    elif not isinstance(given, Jagged):
-        if not hasattr(given, "values") or not hasattr(given, "lengths"):
-            raise InputError(expected(spot, _FORMS, type(given).__name__))
-        weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
-        given = Jagged(given.values(), given.lengths(), weights)
-    ids, lengths, weights = given.ids, given.lengths.long(), given.weights
-    if int(lengths.sum()) != len(ids) or (len(lengths) and int(lengths.min()) < 0):
-        found = f"lengths of {int(lengths.sum())} in all for {len(ids)} values"
-        raise InputError(expected(spot, "lengths from 0 that add up to its values", found))
-    if weights is not None and weights.shape != ids.shape:
-        raise InputError(expected(spot, f"{len(ids)} weights", f"{list(weights.shape)}"))
-    if len(lengths) == len(ids) and bool((lengths == 1).all()):
-        lengths = None
-    return Jagged(ids, lengths, weights)
-
-
-def _check_offsets(spot: str, offsets: torch.Tensor, values: int) -> None:
-    ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (-1, -1)
-    if ends != (0, values):
-        found = "none" if ends[0] < 0 else f"offsets from {ends[0]} to {ends[1]}"
-        raise InputError(expected(spot, f"offsets [B + 1] from 0 to its {values} values", found))
+            raise InputError(expected(feature.spot, _FORMS, "something else"))
+        return _Part(values, offsets, None, rest[0] if rest else None)
+    if not hasattr(given, "values") or not hasattr(given, "lengths"):
+        raise InputError(expected(feature.spot, _FORMS, type(given).__name__))
+    weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
+    return _Part(given.values(), None, given.lengths(), weights)

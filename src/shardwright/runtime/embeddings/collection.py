@@ -6,12 +6,13 @@ TorchRec itself is never imported: what goes in and comes out has the methods of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwright.runtime.embeddings.bags import Jagged, by_name
+from shardwright.runtime.embeddings.bags import keyed_of
 
 
 class Pooled:
@@ -72,13 +73,13 @@ class RoutedCollection(nn.Module):
 
     def forward(self, features: Any) -> Pooled | dict[str, Sequence]:
         """Look every feature up."""
-        given = dict(by_name(features))
+        given = keyed_of(features)
         if not self.weighted:
-            given = {name: Jagged(one.ids, one.lengths, None) for name, one in given.items()}
+            given = replace(given, weights=[None] * len(given.names))
         found: dict[str, torch.Tensor] = self.rows(given)
         if self.pooled:
             return Pooled(found)
+        lengths = dict(zip(given.names, given.lengths.split(given.bags), strict=True))
         return {
-            name: Sequence(rows, given[name.partition("@")[0]].lengths)
-            for name, rows in found.items()
+            name: Sequence(rows, lengths[name.partition("@")[0]]) for name, rows in found.items()
         }

@@ -98,7 +98,7 @@ class Guide:
 
     def request(self, bags: Bags) -> Request:
         """Ids as row numbers at their owners."""
-        counts = bags.counts_of(self.features)
+        counts = [bags.sizes[f] for f in self.features]
         ids = self._picked(bags.ids, counts)
         first = self.fixed if ids.dim() == 2 else sum(counts[: self.fixed])
         ids[:first] += _along(ids, self.fixed_base, counts[: self.fixed])

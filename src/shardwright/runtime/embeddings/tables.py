@@ -21,11 +21,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwright.core.errors import InputError, PeerError, UnsupportedError, expected
-from shardwright.core.schedule import Action, replicas_ride
+from shardwright.core.schedule import Action
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import wire
 from shardwright.runtime.embeddings.bags import (
     Bags,
+    cat,
     check_columns,
     features_of,
     one_each,
@@ -33,6 +34,7 @@ from shardwright.runtime.embeddings.bags import (
 )
 from shardwright.runtime.embeddings.disk import make_store
 from shardwright.runtime.embeddings.guide import Guide, Request, Rows
+from shardwright.runtime.embeddings.replicas import Learnt, Replicas
 from shardwright.runtime.embeddings.route import Held, Route, Table
 from shardwright.runtime.embeddings.store import InitialBlock, Store
 from shardwright.runtime.embeddings.strips import Strips
@@ -63,7 +65,7 @@ class _Arrived:
     rows: torch.Tensor  # what was served, as it came
     served: wire.Counts
     gradients: list[torch.Tensor]  # by group, flat
-    dense: torch.Tensor | None  # of all replicas, flat
+    learnt: Learnt | None  # of replicas
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -117,6 +119,8 @@ class ShardedTables(nn.Module):
         self.path = path
         self.tables = tuple(tables)
         self.features = features_of(tables)
+        self.outputs = [feature.output for feature in self.features]
+        self.dtypes = [DTYPES[feature.table.output_dtype] for feature in self.features]
         self.comm = comm
         self.learning_rate = learning_rate
         self.flow = flow  # of the units beside them
@@ -130,17 +134,11 @@ class ShardedTables(nn.Module):
         device = torch.device(comm.mesh.device_type)
         self.device = device
         self.limits = torch.tensor([f.table.rows for f in self.features], device=device)
-        self.stores, self.replicas = (
-            [make_store(group, comm, initial, folder) for group in groups]
-            for groups in (route.groups, route.replicas)
-        )
+        self.stores = [make_store(group, comm, initial, folder) for group in route.groups]
         self.guides = [Guide.of(group, comm.size, device) for group in route.groups]
-        self.replica_guides = [Guide.of(group, 1, device) for group in route.replicas]
+        self.replicas = Replicas(route.replicas, comm, initial, folder, bool(self.stores))
         self.strips = Strips(route.strips, comm)
         self._open: weakref.WeakSet[_Trip] = weakref.WeakSet()  # lookups that wait for backward
-        self.dense_sizes = [s.weight.numel() + s.moving_rows for s in self.replicas]
-        size = torch.float32.itemsize * sum(self.dense_sizes)
-        self.rides = bool(self.replicas) and replicas_ride(bool(self.stores), comm.size, size)
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
 
     @property
@@ -160,27 +158,27 @@ class ShardedTables(nn.Module):
                 check_columns(given, self.features, self.limits)
                 bags, pools = one_each(given.t().long()), {}
             else:
-                bags, pools = read_bags(given, self.features)
+                bags, pools = read_bags(given, self.features, self.limits)
         except InputError as error:
             if self.stores:
                 self._refuse(str(error))
             raise
         self._refuse_scaling()
-        found = _Lookup.apply(self.anchor, bags, self)
-        if isinstance(found, torch.Tensor) and isinstance(given, torch.Tensor):
-            return self._as_output(found, self.features[0].table).transpose(0, 1)
+        whole = isinstance(given, torch.Tensor)
+        found = _Lookup.apply(self.anchor, bags, self, whole)
+        if whole:
+            return found.to(self.dtypes[0]).transpose(0, 1)
         rows = {}
-        for number, (feature, part) in enumerate(zip(self.features, found, strict=True)):
+        named = zip(self.outputs, self.dtypes, found, strict=True)
+        for number, (name, dtype, part) in enumerate(named):
             pooled = pools[number](part) if number in pools else part
-            rows[feature.output] = self._as_output(pooled, feature.table)
+            rows[name] = pooled if pooled.dtype == dtype else pooled.to(dtype)
         return rows
-
-    def _as_output(self, rows: torch.Tensor, table: Table) -> torch.Tensor:
-        return rows.to(DTYPES[table.output_dtype])
 
     def holdings(self) -> list[tuple[Store, Held]]:
         """Every block this rank keeps, with the store it lies in."""
-        return [(store, held) for store in (*self.stores, *self.replicas) for held in store.held]
+        stores = (*self.stores, *self.replicas.stores)
+        return [(store, held) for store in stores for held in store.held]
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -190,27 +188,31 @@ class ShardedTables(nn.Module):
         adds = self._updated == _steps.made and self.flow.has_gradients
         trip = _Trip(bags.shares, [], [], [], self.limits[:0], [], adds)
         back = None
-        if self.stores:
-            with probe.phase("exchange_ids"):
-                self._request(bags, trip)
-            probe.did(Action("exchange", "ids", "exchange_ids"))
+        with probe.phase("exchange_ids" if self.stores else "lookup"):
+            asked = [guide.request(bags) for guide in self.guides]
+            trip.replicas = [guide.request(bags) for guide in self.replicas.guides]
+            bags.forget()
+            if self.stores:
+                self._request(asked, trip)
+                probe.did(Action("exchange", "ids", "exchange_ids"))
         with probe.phase("lookup"):
             rows = self._serve(trip) if self.stores else None
-            found = self._look_up_replicas(bags, trip)
+            pairs = zip(self.replicas.stores, trip.replicas, strict=True)
+            found = [store.look_up(request.looked) for store, request in pairs]
         probe.did(Action("lookup", self.path, "lookup"))
         with probe.phase("exchange_rows"):
             if rows is not None:
-                served, asked = self._floats(trip.served), self._floats(trip.counts)
-                back = self._exchange("exchange rows", rows, served, asked)
+                served, came = self._floats(trip.served), self._floats(trip.counts)
+                back = self._exchange("exchange rows", rows, served, came)
                 del rows
                 probe.did(Action("exchange", "rows", "exchange_rows"))
-            out = self._assemble(back, found, trip, bags)
+            out = self._out(bags.results)
+            self._assemble(out, back, found, trip)
         probe.did(Action("assemble", self.path, "exchange_rows"))
         return out, trip
 
-    def _request(self, bags: Bags, trip: _Trip) -> None:
-        """Sort ids by owner and send every owner its row numbers."""
-        asked = [guide.request(bags) for guide in self.guides]
+    def _request(self, asked: list[Request], trip: _Trip) -> None:
+        """Send every owner its row numbers."""
         sent, trip.counts = wire.pack(asked, self.comm.size)
         trip.asked = [each.without_rows() for each in asked]
         trip.served = self._announce(trip.counts)
@@ -250,34 +252,25 @@ class ShardedTables(nn.Module):
         ]
         return torch.cat(found)
 
-    def _look_up_replicas(self, bags: Bags, trip: _Trip) -> list[torch.Tensor]:
-        trip.replicas = [guide.request(bags) for guide in self.replica_guides]
-        pairs = zip(self.replicas, trip.replicas, strict=True)
-        return [store.look_up(asked.looked) for store, asked in pairs]
-
     def _assemble(
-        self, back: torch.Tensor | None, found: list[torch.Tensor], trip: _Trip, bags: Bags
-    ) -> Rows:
-        """Everything found, in feature order."""
-        out = self._out(bags)
-        for guide, rows, asked in zip(self.replica_guides, found, trip.replicas, strict=True):
+        self, out: Rows, back: torch.Tensor | None, found: list[torch.Tensor], trip: _Trip
+    ) -> None:
+        """Put everything found into ``out``, in feature order."""
+        for guide, rows, asked in zip(self.replicas.guides, found, trip.replicas, strict=True):
             guide.put(out, rows, asked)
         if back is not None:
             groups = wire.regroup(back, self._floats(trip.counts))
             for guide, asked, rows in zip(self.guides, trip.asked, groups, strict=True):
                 guide.put(out, rows.view(-1, guide.width), asked)
-        if not isinstance(out, torch.Tensor):
-            for rows, share in zip(out, trip.shares, strict=True):
-                if share is not None:
-                    rows.mul_(share)
-        return out
+        for place, share in enumerate(trip.shares):
+            if share is not None:
+                out[place].mul_(share)
 
-    def _out(self, bags: Bags) -> Rows:
-        """Room for what comes back: [F, B, D] for ids [F, B]."""
-        if isinstance(bags.ids, torch.Tensor):
-            assert self.dim is not None
-            return torch.empty(*bags.ids.shape, self.dim, device=self.device)
-        pairs = zip(bags.results, self.features, strict=True)
+    def _out(self, results: Sequence[int]) -> Rows:
+        """Room for what comes back: [F, B, D] where it is as much of every feature."""
+        if self.dim is not None and len(set(results)) == 1:
+            return torch.empty(len(results), results[0], self.dim, device=self.device)
+        pairs = zip(results, self.features, strict=True)
         return [torch.empty(rows, f.table.dim, device=self.device) for rows, f in pairs]
 
     # ---- backward ------------------------------------------------------------------------------
@@ -294,20 +287,21 @@ class ShardedTables(nn.Module):
             gradient = [rows if share is None else rows * share for rows, share in pairs]
         probe = self.comm.probe
         guard = self.guard or Guard(self.comm)
-        dense, parts = None, []
+        learnt, parts = None, []
         with probe.phase("reduce"):
-            if self.replicas:
-                dense = self._replica_gradient(gradient, trip, guard)
+            if trip.replicas:
+                learnt = self._learnt(gradient, trip, guard)
             if self.stores:
-                parts = self._return(gradient, trip, dense if self.rides else None, guard)
+                rides = learnt is not None and self.replicas.rides
+                parts = self._return(gradient, trip, learnt.dense if rides else None, guard)
                 probe.did(Action("exchange", "row_gradients", "reduce", "backward"))
             elif self.guard is None:
                 guard.settle()
-            if dense is not None:
-                if not self.rides:
-                    self.comm.all_reduce("reduce replicated tables", dense)
+            if learnt is not None:
+                if not self.replicas.rides:
+                    self.replicas.reduce(learnt)
                 probe.did(Action("reduce", self.path, "reduce", "backward"))
-        arrived = _Arrived(trip.rows, trip.served, parts, dense)
+        arrived = _Arrived(trip.rows, trip.served, parts, learnt)
         waiting = None if self._waiting is None else self._waiting()
         if self.guard is None:
             self._update(_Waiting([arrived]))
@@ -328,11 +322,8 @@ class ShardedTables(nn.Module):
         with probe.phase("step"):
             if self.stores:
                 self._update_routed(backwards, number)
-            if self.replicas:
-                first, *others = (a.dense for a in backwards if a.dense is not None)
-                for other in others:
-                    first += other
-                self._update_replicas(first, number)
+            if learnt := [a.learnt for a in backwards if a.learnt is not None]:
+                self.replicas.update(learnt, self.learning_rate, number)
         probe.did(Action("update", self.path, "step", "backward"))
 
     def _update_routed(self, backwards: Sequence[_Arrived], number: int) -> None:
@@ -341,7 +332,7 @@ class ShardedTables(nn.Module):
         touched: dict[int, Touched] = {}
         for place, store in enumerate(self.stores):
             rows = wire.joined([each[place] for each in looked])
-            gradient = _joined([a.gradients[place].view(-1, store.width) for a in backwards])
+            gradient = cat([a.gradients[place].view(-1, store.width) for a in backwards])
             gradient.mul_(scale)
             if place in self.strips.groups:
                 touched[place] = rows.summed(gradient)
@@ -352,13 +343,6 @@ class ShardedTables(nn.Module):
             self.strips.add_up({place: t.rows for place, t in touched.items()}, squares)
             for place, each in touched.items():
                 self.stores[place].step(each, squares[place], self.learning_rate, number)
-
-    def _update_replicas(self, dense: torch.Tensor, number: int) -> None:
-        scale = 1.0 / self.comm.size
-        for store, part in zip(self.replicas, dense.split(self.dense_sizes), strict=True):
-            gradient = part[: store.weight.numel()].view_as(store.weight)
-            looked = part[store.weight.numel() :] if store.moving_rows else None
-            store.update_all(gradient.mul_(scale), looked, self.learning_rate, number)
 
     def _refuse_accumulation(self, trip: _Trip) -> None:
         """Rows have no gradient that a later backward could add to, and what is not linear is exact
@@ -427,25 +411,12 @@ class ShardedTables(nn.Module):
         torch.sum(everyone.view(self.comm.size, -1), 0, out=dense)
         return arrived
 
-    def _replica_gradient(self, gradient: Rows, trip: _Trip, guard: Guard) -> torch.Tensor:
-        """This rank's dense gradient of all replicas, flat, each with how often its rows were
-        looked up where that counts."""
-        dense = torch.zeros(sum(self.dense_sizes), device=self.device)
-        self.comm.probe.holds(dense, "gradient")
-        parts = dense.split(self.dense_sizes)
-        for store, guide, asked, part in zip(
-            self.replicas, self.replica_guides, trip.replicas, parts, strict=True
-        ):
-            store.gradient_bytes = part.nbytes
-            own = guide.take(gradient, asked)
-            guard.look([own], self.gradient_names, partial(_each, gradient))
-            own = asked.looked.spread(own)
-            index = asked.rows.unsqueeze(1).expand_as(own)
-            part[: store.weight.numel()].view_as(store.weight).scatter_add_(0, index, own)
-            if store.moving_rows:
-                ones = torch.ones(len(asked.rows), device=self.device)
-                part[store.weight.numel() :].scatter_add_(0, asked.rows, ones)
-        return dense
+    def _learnt(self, gradient: Rows, trip: _Trip, guard: Guard) -> Learnt:
+        """What this rank's backward brings to the replicas."""
+        pairs = zip(self.replicas.guides, trip.replicas, strict=True)
+        own = [guide.take(gradient, asked) for guide, asked in pairs]
+        guard.look(own, self.gradient_names, partial(_each, gradient))
+        return self.replicas.learnt(own, trip.replicas)
 
     # ---- shared --------------------------------------------------------------------------------
 
@@ -464,10 +435,6 @@ class ShardedTables(nn.Module):
         return [[n * w for n, w in zip(row, widths, strict=True)] for row in rows]
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _each(gradient: Rows) -> Sequence[torch.Tensor]:
     return gradient.unbind() if isinstance(gradient, torch.Tensor) else gradient
 
@@ -476,11 +443,16 @@ class _Lookup(torch.autograd.Function):
     """Joins the route to autograd; table weights themselves never carry a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, bags: Bags, tables: ShardedTables) -> Any:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, bags: Bags, tables: ShardedTables, whole: bool
+    ) -> Any:
         out, trip = tables.look_up(bags)
         tables._open.add(trip)  # until its graph is gone
-        ctx.trip, ctx.tables, ctx.whole = trip, tables, isinstance(out, torch.Tensor)
-        return out if ctx.whole else tuple(out)
+        ctx.trip, ctx.tables, ctx.whole = trip, tables, whole
+        if isinstance(out, torch.Tensor) and not whole:
+            # tensors of their own for autograd, which may be changed in place
+            return tuple(rows.data for rows in out.unbind())
+        return out if whole else tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -495,4 +467,4 @@ class _Lookup(torch.autograd.Function):
                 )
             )
         ctx.tables.retrace(gradients[0] if ctx.whole else gradients, trip)
-        return None, None, None
+        return None, None, None, None
