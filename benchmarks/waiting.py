@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -112,7 +113,8 @@ def main() -> int:
             print(session.outcome.reason, file=sys.stderr)
             return session.outcome.code or 1
     found = {stage.name: figures(stage) for stage in measured.profile}
-    about = {"machine": measured.machine, "versions": measured.versions}
+    about: dict[str, Any] = {"machine": measured.machine, "versions": measured.versions}
+    about["load_average"] = list(os.getloadavg())  # processes that wanted two cores meanwhile
     options.output.write_text(json.dumps(rounded({**found, **about}), indent=2) + "\n")
     print(options.output.read_text())
     return 0
