@@ -269,3 +269,49 @@ def test_every_column_has_random_numbers_of_its_own() -> None:
     ids = many.rows(0, 200).batch.ids
     assert isinstance(ids, dict)
     assert len({column.tobytes() for column, *_ in ids.values()}) == 1200
+
+
+def test_without_drift_rows_do_not_depend_on_the_days() -> None:
+    plain, days = ClickModel(), ClickModel(days=4, total=400)
+    assert np.array_equal(plain.rows(0, 400).probabilities, days.rows(0, 400).probabilities)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_ids_are_worth_drifts_from_day_to_day_and_stays_within_one(named: bool) -> None:
+    law = {"days": 4, "drift": 0.5, "total": 40_000}
+    if named:
+        few = (("a", "b", "c"), (400, 30, 20), (1.0, 2.0, 1.0), 3)
+        still, drifting = ClickModel.named(*few), ClickModel.named(*few, **law)
+    else:
+        still, drifting = ClickModel(), ClickModel(**law)
+    likeness = []
+    for day in range(4):
+        one, two = (
+            np.log(p / (1 - p))
+            for p in (
+                model.rows(10_000 * day, 10_000 * day + 3000).probabilities
+                for model in (still, drifting)
+            )
+        )
+        likeness.append(float(np.corrcoef(one, two)[0, 1]))
+        assert abs(one.std() / two.std() - 1) < 0.2  # as hard to tell on every day
+    assert likeness[0] == pytest.approx(1)
+    assert likeness == sorted(likeness, reverse=True)
+    assert likeness[3] < 0.3  # by half a turn from one day to the next, three days on: opposed
+    last = drifting.rows(9_000, 10_010)
+    assert np.array_equal(last.probabilities[:1000], still.rows(9_000, 10_000).probabilities)
+    assert not np.allclose(last.probabilities[1000:], still.rows(10_000, 10_010).probabilities)
+
+
+def test_the_best_scores_of_a_part_are_those_of_its_rows() -> None:
+    model = ClickModel(days=2, drift=0.3, total=30_000)
+    assert model.facts(10_000, 30_000) == facts(model.rows(10_000, 30_000).probabilities)
+
+
+def test_a_heavier_tail_spreads_rows_over_more_ids() -> None:
+    def distinct(zipf: float) -> int:
+        ids = ClickModel(zipf=zipf).rows(0, 4000).batch.ids
+        assert isinstance(ids, np.ndarray)
+        return len(np.unique(ids[:, 2]))
+
+    assert distinct(0.5) > distinct(1.05) > distinct(1.5)

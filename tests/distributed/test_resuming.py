@@ -27,6 +27,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "data": {"kind": "synthetic", "rows": 50, "test_rows": 0},
         "train": {"optimizer": "adam", "learning_rate": 0.01},
     },
+    "cached": {
+        "model": {"bottom": [4], "top": [8, 1]},
+        "tables": TABLES,
+        "data": {"kind": "synthetic", "rows": 75, "days": 3, "cache": "rows"},
+        "train": {"optimizer": "adam", "learning_rate": 0.01, "metrics_every": 4},
+    },
     "transformer": {"model": {"kind": "transformer", **BLOCKS}, "train": ADAM},
     "llama": {
         "model": {"kind": "llama", **BLOCKS, "ffn_dim": 32, "vocab": 256},
@@ -67,6 +73,8 @@ def planned(
         document["batch"]["sequence"] = 8
     document["train"] = {**JOBS[kind]["train"], "steps": steps, "out": str(folder)} | more
     document["checkpoint"] = {"every": "5 steps"}
+    if kind == "cached":
+        document["data"] = {**JOBS[kind]["data"], "cache": str(folder / "rows")}
     job = parse_job(document)
     source_of(job).prepare(job)
     path = folder / f"{ranks}-{batch}-{steps}.json"
@@ -97,7 +105,7 @@ def test_a_training_that_a_signal_stopped_goes_on_bit_by_bit(
     assert again[0][1]["resumed"] == (7,)
 
 
-@pytest.mark.parametrize("kind", ["dlrm", "transformer", "start"])
+@pytest.mark.parametrize("kind", ["dlrm", "cached", "transformer", "start"])
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 8), (4, 2)])
 def test_other_ranks_go_on_with_the_rows_that_are_left(
     pool: Pool, tmp_path: Path, kind: str, ranks: int, batch: int

@@ -52,6 +52,11 @@ VALUES: dict[str, Any] = {
     "data.rows": 77,
     "data.test_rows": 7,
     "data.seed": 3,
+    "data.days": 7,
+    "data.drop_negatives": 0.5,
+    "data.cache": "rows",
+    "data.zipf": 1.5,
+    "data.drift": 0.5,
     "train.steps": 7,
     "train.optimizer": "adagrad",
     "train.learning_rate": 0.5,
@@ -61,6 +66,7 @@ VALUES: dict[str, Any] = {
     "train.out": "runs/other",
     "train.timeout": 7.0,
     "train.not_finite": "skip",
+    "train.metrics_every": 3,
     "planner.constants": "torchrec-1.9",
     "planner.search": "proposers",
     "planner.options": "torchrec",
@@ -111,7 +117,10 @@ VALUES: dict[str, Any] = {
 
 
 # What a plan does not depend on, for it acts when a job is run: what is read, and how it learns.
-RUN = ("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout", "not_finite")
+RUN = (
+    *("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout", "not_finite"),
+    "metrics_every",
+)
 AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
     f"{name}.{key}"
     for name, section in (("data", DataSection), ("checkpoint", CheckpointSection))

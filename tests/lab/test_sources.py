@@ -13,8 +13,12 @@ import pytest
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model_of_job import check_model
+from shardwright.data.cache import CachedRows
+from shardwright.data.days import PARTS
+from shardwright.data.synthetic import ClickModel
 from shardwright.data.tokens import write_text
 from shardwright.lab.sources import source_of
+from shardwright.lab.sources.clicks import cache_of, rows_of
 from shardwright.lab.sources.made_up import make_up, read_facts
 
 
@@ -311,3 +315,75 @@ def test_a_run_that_is_killed_as_it_makes_rows_up_leaves_none_that_the_next_refu
         "True killed at 3",
         "after 3",
     ]
+
+
+def test_made_up_days_are_written_once_and_the_best_of_both_halves_is_known(tmp_path: Path) -> None:
+    data = {"kind": "synthetic", "rows": 700, "days": 7, "drift": 0.2, "zipf": 0.9}
+    job, said = _clicks(tmp_path, data=data), list[str]()
+    source = source_of(job)
+    source.check(job)
+    source.prepare(job, said.append)
+    assert [path.name for path in (tmp_path / "data").iterdir()].count("train.tsv") == 1
+    parts = {part: log.count() for part in PARTS if (log := rows_of(job, part))}
+    assert parts == {"train": 600, "validation": 50, "test": 50}
+    scores = np.stack([np.arange(50.0), np.arange(50.0) % 2, np.zeros(50)], 1)
+    test, validation = (source.quality(job, scores, part) for part in ("test", "validation"))
+    assert test is not None
+    assert validation is not None
+    assert test.best_auc != validation.best_auc
+    (best,) = said
+    assert best.startswith("700 rows made up; the best possible on held-out ones: AUC 0.")
+    assert f"accuracy {test.best_accuracy:.4f}" in best
+
+
+def test_a_cache_is_written_once_and_anew_for_other_data(tmp_path: Path) -> None:
+    data = {"kind": "synthetic", "rows": 300, "days": 3, "cache": str(tmp_path / "rows")}
+    job = _clicks(tmp_path, data=data)
+
+    def prepared(job: Job) -> list[str]:
+        said: list[str] = []
+        source_of(job).prepare(job, said.append)
+        return [text for text in said if "writing" in text]
+
+    assert len(prepared(job)) == 3  # of training, validation and test
+    assert prepared(job) == []
+    assert source_of(job).samples(job) == 200
+    assert len(prepared(_clicks(tmp_path, data={**data, "seed": 1}))) == 3
+    (tmp_path / "file").touch()
+    said = _refused(_clicks(tmp_path, data={**data, "cache": str(tmp_path / "file")}))
+    assert "data.cache: expected a folder, got the file" in said
+
+
+def test_a_log_on_disk_is_cached_by_place_size_and_date(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    for day in range(3):
+        ClickModel(cardinalities=(4,) * 26, seed=day).write(tmp_path / "log" / f"day_{day}", 20)
+    given = {"kind": "criteo", "path": str(tmp_path / "log"), "cache": str(tmp_path / "rows")}
+    job = _clicks(tmp_path, data={**given, "drop_negatives": 0.5})
+    source_of(job).check(job)
+    source_of(job).prepare(job)
+    before = cache_of(job, "train")
+    assert before is not None
+    kept = len(CachedRows(before))
+    log = rows_of(job, "train")
+    assert log is not None
+    assert kept == log.count() < 40
+    ClickModel(cardinalities=(4,) * 26, seed=7).write(tmp_path / "log" / "day_1", 21)
+    assert cache_of(job, "train") != before
+
+
+def test_days_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    given = {"kind": "criteo", "path": "log"}
+    for more, wanted in (
+        ({"days": 7, "test_path": "held"}, "data.test_path: expected none beside data.days"),
+        ({"zipf": 1.0}, "data.zipf: expected none beside data.kind 'criteo'"),
+        ({"kind": "synthetic", "path": "", "drift": 0.5}, "data.drift: expected none without"),
+        ({"days": 1}, "data.days"),
+        ({"drop_negatives": 1.0}, "data.drop_negatives"),
+    ):
+        with pytest.raises(InputError, match=wanted):
+            _clicks(tmp_path, data={**given, **more})
+    (tmp_path / "days").mkdir()
+    (tmp_path / "days" / "day_0").touch()
+    said = _refused(_clicks(tmp_path, data={"kind": "criteo", "path": str(tmp_path / "days")}))
+    assert "expected files day_0, day_1, ..., two at least, got day_0" in said

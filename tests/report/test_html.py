@@ -10,6 +10,7 @@ import samples
 
 from shardwright.core.measurement import Line, Quality
 from shardwright.core.profile import Awaited, Kernel, PhaseTime, Stage
+from shardwright.core.scores import Scores
 from shardwright.report.html import render
 
 CSP = (
@@ -215,6 +216,22 @@ def test_held_out_clicks_are_shown_beside_what_is_reached_without_learning() -> 
     assert "Accuracy 0.8000 0.8500 50.0 % of the way from 0.75 to the best" in text
     assert "Normalized entropy 0.9000 not known 1 is the share of clicks alone" in text
     assert "Calibration 1.0200 1.0000 +2.0 % of clicks" in text
+
+
+def test_scores_while_training_and_rows_for_validation_have_tables_of_their_own() -> None:
+    plan = samples.plan()
+    scores = tuple(
+        Scores(step, 800, 0.5 - step / 10_000, 0.8, 0.75, 0.7, 4e-4, 0.95, 1.01)
+        for step in range(10, 310, 10)
+    )
+    validation = Quality(5000, 0.7612, 0.4487)
+    run = samples.measurement(plan, scores=scores, validation=validation)
+    text = " ".join(" ".join(read(render(plan, run, None)).text).split())
+    assert "On 5,000 held-out rows for validation" in text
+    assert "0.7612" in text
+    assert "While training (15 rows)" in text
+    assert "300 800 0.7000 0.4700 0.9500 1.0100 0.8000 0.7500" in text
+    assert "AUC is off by 0.0004 at most. 15 of 30 are shown." in text
 
 
 def test_a_profile_is_shown_by_phase_and_by_kernel() -> None:

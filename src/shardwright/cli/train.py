@@ -15,6 +15,7 @@ from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import DataSection, Job, TrainSection
 from shardwright.core.measurement import Quality
 from shardwright.core.plan import Plan, read_plan, sealed
+from shardwright.core.scores import scores_text
 from shardwright.lab.session import Session, run
 from shardwright.lab.sources import source_of
 from shardwright.launcher.folder import outcome_file, plan_file
@@ -87,6 +88,13 @@ def result_lines(session: Session) -> list[str]:
         f"{measured.samples_per_second:,.0f} samples per second",
     ]
     quality = measured.quality
+    if measured.scores:
+        last = measured.scores[-1]
+        lines.append(
+            f"while training, {last.rows:,} rows up to step {last.step}: {scores_text(last)}"
+        )
+    if measured.validation is not UNSET:
+        lines.extend(f"validation: {line}" for line in _quality_lines(measured.validation))
     held_out = _quality_lines(quality) if quality else ["no samples were held out to be scored"]
     lines.extend(held_out)
     if measured.saved is not UNSET:

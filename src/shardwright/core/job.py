@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.checkpoint_section import CheckpointSection, every
 from shardwright.core.cluster import Calibration, read_calibration
+from shardwright.core.data_section import READ_BY, Count, DataSection, Whole, check_data
 from shardwright.core.document import convert, read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.memory_section import (
@@ -45,11 +46,9 @@ from shardwright.core.parallel import (
 from shardwright.core.planning import ESTIMATOR_UNREAD, PlannerSection
 from shardwright.core.tables import check_constraints, check_tables, read_tables
 
-Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 MAX_PLANNED = 4096  # ranks of a job that is planned
-Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -110,26 +109,6 @@ class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: Count = 1
 
 
-class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Click logs: a Criteo file, one of named ``columns``, whose ids are rows or taken modulo their
-    number, or synthetic rows, for which no path is named. Or text: any file,
-    whose bytes are the tokens; a made-up one where none is named. What is made up goes into the run
-    folder. Or ``python``: a function that gives batches; without one those of the model's own
-    function."""
-
-    kind: Literal["criteo", "columns", "synthetic", "text", "python"] = "criteo"
-    python: str | UnsetType = UNSET
-    label: str | UnsetType = UNSET
-    dense: tuple[str, ...] | UnsetType = UNSET
-    ids: Literal["exact", "modulo"] | UnsetType = UNSET
-    path: str = ""
-    test_path: str = ""
-    skip_bad_rows: bool = False
-    rows: Count = 100_000
-    test_rows: Whole = 20_000
-    seed: Whole = 0
-
-
 class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds;
     ``not_finite`` what becomes of a step with gradients that are not finite; ``log`` where
@@ -152,6 +131,7 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     not_finite: Literal["stop", "skip"] | UnsetType = UNSET
     log: tuple[Literal["tensorboard", "wandb"], ...] | UnsetType = UNSET
     table_folder: str | UnsetType = UNSET
+    metrics_every: Count | UnsetType = UNSET  # steps
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -236,6 +216,8 @@ def data_files(job: Job) -> DataFiles:
     if data.kind == "text":
         text = data.path or str(folder / "text.txt")
         return DataFiles(text, text)
+    if data.days is not UNSET:
+        return DataFiles(str(folder / "train.tsv"), "")
     test = str(folder / "test.tsv") if data.test_rows else ""
     return DataFiles(str(folder / "train.tsv"), test)
 
@@ -309,6 +291,7 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
             wanted = f"none beside data.kind '{job.data.kind}'"
             raise InputError(expected(f"{where}: data.python", wanted, repr(job.data.python)))
     _refuse_unread(job, where)
+    check_data(job.data, where)
     check_tables(job.tables, where, job.model.kind)
     check_constraints(job.planner.constraints, job.tables, where)
     if job.memory is not UNSET:
@@ -366,9 +349,12 @@ def _refuse_unread(job: Job, where: str) -> None:
     elif job.data.kind in ("text", "python"):
         for key in ("rows", "test_rows", "skip_bad_rows"):
             unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
-    if kind != "tables" and job.data.kind != "columns":
-        for key in ("label", "dense", "ids"):
-            unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
+    if kind != "tables":
+        for key, kinds in READ_BY.items():
+            if job.data.kind not in kinds:
+                unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
+    if kind != "dlrm":
+        unread.append(("train", job.train, "metrics_every", f"model.kind '{kind}'"))
     if job.planner.search != "proposers":
         for key in ("proposers", "partitioner"):
             unread.append(("planner", job.planner, key, f"planner.search '{job.planner.search}'"))

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.plan import Plan
 from shardwright.core.profile import RankProfile, Stage, stages_of
+from shardwright.core.scores import Scores
 from shardwright.core.timeline import Event, EventRun, check_runs, encode
 
 RECORD_SCHEMA = "shardwright.record/1"
@@ -56,6 +57,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skipped: int | UnsetType = UNSET  # steps that updated nothing
     busy_seconds: float = 0.0  # of a step, without waits for other ranks
     profile: tuple[RankProfile, ...] = ()
+    scores: tuple[Scores, ...] = ()  # while it trained, of all ranks
 
 
 class Straggler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,9 +122,16 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skipped: int | UnsetType = UNSET
     straggler: Straggler | UnsetType = UNSET
     profile: tuple[Stage, ...] | UnsetType = UNSET
+    validation: Quality | UnsetType = UNSET
+    scores: tuple[Scores, ...] | UnsetType = UNSET
 
 
-def merge(plan: Plan, records: Sequence[Record], quality: Quality | None = None) -> Measurement:
+def merge(
+    plan: Plan,
+    records: Sequence[Record],
+    quality: Quality | None = None,
+    validation: Quality | None = None,
+) -> Measurement:
     """One measurement from every rank's record, in their order."""
     first = records[0]
     steps = max((*first.memory_steps, *first.time_steps), default=len(first.losses))
@@ -138,6 +147,8 @@ def merge(plan: Plan, records: Sequence[Record], quality: Quality | None = None)
         timeline=encode([event for record in records for event in record.events]),
         curve=_curve([record.losses for record in records], steps),
         quality=quality,
+        validation=validation or UNSET,
+        scores=first.scores or UNSET,
         samples_per_second=samples / slowest if slowest else 0.0,
         bad_rows=sum(record.bad_rows for record in records),
         versions=first.versions,

@@ -52,6 +52,7 @@ class ColumnLog(ClickLog):
         self._label, self._dense_names, self._features = label, tuple(dense), tuple(features)
         self.header_line, first, second = first_lines(self.path, _FORMS, self.longest_line)
         self._separator = b"\t" if b"\t" in first else b","
+        self.spelling = first.decode("ascii").rstrip("\r\n")
         names = [n.decode("ascii") for n in first.rstrip(b"\r\n").split(self._separator)]
         if not second:
             found = "only a header"
@@ -84,6 +85,11 @@ class ColumnLog(ClickLog):
         columns = [self._place[name] for name in self._dense_names]
         found = _floats([row[column] for row in rows for column in columns])
         return found.reshape(len(rows), len(columns))
+
+    def is_unclicked(self, line: bytes) -> bool:
+        """Whether the row's label is 0."""
+        fields = line.split(self._separator)
+        return fields[self._place[self._label] :][:1] == [b"0"]
 
     def fault(self, line: bytes) -> Fault | None:
         """What is wrong with a row, or None."""

@@ -74,6 +74,10 @@ class CriteoLog(ClickLog):
         clicked = np.array([label == b"1" for label in labels], dtype=np.float32)
         return ClickBatch(dense, ids, clicked)
 
+    def is_unclicked(self, line: bytes) -> bool:
+        """Whether the row's label is 0."""
+        return line.startswith(b"0" + self._separator)
+
     def fault(self, line: bytes) -> Fault | None:
         """What is wrong with a row, or None."""
         fields = line.split(self._separator)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 Row = TypeVar("Row")
 
@@ -87,6 +87,17 @@ def _left(rows: Iterator[Row], dealt: Dealt) -> Iterator[Row]:
     yield from rows
 
 
+@runtime_checkable
+class Skippable(Protocol):
+    """Rows of which many can be stepped over at once."""
+
+    def step_over(self, count: int) -> int:
+        """Leave out ``count`` of them; the number that there were."""
+        ...
+
+
 def step_over(rows: Iterator[object], count: int) -> int:
     """Leave out ``count`` rows; the number that there were."""
+    if isinstance(rows, Skippable):
+        return rows.step_over(count)
     return sum(1 for _ in islice(rows, count))

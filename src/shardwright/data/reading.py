@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shardwright.core.errors import InputError, expected
 from shardwright.data.dealing import Dealt, deal, step_over
 
-Row = tuple[int, bytes]  # line number from 1, line
+Row = tuple[Path, int, bytes]  # file, line number from 1, line
 Bags = tuple[NDArray[np.generic], ...]  # ids [N], offsets [B + 1], perhaps weights [N]
 
 _SHOWN = 40  # characters of a bad field that a message repeats
@@ -58,6 +58,7 @@ class ClickLog(ABC):
     """A file of rows, of which ``header_line`` (0: none) is none."""
 
     path: Path
+    spelling: str  # the same of logs whose rows can be parsed together
     header_line: int
     longest_line = 1 << 16  # bytes; a row of Criteo takes some 300
 
@@ -68,6 +69,15 @@ class ClickLog(ABC):
     @abstractmethod
     def fault(self, line: bytes) -> Fault | None:
         """What is wrong with a row, or None: the slow twin of ``parse`` that can name the field."""
+
+    @abstractmethod
+    def is_unclicked(self, line: bytes) -> bool:
+        """Whether the row's label is 0."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that are read."""
+        return (self.path,)
 
     def rows(self) -> Iterator[Row]:
         """Data rows of one pass with their line numbers, ends of line removed."""
@@ -80,7 +90,7 @@ class ClickLog(ABC):
                     raise InputError(expected(spot, "a row of a click log", found))
                 line = raw.rstrip(b"\r\n")
                 if line and number != self.header_line:
-                    yield number, line
+                    yield self.path, number, line
 
     def count(self) -> int:
         """Data rows, good or bad, counted in one streaming pass."""
@@ -88,9 +98,29 @@ class ClickLog(ABC):
 
     def check(self) -> None:
         """InputError if the first data row is bad; no other is read."""
-        for number, line in islice(self.rows(), 1):
+        for path, number, line in islice(self.rows(), 1):
             if (fault := self.fault(line)) is not None:
-                fault.refuse(self.path, number)
+                fault.refuse(path, number)
+
+    def parsed(self, rows: Sequence[Row], skip_bad_rows: bool) -> tuple[ClickBatch, int]:
+        """A batch of the good ones of ``rows``, and how many are bad; InputError that names the
+        first of them unless they are skipped."""
+        batch = self.parse([line for _, _, line in rows])
+        if batch is not None:
+            return batch, 0
+        good = [
+            line for path, number, line in rows if self.is_good(path, number, line, skip_bad_rows)
+        ]
+        batch = self.parse(good)
+        assert batch is not None
+        return batch, len(rows) - len(good)
+
+    def is_good(self, path: Path, number: int, line: bytes, skip_bad_rows: bool) -> bool:
+        """Whether nothing is wrong with a row; InputError otherwise, unless it is to be skipped."""
+        fault = self.fault(line)
+        if fault is not None and not skip_bad_rows:
+            fault.refuse(path, number)
+        return fault is None
 
 
 class ClickReader:
@@ -116,7 +146,7 @@ class ClickReader:
         dealt: Sequence[Dealt] = (),
     ) -> None:
         self._log = log
-        _check_share(batch_size, rank, world_size)
+        check_share(batch_size, rank, world_size)
         self._batch_size = batch_size
         self._skip_bad_rows = skip_bad_rows
         self._passes = _Passes()
@@ -137,7 +167,7 @@ class ClickReader:
 
     def __next__(self) -> ClickBatch:
         rows = list(islice(self._owned, self._batch_size))
-        batch = self._log.parse([line for _, line in rows])
+        batch = self._log.parse([line for _, _, line in rows])
         if batch is not None:
             self._bad_in_a_row = 0
             return batch
@@ -146,28 +176,28 @@ class ClickReader:
     def _sift(self, rows: list[Row]) -> ClickBatch:
         good: list[bytes] = []
         while rows:
-            for number, line in rows:
+            for path, number, line in rows:
                 fault = self._log.fault(line)
                 if fault is None:
                     good.append(line)
                     self._bad_in_a_row = 0
                 else:
-                    self._leave_out(number, fault)
+                    self._leave_out(path, number, fault)
             rows = list(islice(self._owned, self._batch_size - len(good)))
         batch = self._log.parse(good)
         assert batch is not None
         return batch
 
-    def _leave_out(self, number: int, fault: Fault) -> None:
+    def _leave_out(self, path: Path, number: int, fault: Fault) -> None:
         if not self._skip_bad_rows:
-            fault.refuse(self._log.path, number)
+            fault.refuse(path, number)
         self.bad_rows += 1
         self._bad_in_a_row += 1
         if 0 < self._passes.rows <= self._bad_in_a_row:
             last = f"{fault.field} of line {number} is {fault.found}"
             found = f"{self._bad_in_a_row} bad ones in succession, where {last}"
             remedy = "Check that data.path names a click log like that."
-            raise InputError(expected(str(self._log.path), "a good row in a pass", found, remedy))
+            raise InputError(expected(str(path), "a good row in a pass", found, remedy))
 
 
 def evaluation_batches(
@@ -186,16 +216,10 @@ def evaluation_batches(
     first rows of the file. With ``skip_bad_rows`` a batch is shorter by its bad rows; without it a
     bad row raises InputError. Indices count data rows from 0.
     """
-    _check_share(batch_size, rank, world_size)
+    check_share(batch_size, rank, world_size)
     if limit is not None and limit < 1:
         raise InputError(expected("limit", "a positive number of rows, or None", repr(limit)))
     rows = islice(enumerate(log.rows()), limit)
-
-    def usable(number: int, line: bytes) -> bool:
-        fault = log.fault(line)
-        if fault is not None and not skip_bad_rows:
-            fault.refuse(log.path, number)
-        return fault is None
 
     def batches() -> Iterator[tuple[ClickBatch, NDArray[np.int64]]]:
         while True:
@@ -203,10 +227,10 @@ def evaluation_batches(
             own = list(islice(rows, batch_size))
             if not before and not own:
                 return
-            batch = log.parse([line for _, (_, line) in own])
+            batch = log.parse([line for _, (_, _, line) in own])
             if batch is None:
-                own = [(index, row) for index, row in own if usable(*row)]
-                batch = log.parse([line for _, (_, line) in own])
+                own = [(index, row) for index, row in own if log.is_good(*row, skip_bad_rows)]
+                batch = log.parse([line for _, (_, _, line) in own])
                 assert batch is not None
             yield batch, np.array([index for index, _ in own], dtype=np.int64)
             step_over(rows, (world_size - 1 - rank) * batch_size)
@@ -295,7 +319,8 @@ def _check_text(path: Path, number: int, first: bytes, forms: str, longest: int)
         raise InputError(expected(f"{path}:{number}", forms, found, remedy))
 
 
-def _check_share(batch_size: int, rank: int, world_size: int) -> None:
+def check_share(batch_size: int, rank: int, world_size: int) -> None:
+    """InputError unless a rank can have batches of that size."""
     if batch_size < 1:
         raise InputError(expected("batch_size", "a positive number of rows", f"{batch_size}"))
     if world_size < 1 or not 0 <= rank < world_size:

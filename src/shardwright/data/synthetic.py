@@ -64,6 +64,7 @@ _LOG_SPREAD = (1.0, 1.8, 1.2, 0.9, 1.5, 1.5, 1.2, 1.0, 1.3, 0.5, 0.9, 0.6, 1.0)
 _COUNTS, _ANGLES, _RANKS, _LABELS, _WEIGHTS, _BIASES, _LATENTS, _WRITTEN, _LENGTHS = range(
     0, 9000, 1000
 )
+_OTHER = 4000  # from the streams of biases and latent vectors to those that they drift to
 _MANY, _FURTHER = 100, 100_000  # columns whose streams lie together, and how far the next ones are
 LABEL, _DIGITS = "label", 4  # of named columns: the label, and decimals of dense numbers
 _FEW = 64  # ids of a column whose products with another can be learned
@@ -111,7 +112,8 @@ class ClickModel:
     ``pairs`` are columns (from 0) that interact. ``missing_integers`` [13] and
     ``missing_categories`` [26] are chances of an empty field. Columns that have ``names`` are as
     many as there are and hold bags of on average ``lengths`` ids, by one more or less: ``named``
-    makes such a model.
+    makes such a model. With a ``drift`` what ids are worth changes from day to day, of which the
+    first ``total`` rows are so many: by 1 from one day to the next into something else altogether.
     """
 
     cardinalities: tuple[int, ...] = CARDINALITIES
@@ -126,6 +128,9 @@ class ClickModel:
     missing_categories: tuple[float, ...] = MISSING_CATEGORIES
     names: tuple[str, ...] = ()
     lengths: tuple[float, ...] = ()
+    days: int = 1
+    drift: float = 0.0
+    total: int = 0
 
     @classmethod
     def named(
@@ -137,6 +142,9 @@ class ClickModel:
         *,
         seed: int = 0,
         zipf: float = MADE_UP_ZIPF,
+        days: int = 1,
+        drift: float = 0.0,
+        total: int = 0,
     ) -> ClickModel:
         """A model with ``dense`` numbers in a row and these columns, none of which is ever empty
         but by its length. Columns of few ids interact, two by two."""
@@ -150,6 +158,9 @@ class ClickModel:
             missing_categories=(0.0,) * len(names),
             names=tuple(names),
             lengths=tuple(lengths),
+            days=days,
+            drift=drift,
+            total=total,
         )
 
     def __post_init__(self) -> None:
@@ -164,6 +175,8 @@ class ClickModel:
         for name, value in zip(names, scales, strict=True):
             _check(name, (value,), 1, 0.0, 1e3)
         _check("base", (self.base,), 1, -1e3, 1e3)
+        _check("drift", (self.drift,), 1, 0.0, 1.0)
+        _check("total", (self.total,), 1, 1.0 if self.drift else 0.0, 2.0**62)
         for pair in self.pairs:
             if len(pair) != 2 or pair[0] == pair[1]:
                 raise InputError(expected("pairs", "two different columns", repr(pair)))
@@ -182,13 +195,13 @@ class ClickModel:
         dense = np.log1p(np.maximum(integers, 0)).astype(np.float32)
         sizes = np.array(self.cardinalities, dtype=np.int64)
         ids = np.where(hashes < 0, 0, hashes % sizes)
-        p = self.probability(dense, ids)
+        p = self._chance(dense.astype(np.float64), [(column, None) for column in ids.T], row)
         return ClickRows(ClickBatch(dense, ids, self._labels(row, p)), integers, hashes, p)
 
     def _named_rows(self, row: NDArray[np.uint64], integers: Ints) -> ClickRows:
         dense = np.round(np.log1p(integers), _DIGITS).astype(np.float32)
         columns = [self._bags(f, row) for f in range(len(self.names))]
-        p = self._chance(dense.astype(np.float64), columns)
+        p = self._chance(dense.astype(np.float64), columns, row)
         bags: dict[str, Bags] = dict(zip(self.names, columns, strict=True))
         batch = ClickBatch(dense, bags, self._labels(row, p))
         return ClickRows(batch, integers, np.empty((len(row), 0), dtype=np.int64), p)
@@ -197,7 +210,8 @@ class ClickModel:
         return (_uniform(self.seed, _LABELS, row) < p).astype(np.float32)
 
     def probability(self, dense: ArrayLike, ids: ArrayLike) -> Floats:
-        """The chance of a click, float64 [B], of rows as read: ``dense`` [B, 13], ``ids`` [B, 26].
+        """The chance of a click, float64 [B], of rows of the first day as read: ``dense`` [B, 13],
+        ``ids`` [B, 26].
 
         The ids must have been reduced to this model's cardinalities. Raises InputError on a shape
         or an id that no reader with those tables yields.
@@ -214,9 +228,17 @@ class ClickModel:
                 raise InputError(expected(f"ids, {name}", f"0 to {size - 1}", found, remedy))
         return self._chance(logs, [(column, None) for column in index.T])
 
-    def _chance(self, logs: Floats, columns: Sequence[Column]) -> Floats:
-        logit = self.base + self._dense_logit(logs) + self._bias_logit(columns)
-        return 1.0 / (1.0 + np.exp(-(logit + self._pair_logit(columns))))
+    def _chance(
+        self, logs: Floats, columns: Sequence[Column], row: NDArray[np.uint64] | None = None
+    ) -> Floats:
+        turn = None if row is None or not self.drift else self._turn(row)
+        logit = self.base + self._dense_logit(logs) + self._bias_logit(columns, turn)
+        return 1.0 / (1.0 + np.exp(-(logit + self._pair_logit(columns, turn))))
+
+    def _turn(self, row: NDArray[np.uint64]) -> Floats:
+        """By how much what ids are worth has turned at each row, as an angle."""
+        days = ((row.astype(np.float64) + 1.0) * self.days - 1.0) // self.total
+        return 0.5 * math.pi * self.drift * np.minimum(days, self.days - 1.0)
 
     def write(self, path: str | Path, rows: int, start: int = 0) -> ClickFacts:
         """Writes rows [start, start + rows) as tab-separated text, and says what is in. Only named
@@ -246,6 +268,14 @@ class ClickModel:
         finally:
             part.unlink(missing_ok=True)
         return facts(np.concatenate(probabilities))
+
+    def facts(self, start: int, stop: int) -> ClickFacts:
+        """What the best predictor reaches on rows [start, stop), without writing them."""
+        parts = (
+            self.rows(first, min(first + _CHUNK, stop)).probabilities
+            for first in range(start, stop, _CHUNK)
+        )
+        return facts(np.concatenate(list(parts)))
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -297,18 +327,18 @@ class ClickModel:
         parts: Floats = sum((w * z[:, j] for j, w in enumerate(weights)), np.zeros(len(logs)))
         return self.dense_scale / math.sqrt(columns) * parts
 
-    def _bias_logit(self, columns: Sequence[Column]) -> Floats:
+    def _bias_logit(self, columns: Sequence[Column], turn: Floats | None) -> Floats:
         shares = [1.0 / math.log(1.0 + size) for size in self.cardinalities]
         total = np.zeros(_rows_of(columns[0]))
         for f, share in enumerate(shares):
-            total += share * self._pooled(_stream(_BIASES, f), f, columns[f])
+            total += share * self._worth(_stream(_BIASES, f), f, columns[f], turn)
         return self.bias_scale / math.hypot(*shares) * total
 
-    def _pair_logit(self, columns: Sequence[Column]) -> Floats:
+    def _pair_logit(self, columns: Sequence[Column], turn: Floats | None) -> Floats:
         total = np.zeros(_rows_of(columns[0]))
         u = {
             f: [
-                self._pooled(_stream(_LATENTS, f, _LATENT) + k, f, columns[f])
+                self._worth(_stream(_LATENTS, f, _LATENT) + k, f, columns[f], turn)
                 for k in range(_LATENT)
             ]
             for f in {f for pair in self.pairs for f in pair}
@@ -317,6 +347,13 @@ class ClickModel:
             for k in range(_LATENT):
                 total += u[f][k] * u[g][k]
         return self.interaction_scale / math.sqrt(_LATENT * max(len(self.pairs), 1)) * total
+
+    def _worth(self, stream: int, f: int, column: Column, turn: Floats | None) -> Floats:
+        """A number per row: what its ids are worth on its day."""
+        first = self._pooled(stream, f, column)
+        if turn is None:
+            return first
+        return np.cos(turn) * first + np.sin(turn) * self._pooled(stream + _OTHER, f, column)
 
     def _pooled(self, stream: int, f: int, column: Column) -> Floats:
         """A number per row: that of its id, or of a bag's n ids the sum over sqrt(n)."""

@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import Job, checkpoint_folder, data_files
+from shardwright.core.scores import Scores
 from shardwright.data.dealing import Dealt, split
 from shardwright.lab.tasks.task import Batch, Task
 from shardwright.launcher.folder import measurement_file
@@ -37,6 +39,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_rows: int
     losses: str
     resumed: tuple[int, ...]
+    scores: tuple[Scores, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,16 @@ class Start:
     losses: tuple[float, ...] = ()
     bad_rows: int = 0
     resumed: tuple[int, ...] = ()
+    scores: tuple[Scores, ...] = ()
 
     def place(
-        self, batch: int, rank: int, world_size: int, losses: Sequence[float], bad_rows: int
+        self,
+        batch: int,
+        rank: int,
+        world_size: int,
+        losses: Sequence[float],
+        bad_rows: int,
+        scores: Sequence[Scores] = (),
     ) -> dict[str, Any]:
         """Where it has come to, as a checkpoint keeps it; ``bad_rows`` are those since."""
         before, taken = split(self.dealt, batch, world_size)
@@ -63,6 +73,7 @@ class Start:
                 self.bad_rows + bad_rows,
                 base64.b64encode(np.array(losses, np.float64).tobytes()).decode(),
                 self.resumed,
+                tuple(scores),
             )
         )
 
@@ -89,6 +100,7 @@ def start_after(found: Resumed, rank: int, world_size: int) -> Start:
         tuple((losses[rank] if same else losses.mean(0)).tolist()),
         sum(place.bad_rows for place in places[rank::world_size]),
         (*first.resumed, found.step),
+        first.scores,
     )
 
 
@@ -132,10 +144,17 @@ def facts_of(job: Job, fingerprint: str) -> dict[str, str]:
 def _data_of(job: Job) -> str:
     """What is dealt, and in which order."""
     data, file = job.data, data_files(job).train
-    size = Path(file).stat().st_size if file and Path(file).is_file() else None
+    found = sorted(Path(file).iterdir()) if file and Path(file).is_dir() else [Path(file)]
+    sizes = [path.stat().st_size for path in found if file and path.is_file()]
+    size = sum(sizes) if sizes else None
     python = data.python if isinstance(data.python, str) else ""
     text = f"{size} bytes, in sequences of {job.batch.sequence}" if size is not None else python
-    return f"{data.kind}, {text}, seed {data.seed}"
+    chosen = "".join(
+        f", {name} {value}"
+        for name, value in (("days", data.days), ("drop_negatives", data.drop_negatives))
+        if value is not UNSET
+    )
+    return f"{data.kind}, {text}, seed {data.seed}{chosen}"
 
 
 def changes(job: Job, found: Resumed, world_size: int) -> Iterator[str]:

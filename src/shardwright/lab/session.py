@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -120,7 +121,7 @@ def prepare(plan: Plan, folder: Path, stream: TextIO, given: Path | None = None)
     """Have the data and the plan ready in ``folder``. What an earlier run left there is removed,
     which ``stream`` says."""
     job = run_in(plan.job, folder)
-    source_of(job).prepare(job)
+    source_of(job).prepare(job, partial(print, file=stream, flush=True))
     stale = [path for path in results_of_a_run(folder) if path.exists()]
     for path in stale:
         path.unlink(missing_ok=True)
@@ -132,7 +133,8 @@ def prepare(plan: Plan, folder: Path, stream: TextIO, given: Path | None = None)
 
 def collect(plan: Plan, folder: Path, tolerance: float = 0.1) -> tuple[Measurement, Comparison]:
     """Merge what every rank left, compare it with the plan, and write both down."""
-    measurement = merge(plan, _records(plan, folder), _quality(plan, folder))
+    held_out = (_quality(plan, folder, part) for part in ("test", "validation"))
+    measurement = merge(plan, _records(plan, folder), *held_out)
     write_measurement(measurement, measurement_file(folder))
     comparison = compare(plan, measurement, tolerance)
     write_document(comparison, comparison_file(folder))
@@ -165,11 +167,13 @@ def _records(plan: Plan, folder: Path) -> list[Record]:
     return records
 
 
-def _quality(plan: Plan, folder: Path) -> Quality | None:
+def _quality(plan: Plan, folder: Path, part: str) -> Quality | None:
     import numpy as np
 
-    files = [scores_file(folder, rank) for rank in range(plan.world_size)]
+    files = [scores_file(folder, rank, part) for rank in range(plan.world_size)]
+    if not files[0].exists():
+        return None
     scores = np.concatenate([np.load(file, allow_pickle=False) for file in files])
     in_order = scores[np.argsort(scores[:, 0], kind="stable")]
     job = run_in(plan.job, folder)
-    return source_of(job).quality(job, in_order)
+    return source_of(job).quality(job, in_order, part)

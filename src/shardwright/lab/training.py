@@ -34,6 +34,7 @@ from shardwright.core.errors import (
 )
 from shardwright.core.job import checkpoint_folder, named_files, run_in, table_folder
 from shardwright.core.plan import Plan, read_plan
+from shardwright.core.scores import Scores, scores_text
 from shardwright.core.timeline import Phase
 from shardwright.lab.hosts import Hosts
 from shardwright.lab.loop import Measured, measure, metered
@@ -47,6 +48,7 @@ from shardwright.lab.resuming import (
     start_after,
 )
 from shardwright.lab.room import check_room, out_of_memory_at
+from shardwright.lab.scoring import Scoring
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.task import Batch
 from shardwright.lab.writers import PROGRESS_SECONDS, writers
@@ -68,8 +70,6 @@ from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import load_checkpoint
-
-HELD_OUT = "test"  # a stage of the profile
 
 
 class Training:
@@ -107,6 +107,7 @@ class Training:
         self.meter = metered(rank, heartbeat, self.device.type)
         self.profile = profile  # steps
         self.profiler: Profiler | None = None
+        self.scoring: Scoring | None = None
 
     def run(self) -> None:
         """Train to the end and leave a record, and scores of what is held out."""
@@ -135,6 +136,8 @@ class Training:
         rate = self.job.train.learning_rate
         optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)
         self.start = self._resumed(model, optimizer)
+        if every := self.job.train.metrics_every:
+            self.scoring = Scoring(self.guard.comm, every, self.start.scores)
         states = random_states()
         batches = batches_after(self.task, self.rank, self.plan.world_size, self.start)
         if self.start.step:
@@ -154,6 +157,8 @@ class Training:
         record = measured.record(bad_rows, saved, self.guard.skipped)
         if self.profiler:
             record = msgspec.structs.replace(record, profile=tuple(self.profiler.found))
+        if self.scoring:
+            record = msgspec.structs.replace(record, scores=tuple(self.scoring.found))
         write_document(record, record_file(self.folder, self.rank))
 
     def _check_room(self) -> None:
@@ -185,9 +190,9 @@ class Training:
 
         def extra() -> dict[str, Any]:
             ranks = (self.rank, self.plan.world_size)
-            return self.start.place(
-                self.job.batch.size, *ranks, measured.losses, self.task.bad_rows
-            )
+            found = (measured.losses, self.task.bad_rows)
+            scores = self.scoring.found if self.scoring else ()
+            return self.start.place(self.job.batch.size, *ranks, *found, scores)
 
         return Saves(
             checkpoint_folder(self.job, self.folder),
@@ -229,21 +234,37 @@ class Training:
                 raise out_of_memory_at(
                     error, self.plan, self.rank, where, model, optimizer
                 ) from error
-            if not math.isfinite(loss):  # of a step that was left out: as the one before
+            self._was_left_out = not math.isfinite(loss)
+            if self._was_left_out:  # as the one before
                 loss = measured.losses[-1] if measured.losses else 0.0
             with measured.between(loss):
                 if self.profiler:
                     self.profiler.after(step, steps)
+                new = self._scored(step)
                 if saves:
                     saves.after(step, words)
             now = time.monotonic()
-            if self.writers and (now - shown > PROGRESS_SECONDS or step == steps):
+            if self.writers and (new or now - shown > PROGRESS_SECONDS or step == steps):
                 took = (now - shown) / (step - before)
                 shown, before = now, step
-                entry: dict[str, Any] = {"step": step, "steps": steps, "loss": loss}
+                text = f"loss on rank 0 {loss:.4f}"
+                if self.scoring and self.scoring.found:
+                    text += f"; {scores_text(self.scoring.found[-1])}"
+                entry: dict[str, Any] = {"step": step, "steps": steps, "loss": loss, "text": text}
                 if step > self.start.step + 1:  # the first took what only the first takes
                     entry["seconds_per_step"] = took
-                self._write(entry | {"text": f"loss on rank 0 {loss:.4f}"})
+                if new:
+                    entry["scores"] = new
+                self._write(entry)
+
+    def _scored(self, step: int) -> Scores | None:
+        """What all ranks scored since the last time, where the job asks for it after ``step``."""
+        if not self.scoring:
+            return None
+        scored = getattr(self.task, "scored", None)
+        if scored and not self._was_left_out:
+            self.scoring.add(*scored)
+        return self.scoring.after(step)
 
     def _one_step(
         self,
@@ -285,26 +306,30 @@ class Training:
     def _evaluate(self, model: nn.Module) -> None:
         self.heartbeat.mark("evaluate")
         model.eval()
-        rows = list(self._scores(model))
-        found = np.concatenate(rows) if rows else np.empty((0, 3))
-        np.save(scores_file(self.folder, self.rank), found, allow_pickle=False)
+        parts = {"validation": getattr(self.task, "validation", None), "test": self.task.held_out}
+        for part, held_out in parts.items():
+            rows = list(self._scores(model, part, held_out)) if held_out else []
+            if rows or part == "test":
+                found = np.concatenate(rows) if rows else np.empty((0, 3))
+                np.save(scores_file(self.folder, self.rank, part), found, allow_pickle=False)
 
-    def _scores(self, model: nn.Module) -> Iterator[NDArray[np.float64]]:
+    def _scores(
+        self, model: nn.Module, part: str, held_out: Callable[[int, int], Iterator[Any]]
+    ) -> Iterator[NDArray[np.float64]]:
         """Those of every batch that is held out."""
-        batches = iter(self.task.held_out(self.rank, self.plan.world_size))
+        batches = iter(held_out(self.rank, self.plan.world_size))
         profiler, phase = self.profiler, self.meter.phase if self.profiler else _unmeasured
-        if profiler:
-            profiler.start(HELD_OUT)
-        while True:
-            with phase("load"):
-                given = next(batches, None)
-            if given is None:
-                break
+        given = next(batches, None)
+        if given and profiler:
+            profiler.start(part)
+        while given:
             with phase("forward"):
                 found = self.task.scores(model, self._tensors(given[0]), given[1])
+            yield found
+            with phase("load"):
+                given = next(batches, None)
             if profiler and profiler.is_on:
                 profiler.counted()
-            yield found
         if profiler and profiler.is_on:
             profiler.stop()
 

@@ -20,7 +20,7 @@ _OF_A_RUN = {
     *("progress.jsonl", "torchrun.sh", "torchrun.log", "launcher.lock", "rendezvous", "store"),
 }
 _OF_A_RANK = re.compile(
-    r"rank-\d+\.(pulse|status\.json|log|record\.json|scores\.npy|\w+\.trace\.json)"
+    r"rank-\d+\.(pulse|status\.json|log|record\.json|scores\.npy|validation\.npy|\w+\.trace\.json)"
 )
 
 
@@ -34,9 +34,9 @@ def record_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.record.json"
 
 
-def scores_file(folder: Path, rank: int) -> Path:
-    """A rank's held-out scores: rows of three numbers, as its task has them."""
-    return folder / f"rank-{rank}.scores.npy"
+def scores_file(folder: Path, rank: int, part: str = "test") -> Path:
+    """A rank's scores of a held-out part: rows of three numbers, as its task has them."""
+    return folder / f"rank-{rank}.{'scores' if part == 'test' else part}.npy"
 
 
 def trace_file(folder: Path, rank: int, stage: str) -> Path:
@@ -116,7 +116,7 @@ def is_going_on(folder: Path) -> bool:
 
 def results_of_a_run(folder: Path) -> list[Path]:
     """What an earlier run left and the next one would mistake for its own."""
-    ranks = files_of_ranks(folder, "record.json", "scores.npy")
+    ranks = files_of_ranks(folder, "record.json", "scores.npy", "validation.npy")
     traces = [path for path in folder.glob("rank-*.trace.json") if _is_written(path.name)]
     return [*ranks, *traces, measurement_file(folder), comparison_file(folder)]
 

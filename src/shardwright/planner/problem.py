@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
+from msgspec import UnsetType
 
 from shardwright.core.batch import MADE_UP_ZIPF, Batch
 from shardwright.core.cluster import TIERS, Cluster, Tier
@@ -126,7 +127,10 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
             )
         )
     cluster, assumptions = constants.cluster(job.cluster, profile, profiles.preset(profile))
-    zipf = MADE_UP_ZIPF if job.data.kind == "synthetic" else 0.0
+    zipf = 0.0
+    if job.data.kind == "synthetic":
+        given = job.data.zipf
+        zipf = MADE_UP_ZIPF if isinstance(given, UnsetType) else given
     batch = Batch(job.batch.size, job.batch.sequence, zipf)
     context = PricingContext(cluster, batch, job.planner.estimator)
     dtypes = step_dtypes(job)

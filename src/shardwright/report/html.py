@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import islice
@@ -17,6 +15,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report import comparison_sheets, plan_sheets, svg
 from shardwright.report.profile_sheets import profile_sheets
+from shardwright.report.quality_sheets import quality_sheets, reached
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.svg import measured_peaks, slowest, step_seconds
 from shardwright.report.wording import (
@@ -49,7 +48,7 @@ class Page:
     outcome: str
     warnings: tuple[str, ...]
     figures: tuple[Figure, ...]
-    quality: Sheet | None
+    quality: tuple[Sheet, ...]
     memory: Markup
     memory_caption: str
     map: Markup
@@ -109,9 +108,7 @@ def _page(
         outcome=printable(outcome, TEXT_LIMIT),
         warnings=_warnings(plan, measurement, comparison),
         figures=_figures(plan, measurement),
-        quality=_quality_sheet(measurement.quality)
-        if measurement and measurement.quality
-        else None,
+        quality=quality_sheets(measurement) if measurement else (),
         memory=Markup(svg.memory_chart(plan, measurement)),
         memory_caption=_memory_caption(plan, measurement),
         map=Markup(svg.sharding_map(plan)),
@@ -210,63 +207,7 @@ def _saving_figure(saved: Saved) -> Figure:
 def _quality_figures(quality: Quality) -> tuple[Figure, ...]:
     return tuple(
         Figure(name, f"{reached:.4f}", "" if best is None else f"best possible {best:.4f}")
-        for name, reached, best, _ in islice(_reached(quality), 2)
-    )
-
-
-def _reached(quality: Quality) -> Iterator[tuple[str, float, float | None, str]]:
-    """Each figure of held-out rows with the best that is known, and how far it is from there."""
-    if (auc := quality.auc) is not None:
-        yield "AUC", auc, quality.best_auc, _share_of_way(auc, 0.5, quality.best_auc)
-    loss, best = quality.log_loss, quality.best_log_loss
-    if (bits := quality.bits_per_byte) is not None:
-        best_bits = None if best is None else best / math.log(2)
-        yield "Nats per token", loss, best, _beyond(loss, best, "nats")
-        yield "Bits per byte", bits, best_bits, _beyond(bits, best_bits, "bits")
-        return
-    yield "Log-loss", loss, best, _beyond(loss, best, "nats")
-    if (share := quality.accuracy) is not None and quality.majority is not None:
-        best = quality.best_accuracy
-        yield "Accuracy", share, best, _share_of_way(share, quality.majority, best)
-    if (entropy := quality.normalized_entropy) is not None:
-        yield "Normalized entropy", entropy, None, "1 is the share of clicks alone"
-    if (clicks := quality.calibration) is not None:
-        yield "Calibration", clicks, 1.0, f"{percent(clicks - 1, signed=True)} of clicks"
-
-
-def _share_of_way(reached: float, start: float, best: float | None) -> str:
-    if best is None or best <= start:
-        return "-"
-    return f"{percent((reached - start) / (best - start))} of the way from {start:.4g} to the best"
-
-
-def _beyond(reached: float, best: float | None, unit: str) -> str:
-    return "-" if best is None else f"{reached - best:+.4f} {unit} from the best"
-
-
-def _quality_sheet(quality: Quality) -> Sheet:
-    """Held-out figures beside the optimum; AUC also as a share of the way from chance."""
-    of_text = quality.bits_per_byte is not None
-    note = (
-        "The best possible is known where the text was made up: no model of what came before can "
-        "do better."
-        if of_text
-        else "AUC does not depend on how rare clicks are: 0.5 is guessing. The best possible is "
-        "known where the rows were generated from a known click model."
-    )
-    return Sheet(
-        f"On {counted(quality.rows, 'held-out token' if of_text else 'held-out row')}",
-        (
-            Column("figure"),
-            Column("reached", numeric=True),
-            Column("best possible", numeric=True),
-            Column("how far"),
-        ),
-        tuple(
-            (name, f"{reached:.4f}", "not known" if best is None else f"{best:.4f}", far)
-            for name, reached, best, far in _reached(quality)
-        ),
-        note,
+        for name, reached, best, _ in islice(reached(quality), 2)
     )
 
 

@@ -84,7 +84,7 @@ def _phases_note(stage: Stage) -> str:
 def _kernels_sheet(stage: Stage, most: int) -> Sheet:
     shown = stage.kernels[:most]
     left = stage.kernels[most:]
-    note = "A mean far above the median is waiting rather than work."
+    note = "Of a collective a mean far above the median is waiting rather than bytes."
     if left:
         note += f" {counted(len(left), 'line')} with less are not shown, together "
         note += f"{percent(sum(kernel.share for kernel in left))}."

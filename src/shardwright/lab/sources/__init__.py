@@ -7,6 +7,7 @@ reads what the ranks scored. Free of torch, but for the user's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from shardwright.core.errors import InputError, expected
@@ -25,8 +26,9 @@ class Source(Protocol):
         """Raise InputError if the data cannot be what the model needs."""
         ...
 
-    def prepare(self, job: Job) -> None:
-        """Write rows that are made up, into the run folder."""
+    def prepare(self, job: Job, say: Callable[[str], None] = ...) -> None:
+        """Write rows that are made up, into the run folder, and what takes long to read into a
+        cache, if the job names one; ``say`` what is done."""
         ...
 
     def samples(self, job: Job) -> int | None:
@@ -34,8 +36,9 @@ class Source(Protocol):
         count."""
         ...
 
-    def quality(self, job: Job, scores: NDArray[np.float64]) -> Quality | None:
-        """What all ranks' scores [n, 3], in the order of their first column, come to."""
+    def quality(self, job: Job, scores: NDArray[np.float64], part: str = "test") -> Quality | None:
+        """What all ranks' scores [n, 3] of a held-out part, in the order of their first column,
+        come to."""
         ...
 
 

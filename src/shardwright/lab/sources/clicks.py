@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from shardwright.core.batch import MADE_UP_ZIPF
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job, data_files
 from shardwright.core.measurement import Quality
 from shardwright.core.model_of_job import tables_of_bags
-from shardwright.lab.sources.made_up import make_up, read_facts
+from shardwright.data.days import PARTS
+from shardwright.lab.sources.made_up import DIGEST, make_up, read_facts
 
 if TYPE_CHECKING:
+    from shardwright.data.days import Part
     from shardwright.data.reading import ClickLog
+    from shardwright.data.synthetic import ClickModel
 
 TABLES_OF_CRITEO = 26
 DENSE_OF_CRITEO = 13
@@ -36,13 +43,18 @@ def check(job: Job) -> None:
     if job.data.kind == "criteo" and not _is_criteo(job):
         _refuse_criteo(job)
     _check_names(job)
+    if job.data.cache is not UNSET and Path(job.data.cache).is_file():
+        raise InputError(expected("data.cache", "a folder", f"the file '{job.data.cache}'"))
     if job.data.kind == "synthetic":
         _refuse_paths(job)
         return
     if not job.data.path:
         raise InputError(expected("data.path", "a click log", "none", "Use --set data.path=FILE."))
-    for path in filter(None, (job.data.path, job.data.test_path)):
-        log_of(job, path).check()
+    if is_folder(job) and job.data.test_path:
+        wanted = "none beside a folder of days, of which the last is held out"
+        raise InputError(expected("data.test_path", wanted, f"'{job.data.test_path}'"))
+    for path in (*files_of(job), *filter(None, (job.data.test_path,))):
+        log_of(job, str(path)).check()
 
 
 def log_of(job: Job, path: str) -> ClickLog:
@@ -114,46 +126,160 @@ def _refuse_paths(job: Job) -> None:
             )
 
 
-def prepare(job: Job) -> None:
-    """Make the rows up if they are synthetic."""
-    if job.data.kind != "synthetic":
-        return
-    from shardwright.data.synthetic import ClickModel
+def is_folder(job: Job) -> bool:
+    """Whether the log is a folder of days."""
+    return bool(job.data.path) and Path(job.data.path).is_dir()
 
-    seed = job.data.seed
-    if _is_criteo(job):
-        model = ClickModel(cardinalities=tuple(t.rows for t in job.tables), seed=seed)
+
+def files_of(job: Job) -> list[Path]:
+    """The files of what is trained on."""
+    from shardwright.data.days import day_files
+
+    path = Path(data_files(job).train)
+    return day_files(path) if is_folder(job) else [path]
+
+
+def rows_of(job: Job, part: Part) -> ClickLog | None:
+    """The rows of a part of the log; None where it has no such part."""
+    from shardwright.data.days import Days, Stretch, stretches_of
+
+    files, data = data_files(job), job.data
+    if data.days is UNSET and not is_folder(job):
+        path = {"train": files.train, "test": files.test}.get(part)
+        stretches = (Stretch(log_of(job, path)),) if path else ()
+        if not stretches or not data.drop_negatives:
+            return stretches[0].log if stretches else None
     else:
-        columns = [
-            (name, table.rows, length)
-            for table in job.tables
-            for name, length in zip(table.feature_names, table.pooling_factors, strict=True)
-        ]
-        names, rows, lengths = zip(*columns, strict=True)
-        model = ClickModel.named(names, rows, lengths, job.model.dense_features, seed=seed)
-    files = data_files(job)
+        days = None if data.days is UNSET else data.days
+        stretches = stretches_of(Path(files.train), days, partial(log_of, job))[part]
+    return Days(stretches, data.drop_negatives or 0.0, data.seed)
+
+
+def cache_of(job: Job, part: Part) -> Path | None:
+    """The folder of a part's rows in binary, named by everything they depend on; None without."""
+    from shardwright.data.cache import SCHEMA
+
+    data, files = job.data, data_files(job)
+    if data.cache is UNSET:
+        return None
+    held_out = [Path(files.test)] if files.test and part == "test" else files_of(job)
+    tables = [(table.rows, table.weighted, table.feature_names) for table in job.tables]
+    columns = (data.label, data.dense, data.ids, job.model.dense_features)
+    chosen = (data.days, data.drop_negatives, data.seed, data.skip_bad_rows)
+    given = (SCHEMA, data.kind, part, tables, columns, chosen, list(map(_identity, held_out)))
+    digest = hashlib.sha256(repr(given).encode()).hexdigest()
+    return Path(data.cache) / f"{part}-{digest[:32]}"
+
+
+def _identity(path: Path) -> tuple[Any, ...]:
+    """What a file is told by: made-up rows by their digest, others by place, size and date."""
+    if digest := read_facts(path).get(DIGEST):
+        return (digest,)
+    found = path.stat()
+    return str(path.resolve()), found.st_size, found.st_mtime_ns
+
+
+def prepare(job: Job, say: Callable[[str], None] = lambda text: None) -> None:
+    """Make the rows up if they are synthetic, and write the cache where there is none yet."""
+    if job.data.kind == "synthetic":
+        _make_up(job, say)
+    if job.data.cache is UNSET:
+        return
+    from shardwright.data.cache import write_cache
+
+    for part in PARTS:
+        folder = cache_of(job, part)
+        if folder is None or folder.exists() or (log := rows_of(job, part)) is None:
+            continue
+        say(f"writing the rows of {part} into {folder}")
+        narrow = all(table.rows <= 2**31 for table in job.tables)
+        skip = job.data.skip_bad_rows
+        found = write_cache(log, folder, narrow=narrow, skip_bad_rows=skip, say=say)
+        bad = f", {found.bad_rows:,} bad ones left out" if found.bad_rows else ""
+        say(f"{found.rows:,} rows{bad}")
+
+
+def _make_up(job: Job, say: Callable[[str], None]) -> None:
+    model, files, data = model_of_clicks(job), data_files(job), job.data
+    if data.days is not UNSET:
+        make_up(Path(files.train), partial(_write_days, model, data.rows, data.days))
     for path, count, start in (
-        (files.train, job.data.rows, 0),
-        (files.test, job.data.test_rows, job.data.rows),
+        (files.train if data.days is UNSET else "", data.rows, 0),
+        (files.test, data.test_rows, data.rows),
     ):
         if path:
             make_up(Path(path), partial(model.write, rows=count, start=start))
+    if best := _best(job, "test"):
+        say(
+            f"{data.rows:,} rows made up; the best possible on held-out ones: AUC "
+            f"{best['bayes_auc']:.4f}, log loss {best['bayes_log_loss']:.4f}, accuracy "
+            f"{best['bayes_accuracy']:.4f}"
+        )
+
+
+def model_of_clicks(job: Job) -> ClickModel:
+    """The law that rows for the job's tables are made up from."""
+    from shardwright.data.synthetic import ClickModel
+
+    data = job.data
+    law: dict[str, Any] = {
+        "seed": data.seed,
+        "zipf": MADE_UP_ZIPF if data.zipf is UNSET else data.zipf,
+        "days": data.days or 1,
+        "drift": data.drift or 0.0,
+        "total": data.rows,
+    }
+    if _is_criteo(job):
+        return ClickModel(cardinalities=tuple(t.rows for t in job.tables), **law)
+    columns = [
+        (name, table.rows, length)
+        for table in job.tables
+        for name, length in zip(table.feature_names, table.pooling_factors, strict=True)
+    ]
+    names, rows, lengths = zip(*columns, strict=True)
+    return ClickModel.named(names, rows, lengths, job.model.dense_features, **law)
+
+
+def _write_days(model: ClickModel, rows: int, days: int, path: Path) -> dict[str, Any]:
+    """Write all days; what is known of them, and of what is held out."""
+    from shardwright.data.days import bounds
+
+    first, middle = bounds(rows, days)
+    known: dict[str, Any] = msgspec.to_builtins(model.write(path, rows=rows))
+    for part, start, stop in (("validation", first, middle), ("test", middle, rows)):
+        if stop - start > 1:
+            known[part] = msgspec.to_builtins(model.facts(start, stop))
+    return known
+
+
+def _best(job: Job, part: str) -> dict[str, Any]:
+    """What the best predictor reaches on rows that were made up; else nothing."""
+    files = data_files(job)
+    if files.test:
+        return read_facts(Path(files.test)) if part == "test" else {}
+    found = read_facts(Path(files.train)).get(part, {})
+    return found if isinstance(found, dict) else {}
 
 
 def samples(job: Job) -> int | None:
     """Rows of the log; None of one that would take long to count."""
-    path = data_files(job).train
-    return log_of(job, path).count() if Path(path).stat().st_size <= LONG else None
+    if folder := cache_of(job, "train"):
+        from shardwright.data.cache import CachedRows
+
+        return len(CachedRows(folder))
+    size = sum(path.stat().st_size for path in files_of(job))
+    log = rows_of(job, "train") if size <= LONG else None
+    return log.count() if log else None
 
 
-def quality(job: Job, scores: NDArray[np.float64]) -> Quality | None:
+def quality(job: Job, scores: NDArray[np.float64], part: str = "test") -> Quality | None:
     """Figures of rows (number, label, logit), beside the best that there is."""
     from shardwright.data import quality as of
 
     _, labels, logits = scores.T
     if not len(labels):
         return None
-    best = read_facts(Path(data_files(job).test))
+    best = _best(job, part)
     clicks = 1.0 / (1.0 + np.exp(-logits))
     is_mixed = 0 < labels.sum() < len(labels)
     return Quality(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ def check(job: Job) -> None:
                 python_function(name, f"{where}.python '{name}'")
 
 
-def prepare(job: Job) -> None:
+def prepare(job: Job, say: Callable[[str], None] = lambda text: None) -> None:
     """Nothing: the data's function makes or reads its batches itself."""
 
 
@@ -38,7 +39,7 @@ def samples(job: Job) -> None:
     """Not known: the data's function may never end."""
 
 
-def quality(job: Job, scores: NDArray[np.float64]) -> Quality | None:
+def quality(job: Job, scores: NDArray[np.float64], part: str = "test") -> Quality | None:
     """The mean loss of rows (number, weight, weight times loss)."""
     _, weights, losses = scores.T
     total = math.fsum(weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def check(job: Job) -> None:
         Text(job.data.path, job.batch.sequence)
 
 
-def prepare(job: Job) -> None:
+def prepare(job: Job, say: Callable[[str], None] = lambda text: None) -> None:
     """Make the text up if none is named, and see that it is long enough."""
     path = Path(data_files(job).train)
     if not job.data.path:
@@ -53,7 +54,7 @@ def samples(job: Job) -> int:
     return Text(data_files(job).train, job.batch.sequence).training
 
 
-def quality(job: Job, scores: NDArray[np.float64]) -> Quality | None:
+def quality(job: Job, scores: NDArray[np.float64], part: str = "test") -> Quality | None:
     """Nats per token and bits per byte of windows (number, tokens, nats)."""
     _, tokens, nats = scores.T
     if not len(tokens):

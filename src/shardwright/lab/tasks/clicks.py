@@ -9,10 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from shardwright.core.job import Job, data_files
+from shardwright.core.job import Job
+from shardwright.data.cache import CachedReader, CachedRows, cached_evaluation
+from shardwright.data.days import Part
 from shardwright.data.dealing import Dealt
 from shardwright.data.reading import ClickBatch, ClickReader, evaluation_batches
-from shardwright.lab.sources.clicks import log_of
+from shardwright.lab.sources.clicks import cache_of, rows_of
 from shardwright.lab.tasks.task import Batch
 from shardwright.models.dlrm import DLRM
 
@@ -24,8 +26,8 @@ class Clicks:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.files = data_files(job)
-        self._reader: ClickReader | None = None
+        self._reader: ClickReader | CachedReader | None = None
+        self.scored: tuple[torch.Tensor, torch.Tensor] | None = None  # logits and labels, if asked
 
     def model(self, device: torch.device) -> nn.Module:
         """DLRM with its index buffers in place."""
@@ -36,32 +38,43 @@ class Clicks:
 
     def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
         """Dense features [B, D], ids [B, F] or bags by feature, labels [B]."""
-        self._reader = ClickReader(
-            log_of(self.job, self.files.train),
-            self.job.batch.size,
-            rank,
-            world_size,
-            skip_bad_rows=self.job.data.skip_bad_rows,
-            dealt=dealt,
-        )
+        place = (self.job.batch.size, rank, world_size)
+        if folder := cache_of(self.job, "train"):
+            self._reader = CachedReader(CachedRows(folder), *place, dealt=dealt)
+        else:
+            log, skip = rows_of(self.job, "train"), self.job.data.skip_bad_rows
+            assert log is not None
+            self._reader = ClickReader(log, *place, skip_bad_rows=skip, dealt=dealt)
         return map(_arrays, self._reader)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Mean binary cross-entropy."""
         dense, ids, labels = batch
-        return nn.functional.binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), labels)
+        logits = model(dense, ids).squeeze(1)
+        if self.job.train.metrics_every:
+            self.scored = (logits.detach(), labels)
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
     def held_out(self, rank: int, world_size: int) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
-        """The test file, if there is one."""
-        if not self.files.test:
+        """The test file, or the second half of the last day, if there is one."""
+        return self._held_out("test", rank, world_size)
+
+    def validation(self, rank: int, world_size: int) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+        """The first half of the last day, if there is one."""
+        return self._held_out("validation", rank, world_size)
+
+    def _held_out(
+        self, part: Part, rank: int, world_size: int
+    ) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+        place = (max(self.job.batch.size, EVALUATION_BATCH), rank, world_size)
+        folder = cache_of(self.job, part)
+        if folder and folder.exists():
+            batches = cached_evaluation(CachedRows(folder), *place)
+        elif folder or not (log := rows_of(self.job, part)):
             return
-        batches = evaluation_batches(
-            log_of(self.job, self.files.test),
-            max(self.job.batch.size, EVALUATION_BATCH),
-            rank,
-            world_size,
-            skip_bad_rows=self.job.data.skip_bad_rows,
-        )
+        else:
+            skip = self.job.data.skip_bad_rows
+            batches = evaluation_batches(log, *place, skip_bad_rows=skip)
         for batch, numbers in batches:
             yield _arrays(batch), numbers
 

@@ -15,7 +15,8 @@ Batch = Any  # tensors or arrays, alone or in tuples, lists and dictionaries
 
 @runtime_checkable
 class Task(Protocol):
-    """A model, its batches, and its loss; rows of scores for what is held out.
+    """A model, its batches, and its loss; rows of scores for what is held out. One that holds rows
+    out for validation too has ``validation``, called as ``held_out``.
 
     Every rank has a task of its own. A batch is made of tensors or arrays, alone or in tuples,
     lists and dictionaries; ``loss`` and ``scores`` get it as tensors on the model's device. The
