@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/saving.py OUT.json
 
-A model of GPT-2's shape (10 layers of width 320, 28 million parameters) with AdamW's states, sharded by
-``fully_shard_flat``. Ours and torch's take turns, five times each; medians are kept. Training stands
-still while these saves write, so a save a minute costs at most its seconds over sixty: runs that train
-on while files are written (``overlap``) wait less.
+A model of GPT-2's shape (10 layers of width 320) with AdamW's states, sharded
+by ``fully_shard_flat``. Ours and torch's take turns, five times each; medians are kept. Training
+stands still while these saves write, so a save a minute costs at most its seconds over sixty: runs
+that train on while files are written (``overlap``) wait less.
 """
 
 from __future__ import annotations
