@@ -18,7 +18,8 @@ _MICROSECONDS: Final = 1e6
 
 def run_trace(plan: Plan, measurement: Measurement | None = None) -> str:
     """Seconds of the first ``MOST_RANKS`` ranks: a process per rank, with a row for what was
-    planned and, where there is a measurement, one for what was measured, its phases one after the other."""
+    planned and, where there is a measurement, one for what was measured, its phases one after the
+    other."""
     sides = [("planned", plan.timeline)]
     if measurement:
         sides.append(("measured", measurement.timeline))
