@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from samples import plan
+from samples import measurement, plan
 
 from shardwright.cli.main import main
+from shardwright.core.measurement import write_measurement
 from shardwright.core.plan import write_plan
+from shardwright.core.timeline import decode
 from shardwright.launcher.launch import hold
 from shardwright.launcher.progress import ProgressLog, so_far
 
@@ -69,6 +72,30 @@ def test_a_long_run_is_thinned_as_it_is_read(run: Path) -> None:
     assert all(loss == 1 / step for step, loss in found.points)
     gaps = {b - a for (a, _), (b, _) in zip(found.points, found.points[1:], strict=False)}
     assert len(gaps) == 1
+
+
+def test_a_trace_has_plan_and_run_side_by_side(run: Path) -> None:
+    made, page, trace = plan(), run.parent / "page.html", run.parent / "trace.json"
+    command = ["report", str(run), "-o", str(page), "--trace", str(trace)]
+    assert main(command) == 0
+    rows = {e["args"]["name"] for e in events(trace) if e["name"] == "thread_name"}
+    assert rows == {"planned"}
+    measured = measurement(made)
+    write_measurement(measured, run / "measured.json")
+    assert main(command) == 0
+    for row, timeline in enumerate((made.timeline, measured.timeline)):
+        shown = [e for e in events(trace) if e["ph"] == "X" and e["tid"] == row]
+        times = [e for e in decode(timeline) if e.kind == "time" and e.duration > 0]
+        assert {e["pid"] for e in shown} == {0, 1}
+        assert sum(e["dur"] for e in shown) == pytest.approx(1e6 * sum(e.duration for e in times))
+        assert len(shown) == len(times) > 0
+    assert main([*command[:-1], str(run / "plan.json")]) == 2
+
+
+def events(trace: Path) -> list[dict[str, Any]]:
+    found = json.loads(trace.read_text())["traceEvents"]
+    assert isinstance(found, list)
+    return found
 
 
 def test_an_outcome_is_said_beside_how_far_it_came(run: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from shardwright.core.document import (
     encode_document,
+    parse_toml,
     read_document,
     to_json,
     write_atomically,
@@ -166,3 +167,21 @@ def test_values_become_indented_json() -> None:
     assert to_json({"sizes": ((1, 2),)}) == (
         '{\n  "sizes": [\n    [\n      1,\n      2\n    ]\n  ]\n}'
     )
+
+
+@pytest.mark.parametrize("separator", [".", " . ", '."x"."x.y".'])
+def test_a_key_of_very_many_steps_is_refused_before_it_is_parsed(separator: str) -> None:
+    text = separator.join(["a"] * 100_000) + " = 1\n"
+    with pytest.raises(InputError) as error:
+        parse_toml(text, "job.toml", "a job")
+    assert str(error.value) == "job.toml: expected keys of at most 100 steps, got a deeper one."
+
+
+def test_long_words_numbers_and_texts_are_no_deep_keys() -> None:
+    text = f'a = "{"x" * 200_000}"\nb = [{"1.5, " * 5000}]\nc = "{"so. " * 5000}"\n"{"d" * 50}" = 1'
+    assert len(parse_toml(text, "job.toml", "a job")["b"]) == 5000
+
+
+def test_a_document_of_more_than_16_mib_is_refused() -> None:
+    with pytest.raises(InputError, match="expected at most 16 MiB of TOML, got 16,777,218 bytes"):
+        parse_toml(b"#" + b"x" * 2**24 + b"\n", "job.toml", "a job")

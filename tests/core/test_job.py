@@ -487,3 +487,9 @@ def test_a_width_of_another_kind_of_model_is_refused(model: dict[str, Any], mess
 def test_a_size_that_no_transformer_has_is_refused(sections: dict[str, Any], message: str) -> None:
     model = {"kind": "transformer"} | sections.get("model", {})
     assert _refused({**sections, "model": model}) == f"job: {message}"
+
+
+def test_a_million_tables_are_refused_by_their_number() -> None:
+    tables = [{}] * 1_000_000
+    with pytest.raises(InputError, match=r"job: tables: expected at most 100,000, got 1,000,000\."):
+        parse_job({"tables": tables})

@@ -207,6 +207,18 @@ CASES = {
         "it saves and is read",
         test="tests/runtime/checkpoint/test_read.py::test_ranks_that_hold_nothing_save_and_are_read",
     ),
+    "+8": Case(
+        "a host is lost",
+        "the ranks of the others end within the timeout, each host with one line",
+        5,
+        "tests/faults/test_two_hosts.py::test_a_host_that_is_lost_ends_the_other_with_one_line",
+    ),
+    "+9": Case(
+        "hosts have different plans, versions or data",
+        "fact, host and ranks are named on every host before anything moves",
+        4,
+        "tests/faults/test_two_hosts.py::test_another_plan_on_one_host_is_one_line_on_each",
+    ),
 }
 
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import checkpoint_cases
 import pytest
 import torch
 from torch import nn, optim
@@ -163,6 +164,37 @@ def test_settings_come_back_and_what_carries_a_step_out_does_not(tmp_path: Path)
     assert group["initial_lr"] == 0.5
     assert group["fused"] is None
     assert group["foreach"] is False
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("betas", [0.9, 1.5], "a finite number from 0 to 1, got 1.5"),
+        ("betas", [0.9, -0.1], "a finite number from 0 to 1, got -0.1"),
+        ("betas", [0.9], r"2 numbers as \[0.9, 0.999\], got \[0.9\]"),
+        ("betas", "high", r"2 numbers as \[0.9, 0.999\], got 'high'"),
+        ("lr", -1.0, "a finite number from 0 to inf, got -1.0"),
+        ("lr", float("inf"), "a finite number from 0 to inf, got None"),  # JSON has none
+        ("eps", True, "float as 1e-08, got True"),
+        ("amsgrad", 1, "bool as False, got 1"),
+    ],
+)
+def test_a_setting_that_no_optimizer_has_is_refused_before_anything_is_filled(
+    tmp_path: Path, key: str, value: Any, wanted: str
+) -> None:
+    model = network(1)
+    sw.save_checkpoint(tmp_path, model, optim.Adam(model.parameters()), step=0)
+
+    def edit(found: dict[str, Any]) -> None:
+        found["scalars"]["optimizer"][0][key] = value
+
+    checkpoint_cases.forge(tmp_path / "step-0", 0, edit)
+    other = network(2)
+    before = copy.deepcopy(other.state_dict())
+    text = rf"optimizer.param_groups\[0\]\['{key}'\]: expected {wanted}\. Another checkpoint has"
+    with pytest.raises(sw.MismatchError, match=text):
+        sw.load_checkpoint(tmp_path, other, optim.Adam(other.parameters()))
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
 def test_a_parameter_that_took_no_step_has_no_state_afterwards(tmp_path: Path) -> None:

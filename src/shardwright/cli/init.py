@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 from importlib import resources
 from pathlib import Path
 
 from shardwright.core import megatron, torchtitan
-from shardwright.core.document import read_bytes, write_atomically
+from shardwright.core.document import parse_toml, read_bytes, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
 from shardwright.core.imported import as_toml
 from shardwright.core.job import parse_job
@@ -90,12 +89,12 @@ def _converted(job: Path, source: str, path: str, ranks: int | None) -> str:
     typed = source == "megatron" and path.lstrip().startswith("--")  # arguments, not their file
     name, where = ("Arguments", "") if typed else (Path(path).name, f"{path}: ")
     raw = path.encode() if typed else read_bytes(path, f"{SOURCES[source]} configuration")
+    what = f"a configuration of {SOURCES[source]}"
     try:
         text = raw.decode()
-        config = tomllib.loads(text) if source == "torchtitan" else {}
-    except (ValueError, RecursionError) as error:
-        wanted = f"a configuration of {SOURCES[source]}"
-        raise InputError(expected(path, wanted, f"'{error}'")) from None
+    except UnicodeDecodeError as error:
+        raise InputError(expected(path, what, f"'{error}'")) from None
+    config = parse_toml(text, path, what) if source == "torchtitan" else {}
     try:
         if source == "torchtitan":
             found = torchtitan.job_of(config, ranks)

@@ -11,7 +11,7 @@ from shardwright.core.document import read_bytes, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import named_files
 from shardwright.core.measurement import Curve, read_measurement
-from shardwright.core.outputs import REPORT, check_output
+from shardwright.core.outputs import REPORT, TRACE, check_output
 from shardwright.core.plan import read_plan
 from shardwright.lab.compare import compare
 from shardwright.launcher.folder import is_going_on, measurement_file, outcome_file, plan_file
@@ -23,13 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``report``."""
     parser.add_argument("run", type=Path, metavar="RUN_DIR|plan.json")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"))
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="a step planned and measured, for Perfetto"
+    )
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Write one self-contained page."""
+    """Write one self-contained page, and a trace where one is asked for."""
     changed = shared.beside(options.output)
     write_report(options.run, options.output)
     print(f"report written to {options.output}{changed}", file=sys.stderr)
+    if options.trace:
+        write_trace(options.run, options.trace)
+        print(f"trace written to {options.trace}", file=sys.stderr)
     return 0
 
 
@@ -61,3 +67,14 @@ def write_report(source: Path, output: Path) -> None:
             text += f"{'. ' * bool(text)}The run {how} up to step {run.step:,} of {run.steps:,}."
         page = render(plan, measurement, comparison, text, curve)
     write_atomically(output, page.encode())
+
+
+def write_trace(source: Path, output: Path) -> None:
+    """What was planned and, of a run that was measured, what it took: one Chrome trace."""
+    from shardwright.report.run_trace import run_trace
+
+    alone = source.is_file()
+    plan_read, measured = (source if alone else plan_file(source)), measurement_file(source)
+    check_output(output, TRACE, (plan_read, *(() if alone else (measured,))), "--trace")
+    measurement = None if alone or not measured.exists() else read_measurement(measured)
+    write_atomically(output, run_trace(read_plan(plan_read), measurement).encode())

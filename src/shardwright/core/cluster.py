@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shardwright.core.document import convert, read_bytes, unknown_key, write_atomically
+from shardwright.core.document import convert, parse_toml, read_bytes, unknown_key, write_atomically
 from shardwright.core.errors import InputError, expected
 
 Device = Literal["cpu", "cuda"]
@@ -107,11 +106,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_calibration(path: Path | str) -> Calibration:
     """Read a cluster file; whatever it cannot be is one line that names the key."""
     raw = read_bytes(path, "cluster", MAKE)
-    try:
-        document = tomllib.loads(raw.decode())
-    except (ValueError, RecursionError) as error:
-        raise InputError(expected(str(path), "a cluster in TOML", f"'{error}'")) from None
-    return parse_calibration(document, str(path))
+    return parse_calibration(parse_toml(raw, str(path), "a cluster"), str(path))
 
 
 def parse_calibration(document: dict[str, Any], where: str) -> Calibration:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+import tomllib
 import types
 import typing
 from collections.abc import Collection
@@ -22,6 +23,10 @@ import msgspec
 from shardwright.core.errors import InputError, expected
 
 MAX_DOCUMENT_BYTES = 256 * 2**20
+MAX_TOML_BYTES = 16 * 2**20
+MAX_DEPTH = 100
+_STEP = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
+_DEEP_KEY = re.compile(rf"(?m)(?:^|[\[{{,])[ \t]*+{_STEP}(?:\.[ \t]*+{_STEP}){{{MAX_DEPTH}}}")
 
 T = TypeVar("T", bound=msgspec.Struct)
 S = TypeVar("S")
@@ -62,6 +67,26 @@ def read_bytes(path: Path | str, what: str, remedy: str = "") -> bytes:
         raise InputError(
             expected(str(path), f"a readable {what} file", f"'{error.strerror}'", remedy)
         ) from None
+
+
+def parse_toml(raw: bytes | str, where: str, what: str) -> dict[str, Any]:
+    """A document that a person wrote; InputError names ``where`` and says what was to be read.
+
+    The parser's time grows with the square of a key's depth, and with the length by a second a MiB,
+    so both have limits.
+    """
+    if len(raw) > MAX_TOML_BYTES:
+        most = f"at most {MAX_TOML_BYTES >> 20} MiB of TOML"
+        raise InputError(expected(where, most, f"{len(raw):,} bytes", "Many tables go into JSON."))
+    try:
+        text = raw if isinstance(raw, str) else raw.decode()
+        if _DEEP_KEY.search(text):
+            raise InputError(expected(where, f"keys of at most {MAX_DEPTH} steps", "a deeper one"))
+        return tomllib.loads(text)
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
+        raise InputError(expected(where, f"{what} in TOML", f"'{error}'")) from None
 
 
 def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) -> T:

@@ -19,24 +19,10 @@ EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 
 
-LONGEST = 2000  # characters of a message
-
-
 class ShardwrightError(Exception):
-    """Base of every error this package raises on purpose; ``exit_code`` is the process's.
-
-    Its message is one printable line of at most ``LONGEST`` characters, whatever was found.
-    """
+    """Base of every error this package raises on purpose; ``exit_code`` is the process's."""
 
     exit_code = EXIT_BUG
-
-    def __init__(self, message: str = "") -> None:
-        if not message.isprintable():
-            message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
-        if len(message) > LONGEST:
-            half = LONGEST // 2 - 3
-            message = f"{message[:half]} ... {message[-half:]}"
-        super().__init__(message)
 
 
 class InputError(ShardwrightError, ValueError):

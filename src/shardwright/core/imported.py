@@ -48,7 +48,7 @@ class Keys:
 
     def one_of(self, section: str, key: str, known: Mapping[str, str], default: str) -> str:
         found = self.value(section, key, default)
-        if found not in known:
+        if not isinstance(found, str) or found not in known:
             raise self.refused(section, key, " or ".join(known), default or "none")
         return known[found]
 
@@ -67,6 +67,9 @@ class Keys:
     def _left(self) -> Iterator[str]:
         """Sections that nobody asked for, or that are harmless, and keys of others."""
         for section, given in self.config.items():
+            if not isinstance(given, Mapping):  # a key that stands in no section
+                yield section
+                continue
             keys = [key for key in given if (section, key) not in self.asked]
             if section and (self.harmless.fullmatch(section) or len(keys) == len(given)):
                 yield section

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.checkpoint_section import CheckpointSection, every
 from shardwright.core.cluster import Calibration, read_calibration
 from shardwright.core.data_section import READ_BY, Count, DataSection, Whole, check_data
-from shardwright.core.document import convert, read_bytes
+from shardwright.core.document import convert, parse_toml, read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.memory_section import (
     HAVE_BLOCKS,
@@ -48,6 +47,7 @@ from shardwright.core.tables import check_constraints, check_tables, read_tables
 
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
+MAX_TABLES = 100_000
 MAX_PLANNED = 4096  # ranks of a job that is planned
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
@@ -260,10 +260,7 @@ def _beside(name: str, job_path: Path | None) -> Path:
 def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
     """Read a job file; ``overrides`` are ``section.key=value`` texts that win over the file."""
     raw = read_bytes(path, "job", "Name a job in TOML, such as examples/demo.toml.")
-    try:
-        document = tomllib.loads(raw.decode())
-    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
-        raise InputError(expected(str(path), "a job in TOML", f"'{error}'")) from None
+    document = parse_toml(raw, str(path), "a job")
     for override in overrides:
         _override(document, override)
     return parse_job(document, str(path), Path(path))
@@ -275,6 +272,10 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     ``path`` is the job's own, for files that it names.
     """
     document = _with_kinds(_with_tables(document, where, path), where)
+    tables = document.get("tables", ())
+    if isinstance(tables, list) and len(tables) > MAX_TABLES:
+        most = f"at most {MAX_TABLES:,}"
+        raise InputError(expected(f"{where}: tables", most, f"{len(tables):,}"))
     job = convert({"tables": [], **document}, Job, where, hidden=HIDDEN)
     if "tables" not in document:  # after what is wrong in the sections that there are
         wanted = "[[tables]], or a [model] that needs none"
@@ -440,8 +441,8 @@ def _override(document: dict[str, Any], text: str) -> None:
     if not (equals and way):
         raise InputError(expected("--set", "section.key=value", f"'{text}'"))
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except (ValueError, RecursionError):
+        parsed = parse_toml(f"value = {value}", "--set", "a value")["value"]
+    except InputError:
         parsed = value
     model = document.get("model", {})
     if way[0] == "tables" and "tables" not in document and isinstance(model, dict):
@@ -461,8 +462,8 @@ def _override(document: dict[str, Any], text: str) -> None:
 def _steps(key: str) -> list[str]:
     """The steps of a dotted key as TOML writes it, quotes around steps with dots of their own."""
     try:
-        found: Any = tomllib.loads(f"{key} = 0")
-    except (ValueError, RecursionError):
+        found: Any = parse_toml(f"{key} = 0", "--set", "a key")
+    except InputError:
         return [""]
     steps = []
     while isinstance(found, dict) and len(found) == 1:

@@ -18,6 +18,7 @@ from shardwright.core.tensor import element_bytes
 MAX_ROWS = 2**40
 MAX_DIM = 2**16
 MAX_COLUMN_SHARDS = 4096
+MAX_BYTES = 64 * 2**20  # of a table file
 NOTES = ("source", "kind", "dim")  # of a table file: for people, not used
 
 
@@ -30,6 +31,10 @@ def read_tables(name: str, job_path: Path | None) -> list[Any]:
     if not path.exists() and job_path is not None and (job_path.parent / path).exists():
         path = job_path.parent / path
     raw = read_bytes(path, "table", "Name a JSON file in model.tables.")
+    if len(raw) > MAX_BYTES:
+        raise InputError(
+            expected(str(path), f"at most {MAX_BYTES >> 20} MiB", f"{len(raw):,} bytes")
+        )
     try:
         document: Any = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,7 @@ from shardwright.core.errors import (
 )
 from shardwright.core.job import checkpoint_folder
 from shardwright.core.plan import Plan
+from shardwright.data.days import PARTS
 from shardwright.launcher.folder import record_file, scores_file
 from shardwright.launcher.launch import hold
 from shardwright.runtime.comm import START_SECONDS, Comm
@@ -94,8 +96,9 @@ class Hosts:
 
     def bring(self, comm: Comm) -> None:
         """Rank 0's folder gets what ranks without it left in theirs (collective)."""
-        for file in (record_file, scores_file):
-            text = b"" if self.shared else file(self.folder, self.rank).read_bytes()
+        for file in (record_file, *(partial(scores_file, part=part) for part in PARTS)):
+            path = file(self.folder, self.rank)
+            text = path.read_bytes() if path.exists() and not self.shared else b""
             own = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)
             own = own.to(comm.mesh.device_type)
             sizes = own.new_empty(comm.size, dtype=torch.int64)

@@ -171,7 +171,8 @@ def _quality(plan: Plan, folder: Path, part: str) -> Quality | None:
     import numpy as np
 
     files = [scores_file(folder, rank, part) for rank in range(plan.world_size)]
-    if not files[0].exists():
+    files = [file for file in files if file.exists()]  # a rank may have had no rows
+    if not files:
         return None
     scores = np.concatenate([np.load(file, allow_pickle=False) for file in files])
     in_order = scores[np.argsort(scores[:, 0], kind="stable")]

@@ -18,6 +18,11 @@ from shardwright.runtime.optimizer_state import Uses
 # How a step is carried out, which belongs to the run and not to what it has learned
 EXECUTION = ("capturable", "differentiable", "foreach", "fused", "param_names", "params")
 
+RANGES = {  # of settings as torch's constructors have them: from, below
+    "betas": (0.0, 1.0),
+    **dict.fromkeys(("eps", "lr", "momentum", "weight_decay"), (0.0, math.inf)),
+}
+
 Group = dict[str, Any]
 
 
@@ -70,7 +75,33 @@ def settings_for(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
         for index, other in zip(sources[1:], settings[1:], strict=True):
             _refuse_difference(where, settings[0], other, sources[0], index)
         found.append(settings[0] if settings else {})
+        for key, value in found[-1].items():
+            _check_setting(f"{where}['{key}']", key, group.get(key, value), value)
     return found
+
+
+def _check_setting(where: str, key: str, own: Any, saved: Any) -> None:
+    """MismatchError unless ``saved`` can be in the place of ``own``: of its kind, finite, and where
+    torch's own optimizers have a range in that."""
+    if own is None:
+        return
+    wanted = f"{type(own).__name__} as {own!r}"
+    if isinstance(own, list | tuple):
+        fits = isinstance(saved, list | tuple) and len(saved) == len(own)
+        wanted = f"{len(own)} numbers as {own!r}"
+        for inner, value in zip(own, saved, strict=True) if fits else ():
+            _check_setting(where, key, inner, value)
+    elif isinstance(own, bool | str) or isinstance(saved, bool):
+        fits = type(saved) is type(own)
+    elif isinstance(own, int | float):
+        least, below = RANGES.get(key, (-math.inf, math.inf))
+        fits = isinstance(saved, int | float) and math.isfinite(saved) and least <= saved < below
+        wanted = f"a finite number from {least:g} to {below:g}"
+    else:
+        fits = True
+    if not fits:
+        remedy = "Another checkpoint has what this optimizer can be set to."
+        raise MismatchError(expected(where, wanted, repr(saved), remedy))
 
 
 def _refuse_difference(where: str, first: Group, other: Group, one: int, two: int) -> None:

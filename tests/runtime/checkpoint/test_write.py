@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import math
 import os
+import random
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,73 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_rest(tmp_path: Path) 
     assert held[0].tensor.tolist() == [2.0] * 100_000
     write(tmp_path, 2, held)
     assert read_full(tmp_path)["weight"].tolist() == [2.0] * 100_000
+
+
+MOMENTS = 50
+CALLS = ((io, "open"), *((os, n) for n in ("open", "mkdir", "fsync", "rename", "unlink", "rmdir")))
+FULL, READ_ONLY = errno.ENOSPC, errno.EROFS
+
+
+def changes(words: tuple[Any, ...]) -> bool:
+    """Whether an ``open`` with these arguments writes; every other call does."""
+    how = words[0] if words else ""
+    if isinstance(how, str):
+        return not set(how).isdisjoint("wxa+")
+    return bool(how & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+class Disk:
+    """Counts what changes the file system; from the call ``fails_at`` on, for so many calls, it
+    answers with an error."""
+
+    def __init__(self, fails_at: int, calls: int, error: int) -> None:
+        self.count, self.failed = 0, 0
+        self.span, self.error = range(fails_at, fails_at + calls), error
+
+    @contextlib.contextmanager
+    def mounted(self, folder: Path) -> Iterator[Disk]:
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in CALLS:
+                patch.setattr(module, name, self._around(getattr(module, name), str(folder)))
+            yield self
+
+    def _around(self, call: Callable[..., Any], folder: str) -> Callable[..., Any]:
+        def asked(path: Any, *words: Any, **options: Any) -> Any:
+            ours = isinstance(path, int) or str(path).startswith(folder)
+            if ours and (call.__name__ != "open" or changes(words)):
+                self.count += 1
+                if self.count in self.span:
+                    self.failed += 1
+                    raise OSError(self.error, os.strerror(self.error), str(path))
+            return call(path, *words, **options)
+
+        return asked
+
+
+@pytest.mark.parametrize("error", [FULL, READ_ONLY], ids=["full", "read-only"])
+def test_a_disk_that_is_full_or_read_only_at_any_moment_loses_no_checkpoint(
+    tmp_path: Path, error: int
+) -> None:
+    made = {name: t for name, t in cases.tensors().items() if name in ("cube", "bool", "scalar")}
+    with Disk(0, 0, error).mounted(tmp_path) as disk:
+        write(tmp_path / "sound", 1, cases.all_of(made))
+    calls, outcomes = disk.count, set()
+    assert calls > 10
+    for moment in range(MOMENTS // 2):
+        folder, chance = tmp_path / str(moment), random.Random(moment)
+        write(folder, 1, cases.all_of(made))
+        newer = {name: ~t if t.dtype == torch.bool else t + 1 for name, t in made.items()}
+        at, lasts = 1 + moment * calls // (MOMENTS // 2), chance.choice((1, 3, 10**6))
+        with Disk(at, lasts, error).mounted(folder) as disk, contextlib.suppress(RunError):
+            write(folder, 2, cases.all_of(newer))
+        assert disk.failed
+        complete = (folder / "step-2").exists()
+        outcomes.add(complete)
+        assert cases.same(read_full(folder), newer if complete else made)
+        assert cases.same(read_full(folder, 1), made)
+        write(folder, 3, cases.all_of(newer))  # there is room again
+        assert cases.same(read_full(folder), newer)
+    assert False in outcomes
 
 
 def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
