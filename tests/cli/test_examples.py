@@ -1,7 +1,8 @@
-"""The jobs of ``examples/`` do what their plans say."""
+"""The jobs of ``examples/`` do what their plans say, and say it on one screen."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+JOBS = sorted(path.stem for path in (ROOT / "examples").glob("*.toml"))
 
 
 @pytest.mark.slow
@@ -26,6 +28,31 @@ def test_an_example_is_trained_with_the_memory_of_its_plan(
     job, changes = f"examples/{name}.toml", ("train.steps=6", f"train.out={tmp_path / 'run'}")
     line = [sys.executable, "-m", "shardwright", "train", job]
     line += [word for change in changes for word in ("--set", change)]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
+    said = " ".join(_one_screen(line).split())
+    assert "exact bytes equal on 2 of 2 ranks, peak " + peak in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("command", ["plan", "memory"])
+def test_a_first_screen_has_forty_lines_of_eighty_columns(command: str, job: str) -> None:
+    if command == "plan" and job in ("llama8b", "llama405b"):
+        pytest.skip("no plan follows its runtime")
+    _one_screen([sys.executable, "-m", "shardwright", command, f"examples/{job}.toml"])
+
+
+def _one_screen(line: list[str]) -> str:
+    """What a command prints where it ends well."""
+    done = subprocess.run(
+        line,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        env=os.environ | {"COLUMNS": "80"},
+    )
     assert done.returncode == 0, done.stderr
-    assert "exact bytes equal on 2 of 2 ranks, peak " + peak in done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    return done.stdout

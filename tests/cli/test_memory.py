@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -143,6 +144,53 @@ def test_a_step_of_a_hugging_face_config_takes_what_was_predicted(
 def test_a_step_too_large_for_this_machine_is_not_run(call: Any, llama: Path) -> None:
     answer = call("memory", llama, "--real", "--set", "batch.size=1048576")
     answer.refuses(2, "--real", "which this machine has left", "model.layers=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["fsdp2", "shardwright"])
+def test_ranks_that_share_parameters_take_what_was_predicted(
+    call: Any, llama: Path, runtime: str
+) -> None:
+    answer = call(
+        *("memory", llama, "--real-ranks", 2, "--json", "--set", f"memory.runtime={runtime}")
+    )
+    real = answer.json["real"]
+    assert real["predicted"]["settings"]["runtime"] == runtime
+    assert len(real["peak_bytes_of_ranks"]) == 2
+    measured = {phase["phase"]: phase["bytes"] for phase in real["measured"]["phases"]}
+    # ours takes a few bytes for what ranks tell one another, which no estimate has
+    off = 0 if runtime == "fsdp2" else 1e-3
+    assert real["ratio"] == pytest.approx(1, abs=off)
+    for phase in real["predicted"]["ranks"][0]["phases"]:
+        assert phase["bytes"] == pytest.approx(measured[phase["phase"]], rel=off), phase["phase"]
+
+
+@pytest.mark.slow
+def test_a_module_of_one_s_own_is_measured_on_ranks_too(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model_of_ranks.py").write_text(
+        "import torch\n"
+        "def build(batch):\n"
+        "    parts = [(torch.nn.Linear(9, 9), torch.nn.ReLU()) for _ in range(4)]\n"
+        "    blocks = [torch.nn.Sequential(*part) for part in parts]\n"
+        "    return torch.nn.Sequential(*blocks, torch.nn.Linear(9, 3)), torch.ones(batch, 9)\n"
+    )
+    (tmp_path / "own.toml").write_text(
+        'model.python = "model_of_ranks:build"\nbatch.size = 6\n'
+        'memory = {runtime = "fsdp2", checkpointing = "full"}\n'
+    )
+    monkeypatch.syspath_prepend(os.fspath(tmp_path))
+    answer = call("memory", "own.toml", "--real-ranks", 2)
+    assert "two steps on 2 CPU ranks under fsdp2" in answer.out
+    assert "Peak predicted over measured: 1.0000 on the fullest rank" in answer.out
+
+
+def test_ranks_that_cannot_be_rehearsed_are_refused(call: Any, llama: Path, job: Path) -> None:
+    call("memory", llama, "--real-ranks", 65).refuses(2, "--real", "from 1 to 64 ranks")
+    ddp = call("memory", llama, "--real-ranks", 2, "--set", "memory.runtime=ddp")
+    ddp.refuses(2, "memory.runtime", "'fsdp2' or 'shardwright'")
+    call("memory", job, "--real-ranks", 2).refuses(2, "model.kind", "shardwright train")
 
 
 def test_a_planned_model_is_sent_to_train(call: Any, job: Path) -> None:

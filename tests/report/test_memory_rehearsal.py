@@ -12,7 +12,7 @@ from shardwright.report.memory_report import rehearsal_report
 
 def flowed(measured: Tracked) -> str:
     out = io.StringIO()
-    Console(width=120, no_color=True, file=out).print(rehearsal_report(footprint(), measured))
+    Console(width=120, no_color=True, file=out).print(rehearsal_report(footprint(), [measured]))
     return " ".join(out.getvalue().split())
 
 

@@ -59,7 +59,7 @@ class _Progress:
         self._shown = False
         self._estimated = ""
         self._patience = Patience(
-            lambda seconds: self._show(f"first estimate; recording the model for {seconds:.0f} s")
+            lambda seconds: self._show(f"first estimate; preparing for {seconds:.0f} s")
         )
 
     def hear(self, watch: Watch) -> None:

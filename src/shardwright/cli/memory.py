@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also run two steps of a small model in this process and measure",
     )
+    parser.add_argument(
+        "--real-ranks",
+        type=int,
+        metavar="N",
+        help="the same on N CPU ranks that share parameters: memory.runtime fsdp2 or shardwright",
+    )
     shared.json_option(parser)
 
 
@@ -57,13 +63,17 @@ def execute(options: argparse.Namespace) -> int:
     rank = _chosen(found, options.rank)
     if options.timeline:
         _write_timeline(found, rank, options.timeline)
-    real = _rehearsed(job) if options.real else None
+    real = _rehearsed(job, options.real_ranks) if options.real or options.real_ranks else None
     if options.json:
         report = as_report(found, rank)
         if real:
+            predicted, measured = real
+            fullest = max(measured, key=lambda each: each.peak.bytes)
             report["real"] = {
-                "predicted": as_report(real[0], real[0].worst),
-                "measured": msgspec.structs.replace(real[1], snapshots=()),
+                "predicted": as_report(predicted, predicted.worst),
+                "measured": msgspec.structs.replace(fullest, snapshots=()),
+                "peak_bytes_of_ranks": [each.peak.bytes for each in measured],
+                "ratio": predicted.worst.peak_bytes / fullest.peak.bytes,
             }
         shared.print_json(report)
     else:
@@ -72,7 +82,11 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _show(
-    footprint: Footprint, rank: RankMemory, real: tuple[Footprint, Tracked] | None, *, full: bool
+    footprint: Footprint,
+    rank: RankMemory,
+    real: tuple[Footprint, list[Tracked]] | None,
+    *,
+    full: bool,
 ) -> None:
     from shardwright.report.memory_report import memory_report
 
@@ -84,14 +98,16 @@ def _show(
         shared.show(rehearsal_report(*real))
 
 
-def _rehearsed(job: Job) -> tuple[Footprint, Tracked]:
-    """The job as one rank of this machine, estimated and measured."""
-    from shardwright.lab.footprint import footprint
-    from shardwright.lab.rehearsal import alone, rehearse
+def _rehearsed(job: Job, ranks: int | None) -> tuple[Footprint, list[Tracked]]:
+    """The job on one rank of this machine or several, estimated and measured."""
+    from shardwright.lab.footprint.estimate import estimated
+    from shardwright.lab.rehearsal import alone, among, rehearse, rehearse_among
 
-    single = alone(job)
-    predicted = footprint(single)
-    return predicted, rehearse(single, predicted)
+    here = alone(job) if ranks is None else among(job, ranks)
+    predicted = estimated(here)
+    if ranks is None:
+        return predicted, [rehearse(here, predicted)]
+    return predicted, rehearse_among(here, predicted, sys.stderr)
 
 
 def as_report(footprint: Footprint, rank: RankMemory) -> dict[str, object]:

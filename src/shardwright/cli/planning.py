@@ -46,7 +46,7 @@ class Patience:
 
 
 class Listener:
-    """Says how long the model's step is being recorded, then how a search goes when it is called.
+    """Says how long a search is being prepared, then how it goes when it is called.
     The first Ctrl-C inside ends a search that has a plan, and interrupts anything else; the second
     interrupts any."""
 
@@ -85,7 +85,7 @@ class Listener:
             print(progress_line(watch), file=self.stream, flush=True)
 
     def _recording(self, elapsed: float) -> None:
-        line = f"recording the model's step for {elapsed:.0f} s (Ctrl-C gives up)"
+        line = f"preparing for {elapsed:.0f} s (Ctrl-C gives up)"  # a model's step is recorded
         print(line, file=self.stream, flush=True)
 
     def _search_begins(self) -> None:

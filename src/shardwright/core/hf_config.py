@@ -248,7 +248,7 @@ def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:
         farthest=read.size("relative_attention_max_distance", usual.farthest),
         dropout=0.0 if dropout is True else dropout,
         norm_eps=read.real("layer_norm_epsilon", usual.norm_eps),
-        gated=T5_ACTIVATIONS.get(activation, usual.gated),
+        gated=T5_ACTIVATIONS[activation] if activation else usual.gated,
         tied=read.flag("tie_word_embeddings", usual.tied),
     )
 

@@ -74,8 +74,8 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What people call the model: its function, its Hugging Face config, else its kind."""
         if self.python is not UNSET:
             own = self.python.removeprefix(OURS)
-            path = self.python.replace(":", ".")
-            return path if own == self.python else own.partition(":")[0]
+            mine = own == self.python
+            return own.replace(":", ".") if mine else own.partition(":")[0]
         if self.hf_config is not UNSET:
             path = Path(self.hf_config)
             return (path.parent.name if path.stem == "config" else path.stem) or self.kind

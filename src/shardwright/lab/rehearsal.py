@@ -1,34 +1,62 @@
-"""Two steps of a small llama on this machine under the tracker: what an estimate is held against.
+"""Two steps of a small model on this machine under the tracker: what an estimate is held against.
 
-One process holds everything, so the job is compared as one rank: whole fp32 parameters, kernels of
-the CPU, the job's checkpointing, batch and optimizer.
+Either in this process, which holds everything: a llama as one rank with whole fp32 parameters; or
+on ranks that torchrun starts, which share parameters as FSDP2 or our runtime does. Both with
+kernels of the CPU, the job's checkpointing, batch and optimizer.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
 
 import msgspec
 import torch
+from torch import nn
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.footprint import Footprint, Tracked
+from shardwright.core.document import read_document
+from shardwright.core.errors import InputError, RunError, UnsupportedError, expected
+from shardwright.core.footprint import TRACKED_SCHEMA, Footprint, Tracked
 from shardwright.core.job import Job, memory_of
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
-from shardwright.core.memory_section import MemorySection
+from shardwright.core.memory_section import ComputeDtype, MemorySection, ReduceDtype, Runtime
+from shardwright.core.model_section import ESTIMATED
 from shardwright.core.parallel import ParallelSection
 from shardwright.core.quantities import format_bytes
 from shardwright.lab.footprint.machines import optimizer_of
+from shardwright.launcher.launch import Launch, launch
 from shardwright.models.llama import Llama
 from shardwright.runtime.optimizer import make_optimizer
 from shardwright.trace.checkpointing import policy, treated
-from shardwright.trace.treatment import Treatment
+from shardwright.trace.treatment import Applied, Treatment
 from shardwright.tracker.memory import MemoryTracker
 
 STEPS = 2  # the second has the states of the first
 SHARE = 0.8  # of the memory that is free now: more is not tried
 RATE = 1e-3
+MOST_RANKS = 64
+JOB, TIMEOUT = "job.json", 60.0  # what the ranks read, and the seconds they wait for one another
+
+
+def among(job: Job, ranks: int) -> Job:
+    """The job as ``ranks`` CPU ranks of this machine that share its parameters."""
+    asked = memory_of(job)
+    for where, value, known in (
+        ("--real: model.kind", job.model.kind, ESTIMATED),
+        ("--real: memory.runtime", asked.runtime, ("fsdp2", "shardwright")),
+    ):
+        if value not in known:
+            remedy = "What is planned is measured by 'shardwright train'."
+            names = " or ".join(map(repr, known))
+            raise UnsupportedError(expected(where, names, repr(value), remedy))
+    if not 2 <= ranks <= MOST_RANKS:
+        raise InputError(expected("--real", f"from 1 to {MOST_RANKS} ranks", str(ranks)))
+    return _as_run(job, asked.runtime, asked.param_dtype, asked.reduce_dtype, ranks)
 
 
 def alone(job: Job) -> Job:
@@ -42,62 +70,111 @@ def alone(job: Job) -> Job:
                 "What is planned is measured by 'shardwright train' and 'shardwright compare'.",
             )
         )
+    return _as_run(job, "ddp", "fp32", "fp32", 1)
+
+
+def _as_run(
+    job: Job, runtime: Runtime, param_dtype: ComputeDtype, reduce_dtype: ReduceDtype, ranks: int
+) -> Job:
+    """The job on so many CPU ranks, without what no rehearsal runs."""
     asked = memory_of(job)
     section = MemorySection(
         checkpointing=asked.checkpointing,
         lowering="cpu",
-        runtime="ddp",
-        param_dtype="fp32",
-        reduce_dtype="fp32",
+        runtime=runtime,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
         implementation=asked.implementation,
         loss=asked.loss,
     )
     cluster = msgspec.structs.replace(
-        job.cluster, world_size=1, local_world_size=None, compute_device=None
+        job.cluster, world_size=ranks, local_world_size=None, compute_device=None
     )
     return msgspec.structs.replace(
-        job, memory=section, cluster=cluster, parallel=ParallelSection(data_shard=1)
+        job, memory=section, cluster=cluster, parallel=ParallelSection(data_shard=ranks)
     )
 
 
 def rehearse(job: Job, predicted: Footprint) -> Tracked:
     """Run what :func:`alone` gave; InputError where it is too large for this machine."""
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    if predicted.worst.peak_bytes > SHARE * free:
-        raise InputError(
-            expected(
-                "--real",
-                f"a step of at most {format_bytes(SHARE * free)}, which this machine has left",
-                f"one of {format_bytes(predicted.worst.peak_bytes)}",
-                "Make it smaller: --set model.layers=2, batch.sequence=512.",
-            )
-        )
+    _check_size(predicted)
     section, shape = memory_of(job), job.model.shape
     assert isinstance(shape, LlamaShape)
     model = Llama(shape, LocalShape(loss=section.loss), sequence=job.batch.sequence)
-    how = optimizer_of(job)
-    implementation = how.implementation or how.first
-    optimizer = make_optimizer(how.name, model.parameters(), RATE, implementation)
     size = (job.batch.size, job.batch.sequence)
     tokens, targets = (torch.randint(shape.vocab, size) for _ in range(2))
     every = policy(section.policy).every
     blocks = list(model.layers.values())
     picked = treated(range(len(blocks)), every)
     with Treatment("cpu", section.policy).applied(model, blocks, picked) as treatment:
-        _step(model, optimizer, tokens, targets)
-        with (
-            MemoryTracker(model, optimizer, inputs=(tokens, targets)) as tracker,
-            treatment.around(),
-        ):
-            for _ in range(STEPS):
-                _step(model, optimizer, tokens, targets)
+
+        def loss() -> torch.Tensor:
+            return model.loss(model(tokens), targets)
+
+        return tracked(model, job, (tokens, targets), loss, treatment)
+
+
+def rehearse_among(job: Job, predicted: Footprint, stream: TextIO) -> list[Tracked]:
+    """Run what :func:`among` gave; what each rank took. InputError where it is too large for this
+    machine, RunError where the ranks fail; what they say goes to ``stream``."""
+    _check_size(predicted)
+    world_size = predicted.world_size
+    folder = Path(tempfile.mkdtemp(prefix="shardwright-memory-"))
+    request = Launch(
+        module="shardwright.lab.rehearsal_rank",
+        arguments=(str(folder),),
+        world_size=world_size,
+        folder=folder,
+        stop_grace=2.0,
+    )
+    try:
+        (folder / JOB).write_bytes(msgspec.json.encode(job))
+        outcome = launch(request, stream)
+        if outcome.code:
+            raise RunError(expected("--real", "ranks that finish", outcome.reason.rstrip(".")))
+        files = [tracked_file(folder, rank) for rank in range(world_size)]
+        return [
+            read_document(file, Tracked, TRACKED_SCHEMA, "shardwright memory") for file in files
+        ]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def tracked_file(folder: Path, rank: int) -> Path:
+    """What a rank's tracker saw."""
+    return folder / f"rank-{rank}.tracked.json"
+
+
+def _check_size(predicted: Footprint) -> None:
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    needs = predicted.worst.peak_bytes * predicted.world_size
+    if needs > SHARE * free:
+        raise InputError(
+            expected(
+                "--real",
+                f"a step of at most {format_bytes(SHARE * free)}, which this machine has left",
+                f"one of {format_bytes(needs)}",
+                "Make it smaller: --set model.layers=2, batch.sequence=512.",
+            )
+        )
+
+
+def tracked(
+    model: nn.Module, job: Job, batch: Any, loss: Callable[[], torch.Tensor], treatment: Applied
+) -> Tracked:
+    """Steps under the tracker, after one that makes what stays."""
+    how = optimizer_of(job)
+    implementation = how.implementation or how.first
+    optimizer = make_optimizer(how.name, model.parameters(), RATE, implementation)
+
+    def step() -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with MemoryTracker(model, optimizer, inputs=batch) as tracker, treatment.around():
+        for _ in range(STEPS):
+            step()
     return tracker.result()
-
-
-def _step(
-    model: Llama, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, targets: torch.Tensor
-) -> None:
-    model.loss(model(tokens), targets).backward()
-    optimizer.step()
-    optimizer.zero_grad()

@@ -304,18 +304,28 @@ def _left(least: int, most: int) -> str:
     return f"{range_text(least, most)}" + (" (too little)" if most < 0 else "")
 
 
-TITLE = "Run on this machine: two steps as one CPU rank, whole fp32 parameters"
+ALONE = "Run on this machine: two steps as one CPU rank, whole fp32 parameters"
+AMONG = "Run on this machine: two steps on {} CPU ranks under {}"
 # Kinds that a tracker knows and an estimate does not: a model's last activation, and gradients of
 # parameters that nothing shards.
 SAME: dict[Kind, Kind] = {"output": "activation", "unreduced_gradient": "gradient"}
 
 
-def rehearsal_report(predicted: Footprint, measured: Tracked) -> RenderableType:
-    """Phases, and categories at the measured peak."""
+def rehearsal_report(predicted: Footprint, measured: Sequence[Tracked]) -> RenderableType:
+    """Of the fullest rank phases, and categories at the measured peak."""
+    peaks = [each.peak.bytes for each in measured]
+    fullest = measured[peaks.index(max(peaks))]
+    how = predicted.settings["runtime"]
+    title = ALONE if not measured[1:] else AMONG.format(len(measured), how)
+    ratios = sorted(predicted.worst.peak_bytes / peak for peak in peaks)
+    text = f"Peak predicted over measured: {ratios[0]:.4f}"
+    if measured[1:]:
+        text += f" on the fullest rank, {ratios[-1]:.4f} on the emptiest"
     return spaced(
-        Text(TITLE, style="bold"),
-        drawn(phases_sheet(predicted, measured)),
-        drawn(kinds_sheet(predicted, measured)),
+        Text(title, style="bold"),
+        prose(f"{text}."),
+        drawn(phases_sheet(predicted, fullest)),
+        drawn(kinds_sheet(predicted, fullest)),
     )
 
 

@@ -185,6 +185,7 @@ def test_every_variant_is_estimated_once_and_shown() -> None:
 
     told = fit(job(), counting, lines.append)
     assert len(seen) == told.estimates == len(lines) <= 40
+    assert lines[0].startswith("1 estimate; ")
     assert len({repr(each) for each in seen}) == len(seen)
 
 

@@ -25,6 +25,7 @@ from shardwright.core.model_of_job import is_planned
 from shardwright.core.model_section import ESTIMATED
 from shardwright.core.parallel import MAX_WORLD
 from shardwright.lab.fit.search import Point, Space
+from shardwright.report.wording import counted
 
 # A policy that keeps less stands further down; a job's own other one comes first. Kinds that are
 # only planned have none.
@@ -56,7 +57,7 @@ class Variants:
             self.estimates += 1
             batch, policy = job.batch, own_policy(job)
             self._progress(
-                f"{self.estimates} estimates; {batch.size} x {batch.sequence} on "
+                f"{counted(self.estimates, 'estimate')}; {batch.size} x {batch.sequence} on "
                 f"{job.cluster.world_size or self.world_size} ranks, checkpointing {policy}: "
                 f"{time.perf_counter() - begun:.1f} s"
             )

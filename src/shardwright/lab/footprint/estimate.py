@@ -22,7 +22,7 @@ from shardwright.lab.footprint.classes import (
     settings_of,
 )
 from shardwright.lab.footprint.machines import machine_of, optimizer_of, sharding
-from shardwright.lab.footprint.models import LlamaModel, PythonModel, RecordedModel
+from shardwright.lab.footprint.models import recorded_model
 from shardwright.lab.footprint.outside import outside
 from shardwright.lab.footprint.stages import PipelineRank, pipeline_ranks
 from shardwright.memory.allocator import AllocatorSettings
@@ -64,7 +64,7 @@ class _Estimate:
             self.section.compile is True,
             float8_scaling(self.section) or "",
         )
-        self.model = _model(job, self.degrees, self.treatment)
+        self.model = recorded_model(job, self.degrees, self.treatment)
         self.operators: list[tuple[str, ...]] = []
         self.assumptions = [*optimizer_of(job).assumptions(), *_sharing(job, self.degrees)]
 
@@ -133,11 +133,6 @@ class _Estimate:
             optimizer_of(self.job),
             received * rank.microbatches,
         )
-
-
-def _model(job: Job, degrees: Degrees, treatment: Treatment) -> RecordedModel:
-    kind = LlamaModel if job.model.kind == "llama" else PythonModel
-    return kind(job, degrees, treatment)
 
 
 def _refuse_compiled_experts(job: Job) -> None:

@@ -41,6 +41,12 @@ class RecordedModel(Protocol):
         ...
 
 
+def recorded_model(job: Job, degrees: Degrees, treatment: Treatment) -> RecordedModel:
+    """The model of a job, to be recorded under degrees."""
+    kind = LlamaModel if job.model.kind == "llama" else PythonModel
+    return kind(job, degrees, treatment)
+
+
 def recorded_whole(
     job: Job, treatment: Treatment, routed: tuple[str, ...] | None = ()
 ) -> Recording:

@@ -1,0 +1,123 @@
+"""``torchrun ... -m shardwright.lab.rehearsal_rank FOLDER``: one rank of ``memory --real N``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from shardwright.core.document import write_document
+from shardwright.core.footprint import Tracked
+from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
+from shardwright.core.llama import LlamaShape
+from shardwright.core.llama_local import LocalShape
+from shardwright.core.recording import Blocks, RecordedUnit
+from shardwright.lab.footprint.machines import sharding
+from shardwright.lab.footprint.models import recorded_model
+from shardwright.lab.footprint.stages import Stage
+from shardwright.lab.python_model import Call, built_of, importable, make, python_function
+from shardwright.lab.rehearsal import JOB, TIMEOUT, tracked, tracked_file
+from shardwright.launcher.folder import store_file
+from shardwright.launcher.heartbeat import Heartbeat
+from shardwright.launcher.worker import run_worker
+from shardwright.models.llama import Llama
+from shardwright.runtime import comm
+from shardwright.runtime.fully_shard import fully_shard_flat
+from shardwright.trace.checkpointing import policy
+from shardwright.trace.treatment import Treatment
+from shardwright.tracker.tensors import DTYPES
+
+Loss = Callable[[], torch.Tensor]
+
+
+def followed(job: Job, mesh: DeviceMesh) -> Tracked:
+    """What this rank takes in steps of ``job``, sharded as its estimate was."""
+    units = _units(job)
+    with importable():
+        model, batch, loss = _built(job)
+    section = memory_of(job)
+    blocks = [model.get_submodule(unit.modules[0]) for unit in units if unit.checkpointing]
+    treatment = Treatment("cpu", section.policy if blocks else policy("none").name)
+    with treatment.applied(model, blocks, range(len(blocks))) as applied:
+        _shard(model, units, job, mesh)
+        return tracked(model, job, batch, loss, applied)
+
+
+def _units(job: Job) -> list[RecordedUnit]:
+    """The units of the estimate, those inside of others first."""
+    degrees = degrees_of(job, job.cluster.world_size or 1)
+    model = recorded_model(job, degrees, Treatment("cpu", memory_of(job).policy))
+    whole = Stage((0, model.layers), True, True)
+    blocks = Blocks(model.recorded(parallel_of(job), whole).recording)
+    found = [blocks.own(name, unit) for name, unit in blocks.unfolded()]
+    return sorted(found, key=lambda unit: unit.name == "")
+
+
+def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
+    """The model on this CPU, its batch, and the loss of a step."""
+    if job.model.kind == "python":
+        call = Call.of(job)
+        built = built_of(make(call, python_function(call.name, call.where)), call.where)
+        batch = (built.inputs, built.keywords, built.targets)
+        return (
+            built.module,
+            batch,
+            lambda: built.loss_of(built.module(*built.inputs, **built.keywords), built.targets),
+        )
+    shape, size = job.model.shape, (job.batch.size, job.batch.sequence)
+    assert isinstance(shape, LlamaShape)
+    model = Llama(shape, LocalShape(loss=memory_of(job).loss), sequence=job.batch.sequence)
+    tokens, targets = (torch.randint(shape.vocab, size) for _ in range(2))
+    return model, (tokens, targets), lambda: model.loss(model(tokens), targets)
+
+
+def _shard(model: nn.Module, units: list[RecordedUnit], job: Job, mesh: DeviceMesh) -> None:
+    section = memory_of(job)
+    how = sharding(section, degrees_of(job, mesh.size()), on_gpu=False)
+    precision = MixedPrecisionPolicy(DTYPES[section.param_dtype], DTYPES[section.reduce_dtype])
+    for unit in units:
+        modules = [model.get_submodule(path) for path in unit.modules]
+        frees = how.reshard_after_forward and unit.name not in how.kept
+        if section.runtime == "fsdp2":
+            one = modules if modules[1:] else modules[0]
+            fully_shard(one, mesh=mesh, mp_policy=precision, reshard_after_forward=frees)
+        else:
+            fully_shard_flat(
+                modules,
+                mesh,
+                reshard_after_forward=frees,
+                shard_strategy="flat",
+                precision=precision,
+            )
+    if section.runtime == "fsdp2" and all(unit.name for unit in units):
+        fully_shard(model, mesh=mesh, mp_policy=precision)
+
+
+def main() -> int:
+    """Follow two steps as torchrun's environment says; the status file says how it ended."""
+    folder = Path(sys.argv[1])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def body(heartbeat: Heartbeat) -> None:
+        job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
+        comm.start("gloo", TIMEOUT, rank, world_size, store_file(folder))
+        try:
+            found = followed(job, init_device_mesh("cpu", (world_size,)))
+            write_document(msgspec.structs.replace(found, snapshots=()), tracked_file(folder, rank))
+            heartbeat.mark("done")
+        finally:
+            comm.stop()
+
+    return run_worker(folder, rank, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
