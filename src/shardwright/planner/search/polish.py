@@ -30,7 +30,7 @@ MAX_SWEEPS = 8
 MAX_ANNEALED, MOST_ANNEALED_RANKS = 40, 128  # more ranks take long
 ANNEALING_STEPS, ANNEALING_PLACED = 600, 6_000  # steps, and items placed in all of them, at most
 HEAT = 0.05  # share by which a change may be slower at first
-IMPROVED = 4  # of the options that annealing finds
+IMPROVED, LEAST_IMPROVED = 4, 3  # of the options that annealing finds, promising or not
 
 Improve = Callable[[State], State]
 
@@ -94,7 +94,8 @@ def annealed(
     work = [np.array([option.total_seconds for option in item.options]) for item in space.items]
     slack = most - sum(own.min() for own in work)
     usable = [np.flatnonzero(own <= own.min() + slack).tolist() for own in work]
-    options, seconds = best.options, state.worst
+    best_seconds = state.worst
+    options, seconds = best.options, best_seconds
     found: dict[tuple[int, ...], tuple[float, tuple[tuple[int, ...], ...]]] = {}
     steps = min(ANNEALING_STEPS, ANNEALING_PLACED // len(space.items))
     for step in range(steps):
@@ -110,7 +111,10 @@ def annealed(
             if placed is not None and placed[0] < seconds * (1 + warmth):
                 options, seconds = tuple(tried), placed[0]
                 found[options] = placed
-    for chosen, (_, slots) in sorted(found.items(), key=lambda each: each[1])[:IMPROVED]:
+    nearest = sorted(found.items(), key=lambda each: each[1])[:IMPROVED]
+    for number, (chosen, (seconds, slots)) in enumerate(nearest):
+        if number >= LEAST_IMPROVED and seconds >= best_seconds * PROMISING:
+            break
         other = improve(restored(space, target, SHARP, Assignment(chosen, slots)))
         if other.fits and other.worst < state.worst * (1 - SAME_SECONDS):
             state = other

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.planner.search.dealing import Lots, at_least, deal
-from shardwright.planner.search.space import Assignment, Block, Bools, Floats, Space
+from shardwright.planner.search.space import Assignment, Block, Bools, Floats, Ints, Space
 
 OVERFLOW_PENALTY = 1e9  # times what the slowest rank costs
 MAX_RATIO = 1e3  # of a rank to the target; above it powers overflow
@@ -60,6 +60,8 @@ class State:
         self.memory: Floats = np.zeros((self.space.ranks, 3))
         self.on_rank: list[set[int]] = [set() for _ in range(self.space.ranks)]
         self.uniform: set[int] = set()  # items that lie on every rank, and on none in ``on_rank``
+        self.changes: Ints = np.zeros(self.space.ranks, np.int64)  # which change was the last
+        self.change = 0  # how many there were
         self._costs: Floats | None = None  # of ranks, until anything changes
         self._singles: dict[int, Singles] = {}  # of ranks, until something there changes
 
@@ -143,13 +145,18 @@ class State:
 
     def _apply(self, item: int, sign: int) -> None:
         self._add(item, sign)
-        width, slots = self.blocks(item)[0].width, self.slots[item]
+        self.change += 1
+        option, slots = self.space.items[item].options[self.options[item]], self.slots[item]
+        width = option.widths[0]
+        if option.everywhere or width == self.space.ranks:
+            self.changes[:] = self.change
         if width == self.space.ranks > 1:
             (self.uniform.add if sign > 0 else self.uniform.discard)(item)
         for slot in set(slots) if width < self.space.ranks else ():
             for rank in range(slot, slot + width):
                 (self.on_rank[rank].add if sign > 0 else self.on_rank[rank].discard)(item)
                 self._singles.pop(rank, None)
+                self.changes[rank] = self.change
 
     def _add(self, item: int, sign: int) -> None:
         option = self.space.items[item].options[self.options[item]]
@@ -182,6 +189,9 @@ class State:
         block, old = self.blocks(item)[number], self.slots[item][number]
         self._add_block(block, old, -1)
         self._add_block(block, slot, 1)
+        self.change += 1
+        for first in (old, slot):
+            self.changes[first : first + block.width] = self.change
         slots = list(self.slots[item])
         slots[number] = slot
         self.slots[item] = tuple(slots)
