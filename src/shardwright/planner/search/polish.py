@@ -27,6 +27,7 @@ MAX_WORK = 1.25  # times the work of an item's cheapest option, plus this share 
 WORK_SLACK = 0.15
 SHARP, SHARPEST = 16.0, 64.0  # powers; of the ranks little but the slowest counts at the highest
 MAX_SWEEPS = 8
+ROUNDED_UP, LEAST_ROOM = 1 + 1e-9, 1e-15  # times, and seconds, that rounding may take
 MAX_ANNEALED, MOST_ANNEALED_RANKS = 40, 128  # more ranks take long
 ANNEALING_STEPS, ANNEALING_PLACED = 600, 6_000  # steps, and items placed in all of them, at most
 HEAT = 0.05  # share by which a change may be slower at first
@@ -287,7 +288,10 @@ def coarsened(state: State, worst: float) -> State:
         options = state.space.items[item].options
         fewer = [n for n in range(len(options)) if len(options[n].widths) < len(old_slots)]
         state.take(item)
+        room = worst * ROUNDED_UP + LEAST_ROOM - state.load
         for number in sorted(fewer, key=lambda n: (len(options[n].widths), n)):
+            if not _may_go(options[number], room - options[number].everywhere):
+                continue
             spread = state.spread(item, number)
             if spread is None:
                 continue

@@ -229,8 +229,7 @@ def _make_room(state: State, item: int) -> None:
     """Take the items off that this one must avoid, place it, and place them again."""
     others = [o for o in state.space.items[item].apart_from if state.options[o] >= 0]
     for other in others:
-        state.take(other)
-        state.options[other], state.slots[other] = -1, ()
+        state.drop(other)
     for one in (item, *others):
         _put_anywhere(state, one)
 

@@ -62,6 +62,8 @@ class State:
         self.uniform: set[int] = set()  # items that lie on every rank, and on none in ``on_rank``
         self.changes: Ints = np.zeros(self.space.ranks, np.int64)  # which change was the last
         self.change = 0  # how many there were
+        self._limits = np.array(self.space.capacity, dtype=np.float64)
+        self._complete = False  # whether every item was seen to lie somewhere, and none was dropped
         self._costs: Floats | None = None  # of ranks, until anything changes
         self._singles: dict[int, Singles] = {}  # of ranks, until something there changes
 
@@ -99,9 +101,9 @@ class State:
     @property
     def fits(self) -> bool:
         """Whether every item lies somewhere and no rank is over capacity."""
-        if min(self.options, default=0) < 0:
-            return False
-        return bool((self.memory <= np.array(self.space.capacity, dtype=np.float64)).all())
+        if not self._complete:
+            self._complete = min(self.options, default=0) >= 0
+        return self._complete and bool((self.memory <= self._limits).all())
 
     @property
     def worst(self) -> float:
@@ -133,6 +135,12 @@ class State:
     def take(self, item: int) -> None:
         """Take an item off its ranks; its option and slots are remembered."""
         self._apply(item, -1)
+
+    def drop(self, item: int) -> None:
+        """Take an item off its ranks and forget where it lay."""
+        self.take(item)
+        self.options[item], self.slots[item] = -1, ()
+        self._complete = False
 
     @contextlib.contextmanager
     def without(self, item: int) -> Iterator[None]:
