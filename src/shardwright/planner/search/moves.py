@@ -7,11 +7,11 @@ better), or None.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwright.planner.search.space import Floats, Ints
+from shardwright.planner.search.space import Bools, Floats, Ints
 from shardwright.planner.search.state import State
 
 FOLLOWED = 40  # cheapest changes of option that are tried with a relocation after them
@@ -37,25 +37,75 @@ class Move:
             state.move(item, number, slot)
 
 
-def relocation(state: State, rank: int, costs: Floats) -> Move | None:
-    """The best place for one of the rank's single blocks."""
+@dataclass
+class Stuck:
+    """Ranks that no move of a block helped, so that only ranks that changed since then are looked
+    at again.
+
+    ``since``: the number of the state's last change then, ``change``: that of the best move;
+    ``met`` [ranks]: those with which swaps were tried.
+    """
+
+    since: dict[int, int] = field(default_factory=dict)
+    change: dict[int, float] = field(default_factory=dict)
+    met: dict[int, Bools] = field(default_factory=dict)
+
+    def helped(
+        self, state: State, rank: int, costs: Floats, near: Ints, enough: float
+    ) -> Move | None:
+        """The best move of a block off the rank, or swap with one of those ``near``; None if none
+        changes the cost by less than ``enough``, which is negative."""
+        since, width = self.since.get(rank, -1), state.space.group
+        every, first = np.arange(state.space.ranks), rank - rank % width
+        if state.changes[rank] > since or self.change[rank] < enough:
+            others, met, known = every, np.zeros(len(every), bool), np.inf
+        else:
+            others, met = np.flatnonzero(state.changes > since), self.met[rank]
+            met[others] = False
+            near, known = near[~met[near]], self.change[rank]
+        is_home_same = state.changes[first : first + width].max() <= since
+        kinds = (
+            relocation(state, rank, costs, others),
+            exchange(state, rank, costs, near),
+            host_relocation(state, rank, costs, others if is_home_same else every),
+        )
+        found = [move for move in kinds if move is not None]
+        best = min(found, key=lambda move: move.change, default=None)
+        if best is not None and best.change < enough:
+            return best
+        met[near] = True
+        self.since[rank], self.met[rank] = state.change, met
+        self.change[rank] = known if best is None else min(known, best.change)
+        return None
+
+
+def swap_partners(costs: Floats) -> Ints:
+    """The ranks of lowest cost, in order of their numbers."""
+    if len(costs) <= SWAP_PARTNERS:
+        return np.arange(len(costs))
+    return np.sort(np.argpartition(costs, SWAP_PARTNERS)[:SWAP_PARTNERS])
+
+
+def relocation(state: State, rank: int, costs: Floats, others: Ints) -> Move | None:
+    """The best place for one of the rank's single blocks among ``others``."""
     items, seconds, storage = state.singles(rank)
-    if not items or state.space.ranks == 1:
+    others = others[others != rank]
+    if not items or not len(others):
         return None
     left = state.cost(state.load[rank] - seconds, state.memory[rank] - storage)
     joined = state.cost(
-        state.load[None, :] + seconds[:, None], state.memory[None, :, :] + storage[:, None, :]
+        state.load[others] + seconds[:, None], state.memory[others] + storage[:, None, :]
     )
-    change = left[:, None] - costs[rank] + joined - costs[None, :]
-    change[:, rank] = np.inf
+    change = (left - costs[rank])[:, None] + joined - costs[others]
     if state.space.constrained:
         for row, item in enumerate(items):
             mask = state.allowed(item)
             if mask is not None:
-                change[row, ~mask] = np.inf
+                change[row, ~mask[others]] = np.inf
     best = int(change.argmin())
-    row, slot = divmod(best, state.space.ranks)
-    return Move(float(change.flat[best]), (_moved(state, items[row], rank, slot),))
+    row, column = divmod(best, len(others))
+    moved = _moved(state, items[row], rank, int(others[column]))
+    return Move(float(change.flat[best]), (moved,))
 
 
 def _moved(state: State, item: int, rank: int, slot: int) -> tuple[int, int, int]:
@@ -63,13 +113,10 @@ def _moved(state: State, item: int, rank: int, slot: int) -> tuple[int, int, int
     return item, state.slots[item].index(rank), slot
 
 
-def exchange(state: State, rank: int, costs: Floats) -> Move | None:
-    """The best swap of one of the rank's single blocks with one of another rank."""
+def exchange(state: State, rank: int, costs: Floats, others: Ints) -> Move | None:
+    """The best swap of one of the rank's single blocks with one of ``others``."""
     own = state.singles(rank)
-    ranks = np.arange(state.space.ranks)
-    if state.space.ranks > SWAP_PARTNERS:
-        ranks = np.sort(np.argpartition(costs, SWAP_PARTNERS)[:SWAP_PARTNERS])
-    near = [(int(other), state.singles(int(other))) for other in ranks if other != rank]
+    near = [(other, state.singles(other)) for other in others.tolist() if other != rank]
     items = [item for _, singles in near for item in singles.items]
     if not own.items or not items:
         return None
@@ -107,13 +154,16 @@ def _forbid_swaps(
             change[:, column] = np.inf
 
 
-def host_relocation(state: State, rank: int, costs: Floats) -> Move | None:
-    """The best host for one of the blocks that lie on all ranks of this rank's host."""
+def host_relocation(state: State, rank: int, costs: Floats, others: Ints) -> Move | None:
+    """The best host, of those of ``others``, for one of the blocks that lie on all ranks of this
+    rank's host."""
     space = state.space
     width = space.group
     if width in (1, space.ranks):
         return None
-    home, hosts = rank // width, space.ranks // width
+    home = rank // width
+    hosts = np.unique(others // width)
+    hosts = hosts[hosts != home]
     found = [
         (item, number, block)
         for item in sorted(state.on_rank[rank])
@@ -122,26 +172,24 @@ def host_relocation(state: State, rank: int, costs: Floats) -> Move | None:
         )
         if block.width == width and slot == home * width
     ]
-    if not found:
+    if not found or not len(hosts):
         return None
-    load = state.load.reshape(hosts, width)
-    memory = state.memory.reshape(hosts, width, 3)
-    host_costs = costs.reshape(hosts, width).sum(axis=1)
+    load, memory = state.load.reshape(-1, width), state.memory.reshape(-1, width, 3)
+    host_costs = costs.reshape(-1, width)[[home, *hosts]].sum(axis=1)
     seconds = np.array([block.seconds for _, _, block in found])
     storage = np.array([block.storage for _, _, block in found])
     left = state.cost(load[home] - seconds, memory[home] - storage).sum(axis=1)
-    joined = state.cost(load + seconds[:, None], memory + storage[:, None]).sum(axis=2)
-    change = (left - host_costs[home])[:, None] + joined - host_costs
-    change[:, home] = np.inf
+    joined = state.cost(load[hosts] + seconds[:, None], memory[hosts] + storage[:, None])
+    change = (left - host_costs[0])[:, None] + joined.sum(axis=2) - host_costs[1:]
     if space.constrained:
         for row, (item, _, _) in enumerate(found):
             mask = state.allowed(item)
             if mask is not None:
-                change[row, ~mask.reshape(hosts, width).all(axis=1)] = np.inf
+                change[row, ~mask.reshape(-1, width)[hosts].all(axis=1)] = np.inf
     best = int(change.argmin())
-    row, host = divmod(best, hosts)
+    row, column = divmod(best, len(hosts))
     item, number, _ = found[row]
-    return Move(float(change.flat[best]), ((item, number, host * width),))
+    return Move(float(change.flat[best]), ((item, number, int(hosts[column]) * width),))
 
 
 def reoption(state: State, items: list[int]) -> bool:
@@ -187,7 +235,7 @@ def reoption_and_relocate(state: State) -> bool:
         if spread is not None:
             trial.put(item, option, spread[0])
             ranks = trial.rank_costs()
-            move = relocation(trial, int(ranks.argmax()), ranks)
+            move = relocation(trial, int(ranks.argmax()), ranks, np.arange(len(ranks)))
             if move is not None and move.change < 0:
                 after = _cost_after(trial, move)  # not costs + change: huge terms would cancel
                 if after < best:

@@ -27,10 +27,11 @@ MAX_WORK = 1.25  # times the work of an item's cheapest option, plus this share 
 WORK_SLACK = 0.15
 SHARP, SHARPEST = 16.0, 64.0  # powers; of the ranks little but the slowest counts at the highest
 MAX_SWEEPS = 8
+ROUNDED_UP, LEAST_ROOM = 1 + 1e-9, 1e-15  # times, and seconds, that rounding may take
 MAX_ANNEALED, MOST_ANNEALED_RANKS = 40, 128  # more ranks take long
 ANNEALING_STEPS, ANNEALING_PLACED = 600, 6_000  # steps, and items placed in all of them, at most
 HEAT = 0.05  # share by which a change may be slower at first
-IMPROVED = 4  # of the options that annealing finds
+IMPROVED, LEAST_IMPROVED = 4, 3  # of the options that annealing finds, promising or not
 
 Improve = Callable[[State], State]
 
@@ -94,7 +95,8 @@ def annealed(
     work = [np.array([option.total_seconds for option in item.options]) for item in space.items]
     slack = most - sum(own.min() for own in work)
     usable = [np.flatnonzero(own <= own.min() + slack).tolist() for own in work]
-    options, seconds = best.options, state.worst
+    best_seconds = state.worst
+    options, seconds = best.options, best_seconds
     found: dict[tuple[int, ...], tuple[float, tuple[tuple[int, ...], ...]]] = {}
     steps = min(ANNEALING_STEPS, ANNEALING_PLACED // len(space.items))
     for step in range(steps):
@@ -110,7 +112,10 @@ def annealed(
             if placed is not None and placed[0] < seconds * (1 + warmth):
                 options, seconds = tuple(tried), placed[0]
                 found[options] = placed
-    for chosen, (_, slots) in sorted(found.items(), key=lambda each: each[1])[:IMPROVED]:
+    nearest = sorted(found.items(), key=lambda each: each[1])[:IMPROVED]
+    for number, (chosen, (seconds, slots)) in enumerate(nearest):
+        if number >= LEAST_IMPROVED and seconds >= best_seconds * PROMISING:
+            break
         other = improve(restored(space, target, SHARP, Assignment(chosen, slots)))
         if other.fits and other.worst < state.worst * (1 - SAME_SECONDS):
             state = other
@@ -283,7 +288,10 @@ def coarsened(state: State, worst: float) -> State:
         options = state.space.items[item].options
         fewer = [n for n in range(len(options)) if len(options[n].widths) < len(old_slots)]
         state.take(item)
+        room = worst * ROUNDED_UP + LEAST_ROOM - state.load
         for number in sorted(fewer, key=lambda n: (len(options[n].widths), n)):
+            if not _may_go(options[number], room - options[number].everywhere):
+                continue
             spread = state.spread(item, number)
             if spread is None:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,6 +84,7 @@ def search(
     known_bound: float = float("inf"),
     quick: bool = False,
     relaxed: bounds.Relaxed | None = None,
+    known_start: Sequence[int] = (),
 ) -> Outcome:
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
@@ -92,7 +93,7 @@ def search(
     ``enough`` seconds nothing better is looked for. Where the bound is not below ``known_bound``,
     that of the space which ``first`` is from, or ``quick`` is asked for, one more start is all that
     is tried; and what is found quickly is not polished. ``relaxed`` is the space's own relaxation
-    where it is known.
+    where it is known, ``known_start`` the options of a start that needs no second look.
     """
     options, found = relaxed or bounds.relaxed(space)
     if not found.usable:
@@ -104,10 +105,13 @@ def search(
     seconds = float("inf")
     tried = feasible = 0
     most = _most_steps(space)
+    patience = PATIENCE if len(space.items) <= MAX_ITEMS else 1
     improved = functools.partial(improve, bound=found.seconds, watch=watch)
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
 
     def worthwhile(chosen: Ints) -> bool:
+        if tuple(chosen.tolist()) == tuple(known_start):
+            return False
         even = float(options.seconds[options.starts + chosen].sum()) / space.ranks
         return len(space.items) <= MAX_ITEMS or even < seconds
 
@@ -122,7 +126,7 @@ def search(
                 best, seconds = state.assignment(), state.worst
                 watch.found(seconds, found.seconds)
                 if start not in begun:
-                    most = min(most, max(PATIENCE * state.steps, LEAST_STEPS))
+                    most = min(most, max(patience * state.steps, LEAST_STEPS))
         if seconds <= max(found.seconds * (1 + GOOD_ENOUGH * max(feasible, 1)), enough):
             break
         if watch.over():
@@ -225,8 +229,7 @@ def _make_room(state: State, item: int) -> None:
     """Take the items off that this one must avoid, place it, and place them again."""
     others = [o for o in state.space.items[item].apart_from if state.options[o] >= 0]
     for other in others:
-        state.take(other)
-        state.options[other], state.slots[other] = -1, ()
+        state.drop(other)
     for one in (item, *others):
         _put_anywhere(state, one)
 
@@ -248,6 +251,7 @@ def improve(
     window = max(LEAST_WINDOW, state.space.ranks)
     for power in POWERS if reoption else POLISHING:
         state.sharpen(power)
+        stuck = moves.Stuck()
         cost = float("inf")
         for number in range(each):
             if number % window == 0:
@@ -255,7 +259,7 @@ def improve(
                 if state.fits and cost > before * (1 - PROGRESS):
                     break
             given_up = state.steps >= (most if state.fits else most // PATIENCE)
-            if given_up or not _step(state, reoption) or watch.over():
+            if given_up or not _step(state, stuck, reoption) or watch.over():
                 break
             state.steps += 1
             if state.fits and state.worst < worst:
@@ -268,19 +272,15 @@ def improve(
     return state
 
 
-def _step(state: State, reoption: bool) -> bool:
+def _step(state: State, stuck: moves.Stuck, reoption: bool) -> bool:
     """One move that helps one of the worst ranks."""
     costs = state.rank_costs()
     order = np.argsort(-costs, kind="stable")[:RANKS_TRIED]
-    for rank in order:
-        found = [
-            move
-            for kind in (moves.relocation, moves.exchange, moves.host_relocation)
-            if (move := kind(state, int(rank), costs)) is not None
-        ]
-        best = min(found, key=lambda move: move.change, default=None)
-        if best is not None and best.change < -moves.EPSILON * costs.sum():
-            best.apply(state)
+    near, enough = moves.swap_partners(costs), -moves.EPSILON * costs.sum()
+    for rank in order.tolist():
+        move = stuck.helped(state, rank, costs, near, enough)
+        if move is not None:
+            move.apply(state)
             return True
     if not reoption:
         return False

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.planner.search.dealing import Lots, at_least, deal
-from shardwright.planner.search.space import Assignment, Block, Bools, Floats, Space
+from shardwright.planner.search.space import Assignment, Block, Bools, Floats, Ints, Space
 
 OVERFLOW_PENALTY = 1e9  # times what the slowest rank costs
 MAX_RATIO = 1e3  # of a rank to the target; above it powers overflow
@@ -60,6 +60,10 @@ class State:
         self.memory: Floats = np.zeros((self.space.ranks, 3))
         self.on_rank: list[set[int]] = [set() for _ in range(self.space.ranks)]
         self.uniform: set[int] = set()  # items that lie on every rank, and on none in ``on_rank``
+        self.changes: Ints = np.zeros(self.space.ranks, np.int64)  # which change was the last
+        self.change = 0  # how many there were
+        self._limits = np.array(self.space.capacity, dtype=np.float64)
+        self._complete = False  # whether every item was seen to lie somewhere, and none was dropped
         self._costs: Floats | None = None  # of ranks, until anything changes
         self._singles: dict[int, Singles] = {}  # of ranks, until something there changes
 
@@ -97,9 +101,9 @@ class State:
     @property
     def fits(self) -> bool:
         """Whether every item lies somewhere and no rank is over capacity."""
-        if min(self.options, default=0) < 0:
-            return False
-        return bool((self.memory <= np.array(self.space.capacity, dtype=np.float64)).all())
+        if not self._complete:
+            self._complete = min(self.options, default=0) >= 0
+        return self._complete and bool((self.memory <= self._limits).all())
 
     @property
     def worst(self) -> float:
@@ -132,6 +136,12 @@ class State:
         """Take an item off its ranks; its option and slots are remembered."""
         self._apply(item, -1)
 
+    def drop(self, item: int) -> None:
+        """Take an item off its ranks and forget where it lay."""
+        self.take(item)
+        self.options[item], self.slots[item] = -1, ()
+        self._complete = False
+
     @contextlib.contextmanager
     def without(self, item: int) -> Iterator[None]:
         """The ranks' load and memory without an item, while it is looked where else it may go."""
@@ -143,13 +153,18 @@ class State:
 
     def _apply(self, item: int, sign: int) -> None:
         self._add(item, sign)
-        width, slots = self.blocks(item)[0].width, self.slots[item]
+        self.change += 1
+        option, slots = self.space.items[item].options[self.options[item]], self.slots[item]
+        width = option.widths[0]
+        if option.everywhere or width == self.space.ranks:
+            self.changes[:] = self.change
         if width == self.space.ranks > 1:
             (self.uniform.add if sign > 0 else self.uniform.discard)(item)
         for slot in set(slots) if width < self.space.ranks else ():
             for rank in range(slot, slot + width):
                 (self.on_rank[rank].add if sign > 0 else self.on_rank[rank].discard)(item)
                 self._singles.pop(rank, None)
+                self.changes[rank] = self.change
 
     def _add(self, item: int, sign: int) -> None:
         option = self.space.items[item].options[self.options[item]]
@@ -182,6 +197,9 @@ class State:
         block, old = self.blocks(item)[number], self.slots[item][number]
         self._add_block(block, old, -1)
         self._add_block(block, slot, 1)
+        self.change += 1
+        for first in (old, slot):
+            self.changes[first : first + block.width] = self.change
         slots = list(self.slots[item])
         slots[number] = slot
         self.slots[item] = tuple(slots)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shardwright.planner.search.bound import ROUNDING, relaxed
 from shardwright.planner.search.least import least_memory
+from shardwright.planner.search.polish import MAX_ITEMS
 from shardwright.planner.search.search import SAME_BOUND, Outcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.watch import Watch
@@ -50,11 +51,34 @@ def _widened(space: Space, narrow: Callable[[Item, ItemOption], bool], watch: Wa
     small = replace(space, items=items)
     whole, part = relaxed(space), relaxed(small)
     more_helps = whole[1].seconds < part[1].seconds * (1 - SAME_BOUND)
+    if more_helps and len(space.items) > MAX_ITEMS:
+        outer = search(space, watch, relaxed=whole)
+        if outer.seconds <= part[1].seconds or watch.over():
+            return outer
+        inner = search(small, watch, quick=True, relaxed=part)
+        outer = _added(outer, inner)
+        if inner.seconds >= outer.seconds:
+            return outer
+        more = search(space, watch, _widely(kept, inner), quick=True, relaxed=whole)
+        return _added(more, outer)
     inner = search(small, watch, quick=more_helps, relaxed=part)
-    first = inner.best
-    if first is not None:
-        options = tuple(kept[item][option] for item, option in enumerate(first.options))
-        first = Assignment(options, first.slots)
-    known = inner.bound.seconds if first is not None else float("inf")
-    outer = search(space, watch, first, known_bound=known, relaxed=whole)
-    return replace(outer, tried=outer.tried + inner.tried, feasible=outer.feasible + inner.feasible)
+    known = inner.bound.seconds if inner.best is not None else float("inf")
+    outer = search(space, watch, _widely(kept, inner), known_bound=known, relaxed=whole)
+    return _added(outer, inner)
+
+
+def _widely(kept: Sequence[Sequence[int]], found: Outcome) -> Assignment | None:
+    """What was found among the options that were kept, by their numbers among all."""
+    if found.best is None:
+        return None
+    options = (numbers[own] for numbers, own in zip(kept, found.best.options, strict=True))
+    return Assignment(tuple(options), found.best.slots)
+
+
+def _added(outcome: Outcome, before: Outcome) -> Outcome:
+    """The outcome, with the starts of another search counted."""
+    return replace(
+        outcome,
+        tried=outcome.tried + before.tried,
+        feasible=outcome.feasible + before.feasible,
+    )

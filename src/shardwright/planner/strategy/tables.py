@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,8 +13,8 @@ from shardwright.planner.choices import offers_slow
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
-from shardwright.planner.search.bound import lower_bound, table
-from shardwright.planner.search.search import Outcome, search
+from shardwright.planner.search.bound import lower_bound, relaxed, table
+from shardwright.planner.search.search import Outcome, search, starts
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import search_widening
@@ -57,11 +57,19 @@ def search_tables(job: Job, model: ModelSpec, watch: Watch) -> Found:
         problem = make_problem(job, model, slow=True)
         if _options(problem) > _options(done.problem):
             space = space_of(problem, problem.tables, problem.capacity)
-            if done.draft is None:
+            if done.draft is None or done.outcome.best is None:
                 outcome = search_widening(space, _narrow(space), watch)
             else:
                 known = done.outcome.bound.seconds
-                outcome = search(space, watch, _again(done, space), known_bound=known)
+                best, begun = done.outcome.best, _first_start(done)
+                again = _again(done.space, space, best.options)
+                outcome = search(
+                    space,
+                    watch,
+                    Assignment(again, best.slots),
+                    known_bound=known,
+                    known_start=_again(done.space, space, begun),
+                )
             done = _Searched(problem, space, outcome)
             tried, feasible = tried + done.outcome.tried, feasible + done.outcome.feasible
     bound = done.outcome.bound.seconds
@@ -88,15 +96,20 @@ def _memory_matters(done: _Searched) -> bool:
     return hbm > NEARLY_FULL and done.outcome.seconds > bound.seconds * (1 + WIDE_GAP)
 
 
-def _again(done: _Searched, space: Space) -> Assignment:
-    """What was found, in a space of more options."""
-    best = done.outcome.best
-    assert best is not None
+def _first_start(done: _Searched) -> list[int]:
+    """The relaxed choice that the search started from."""
+    options, found = relaxed(done.space)
+    chosen: list[int] = next(starts(done.space, options, found)).tolist()
+    return chosen
+
+
+def _again(before: Space, space: Space, options: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of options of a space in one of more options."""
     numbers = []
-    for before, item, number in zip(done.space.items, space.items, best.options, strict=True):
-        wanted = _ways(before.options[number])
+    for old, item, number in zip(before.items, space.items, options, strict=True):
+        wanted = _ways(old.options[number])
         numbers.append(next(n for n, o in enumerate(item.options) if _ways(o) == wanted))
-    return Assignment(tuple(numbers), best.slots)
+    return tuple(numbers)
 
 
 def _ways(option: ItemOption) -> tuple[object, ...]:
