@@ -23,7 +23,7 @@ from shardwright.core.memory_section import (
     check_planned,
     check_policy,
 )
-from shardwright.core.model import TableSpec
+from shardwright.core.model import TableSpec, Zipf
 from shardwright.core.model_section import (
     ESTIMATED,
     WITHOUT_TABLES,
@@ -115,7 +115,7 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     number, or synthetic rows, for which no path is named. Or text: any file,
     whose bytes are the tokens; a made-up one where none is named. What is made up goes into the run
     folder. Or ``python``: a function that gives batches; without one those of the model's own
-    function."""
+    function. ``zipf`` is the exponent of the popularity of ids of click logs."""
 
     kind: Literal["criteo", "columns", "synthetic", "text", "python"] = "criteo"
     python: str | UnsetType = UNSET
@@ -128,6 +128,7 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: Count = 100_000
     test_rows: Whole = 20_000
     seed: Whole = 0
+    zipf: Zipf | UnsetType = UNSET
 
 
 class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

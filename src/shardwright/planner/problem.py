@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright.core.batch import MADE_UP_ZIPF, Batch
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.job import Job, checkpointing_of
+from shardwright.core.job import DataSection, Job, checkpointing_of
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.planning import EstimatorSection
@@ -93,6 +94,13 @@ class Problem:
         return canonical_order(self.model.tables)
 
 
+def zipf_of(data: DataSection) -> float:
+    """The exponent of the popularity of ids; 0 where it is not known."""
+    if data.zipf is not UNSET:
+        return data.zipf
+    return MADE_UP_ZIPF if data.kind == "synthetic" else 0.0
+
+
 def canonical_order(tables: Sequence[TableSpec]) -> tuple[int, ...]:
     """Positions of ``tables`` by everything but their names, then by name."""
 
@@ -126,8 +134,7 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
             )
         )
     cluster, assumptions = constants.cluster(job.cluster, profile, profiles.preset(profile))
-    zipf = MADE_UP_ZIPF if job.data.kind == "synthetic" else 0.0
-    batch = Batch(job.batch.size, job.batch.sequence, zipf)
+    batch = Batch(job.batch.size, job.batch.sequence, zipf_of(job.data))
     context = PricingContext(cluster, batch, job.planner.estimator)
     dtypes = step_dtypes(job)
     dense = DenseContext(cluster.world_size, ranks_per_host(cluster), context.values, *dtypes)

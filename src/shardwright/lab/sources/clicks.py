@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from shardwright.core.batch import MADE_UP_ZIPF
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import DataSection, Job, data_files
 from shardwright.core.measurement import Quality
@@ -124,9 +125,10 @@ def prepare(job: Job) -> None:
         return
     from shardwright.data.synthetic import ClickModel
 
-    seed = job.data.seed
+    seed, zipf = job.data.seed, MADE_UP_ZIPF if job.data.zipf is UNSET else job.data.zipf
     if _is_criteo(job):
-        model = ClickModel(cardinalities=tuple(t.rows for t in job.tables), seed=seed)
+        cardinalities = tuple(table.rows for table in job.tables)
+        model = ClickModel(cardinalities=cardinalities, seed=seed, zipf=zipf)
     else:
         columns = [
             (name, table.rows, length)
@@ -134,7 +136,8 @@ def prepare(job: Job) -> None:
             for name, length in zip(table.feature_names, table.pooling_factors, strict=True)
         ]
         names, rows, lengths = zip(*columns, strict=True)
-        model = ClickModel.named(names, rows, lengths, job.model.dense_features, seed=seed)
+        dense = job.model.dense_features
+        model = ClickModel.named(names, rows, lengths, dense, seed=seed, zipf=zipf)
     files = data_files(job)
     for path, count, start in (
         (files.train, job.data.rows, 0),
