@@ -61,6 +61,8 @@ VALUES: dict[str, Any] = {
     "train.out": "runs/other",
     "train.timeout": 7.0,
     "train.not_finite": "skip",
+    "train.table_folder": "elsewhere",
+    "data.zipf": 1.4,
     "planner.constants": "torchrec-1.9",
     "planner.search": "proposers",
     "planner.options": "torchrec",
@@ -110,7 +112,10 @@ VALUES: dict[str, Any] = {
 
 
 # What a plan does not depend on, for it acts when a job is run: what is read, and how it learns.
-RUN = ("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout", "not_finite")
+RUN = (
+    *("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout"),
+    *("not_finite", "table_folder"),
+)
 AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
     f"{name}.{key}"
     for name, section in (("data", DataSection), ("checkpoint", CheckpointSection))
