@@ -289,7 +289,7 @@ def test_the_key_that_a_table_without_rows_lacks_is_named() -> None:
         ({"batch": {"sise": 3}}, "batch.sise", "size"),
         ({"cluster": {"worldsize": 3}}, "cluster.worldsize", "world_size"),
         ({"tables": [TABLE | {"row": 3}]}, "tables[0].row", "rows"),
-        ({"tables": [TABLE | {"fqn": "x"}]}, "tables[0].fqn", "name"),
+        ({"tables": [TABLE | {"fqn": "x"}]}, "tables[0].fqn", "zipf"),
         ({"tables": [TABLE | {"": 3}]}, "tables[0].", ""),
         ({"planner": {"constant": "additive"}}, "planner.constant", "constants"),
         ({"planner": {"reservation": {"bytes": 3}}}, "planner.reservation.bytes", "nbytes"),

@@ -67,6 +67,7 @@ VALUES: dict[str, Any] = {
     "train.timeout": 7.0,
     "train.not_finite": "skip",
     "train.metrics_every": 3,
+    "train.table_folder": "elsewhere",
     "planner.constants": "torchrec-1.9",
     "planner.search": "proposers",
     "planner.options": "torchrec",
@@ -118,8 +119,8 @@ VALUES: dict[str, Any] = {
 
 # What a plan does not depend on, for it acts when a job is run: what is read, and how it learns.
 RUN = (
-    *("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout", "not_finite"),
-    "metrics_every",
+    *("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout"),
+    *("not_finite", "table_folder", "metrics_every"),
 )
 AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
     f"{name}.{key}"

@@ -30,6 +30,7 @@ COMMANDS = {
     "train": "run a job or a plan under torchrun on this machine",
     "compare": "predicted against measured, of a finished run",
     "report": "one HTML file about a plan or a run",
+    "inspect": "how often ids of a click log repeat, as tables of a job",
     "reshard": "a checkpoint cut anew for another plan: ranks, sharding types, units",
     "diff": "two plans side by side",
     "calibrate": "measure this machine's memory, compute and links, for plans that rest on them",

@@ -60,7 +60,7 @@ def expected_distinct(ids: int, rows: int, zipf: float = 0.0, parts: int = 1) ->
     whole, found = rows * parts, 0.0
     if not zipf:
         return round(rows * -math.expm1(-ids / rows)) if rows else 0
-    power = 1.0 - zipf  # not 0
+    power = 1.0 - zipf or 1e-9  # not 0
     for begin, end in _stretches(whole):
         share = ((end + 1) ** power - (begin + 1) ** power) / ((whole + 1) ** power - 1)
         found += (end - begin) * -math.expm1(-ids * parts * share / (end - begin))

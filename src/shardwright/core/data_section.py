@@ -8,20 +8,20 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
+from shardwright.core.model import Zipf
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Days = Annotated[int, msgspec.Meta(ge=2, le=1000)]
 Dropped = Annotated[float, msgspec.Meta(ge=0, lt=1)]
-Exponent = Annotated[float, msgspec.Meta(ge=0, le=100)]
 Drift = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 _LOGS = ("criteo", "columns", "synthetic")
 READ_BY: dict[str, tuple[str, ...]] = {  # kinds that read a key
     **dict.fromkeys(("label", "dense", "ids"), ("columns",)),
     "drop_negatives": ("criteo", "columns"),
-    **dict.fromkeys(("zipf", "drift"), ("synthetic",)),
-    **dict.fromkeys(("days", "cache"), _LOGS),
+    "drift": ("synthetic",),
+    **dict.fromkeys(("days", "cache", "zipf"), _LOGS),
 }
 
 
@@ -34,6 +34,7 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Of ``days`` of a log, or of a folder of days, the last one is held out. Of rows without a click
     the share ``drop_negatives`` is left out. ``cache`` is a folder for rows in binary.
+    ``zipf`` is the exponent of the popularity of ids.
     """
 
     kind: Literal["criteo", "columns", "synthetic", "text", "python"] = "criteo"
@@ -50,7 +51,7 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     days: Days | UnsetType = UNSET
     drop_negatives: Dropped | UnsetType = UNSET
     cache: Annotated[str, msgspec.Meta(min_length=1)] | UnsetType = UNSET
-    zipf: Exponent | UnsetType = UNSET
+    zipf: Zipf | UnsetType = UNSET
     drift: Drift | UnsetType = UNSET
 
 

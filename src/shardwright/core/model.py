@@ -5,7 +5,7 @@ reached by gather. Free of torch.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -28,6 +28,7 @@ ComputeKernel = Literal[
 
 
 PoolingType = Literal["sum", "mean"]
+Zipf = Annotated[float, msgspec.Meta(ge=0, le=10)]
 
 # A cache of rows keeps the slot of every row as int32, and of every slot its row and last use as
 # int64: as fbgemm's.
@@ -55,7 +56,8 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     There is a pooling factor (ids per bag), a number of bags per sample and, where ``batch_sizes``
     says so, a batch size for each feature that reads the table; ``features`` are their names.
-    Bags are pooled to sums, or as ``pooling_type`` says. ``sharding_types``,
+    Bags are pooled to sums, or as ``pooling_type`` says. ``zipf`` is the exponent of the popularity
+    of its ids, where it is not that of the data. ``sharding_types``,
     ``compute_kernels`` and ``min_partition`` (the narrowest column shard) limit the choice.
     """
 
@@ -79,6 +81,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_l1_mb: int | None = None
     features: tuple[str, ...] | UnsetType = UNSET
     pooling_type: PoolingType | UnsetType = UNSET
+    zipf: Zipf | UnsetType = UNSET
 
     @property
     def feature_names(self) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from msgspec import UNSET
+
 from shardwright.core.batch import INDEX_BYTES, Batch, expected_distinct, feature_batches, lookups
 from shardwright.core.block import GroupKey
 from shardwright.core.model import ON_DISK, ModelSpec, TableSpec
@@ -141,10 +143,11 @@ class Exchange:
             for place, count in enumerate((ids, rows, bags, ids if parts > 1 else 0)):
                 asked[place] += count
             share = ids * self.ranks // parts
+            zipf = self.batch.zipf if table.zipf is UNSET else table.zipf
             for shard, rank in shards:
                 served[rank][0] += share
                 served[rank][1] += rows * self.ranks // parts
-                served[rank][2] += expected_distinct(share, shard.rows, self.batch.zipf, parts)
+                served[rank][2] += expected_distinct(share, shard.rows, zipf, parts)
         jagged = any(_is_jagged(placed.choice.table) for placed, _ in members)
         weighted = any(placed.choice.table.weighted for placed, _ in members)
         ids, rows, bags, cut = asked

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET
 
 from shardwright.core.batch import MADE_UP_ZIPF, Batch
 from shardwright.core.cluster import TIERS, Cluster, Tier
+from shardwright.core.data_section import DataSection
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import Job, checkpointing_of
 from shardwright.core.model import ModelSpec, TableSpec
@@ -94,6 +95,13 @@ class Problem:
         return canonical_order(self.model.tables)
 
 
+def zipf_of(data: DataSection) -> float:
+    """The exponent of the popularity of ids; 0 where it is not known."""
+    if data.zipf is not UNSET:
+        return data.zipf
+    return MADE_UP_ZIPF if data.kind == "synthetic" else 0.0
+
+
 def canonical_order(tables: Sequence[TableSpec]) -> tuple[int, ...]:
     """Positions of ``tables`` by everything but their names, then by name."""
 
@@ -127,11 +135,7 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
             )
         )
     cluster, assumptions = constants.cluster(job.cluster, profile, profiles.preset(profile))
-    zipf = 0.0
-    if job.data.kind == "synthetic":
-        given = job.data.zipf
-        zipf = MADE_UP_ZIPF if isinstance(given, UnsetType) else given
-    batch = Batch(job.batch.size, job.batch.sequence, zipf)
+    batch = Batch(job.batch.size, job.batch.sequence, zipf_of(job.data))
     context = PricingContext(cluster, batch, job.planner.estimator)
     dtypes = step_dtypes(job)
     dense = DenseContext(cluster.world_size, ranks_per_host(cluster), context.values, *dtypes)

@@ -1,0 +1,91 @@
+"""``inspect`` finds in a log what it was made up with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.core.job import read_job
+from shardwright.core.plan import read_plan
+from shardwright.core.timeline import decode, phase_peaks
+from shardwright.data.synthetic import ClickModel
+
+JOB = """
+[model]
+dense_features = 2
+bottom = [8]
+top = [8, 1]
+interaction = "cat"
+
+[cluster]
+world_size = 2
+
+[batch]
+size = 256
+
+[data]
+kind = "columns"
+path = "log.csv"
+"""
+TABLES = """
+[[tables]]
+name = "large"
+rows = 20000
+dim = 8
+
+[[tables]]
+name = "seen"
+rows = 3000
+dim = 4
+pooling_factors = [3.0]
+"""
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB + TABLES)
+    return path
+
+
+def write(folder: Path, zipf: float) -> None:
+    model = ClickModel.named(["large", "seen"], [20000, 3000], [1.0, 3.0], 2, zipf=zipf)
+    model.write(folder / "log.csv", rows=8192, start=0)
+
+
+@pytest.mark.parametrize("zipf", [0.0, 1.1, 1.5])
+def test_the_exponent_of_made_up_ids_is_found_and_can_be_put_into_the_job(
+    call: Any, logged: Path, zipf: float
+) -> None:
+    write(logged.parent, zipf)
+    found = call("inspect", logged)
+    assert found.code == 0, found
+    logged.write_text(JOB + found.out)
+    large, seen = read_job(logged).tables
+    assert large.zipf == pytest.approx(zipf, abs=0.06)
+    assert seen.zipf == pytest.approx(zipf, abs=0.06)
+    assert seen.pooling_factors[0] == pytest.approx(3.0, rel=0.02)
+    first = call("inspect", logged, "--json", "--rows", "512").json[0]
+    assert (first["table"], first["ids"]) == ("large", 512)
+    assert first["distinct"] == first["distinct_per_batch"] <= 512
+
+
+def test_a_plan_counts_fewer_rows_of_an_update_where_ids_repeat(call: Any, logged: Path) -> None:
+    peaks = []
+    write(logged.parent, 0.0)
+    for zipf in (0.0, 2.0):
+        logged.write_text(JOB + TABLES.replace("dim", f"zipf = {zipf}\ndim"))
+        made = logged.with_suffix(".json")
+        assert call("plan", logged, "-o", made, "--set", "train.optimizer=adam").code == 0
+        found = phase_peaks(decode(read_plan(made).timeline))
+        peaks.append(found[0, "step"].get("temporary", 0))
+    assert peaks[1] < 0.8 * peaks[0]
+
+
+def test_what_has_no_log_is_refused_in_a_line(call: Any, logged: Path) -> None:
+    call("inspect", logged).refuses(2, "log.csv", "expected")
+    call("inspect", logged, "--rows", "0").refuses(2, "--rows: expected at least 1, got 0")
+    other = "model.kind=transformer"
+    assert call("inspect", logged, "--set", other).code == 2
