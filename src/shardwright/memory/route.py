@@ -11,6 +11,7 @@ import msgspec
 
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.optimizers import BY_ROW
+from shardwright.core.schedule import BAGS_OF_ONE
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.memory.ledger import Ledger
 
@@ -177,7 +178,9 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
         # group by group, put by rank; of one group sections are gathered from all ranks
         joined = traffic.served_bytes if len(traffic.asked) > 1 else 0
         parted = traffic.received_bytes if traffic.is_joined and not joined else 0
-        with heap.passing("communication", joined + parted):
+        alone = [g.ids for g in traffic.served if not (g.jagged or g.weighted)]
+        starts = max((ids for ids in alone if ids >= BAGS_OF_ONE), default=0) * INDEX_BYTES
+        with heap.passing("communication", max(joined + parted, starts)):
             heap.take(f"{traffic.path}.found", "communication", traffic.served_bytes)
     for index, group in enumerate(traffic.replicas):
         size = group.bags * group.width * FLOAT
@@ -301,6 +304,8 @@ def _updating(group: Served) -> int:
         summing += 2 * group.ids * FLOAT
     by_row = FLOAT if group.optimizer in BY_ROW else 0
     states = STATES[group.optimizer]
+    if group.optimizer == "sgd":
+        return summing
     return max(summing, group.distinct * (INDEX_BYTES + by_row + (2 + states) * elements))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from shardwright.core.optimizers import BY_ROW
+from shardwright.core.schedule import BAGS_OF_ONE
 from shardwright.core.timeline import Kind
 from shardwright.runtime.embeddings import update
 from shardwright.runtime.embeddings.route import Group, Held
@@ -65,7 +66,7 @@ class Store:
     def look_up(self, looked: Looked) -> torch.Tensor:
         """The sum [S, width] fp32 of the rows of every segment."""
         rows, lengths, weights = looked
-        if lengths is None and weights is None:
+        if lengths is None and weights is None and not self._fetches_ahead(rows):
             return self._rows(rows)
         if lengths is None:
             starts = torch.arange(len(rows), device=rows.device)
@@ -80,6 +81,15 @@ class Store:
             return table.new_zeros(len(starts), self.width)
         return functional.embedding_bag(rows, table, starts, mode="sum", per_sample_weights=weights)
 
+    def _fetches_ahead(self, rows: torch.Tensor) -> bool:
+        """Whether bags of one row each are read faster than rows: on a CPU they are asked for from
+        memory before they are needed, which many rows are worth."""
+        return (
+            self.weight.device.type == "cpu"
+            and self.weight.dtype == torch.float32
+            and len(rows) >= BAGS_OF_ONE
+        )
+
     def _rows(self, rows: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, rows).float()
 
@@ -87,9 +97,10 @@ class Store:
         """Apply the summed-over-ranks ``gradient`` [S, width] of segments."""
         if self.optimizer == "sgd" and self.weight.dtype == torch.float32:
             rows, lengths, weights = looked
-            if lengths is None and weights is None:
-                update.sgd(self.weight, rows, gradient, rate)
-                return
+            if lengths is not None or weights is not None:
+                rows, gradient = looked.summed(gradient)
+            update.sgd(self.weight, rows, gradient, rate)
+            return
         touched = looked.summed(gradient)
         self.step(touched, self.squares(touched) if self.dim else None, rate, number)
 
