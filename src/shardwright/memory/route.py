@@ -11,6 +11,7 @@ import msgspec
 
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.optimizers import BY_ROW
+from shardwright.core.schedule import BAGS_OF_ONE
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.memory.ledger import Ledger
 
@@ -179,7 +180,9 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
         joined = traffic.served_bytes if len(traffic.asked) > 1 else 0
         parted = traffic.received_bytes if traffic.is_joined and not joined else 0
         beside = _finding(heap, traffic)
-        with heap.passing("communication", joined + parted + beside):
+        alone = [g.ids for g in traffic.served if not (g.jagged or g.weighted)]
+        starts = max((ids for ids in alone if ids >= BAGS_OF_ONE), default=0) * INDEX_BYTES
+        with heap.passing("communication", max(joined + parted, starts) + beside):
             heap.take(f"{traffic.path}.found", "communication", traffic.served_bytes)
     for index, group in enumerate(traffic.replicas):
         size = group.bags * group.width * FLOAT
@@ -316,6 +319,8 @@ def _updating(group: Served) -> int:
         summing += 2 * group.ids * FLOAT
     by_row = FLOAT if group.optimizer in BY_ROW else 0
     states = STATES[group.optimizer]
+    if group.optimizer == "sgd":
+        return summing
     return max(summing, group.distinct * (INDEX_BYTES + by_row + (2 + states) * elements))
 
 

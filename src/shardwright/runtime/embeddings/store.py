@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from shardwright.core.optimizers import BY_ROW
+from shardwright.core.schedule import BAGS_OF_ONE
 from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import update
@@ -101,7 +102,7 @@ class Store:
 
     def _summed(self, table: torch.Tensor, looked: Looked) -> torch.Tensor:
         rows, lengths, weights = looked
-        if lengths is None and weights is None:
+        if lengths is None and weights is None and not _fetches_ahead(table, rows):
             return table.index_select(0, rows).float()
         if lengths is None:
             starts = torch.arange(len(rows), device=rows.device)
@@ -120,9 +121,10 @@ class Store:
         """Apply the summed-over-ranks ``gradient`` [S, width] of segments."""
         if self.optimizer == "sgd" and self.weight.dtype == torch.float32:
             rows, lengths, weights = looked
-            if lengths is None and weights is None:
-                update.sgd(self.weight, rows, gradient, rate)
-                return
+            if lengths is not None or weights is not None:
+                rows, gradient = looked.summed(gradient)
+            update.sgd(self.weight, rows, gradient, rate)
+            return
         touched = looked.summed(gradient)
         self.step(touched, self.squares(touched) if self.dim else None, rate, number)
 
@@ -161,3 +163,10 @@ class Store:
         squares = gradient.square().mean(1) if self.dim else None
         change = self.rule.step([*self.states.values()], gradient, squares, rate, number)
         self.weight.copy_(self.weight.float().sub_(change))
+
+
+def _fetches_ahead(table: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether bags of one row each are read faster than rows: on a CPU they are asked for from
+    memory before they are needed, which many rows are worth."""
+    on_cpu = table.device.type == "cpu" and table.dtype == torch.float32
+    return on_cpu and len(rows) >= BAGS_OF_ONE

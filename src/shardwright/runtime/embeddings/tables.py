@@ -189,12 +189,9 @@ class ShardedTables(nn.Module):
         trip = _Trip(bags.shares, [], [], [], self.limits[:0], [], adds)
         back = None
         with probe.phase("exchange_ids" if self.stores else "lookup"):
-            asked = [guide.request(bags) for guide in self.guides]
-            trip.replicas = [guide.request(bags) for guide in self.replicas.guides]
-            bags.forget()
-            if self.stores:
-                self._request(asked, trip)
-                probe.did(Action("exchange", "ids", "exchange_ids"))
+            self._request(bags, trip)
+        if self.stores:
+            probe.did(Action("exchange", "ids", "exchange_ids"))
         with probe.phase("lookup"):
             rows = self._serve(trip) if self.stores else None
             pairs = zip(self.replicas.stores, trip.replicas, strict=True)
@@ -211,8 +208,13 @@ class ShardedTables(nn.Module):
         probe.did(Action("assemble", self.path, "exchange_rows"))
         return out, trip
 
-    def _request(self, asked: list[Request], trip: _Trip) -> None:
-        """Send every owner its row numbers."""
+    def _request(self, bags: Bags, trip: _Trip) -> None:
+        """Sort ids by owner and send every owner its row numbers; nothing else needs ``bags``."""
+        asked = [guide.request(bags) for guide in self.guides]
+        trip.replicas = [guide.request(bags) for guide in self.replicas.guides]
+        bags.forget()
+        if not self.stores:
+            return
         sent, trip.counts = wire.pack(asked, self.comm.size)
         trip.asked = [each.without_rows() for each in asked]
         trip.served = self._announce(trip.counts)
@@ -333,11 +335,15 @@ class ShardedTables(nn.Module):
         for place, store in enumerate(self.stores):
             rows = wire.joined([each[place] for each in looked])
             gradient = cat([a.gradients[place].view(-1, store.width) for a in backwards])
-            gradient.mul_(scale)
+            rate = self.learning_rate
+            if store.optimizer == "sgd":
+                rate *= scale
+            else:
+                gradient.mul_(scale)
             if place in self.strips.groups:
                 touched[place] = rows.summed(gradient)
             else:
-                store.update(rows, gradient, self.learning_rate, number)
+                store.update(rows, gradient, rate, number)
         if touched:
             squares = {place: self.stores[place].squares(t) for place, t in touched.items()}
             self.strips.add_up({place: t.rows for place, t in touched.items()}, squares)
