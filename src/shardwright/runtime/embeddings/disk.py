@@ -28,6 +28,7 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.store import InitialBlock, Store
 from shardwright.runtime.embeddings.update import Looked, Touched
+from shardwright.runtime.probe import Probe
 from shardwright.tracker.private import without_dispatch_modes
 
 PIECE_BYTES = 2**18  # copied at a time between memory and file
@@ -142,15 +143,27 @@ class DiskRows:
 
 class DiskStore(Store):
     """A store whose rows are ``DiskRows``: ``weight`` and ``states`` are those on disk, complete
-    when a block was asked for."""
+    when a block was asked for. They lie in ``folder``."""
+
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        initial: InitialBlock,
+        probe: Probe,
+        device: torch.device,
+        folder: Path,
+    ) -> None:
+        self.folder = folder
+        super().__init__(group, rank, initial, probe, device)
 
     def _allocate(
-        self, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]], folder: Path
+        self, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> dict[str, torch.Tensor]:
         row = sum(_bytes(shape[1:], dtype) for shape, dtype in like.values())
         self.slots = [_slots(item, row) for item in self.held]
         self.slot_bytes = row + STATE_BYTES_PER_SLOT
-        self.rows = DiskRows(folder, like, sum(self.slots))
+        self.rows = DiskRows(self.folder, like, sum(self.slots))
         return self.rows.on_disk
 
     def _fill(self, initial: InitialBlock) -> None:
@@ -228,7 +241,8 @@ def disk_for_tables(plan: Plan, comm: Comm, folder: Path | None = None) -> Path:
 
 def make_store(group: Group, comm: Comm, initial: InitialBlock, folder: Path) -> Store:
     """The rows of a group on this rank; those on disk lie in ``folder``."""
-    return (DiskStore if group.key.on_disk else Store)(group, comm, initial, folder)
+    given = (group, comm.rank, initial, comm.probe, torch.device(comm.mesh.device_type))
+    return DiskStore(*given, folder) if group.key.on_disk else Store(*given)
 
 
 def mapped(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -41,12 +40,11 @@ class Replicas:
         groups: Sequence[Group],
         comm: Comm,
         initial: InitialBlock,
-        folder: Path,
         routed: bool,
     ) -> None:
         self.comm = comm
         self.device = torch.device(comm.mesh.device_type)
-        self.stores = [Store(group, comm, initial, folder) for group in groups]
+        self.stores = [Store(g, comm.rank, initial, comm.probe, self.device) for g in groups]
         self.guides = [Guide.of(group, 1, self.device) for group in groups]
         self.sizes = [s.weight.numel() + s.moving_rows for s in self.stores]
         self.nbytes = torch.float32.itemsize * sum(self.sizes)

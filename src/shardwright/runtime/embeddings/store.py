@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -11,10 +10,10 @@ from torch.nn import functional
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.schedule import BAGS_OF_ONE
 from shardwright.core.timeline import Kind
-from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import update
 from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.update import Looked, Touched
+from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.parameter import DTYPES
 
 InitialBlock = Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
@@ -30,30 +29,31 @@ class Store:
     def __init__(
         self,
         group: Group,
-        comm: Comm,
+        rank: int,
         initial: InitialBlock,
-        folder: Path,
+        probe: Probe,
+        device: torch.device,
     ) -> None:
-        self.held = group.held.get(comm.rank, ())
+        self.held = group.held.get(rank, ())
         self.width, self.optimizer = group.key.width, group.key.optimizer
         self.rule = update.RULES[self.optimizer]
         self.dim = group.key.dim if self.optimizer in BY_ROW else 0  # of means over columns
-        self.device = torch.device(comm.mesh.device_type)
+        self.device = device
         rows = sum(item.rows for item in self.held)
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.rule.elements, (rows, self.width))
         shapes |= dict.fromkeys(self.rule.rows, (rows,))
         like = {"weight": ((rows, self.width), DTYPES[group.key.dtype])}
         like |= {name: (shape, torch.float32) for name, shape in shapes.items()}
-        kept = self._allocate(like, folder)
+        kept = self._allocate(like)
         self.weight, self.states = kept["weight"], {name: kept[name] for name in shapes}
         self._fill(initial)
         self.moving_rows = rows if self.rule.moves else 0  # change without a gradient, too
         self.gradient_bytes = 0  # of the last backward, if it is dense
         for tensor, kind in self.lasting():
-            comm.probe.holds(tensor, kind)
+            probe.holds(tensor, kind)
 
     def _allocate(
-        self, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]], folder: Path
+        self, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> dict[str, torch.Tensor]:
         """The weight and the states, which are 0."""
         return {

@@ -136,7 +136,7 @@ class ShardedTables(nn.Module):
         self.limits = torch.tensor([f.table.rows for f in self.features], device=device)
         self.stores = [make_store(group, comm, initial, folder) for group in route.groups]
         self.guides = [Guide.of(group, comm.size, device) for group in route.groups]
-        self.replicas = Replicas(route.replicas, comm, initial, folder, bool(self.stores))
+        self.replicas = Replicas(route.replicas, comm, initial, bool(self.stores))
         self.strips = Strips(route.strips, comm)
         self._open: weakref.WeakSet[_Trip] = weakref.WeakSet()  # lookups that wait for backward
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
