@@ -67,6 +67,7 @@ VALUES: dict[str, Any] = {
     "train.timeout": 7.0,
     "train.not_finite": "skip",
     "train.metrics_every": 3,
+    "train.log": ["wandb"],
     "train.table_folder": "elsewhere",
     "planner.constants": "torchrec-1.9",
     "planner.search": "proposers",
@@ -120,7 +121,7 @@ VALUES: dict[str, Any] = {
 # What a plan does not depend on, for it acts when a job is run: what is read, and how it learns.
 RUN = (
     *("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout"),
-    *("not_finite", "table_folder", "metrics_every"),
+    *("not_finite", "table_folder", "metrics_every", "log"),
 )
 AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
     f"{name}.{key}"

@@ -376,7 +376,7 @@ def test_days_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     given = {"kind": "criteo", "path": "log"}
     for more, wanted in (
         ({"days": 7, "test_path": "held"}, "data.test_path: expected none beside data.days"),
-        ({"zipf": 1.0}, "data.zipf: expected none beside data.kind 'criteo'"),
+        ({"drift": 0.5}, "data.drift: expected none beside data.kind 'criteo'"),
         ({"kind": "synthetic", "path": "", "drift": 0.5}, "data.drift: expected none without"),
         ({"days": 1}, "data.days"),
         ({"drop_negatives": 1.0}, "data.drop_negatives"),

@@ -56,6 +56,8 @@ def finish(session: Session, *, json: bool = False, full: bool = False, brief: b
     if json:
         shared.print_json({"outcome": session.outcome, "measurement": session.measurement})
         return 0
+    from rich.text import Text
+
     from shardwright.report.table import comparison_summary
 
     shared.show(comparison_summary(session.comparison, full=full, brief=brief))
@@ -63,7 +65,7 @@ def finish(session: Session, *, json: bool = False, full: bool = False, brief: b
         from shardwright.report.table import profile_summary
 
         shared.show(profile_summary(session.measurement.profile, full=full))
-    print("\n".join(result_lines(session)))
+    shared.show(Text("\n".join(result_lines(session))))
     print(f"results in {session.folder}", file=sys.stderr)
     return 0
 

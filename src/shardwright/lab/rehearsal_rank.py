@@ -108,7 +108,8 @@ def main() -> int:
 
     def body(heartbeat: Heartbeat) -> None:
         job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
-        comm.start("gloo", TIMEOUT, rank, world_size, store_file(folder))
+        store = comm.meet(TIMEOUT, rank, world_size, store_file(folder))
+        comm.start("gloo", TIMEOUT, rank, world_size, store)
         try:
             found = followed(job, init_device_mesh("cpu", (world_size,)))
             write_document(msgspec.structs.replace(found, snapshots=()), tracked_file(folder, rank))
