@@ -25,7 +25,7 @@ def install(rank: int, what: str, folder: Path) -> None:
         found = [unit.byte_storage for unit in storages_in(model)]
         for module in model.modules():
             if isinstance(module, ShardedTables):
-                for store in (*module.stores, *module.replicas):
+                for store in (*module.stores, *module.replicas.stores):
                     found += [store.weight, *store.states.values()]
         return [tensor.detach().clone() for tensor in found]
 
