@@ -21,6 +21,7 @@ from shardwright.core.block import Block
 from shardwright.core.sharding import traits
 from shardwright.runtime.embeddings.route import Table
 from shardwright.runtime.embeddings.shard import make_tables
+from shardwright.runtime.embeddings.store import blocks_of_whole
 
 
 def build(
@@ -49,10 +50,7 @@ def build(
         for spec in specs
     ]
 
-    def initial(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        (row, column), (rows, columns) = offsets, sizes
-        return weights[name][row : row + rows, column : column + columns]
-
+    initial = blocks_of_whole(weights)
     return make_tables(tables, _blocks(tables, types, mesh), mesh, initial, learning_rate)
 
 

@@ -72,6 +72,17 @@ def test_the_exponent_of_made_up_ids_is_found_and_can_be_put_into_the_job(
     assert first["distinct"] == first["distinct_per_batch"] <= 512
 
 
+def test_a_folder_of_days_is_read_as_training_reads_it(call: Any, logged: Path) -> None:
+    model = ClickModel.named(["large", "seen"], [20000, 3000], [1.0, 3.0], 2, zipf=1.1)
+    (logged.parent / "days").mkdir()
+    for day in range(3):
+        model.write(logged.parent / "days" / f"day_{day}", rows=2048, start=2048 * day)
+    days = ("--set", "data.path=days", "--set", "data.days=3")
+    large, _ = call("inspect", logged, *days, "--json").json
+    assert (large["table"], large["ids"]) == ("large", 2 * 2048)  # the last day is held out
+    assert large["zipf"] == pytest.approx(1.1, abs=0.06)
+
+
 def test_a_plan_counts_fewer_rows_of_an_update_where_ids_repeat(call: Any, logged: Path) -> None:
     peaks = []
     write(logged.parent, 0.0)
@@ -82,6 +93,19 @@ def test_a_plan_counts_fewer_rows_of_an_update_where_ids_repeat(call: Any, logge
         found = phase_peaks(decode(read_plan(made).timeline))
         peaks.append(found[0, "step"].get("temporary", 0))
     assert peaks[1] < 0.8 * peaks[0]
+
+
+def test_the_exponent_of_a_table_counts_as_that_of_the_data_where_replicas_exchange_rows(
+    call: Any, logged: Path
+) -> None:
+    peaks = []
+    kept = TABLES.replace("rows = 20000", "rows = 200000\nsharding_types = ['data_parallel']")
+    for own, data in (("zipf = 1.4\n", ""), ("", "zipf = 1.4\n")):
+        logged.write_text(JOB + data + kept.replace("dim", f"{own}dim"))
+        made = logged.with_suffix(".json")
+        assert call("plan", logged, "-o", made).code == 0
+        peaks.append(phase_peaks(decode(read_plan(made).timeline))[0, "reduce"])
+    assert peaks[0] == peaks[1]
 
 
 def test_what_has_no_log_is_refused_in_a_line(call: Any, logged: Path) -> None:

@@ -50,9 +50,15 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(line, cwd=folder, stdout=pipe, stderr=pipe, text=True)
 
 
+def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it printed, as one line however wide the terminal is, and its errors."""
+    out, errors = process.communicate(timeout=HANGS)
+    return " ".join(out.split()), errors
+
+
 def train(folder: Path, *words: str) -> tuple[int, str, str]:
     process = start(folder, *words)
-    out, errors = process.communicate(timeout=HANGS)
+    out, errors = ended(process)
     return process.returncode, out, errors
 
 
@@ -82,7 +88,7 @@ def test_a_signal_ends_a_run_saved_and_resume_gives_the_curve_of_one_that_never_
     process = start(folder)
     wait_for_step(folder, 30, process)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=HANGS)
+    _, errors = ended(process)
     assert process.returncode == 75, errors
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     assert f"shardwright: stopped by {name} after step " in errors
@@ -107,7 +113,7 @@ def test_a_signal_ends_a_run_saved_and_resume_gives_the_curve_of_one_that_never_
 def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(folder: Path) -> None:
     process = start(folder)
     os.kill(wait_for_step(folder, 50, process), signal.SIGKILL)
-    shown, errors = process.communicate(timeout=HANGS)
+    shown, errors = ended(process)
     assert process.returncode == 0, errors
     assert "rank 1 died without a word" in errors
     assert "restart 1 of 1" in errors
@@ -143,7 +149,7 @@ def test_a_disk_that_is_full_for_a_while_is_said_and_the_run_goes_on(folder: Pat
     process = start(folder)
     wait_for_step(folder, 45, process)
     blocked.unlink()
-    shown, errors = process.communicate(timeout=HANGS)
+    shown, errors = ended(process)
     assert process.returncode == 0, errors
     assert "training can go on" in errors
     assert "failed" in shown

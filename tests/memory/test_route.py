@@ -127,6 +127,11 @@ def test_sgd_updates_one_group_in_place() -> None:
     assert _peak(route.update, _traffic()) == 0
 
 
+def test_sgd_of_rows_on_disk_reads_them_and_writes_them_back() -> None:
+    served = Served(12, 12, 16, 12, on_disk=True)
+    assert _peak(route.update, _traffic(served=(served,))) == 12 * (ID + 2 * 16 * FLOAT)
+
+
 def test_adagrad_sorts_ids_and_sums_rows_that_occur_more_than_once() -> None:
     few = _traffic(served=(Served(12, 12, 16, 9, optimizer="rowwise_adagrad"),))
     assert _peak(route.update, few) == 9 * (ID + FLOAT + 2 * 16 * FLOAT)

@@ -10,8 +10,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-from msgspec import UNSET
-
 from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, expected
 from shardwright.core.plan import Plan
@@ -93,7 +91,7 @@ def _prepare(plan: Plan, options: argparse.Namespace, *, resume: bool) -> None:
     from shardwright.launcher.folder import outcome_file, progress_file
 
     source_of(plan.job).check(plan.job)
-    check_log(() if plan.job.train.log is UNSET else plan.job.train.log)
+    check_log(plan.job.train.log or ())
     check_resume(plan.job, options.out, resume=resume)
     for path in (outcome_file(options.out), progress_file(options.out)):  # of a run before
         path.unlink(missing_ok=True)

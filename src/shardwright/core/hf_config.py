@@ -235,7 +235,7 @@ def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:
             expected(f"{read.where}: feed_forward_proj", wanted, repr(activation))
         )
     layers = read.size("num_layers", usual.layers)
-    dropout = read.document.get("dropout_rate") == 0 or read.real("dropout_rate", usual.dropout)
+    undropped = read.document.get("dropout_rate") == 0
     return T5Shape(
         vocab=read.size("vocab_size", usual.vocab),
         dim=read.size("d_model", usual.dim),
@@ -246,7 +246,7 @@ def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:
         heads=read.size("num_heads", usual.heads),
         buckets=read.size("relative_attention_num_buckets", usual.buckets, 4),
         farthest=read.size("relative_attention_max_distance", usual.farthest),
-        dropout=0.0 if dropout is True else dropout,
+        dropout=0.0 if undropped else read.real("dropout_rate", usual.dropout),
         norm_eps=read.real("layer_norm_epsilon", usual.norm_eps),
         gated=T5_ACTIVATIONS[activation] if activation else usual.gated,
         tied=read.flag("tie_word_embeddings", usual.tied),

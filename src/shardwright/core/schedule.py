@@ -55,8 +55,6 @@ def replicas_ride(routed: bool, world_size: int, replica_bytes: int) -> bool:
 
 
 BAGS_OF_ONE = 4096  # so many rows are read faster as bags, which a CPU fetches ahead
-
-
 ROW_PASSES = 2  # rows that are exchanged one by one are sorted and summed, too
 
 

@@ -35,8 +35,7 @@ from shardwright.core.errors import (
 )
 from shardwright.core.job import checkpoint_folder
 from shardwright.core.plan import Plan
-from shardwright.data.days import PARTS
-from shardwright.launcher.folder import record_file, scores_file
+from shardwright.launcher.folder import HELD_OUT, record_file, scores_file
 from shardwright.launcher.launch import hold
 from shardwright.runtime.comm import START_SECONDS, Comm
 
@@ -96,7 +95,7 @@ class Hosts:
 
     def bring(self, comm: Comm) -> None:
         """Rank 0's folder gets what ranks without it left in theirs (collective)."""
-        for file in (record_file, *(partial(scores_file, part=part) for part in PARTS)):
+        for file in (record_file, *(partial(scores_file, part=part) for part in HELD_OUT)):
             path = file(self.folder, self.rank)
             text = path.read_bytes() if path.exists() and not self.shared else b""
             own = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)

@@ -15,7 +15,7 @@ from shardwright.core.job import Job, data_files
 from shardwright.core.model import TableSpec
 from shardwright.data.reading import evaluation_batches
 from shardwright.lab.sources import source_of
-from shardwright.lab.sources.clicks import log_of
+from shardwright.lab.sources.clicks import rows_of
 
 STEEPEST = 5.0
 
@@ -42,13 +42,13 @@ def popularity(job: Job, world_size: int, limit: int | None = None) -> list[Popu
     source_of(job).check(job)
     seen = [_Seen(table) for table in job.tables]
     path, size = data_files(job).train, job.batch.size * world_size
-    if not Path(path).is_file():
+    if not Path(path).exists():
         remedy = "Train the job first: its rows are made up then."
         raise InputError(expected(path, "a click log", "none", remedy))
     skip = job.data.skip_bad_rows
-    for batch, numbers in evaluation_batches(
-        log_of(job, path), size, limit=limit, skip_bad_rows=skip
-    ):
+    log = rows_of(job, "train")
+    assert log is not None
+    for batch, numbers in evaluation_batches(log, size, limit=limit, skip_bad_rows=skip):
         feature = iter(range(sum(len(table.feature_names) for table in job.tables)))
         for each in seen:
             own = []

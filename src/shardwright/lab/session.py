@@ -28,6 +28,7 @@ from shardwright.lab.compare import compare
 from shardwright.lab.sources import source_of
 from shardwright.lab.writers import check_log
 from shardwright.launcher.folder import (
+    HELD_OUT,
     check_folder,
     check_inputs,
     command_file,
@@ -133,7 +134,7 @@ def prepare(plan: Plan, folder: Path, stream: TextIO, given: Path | None = None)
 
 def collect(plan: Plan, folder: Path, tolerance: float = 0.1) -> tuple[Measurement, Comparison]:
     """Merge what every rank left, compare it with the plan, and write both down."""
-    held_out = (_quality(plan, folder, part) for part in ("test", "validation"))
+    held_out = (_quality(plan, folder, part) for part in HELD_OUT)
     measurement = merge(plan, _records(plan, folder), *held_out)
     write_measurement(measurement, measurement_file(folder))
     comparison = compare(plan, measurement, tolerance)
@@ -144,7 +145,7 @@ def collect(plan: Plan, folder: Path, tolerance: float = 0.1) -> tuple[Measureme
 def check(job: Job, folder: Path, given: Path | None = None) -> None:
     """Raise InputError unless the data can be used, and the folder without loss of a file."""
     source_of(job).check(job)
-    check_log(() if job.train.log is UNSET else job.train.log)
+    check_log(job.train.log or ())
     check_inputs(folder, named_files(job, given), given)
     check_folder(folder, given)
 

@@ -113,8 +113,8 @@ class Training:
         """Train to the end and leave a record, and scores of what is held out."""
         if self.rank == 0:
             saved = complete_steps(checkpoint_folder(self.job, self.folder)) if self.resume else ()
-            log = () if self.job.train.log is UNSET else self.job.train.log
             step = saved[-1] if saved else 0
+            log = self.job.train.log or ()
             self.writers = writers(self.folder, log, step=step, shown=self.shown)
         try:
             self._run()
@@ -154,11 +154,11 @@ class Training:
             saves.finish(self.job.train.steps)
             saved = saves.figures(self.start.resumed)
         bad_rows = self.start.bad_rows + self.task.bad_rows
-        record = measured.record(bad_rows, saved, self.guard.skipped)
-        if self.profiler:
-            record = msgspec.structs.replace(record, profile=tuple(self.profiler.found))
-        if self.scoring:
-            record = msgspec.structs.replace(record, scores=tuple(self.scoring.found))
+        record = msgspec.structs.replace(
+            measured.record(bad_rows, saved, self.guard.skipped),
+            profile=tuple(self.profiler.found) if self.profiler else (),
+            scores=tuple(self.scoring.found) if self.scoring else (),
+        )
         write_document(record, record_file(self.folder, self.rank))
 
     def _check_room(self) -> None:

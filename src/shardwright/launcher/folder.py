@@ -34,6 +34,9 @@ def record_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.record.json"
 
 
+HELD_OUT = ("test", "validation")  # parts that are scored; only the first is always there
+
+
 def scores_file(folder: Path, rank: int, part: str = "test") -> Path:
     """A rank's scores of a held-out part: rows of three numbers, as its task has them."""
     return folder / f"rank-{rank}.{'scores' if part == 'test' else part}.npy"

@@ -87,6 +87,11 @@ class Replicas(msgspec.Struct, frozen=True):
         """Bytes of the weights, and of their gradient."""
         return self.size * self.width * FLOAT
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that is exchanged: its number and its gradient."""
+        return INDEX_BYTES + self.width * FLOAT
+
 
 class Traffic(msgspec.Struct, frozen=True):
     """A rank's share of what the module of tables at ``path`` exchanges; ids are those of one step.
@@ -246,13 +251,8 @@ def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
     """The gradients of replicas are summed in place unless they rode along, or rows gathered."""
     if not traffic.asked:
         _replica_gradient(heap, traffic)
-    own, every = (
-        sum(rows * (INDEX_BYTES + width * FLOAT) for rows, width in pairs)
-        for pairs in (
-            [(group.touched, group.width) for group in traffic.replicas],
-            [(group.gathered, group.width) for group in traffic.replicas],
-        )
-    )
+    own = sum(group.touched * group.row_bytes for group in traffic.replicas)
+    every = sum(group.gathered * group.row_bytes for group in traffic.replicas)
     with heap.passing("communication", 2 * own + 2 * every):  # flat, as long as any, joined
         pass
     heap.take(f"{traffic.path}.gathered", "communication", every)
@@ -275,7 +275,7 @@ def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
                     pass
                 continue
             with heap.passing("communication", touched + _summing(group, group.touched)):
-                touched += group.touched * (INDEX_BYTES + group.width * FLOAT)
+                touched += group.touched * group.row_bytes
         heap.take(f"{traffic.path}.touched", "communication", touched)
 
 
@@ -317,10 +317,10 @@ def _updating(group: Served) -> int:
     summing = _summing(group, group.distinct)
     if group.weighted:  # weights as they came and as the sort has them
         summing += 2 * group.ids * FLOAT
+    if group.optimizer == "sgd" and not group.on_disk:  # whose rows are read and written
+        return summing
     by_row = FLOAT if group.optimizer in BY_ROW else 0
     states = STATES[group.optimizer]
-    if group.optimizer == "sgd":
-        return summing
     return max(summing, group.distinct * (INDEX_BYTES + by_row + (2 + states) * elements))
 
 

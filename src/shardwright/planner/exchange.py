@@ -106,7 +106,11 @@ class Exchange:
         """Different rows of a replica that a rank looks up, where these are exchanged."""
         if not self.rows_are_few:
             return 0
-        return expected_distinct(round(lookups(table, self.batch)), table.rows, self.batch.zipf)
+        return expected_distinct(round(lookups(table, self.batch)), table.rows, self._zipf(table))
+
+    def _zipf(self, table: TableSpec) -> float:
+        """The exponent of the popularity of its ids: its own, or that of the data."""
+        return self.batch.zipf if table.zipf is UNSET else table.zipf
 
     def _bags(self, table: TableSpec) -> int:
         """Rows that a step gets of ``table``; an empty bag is one, too."""
@@ -143,7 +147,7 @@ class Exchange:
             for place, count in enumerate((ids, rows, bags, ids if parts > 1 else 0)):
                 asked[place] += count
             share = ids * self.ranks // parts
-            zipf = self.batch.zipf if table.zipf is UNSET else table.zipf
+            zipf = self._zipf(table)
             for shard, rank in shards:
                 served[rank][0] += share
                 served[rank][1] += rows * self.ranks // parts

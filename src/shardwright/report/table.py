@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _BOUND = "\N{NO-BREAK SPACE}"
-_UNIT = re.compile(r"(?<=\d) (?=(?:%|[KMGT]?i?B|[mµn]?s)(?!\w))")
+_UNIT = re.compile(r"(?<=\d) (?=[a-zA-Zµ%])")
 NO_TERMINAL = 120  # columns
 _WRAPPED = 20  # text of a full report is wrapped to no less
 
@@ -226,7 +226,7 @@ def _together(widths: Sequence[int], gap: int) -> int:
 
 
 class _Prose:
-    """Sentences in the width there is, where no figure is parted from its unit."""
+    """Sentences in the width there is; no figure is parted from its unit or what it counts."""
 
     def __init__(self, text: str, style: str) -> None:
         self._text, self._style = text, style

@@ -24,7 +24,7 @@ from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
-from shardwright.runtime.embeddings.store import InitialBlock
+from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.fully_shard import attach, check_members
 from shardwright.runtime.guard import Guard
@@ -299,12 +299,11 @@ def _looked_up(plan: Plan, table: TablePlan) -> Table:
 def _initial(model: nn.Module) -> InitialBlock:
     """Starting values of any rectangle: from the model's weights, or made where it is on meta."""
     own = dict(model.named_parameters())
+    whole = blocks_of_whole(own)
 
     def block(fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        source = own[fqn]
-        if not source.is_meta:
-            spans = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-            return source.detach()[spans]
+        if not own[fqn].is_meta:
+            return whole(fqn, offsets, sizes)
         if not isinstance(model, Initialised):
             raise InputError(
                 expected(

@@ -210,7 +210,6 @@ def read_bags(
         values = values.view(len(features), -1)
     _check_range(values, keyed.sizes, features, limits)
     pools: dict[int, Pool] = {}
-    pools: dict[int, Pool] = {}
     weights = list(keyed.weights)
     poolings = [feature.table.pooling for feature in features]
     kept = [None if p == "none" else part for p, part in zip(poolings, lengths, strict=True)]

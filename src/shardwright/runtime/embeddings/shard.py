@@ -23,7 +23,7 @@ from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import Pooling, Table, cache_of, make_route
-from shardwright.runtime.embeddings.store import InitialBlock
+from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.units.flow import Flow
@@ -116,7 +116,7 @@ def shard_embeddings(
         tables = [each.planned(left.pop(name), optimizer) for each, name in own]
         names = {name: each.fqn for each, name in own}
         weights = {each.fqn: each.weight.detach() for each, _ in own}
-        blocks, initial = _renamed(plan, names), _initial(weights)
+        blocks, initial = _renamed(plan, names), blocks_of_whole(weights)
         sharded = make_tables(tables, blocks, mesh, initial, rate, guard=guard, folder=folder)
         sharded.path = path or "tables"
         module = _replaced(module, path, _stand_in(path, part, sharded))
@@ -201,14 +201,6 @@ def _renamed(plan: Plan, names: Mapping[str, str]) -> Iterator[Block]:
     for block in plan.expanded():
         if block.tensor in fqns:
             yield msgspec.structs.replace(block, tensor=fqns[block.tensor])
-
-
-def _initial(weights: Mapping[str, torch.Tensor]) -> InitialBlock:
-    def block(fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        (row, column), (rows, columns) = offsets, sizes
-        return weights[fqn][row : row + rows, column : column + columns]
-
-    return block
 
 
 def _replaced(module: nn.Module, path: str, part: Any) -> nn.Module:

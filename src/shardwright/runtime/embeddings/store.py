@@ -19,6 +19,16 @@ from shardwright.runtime.units.parameter import DTYPES
 InitialBlock = Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
 
+def blocks_of_whole(weights: Mapping[str, torch.Tensor]) -> InitialBlock:
+    """Rectangles of whole ``weights``, by offsets and sizes."""
+
+    def block(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        spans = (slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        return weights[name].detach()[tuple(spans)]
+
+    return block
+
+
 class Store:
     """``weight`` [R, width] of all blocks of a group on this rank, each at its base row.
 
