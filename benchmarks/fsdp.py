@@ -10,6 +10,7 @@ over steps, every comparison a ratio within one run. The cases:
 * ``tiny``, ``mid``: two gloo ranks, wall and CPU time, peak of live bytes over what rests.
 * ``gpt2``: the same of GPT-2's shape, a small and a large vocabulary, tied and not, with defaults.
 * ``optimizer``: one step over 288 sharded tensors, and clipping their norm.
+* ``muon``, ``muon mid``: Muon over matrices, as torch has it and as ours has it.
 * ``granularity``: one, two, four and eight layers to a unit, with small and with large layers.
 """
 
@@ -54,6 +55,7 @@ from shardwright.tracker.memory import MemoryTracker
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_STEPS = 5
+_MUONS = ["fsdp2 muon", "flat torch's muon", "flat muon", "owned muon"]
 CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "overhead": ("fake", "tiny", 8, ["single", "fsdp2", "flat", "per_param"]),
     "tiny": (
@@ -63,6 +65,8 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
         ["fsdp2", "flat", "per_param", "flat prefetch", "flat kept", "fsdp2 kept", "planned"],
     ),
     "mid": ("gloo", "mid", 2, ["fsdp2", "flat", "per_param", "flat prefetch", "planned"]),
+    "muon": ("gloo", "tiny", 2, _MUONS),
+    "muon mid": ("gloo", "mid", 2, _MUONS),
 }
 DEFAULTS = ["fsdp2 defaults", "per_param defaults", "flat defaults"]
 

@@ -115,6 +115,21 @@ def _flat(model: nn.Module, *, per_unit: bool = True) -> torch.optim.Optimizer:
     return adamw(sw.optimizer_parameters(model, per_unit=per_unit), fused=True)
 
 
+class _Both(torch.optim.Optimizer):
+    """Muon for the matrices of the layers, AdamW for the rest."""
+
+    def __init__(self, model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> None:
+        named = dict(model.named_parameters())
+        matrices = [p for n, p in named.items() if "layers." in n and p.ndim == 2]
+        others = [p for n, p in named.items() if "layers." not in n or p.ndim != 2]
+        self._both = make(matrices, lr=0.02), adamw(others, fused=True)
+        super().__init__([*matrices, *others], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self._both:
+            optimizer.step()
+
+
 def _fsdp2(model: Any, mesh: DeviceMesh, *, reshard: bool = True, merged: int = 1) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
@@ -156,6 +171,11 @@ def flat_case(strategy: str = "flat", **options: Any) -> Contestant:
     return Contestant(functools.partial(_ours, shard_strategy=strategy, **options), _flat)
 
 
+def muon_case(strategy: str, make: Callable[..., torch.optim.Optimizer] = sw.Muon) -> Contestant:
+    wrap = functools.partial(_ours, shard_strategy=strategy, prefetch=0)
+    return Contestant(wrap, functools.partial(_Both, make=make))
+
+
 def contestants() -> dict[str, Contestant]:
     """By name; "planned" is added where there is a plan."""
     return {
@@ -171,6 +191,10 @@ def contestants() -> dict[str, Contestant]:
         "param_boundary": flat_case("param_boundary"),
         "flat prefetch": flat_case(prefetch=1),
         "flat kept": flat_case(reshard_after_forward=False),
+        "fsdp2 muon": Contestant(_fsdp2, functools.partial(_Both, make=torch.optim.Muon)),
+        "flat torch's muon": muon_case("flat", torch.optim.Muon),
+        "flat muon": muon_case("flat"),
+        "owned muon": muon_case("param_boundary"),
         "flat merged 4": flat_case(merged=4),
         "flat merged 4 prefetch": flat_case(merged=4, prefetch=1),
     }

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardwright.runtime.embeddings.shard import shard_embeddings
     from shardwright.runtime.fully_shard import fully_shard_flat
     from shardwright.runtime.guard import Guard
+    from shardwright.runtime.muon import Muon
     from shardwright.runtime.optimizer import optimizer_parameters
     from shardwright.runtime.optimizer_dict import (
         load_optimizer_state_dict,
@@ -66,6 +67,7 @@ _HOMES = {
     "MemoryTracker": "tracker.memory",
     "MismatchError": "core.errors",
     "MixedPrecision": "runtime.units.precision",
+    "Muon": "runtime.muon",
     "NoPlanError": "core.errors",
     "Owned": "core.placement",
     "ParamInfo": "runtime.units.parameter",
@@ -122,6 +124,7 @@ __all__ = [
     "MemoryTracker",
     "MismatchError",
     "MixedPrecision",
+    "Muon",
     "NoPlanError",
     "Owned",
     "ParamInfo",

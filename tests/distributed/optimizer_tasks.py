@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from gradient_tasks import Net, inputs, loss_of, net, shard
@@ -12,8 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwright.core.placement import BlockShard, Owned, Placement, Replicate, Shard
+from shardwright.runtime import muon
 from shardwright.runtime.clip import clip_grad_norm_
+from shardwright.runtime.fully_shard import fully_shard_flat
+from shardwright.runtime.muon import Muon
 from shardwright.runtime.optimizer import optimizer_parameters
+from shardwright.runtime.optimizer_dict import load_optimizer_state_dict, optimizer_state_dict
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.torch_private import local_of
 
@@ -126,6 +133,93 @@ def over_flat_parameters(mesh: DeviceMesh, strategy: str) -> dict[str, tuple[flo
                 error = furthest(model, unsharded(size, make, kind))
                 found[f"{name}, {kind}, per unit {per_unit}"] = (error, tensors)
     return found
+
+
+class Wide(nn.Module):
+    """Matrices of several shapes, one with heads and one of fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)])
+            for _ in range(3)
+        )
+        self.few = nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in self.blocks:
+            x = x + down(torch.tanh(up(x)))
+        return x * self.few.sum(0)
+
+
+_MIXED = (Shard(1), BlockShard(4), Owned(0), Shard(0), Replicate())
+MATRICES: dict[str, Callable[[str, nn.Parameter], Placement | None]] = {
+    "flat": lambda fqn, p: None,
+    "rows": lambda fqn, p: Shard(0),
+    "columns": lambda fqn, p: Shard(1),
+    "heads": lambda fqn, p: BlockShard(4) if len(p) == 12 else Owned(0),
+    "owned": lambda fqn, p: Owned(int(len(p) == 8)),
+    "replicated": lambda fqn, p: Replicate(),
+    "mixed": lambda fqn, p: (Shard(1), BlockShard(4), Owned(0), Shard(0), Replicate())[
+        len(fqn) % 5
+    ],
+}
+
+
+def orthogonalized(
+    mesh: DeviceMesh, kind: str, head_rows: int, grid: bool = False
+) -> tuple[float, int]:
+    """The largest difference of any weight from torch's Muon over one process, and the collectives
+    of a step of the optimizer."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    torch.manual_seed(3)
+    model = Wide()
+    reference = copy.deepcopy(model)
+    unit = fully_shard_flat(
+        model,
+        _MESHES[2, 2] if grid else mesh,
+        shard_strategy="flat" if kind == "flat" else "per_param",
+        shard_placement_fn=MATRICES[kind],
+    )
+    options: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}
+    first, rest = _halves(model)
+    optimizer = Muon([{"params": first, "lr": 0.02, "head_rows": head_rows}, *rest], **options)
+    whole, others = _halves(reference)
+    heads = [list(p.detach().clone().split(head_rows or len(p))) for p in whole]
+    other = torch.optim.Muon(
+        [{"params": [h for parts in heads for h in parts], "lr": 0.02}, *others], **options
+    )
+    counts = set()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss_of(model, inputs(rank, step, 8)).backward()
+        for r in range(size):
+            (loss_of(reference, inputs(r, step, 8)) / size).backward()
+        start = unit.comm.sequence
+        optimizer.step()
+        counts.add(unit.comm.sequence - start)
+        for parameter, parts in zip(whole, heads, strict=True):
+            assert parameter.grad is not None
+            for head, gradient in zip(parts, parameter.grad.split(len(parts[0])), strict=True):
+                head.grad = gradient
+        other.step()
+        for parameter, parts in zip(whole, heads, strict=True):
+            parameter.data.copy_(torch.cat(parts))
+    (count,) = counts
+    return furthest(model, reference), count
+
+
+def in_buckets(mesh: DeviceMesh) -> tuple[float, int]:
+    """The same with room for two matrices of 12 x 8 in a bucket, of seven."""
+    with patch.object(muon, "BUCKET_BYTES", 2 * 12 * 8 * 4):
+        return orthogonalized(mesh, "rows", 0)
+
+
+def _halves(model: nn.Module) -> tuple[list[nn.Parameter], Groups]:
+    """The matrices of 12 rows, and the rest as a group."""
+    every = list(model.parameters())
+    return [p for p in every if len(p) == 12], [{"params": [p for p in every if len(p) != 12]}]
 
 
 def accumulated(mesh: DeviceMesh, strategy: str) -> float:
@@ -265,3 +359,25 @@ def flat_tensor(mesh: DeviceMesh) -> Any:
     views = all(local_of(p.grad).untyped_storage()._cdata == memory for p in model.parameters())
     norm = torch.stack([g.norm() for g in before]).norm()
     return same, moved, views, flat.grad.shape == flat.shape, (flat.grad.norm() - norm).abs() < 1e-5
+
+
+def muon_goes_on(mesh: DeviceMesh) -> float:
+    """The largest difference of any weight between steps at a stretch and with states of Muon
+    loaded into another one in between."""
+    models = []
+    for stops in (False, True):
+        torch.manual_seed(3)
+        model = Wide()
+        fully_shard_flat(model, mesh, shard_strategy="flat")
+        optimizer = Muon(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            if stops and step == 1:
+                state = optimizer_state_dict(model, optimizer)
+                optimizer = Muon(model.parameters(), lr=0.5)
+                load_optimizer_state_dict(model, optimizer, state)
+            optimizer.zero_grad()
+            loss_of(model, inputs(mesh.get_local_rank(), step, 8)).backward()
+            optimizer.step()
+        models.append(full_state_dict(model))
+    one, other = models
+    return max((one[name] - other[name]).abs().max().item() for name in one)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import optimizer_tasks as tasks
 import probe_tasks
 import pytest
+import torch
 from gradient_tasks import STRATEGIES
 from pool import Pool
+
+from shardwright.core.errors import InputError
+from shardwright.runtime.muon import Muon
 
 strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 TOLERANCE = {1: 1e-6, 2: 1e-6, 3: 2e-5}  # three terms are summed in another order; Adam divides
@@ -96,3 +100,41 @@ def test_what_an_optimizer_cannot_take_is_refused_by_name(pool: Pool, what: str)
 
 def test_one_flat_tensor_is_the_memory_of_all_units(pool: Pool) -> None:
     assert pool.run(2, tasks.flat_tensor) == [(True,) * 5] * 2
+
+
+@pytest.mark.parametrize("head_rows", [0, 4])
+@pytest.mark.parametrize("kind", tasks.MATRICES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_muon_has_every_matrix_whole_on_one_rank(
+    pool: Pool, world_size: int, kind: str, head_rows: int
+) -> None:
+    kind = "flat" if (kind, world_size) == ("owned", 1) else kind
+    kept = kind in ("owned", "replicated") or (kind, head_rows) == ("heads", 4)
+    found = pool.run(world_size, tasks.orthogonalized, kind=kind, head_rows=head_rows)
+    assert max(error for error, _ in found) <= 1e-6
+    assert {count for _, count in found} == {0 if kept or world_size == 1 else 2}
+
+
+@pytest.mark.parametrize("kind", ["flat", "heads"])
+def test_muon_on_two_replicas_of_two_shards(pool: Pool, kind: str) -> None:
+    pool.run(4, probe_tasks.make_grids)
+    found = pool.run(4, tasks.orthogonalized, kind=kind, head_rows=4, grid=True)
+    assert max(error for error, _ in found) <= 1e-6
+
+
+def test_states_of_muon_are_saved_and_loaded(pool: Pool) -> None:
+    assert pool.run(2, tasks.muon_goes_on) == [0.0, 0.0]
+
+
+def test_matrices_beyond_a_bucket_travel_in_several(
+    pool: Pool,
+) -> None:
+    found = pool.run(2, tasks.in_buckets)
+    assert max(error for error, _ in found) <= 1e-6
+    assert [count for _, count in found] == [2 * 4] * 2
+
+
+def test_muon_refuses_heads_that_do_not_divide_a_matrix() -> None:
+    matrix = torch.nn.Parameter(torch.zeros(6, 4))
+    with pytest.raises(InputError, match="head_rows of Muon: expected a number that divides the 6"):
+        Muon([matrix], head_rows=4)

@@ -49,7 +49,7 @@ class Cut:
         self.comm = comm
         self.is_of_many = False  # whether it is the memory of many parameters
         self.offsets, self.sizes = region_of(comm.rank)
-        self._region_of = region_of
+        self.region_of = region_of
         self._specs: dict[torch.dtype, Any] = {}
 
     @classmethod
@@ -79,7 +79,7 @@ class Cut:
         return self
 
     def __reduce__(self) -> Any:
-        regions = tuple(self._region_of(rank) for rank in range(self.comm.size))
+        regions = tuple(self.region_of(rank) for rank in range(self.comm.size))
         return (
             restored_cut,
             (self.fqn, tuple(self.shape), self.dim, regions, self.key, self.mesh),
@@ -121,7 +121,7 @@ class Cut:
         """The whole tensor [shape] from every rank's ``local`` part [sizes] (collective)."""
         if local.is_meta:
             return local.new_empty(self.shape)
-        sizes = [self._region_of(rank)[1] for rank in range(self.comm.size)]
+        sizes = [self.region_of(rank)[1] for rank in range(self.comm.size)]
         counts = [math.prod(each) for each in sizes]
         flat = self.comm.gather_uneven(f"whole {self.fqn}", local.reshape(-1), counts)
         if self.dim is None:

@@ -1,0 +1,308 @@
+"""Muon over sharded parameters: every matrix is orthogonalized on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwright.core.errors import InputError, expected
+from shardwright.runtime.comm import Comm
+from shardwright.runtime.torch_private import local_of
+from shardwright.runtime.units.cut import Cut, Region
+from shardwright.runtime.units.shard_tensor import ShardTensor
+
+Index = tuple[slice, ...]
+BUCKET_BYTES = 2**25  # of whole matrices that are exchanged together
+OWN = ("lr", "momentum", "nesterov", "weight_decay", "head_rows", "params")  # of an option group
+
+
+class Muon(torch.optim.Muon):
+    """``torch.optim.Muon`` for sharded modules, with its arguments and its result.
+
+    Momentum and weight decay need this rank's parts only. Newton-Schulz needs a matrix whole. One
+    that lies whole on a rank, as ``Owned``, small ones of a flat cut and blocks do, is
+    orthogonalized there, and nothing travels. The others go to one rank each, so that all have
+    about as much to do, and come back: two all-to-alls for every 32 MiB of matrices.
+
+    ``head_rows`` of a parameter, or of an option group, makes every so many rows a matrix of their
+    own, as the heads of a projection [heads*head_rows, K] are; ``BlockShard(head_rows)`` keeps them
+    whole. Parameters are ``model.parameters()`` of two dimensions: others raise ValueError, and
+    InputError where ``head_rows`` does not divide them.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, *, head_rows: int = 0, **options: Any
+    ) -> None:
+        self._exchanges: dict[tuple[Any, ...], _Exchange] = {}
+        super().__init__(params, lr, **options)
+        self.defaults["head_rows"] = head_rows
+        for group in self.param_groups:
+            rows = group.setdefault("head_rows", head_rows)
+            for parameter in group["params"]:
+                if rows < 0 or (rows and parameter.shape[0] % rows):
+                    wanted = f"a number that divides the {parameter.shape[0]} rows of a parameter"
+                    raise InputError(expected("head_rows of Muon", wanted, str(rows)))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient (collective where matrices are cut)."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        here: list[_Matrix] = []
+        cut: dict[tuple[Any, ...], list[_Matrix]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                update = self._momentum(parameter, group)
+                local = local_of(parameter)
+                local.mul_(1 - float(group["lr"]) * group["weight_decay"])
+                for matrix in _matrices(parameter, local, update, group):
+                    if matrix.cut is None:
+                        here.append(matrix)
+                    else:
+                        key = (*matrix.cut.comm.identity, update.dtype)
+                        cut.setdefault(key, []).append(matrix)
+        for matrix in here:
+            matrix.local.add_(_orthogonal(matrix, matrix.update))
+        for key, matrices in cut.items():
+            for number, bucket in enumerate(_buckets(matrices)):
+                self._exchange((*key, number), bucket).update(bucket)
+        return loss
+
+    def _momentum(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+        """What is made orthogonal, this rank's part; element by element."""
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        gradient, held = local_of(parameter.grad), local_of(state["momentum_buffer"])
+        held.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(held, group["momentum"]) if group["nesterov"] else held
+
+    def _exchange(self, key: tuple[Any, ...], matrices: Sequence[_Matrix]) -> _Exchange:
+        """The exchange of these very matrices, worked out once for a mesh and dtype."""
+        found = self._exchanges.get(key)
+        if found is None or found.of != _layout(matrices):
+            found = self._exchanges[key] = _Exchange(matrices)
+        return found
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Rows ``first`` to ``first + rows`` of a parameter, of which ``local`` and ``update`` are this
+    rank's parts; whole where ``cut`` is None."""
+
+    parameter: torch.Tensor
+    local: torch.Tensor
+    update: torch.Tensor
+    group: Mapping[str, Any]
+    first: int
+    rows: int
+    cut: Cut | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.parameter.shape[1]
+
+
+def _matrices(
+    parameter: torch.Tensor, local: torch.Tensor, update: torch.Tensor, group: Mapping[str, Any]
+) -> Iterator[_Matrix]:
+    """A parameter, or its heads."""
+    cut = parameter.cut if isinstance(parameter, ShardTensor) else None
+    every = parameter.shape[0]
+    rows = group["head_rows"] or every
+    for first in range(0, every, rows) if parameter.numel() else ():
+        if cut is None:
+            part = slice(first, first + rows)
+            yield _Matrix(parameter, local[part], update[part], group, first, rows, None)
+        else:
+            yield _Matrix(parameter, local, update, group, first, rows, cut)
+
+
+def _buckets(matrices: Sequence[_Matrix]) -> Iterator[list[_Matrix]]:
+    """Neighbours whose matrices together have ``BUCKET_BYTES`` at most, or are one."""
+    bucket: list[_Matrix] = []
+    nbytes = 0
+    for matrix in matrices:
+        own = matrix.rows * matrix.shape[1] * matrix.update.itemsize
+        if bucket and nbytes + own > BUCKET_BYTES:
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(matrix)
+        nbytes += own
+    if bucket:
+        yield bucket
+
+
+def _orthogonal(matrix: _Matrix, update: torch.Tensor) -> torch.Tensor:
+    """What a whole update adds to its matrix: torch's step from zero, without momentum."""
+    delta = torch.zeros(matrix.shape, dtype=matrix.parameter.dtype, device=update.device)
+    delta.grad = update.to(delta.dtype)
+    options = {name: value for name, value in matrix.group.items() if name not in OWN}
+    once = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+    torch.optim.Muon([delta], lr=matrix.group["lr"], **once, **options).step()
+    return delta
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where a rank's part of a matrix is: in its local tensor, and in the matrix, which is flat
+    where the part is a range of elements."""
+
+    local: Index
+    whole: Index
+    numel: int
+
+    def of(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The part, of a whole matrix."""
+        return (matrix.view(-1) if len(self.whole) == 1 else matrix)[self.whole]
+
+
+def _part(matrix: _Matrix, region: Region) -> _Part | None:
+    """What of ``matrix`` is in a rank's ``region`` of the parameter."""
+    (offset, *across), (size, *columns) = region
+    width = 1 if columns else matrix.parameter.shape[1]
+    first, end = matrix.first * width, (matrix.first + matrix.rows) * width
+    begin, stop = max(offset, first), min(offset + size, end)
+    numel = max(0, stop - begin) * (columns[0] if columns else 1)
+    if not numel:
+        return None
+    local, whole = [slice(begin - offset, stop - offset)], [slice(begin - first, stop - first)]
+    if columns:
+        local.append(slice(0, columns[0]))
+        whole.append(slice(across[0], across[0] + columns[0]))
+    return _Part(tuple(local), tuple(whole), numel)
+
+
+Layout = list[tuple[Cut, int, int]]
+
+
+def _layout(matrices: Sequence[_Matrix]) -> Layout:
+    """What an exchange depends on."""
+    return [(matrix.cut, matrix.first, matrix.rows) for matrix in matrices if matrix.cut]
+
+
+class _Exchange:
+    """Which rank orthogonalizes each matrix, and what it needs of the others: of each matrix its
+    ``parts`` by rank, and its home; the same on all ranks."""
+
+    def __init__(self, matrices: Sequence[_Matrix]) -> None:
+        self.of = _layout(matrices)
+        self.comm: Comm = self.of[0][0].comm
+        self.parts: list[dict[int, _Part]] = [
+            {
+                rank: part
+                for rank in range(self.comm.size)
+                if (part := _part(matrix, cut.region_of(rank))) is not None
+            }
+            for matrix, (cut, _, _) in zip(matrices, self.of, strict=True)
+        ]
+        self.homes = self._homes([m.rows * m.shape[1] * min(m.shape) for m in matrices])
+        self.travels = any(len(parts) > 1 for parts in self.parts)
+
+    def _homes(self, work: Sequence[int]) -> list[int]:
+        """The rank that has all of it, or of the others the one that has least to do so far."""
+        load = [0] * self.comm.size
+        homes = [next(iter(parts)) if len(parts) == 1 else -1 for parts in self.parts]
+        for home, cost in zip(homes, work, strict=True):
+            if home >= 0:
+                load[home] += cost
+        for place in sorted(range(len(work)), key=lambda place: -work[place]):
+            if homes[place] < 0:
+                homes[place] = min(range(len(load)), key=load.__getitem__)
+                load[homes[place]] += work[place]
+        return homes
+
+    def update(self, matrices: Sequence[_Matrix]) -> None:
+        """Orthogonalize and add (collective if anything travels)."""
+        mine = [place for place, home in enumerate(self.homes) if home == self.comm.rank]
+        like = matrices[0].update
+        wholes = {place: like.new_empty(matrices[place].shape) for place in mine}
+        own = {p: self.parts[p][self.comm.rank] for p in self._places(self.comm.rank)}
+        if self.travels:
+            sent = {p: matrices[p].update[own[p].local] for p in self._away(own)}
+            for place, source, values in self._there(sent, like):
+                part = self.parts[place][source]
+                target = part.of(wholes[place])
+                target.copy_(values.view_as(target))
+        for place in mine:
+            if place in own:
+                own[place].of(wholes[place]).copy_(matrices[place].update[own[place].local])
+        deltas = {}
+        for place in mine:
+            delta = deltas[place] = _orthogonal(matrices[place], wholes.pop(place))
+            if place in own:
+                matrices[place].local[own[place].local].add_(own[place].of(delta))
+        if self.travels:
+            for place, values in self._back(deltas, matrices[0].local):
+                target = matrices[place].local[own[place].local]
+                target.add_(values.view_as(target))
+
+    def _places(self, rank: int) -> Iterator[int]:
+        """The matrices of which a rank has something."""
+        return (place for place, parts in enumerate(self.parts) if rank in parts)
+
+    def _away(self, own: Mapping[int, _Part]) -> list[int]:
+        """Those of them that are orthogonalized elsewhere, by rank and in order."""
+        away = (place for place in own if self.homes[place] != self.comm.rank)
+        return sorted(away, key=lambda place: (self.homes[place], place))
+
+    def _visitors(self) -> list[tuple[int, int]]:
+        """(rank, matrix) of what others have of this rank's matrices, by rank and in order."""
+        rank = self.comm.rank
+        return sorted(
+            (source, place)
+            for place, home in enumerate(self.homes)
+            for source in self.parts[place]
+            if home == rank and source != rank
+        )
+
+    def _there(
+        self, sent: Mapping[int, torch.Tensor], like: torch.Tensor
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Updates to where they are made orthogonal: matrix, rank that it came from, values."""
+        visitors = self._visitors()
+        received = self._all_to_all(
+            [(self.homes[place], values) for place, values in sent.items()],
+            [(source, self.parts[place][source].numel) for source, place in visitors],
+            like,
+        )
+        for (source, place), values in zip(visitors, received, strict=True):
+            yield place, source, values
+
+    def _back(
+        self, deltas: Mapping[int, torch.Tensor], like: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """What they came to, back to who has a part: matrix, values."""
+        rank = self.comm.rank
+        away = self._away({place: self.parts[place][rank] for place in self._places(rank)})
+        received = self._all_to_all(
+            [(s, self.parts[place][s].of(deltas[place])) for s, place in self._visitors()],
+            [(self.homes[place], self.parts[place][rank].numel) for place in away],
+            like,
+        )
+        return zip(away, received, strict=True)
+
+    def _all_to_all(
+        self,
+        sent: Sequence[tuple[int, torch.Tensor]],
+        wanted: Sequence[tuple[int, int]],
+        like: torch.Tensor,
+    ) -> Sequence[torch.Tensor]:
+        """Tensors to ranks, in their order, and as many elements from ranks as are wanted."""
+        out, back = [0] * self.comm.size, [0] * self.comm.size
+        for rank, values in sent:
+            out[rank] += values.numel()
+        for rank, numel in wanted:
+            back[rank] += numel
+        packed = [values.reshape(-1) for _, values in sent]
+        row = torch.cat(packed) if packed else like.new_empty(0)
+        received = row.new_empty(sum(back))
+        self.comm.all_to_all("matrices of Muon", received, row, back, out)
+        return received.split([numel for _, numel in wanted]) if wanted else ()
