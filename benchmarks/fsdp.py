@@ -11,6 +11,7 @@ over steps, every comparison a ratio within one run. The cases:
 * ``gpt2``: the same of GPT-2's shape, a small and a large vocabulary, tied and not, with defaults.
 * ``optimizer``: one step over 288 sharded tensors, and clipping their norm.
 * ``muon``, ``muon mid``: Muon over matrices, as torch has it and as ours has it.
+* ``tensor``: shards of two by tensor-parallel MLPs of two, four gloo ranks.
 * ``granularity``: one, two, four and eight layers to a unit, with small and with large layers.
 """
 
@@ -67,6 +68,12 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "mid": ("gloo", "mid", 2, ["fsdp2", "flat", "per_param", "flat prefetch", "planned"]),
     "muon": ("gloo", "tiny", 2, _MUONS),
     "muon mid": ("gloo", "mid", 2, _MUONS),
+    "tensor": (
+        "gloo",
+        "gpt2 500",
+        4,
+        ["fsdp2 tensor", "flat tensor", "per_param tensor", "flat tensor kept"],
+    ),
 }
 DEFAULTS = ["fsdp2 defaults", "per_param defaults", "flat defaults"]
 
@@ -79,8 +86,8 @@ class Run:
     ) -> None:
         self.name = name
         self.size = size
-        self.rank = rank
-        self.world_size = mesh.size()
+        self.rank = rank // contestant.tensor
+        self.world_size = mesh.size() // contestant.tensor
         self.model = contestant.wrap(model_of(size), mesh)
         self.optimizer = contestant.optimizer(self.model)
         self.wall: list[float] = []

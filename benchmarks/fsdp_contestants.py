@@ -14,7 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import shardwright as sw
 from shardwright.core.job import Job, parse_job
@@ -100,6 +105,7 @@ class Contestant:
     wrap: Wrap
     optimizer: Optimizers
     alone: bool = False  # runs without communication, so on one rank only
+    tensor: int = 1  # so many ranks have the same samples
 
 
 def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
@@ -176,6 +182,19 @@ def muon_case(strategy: str, make: Callable[..., torch.optim.Optimizer] = sw.Muo
     return Contestant(wrap, functools.partial(_Both, make=make))
 
 
+def tensor_case(shard: Callable[..., nn.Module]) -> Contestant:
+    """The MLPs are cut over pairs of ranks, and everything by ``shard`` over the others."""
+
+    def wrap(model: Any, mesh: DeviceMesh) -> nn.Module:
+        grid = init_device_mesh("cpu", (mesh.size() // 2, 2), mesh_dim_names=("shard", "tensor"))
+        for layer in model.layers:
+            plan = {"c_fc": ColwiseParallel(), "c_out": RowwiseParallel()}
+            parallelize_module(layer, grid["tensor"], plan)
+        return shard(model, grid["shard"])
+
+    return Contestant(wrap, lambda model: adamw(model.parameters()), tensor=2)
+
+
 def contestants() -> dict[str, Contestant]:
     """By name; "planned" is added where there is a plan."""
     return {
@@ -195,6 +214,12 @@ def contestants() -> dict[str, Contestant]:
         "flat torch's muon": muon_case("flat", torch.optim.Muon),
         "flat muon": muon_case("flat"),
         "owned muon": muon_case("param_boundary"),
+        "fsdp2 tensor": tensor_case(_fsdp2),
+        "flat tensor": tensor_case(functools.partial(_ours, shard_strategy="flat", prefetch=0)),
+        "per_param tensor": tensor_case(functools.partial(_ours, prefetch=0)),
+        "flat tensor kept": tensor_case(
+            functools.partial(_ours, shard_strategy="flat", reshard_after_forward=False)
+        ),
         "flat merged 4": flat_case(merged=4),
         "flat merged 4 prefetch": flat_case(merged=4, prefetch=1),
     }

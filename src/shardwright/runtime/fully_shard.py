@@ -276,6 +276,8 @@ def _placements(
         wanted = function(member.fqn, member.parameter) if function else None
         if wanted is not None:
             chosen[member.fqn] = ours(wanted, f"shard_placement_fn for {member.fqn}")
+        if member.parallel is not None:
+            chosen[member.fqn] = member.parallel.cuts(chosen[member.fqn], member.fqn)
         _check_fits(member, chosen[member.fqn], size)
     return chosen
 

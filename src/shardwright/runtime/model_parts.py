@@ -75,7 +75,10 @@ def comm_of(model: nn.Module, mesh: DeviceMesh | None = None) -> Comm | None:
     """
     if mesh is not None:
         return Comm(mesh)
-    found = [unit.comm for unit in storages_in(model)]
+    units = list(storages_in(model))
+    for joint in (joint for unit in units for joint in unit.joints.values()):
+        return joint.grid.comm
+    found = [unit.comm for unit in units]
     found += [module.comm for module in model.modules() if isinstance(module, ShardedTables)]
     if any(comm.mesh != found[0].mesh for comm in found):
         raise InputError(
@@ -111,9 +114,11 @@ def parts_of(model: nn.Module) -> list[Part]:
             parts.append(Part(whole(name, parameter.detach()), parameter))
             continue
         unit, index = place
-        piece = unit.buffers.pieces[index]
-        shape, local = piece.tensor.shape, unit.buffers.locals[index]
-        held = Held(name, shape, piece.offsets, piece.sizes, local)
+        cut, local = unit.sharded.cuts[index], unit.buffers.locals[index]
+        if cut is None:
+            held = whole(name, local)
+        else:
+            held = Held(name, tuple(cut.shape), cut.offsets, cut.sizes, local)
         parts.append(Part(held, parameter, unit, index))
     return parts
 

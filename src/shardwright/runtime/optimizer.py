@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.optimizers import MADE, Implementation, OptimizerName, optimizer_named
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.flat_tensors import FlatTensor, Run, runs_of
@@ -68,6 +68,11 @@ def optimizer_parameters(
             expected("model", "units made by apply or fully_shard_flat", "none", "Shard it first.")
         )
     for unit in units:
+        if unit.joints:
+            wanted = "units that nothing else has cut"
+            found = f"tensor parallelism in unit '{unit.name}'"
+            remedy = "Give the optimizer model.parameters()."
+            raise UnsupportedError(expected("optimizer_parameters", wanted, found, remedy))
         unit.free()
         unit.absorb()
     options, group_of = _grouping(model, groups, units)

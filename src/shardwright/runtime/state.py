@@ -27,7 +27,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(module, ShardedTables):
             found.update(_whole_tables(module))
     for storage in storages_in(model):
-        found.update(_named(model, storage, _wholes(storage, storage.all_gather())))
+        wholes = _wholes(storage, storage.all_gather())
+        rows = zip(wholes, storage.sharded.cuts, storage.buffers.locals, strict=True)
+        wholes |= {n: cut.whole(part) for n, cut, part in rows if cut and n in storage.joints}
+        found.update(_named(model, storage, wholes))
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and plain_name(name) not in found:
             found[plain_name(name)] = tensor.detach().clone()
@@ -126,8 +129,9 @@ class _Loading(_Saving):
             for name in (member.fqn, *member.aliases):
                 key = keys.get(plain_name(prefix) + name.removeprefix(self.start), "")
                 given = state.get(key)
-                fits = isinstance(given, torch.Tensor) and given.shape == member.shape
-                if cut is not None and fits and name.startswith(self.start):
+                if cut is None or not isinstance(given, torch.Tensor):
+                    continue
+                if given.shape == cut.shape and name.startswith(self.start):
                     state[key] = OPERATORS.as_part(given.detach().to(device), cut)
 
 

@@ -239,6 +239,11 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` is a slice of, or itself."""
+    return mesh._get_root_mesh()
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory of its own, or stands for one that would: a fake tensor does."""
     return type(tensor) is torch.Tensor or type(tensor) is FakeTensor

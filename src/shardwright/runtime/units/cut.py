@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from shardwright.core.placement import BlockShard, Shard, describe
 from shardwright.runtime.checkpoint.region import Box, Part, parts
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import tensor_spec
+from shardwright.runtime.units.tensor_parallel import Joint
 
 Ints = tuple[int, ...]
 Region = tuple[Ints, Ints]  # offsets and sizes; one offset on other shapes: a row-major range
@@ -53,18 +54,26 @@ class Cut:
         self._specs: dict[torch.dtype, Any] = {}
 
     @classmethod
-    def of_slot(cls, segment: Segment, slot: Slot, comm: Comm) -> Cut:
-        """How a segment's layout cuts one of its tensors."""
+    def of_slot(cls, segment: Segment, slot: Slot, comm: Comm, joint: Joint | None = None) -> Cut:
+        """How a segment's layout cuts one of its tensors, which is a part of the ``joint`` one."""
+        placement, tensor = slot.placement, slot.tensor
 
         def region_of(rank: int) -> Region:
-            piece = segment.piece(slot, rank)
-            return piece.offsets, piece.sizes
+            if joint is None:
+                piece = segment.piece(slot, rank)
+                return piece.offsets, piece.sizes
+            shard, part = joint.grid.place(rank)
+            piece = segment.piece(slot, shard)
+            return joint.region(piece.offsets, piece.sizes, part, tuple(tensor.shape))
 
-        placement, tensor = slot.placement, slot.tensor
         place = (slot.start, segment.share) if segment.cut == "flat" else (slot.chunk,)
         key = (tensor.shape, describe(placement), *place, *comm.identity)
         dim = placement.dim if isinstance(placement, Shard | BlockShard) else None
-        return cls(tensor.fqn, tensor.shape, dim, region_of, key, comm)
+        if joint is None:
+            return cls(tensor.fqn, tensor.shape, dim, region_of, key, comm)
+        every = joint.grid.comm
+        key = (*key, joint.parallel.shape, joint.parallel.dim, *every.identity)
+        return cls(tensor.fqn, joint.parallel.shape, dim, region_of, key, every)
 
     @classmethod
     def of_runs(cls, name: str, lengths: Ints, comm: Comm) -> Cut:
@@ -121,13 +130,36 @@ class Cut:
         """The whole tensor [shape] from every rank's ``local`` part [sizes] (collective)."""
         if local.is_meta:
             return local.new_empty(self.shape)
-        sizes = [self.region_of(rank)[1] for rank in range(self.comm.size)]
+        regions = [self.region_of(rank) for rank in range(self.comm.size)]
+        sizes = [size for _, size in regions]
         counts = [math.prod(each) for each in sizes]
         flat = self.comm.gather_uneven(f"whole {self.fqn}", local.reshape(-1), counts)
+        if not self._is_in_order(regions):
+            whole = flat.new_empty(self.shape)
+            for region, piece in zip(regions, flat.split(counts), strict=True):
+                target = part_of(whole, *region)
+                target.copy_(piece.view_as(target))
+            return whole
         if self.dim is None:
             return flat.view(self.shape)
         pieces = zip(flat.split(counts), sizes, strict=True)
         return torch.cat([piece.view(each) for piece, each in pieces], self.dim)
+
+    def _is_in_order(self, regions: Sequence[Region]) -> bool:
+        """Whether the parts of all ranks follow one another along one dimension."""
+        end, axis = 0, self.dim or 0
+        for offsets, sizes in regions:
+            if not math.prod(sizes):
+                continue
+            wide = len(sizes) == len(self.shape) and any(
+                size != whole
+                for dim, (size, whole) in enumerate(zip(sizes, self.shape, strict=True))
+                if dim != axis
+            )
+            if wide or (sizes and offsets[axis] != end):
+                return False
+            end += sizes[axis] if sizes else 0
+        return True
 
     def boxes(self) -> Iterator[Part]:
         """This rank's part as rectangles; every rank has all of a tensor without elements."""
@@ -159,12 +191,16 @@ class PartShard(TorchShard):
         self, curr_local_size: int, num_chunks: int, rank: Any
     ) -> tuple[int, int]:
         sizes, offsets = self.cut.sizes, self.cut.offsets
-        if len(sizes) != len(self.cut.shape):
+        if len(sizes) != len(self.cut.shape) or any(
+            size != whole
+            for dim, (size, whole) in enumerate(zip(sizes, self.cut.shape, strict=True))
+            if dim != self.dim
+        ):
             raise UnsupportedError(
                 expected(
                     self.cut.fqn,
                     "a part that is a slice of the whole tensor",
-                    "a range of its elements, which torch has no word for",
+                    "a range of its elements, or one cut twice, which torch has no word for",
                     "Load the whole state on every rank, or shard with 'per_param'.",
                 )
             )

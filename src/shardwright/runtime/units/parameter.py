@@ -17,7 +17,8 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import UnitLayout
 from shardwright.core.placement import Owned, Placement
 from shardwright.core.tensor import TensorSpec
-from shardwright.runtime.torch_private import address_of, is_plain, storage_of
+from shardwright.runtime.torch_private import address_of, is_plain, local_of, storage_of
+from shardwright.runtime.units.tensor_parallel import Parallel
 from shardwright.tracker.private import own_children, own_parameters
 from shardwright.tracker.tensors import DTYPES, NAMES
 
@@ -79,7 +80,8 @@ class Member:
 
     Until the unit is built ``parameter`` is the module's own, from then on what the module shows
     while the unit is sharded. Modules are not kept alive: a place is their dictionary of
-    parameters, or where a module has a ``__setattr__`` of its own a weak reference to it.
+    parameters, or where a module has a ``__setattr__`` of its own a weak reference to it. Of what
+    tensor parallelism has cut, ``shape`` is that of the local tensor.
     """
 
     fqn: str
@@ -87,6 +89,7 @@ class Member:
     shape: torch.Size
     dtype: torch.dtype
     aliases: list[str] = field(default_factory=list)
+    parallel: Parallel | None = None
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     setters: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
 
@@ -99,7 +102,7 @@ class Member:
     def copied(self, memo: dict[int, Any]) -> Member:
         """The same of the copies of modules that ``memo`` collects."""
         made = Member(self.fqn, copy.deepcopy(self.parameter, memo), self.shape, self.dtype)
-        made.aliases = list(self.aliases)
+        made.aliases, made.parallel = list(self.aliases), self.parallel
         made.places = [(copy.deepcopy(shown, memo), name) for shown, name in self.places]
         for reference, name in self.setters:
             module = reference()
@@ -151,8 +154,10 @@ def find_members(
                     )
                 member = found.get(id(parameter))
                 if member is None:
+                    parallel = Parallel.of(parameter, fqn)
+                    shape = local_of(parameter).shape if parallel else parameter.shape
                     member = found[id(parameter)] = Member(
-                        fqn, parameter, parameter.shape, parameter.dtype
+                        fqn, parameter, shape, parameter.dtype, parallel=parallel
                     )
                 else:
                     member.aliases.append(fqn)
@@ -184,7 +189,7 @@ def _refuse_overlaps(members: Sequence[Member], unit: str) -> None:
     """Two parameters over one piece of memory would become two tensors."""
     places: dict[int, list[tuple[int, int, str]]] = {}
     for member in members:
-        data = member.parameter.detach()
+        data = local_of(member.parameter).detach()
         if data.numel() and not data.is_meta:
             begin = address_of(data)
             extent = sum((n - 1) * abs(s) for n, s in zip(data.shape, data.stride(), strict=True))
@@ -220,7 +225,7 @@ def check_materials(members: Sequence[Member], unit: str) -> None:
                     "Build all of a unit on the meta device, or nothing of it.",
                 )
             )
-        if not is_plain(parameter.data):
+        if member.parallel is None and not is_plain(parameter.data):
             raise UnsupportedError(
                 expected(
                     member.fqn,

@@ -103,10 +103,12 @@ def _current(unit: Unit, index: int) -> torch.Tensor:
                 "Change modules before sharding them.",
             )
         )
-    if shown.shape != member.shape:
-        wanted = f"shape {tuple(member.shape)}, as when it was sharded"
+    cut = unit.sharded.cuts[index]
+    shape = member.shape if cut is None else cut.shape
+    if shown.shape != shape:
+        wanted = f"shape {tuple(shape)}, as when it was sharded"
         raise InputError(expected(where, wanted, f"{tuple(shown.shape)}"))
-    if unit.sharded.cuts[index] is None:
+    if cut is None:
         return part_of(local_of(shown).detach(), piece.offsets, piece.sizes)
     if not isinstance(shown, DTensor):
         raise InputError(
@@ -117,8 +119,6 @@ def _current(unit: Unit, index: int) -> torch.Tensor:
                 "Copy values (p.copy_(whole) under no_grad), or replace it before sharding.",
             )
         )
-    cut = unit.sharded.cuts[index]
-    assert cut is not None
     return OPERATORS.as_part(shown.detach(), cut)._local_tensor
 
 

@@ -4,7 +4,7 @@ work on and that gets the unit's gradient. All share the unit's shard."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,10 @@ from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import Cut, part_of
 from shardwright.runtime.units.linked import Replica, call_accumulated, call_gradient_hooks
 from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
+from shardwright.runtime.units.tensor_parallel import Joint
 from shardwright.tracker.private import gradient_hooks
+
+_NO_JOINTS: Mapping[str, Joint] = {}
 
 
 class ShardedParameters:
@@ -27,11 +30,15 @@ class ShardedParameters:
     is None.
     """
 
-    def __init__(self, buffers: Buffers, comm: Comm) -> None:
+    def __init__(
+        self, buffers: Buffers, comm: Comm, joints: Mapping[str, Joint] = _NO_JOINTS
+    ) -> None:
         self.buffers = buffers
         segments = [views.segment for views in buffers.segments]
         self.cuts: list[Cut | None] = [
-            None if segment.cut == "replicated" else Cut.of_slot(segment, slot, comm)
+            None
+            if segment.cut == "replicated"
+            else Cut.of_slot(segment, slot, comm, joints.get(slot.tensor.fqn))
             for segment in segments
             for slot in segment.slots
         ]

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import UnitLayout, unit_layout
@@ -27,7 +26,7 @@ from shardwright.core.placement import Placement
 from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
-from shardwright.runtime.torch_private import storage_of
+from shardwright.runtime.torch_private import local_of, storage_of
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
@@ -43,6 +42,7 @@ from shardwright.runtime.units.parameter import Member, infos_of
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.sharded_parameters import ShardedParameters, Writes
 from shardwright.runtime.units.structure import Structure
+from shardwright.runtime.units.tensor_parallel import joints
 from shardwright.tracker.private import accumulated_hooks, gradient_hooks
 
 Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile
@@ -130,7 +130,8 @@ class Unit:
         self._is_alike = False  # whether replicas were seen to be equal since they got values
         self._gathering: list[Pending] | None = None
         self._narrow: torch.Tensor | None = None
-        sources = {member.fqn: member.parameter for member in members}
+        self.joints = joints(members, comm)
+        sources = {member.fqn: _own(member) for member in members}
         meta = initial is None and any(p.is_meta for p in sources.values())
         device = torch.device("meta" if meta else comm.mesh.device_type)
         self.lay_out(device)
@@ -162,7 +163,7 @@ class Unit:
         self.keeps_whole = not self.buffers.whole.nbytes and all(
             views.segment.cut == "replicated" for views in self.buffers.segments
         )
-        self.sharded = ShardedParameters(self.buffers, self.comm)
+        self.sharded = ShardedParameters(self.buffers, self.comm, self.joints)
         self.param_infos = {i.fqn: i for i in infos_of(layout, self.comm.rank)}
 
     def lasting(self) -> Iterator[tuple[torch.Tensor, Kind]]:
@@ -209,6 +210,12 @@ class Unit:
             for member, whole in rows
             for shown, name in member.places
         ]
+        self._parallel = [
+            (shown, name, member.parallel, whole)
+            for member, whole in rows
+            for shown, name in member.places
+            if member.parallel is not None
+        ]
         self._setters = [
             (setter, name, member.parameter, whole)
             for member, whole in rows
@@ -226,6 +233,7 @@ class Unit:
         if state is UNSHARDED:
             for shown, name, _, whole in self._places:
                 shown[name] = whole
+            self._show_parallel()
         else:
             for shown, name, sharded, _ in self._places:
                 shown[name] = sharded
@@ -234,6 +242,11 @@ class Unit:
             if module is not None:
                 setattr(module, name, whole if state is UNSHARDED else sharded)
         self.state = state
+
+    def _show_parallel(self) -> None:
+        """Let modules have DTensors of what tensor parallelism has cut, in the graph to come."""
+        for shown, name, parallel, whole in self._parallel:
+            shown[name] = parallel.shown(whole)
 
     def follow_freezing(self) -> None:
         """Full parameters train as the sharded ones do; users freeze whichever is shown."""
@@ -348,6 +361,7 @@ class Unit:
     def watch(self) -> None:
         """A forward begins: what must hold of it is checked, and of its parameters."""
         self.writes.watched = self.writes.versions
+        self._show_parallel()
         if torch.is_grad_enabled():
             self.structure.check(self.name)
         if not self._is_alike:
@@ -417,5 +431,10 @@ class Unit:
         )
 
 
-def _value(parameter: nn.Parameter, fqn: str, initial: Initial | None) -> torch.Tensor:
+def _own(member: Member) -> torch.Tensor:
+    """The parameter, of what tensor parallelism has cut this rank's part."""
+    return local_of(member.parameter.detach()) if member.parallel else member.parameter
+
+
+def _value(parameter: torch.Tensor, fqn: str, initial: Initial | None) -> torch.Tensor:
     return initial(fqn) if parameter.is_meta and initial is not None else parameter

@@ -1,0 +1,256 @@
+"""Units of modules that torch's tensor parallelism has cut, on a grid of two by two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from shardwright.core.errors import UnsupportedError
+from shardwright.core.placement import Owned, Replicate
+from shardwright.runtime.clip import clip_grad_norm_
+from shardwright.runtime.fully_shard import fully_shard_flat
+from shardwright.runtime.muon import Muon
+from shardwright.runtime.optimizer import optimizer_parameters
+from shardwright.runtime.saving import load_checkpoint, save_checkpoint
+from shardwright.runtime.state import full_state_dict
+
+STRATEGIES = ("flat", "per_param", "owned")
+DIM, HEADS, LENGTH = 8, 4, 8
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            part(x).view(batch, length, -1, DIM // HEADS).transpose(1, 2)
+            for part in (self.wq, self.wk, self.wv)
+        )
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found: torch.Tensor = self.wo(seen.transpose(1, 2).reshape(batch, length, -1))
+        return found
+
+
+class Block(nn.Module):
+    """A llama's layer; the second matrix of its MLP has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.attention = Attention()
+        self.gate, self.up = (nn.Linear(DIM, 12, bias=False) for _ in range(2))
+        self.down = nn.Linear(12, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x))
+        y = self.second(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(DIM, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+def net() -> Net:
+    torch.manual_seed(11)
+    return Net()
+
+
+def parallelize(model: Net, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """As TorchTitan does it: columns, then rows, and norms of a part of the sequence each."""
+    column, row = ColwiseParallel(), RowwiseParallel()
+    plan: dict[str, Any] = {
+        "attention.wq": column,
+        "attention.wk": column,
+        "attention.wv": column,
+        "attention.wo": row,
+        "gate": column,
+        "up": column,
+        "down": row,
+    }
+    if sequence:
+        whole = {
+            "input_layouts": (TorchShard(1),),
+            "desired_input_layouts": (TorchReplicate(),),
+        }
+        plan |= {
+            "first": SequenceParallel(),
+            "second": SequenceParallel(),
+            "attention": PrepareModuleInput(**whole),
+            "attention.wo": RowwiseParallel(output_layouts=TorchShard(1)),
+            "gate": ColwiseParallel(input_layouts=TorchShard(1)),
+            "up": ColwiseParallel(input_layouts=TorchShard(1)),
+            "down": RowwiseParallel(output_layouts=TorchShard(1)),
+        }
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)  # type: ignore[arg-type]
+    if sequence:
+        parallelize_module(
+            model,
+            mesh,
+            {
+                "embed": RowwiseParallel(
+                    input_layouts=TorchReplicate(), output_layouts=TorchShard(1)
+                ),
+                "head": ColwiseParallel(
+                    input_layouts=TorchShard(1), output_layouts=TorchReplicate()
+                ),
+            },
+        )
+
+
+def tokens(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(16, (3, LENGTH), generator=generator)
+
+
+def loss_of(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
+    logits = model(given)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given[:, 1:].flatten())
+
+
+_GRIDS: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def grid(*sizes: int) -> DeviceMesh:
+    """(shard, tensor), or (replicate, shard, tensor); made once."""
+    if sizes not in _GRIDS:
+        names = ("replicate", "shard", "tensor")[-len(sizes) :]
+        _GRIDS[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return _GRIDS[sizes]
+
+
+def sharded(mesh: DeviceMesh, strategy: str, *, sequence: bool) -> Net:
+    model = net()
+    parallelize(model, mesh["tensor"], sequence=sequence)
+    own = mesh["replicate", "shard"] if mesh.ndim == 3 else mesh["shard"]
+    options: dict[str, Any] = {"shard_strategy": strategy}
+    if strategy == "owned":
+        options = {"shard_placement_fn": lambda fqn, p: Owned(len(fqn) % own.size(own.ndim - 1))}
+    for layer in model.layers:
+        fully_shard_flat(layer, own, **options)
+    fully_shard_flat(model, own, **options)
+    return model
+
+
+def trained(
+    mesh: DeviceMesh, strategy: str, sequence: bool, optimizer: str, sizes: tuple[int, ...]
+) -> tuple[float, float, float]:
+    """The largest difference of a loss, a norm and a weight from one process, over four steps."""
+    whole = grid(*sizes)
+    parts = whole.size() // whole.size(whole.ndim - 1)
+    own = whole.get_rank() // whole.size(whole.ndim - 1)
+    model, reference = sharded(whole, strategy, sequence=sequence), net()
+    make: Any = {
+        "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+        "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+        "muon": lambda m: Muon([p for p in m.parameters() if p.ndim == 2], lr=0.05),
+    }[optimizer]
+    one, other = make(model), make(reference)
+    losses, norms = 0.0, 0.0
+    for step in range(4):
+        one.zero_grad()
+        other.zero_grad()
+        loss = loss_of(model, tokens(own, step))
+        loss.backward()
+        true = torch.zeros(())
+        for part in range(parts):
+            found = loss_of(reference, tokens(part, step))
+            (found / parts).backward()
+            true = found.detach() if part == own else true
+        losses = max(losses, abs(loss.item() - true.item()))
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5).item()
+        ours = (
+            clip_grad_norm_(model, 0.5)
+            if step % 2
+            else nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        )
+        norms = max(norms, abs(float(ours) - norm))
+        one.step()
+        other.step()
+    found = full_state_dict(model)
+    weights = reference.state_dict()
+    assert set(found) == set(weights)
+    return losses, norms, max((found[n] - weights[n]).abs().max().item() for n in weights)
+
+
+def saved(mesh: DeviceMesh, strategy: str, folder: str) -> tuple[bool, bool, bool]:
+    """Whether a checkpoint and a state_dict give a parallel model its values and states again, and
+    whether a model without any parallelism reads the same."""
+    whole = grid(2, 2)
+    models = []
+    for start in (0, 1):
+        model = sharded(whole, strategy, sequence=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if start:
+            load_checkpoint(Path(folder), model, optimizer)
+        for step in range(start * 2, 4):
+            optimizer.zero_grad()
+            loss_of(model, tokens(whole["shard"].get_local_rank(), step)).backward()
+            optimizer.step()
+            if step == 1:
+                save_checkpoint(Path(folder), model, optimizer, step=2)
+        models.append(full_state_dict(model))
+    one, other = models
+    again = all(torch.equal(one[name], other[name]) for name in one)
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    third = sharded(whole, strategy, sequence=True)
+    third.load_state_dict(state)
+    full = full_state_dict(third)
+    plain, early = net(), sharded(whole, strategy, sequence=True)
+    load_checkpoint(Path(folder), plain, mesh=mesh)  # of no parallelism at all
+    load_checkpoint(Path(folder), early)
+    read = full_state_dict(early)
+    return (
+        again,
+        all(torch.equal(full[name], one[name]) for name in one),
+        all(torch.equal(read[name], value) for name, value in plain.state_dict().items()),
+    )
+
+
+def refused(mesh: DeviceMesh) -> list[str]:
+    """What is said of an uneven part, of replicas of a part, and of flat tensors over parts."""
+    two = grid(2, 2)
+    said = []
+    cases: list[tuple[int, dict[str, Any], bool]] = [
+        (5, {}, False),
+        (4, {"placements": (Replicate(),)}, False),
+        (4, {}, True),
+    ]
+    for rows, options, flat in cases:
+        layer = nn.Linear(3, rows, bias=False)
+        parallelize_module(layer, two["tensor"], ColwiseParallel())
+        try:
+            fully_shard_flat(layer, two["shard"], **options)
+            if flat:
+                optimizer_parameters(layer)
+        except UnsupportedError as error:
+            said.append(str(error))
+    return said

@@ -1,0 +1,54 @@
+"""``fully_shard_flat`` after ``parallelize_module``, beside one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tensor_parallel_tasks as tasks
+from pool import Pool
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("strategy", tasks.STRATEGIES)
+def test_a_llama_on_two_shards_by_two_tensor_parallel_ranks(
+    pool: Pool, strategy: str, sequence: bool
+) -> None:
+    for optimizer in ("sgd", "adamw", "muon"):
+        for found in pool.run(
+            4,
+            tasks.trained,
+            strategy=strategy,
+            sequence=sequence,
+            optimizer=optimizer,
+            sizes=(2, 2),
+        ):
+            losses, norms, weights = found
+            assert losses <= 1e-5, optimizer
+            assert norms <= 1e-5, optimizer
+            assert weights <= (2e-5 if optimizer == "adamw" else 1e-5), optimizer
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4), (2, 1, 2), (1, 2, 2)])
+def test_other_grids(pool: Pool, sizes: tuple[int, ...]) -> None:
+    for found in pool.run(
+        4, tasks.trained, strategy="flat", sequence=True, optimizer="sgd", sizes=sizes
+    ):
+        assert max(found) <= 1e-5
+
+
+@pytest.mark.parametrize("strategy", tasks.STRATEGIES)
+def test_states_and_checkpoints_are_those_of_the_whole(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    found = pool.run(4, tasks.saved, strategy=strategy, folder=str(tmp_path))
+    assert found == [(True, True, True)] * 4
+
+
+def test_what_is_not_taken_is_named(pool: Pool) -> None:
+    uneven, replicated, flat = pool.run(4, tasks.refused)[0]
+    assert (
+        "weight: expected a DTensor on a mesh of one dimension, replicated or cut evenly" in uneven
+    )
+    assert "weight: expected a placement that cuts it" in replicated
+    assert "optimizer_parameters: expected units that nothing else has cut" in flat
