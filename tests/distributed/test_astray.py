@@ -45,8 +45,7 @@ REFUSALS = {
     "an embedding with max_norm": "forward of unit 'Embedding': expected one that only reads",
     "a codebook": "forward of unit '_Book': expected one that only reads",
     "a module pickled": "a pickle of unit 'Sequential': expected a module that is not sharded",
-    "tensor parallel first": "weight and the unit's mesh: expected meshes that are slices of one "
-    "with named dimensions",
+    "tensor parallel first": "weight: expected tensor parallelism on another dimension of the mesh",
     "training outside of the forward": "0.weight: expected a use that a sharded tensor has an "
     "answer to, got mm with a graph",
     "Adafactor over flat tensors": "the norm of a flat tensor",

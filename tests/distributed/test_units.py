@@ -64,7 +64,7 @@ REFUSALS = {
     "nothing to shard": "InputError: unit 'ReLU': expected at least one parameter of its own",
     "a list of no modules": "InputError: module: expected a module, or several",
     "a container": "InputError: module: expected modules with a forward",
-    "a DTensor": "UnsupportedError: 0.weight: expected a plain tensor, got a DTensor",
+    "a DTensor": "UnsupportedError: 0.weight: expected tensor parallelism on another dimension",
     "sparse": "UnsupportedError: 0.weight: expected a dense tensor",
     "a dtype": "UnsupportedError: still: expected one of the dtypes",
     "inference": "InputError: weight: expected a tensor made outside of inference mode",

@@ -139,7 +139,14 @@ class Joint:
 
 def joints(members: Iterable[Member], comm: Comm) -> dict[str, Joint]:
     """The members of a unit that tensor parallelism has cut, by name (collective)."""
-    cut = {m.fqn: m.parallel for m in members if m.parallel and m.parallel.dim is not None}
+    parallels = {m.fqn: m.parallel for m in members if m.parallel}
+    own = set(comm.mesh.mesh.flatten().tolist())
+    for fqn, parallel in parallels.items():
+        if len(own.intersection(parallel.mesh.mesh.flatten().tolist())) > 1:
+            wanted = "tensor parallelism on another dimension of the mesh than the unit's"
+            found = "a DTensor on ranks that would cut it again"
+            raise UnsupportedError(expected(fqn, wanted, found, "Pass the other dimension."))
+    cut = {fqn: parallel for fqn, parallel in parallels.items() if parallel.dim is not None}
     grids: dict[int, Grid] = {}
     found = {}
     for fqn, parallel in cut.items():
