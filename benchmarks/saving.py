@@ -4,8 +4,13 @@
 
 A model of GPT-2's shape (10 layers of width 320) with AdamW's states, sharded
 by ``fully_shard_flat``. Ours and torch's take turns, five times each; medians are kept. Training
-stands still while these saves write, so a save a minute costs at most its seconds over sixty: runs
-that train on while files are written (``overlap``) wait less.
+stands still while these saves write.
+
+Then what a save a minute costs a run that trains on while files are written (``overlap``): the
+model ``mid`` of ``fsdp.py`` takes turns of as many steps with a run's look at whether a save is
+due, and with one save among them. Seconds of wall and of CPU over all ranks, by what
+``time.process_time`` counts: threads that write among them. A save costs what its turn takes more
+than the one beside it; the looks are clocked themselves, for they are less than the noise of steps.
 """
 
 from __future__ import annotations
@@ -23,11 +28,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsdp_contestants import batch_of, contestants, model_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
+from shardwright.core.checkpoint_section import CheckpointSection
+from shardwright.models.transformer import next_token_loss
+from shardwright.runtime.saves import Saves
 
+TURNS, STEPS, MINUTE = 15, 6, 60.0
 TIMES, WIDTH, LAYERS, WORDS = 5, 320, 10, 50_257
 
 
@@ -52,6 +62,84 @@ def seconds(act: Callable[[], object]) -> float:
 
 def nbytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+class Turns:
+    """Steps of the model ``mid``, ready to save, and with a save among them."""
+
+    def __init__(self, mesh: DeviceMesh, folder: Path) -> None:
+        contestant = contestants()["flat"]
+        self.model = contestant.wrap(model_of("mid"), mesh)
+        self.optimizer = contestant.optimizer(self.model)
+        self.now, self.number = 0.0, 0
+        self.found: dict[str, list[tuple[float, ...]]] = {}
+        self.saves = Saves(
+            folder,
+            self.model,
+            self.optimizer,
+            CheckpointSection(every="60 s", keep=1),
+            extra=lambda: None,
+            facts={},
+            say=lambda text: None,
+            clock=lambda: self.now,
+        )
+
+    def turn(self, name: str) -> None:
+        """``STEPS`` steps, or as many as its save takes; steps, wall and CPU seconds of all ranks
+        go to ``found``."""
+        self.now += MINUTE if name == "a save" else 0.0
+        wanted, steps = self.saves.count + (name == "a save"), 0
+        dist.barrier()
+        wall, cpu, looks = time.perf_counter(), time.process_time(), 0.0
+        while steps < STEPS or self.saves.count < wanted:
+            steps += 1
+            self.number += 1
+            tokens, targets = batch_of("mid", self.number, dist.get_rank(), dist.get_world_size())
+            next_token_loss(self.model(tokens), targets).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            looked = time.process_time()
+            self.saves.after(self.number, self.saves.agreed(self.number))
+            looks += time.process_time() - looked
+        both = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu, looks])
+        dist.all_reduce(both)
+        self.found.setdefault(name, []).append((steps, *both.tolist()))
+
+    def figures(self) -> dict[str, object]:
+        """What looks and a save cost, in seconds over all ranks and in shares of a minute."""
+        ready, save, ranks = self.found["ready"], self.found["a save"], dist.get_world_size()
+        looks = statistics.median(looked / cpu for _, _, cpu, looked in ready)
+        extra = {
+            clock: statistics.median(
+                one[at] - beside[at] / beside[0] * one[0]
+                for one, beside in zip(save, ready, strict=True)
+            )
+            for at, clock in ((1, "wall"), (2, "cpu"))
+        }
+        return {
+            "model": "mid",
+            "bytes a rank writes": self.saves.nbytes,
+            "load of the machine": os.getloadavg(),
+            "steps, and seconds of wall, CPU and CPU of looks over all ranks": self.found,
+            "looks, of a step's CPU": looks,
+            "seconds of a save over all ranks": extra,
+            "a save a minute costs": {
+                clock: looks + seconds / (MINUTE * ranks) for clock, seconds in extra.items()
+            },
+        }
+
+
+def overlapped(mesh: DeviceMesh, folder: Path) -> dict[str, object]:
+    """What saving costs while a run trains on; turns of a pair are in another order each."""
+    torch.set_num_threads(1)
+    turns = Turns(mesh, folder)
+    names = ["ready", "a save"]
+    for index in range(-1, TURNS):
+        for name in names[:: 1 if index % 2 else -1]:
+            turns.turn(name)
+        if index < 0:  # warm
+            turns.found.clear()
+    return turns.figures()
 
 
 def main() -> None:
@@ -90,6 +178,8 @@ def main() -> None:
         note("load", lambda s=step: sw.load_checkpoint(folder / "ours", model, optimizer, step=s))
         note("load, torch", lambda s=step: load_theirs(s))
         sizes = {"ours": nbytes(folder / "ours" / f"step-{step}"), "torch": nbytes(theirs)}
+    load = os.getloadavg()
+    running = overlapped(mesh, folder / "overlapped")
     if rank == 0:
         medians = {name: statistics.median(values) for name, values in found.items()}
         document = {
@@ -97,11 +187,12 @@ def main() -> None:
             "parameters": sum(p.numel() for p in network().parameters()),
             "ranks": dist.get_world_size(),
             "versions": {"torch": str(torch.__version__), "shardwright": sw.__version__},
-            "load of the machine": os.getloadavg(),
+            "load of the machine": load,
             "bytes": sizes,
             "median seconds": medians,
             "all seconds": found,
-            "a save a minute costs at most": medians["save"] / 60,
+            "a save a minute costs at most": medians["save"] / MINUTE,
+            "while a run trains on": running,
         }
         Path(sys.argv[1]).write_text(json.dumps(document, indent=2) + "\n")
         shutil.rmtree(folder)

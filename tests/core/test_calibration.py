@@ -171,7 +171,7 @@ def test_the_working_directory_comes_before_the_jobs_folder(
         ),
         ({"file": "no.toml"}, "no.toml: expected a cluster file, got no such file. Make one"),
         ({"file": "a\0b"}, "job: cluster.file: expected the name of a file, got 'a\\x00b'."),
-        ({"measured": {}}, "job: unknown key 'cluster.measured'. Did you mean "),
+        ({"measured": {}}, "job: unknown key 'cluster.measured'. Known here: "),
     ],
 )
 def test_a_job_with_a_bad_cluster_file_is_refused(section: dict[str, Any], message: str) -> None:

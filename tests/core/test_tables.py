@@ -168,7 +168,7 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, document: Any, messag
             "unknown key 'tables[0].pooling'. Did you mean 'pooling_factors'? ",
         ),
         ([TABLE | {"pooling": None}], "tables[0].pooling_factors[0]: expected float, got None."),
-        ([TABLE | {"fqn": "x"}], "unknown key 'tables[0].fqn'. Did you mean 'zipf'? Known here: "),
+        ([TABLE | {"fqn": "x"}], "unknown key 'tables[0].fqn'. Known here: "),
         ([TABLE | {"rows": None}], "tables[0].rows: expected int, got None."),
         ([TABLE | {"rows": -1}], "tables[0] 'a'.rows: expected a value from 1 to 1099511627776, "),
         ([TABLE, TABLE], "tables[1] 'a'.name: expected a name of its own, got one used twice."),

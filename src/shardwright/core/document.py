@@ -172,14 +172,12 @@ def convert(
 
 
 def unknown_key(where: str, spot: str, key: str, known: Collection[str]) -> InputError:
-    """An error that names the nearest known key."""
+    """An error that names the nearest known key, if one is near."""
     ordered = sorted(known)
-    near = [name for name in ordered if name.startswith(key)]
-    near = near or difflib.get_close_matches(key, ordered, n=1, cutoff=0.0)
-    return InputError(
-        f"{where}: unknown key '{spot}'. Did you mean '{near[0] if near else ''}'? "
-        f"Known here: {', '.join(ordered)}."
-    )
+    near = [name for name in ordered if key and name.startswith(key)]
+    near = near or difflib.get_close_matches(key, ordered, n=1)
+    guess = f"Did you mean '{near[0]}'? " if near else ""
+    return InputError(f"{where}: unknown key '{spot}'. {guess}Known here: {', '.join(ordered)}.")
 
 
 def _refuse_unknown_keys(

@@ -14,9 +14,10 @@ from shardwright.core.llama_local import LocalShape, LossKind, check_local
 from shardwright.core.pipelining import chunk_count
 
 MAX_WORLD = 2**20  # ranks in a job whose memory is estimated
-LLAMA_ONLY = ("pipeline", "context", "expert")
-# What says how these degrees divide a model
-BESIDE_LLAMA = ("sequence", "schedule", "chunks", "routing", "expert_load")
+# Degrees, and what says how they divide a model: of a llama alone, and of a user's module as well
+LLAMA_ONLY = ("context", "expert", "sequence", "routing", "expert_load")
+OF_PIPELINES = ("pipeline", "schedule", "chunks")
+DEGREES = ("context", "expert", "pipeline")
 DEFAULT_CAPACITY = 1.25
 DEFAULT_SKEW = 0.3
 
@@ -150,23 +151,8 @@ def check_parallel(section: ParallelSection, kind: str, where: str) -> None:
     """Refuse keys that say nothing beside the others, or nothing about this ``kind`` of model."""
     if kind == "tables":
         raise InputError(expected(f"{where}: parallel", "no such section for kind 'tables'", "one"))
-    for name in LLAMA_ONLY if kind != "llama" else ():
-        if getattr(section, name) > 1:
-            raise InputError(
-                expected(
-                    f"{where}: parallel.{name}",
-                    f"1 for kind '{kind}'",
-                    str(getattr(section, name)),
-                    "Only a llama is divided by it.",
-                )
-            )
+    _check_kind(section, kind, where)
     _check_tensor(section, kind, where)
-    usual = ParallelSection()
-    for name in BESIDE_LLAMA if kind != "llama" else ():
-        value = getattr(section, name)
-        if value != getattr(usual, name):
-            where_not = f"no such key for kind '{kind}'"
-            raise InputError(expected(f"{where}: parallel.{name}", where_not, repr(value)))
     if section.sequence and section.tensor == 1:
         raise InputError(expected(f"{where}: parallel.sequence", "false where tensor is 1", "true"))
     for name, value, routing in (
@@ -186,6 +172,23 @@ def check_parallel(section: ParallelSection, kind: str, where: str) -> None:
             expected(f"{where}: parallel.chunks", "1 without a pipeline", str(section.chunks))
         )
     chunk_count(section.schedule, section.chunks if section.pipeline > 1 else None)
+
+
+def _check_kind(section: ParallelSection, kind: str, where: str) -> None:
+    """Refuse what does not divide this kind of model."""
+    none = {"llama": (), "python": LLAMA_ONLY}.get(kind, (*LLAMA_ONLY, *OF_PIPELINES))
+    usual = ParallelSection()
+    for name in none:
+        value, standard = getattr(section, name), getattr(usual, name)
+        if value == standard:
+            continue
+        spot, remedy = f"{where}: parallel.{name}", ""
+        wanted = f"no such key for kind '{kind}'"
+        if name in DEGREES:
+            wanted, remedy = f"1 for kind '{kind}'", "Only a llama is divided by it."
+        if name == "pipeline":
+            remedy = "A llama is divided by it, or a module of your own."
+        raise InputError(expected(spot, wanted, repr(value), remedy))
 
 
 def _check_tensor(section: ParallelSection, kind: str, where: str) -> None:

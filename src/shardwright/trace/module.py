@@ -30,7 +30,7 @@ class Subject:
     ``units`` are the modules that share a unit, by the unit's name, in the order of their forward;
     one named ``""`` is the whole module and has the parameters of no other. Without a ``loss`` the
     result's own gradient is made up, as a pipeline's stage receives it. ``freezes``: parameters
-    that get no gradient count as frozen.
+    that get no gradient count as frozen. ``call`` runs a stage of the module instead of all of it.
     """
 
     module: nn.Module
@@ -45,6 +45,7 @@ class Subject:
     apart: Sequence[str] = ()  # units that are one only if nobody else uses their parameters
     freezes: bool = False
     checkpointed: Mapping[nn.Module, str] = field(default_factory=dict)  # and each one's policy
+    call: Callable[[Subject, Recorder], Any] | None = None
 
 
 class NoUnitsError(Exception):
@@ -115,7 +116,11 @@ def _garbage_stays() -> Iterator[None]:
 
 def _step(recorder: Recorder, subject: Subject) -> int:
     """One forward and backward; the bytes of a result that a stage sends on."""
-    result, returned = subject.module(*subject.inputs, **subject.keywords), 0
+    if subject.call is not None:
+        result = subject.call(subject, recorder)
+    else:
+        result = subject.module(*subject.inputs, **subject.keywords)
+    returned = 0
     recorder.mark("", "finish")
     if subject.loss is None:
         target = _trained(result)

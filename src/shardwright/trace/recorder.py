@@ -71,8 +71,14 @@ class Recorder(Follower):
         assert (taken.what, taken.slot) == ("take", self._slots[held])
         held.operation = BEFORE
 
+    def unseen(self, on: bool) -> None:
+        """Nothing that happens until it is off again is recorded: it is another stage's."""
+        self._pause(on)
+
     def mark(self, unit: str, point: Point) -> None:
         """A unit gets to a point of its step, where a piece ends."""
+        if self._paused:
+            return
         if point == "enter":
             self.inside.add(unit)
         elif point == "leave":

@@ -8,6 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwright.core.job import parse_job
+from shardwright.core.llama import LlamaShape
+from shardwright.core.llama_local import LocalShape
+from shardwright.models.llama import Llama
+
 Made = Any
 
 
@@ -395,3 +400,12 @@ def attended(
 ) -> Made:
     tokens = torch.zeros(batch, sequence, dtype=torch.int64)
     return Attended(depth, 32, 4, bias, tied), tokens
+
+
+def a_llama(batch: int, sequence: int, model: dict[str, int]) -> Made:
+    """The built-in llama as a module of a user's own."""
+    job = parse_job({"model": {"kind": "llama", **model}, "cluster": {"world_size": 1}})
+    assert isinstance(job.model.shape, LlamaShape)
+    module = Llama(job.model.shape, LocalShape(), sequence=sequence)
+    tokens, targets = (torch.zeros(batch, sequence, dtype=torch.int64) for _ in range(2))
+    return module, tokens, lambda logits: module.loss(logits, targets)

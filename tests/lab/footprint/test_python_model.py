@@ -45,7 +45,7 @@ def job_of(name: str, arguments: dict[str, Any] | None = None, **memory: Any) ->
 def recorded(job: Job, **options: Any) -> tuple[Recording, int]:
     section = memory_of(job)
     treatment = Treatment(section.lowering or "cuda", section.policy)
-    return python_recording(job, treatment, BATCH, **options)
+    return python_recording(job, treatment, BATCH, **options)[:2]
 
 
 def peaks(job: Job, **options: Any) -> dict[Phase, dict[Kind, int]]:

@@ -16,7 +16,7 @@ from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.lab.fit.variants import changed_job, on_ranks
 
 WORTH = 0.99  # of what was needed: a way out that leaves more is not worth naming
-DEGREES = {"tensor": (2, 4, 8), "pipeline": (2, 4, 8)}  # that are tried of a llama
+DEGREES = {"tensor": (2, 4, 8), "pipeline": (2, 4, 8)}  # that are tried
 TIMES = (2, 4, 8, 16, 32)  # as many ranks, where nothing fits on those there are
 
 Way = tuple[tuple[str, ...], Job]
@@ -92,13 +92,14 @@ def _ways(job: Job, world_size: int, shards: int | None) -> Iterator[Way]:
 
 def _degrees(job: Job) -> Iterator[tuple[str, int]]:
     """Larger degrees of a llama, by name; of experts all that there are. A module of the user's
-    own is divided where the job says how."""
+    own has stages, and tensor ranks where the job says how."""
     shape, section = job.model.shape, parallel_of(job)
     tried: dict[str, tuple[int, ...]] = {}
     if isinstance(shape, LlamaShape):
         tried = {"expert": (shape.experts,), **DEGREES}
-    elif section.parallelize_plan:
-        tried = {"tensor": DEGREES["tensor"]}
+    elif job.model.kind == "python":
+        usable = ["tensor"] * bool(section.parallelize_plan) + ["pipeline"]
+        tried = {name: DEGREES[name] for name in usable}
     for name, degrees in tried.items():
         yield from ((name, each) for each in degrees if each > getattr(section, name))
 

@@ -23,7 +23,8 @@ from shardwright.trace.structure import Stretch, series_of, stretches
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES
 
-KEPT = ("", "head")  # units that are not freed after their forward
+HEAD = "head"  # the unit of what is behind the layers
+KEPT = ("", HEAD)  # units that are not freed after their forward
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ def forget_recordings() -> None:
 def _recorded(request: Request, treated: tuple[int, ...]) -> Recording:
     dtype = DTYPES[request.dtype]
     local, batch, tokens = request.local, request.batch, request.sequence
-    kept = _Kept(pipelined=not local.first)
+    kept = Kept(pipelined=not local.first)
     with FakeTensorMode():
         model = Llama(request.shape, local, sequence=tokens, dtype=dtype)
         if local.first:
@@ -107,7 +108,7 @@ def _recorded(request: Request, treated: tuple[int, ...]) -> Recording:
     return msgspec.structs.replace(found, notes=tuple(treatment.notes))
 
 
-class _Kept:
+class Kept:
     """What a stage behind another one keeps until its backward is over, as torch's pipelining does
     it: the result of the model; the gradient of the stream goes then, for it is sent."""
 
@@ -142,8 +143,8 @@ def _units(model: Llama, root: bool) -> dict[str, Sequence[nn.Module]]:
     if root:
         found[""] = [model]
     elif local.last:
-        found["head"] = [model.norm, model.output]
+        found[HEAD] = [model.norm, model.output]
     return found
 
 
-__all__ = ["KEPT", "Request", "Stretch", "forget_recordings", "stage_recording"]
+__all__ = ["HEAD", "KEPT", "Kept", "Request", "Stretch", "forget_recordings", "stage_recording"]

@@ -15,8 +15,9 @@ from shardwright.core.parallel import Degrees, ParallelSection, local_shape
 from shardwright.core.recording import RecordedUnit, Recording
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.lab.footprint.llama import Request, stage_recording
-from shardwright.lab.footprint.python_model import python_recording
-from shardwright.lab.footprint.stages import Stage
+from shardwright.lab.footprint.own_stages import Blocks, moved
+from shardwright.lab.footprint.python_model import Recorded, python_blocks, python_recording
+from shardwright.lab.footprint.stages import Stage, stages
 from shardwright.trace.treatment import Treatment
 
 STORED = "fp32"  # what runtimes that shard keep a llama's parameters in
@@ -55,7 +56,9 @@ def recorded_whole(
     be."""
     degrees = degrees_of(job, 1)
     if job.model.kind == "python":
-        return python_recording(job, treatment, job.batch.size, planned=True, routed=routed)[0]
+        return python_recording(
+            job, treatment, job.batch.size, planned=True, routed=routed
+        ).recording
     model = LlamaModel(job, degrees, treatment)
     return model.recorded(parallel_of(job), Stage((0, model.layers), True, True)).recording
 
@@ -107,17 +110,34 @@ class LlamaModel:
 
 
 class PythonModel:
-    """A module that a function returns, in one piece; tensor ranks have parts of its layers."""
+    """A module that a function returns; tensor ranks have parts of its layers, a pipeline's stages
+    some of its blocks."""
 
     def __init__(self, job: Job, degrees: Degrees, treatment: Treatment) -> None:
-        several = degrees.microbatches
-        found, self.parameters = python_recording(job, treatment, job.batch.size // several)
-        self.recording = msgspec.structs.replace(found, inputs=found.inputs * several)
-        self.layers = len(self.recording.units)
+        self.job, self.treatment, self.several = job, treatment, degrees.microbatches
+        self.batch = job.batch.size // self.several
+        self.blocks: Blocks | None = None
+        if degrees.pipeline > 1:
+            self.blocks = python_blocks(job, treatment, self.batch)
+        self.layers = len(self.blocks.names) if self.blocks else 1
+        ends = stages(self.layers, degrees.pipeline * degrees.chunks)
+        self.parameters = self._of(ends[0]).parameters
 
     def recorded(self, parallel: ParallelSection, stage: Stage) -> RecordedStage:
-        """The whole module, in one stage."""
-        return RecordedStage(self.recording)
+        """The module, or a stage of its blocks; of those that are alike one stands for others."""
+        begin, end = stage.layers
+        by = 0
+        if self.blocks and self.blocks.alike and not stage.first and not stage.last:
+            by = begin - 1  # the blocks of the second stage on, wherever they lie
+            stage = Stage((1, end - by), False, False)
+        found, _, received = self._of(stage)
+        found = moved(found, self.blocks, by) if self.blocks else found
+        found = msgspec.structs.replace(found, inputs=found.inputs * self.several)
+        return RecordedStage(found, received)
+
+    def _of(self, stage: Stage) -> Recorded:
+        one = stage if self.blocks else None
+        return python_recording(self.job, self.treatment, self.batch, stage=one)
 
 
 def _stored(unit: RecordedUnit) -> RecordedUnit:

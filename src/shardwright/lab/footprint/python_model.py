@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -19,7 +19,9 @@ from shardwright.core.job import Job, parallel_of
 from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.parallel import Style
 from shardwright.core.recording import Recording
+from shardwright.lab.footprint.own_stages import Blocks, StageOf, blocks_of
 from shardwright.lab.footprint.routed import Routed
+from shardwright.lab.footprint.stages import Stage
 from shardwright.lab.footprint.tensor_parallel import cut
 from shardwright.lab.python_model import (
     Built,
@@ -50,7 +52,8 @@ POINTER = "Accessing the data pointer of FakeTensor"  # torch's words, 2.11 to 2
 
 class Request(msgspec.Struct, frozen=True):
     """All that a recording of a function's module depends on; ``routed`` are paths of embeddings
-    that are tables, or None for all that can be; ``cut`` are layers that ``tensor`` ranks share."""
+    that are tables, or None for all that can be; ``cut`` are layers that ``tensor`` ranks share;
+    with ``stage`` a pipeline's ranks have one each."""
 
     call: Call
     dtype: str
@@ -60,6 +63,15 @@ class Request(msgspec.Struct, frozen=True):
     routed: tuple[str, ...] | None = ()
     tensor: int = 1
     cut: tuple[tuple[str, Style], ...] = ()
+    stage: Stage | None = None
+
+
+class Recorded(NamedTuple):
+    """A recording, the parameters of the whole module, and the bytes that a stage receives."""
+
+    recording: Recording
+    parameters: int
+    received: int = 0
 
 
 def module_recording(
@@ -71,7 +83,7 @@ def module_recording(
 ) -> Recording:
     """The recording of what ``function`` gives, to be planned; errors call it ``name``."""
     request = Request(Call(name, "{}", 1, 1), dtype, treatment, planned=True, routed=routed)
-    return _recorded.__wrapped__(request, function)[0]
+    return _recorded.__wrapped__(request, function).recording
 
 
 def python_recording(
@@ -82,8 +94,9 @@ def python_recording(
     full: bool = False,
     planned: bool = False,
     routed: tuple[str, ...] | None = (),
-) -> tuple[Recording, int]:
-    """The recording of a job's own module for ``batch`` samples, and its number of parameters.
+    stage: Stage | None = None,
+) -> Recorded:
+    """The recording of a job's own module for ``batch`` samples, or of one ``stage`` of it.
 
     Parameters compute in ``memory.param_dtype``, as they are in a job without the section; the
     units have the dtypes they were made in. With ``full`` every part is recorded, not a few of each
@@ -91,23 +104,43 @@ def python_recording(
     has them in the root's. Embeddings that are ``routed`` are tables of the recording.
     InputError where the function or its module cannot be used, in one line that says why.
     """
-    parallel = parallel_of(job)
-    request = Request(
-        Call.of(job, batch),
-        step_dtypes(job)[0],
-        treatment,
-        full,
-        planned,
-        routed,
-        parallel.tensor,
-        tuple((parallel.parallelize_plan or {}).items()),
-    )
+    request = _request(job, treatment, batch)
+    more = {"full": full, "planned": planned, "routed": routed, "stage": stage}
+    request = msgspec.structs.replace(request, **more)
     with importable():
         return _recorded(request, python_function(request.call.name, request.call.where))
 
 
+def python_blocks(job: Job, treatment: Treatment, batch: int) -> Blocks:
+    """The blocks of a job's own module, for a pipeline to share out; UnsupportedError where they
+    do not repeat in one place."""
+    request = _request(job, treatment, batch)
+    with importable():
+        return _blocks(request, python_function(request.call.name, request.call.where))
+
+
+def _request(job: Job, treatment: Treatment, batch: int) -> Request:
+    parallel = parallel_of(job)
+    layers = tuple((parallel.parallelize_plan or {}).items())
+    call, dtype = Call.of(job, batch), step_dtypes(job)[0]
+    return Request(call, dtype, treatment, tensor=parallel.tensor, cut=layers)
+
+
 @lru_cache(maxsize=64)
-def _recorded(request: Request, function: Callable[..., Any]) -> tuple[Recording, int]:
+def _blocks(request: Request, function: Callable[..., Any]) -> Blocks:
+    with _made(request, function) as (built, _):
+        return blocks_of(built.module)
+
+
+@lru_cache(maxsize=64)
+def _recorded(request: Request, function: Callable[..., Any]) -> Recorded:
+    with _made(request, function) as (built, mode), without_pointers(), without_log():
+        return _traced(request, built, mode)
+
+
+@contextmanager
+def _made(request: Request, function: Callable[..., Any]) -> Iterator[tuple[Built, FakeTensorMode]]:
+    """What the function returns, on fake tensors, and their mode."""
     # a module may have kept real tensors that it made when it was imported
     mode, default = FakeTensorMode(allow_non_fake_inputs=True), torch.get_default_dtype()
     try:
@@ -116,8 +149,7 @@ def _recorded(request: Request, function: Callable[..., Any]) -> tuple[Recording
             with Deferred(mode), _without_sampling():
                 made = make(request.call, function, "It runs on fake CPU tensors.")
                 built = built_of(made, request.call.where)
-            with without_pointers(), without_log():
-                return _traced(request, built, mode)
+            yield built, mode
     finally:
         torch.set_default_dtype(default)
 
@@ -134,7 +166,7 @@ def _without_sampling() -> Iterator[None]:
         setattr(nn.init, name, sampling)
 
 
-def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recording, int]:
+def _traced(request: Request, built: Built, mode: FakeTensorMode) -> Recorded:
     module = built.module
     routed = Routed(module, request.routed)
     check_module(module, built.where, routed.tables)
@@ -150,10 +182,11 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recor
     )
     built = built._replace(inputs=inputs, keywords=keywords, targets=targets)
     check_call(built)
+    of = StageOf(module, request.stage) if request.stage else None
     while True:
         try:
-            with routed.instead():
-                found = _composed(request, built, routed)
+            with routed.instead(), of.cut() if of else nullcontext():
+                found = _composed(request, built, routed, of)
                 more = routed.completed(found)
             break
         except NoTableError as error:
@@ -169,10 +202,11 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> tuple[Recor
         for unit in found.units
     )
     notes = tuple(dict.fromkeys((*built.notes, *found.notes, *routed.notes)))
-    return msgspec.structs.replace(found, units=units, notes=notes, **more), parameters
+    found = msgspec.structs.replace(found, units=units, notes=notes, **more)
+    return Recorded(found, parameters, of.received if of else 0)
 
 
-def _composed(request: Request, built: Built, routed: Routed) -> Recording:
+def _composed(request: Request, built: Built, routed: Routed, of: StageOf | None) -> Recording:
     """A step as the module is just then."""
     module = built.module
     whole = [tensor for tensor in held_tensors(module) if not isinstance(tensor, nn.Parameter)]
@@ -185,14 +219,20 @@ def _composed(request: Request, built: Built, routed: Routed) -> Recording:
         extra=[leaf for leaf in tree_leaves(built.targets) if isinstance(leaf, torch.Tensor)],
     )
     every = policy(request.treatment.checkpointing).every
-    parts = None if request.planned else ()
-    composer = Composer(module, _run(request, subject, routed), every, request.full, parts)
+    parts: Sequence[str] | None = None if request.planned else ()
+    if of:
+        last = of.stage.last
+        subject = replace(subject, call=of.run, loss=subject.loss if last else None)
+        parts = of.apart(every)
+    full = request.full or bool(parts)
+    composer = Composer(module, _run(request, subject, routed), every, full, parts)
     try:
         found = composer.recording()
     except Untraceable as error:
         raise explained(error, module, built.where, built.called) from error
     about = (*_about_units(composer, request), *_not_trained(module, found))
     notes = (*composer.notes, *about, *found.notes)
+    found = of.of_stage(found, subject) if of else found
     return msgspec.structs.replace(found, buffers=storage_bytes(whole), notes=notes)
 
 
@@ -203,8 +243,13 @@ def _run(request: Request, subject: Subject, routed: Routed) -> Callable[[Shorte
 
     def run(shortened: Shortened) -> Recording:
         routed.asked.clear()
-        picked = treated(shortened.places, every)
-        with treatment.applied(subject.module, shortened.blocks, picked) as applied:
+        blocks, places = shortened.blocks, shortened.places
+        if subject.call and shortened.apart:  # all blocks of a stage, in order
+            units = {part for name, parts in shortened.units.items() if name for part in parts}
+            blocks = [part for part in subject.module.modules() if part in units]
+            places = list(range(len(blocks)))
+        picked = treated(places, every)
+        with treatment.applied(subject.module, blocks, picked) as applied:
             here = replace(
                 subject,
                 units=shortened.units,
