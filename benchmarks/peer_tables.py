@@ -18,10 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardwright as sw
 from shardwright.core.amount import ceil_div
 from shardwright.core.block import Block
+from shardwright.core.schedule import RIDE_BYTES
 from shardwright.core.sharding import traits
 from shardwright.runtime.embeddings.route import Table
 from shardwright.runtime.embeddings.shard import make_tables
 from shardwright.runtime.embeddings.store import blocks_of_whole
+
+FLOAT = 4
 
 
 def build(
@@ -34,8 +37,10 @@ def build(
 ) -> nn.Module:
     """Tables as ``specs`` (name, rows, dim, pooling, features) say, each cut as ``types`` does.
 
-    A 2-D mesh is (host, device); a 1-D one is one host. ``weights`` are the whole tables.
+    A 2-D mesh is (host, device); a 1-D one is one host. ``weights`` are the whole tables. Large
+    ones that are replicated exchange the rows that were looked up.
     """
+    copied = {name: traits(kind).replicated for name, kind in types.items()}
     tables = [
         Table(
             spec["name"],
@@ -45,7 +50,8 @@ def build(
             tuple(spec["features"]),
             optimizer,
             spec["pooling"],
-            replicated=traits(types[spec["name"]]).replicated,
+            replicated=copied[spec["name"]],
+            by_rows=copied[spec["name"]] and spec["rows"] * spec["dim"] * FLOAT > RIDE_BYTES,
         )
         for spec in specs
     ]

@@ -26,7 +26,7 @@ def _demand(v: Any) -> Demand:
     cache = Cache(v.cached, v.miss, v.ids)
     passes = v.c["sgd_passes"]
     return Demand(
-        v.ids, v.bags, v.rows, v.columns, v.columns * v.size, v.sent, v.sent, passes, cache
+        v.ids, v.bags, v.rows, v.columns, v.columns * v.size, v.sent, v.sent, passes, cache, v.bags
     )
 
 
@@ -38,7 +38,10 @@ def _seconds(v: Any, sharding_type: str, kernel: str, local: Any, **flags: bool)
 
 
 CASES: dict[str, Callable[[Any], Any]] = {
-    "replicated_seconds": lambda v: embedding.replicated_seconds(_demand(v), v.hosts, v.c),
+    "replicated_seconds": lambda v: embedding.replicated_seconds(_demand(v), "dense", v.hosts, v.c),
+    "replicated_seconds/by rows": lambda v: embedding.replicated_seconds(
+        _demand(v), "fused", v.hosts, v.c
+    ),
     "rows_sent_back": lambda v: embedding.rows_sent_back(v.ids, v.bags, v.hosts),
 }
 for _type in TYPES:
@@ -76,12 +79,11 @@ for _kernel in KERNELS:
         CASES[f"shard_bytes/{_kernel}/{_kind}"] = lambda v, k=_kernel, o=_kind: (
             embedding.shard_bytes(v.rows, v.columns, "bf16", o, k)
         )
-for _routed in (False, True):
-    for _replicated in (False, True):
-        CASES[f"step_latencies/{_routed}/{_replicated}"] = lambda v, a=_routed, b=_replicated: (
-            embedding.step_latencies(a, b, b, v.hosts * v.local, v.c, v.local)
-        )
-OF_NAMES = {"home"}
+for _part in embedding.LATENCIES:
+    CASES[f"step_latencies/{_part}"] = lambda v, part=_part: embedding.step_latencies(
+        ["routed", part], v.hosts * v.local, v.c, v.local
+    )
+OF_NAMES = {"home", "replica_part", "rows_are_few"}
 SAMPLES = st.lists(
     st.fixed_dictionaries(
         {

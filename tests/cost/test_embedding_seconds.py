@@ -30,6 +30,8 @@ C = {
     "operation_latency": 0.25,
     "all_to_all_latency": 10.0,
     "all_to_all_rate": 8.0,
+    "all_gather_latency": 15.0,
+    "all_gather_rate": 12.0,
     "all_reduce_latency": 20.0,
     "all_reduce_rate": 16.0,
     "inter_host_rate": 4.0,
@@ -71,14 +73,40 @@ def test_what_leaves_the_host_goes_through_the_network() -> None:
     assert found["exchange_rows"] == rows / 4 / 8 + rows * 2 / 4 / 4
 
 
-def test_a_replica_pays_for_its_whole_table_whatever_the_batch() -> None:
+def test_a_dense_replica_pays_for_its_whole_table_whatever_the_batch() -> None:
     # 10 rows of 64 B on 2 ranks: 640 B all-reduced and updated
     demand = Demand(4, 4, 10, 16, 64, 4, 4, 3.0)
-    assert embedding.replicated_seconds(demand, 2, C) == {
+    assert embedding.replicated_seconds(demand, "dense", 2, C) == {
         "lookup": 4 * 1.5,
         "reduce": 2 * 640 / 2 / 16 + 4 * 1.5,
         "step": 640 * 3 / 64,
     }
+
+
+def test_a_replica_by_rows_pays_for_those_that_ranks_looked_up_whatever_the_table() -> None:
+    # 3 different rows of 8 + 64 B from each of 2 ranks, out of 4 ids each
+    for rows in (10, 10**9):
+        demand = Demand(4, 4, rows, 16, 64, 4, 4, 3.0, distinct=3)
+        assert embedding.shard_seconds(demand, "data_parallel", "fused", 2, C) == {
+            "lookup": 4 * 1.5,
+            "reduce": 2 * 3 * 72 / 2 / C["all_gather_rate"] + 4 * (C["sort_cost"] + 1.5),
+            "step": 2 * 3 * 1.5 * 3,
+        }
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "few"),
+    [
+        (100, 100_000, True),
+        (100, 2_000, False),  # not above 1 MiB
+        (22_222, 100_000, True),  # 2 x 2 x 22,222 x 72 B against 6,400,000 B
+        (22_223, 100_000, False),
+    ],
+)
+def test_rows_are_few_where_exchanging_them_is_less_than_the_table(
+    ids: int, rows: int, few: bool
+) -> None:
+    assert embedding.rows_are_few(ids, rows, 16, 2) == few
 
 
 def test_rows_in_host_memory_are_touched_through_the_slower_of_link_and_memory() -> None:
@@ -283,13 +311,13 @@ def test_a_cache_makes_host_memory_faster() -> None:
 
 
 def test_a_step_without_tables_has_no_latencies() -> None:
-    assert embedding.step_latencies(False, False, False, 2, C) == {}
+    assert embedding.step_latencies([], 2, C) == {}
 
 
 def test_routed_and_replicated_latencies_add_up() -> None:
-    routed = embedding.step_latencies(True, False, False, 2, C)
-    replicated = embedding.step_latencies(False, True, True, 2, C)
-    both = embedding.step_latencies(True, True, True, 2, C)
+    routed = embedding.step_latencies(["routed"], 2, C)
+    replicated = embedding.step_latencies(["reduced"], 2, C)
+    both = embedding.step_latencies(["routed", "reduced"], 2, C)
     assert both == {
         phase: routed.get(phase, 0) + replicated.get(phase, 0)
         for phase in routed.keys() | replicated.keys()
@@ -297,19 +325,20 @@ def test_routed_and_replicated_latencies_add_up() -> None:
 
 
 def test_replicas_that_ride_pay_no_collective() -> None:
-    alone = embedding.step_latencies(True, True, True, 2, C)
-    riding = embedding.step_latencies(True, True, False, 2, C)
+    alone = embedding.step_latencies(["routed", "reduced"], 2, C)
+    riding = embedding.step_latencies(["routed", "riding"], 2, C)
     assert alone["reduce"] - riding["reduce"] == C["all_reduce_latency"]
     assert {p for p in alone if alone[p] != riding[p]} == {"reduce"}
 
 
 def test_hosts_add_their_latency_to_each_collective() -> None:
-    one = embedding.step_latencies(True, False, False, 4, C)
-    two = embedding.step_latencies(True, False, False, 4, C, 2)
+    one = embedding.step_latencies(["routed"], 4, C)
+    two = embedding.step_latencies(["routed"], 4, C, 2)
     added = {phase: two[phase] - one[phase] for phase in one if two[phase] != one[phase]}
     assert added == {"exchange_ids": 2 * 5.0, "exchange_rows": 5.0, "reduce": 5.0}
 
 
 def test_a_single_rank_has_operations_but_no_collectives() -> None:
-    for phase, count in embedding.ROUTED_OPERATIONS.items():
-        assert embedding.step_latencies(True, False, False, 1, C)[phase] == count * 0.25
+    for part, latencies in embedding.LATENCIES.items():
+        for phase, count in latencies.operations.items():
+            assert embedding.step_latencies([part], 1, C)[phase] == count * 0.25

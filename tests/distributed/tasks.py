@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import metering
@@ -13,12 +15,14 @@ from torch.utils._pytree import tree_map
 
 from shardwright.core.job import Job
 from shardwright.core.plan import Plan
+from shardwright.core.timeline import Phase
 from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import HOSTS, apply
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
+from shardwright.runtime.probe import Probe
 from shardwright.runtime.saving import load_checkpoint, save_checkpoint
 from shardwright.runtime.state import full_state_dict
 
@@ -84,6 +88,37 @@ def go_on(
     if save:
         save_checkpoint(save, model, optimizer, step=steps.stop, facts={"plan": "old"})
     return losses, full_state_dict(model)
+
+
+class Counting(Probe):
+    """Notes every collective with its phase."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.found: list[tuple[str, str, int]] = []
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """What is inside counts for ``phase``."""
+        self.phases.append(phase)
+        yield
+        self.phases.pop()
+
+    def collective(self, label: str, nbytes: int) -> None:
+        """Note it."""
+        self.found.append((self.phases[-1] if self.phases else "", label, nbytes))
+
+
+def collectives_of_a_step(mesh: DeviceMesh, job: Job, made: Plan) -> list[tuple[str, str, int]]:
+    """Phase, label and bytes of each collective of a step."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    probe, guard = Counting(), Guard(mesh)
+    model = apply(DLRM(job, device="meta"), made, mesh, probe=probe, guard=guard)
+    probe.found.clear()
+    (batch,) = batches(job, 1, job.batch.size * size)
+    loss_of(model, share(batch, rank, size)).backward()
+    guard.settle()
+    return probe.found
 
 
 def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:

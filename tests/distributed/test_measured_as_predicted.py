@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter
+
 import msgspec
 import pytest
 from pool import Pool
 from reference import bag_job, small_job
-from tasks import meter_steps
+from tasks import collectives_of_a_step, meter_steps
 
 from shardwright.core.job import Job
+from shardwright.core.model import CacheSpec
 from shardwright.core.optimizers import TRAINED
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import Action, training_step
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
+from shardwright.cost.embedding import LATENCIES
 from shardwright.lab.recordings import plan
+from shardwright.planner.explain.recompute import draft_of
+from shardwright.planner.step_draft import StepDraft
 
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise", "row_wise", "table_wise")
 ROUTED = ("table_wise", "row_wise", "table_wise", "row_wise", "row_wise", "table_wise")
@@ -201,3 +208,55 @@ def test_large_replicas_have_no_gradient_and_their_peaks_are_within_three_percen
         for phase in ("reduce", "step"):
             most = sum(phase_peaks(predicted)[rank, phase].values())
             assert most == pytest.approx(sum(found[rank, phase].values()), rel=PEAK_TOLERANCE)
+
+
+ROWS = (60_000, 9, 50, 700, 4000, 70)
+SEVEN = {
+    **{kind: (kind,) * 6 for kind in ("table_wise", "row_wise", "column_wise", "data_parallel")},
+    "within hosts": ("table_row_wise", "table_column_wise", "grid_shard") * 2,
+    "large copy beside routed": ("data_parallel", *["row_wise"] * 4, "column_wise"),
+    "copies of both forms": ("data_parallel", "data_parallel", *["table_wise"] * 4),
+    "on disk": ("table_wise", "row_wise") * 3,
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("kind", SEVEN)
+def test_collectives_of_tables_are_those_that_were_priced(
+    pool: Pool, kind: str, optimizer: str
+) -> None:
+    """Bytes as all ranks send them, for where ids go is theirs to decide."""
+    ranks = 3
+    job = small_job(SEVEN[kind], MODES["replicated"], ranks, optimizer, batch=16, rows=ROWS)
+    draft = draft_of(made := plan(_on_disk(job) if kind == "on disk" else job))
+    assert isinstance(draft, StepDraft)
+    assert ({t.compute_kernel for t in made.tables} == {"key_value"}) == (kind == "on disk")
+    (exchange,) = draft.exchanges
+    assert ("gathered" in exchange.parts) == (SEVEN[kind][0] == "data_parallel")
+    priced = Counter({"reduce": sum(unit.collectives for unit in made.units)})
+    for part in exchange.parts:
+        priced.update(LATENCIES[part].collectives)
+    sent: Counter[str] = Counter()
+    for found in pool.run(ranks, collectives_of_a_step, job=job, made=made):
+        assert Counter(phase for phase, *_ in found if phase) == priced
+        for _, label, nbytes in found:
+            sent[label] += nbytes
+    traffic = [draft.traffic(rank)["tables"] for rank in range(ranks)]
+    ride = sum(each.ride_bytes for each in traffic)
+    copies = [group for each in traffic for group in each.replicas]
+    wanted = {
+        "exchange ids": sum(g.sent_bytes for each in traffic for g in each.asked),
+        "exchange rows": sum(each.asked_bytes for each in traffic),
+        "exchange row gradients": sum(each.asked_bytes for each in traffic) + ride,
+        "reduce replicated tables": 0 if ride else sum(g.nbytes for g in copies if not g.touched),
+        "gather rows of replicated tables": sum(g.gathered * g.row_bytes for g in copies),
+    }
+    assert {label: sent[label] for label in wanted} == wanted
+
+
+def _on_disk(job: Job) -> Job:
+    """The same with all tables there."""
+    replace, kept = msgspec.structs.replace, CacheSpec(load_factor=0.1)
+    tables = tuple(replace(t, compute_kernels=("key_value",), cache=kept) for t in job.tables)
+    train = replace(job.train, table_folder=tempfile.gettempdir())
+    return replace(job, tables=tables, cluster=replace(job.cluster, ssd_cap=2**30), train=train)

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.core.batch import Batch
 from shardwright.core.block import check_tiling
 from shardwright.core.cluster import Cluster, Device
 from shardwright.core.errors import InputError
 from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import Option, place
 from shardwright.core.sharding import ShardingType
-from shardwright.planner.options import runnable_options, wide_options
+from shardwright.planner.options import replica_kernel, runnable_options, wide_options
 from shardwright.torchrec.options import torchrec_options
 
 TYPES: tuple[ShardingType, ...] = get_args(ShardingType)
@@ -125,10 +126,34 @@ def test_a_key_value_store_has_to_be_named_and_needs_an_ssd() -> None:
     assert "key_value" not in _kernels(wide_options(_table(), _cluster(ssd=1), slow=True))
 
 
-def test_replicas_have_dense_kernels_and_nothing_else_has() -> None:
-    options = wide_options(_table(), _cluster(16), slow=True)
-    for option in options:
-        assert (option.compute_kernel == "dense") == (option.sharding_type == "data_parallel")
+@pytest.mark.parametrize(
+    ("way", "named", "kinds"),
+    [
+        ("dense", None, ["dense"]),
+        ("fused", None, ["fused"]),
+        ("fused", ("fused", "dense"), ["fused"]),
+        ("fused", ("dense",), ["dense"]),
+        ("dense", ("fused", "dense"), ["dense"]),
+        ("dense", ("fused",), []),
+    ],
+)
+def test_replicas_learn_in_one_way_which_a_job_may_name(
+    way: ComputeKernel, named: tuple[ComputeKernel, ...] | None, kinds: list[str]
+) -> None:
+    table = _table(compute_kernels=named, sharding_types=("data_parallel", "table_wise"))
+    found = [
+        *wide_options(table, _cluster(16), way, slow=True),
+        *runnable_options(table, _cluster(device="cpu"), way),
+    ]
+    assert [o.compute_kernel for o in found if o.traits.replicated] == kinds * 2
+    assert "dense" not in {o.compute_kernel for o in found if not o.traits.replicated}
+
+
+@pytest.mark.parametrize(("batch", "way"), [(10, "fused"), (100_000, "dense")])
+def test_replicas_exchange_rows_where_a_batch_has_few(batch: int, way: str) -> None:
+    table = _table(rows=100_000)
+    assert replica_kernel(table, _cluster(16), Batch(batch)) == way
+    assert replica_kernel(_table(rows=100), _cluster(16), Batch(batch)) == "dense"
 
 
 def test_a_cpu_has_one_kernel() -> None:

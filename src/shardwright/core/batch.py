@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright.core.model import TableSpec
 
@@ -22,6 +23,10 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int
     sequence: int = 1
     zipf: float = 0.0
+
+    def zipf_of(self, table: TableSpec) -> float:
+        """The exponent of the popularity of a table's ids: its own, or that of the data."""
+        return self.zipf if table.zipf is UNSET else table.zipf
 
 
 def lookups(table: TableSpec, batch: Batch) -> float:

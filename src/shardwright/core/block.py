@@ -39,20 +39,32 @@ class Block(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class GroupKey(NamedTuple):
-    """What rows of tables kept and updated alike have in common; ``dim`` where it counts."""
+    """What rows of tables kept and updated alike have in common; ``dim`` where it counts.
+
+    ``by_rows`` are replicas whose gradient is exchanged row by row.
+    """
 
     width: int
     optimizer: str
     dtype: str
     dim: int
     on_disk: bool = False
+    by_rows: bool = False
 
     @classmethod
     def of(
-        cls, width: int, optimizer: str, dtype: str, dim: int, *, on_disk: bool = False
+        cls,
+        width: int,
+        optimizer: str,
+        dtype: str,
+        dim: int,
+        *,
+        on_disk: bool = False,
+        by_rows: bool = False,
     ) -> GroupKey:
         """Of ``width`` columns of a table of ``dim``."""
-        return cls(width, optimizer, dtype, dim if optimizer in BY_ROW else width, on_disk)
+        counted = dim if optimizer in BY_ROW else width
+        return cls(width, optimizer, dtype, counted, on_disk, by_rows)
 
 
 class BlockRun(msgspec.Struct, frozen=True, array_like=True):

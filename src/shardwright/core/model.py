@@ -32,7 +32,8 @@ Zipf = Annotated[float, msgspec.Meta(ge=0, le=10)]
 
 # A cache of rows keeps the slot of every row as int32, and of every slot its row and last use as
 # int64: as fbgemm's.
-ON_DISK: ComputeKernel = "key_value"  # the kernel of tables whose rows lie on disk
+DENSE: ComputeKernel = "dense"  # the kernel of replicas with a dense gradient
+ON_DISK: ComputeKernel = "key_value"  # of tables whose rows lie on disk
 INDEX_BYTES_PER_ROW = 4
 STATE_BYTES_PER_SLOT = 16
 

@@ -55,14 +55,6 @@ def replicas_ride(routed: bool, world_size: int, replica_bytes: int) -> bool:
 
 
 BAGS_OF_ONE = 4096  # so many rows are read faster as bags, which a CPU fetches ahead
-ROW_PASSES = 2  # rows that are exchanged one by one are sorted and summed, too
-
-
-def rows_are_few(world_size: int, replica_bytes: int, row_bytes: int) -> bool:
-    """Whether ranks exchange the rows of replicated tables that they looked up, ``row_bytes`` of
-    numbers and gradients of each, and not a dense gradient of ``replica_bytes``."""
-    few = ROW_PASSES * world_size * row_bytes <= replica_bytes
-    return replica_bytes > RIDE_BYTES and few
 
 
 class Modes(msgspec.Struct, frozen=True):

@@ -10,13 +10,15 @@ rows share a table's ids evenly (assumed) and send back at most one partial sum 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from shardwright.core.amount import ceil, minimum, named, noted, where
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.cluster import Device, Tier
+from shardwright.core.model import DENSE
+from shardwright.core.schedule import RIDE_BYTES
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import network, optimizer
@@ -43,7 +45,8 @@ class Demand:
 
     ``ids`` are those of one rank's batch and ``bags`` the rows that it gets back for them; an
     element takes ``forward_bytes`` on its way back and its gradient ``backward_bytes``.
-    ``passes`` is how many touches of a row its update costs.
+    ``passes`` is how many touches of a row its update costs; ``distinct`` are the different rows
+    among a rank's ids, where replicas exchange these.
     """
 
     ids: Any
@@ -55,6 +58,7 @@ class Demand:
     backward_bytes: Any
     passes: Any
     cache: Cache | None = None
+    distinct: Any = 0
 
 
 def home(kernel: str, device: Device) -> Tier:
@@ -85,7 +89,7 @@ def shard_bytes(
     if not training or kernel in QUANTIZED:
         return {"weight": weight}
     gradient = noted(0, "gradient_bytes", "B", "fused: rows are updated in backward", like=rows)
-    if kernel == "dense":
+    if kernel == DENSE:
         gradient = named("gradient_bytes", weight, "B")
     return {
         "weight": weight,
@@ -184,7 +188,7 @@ def shard_seconds(
     counted by :func:`step_latencies`.
     """
     if traits(sharding_type).replicated:
-        return replicated_seconds(demand, ranks, c, local=local, training=training)
+        return replicated_seconds(demand, kernel, ranks, c, local=local, training=training)
     served = ids_at_shard(demand.ids, demand.rows, ranks, sharding_type, local)
     returned = rows_sent_back(served, demand.bags, ranks)
     index = noted(INDEX_BYTES, "index_bytes", "B", "ids travel as int64", like=served)
@@ -218,7 +222,7 @@ def _memory_seconds(
     """
     touch = touch_seconds(demand, kernel, c)
     update = served * touch * demand.passes
-    if kernel == "dense":
+    if kernel == DENSE:
         update = demand.rows * demand.row_bytes * demand.passes / c["memory_rate"]
     if kernel not in CACHED_KERNELS:
         lookup = named("lookup_seconds", served * touch, "s")
@@ -235,61 +239,97 @@ def _memory_seconds(
 
 
 def replicated_seconds(
-    demand: Demand, ranks: Any, c: Any, *, local: Any = None, training: bool = True
+    demand: Demand, kernel: str, ranks: Any, c: Any, *, local: Any = None, training: bool = True
 ) -> dict[str, Any]:
-    """Seconds of one replica by phase: local lookups, a dense all-reduce, a dense update."""
-    touch = touch_seconds(demand, "dense", c)
+    """Seconds of one replica by phase: local lookups; then of a dense kernel an all-reduce and an
+    update of the whole table, of others rows with their numbers from every rank and to each."""
+    touch = touch_seconds(demand, kernel, c)
     served = named("ids_at_shard", where(demand.rows > 0, demand.ids, 0), "ids")
     lookup = named("lookup_seconds", served * touch, "s")
     if not training:
         return {"lookup": lookup}
-    table = named("table_bytes", demand.rows * demand.row_bytes, "B")
-    reduced = network.transfer_seconds("all_reduce", table, ranks, c, local)
+    if kernel == DENSE:
+        table = named("table_bytes", demand.rows * demand.row_bytes, "B")
+        reduced = network.transfer_seconds("all_reduce", table, ranks, c, local)
+        return {
+            "lookup": lookup,
+            "reduce": named("all_reduce_seconds", reduced + served * touch, "s"),
+            "step": named("update_seconds", table * demand.passes / c["memory_rate"], "s"),
+        }
+    rows = named("rows_of_all_ranks", demand.distinct * ranks, "rows")
+    moved = named("gathered_bytes", rows * _replica_row_bytes(demand), "B")
+    gathered = network.transfer_seconds("all_gather", moved, ranks, c, local)
+    summed = named("summing_seconds", served * (c["sort_cost"] + touch), "s")
     return {
         "lookup": lookup,
-        "reduce": named("all_reduce_seconds", reduced + served * touch, "s"),
-        "step": named("update_seconds", table * demand.passes / c["memory_rate"], "s"),
+        "reduce": named("gather_rows_seconds", gathered + summed, "s"),
+        "step": named("update_seconds", rows * touch * demand.passes, "s"),
     }
 
 
-# Collectives and eager operations of a step, whatever the number of tables: counts, ids and rows
-# out, gradients back; one dense gradient for all replicas.
-ROUTED_COLLECTIVES = {"exchange_ids": 2, "exchange_rows": 1, "reduce": 1}
-ROUTED_OPERATIONS = {"exchange_ids": 20, "lookup": 4, "exchange_rows": 4, "reduce": 6, "step": 20}
-REPLICATED_COLLECTIVES = {"reduce": 1}
-REPLICATED_OPERATIONS = {"lookup": 4, "reduce": 6, "step": 8}
+def _replica_row_bytes(demand: Demand) -> Any:
+    """Bytes of a row of a replica that is exchanged: its number and its gradient."""
+    index = noted(INDEX_BYTES, "index_bytes", "B", "row numbers travel as int64", like=demand.ids)
+    return named("exchanged_row_bytes", index + demand.columns * demand.backward_bytes, "B")
 
 
-def step_latencies(
-    routed: bool, replicated: bool, reduced: bool, ranks: Any, c: Any, local: Any = None
-) -> dict[str, float]:
-    """Seconds per step and phase that do not depend on the number of tables.
+ROW_PASSES = 2  # rows that are exchanged one by one are sorted and summed, too
 
-    ``reduced``: replicas have a collective of their own and do not ride with the row gradients.
-    """
-    seconds: dict[str, float] = {}
 
-    def add(phase: str, value: float) -> None:
+def rows_are_few(ids: float, rows: int, columns: int, ranks: int) -> bool:
+    """Whether replicas of ``rows`` x ``columns`` in fp32 exchange rows, ``ids`` of each rank at the
+    most, rather than a dense gradient."""
+    size = ELEMENT_BYTES["fp32"]
+    replica = rows * columns * size
+    few = ROW_PASSES * ranks * ids * (INDEX_BYTES + columns * size) <= replica
+    return replica > RIDE_BYTES and few
+
+
+class Latencies(NamedTuple):
+    """What a step takes for some tables of a module, whatever their number: collectives of one kind
+    and eager operations, by phase."""
+
+    collective: network.Collective
+    collectives: dict[str, int]
+    operations: dict[str, int]
+
+
+Part = Literal["routed", "strips", "riding", "reduced", "gathered"]
+_REPLICATED = {"lookup": 4, "reduce": 6, "step": 8}
+# Counts, ids and rows out, gradients back; sums over columns that are cut where an update needs
+# them; one dense gradient of replicas, which rides with row gradients or is reduced; counts, then
+# rows of replicas that exchange these.
+LATENCIES: dict[Part, Latencies] = {
+    "routed": Latencies(
+        "all_to_all",
+        {"exchange_ids": 2, "exchange_rows": 1, "reduce": 1},
+        {"exchange_ids": 20, "lookup": 4, "exchange_rows": 4, "reduce": 6, "step": 20},
+    ),
+    "strips": Latencies("all_to_all", {"step": 1}, {"step": 30}),
+    "riding": Latencies("all_reduce", {}, _REPLICATED),
+    "reduced": Latencies("all_reduce", {"reduce": 1}, _REPLICATED),
+    "gathered": Latencies("all_gather", {"reduce": 2}, {"lookup": 4, "reduce": 30, "step": 8}),
+}
+
+
+def replica_part(kernel: str, rides: bool) -> Part:
+    """The part that replicas of a kernel are; ``rides``: a dense gradient of all of them does."""
+    if kernel != DENSE:
+        return "gathered"
+    return "riding" if rides else "reduced"
+
+
+def step_latencies(parts: Iterable[Part], ranks: Any, c: Any, local: Any = None) -> dict[str, Any]:
+    """Seconds per step and phase that do not depend on the number of tables."""
+    seconds: dict[str, Any] = {}
+
+    def add(phase: str, value: Any) -> None:
         seconds[phase] = seconds.get(phase, 0.0) + value
 
-    if routed:
-        _add_latencies(add, "all_to_all", ROUTED_COLLECTIVES, ROUTED_OPERATIONS, ranks, c, local)
-    if replicated:
-        collectives = REPLICATED_COLLECTIVES if reduced else {}
-        _add_latencies(add, "all_reduce", collectives, REPLICATED_OPERATIONS, ranks, c, local)
+    for part in parts:
+        collective, collectives, operations = LATENCIES[part]
+        for phase, count in operations.items():
+            add(phase, count * c["operation_latency"])
+        for phase, count in collectives.items():
+            add(phase, count * network.latency_seconds(collective, ranks, c, local))
     return seconds
-
-
-def _add_latencies(
-    add: Callable[[str, float], None],
-    collective: network.Collective,
-    collectives: dict[str, int],
-    operations: dict[str, int],
-    ranks: Any,
-    c: Any,
-    local: Any,
-) -> None:
-    for phase, count in operations.items():
-        add(phase, count * c["operation_latency"])
-    for phase, count in collectives.items():
-        add(phase, count * network.latency_seconds(collective, ranks, c, local))

@@ -11,12 +11,12 @@ import msgspec
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job
-from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.model import DENSE, ComputeKernel, ModelSpec, TableSpec
 from shardwright.core.option import Option
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.planner import profiles
 from shardwright.planner.choice import Choice
-from shardwright.planner.options import SLOW_KERNELS, runnable_options, wide_options
+from shardwright.planner.options import SLOW_KERNELS, replica_kernel, runnable_options, wide_options
 from shardwright.planner.pricing import additive, native
 from shardwright.planner.pricing.evaluate import PricingContext
 
@@ -40,7 +40,7 @@ def table_choices(
     ranks of ``capacity`` bytes have too little HBM for all tables together. They stay where the
     same shards of a fused kernel are larger than a rank or take longer.
     """
-    own = _listed(model, job, context.cluster, slow=slow)
+    own = _listed(model, job, context, slow=slow)
     tables = _priced(job, context, model.tables, own)
     if model.is_trained:
         return _with_latencies(tables, model, context)
@@ -90,7 +90,7 @@ def _needed_anyway(
         for number, (table, own) in enumerate(zip(tables, choices, strict=True))
         if _has_slow_kernels(table, job, context.cluster)
         for choice in own
-        if choice.option.compute_kernel == "fused"
+        if choice.option.compute_kernel == "fused" and not choice.option.traits.replicated
     ]
     cases = [(tables[number], choice.option) for number, choice in fused]
     faster = _faster(job)(context, cases, SLOW_KERNELS) if cases else set()
@@ -127,13 +127,13 @@ def _faster(
 
 
 def _listed(
-    model: ModelSpec, job: Job, cluster: Cluster, *, slow: bool
+    model: ModelSpec, job: Job, context: PricingContext, *, slow: bool
 ) -> list[tuple[Option, ...]]:
     """The options of every table; raises InputError before they fill the planner's own memory."""
     found: list[tuple[Option, ...]] = []
     shards = 0
     for table in model.tables:
-        options = _options(table, model, job, cluster, slow=slow)
+        options = _options(table, model, job, context, slow=slow)
         pieces = max((o.count for o in options if o.partition != "uniform"), default=0)
         shards += max(pieces, sum(len(option.runs) for option in options))
         if shards > MAX_SHARDS:
@@ -169,10 +169,12 @@ def offers_slow(model: ModelSpec, job: Job, cluster: Cluster) -> bool:
 
 
 def _options(
-    table: TableSpec, model: ModelSpec, job: Job, cluster: Cluster, *, slow: bool
+    table: TableSpec, model: ModelSpec, job: Job, context: PricingContext, *, slow: bool
 ) -> tuple[Option, ...]:
+    cluster = context.cluster
+    replica = replica_of(table, job, context)
     if model.is_trained:
-        return runnable_options(table, cluster)
+        return runnable_options(table, cluster, replica)
     if job.planner.constants == "additive":
         allowed = table.sharding_types or ADDITIVE_TYPES
         types = tuple(t for t in allowed if t in ADDITIVE_TYPES)
@@ -180,4 +182,10 @@ def _options(
     elif job.planner.as_torchrec:
         return profiles.torchrec.torchrec_options(table, cluster)
     every_cut = job.planner.search == "exact"
-    return wide_options(table, cluster, slow=slow, every_cut=every_cut)
+    return wide_options(table, cluster, replica, slow=slow, every_cut=every_cut)
+
+
+def replica_of(table: TableSpec, job: Job, context: PricingContext) -> ComputeKernel:
+    """The kernel of replicas of ``table``, which TorchRec has as dense ones only."""
+    theirs = job.planner.constants != "cluster" or job.planner.as_torchrec
+    return DENSE if theirs else replica_kernel(table, context.cluster, context.batch)

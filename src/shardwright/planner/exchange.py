@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from msgspec import UNSET
-
-from shardwright.core.batch import INDEX_BYTES, Batch, expected_distinct, feature_batches, lookups
+from shardwright.core.batch import Batch, expected_distinct, feature_batches, lookups
 from shardwright.core.block import GroupKey
-from shardwright.core.model import ON_DISK, ModelSpec, TableSpec
-from shardwright.core.schedule import replicas_ride, rows_are_few
-from shardwright.core.tensor import ELEMENT_BYTES
+from shardwright.core.model import DENSE, ON_DISK, ModelSpec, TableSpec
+from shardwright.core.optimizers import BY_ROW
+from shardwright.core.schedule import replicas_ride
 from shardwright.cost import embedding
+from shardwright.cost.embedding import Part
 from shardwright.memory.route import Asked, Replicas, Served, Traffic
 from shardwright.planner.problem import Problem, ranks_per_host
 from shardwright.planner.tally import Placed
@@ -35,29 +34,39 @@ class Exchange:
         return tuple(p for p in self.tables if not p.choice.option.traits.replicated)
 
     @cached_property
-    def replicas(self) -> tuple[TableSpec, ...]:
+    def replicas(self) -> tuple[Placed, ...]:
         """Tables that every rank keeps whole."""
-        return tuple(p.choice.table for p in self.tables if p.choice.option.traits.replicated)
+        return tuple(p for p in self.tables if p.choice.option.traits.replicated)
 
-    @property
+    @cached_property
     def replica_bytes(self) -> int:
-        """Bytes of all replicas, and of their gradient."""
-        return sum(table.nbytes for table in self.replicas)
+        """Bytes of the replicas that have a dense gradient, and of that."""
+        return sum(p.choice.table.nbytes for p in self.replicas if not _is_by_rows(p))
 
     @property
     def rides(self) -> bool:
         """Whether the gradient of replicas travels with the row gradients."""
         return replicas_ride(bool(self.routed), self.ranks, self.replica_bytes)
 
-    @cached_property
-    def rows_are_few(self) -> bool:
-        """Whether replicas exchange the rows that were looked up, and have no dense gradient."""
-        size = ELEMENT_BYTES["fp32"]
-        sent = sum(
-            round(lookups(table, self.batch)) * (INDEX_BYTES + table.dim * size)
-            for table in self.replicas
+    @property
+    def parts(self) -> list[Part]:
+        """What its latencies are those of."""
+        kernels = {placed.choice.option.compute_kernel for placed in self.replicas}
+        copies: list[Part] = [
+            embedding.replica_part(kernel, self.rides) for kernel in sorted(kernels)
+        ]
+        if self._has_strips:
+            copies = ["strips", *copies]
+        return ["routed", *copies] if self.routed else copies
+
+    @property
+    def _has_strips(self) -> bool:
+        """Whether updates of some table need sums over columns that lie in several blocks."""
+        return any(
+            placed.choice.table.optimizer in BY_ROW
+            and any(run.columns < placed.choice.table.dim for run in placed.choice.option.runs)
+            for placed in self.routed
         )
-        return rows_are_few(self.ranks, self.replica_bytes, sent)
 
     def traffic(self, rank: int) -> Traffic:
         """The share of ``rank``."""
@@ -85,9 +94,14 @@ class Exchange:
     @cached_property
     def _replicas(self) -> tuple[Replicas, ...]:
         groups: dict[GroupKey, list[TableSpec]] = {}
-        for table in self.replicas:
-            groups.setdefault(_key(table, table.dim), []).append(table)
-        touched = {key: sum(map(self._touched, members)) for key, members in groups.items()}
+        for placed in self.replicas:
+            table, kernel = placed.choice.table, placed.choice.option.compute_kernel
+            key = _key(table, table.dim, kernel, replicated=True)
+            groups.setdefault(key, []).append(table)
+        touched = {
+            key: sum(map(self._touched, members)) if key.by_rows else 0
+            for key, members in groups.items()
+        }
         return tuple(
             Replicas(
                 sum(round(lookups(table, self.batch)) for table in groups[key]),
@@ -103,14 +117,9 @@ class Exchange:
         )
 
     def _touched(self, table: TableSpec) -> int:
-        """Different rows of a replica that a rank looks up, where these are exchanged."""
-        if not self.rows_are_few:
-            return 0
-        return expected_distinct(round(lookups(table, self.batch)), table.rows, self._zipf(table))
-
-    def _zipf(self, table: TableSpec) -> float:
-        """The exponent of the popularity of its ids: its own, or that of the data."""
-        return self.batch.zipf if table.zipf is UNSET else table.zipf
+        """Different rows of a replica that a rank looks up."""
+        ids = round(lookups(table, self.batch))
+        return expected_distinct(ids, table.rows, self.batch.zipf_of(table))
 
     def _bags(self, table: TableSpec) -> int:
         """Rows that a step gets of ``table``; an empty bag is one, too."""
@@ -147,7 +156,7 @@ class Exchange:
             for place, count in enumerate((ids, rows, bags, ids if parts > 1 else 0)):
                 asked[place] += count
             share = ids * self.ranks // parts
-            zipf = self._zipf(table)
+            zipf = self.batch.zipf_of(table)
             for shard, rank in shards:
                 served[rank][0] += share
                 served[rank][1] += rows * self.ranks // parts
@@ -181,9 +190,19 @@ def _features(table: TableSpec, batch: Batch) -> Iterator[tuple[float, float, in
     return zip(table.pooling_factors, table.poolings, sizes, strict=True)
 
 
-def _key(table: TableSpec, width: int, kernel: str = "") -> GroupKey:
-    optimizer, on_disk = table.optimizer or "sgd", kernel == ON_DISK
-    return GroupKey.of(width, optimizer, table.dtype, table.dim, on_disk=on_disk)
+def _key(table: TableSpec, width: int, kernel: str, *, replicated: bool = False) -> GroupKey:
+    return GroupKey.of(
+        width,
+        table.optimizer or "sgd",
+        table.dtype,
+        table.dim,
+        on_disk=kernel == ON_DISK,
+        by_rows=replicated and kernel != DENSE,
+    )
+
+
+def _is_by_rows(placed: Placed) -> bool:
+    return placed.choice.option.compute_kernel != DENSE
 
 
 def _is_jagged(table: TableSpec) -> bool:
@@ -206,7 +225,7 @@ def small_tables(problem: Problem) -> frozenset[str]:
     """Names of tables whose replica takes less time of a step than the latencies of an exchange of
     its own: in a unit with others it needs none."""
     ranks, local = problem.cluster.world_size, ranks_per_host(problem.cluster)
-    latencies = embedding.step_latencies(True, False, False, ranks, problem.values, local)
+    latencies = embedding.step_latencies(["routed"], ranks, problem.values, local)
     least = sum(latencies.values())
     return frozenset(
         choice.table.name

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
 
+from shardwright.core.batch import Batch, lookups
 from shardwright.core.cluster import Cluster, Device
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import ON_DISK, ComputeKernel, TableSpec
+from shardwright.core.model import DENSE, ON_DISK, ComputeKernel, TableSpec
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import (
     DEFAULT_MIN_PARTITION,
@@ -18,6 +20,7 @@ from shardwright.core.option import (
     shard_runs,
 )
 from shardwright.core.sharding import FREE, TYPES, ShardingType, traits
+from shardwright.cost.embedding import rows_are_few
 
 USUAL_MIN_PARTITION = 128  # columns; the narrowest shard that is looked at first, as in TorchRec
 WIDE: tuple[ShardingType, ...] = tuple(t for t in TYPES if traits(t).freer is None)
@@ -48,8 +51,18 @@ def is_quantized(table: TableSpec) -> bool:
     return bool(quantized)
 
 
-def runnable_options(table: TableSpec, cluster: Cluster) -> tuple[Option, ...]:
-    """What the runtime can execute for this table and the job allows.
+def replica_kernel(table: TableSpec, cluster: Cluster, batch: Batch) -> ComputeKernel:
+    """How replicas of ``table`` learn unless its kernels are named: the faster way."""
+    ids = lookups(table, batch)
+    few = rows_are_few(ids, table.rows, table.dim, cluster.world_size)
+    return "fused" if few else DENSE
+
+
+def runnable_options(
+    table: TableSpec, cluster: Cluster, replica: ComputeKernel = DENSE
+) -> tuple[Option, ...]:
+    """What the runtime can execute for this table and the job allows; replicas of kernel
+    ``replica``, or ``dense`` where that is named and the other is not.
 
     Types that keep a table within hosts where there are several, or where they are named. Columns
     of a table whose optimizer needs sums over all of them are cut where that is named.
@@ -67,7 +80,7 @@ def runnable_options(table: TableSpec, cluster: Cluster) -> tuple[Option, ...]:
             runs = shard_runs(table, sharding_type, cluster.world_size, local, width)
             options += [
                 Option(table.name, sharding_type, kernel, runs)
-                for kernel in _runnable_kernels(table, sharding_type, cluster)
+                for kernel in _runnable_kernels(table, sharding_type, cluster, replica)
             ]
     if not options:
         raise InputError(
@@ -82,12 +95,18 @@ def runnable_options(table: TableSpec, cluster: Cluster) -> tuple[Option, ...]:
     return tuple(options)
 
 
+def _of_replicas(table: TableSpec, replica: ComputeKernel) -> tuple[ComputeKernel, ...]:
+    named = table.compute_kernels
+    found = (kernel for kernel in (replica, DENSE) if named is None or kernel in named)
+    return tuple(itertools.islice(found, 1))
+
+
 def _runnable_kernels(
-    table: TableSpec, sharding_type: ShardingType, cluster: Cluster
+    table: TableSpec, sharding_type: ShardingType, cluster: Cluster, replica: ComputeKernel
 ) -> tuple[ComputeKernel, ...]:
     named = table.compute_kernels
     if traits(sharding_type).replicated:
-        return ("dense",) if named is None or "dense" in named else ()
+        return _of_replicas(table, replica)
     known: tuple[ComputeKernel, ...] = ("fused",)
     if cluster.compute_device == "cpu" and named is not None and cluster.ssd_cap:
         known = ("fused", ON_DISK)
@@ -110,9 +129,15 @@ def _no_cut(table: TableSpec, types: Sequence[ShardingType], cuts: Sequence[int]
 
 
 def wide_options(
-    table: TableSpec, cluster: Cluster, *, slow: bool, every_cut: bool = False
+    table: TableSpec,
+    cluster: Cluster,
+    replica: ComputeKernel = DENSE,
+    *,
+    slow: bool,
+    every_cut: bool = False,
 ) -> tuple[Option, ...]:
-    """Every sharding type, even cut of columns and kernel of the device that can be of use.
+    """Every sharding type, even cut of columns and kernel of the device that can be of use;
+    replicas as in ``runnable_options``.
 
     ``slow``: also the kernels whose weights lie in host memory where none is named. ``every_cut``:
     also cuts so fine that no bound depends on them. A key-value store and kernels of quantised
@@ -131,7 +156,7 @@ def wide_options(
             runs = shard_runs(table, sharding_type, cluster.world_size, cluster.group, width)
             options += [
                 Option(table.name, sharding_type, kernel, runs)
-                for kernel in _kernels(table, sharding_type, cluster, slow=slow)
+                for kernel in _kernels(table, sharding_type, cluster, replica, slow=slow)
             ]
     if not options:
         raise InputError(
@@ -183,7 +208,12 @@ def _enough_cuts(table: TableSpec, sharding_type: ShardingType, cluster: Cluster
 
 
 def _kernels(
-    table: TableSpec, sharding_type: ShardingType, cluster: Cluster, *, slow: bool
+    table: TableSpec,
+    sharding_type: ShardingType,
+    cluster: Cluster,
+    replica: ComputeKernel,
+    *,
+    slow: bool,
 ) -> tuple[ComputeKernel, ...]:
     named = table.compute_kernels
     if named is not None and is_quantized(table):
@@ -191,9 +221,9 @@ def _kernels(
         known = offered if sharding_type in QUANTIZED_TYPES else ()
         return tuple(kernel for kernel in known if kernel in named)
     if traits(sharding_type).replicated:
-        return ("dense",) if named is None or "dense" in named else ()
+        return _of_replicas(table, replica)
     if cluster.compute_device == "cpu":
-        return _runnable_kernels(table, sharding_type, cluster)
+        return _runnable_kernels(table, sharding_type, cluster, replica)
     known = ("fused", *SLOW_KERNELS)
     if named is not None:
         if cluster.ssd_cap:

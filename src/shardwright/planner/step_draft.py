@@ -78,10 +78,8 @@ class StepDraft(Draft):
 
     def _latencies(self, exchange: Exchange) -> dict[str, float]:
         """Seconds that an exchange takes whatever its tables."""
-        routed, replicated = bool(exchange.routed), bool(exchange.replicas)
-        reduced = replicated and not exchange.rides
         values, local = self.problem.values, ranks_per_host(self.problem.cluster)
-        return embedding.step_latencies(routed, replicated, reduced, self.ranks, values, local)
+        return embedding.step_latencies(exchange.parts, self.ranks, values, local)
 
     @property
     def shared_latency(self) -> float:
@@ -112,13 +110,12 @@ class StepDraft(Draft):
     @cached_property
     def tables_exact(self) -> list[Exact]:
         found: list[Exact] = [{} for _ in range(self.ranks)]
-        few = {t.tensor.fqn for each in self.exchanges if each.rows_are_few for t in each.replicas}
         for placed in self.tables:
             fqn = placed.choice.table.tensor.fqn
             for rank, cost in zip(placed.ranks, placed.choice.shard_costs, strict=True):
                 kept = cost.kinds(self.problem.decisive_tier)
                 for phase, kind in _TABLE_EVENTS:
-                    if kept.get(kind) and not (kind == "gradient" and fqn in few):
+                    if kept.get(kind):
                         key = (phase, kind, fqn)
                         found[rank][key] = found[rank].get(key, 0) + kept[kind]
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import ComputeKernel, TableSpec
+from shardwright.core.model import DENSE, ComputeKernel, TableSpec
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import (
     DEFAULT_MIN_PARTITION,
@@ -28,7 +28,7 @@ from shardwright.core.sharding import TYPES, traits
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.cost.embedding import QUANTIZED
 from shardwright.planner.choice import Choice
-from shardwright.planner.choices import Tables, table_choices
+from shardwright.planner.choices import Tables, replica_of, table_choices
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain.recompute import draft_of, unknown
 from shardwright.planner.explain.replan import Replanned, forced_table, replanned
@@ -282,7 +282,7 @@ def _words(choice: Choice, before: Option | None = None) -> str:
     return f"{option.sharding_type}, {option.compute_kernel}, {cut}{was}"
 
 
-CPU_KERNELS = ("fused", "dense")
+CPU_KERNELS = ("fused", DENSE)
 
 
 def exclusion(problem: Problem, index: int, wanted: str) -> str:
@@ -298,16 +298,22 @@ def _of_type(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator
     if problem.job.planner.constants == "additive" and wanted not in ADDITIVE_TYPES:
         yield f"the additive costs know {' and '.join(ADDITIVE_TYPES)} only"
     kernels, replicated = table.compute_kernels, traits(wanted).replicated
-    if kernels is not None and replicated != ("dense" in kernels):
-        needed = "dense" if replicated else "a kernel other than dense"
-        if replicated or set(kernels) == {"dense"}:
-            yield (
-                f"it needs {needed}, and the job allows only {', '.join(kernels)} "
-                f"(tables.{table.name}.compute_kernels)"
-            )
+    ways = dict.fromkeys((replica_of(table, problem.job, problem.context), DENSE))
+    if kernels is not None and not _go_with(kernels, ways, replicated=replicated):
+        needed = " or ".join(ways) if replicated else "a kernel other than dense"
+        yield (
+            f"it needs {needed}, and the job allows only {', '.join(kernels)} "
+            f"(tables.{table.name}.compute_kernels)"
+        )
     yield from _of_machine(problem, table, wanted)
     if traits(wanted).cuts_columns:
         yield _not_cut(problem, table)
+
+
+def _go_with(kernels: Collection[str], ways: Collection[str], *, replicated: bool) -> bool:
+    """Whether one of ``kernels`` is for replicas, which run in some ``ways``, or for what is
+    routed."""
+    return any(k in ways for k in kernels) if replicated else any(k != DENSE for k in kernels)
 
 
 def _of_rules(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator[str]:
@@ -369,10 +375,11 @@ def _of_kernel(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterat
     if problem.job.planner.constants == "additive" and wanted != "fused":
         yield "the additive costs know fused only"
     replicas = [traits(t).replicated for t in types or ()]
-    if wanted == "dense" and types is not None and not any(replicas):
+    if wanted == DENSE and types is not None and not any(replicas):
         yield f"only data_parallel is dense, and the job allows {_types(table)}"
-    if wanted != "dense" and types and all(replicas):
-        yield f"data_parallel is dense, and the job allows {_types(table)}"
+    way = replica_of(table, problem.job, problem.context)
+    if wanted not in (DENSE, way) and types and all(replicas):
+        yield f"data_parallel is {way}, and the job allows {_types(table)}"
     if problem.model.is_trained and wanted not in CPU_KERNELS:
         yield "this version's runtime carries out fused for routed tables and dense for replicas"
     if cluster.compute_device == "cpu" and wanted not in CPU_KERNELS:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwright.core.amount import Lift, bare, leaf, named, noted, total
+from shardwright.core.batch import expected_distinct, lookups
 from shardwright.core.cluster import Tier
 from shardwright.core.model import ON_DISK, TableSpec
 from shardwright.core.option import Option
@@ -67,6 +68,7 @@ class Facts(NamedTuple):
     limit: Any
     miss_rate: Any
     distinct: Any
+    touched: Any
 
 
 class Mesh(NamedTuple):
@@ -110,9 +112,8 @@ def latency(context: PricingContext, option: Option) -> float:
     """Seconds that every rank spends on an exchange of one table alone, however large it is."""
     replicated = option.traits.replicated
     ranks, local = _mesh(context, bare)
-    latencies = embedding.step_latencies(
-        not replicated, replicated, replicated, ranks, context.values, local
-    )
+    part = embedding.replica_part(option.compute_kernel, False) if replicated else "routed"
+    latencies = embedding.step_latencies([part], ranks, context.values, local)
     return math.fsum(latencies.values())
 
 
@@ -182,7 +183,8 @@ def _demand(scheme: Scheme, rows: Any, columns: Any, facts: Facts, c: Any) -> De
         cache = Cache(cached, facts.miss_rate, facts.distinct)
     passes = optimizer.table_passes(scheme.optimizer, c, like=rows)
     ids, bags, forward, backward = facts[:4]
-    return Demand(ids, bags, rows, columns, row, forward, backward, passes, cache)
+    distinct = facts.touched
+    return Demand(ids, bags, rows, columns, row, forward, backward, passes, cache, distinct)
 
 
 def _cached_row_bytes(scheme: Scheme, columns: Any, row_bytes: Any) -> Any:
@@ -295,7 +297,21 @@ def _facts(context: PricingContext, table: TableSpec, ranks: Any, c: Any, lift: 
         )
     distinct = named("ids_of_all_ranks", ids * ranks, "ids")
     cache = _cache_facts(context, table, distinct, c, lift)
-    return Facts(ids, bags, forward, backward, output, *cache)
+    touched = lift(
+        _touched(context, table),
+        "different_rows_of_one_rank",
+        "rows",
+        f"{where}: expected of its ids",
+    )
+    return Facts(ids, bags, forward, backward, output, *cache, touched)
+
+
+def _touched(context: PricingContext, table: TableSpec) -> int:
+    """Different rows among a rank's ids, where replicas may exchange these."""
+    ids = lookups(table, context.batch)
+    if not embedding.rows_are_few(ids, table.rows, table.dim, context.cluster.world_size):
+        return 0
+    return expected_distinct(round(ids), table.rows, context.batch.zipf_of(table))
 
 
 def _cache_facts(

@@ -18,7 +18,7 @@ from typing import Literal
 
 from shardwright.core.block import Block, GroupKey
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import ON_DISK
+from shardwright.core.model import DENSE, ON_DISK
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.plan import TablePlan
 from shardwright.core.sharding import traits
@@ -31,8 +31,9 @@ class Table:
     """What is looked up in a table, and how its rows are kept and learn.
 
     A bag of one of its features is pooled to one row, or with ``none`` is a row for each id. Where
-    it is ``replicated`` every rank has all of it. ``cache`` are bytes of memory for each of its
-    blocks, by offsets, where its rows lie on disk.
+    it is ``replicated`` every rank has all of it, and learns from a dense gradient or ``by_rows``,
+    those that ranks looked up. ``cache`` are bytes of memory for each of its blocks, by offsets,
+    where its rows lie on disk.
     """
 
     fqn: str
@@ -45,6 +46,7 @@ class Table:
     dtype: str = "fp32"
     output_dtype: str = "fp32"
     replicated: bool = False
+    by_rows: bool = False
     cache: Mapping[tuple[int, ...], int] | None = None
 
     @staticmethod
@@ -58,8 +60,14 @@ class Table:
             (planned.name,),
             planned.optimizer,
             replicated=traits(planned.sharding_type).replicated,
+            by_rows=is_by_rows(planned),
             cache=cache_of(planned),
         )
+
+
+def is_by_rows(planned: TablePlan) -> bool:
+    """Whether every rank has all of it and rows are exchanged: its kernel is not the dense one."""
+    return traits(planned.sharding_type).replicated and planned.compute_kernel != DENSE
 
 
 def cache_of(planned: TablePlan) -> dict[tuple[int, ...], int] | None:
@@ -169,8 +177,14 @@ def make_route(tables: Sequence[Table], blocks: Iterable[Block], world_size: int
 
 
 def _key(table: Table, width: int) -> GroupKey:
-    on_disk = table.cache is not None
-    return GroupKey.of(width, table.optimizer, table.dtype, table.dim, on_disk=on_disk)
+    return GroupKey.of(
+        width,
+        table.optimizer,
+        table.dtype,
+        table.dim,
+        on_disk=table.cache is not None,
+        by_rows=table.by_rows,
+    )
 
 
 def _column_ranges(table: Table, blocks: list[Block]) -> list[list[Block]]:

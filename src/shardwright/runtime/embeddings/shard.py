@@ -22,7 +22,13 @@ from shardwright.runtime.comm import Comm, flat
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
-from shardwright.runtime.embeddings.route import Pooling, Table, cache_of, make_route
+from shardwright.runtime.embeddings.route import (
+    Pooling,
+    Table,
+    cache_of,
+    is_by_rows,
+    make_route,
+)
 from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
@@ -69,6 +75,7 @@ class _Found:
             dtype,
             dtype,
             replicated,
+            is_by_rows(plan),
             cache_of(plan),
         )
 

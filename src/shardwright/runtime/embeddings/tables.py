@@ -300,8 +300,7 @@ class ShardedTables(nn.Module):
             elif self.guard is None:
                 guard.settle()
             if learnt is not None:
-                if not self.replicas.rides:
-                    self.replicas.reduce(learnt)
+                self.replicas.reduce(learnt)
                 probe.did(Action("reduce", self.path, "reduce", "backward"))
         arrived = _Arrived(trip.rows, trip.served, parts, learnt)
         waiting = None if self._waiting is None else self._waiting()
