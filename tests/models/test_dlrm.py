@@ -150,3 +150,17 @@ def test_every_part_of_a_table_has_values_of_its_own(model: DLRM) -> None:
     first = weight[:ROWS_PER_GENERATOR]
     second = weight[ROWS_PER_GENERATOR : 2 * ROWS_PER_GENERATOR]
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", ["full", "hash", "qr", "memcom", "tt", "mixed_dim", "dhe", "robe"])
+def test_parameters_of_every_kind_start_around_their_centre(kind: str) -> None:
+    keys = {"dhe": {"hashes": 8, "hidden": 6}, "tt": {"rank": 2}}.get(kind, {})
+    model = DLRM(_job(embeddings={"kind": kind, "above": 0, **keys}))
+    for name, values in model.named_parameters():
+        centre = 1.0 if name.endswith((".remainder.weight", ".scale.weight")) else 0.0
+        if values.numel() > 1000 and not name.endswith(".scale.weight"):
+            assert (values < centre).float().mean().item() == pytest.approx(0.5, abs=0.1), name
+    if kind == "qr":
+        remainder = model.get_parameter("tables.t2.remainder.weight")
+        assert remainder.min().item() >= 0.99
+        assert remainder.max().item() <= 1.01

@@ -15,6 +15,7 @@ from shardwright.core.cluster import Calibration, read_calibration
 from shardwright.core.data_section import READ_BY, Count, DataSection, Whole, check_data
 from shardwright.core.document import convert, parse_toml, read_bytes
 from shardwright.core.errors import InputError, expected
+from shardwright.core.kinds import EmbeddingsSection, members_of
 from shardwright.core.memory_section import (
     HAVE_BLOCKS,
     PLANNED,
@@ -43,7 +44,7 @@ from shardwright.core.parallel import (
     fixed_world,
 )
 from shardwright.core.planning import ESTIMATOR_UNREAD, PlannerSection
-from shardwright.core.tables import check_constraints, check_tables, read_tables
+from shardwright.core.tables import check_constraints, check_tables, read_tables, with_kinds
 
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
@@ -148,6 +149,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel: ParallelSection | UnsetType = UNSET
     memory: MemorySection | UnsetType = UNSET
     checkpoint: CheckpointSection | UnsetType = UNSET
+    embeddings: EmbeddingsSection | UnsetType = UNSET
 
 
 def parallel_of(job: Job) -> ParallelSection:
@@ -294,7 +296,10 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     _refuse_unread(job, where)
     check_data(job.data, where)
     check_tables(job.tables, where, job.model.kind)
-    check_constraints(job.planner.constraints, job.tables, where)
+    tables = with_kinds(job.tables, job.embeddings, where, job.model.kind)
+    job = msgspec.structs.replace(job, tables=tables)
+    members = tuple(member for table in tables for member in members_of(table))
+    check_constraints(job.planner.constraints, members, where)
     if job.memory is not UNSET:
         if job.model.kind not in ESTIMATED:
             check_planned(job.memory, job.model.kind, where)

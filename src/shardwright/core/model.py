@@ -52,7 +52,32 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stats: tuple[float, float, float] | None = None
 
 
-class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+KindName = Literal["full", "hash", "double_hash", "qr", "mixed_dim", "memcom", "tt", "dhe", "robe"]
+Ids = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+
+
+class KindKeys(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How the rows of an embedding are made (``core/kinds.py``), and what of it can be said.
+
+    ``collisions`` is how many ids share what a kind has for them: a row, a remainder, of ``robe`` a
+    number. ``operation`` combines the rows of ``qr``. ``width`` are the columns of ``mixed_dim``,
+    ``rank`` that of ``tt``; ``dhe`` has ``hashes`` of an id and ``layers`` of width ``hidden``;
+    ``robe`` finds ``block`` numbers at a time.
+    """
+
+    kind: KindName | UnsetType = UNSET
+    collisions: Ids | UnsetType = UNSET
+    operation: Literal["mult", "add", "concat"] | UnsetType = UNSET
+    width: Size | UnsetType = UNSET
+    rank: Size | UnsetType = UNSET
+    hashes: Size | UnsetType = UNSET
+    hidden: Size | UnsetType = UNSET
+    layers: Annotated[int, msgspec.Meta(ge=2, le=100)] | UnsetType = UNSET
+    block: Size | UnsetType = UNSET
+
+
+class TableSpec(KindKeys, frozen=True, forbid_unknown_fields=True):
     """An embedding table of ``rows`` x ``dim`` and the traffic that one sample sends to it.
 
     There is a pooling factor (ids per bag), a number of bags per sample and, where ``batch_sizes``

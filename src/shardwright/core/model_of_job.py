@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import MAX_PLANNED, Job, memory_of, parallel_of, table_optimizer
+from shardwright.core.kinds import members_of
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_section import ESTIMATED
@@ -50,15 +51,22 @@ def tables_of(job: Job, recording: Recording | None = None) -> tuple[TableSpec, 
     if job.model.kind == "tables":
         return tuple(
             msgspec.structs.replace(table, fqn=table.name, optimizer=table.optimizer or "none")
-            for table in job.tables
+            for table in placed_tables(job)
         )
     usual = table_optimizer(job) or None
     return tuple(
         msgspec.structs.replace(
             table, fqn=f"tables.{table.name}.weight", optimizer=table.optimizer or usual
         )
-        for table in job.tables
+        for table in placed_tables(job)
     )
+
+
+def placed_tables(job: Job) -> tuple[TableSpec, ...]:
+    """The tables that are placed: a job's, or what those of other kinds are made of."""
+    alone = job.model.kind == "tables"
+    bags = any(tables_of_bags(job)) if alone else reads_bags(job)
+    return tuple(member for table in job.tables for member in members_of(table, bags=bags))
 
 
 def _found(job: Job, table: RecordedTable) -> TableSpec:

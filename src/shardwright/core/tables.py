@@ -7,8 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, expected
+from shardwright.core.kinds import (
+    EmbeddingsSection,
+    check_kind,
+    check_settled,
+    dense_of,
+    kind_of,
+    settled,
+)
 from shardwright.core.model import TableSpec
 from shardwright.core.model_section import WITHOUT_TABLES
 from shardwright.core.planning import ConstraintsSection
@@ -82,6 +92,31 @@ def check_tables(tables: tuple[TableSpec, ...], where: str, kind: str) -> None:
         _check_name(f"{where}: tables[{index}]", table.name, names, kind == "dlrm")
         names.add(table.name)
         _check_table(f"{where}: tables[{index}] '{table.name}'", table)
+
+
+def with_kinds(
+    tables: tuple[TableSpec, ...], section: EmbeddingsSection | UnsetType, where: str, kind: str
+) -> tuple[TableSpec, ...]:
+    """The tables with the kinds that they or ``section`` give them; InputError for what no model of
+    this ``kind`` has."""
+    if section is UNSET:
+        section = EmbeddingsSection()
+    elif kind in WITHOUT_TABLES:
+        wanted = f"none for a {kind}, which has no [[tables]]"
+        raise InputError(expected(f"{where}: embeddings", wanted, "a section"))
+    check_kind(section, f"{where}: embeddings")
+    _check_range(f"{where}: embeddings.above", section.above, 0, MAX_ROWS)
+    _check_range(f"{where}: embeddings.temperature", section.temperature, 0, 10)
+    found = settled(tables, section)
+    for index, table in enumerate(found):
+        spot = f"{where}: tables[{index}] '{table.name}'"
+        check_kind(table, spot)
+        check_settled(table, spot)
+        if kind == "tables" and dense_of(table):
+            wanted = "a kind made of tables alone, for there is no dense part that is planned"
+            remedy = "Name a [model] to train, or plan the table full."
+            raise InputError(expected(f"{spot}.kind", wanted, repr(kind_of(table)), remedy))
+    return found
 
 
 def _check_name(spot: str, name: str, taken: set[str], identifier: bool) -> None:

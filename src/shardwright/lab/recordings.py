@@ -32,6 +32,7 @@ from shardwright.core.job import (
     parse_job,
     table_optimizer,
 )
+from shardwright.core.kinds import kind_of
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import check_model, model_of, reads_bags, step_dtypes
 from shardwright.core.model_section import ESTIMATED
@@ -169,7 +170,10 @@ def _path(job: Job, device: str) -> Path | None:
     folder = os.environ.get("SHARDWRIGHT_CACHE", "~/.cache/shardwright")
     if not folder or job.model.kind == "python":  # whose code may change
         return None
-    tables = [(t.dim, t.feature_names, t.pooling_factors, t.weighted) for t in job.tables]
+    tables: list[Any] = [
+        (t.dim, t.feature_names, t.pooling_factors, t.weighted) for t in job.tables
+    ]
+    tables += [(job.data, t) for t in job.tables if kind_of(t) != "full"]
     bags = job.model.kind == "dlrm" and reads_bags(job)
     memory = msgspec.structs.replace(memory_of(job), checkpointing=checkpointing_of(job)[0])
     run = (memory, parallel_of(job), device)

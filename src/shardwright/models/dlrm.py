@@ -1,8 +1,9 @@
 """DLRM (Naumov et al., 2019), with one id per table and sample or bags of any features.
 
 Weights start as in the original: MLPs normal with variance 2/(in + out), tables uniform
-within 1/sqrt(rows). Each 4,096 rows of a table have a generator of their own, so that any rectangle
-can be made on the rank that keeps it and comes out the same under every plan.
+within 1/sqrt(rows), those of other kinds as ``core/kinds.py`` says. Each 4,096 rows of a table have
+a generator of their own, so that any rectangle can be made on the rank that keeps it and comes out
+the same under every plan.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import torch
 from torch import nn
 
 from shardwright.core.job import Job
+from shardwright.core.kinds import dense_of, kind_of, members_of, parts_of
 from shardwright.core.model import TableSpec
+from shardwright.core.model_of_job import reads_bags
 from shardwright.core.model_section import cross_of
+from shardwright.models.kinds import Bag, Kinds, pooled_rows
 from shardwright.models.start import Started, generator_of
 
 ROWS_PER_GENERATOR = 4096
-Bags = Mapping[str, tuple[torch.Tensor, ...]]  # of each feature: ids, offsets, perhaps weights
+Bags = Mapping[str, Bag]  # of each feature: ids, offsets, perhaps weights
 Found = torch.Tensor | list[torch.Tensor]
 
 
@@ -28,37 +32,44 @@ class Tables(nn.Module):
     """One embedding per table.
 
     Ids [B, F] int64 -> [B, F, D], rows of feature f from table f. Or a mapping of features to ids
-    [N], offsets [B + 1] and perhaps weights [N] of bags -> one of features to rows [B, dim].
+    [N], offsets [B + 1] and perhaps weights [N] of bags, or to ids [B], -> one of features to rows
+    [B, dim], or [N, dim] of tables that are not pooled.
     """
 
     def __init__(self, tables: Sequence[TableSpec], device: torch.device | str | None) -> None:
         super().__init__()
         for table in tables:
             embedding = nn.Embedding(table.rows, table.dim, device="meta")
-            self.add_module(table.name, embedding.to_empty(device=device or "cpu"))
+            *above, name = table.name.split(".")
+            parent: nn.Module = self
+            for part in above:  # the parts of a table lie in a module of its name
+                if part not in parent._modules:
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.add_module(name, embedding.to_empty(device=device or "cpu"))
         self.features = [(name, table) for table in tables for name in table.feature_names]
 
-    def forward(self, ids: torch.Tensor | Bags) -> torch.Tensor | dict[str, torch.Tensor]:
+    def forward(
+        self, ids: torch.Tensor | Mapping[str, torch.Tensor | Bag]
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Look every feature up in its own table."""
         if isinstance(ids, torch.Tensor):
-            found = [table(ids[:, feature]) for feature, table in enumerate(self.children())]
+            found = [self._rows(table, ids[:, f]) for f, (_, table) in enumerate(self.features)]
             return torch.stack(found, 1)
-        return {name: self._pooled(table, *ids[name]) for name, table in self.features}
+        return {name: self._pooled(table, ids[name]) for name, table in self.features}
 
-    def _pooled(
-        self,
-        table: TableSpec,
-        ids: torch.Tensor,
-        offsets: torch.Tensor,
-        weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        rows = self.get_submodule(table.name)(ids)
-        if weights is not None:
-            rows = rows * weights.unsqueeze(1)
-        lengths = offsets.diff()
-        bag = torch.arange(len(lengths), device=ids.device).repeat_interleave(lengths)
-        pooled = rows.new_zeros(len(lengths), table.dim).index_add(0, bag, rows)
-        return pooled / lengths.clamp(min=1).unsqueeze(1) if table.pooling == "mean" else pooled
+    def _rows(self, table: TableSpec, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.get_submodule(table.name)(ids)
+        return rows
+
+    def _pooled(self, table: TableSpec, bag: torch.Tensor | Bag) -> torch.Tensor:
+        if isinstance(bag, torch.Tensor):
+            return self._rows(table, bag)
+        ids, offsets, *weights = bag
+        rows = self._rows(table, ids)
+        if not table.pooled:
+            return rows
+        return pooled_rows(rows, offsets, *weights, mean=table.pooling == "mean")
 
 
 class Dot(nn.Module):
@@ -134,9 +145,14 @@ class DLRM(Started):
         section = job.model
         self.seed = job.train.seed
         self.bottom = mlp((section.dense_features, *section.bottom), last_relu=True, device=device)
-        self.tables = Tables(job.tables, device)
+        bags = reads_bags(job)
+        members = [m for table in job.tables for m in members_of(table, bags=bags)]
+        self.tables = Tables(members, device)
+        plain = all(kind_of(table) == "full" for table in job.tables)
+        self.kinds = None if plain else Kinds(job.tables, device or "cpu", bags=bags)
         self.interact = interaction(job, device)
         self.top = mlp((self.interact.width, *section.top), last_relu=False, device=device)
+        self.starts = _starts(job)
         self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
         if torch.device(device or "cpu").type != "meta":
             self.reset_parameters()
@@ -146,7 +162,11 @@ class DLRM(Started):
         return self.top(self.interact(self.bottom(dense), self._embedded(ids)))
 
     def _embedded(self, ids: torch.Tensor | Bags) -> Found:
-        found = self.tables(ids)
+        if self.kinds is None:
+            found = self.tables(ids)
+        else:
+            rows = self.tables(self.kinds.asked(ids)) if self.kinds.members else {}
+            found = self.kinds(rows, ids)
         return list(found.values()) if isinstance(found, dict) else found
 
     def initial_block(
@@ -156,7 +176,7 @@ class DLRM(Started):
         if not fqn.startswith("tables."):
             return super().initial_block(fqn, offsets, sizes)
         shape = self.shapes[fqn]
-        bound = math.sqrt(1.0 / shape[0])
+        least, most = self.starts[fqn]
         (row, column), (rows, columns) = offsets, sizes
         found = torch.empty(rows, columns)
         first = row // ROWS_PER_GENERATOR
@@ -164,7 +184,7 @@ class DLRM(Started):
             low = index * ROWS_PER_GENERATOR
             count = min(ROWS_PER_GENERATOR, shape[0] - low)
             values = torch.empty(count, shape[1])
-            values.uniform_(-bound, bound, generator=self._generator(fqn, index))
+            values.uniform_(least, most, generator=self._generator(fqn, index))
             begin, end = max(row, low), min(row + rows, low + count)
             found[begin - row : end - row] = values[
                 begin - low : end - low, column : column + columns
@@ -173,12 +193,26 @@ class DLRM(Started):
 
     def _start(self, fqn: str) -> torch.Tensor:
         shape = self.shapes[fqn]
+        if fqn in self.starts:
+            return torch.empty(shape).uniform_(*self.starts[fqn], generator=self._generator(fqn, 0))
         if fqn.startswith("interact.") and len(shape) == 1:
             return torch.zeros(shape)  # as DCN v2's biases
         return _dense_start(shape, self._generator(fqn, 0))
 
     def _generator(self, fqn: str, index: int) -> torch.Generator:
         return generator_of(self.seed, fqn, index)
+
+
+def _starts(job: Job) -> dict[str, tuple[float, float]]:
+    """Where the values of every table, and of what belongs to one, start."""
+    found = {}
+    for table in job.tables:
+        for part, member in zip(parts_of(table), members_of(table), strict=True):
+            ends = part.centre - part.bound, part.centre + part.bound
+            found[f"tables.{member.name}.weight"] = ends
+        for each in dense_of(table):
+            found[f"kinds.{table.name}.{each.name}"] = -each.bound, each.bound
+    return found
 
 
 def mlp(

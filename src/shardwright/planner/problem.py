@@ -15,7 +15,7 @@ from shardwright.core.data_section import DataSection
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import Job, checkpointing_of
 from shardwright.core.model import ModelSpec, TableSpec
-from shardwright.core.model_of_job import step_dtypes
+from shardwright.core.model_of_job import placed_tables, step_dtypes
 from shardwright.core.planning import EstimatorSection
 from shardwright.core.recording import Recording
 from shardwright.cost import constants, reservation
@@ -170,7 +170,7 @@ def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
             notes.append("nothing is reserved for a dense part: planner.reservation is not given")
         bare = [
             t.name
-            for t, given in zip(model.tables, job.tables, strict=True)
+            for t, given in zip(model.tables, placed_tables(job), strict=True)
             if given.optimizer is None
         ]
         if bare and job.planner.constants != "additive":

@@ -68,7 +68,8 @@ def own_reason(part: Embedding, dtypes: Container[torch.dtype] = (torch.float32,
 
 class RoutedRows(nn.Module):
     """Ids [B, F] -> rows [B, F, ``dim``] that nobody looked up; ``mark`` hears where a step is.
-    Bags of features, whose widths are ``dims``, -> rows [B, dim] of each.
+    Bags of features, whose widths are ``dims``, -> rows [B, dim] of each, or [N, dim] of those in
+    ``each``, whose rows come one by one.
 
     ``path`` is that of the module of tables; ``asked`` is told how many ids it is asked for.
     """
@@ -80,10 +81,11 @@ class RoutedRows(nn.Module):
         asked: Callable[[int], None] = lambda ids: None,
         *,
         dims: Mapping[str, int] | None = None,
+        each: Container[str] = (),
     ) -> None:
         super().__init__()
         self.dim = dim
-        self.dims = dims or {}
+        self.dims, self.each = dims or {}, each
         self.path = path
         self.asked = asked
         self.mark: Mark | None = None
@@ -95,8 +97,14 @@ class RoutedRows(nn.Module):
             self.asked(ids.numel())
             (rows,) = self._rows([(*ids.t().shape, self.dim)])
             return rows.transpose(0, 1)
-        bags = [(len(ids[name][1]) - 1, dim) for name, dim in self.dims.items()]
+        bags = [(self._results(name, ids[name]), dim) for name, dim in self.dims.items()]
         return dict(zip(self.dims, self._rows(bags), strict=True))
+
+    def _results(self, name: str, bag: Any) -> int:
+        """How many rows a feature gets."""
+        if isinstance(bag, torch.Tensor):
+            return len(bag)
+        return len(bag[0]) if name in self.each else len(bag[1]) - 1
 
     def _rows(self, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
         rows: tuple[torch.Tensor, ...] = _Rows.apply(self.handle, shapes, self.path, self.mark)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import torch
+from msgspec import UNSET
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwright.core.batch import expected_distinct
 from shardwright.core.job import Job
-from shardwright.core.model_of_job import reads_bags
+from shardwright.core.model_of_job import placed_tables, reads_bags
 from shardwright.core.recording import Recording, Series
 from shardwright.lab.footprint.python_model import settle
 from shardwright.models.dlrm import DLRM
+from shardwright.models.kinds import HashNetwork
 from shardwright.models.transformer import Transformer, next_token_loss
+from shardwright.planner.problem import zipf_of
 from shardwright.trace.checkpointing import policy, treated
 from shardwright.trace.composed import Composer, Shortened
 from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
@@ -29,7 +34,8 @@ def built_in_recording(job: Job, treatment: Treatment) -> Recording:
     model: DLRM | Transformer
     if job.model.kind == "dlrm":
         model, of = DLRM(job, device="meta"), _dlrm
-        model.tables = RoutedRows(job.tables[0].dim, dims=_dims(job))
+        model.tables = _stand_in(job)
+        _expect_distinct(model, job)
     else:
         model, of = Transformer(job, device="meta"), _transformer
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -47,6 +53,8 @@ def _dlrm(model: DLRM, job: Job, treatment: Treatment) -> Recording:
         return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(1), labels)
 
     units: dict[str, Sequence[nn.Module]] = {"bottom": [model.bottom]}
+    if model.kinds is not None and any(True for _ in model.kinds.parameters()):
+        units["kinds"] = [model.kinds]
     if any(True for _ in model.interact.parameters()):
         units["interact"] = [model.interact]
     units["top"] = [model.top]
@@ -55,8 +63,26 @@ def _dlrm(model: DLRM, job: Job, treatment: Treatment) -> Recording:
         return record(subject)
 
 
-def _dims(job: Job) -> dict[str, int]:
-    return {name: table.dim for table in job.tables for name in table.feature_names}
+def _stand_in(job: Job) -> RoutedRows:
+    """For the tables that are placed."""
+    of = [(name, table) for table in placed_tables(job) for name in table.feature_names]
+    dims = {name: table.dim for name, table in of}
+    each = {name for name, table in of if not table.pooled}
+    return RoutedRows(of[0][1].dim if of else 0, dims=dims, each=each)
+
+
+def _expect_distinct(model: DLRM, job: Job) -> None:
+    """Hash networks compute as many rows as there are expected to be different ids."""
+    for table in job.tables:
+        network = None if model.kinds is None else model.kinds.of_table.get(table.name)
+        if isinstance(network, HashNetwork):
+            zipf = zipf_of(job.data) if table.zipf is UNSET else table.zipf
+            network.distinct = partial(_expected, table.rows, zipf)
+
+
+def _expected(rows: int, zipf: float, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    count = expected_distinct(len(ids), rows, zipf)
+    return ids.new_empty(count), torch.empty_like(ids)
 
 
 def _bags(job: Job) -> dict[str, tuple[torch.Tensor, ...]]:

@@ -32,8 +32,9 @@ class Clicks:
     def model(self, device: torch.device) -> nn.Module:
         """DLRM with its index buffers in place."""
         model = DLRM(self.job, device="meta")
-        for name, buffer in list(model.interact.named_buffers()):
-            setattr(model.interact, name, buffer.to(device))
+        for part in model.modules():
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                setattr(part, name, buffer.to(device))
         return model
 
     def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:

@@ -11,6 +11,7 @@ from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected, nearest
 from shardwright.core.job import Job, checkpointing_of, with_checkpointing
 from shardwright.core.model import ModelSpec
+from shardwright.core.model_of_job import placed_tables
 from shardwright.core.placement import Placement, describe
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.recording import Recording, check_recording
@@ -72,7 +73,7 @@ def problem_of(plan: Plan) -> Problem:
     """The plan's job with every choice that its search had."""
     try:
         check_tables(plan.job.tables, "job", plan.job.model.kind)
-        check_constraints(plan.job.planner.constraints, plan.job.tables, "job")
+        check_constraints(plan.job.planner.constraints, placed_tables(plan.job), "job")
         if plan.recording is not None:
             check_recording(plan.recording)
             _check_batch(plan.job, plan.recording)
