@@ -87,7 +87,8 @@ def drawn_tables(rnd: random.Random, optimizer: str) -> list[Table]:
             tuple(f"f{n}.{k}" for k in range(rnd.choice([1, 1, 2]))),
             optimizer,
             _pooling(rnd),
-            replicated=rnd.random() < 0.2,
+            replicated=(copied := rnd.random() < 0.2),
+            by_rows=copied and rnd.random() < 0.5,
         )
         for n in range(rnd.randint(1, 5))
     ]
@@ -259,24 +260,22 @@ def typed_cuts(mesh: DeviceMesh, optimizer: str, kind: ShardingType, local: int)
 def large_replicas(
     mesh: DeviceMesh, optimizer: str, pooling: Pooling, asked: Sequence[tuple[int, int]]
 ) -> tuple[float, list[bool]]:
-    """How far replicas of more than a MiB are from whole tables, beside one that is cut where bags
-    are pooled, after steps of a seed and the longest bag each; of each step whether their gradient
-    was dense."""
-    tables = [Table("t0", "t0", 70_000, 4, ("f0",), optimizer, pooling, replicated=True)]
+    """How far replicas by rows are from whole tables, beside a dense one and one that is cut where
+    bags are pooled, after steps of a seed and the longest bag each; of each group of replicas
+    whether its gradient was dense."""
+    copied = {"replicated": True, "by_rows": True}
+    tables = [Table("t0", "t0", 70_000, 4, ("f0",), optimizer, pooling, **copied)]
     others = [
         Table("t1", "t1", 30, 4, ("f1", "f2"), optimizer, "mean", replicated=True),
-        Table("t2", "t2", 5, 8, ("f3",), optimizer, "mean", replicated=True),
+        Table("t2", "t2", 5, 8, ("f3",), optimizer, "mean", **copied),
         Table("t3", "t3", 5, 4, ("f4",), optimizer, "mean"),
     ]
     tables += others if pooling != "none" else []
     blocks = [b for table in tables for b in _laid_out(table, mesh.size())]
     beside = Beside(mesh, tables, blocks)
-    rows, dense = [], []
-    for seed, longest in asked:
-        rows.append(beside.step(seed, longest, weighted=True))
-        stores = beside.sharded.replicas.stores
-        dense.append(any(store.gradient_bytes for store in stores))
-    return max(*rows, beside.apart()), dense
+    rows = [beside.step(seed, longest, weighted=True) for seed, longest in asked]
+    stores = beside.sharded.replicas.stores
+    return max(*rows, beside.apart()), [store.gradient_bytes > 0 for store in stores]
 
 
 def _laid_out(table: Table, ranks: int) -> list[Block]:

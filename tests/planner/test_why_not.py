@@ -12,11 +12,13 @@ import pytest
 from small_jobs import KERNELS, TYPES, small_job
 
 from shardwright.core.errors import InputError, ShardwrightError
-from shardwright.core.job import Job, parse_job
+from shardwright.core.job import BatchSection, Job, parse_job
 from shardwright.core.plan import Plan
 from shardwright.lab.recordings import found_for, plan
 from shardwright.planner import explain
+from shardwright.planner.explain.why_not import exclusion
 from shardwright.planner.planner import written
+from shardwright.planner.problem import make_problem
 from shardwright.planner.search.watch import Watch
 
 MakeJob = Callable[..., Job]
@@ -99,14 +101,21 @@ def test_what_does_not_fit_with_everything_else_in_place_may_fit_planned_anew(
 
 def test_that_no_plan_fits_planned_anew_is_said(tight: Plan) -> None:
     found = explain.why_not(tight, "b", "data_parallel")
-    assert found.verdict == "impossible"  # the job allows fused only
-    assert found.replanned is None
+    assert found.verdict == "does not fit"  # by rows, for the job allows fused only
     roomy = msgspec.structs.replace(tight.job, tables=_free(tight.job))
     made = plan(roomy)
     found = explain.why_not(made, "b", "data_parallel")
     assert found.replanned is not None
     assert found.replanned.seconds is None
     assert found.replanned.reason.endswith("no plan was found that fits.")
+
+
+@pytest.mark.parametrize(
+    ("batch", "why"), [(10, ""), (10**7, "it needs dense, and the job allows")]
+)
+def test_replicas_need_dense_where_a_batch_has_many_rows(tight: Plan, batch: int, why: str) -> None:
+    job = msgspec.structs.replace(tight.job, batch=BatchSection(batch))
+    assert exclusion(make_problem(job, tight.model), 1, "data_parallel").startswith(why)
 
 
 def _free(job: Job) -> Any:

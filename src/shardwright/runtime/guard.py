@@ -47,6 +47,11 @@ class Guard:
         self._found: tuple[int, float] | None = None  # place in names, largest absolute value
         self._waiting: list[Update] = []
 
+    @property
+    def is_fine(self) -> bool:
+        """Whether all that this rank looked at since the last time was finite."""
+        return self._found is None
+
     def look(
         self,
         values: Sequence[torch.Tensor],

@@ -280,8 +280,8 @@ class ShardedTables(nn.Module):
     def retrace(self, gradient: Rows, trip: _Trip) -> None:
         """Send gradients of rows back along ``trip`` and update the rows they belong to.
 
-        RunError on every rank, before anything is sent, where there is no guard to wait for and one
-        of them is not finite.
+        RunError on every rank, before any row is updated, where there is no guard to wait for and
+        one of them is not finite.
         """
         self._refuse_accumulation(trip)
         if any(share is not None for share in trip.shares):
@@ -401,20 +401,24 @@ class ShardedTables(nn.Module):
             for guide, asked in zip(self.guides, trip.asked, strict=True)
         ]
         guard.look(ordered, self.gradient_names, partial(_each, gradient))
-        if self.guard is None:
-            guard.settle()
         out, into = self._floats(trip.counts), self._floats(trip.served)
-        if dense is None:
-            sent = wire.interleave(ordered, out)
-            return wire.regroup(self._exchange("exchange row gradients", sent, out, into), into)
-        ordered.append(dense.repeat(self.comm.size))
-        out = [[*row, len(dense)] for row in out]
-        into = [[*row, len(dense)] for row in into]
-        label = "exchange row gradients"
-        received = self._exchange(label, wire.interleave(ordered, out), out, into)
-        *arrived, everyone = wire.regroup(received, into)
-        torch.sum(everyone.view(self.comm.size, -1), 0, out=dense)
-        return arrived
+        if dense is not None:
+            ordered.append(dense.repeat(self.comm.size))
+            out, into = ([[*row, len(dense)] for row in counts] for counts in (out, into))
+        elif self.guard is None:
+            if heads := sum(not any(row) for row in out):
+                ordered.append(ordered[0].new_zeros(heads))
+            out, into = wire.without_empty(out), wire.without_empty(into)
+        sent = wire.interleave(ordered, out)
+        if self.guard is None and not guard.is_fine:
+            wire.spoil(sent, out)
+        received = self._exchange("exchange row gradients", sent, out, into)
+        if self.guard is None and wire.is_spoilt(received, into):
+            guard.settle()
+        arrived = wire.regroup(received, into)
+        if dense is not None:
+            torch.sum(arrived[-1].view(self.comm.size, -1), 0, out=dense)
+        return arrived[: len(self.stores)]
 
     def _learnt(self, gradient: Rows, trip: _Trip, guard: Guard) -> Learnt:
         """What this rank's backward brings to the replicas."""

@@ -6,6 +6,8 @@ last two where a rank has any; all as int64. Rows and gradients go as fp32.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -98,6 +100,27 @@ def words_of_all(comm: Comm, own: str) -> list[str]:
     comm.all_gather("why ids were refused", every, said)
     rows = every.view(comm.size, _WORDS).tolist()
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+def without_empty(counts: Counts) -> Counts:
+    """``counts`` of floats, with a section of one more for ranks that have none."""
+    heads = [int(not any(row)) for row in counts]
+    return [[*row, head] for row, head in zip(counts, heads, strict=True)] if any(heads) else counts
+
+
+def spoil(sent: torch.Tensor, counts: Counts) -> None:
+    """Tell every rank that what it gets is no use: the first float for each becomes nan."""
+    sent[_firsts(counts)] = math.nan
+
+
+def is_spoilt(received: torch.Tensor, counts: Counts) -> bool:
+    """Whether some rank said so."""
+    return bool(received[_firsts(counts)].isnan().any())
+
+
+def _firsts(counts: Counts) -> list[int]:
+    """Where the values of each rank begin."""
+    return [0, *itertools.accumulate(map(sum, counts[:-1]))]
 
 
 def interleave(groups: list[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:
