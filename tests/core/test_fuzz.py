@@ -311,6 +311,12 @@ def is_refused_well(read: Callable[[], Any]) -> None:
         assert "expected" in line or "unknown key" in line or "not a valid" in line
 
 
+def put(path: Path, raw: bytes) -> None:
+    """Write a new file: one that is cut and written again may wait for the disk."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(raw)
+
+
 def fuzzed(inputs: int, one: Callable[[int], None]) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -341,9 +347,9 @@ def test_a_changed_file_is_read_or_refused_in_one_line(tmp_path: Path, kind: str
     def one(seed: int) -> None:
         document = file.documents[seed % len(file.documents)]
         if seed % 4:
-            path.write_bytes(file.write(changed(document, seed)))
+            put(path, file.write(changed(document, seed)))
         else:
-            path.write_bytes(cut(file.write(document), seed))
+            put(path, cut(file.write(document), seed))
         is_refused_well(lambda: file.read(path))
 
     fuzzed(file.inputs, one)
@@ -361,7 +367,7 @@ def test_a_changed_click_log_is_read_or_refused_in_one_line(
     read(path)
 
     def one(seed: int) -> None:
-        path.write_bytes(cut(text.encode(), seed))
+        put(path, cut(text.encode(), seed))
         is_refused_well(lambda: read(path))
 
     fuzzed(1000, one)
@@ -380,7 +386,7 @@ def test_a_changed_checkpoint_is_read_or_refused_in_one_line(tmp_path: Path) -> 
 
     def one(seed: int) -> None:
         for name, raw in files.items():
-            (saved / name).write_bytes(raw)
+            put(saved / name, raw)
         if seed % 4:
             rank = seed % 2
             document = changed(lists[rank], seed)

@@ -216,3 +216,12 @@ def test_a_signal_ends_everything_in_order(
     assert [(rank.state, rank.code) for rank in outcome.ranks] == [("stopped", code)] * 2
     assert outcome.reason.startswith(f"stopped by {name} at step ")
     assert outcome.reason in (tmp_path / "said.txt").read_text()
+
+
+def test_a_file_of_the_folder_does_not_stand_in_the_way_of_a_module_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "uuid.py").write_text("raise SystemExit('not the one that was meant')")
+    monkeypatch.chdir(tmp_path)
+    outcome, _ = run(tmp_path / "run", "none")
+    assert outcome.code == 0

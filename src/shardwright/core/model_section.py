@@ -7,6 +7,7 @@ documents of jobs without them stay as they were.
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -123,18 +124,28 @@ def with_kind(
 
 def refuse_foreign_keys(model: ModelSection, where: str) -> None:
     """Widths of another kind of model would be ignored without a word."""
-    for field in msgspec.structs.fields(model):
-        kinds = [kind for kind, keys in KEYS_OF_KIND.items() if field.name in keys]
-        value = getattr(model, field.name)
-        if kinds and model.kind not in kinds and value != field.default:
+    for name, (kinds, usual) in _kinds_of_keys().items():
+        value = getattr(model, name)
+        if model.kind not in kinds and value != usual:
             raise InputError(
                 expected(
-                    f"{where}: model.{field.name}",
+                    f"{where}: model.{name}",
                     f"no such key for kind '{model.kind}'",
                     _shown(value),
                     f"It belongs to kind '{kinds[0]}'.",
                 )
             )
+
+
+@cache
+def _kinds_of_keys() -> dict[str, tuple[list[str], Any]]:
+    """The kinds that a key of some belongs to, and what it is by default."""
+    found = {}
+    for field in msgspec.structs.fields(ModelSection):
+        kinds = [kind for kind, keys in KEYS_OF_KIND.items() if field.name in keys]
+        if kinds:
+            found[field.name] = kinds, field.default
+    return found
 
 
 def completed(model: ModelSection, where: str, job_path: Path | None) -> ModelSection:

@@ -101,7 +101,8 @@ def torchrun_command(launch: Launch, mark: str = "shardwright") -> list[str]:
 
 
 def loopback_environment(world_size: int) -> dict[str, str]:
-    """What is set for the run on top of the environment; the user's OMP_NUM_THREADS holds."""
+    """What is set for the run on top of the environment; the user's OMP_NUM_THREADS holds. A file
+    in the working directory does not stand in the way of a module of Python's own."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -113,6 +114,7 @@ def loopback_environment(world_size: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": threads,
+        "PYTHONSAFEPATH": "1",
     }
 
 

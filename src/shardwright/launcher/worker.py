@@ -21,6 +21,7 @@ import fcntl
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -93,6 +94,8 @@ def run_worker(folder: Path, rank: int, body: Callable[[Heartbeat], None]) -> in
     comes from another rank: failed with 5, ``peer`` true. SIGTERM: stopped with 75. Ctrl-C:
     stopped with 130. Memory exhausted: 5. Anything else: 1, and the traceback in ``rank-R.log``.
     """
+    if sys.flags.safe_path:  # a user's module may import others of the folder later, after ours
+        sys.path.append(os.getcwd())
     heartbeat = Heartbeat.create(folder, rank)
     guard_parent(folder)
     signal.signal(signal.SIGTERM, _stop)

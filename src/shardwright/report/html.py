@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from itertools import islice
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from msgspec import UNSET
 
@@ -79,14 +80,19 @@ def render(
 
     ``curve`` is the loss so far of a run without a measurement.
     """
+    template, css = _template()
+    page = _page(plan, measurement, comparison, outcome_text, curve)
+    return template.render(page=page, css=css).lstrip()
+
+
+@cache
+def _template() -> tuple[Template, Markup]:
     here = files("shardwright.report")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(here.joinpath("report.html.j2").read_text("utf-8"))
-    css = Markup(here.joinpath("report.css").read_text("utf-8"))
-    page = _page(plan, measurement, comparison, outcome_text, curve)
-    return template.render(page=page, css=css).lstrip()
+    return template, Markup(here.joinpath("report.css").read_text("utf-8"))
 
 
 def _page(

@@ -26,11 +26,14 @@ def printable(text: str, limit: int = NAME_LIMIT) -> str:
     Those become U+FFFD, white space becomes a blank, and what is longer than ``limit`` loses its
     middle. Markup is left alone: whoever builds markup escapes it.
     """
-    shown = "".join(_printable(c) for c in text[: 2 * limit])
     if len(text) <= limit:
-        return shown
+        return _cleaned(text)
     half = limit // 2 - 1
-    return f"{shown[:half]}…{''.join(_printable(c) for c in text[-half:])}"
+    return f"{_cleaned(text[:half])}…{_cleaned(text[-half:])}"
+
+
+def _cleaned(text: str) -> str:
+    return text if text.isprintable() else "".join(map(_printable, text))
 
 
 def _printable(character: str) -> str:
