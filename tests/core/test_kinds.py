@@ -147,7 +147,15 @@ def test_rows_that_are_multiplied_come_back_one_by_one_where_bags_are_looked_up(
         ({"kind": "robe", "block": 3}, {}, "block: expected a divisor of dim 8, got 3"),
         ({"kind": "dhe", "rows": 2**31 + 1}, {}, "rows: expected at most 2,147,483,648 rows"),
         ({}, {"embeddings": {"kind": "hash", "rank": 2}}, "embeddings.rank: expected no such key"),
-        ({}, {"embeddings": {"above": -1}}, "embeddings.above: expected a value from 0"),
+        ({}, {"embeddings": {"above": -1, "kind": "qr"}}, "above: expected a value from 0"),
+        ({}, {"embeddings": {"above": 5}}, "above: expected none without embeddings.kind"),
+        ({}, {"embeddings": {"temperature": 0.5}}, "temperature: expected none without kind"),
+        ({}, {"planner": {"kinds": []}}, "planner.kinds: expected different kinds, got []"),
+        ({}, {"planner": {"kinds": ["qr"]}, "embeddings": {"kind": "hash"}},
+         "embeddings.kind: expected none beside planner.kinds"),
+        ({}, {"planner": {"kinds": ["qr"]}, "embeddings": {"rank": 3}}, "rank: expected no such"),
+        ({}, {"planner": {"kinds": ["qr"], "constraints": {"ranks": {"t0": [0]}}}},
+         "planner.constraints: expected tables with a kind of their own beside planner.kinds"),
     ],
 )  # fmt: skip
 def test_what_no_kind_has_is_refused_by_name(
@@ -170,3 +178,17 @@ def test_constraints_name_the_tables_that_are_placed() -> None:
     assert _job({"kind": "qr"}, **ranks).planner.constraints.ranks == {"t0.quotient": (0,)}
     with pytest.raises(InputError, match="expected names of tables, got 't0'"):
         _job({"kind": "qr"}, planner={"constraints": {"ranks": {"t0": [0]}}})
+
+
+@pytest.mark.parametrize(
+    "section", [{"embeddings": {"kind": "hash"}}, {"planner": {"kinds": ["full"]}}]
+)
+def test_a_model_without_tables_has_no_kinds(section: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="expected none for a transformer"):
+        parse_job({"model": {"kind": "transformer"}, **section})
+
+
+def test_keys_of_a_kind_that_a_plan_may_choose_stand_in_the_section() -> None:
+    job = _job({}, planner={"kinds": ["full", "qr"]}, embeddings={"collisions": 10})
+    assert job.tables[0].kind is UNSET
+    assert [table.rows for table in placed_tables(job)] == [1000]

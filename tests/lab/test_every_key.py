@@ -81,6 +81,7 @@ VALUES: dict[str, Any] = {
     "planner.units": {"root": "shard"},
     "planner.dense": {"prefetch": 1},
     "planner.tables": {"a": "row_wise"},
+    "planner.kinds": ["hash"],
     "parallel.data_replicate": 2,
     "parallel.data_shard": 3,
     "parallel.tensor": 2,

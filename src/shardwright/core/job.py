@@ -296,7 +296,7 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     _refuse_unread(job, where)
     check_data(job.data, where)
     check_tables(job.tables, where, job.model.kind)
-    tables = with_kinds(job.tables, job.embeddings, where, job.model.kind)
+    tables = with_kinds(job.tables, job.embeddings, job.planner, where, job.model.kind)
     job = msgspec.structs.replace(job, tables=tables)
     members = tuple(member for table in tables for member in members_of(table))
     check_constraints(job.planner.constraints, members, where)

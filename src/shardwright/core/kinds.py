@@ -320,12 +320,12 @@ def settled(tables: Sequence[TableSpec], section: EmbeddingsSection) -> tuple[Ta
     return tuple(found)
 
 
-def check_kind(table: KindKeys, spot: str) -> None:
-    """InputError at a key that its kind does not have."""
+def check_kind(table: KindKeys, spot: str, kinds: tuple[KindName, ...] = ()) -> None:
+    """InputError at a key that neither its kind nor one of ``kinds`` has."""
     kind = "full" if table.kind is UNSET else table.kind
     for key in KindKeys.__struct_fields__[1:]:
         value = getattr(table, key)
-        if value is not UNSET and key not in KINDS[kind].keys:
+        if value is not UNSET and not any(key in KINDS[k].keys for k in (kind, *kinds)):
             owners = [f"'{name}'" for name, each in KINDS.items() if key in each.keys]
             wanted = f"no such key for kind '{kind}'"
             remedy = f"It belongs to kind {', '.join(owners)}."

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from shardwright.core.model import KindName
 from shardwright.core.sharding import ShardingType
 
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
@@ -102,6 +103,8 @@ class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``units`` maps the name of a unit, or of a series of layers, to ``shard`` or ``replicate``,
     ``tables`` the path of an embedding in a module of the user's own to a sharding type, or to
     ``dense``: it stays in a unit.
+    ``kinds`` are those that a plan may choose for tables that name none, in the order in which it
+    would have them.
     ``options`` "torchrec" looks at what TorchRec's planner looks at, one column split per table;
     "wide" at more.
     """
@@ -118,6 +121,7 @@ class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     units: dict[str, Literal["shard", "replicate"]] = {}
     dense: DenseSection = DenseSection()
     tables: dict[str, Literal[ShardingType, "dense"]] | UnsetType = UNSET
+    kinds: tuple[KindName, ...] | UnsetType = UNSET
 
     @property
     def as_torchrec(self) -> bool:

@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.kinds import (
+    ABOVE,
     EmbeddingsSection,
     check_kind,
     check_settled,
@@ -19,9 +21,9 @@ from shardwright.core.kinds import (
     kind_of,
     settled,
 )
-from shardwright.core.model import TableSpec
+from shardwright.core.model import KindName, TableSpec
 from shardwright.core.model_section import WITHOUT_TABLES
-from shardwright.core.planning import ConstraintsSection
+from shardwright.core.planning import ConstraintsSection, PlannerSection
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import element_bytes
 
@@ -94,29 +96,92 @@ def check_tables(tables: tuple[TableSpec, ...], where: str, kind: str) -> None:
         _check_table(f"{where}: tables[{index}] '{table.name}'", table)
 
 
-def with_kinds(
-    tables: tuple[TableSpec, ...], section: EmbeddingsSection | UnsetType, where: str, kind: str
+def embeddings_of(section: EmbeddingsSection | UnsetType) -> EmbeddingsSection:
+    """What a job says of the kinds of its tables."""
+    return EmbeddingsSection() if section is UNSET else section
+
+
+def free_tables(
+    tables: tuple[TableSpec, ...],
+    section: EmbeddingsSection,
+    kinds: tuple[KindName, ...] | UnsetType,
 ) -> tuple[TableSpec, ...]:
-    """The tables with the kinds that they or ``section`` give them; InputError for what no model of
-    this ``kind`` has."""
-    if section is UNSET:
-        section = EmbeddingsSection()
-    elif kind in WITHOUT_TABLES:
-        wanted = f"none for a {kind}, which has no [[tables]]"
-        raise InputError(expected(f"{where}: embeddings", wanted, "a section"))
-    check_kind(section, f"{where}: embeddings")
+    """Tables whose kind a plan chooses among ``kinds``."""
+    if kinds is UNSET:
+        return ()
+    return tuple(t for t in tables if t.kind is UNSET and t.rows > section.above)
+
+
+def with_kinds(
+    tables: tuple[TableSpec, ...],
+    embeddings: EmbeddingsSection | UnsetType,
+    planner: PlannerSection,
+    where: str,
+    model: str,
+) -> tuple[TableSpec, ...]:
+    """The tables with the kinds that they or ``embeddings`` give them; InputError for what no
+    ``model`` has, and for what nothing would read."""
+    section, kinds = embeddings_of(embeddings), planner.kinds
+    if model in WITHOUT_TABLES and not (embeddings is UNSET and kinds is UNSET):
+        key = "planner.kinds" if embeddings is UNSET else "embeddings"
+        wanted = f"none for a {model}, which has no [[tables]]"
+        raise InputError(expected(f"{where}: {key}", wanted, "some"))
+    _check_choice(section, kinds, where)
     _check_range(f"{where}: embeddings.above", section.above, 0, MAX_ROWS)
     _check_range(f"{where}: embeddings.temperature", section.temperature, 0, 10)
-    found = settled(tables, section)
-    for index, table in enumerate(found):
+    named = {section.kind, *(table.kind for table in tables), *(() if kinds is UNSET else kinds)}
+    if section.temperature != EmbeddingsSection().temperature and "mixed_dim" not in named:
+        spot, wanted = f"{where}: embeddings.temperature", "none without kind 'mixed_dim'"
+        raise InputError(expected(spot, wanted, str(section.temperature)))
+    free = free_tables(tables, section, kinds)
+    if kinds is not UNSET and not free and all(table.kind is UNSET for table in tables):
+        wanted = f"tables of more than {section.above} rows, or a lower embeddings.above"
+        raise InputError(expected(f"{where}: planner.kinds", wanted, "none"))
+    given = settled(tables, section)
+    everything = list(enumerate(given))
+    for kind in () if kinds is UNSET else kinds:
+        tried = [msgspec.structs.replace(t, kind=kind) if t in free else t for t in tables]
+        everything += enumerate(settled(tried, section))
+    for index, table in everything:
         spot = f"{where}: tables[{index}] '{table.name}'"
-        check_kind(table, spot)
-        check_settled(table, spot)
-        if kind == "tables" and dense_of(table):
+        if table not in free:
+            check_kind(table, spot)
+            check_settled(table, spot)
+        if model == "tables" and dense_of(table):
             wanted = "a kind made of tables alone, for there is no dense part that is planned"
             remedy = "Name a [model] to train, or plan the table full."
             raise InputError(expected(f"{spot}.kind", wanted, repr(kind_of(table)), remedy))
-    return found
+    _check_free(planner.constraints, free, where)
+    return given
+
+
+def _check_choice(
+    section: EmbeddingsSection, kinds: tuple[KindName, ...] | UnsetType, where: str
+) -> None:
+    """Refuse keys of kinds that no table would get."""
+    if kinds is UNSET:
+        check_kind(section, f"{where}: embeddings")
+        if section.kind is UNSET and section.above != ABOVE:
+            wanted = "none without embeddings.kind or planner.kinds"
+            raise InputError(expected(f"{where}: embeddings.above", wanted, str(section.above)))
+        return
+    if section.kind is not UNSET:
+        wanted = "none beside planner.kinds, of which a plan chooses"
+        raise InputError(expected(f"{where}: embeddings.kind", wanted, repr(section.kind)))
+    if not kinds or len(set(kinds)) != len(kinds):
+        raise InputError(expected(f"{where}: planner.kinds", "different kinds", str(list(kinds))))
+    check_kind(section, f"{where}: embeddings", kinds)
+
+
+def _check_free(constraints: ConstraintsSection, free: tuple[TableSpec, ...], where: str) -> None:
+    groups = (*constraints.together, *constraints.apart, tuple(constraints.ranks))
+    named = {name for group in groups for name in group}
+    for table in free:
+        if table.name in named:
+            wanted = "tables with a kind of their own beside planner.kinds"
+            remedy = f"Say tables '{table.name}'.kind."
+            spot = f"{where}: planner.constraints"
+            raise InputError(expected(spot, wanted, f"'{table.name}'", remedy))
 
 
 def _check_name(spot: str, name: str, taken: set[str], identifier: bool) -> None:

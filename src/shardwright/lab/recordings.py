@@ -40,6 +40,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.recording import Recording
 from shardwright.cost import constants
 from shardwright.lab.with_tables import find_with_tables
+from shardwright.planner.kinds import find_kinds
 from shardwright.planner.planner import find, watch_of, written
 from shardwright.planner.search.watch import Hear, Watch
 from shardwright.planner.strategy.found import Found
@@ -64,7 +65,7 @@ def plan(job: Job, hear: Hear | None = None) -> Plan:
 def found_for(job: Job, watch: Watch) -> Found:
     """What the search of ``job`` brings back, with a draft of its plan or without."""
     if job.model.kind != "python":
-        return find(job, described, watch)
+        return find_kinds(job, lambda its: find(its, described, watch))
     at_all = bool(table_optimizer(job))
     return find_with_tables(job, recorded, watch, found_at_all=at_all)
 

@@ -9,6 +9,8 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.job import Job, checkpointing_of, memory_of
+from shardwright.core.kinds import kind_of
+from shardwright.core.kinds import nbytes as nbytes_of
 from shardwright.core.model import TableSpec
 from shardwright.core.plan import Plan
 from shardwright.core.planning import EstimatorSection, ReservationSection
@@ -74,6 +76,7 @@ def _unit_names(plan: Plan) -> str:
 
 def _of_tables(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
     job, units = plan.job, plan.units
+    yield from _kinds(job)
     yield Fact(
         "dtype",
         _counted(tables, lambda table: table.dtype) + ("; units fp32" if units else ""),
@@ -96,6 +99,20 @@ def _of_tables(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
         _counted(tables, lambda table: str(table.optimizer)) + ", fused in backward",
         _key(job, "optimizer", None, default),
     )
+
+
+def _kinds(job: Job) -> Iterator[Fact]:
+    """What tables that are not full take, and what they would."""
+    made = [table for table in job.tables if kind_of(table) != "full"]
+    if not made:
+        return
+    own, full = sum(map(nbytes_of, made)), sum(table.nbytes for table in made)
+    text = (
+        _counted(job.tables, lambda table: kind_of(table))
+        + f": {format_bytes(own)} instead of {format_bytes(full)}"
+    )
+    chosen = "planner.kinds" if job.planner.kinds is not UNSET else "embeddings.kind, tables.kind"
+    yield Fact("kinds of embeddings", text, chosen)
 
 
 def _machine(plan: Plan) -> Iterator[Fact]:

@@ -1,0 +1,83 @@
+"""Kinds of tables that a plan chooses: none where full tables fit, else those of the largest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import UNSET
+
+from shardwright.core.errors import NoPlanError
+from shardwright.core.job import Job, parse_job
+from shardwright.core.kinds import kind_of, nbytes
+from shardwright.core.plan import Plan
+from shardwright.lab.recordings import plan
+from shardwright.planner.explain.basis import basis
+
+ROWS = {"a": 20_000, "b": 60_000, "c": 30_000, "d": 150, "e": 40_000}
+
+
+def _job(memory: str, kinds: tuple[str, ...] = ("full", "qr", "hash"), **tables: Any) -> Job:
+    own = [
+        {"name": name, "rows": rows, "dim": 16, **tables.get(name, {})}
+        for name, rows in ROWS.items()
+    ]
+    return parse_job(
+        {
+            "tables": own,
+            "cluster": {"preset": "cpu-host", "world_size": 2, "ddr_cap": memory},
+            "batch": {"size": 32},
+            "planner": {"kinds": kinds},
+            "embeddings": {"collisions": 8},
+        }
+    )
+
+
+def _kinds(made: Plan) -> dict[str, str]:
+    return {table.name: kind_of(table) for table in made.job.tables}
+
+
+def _saved(made: Plan) -> list[str]:
+    return [fact.value for fact in basis(made) if fact.what == "kinds of embeddings"]
+
+
+def test_tables_that_fit_stay_full() -> None:
+    made = plan(_job("20 MiB"))
+    assert set(_kinds(made).values()) == {"full"}
+    assert _saved(made) == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "small"), [("4 MiB", "b"), ("2.5 MiB", "be"), ("900 KiB", "bcea")]
+)
+def test_as_few_as_possible_are_of_another_kind_the_largest_first(memory: str, small: str) -> None:
+    made = plan(_job(memory, ("full", "qr")))
+    assert {name for name, kind in _kinds(made).items() if kind == "qr"} == set(small)
+    own = sum(nbytes(table) for table in made.job.tables if table.name in small)
+    (said,) = _saved(made)
+    assert said.startswith("full" if len(small) < 3 else "qr")
+    assert own < sum(ROWS[name] for name in small) * 16 * 4 / 7
+
+
+def test_a_table_that_names_its_kind_keeps_it() -> None:
+    made = plan(_job("2 MiB", ("full", "qr"), b={"kind": "tt"}, e={"kind": "full"}))
+    assert _kinds(made) == {"a": "qr", "b": "tt", "c": "qr", "d": "full", "e": "full"}
+
+
+def test_a_later_kind_is_taken_where_an_earlier_one_does_not_fit_for_all() -> None:
+    made = plan(_job("500 KiB", ("full", "double_hash", "tt")))
+    kinds = set(_kinds(made).values())
+    assert "tt" in kinds
+    assert "full" not in kinds - {_kinds(made)["d"]}
+
+
+def test_what_fits_with_no_kind_is_refused_with_the_shortfall() -> None:
+    with pytest.raises(NoPlanError):
+        plan(_job("20 KiB"))
+
+
+def test_a_plan_of_chosen_kinds_is_planned_again_alike() -> None:
+    made = plan(_job("2.5 MiB"))
+    again = plan(made.job)
+    assert _kinds(again) == _kinds(made)
+    assert all(table.kind is not UNSET or table.name == "d" for table in made.job.tables)
