@@ -18,6 +18,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.embeddings.route import Table
 
 _INTEGERS = (torch.int64, torch.int32)
+Ends = tuple[int, int, int]  # of a feature's lengths of bags: their sum, least and largest
 _FORMS = "ids [B] or [B, L], or (values, offsets [B + 1]), or (values, offsets, weights)"
 
 
@@ -136,7 +137,7 @@ def cat(parts: list[torch.Tensor]) -> torch.Tensor:
 class Keyed:
     """Ids of features ``names``, one feature after the other: ``values`` [N], ``sizes`` of them of
     each; of their ``bags`` the ``lengths``, None: one id in each; of each feature ``weights`` of
-    ids, or None."""
+    ids, or None, and the ``ends`` of its lengths where they are known."""
 
     names: list[str]
     values: torch.Tensor
@@ -144,6 +145,7 @@ class Keyed:
     bags: list[int]
     lengths: torch.Tensor | None
     weights: Sequence[torch.Tensor | None]
+    ends: Sequence[Ends] | None = None
 
     def of(self, names: list[str]) -> Keyed:
         """Those of some features; InputError for one that is not there."""
@@ -160,6 +162,7 @@ class Keyed:
             [self.bags[place] for place in chosen],
             None if lengths is None else _picked(lengths, self.bags, chosen),
             [self.weights[place] for place in chosen],
+            None if self.ends is None else [self.ends[place] for place in chosen],
         )
 
 
@@ -261,7 +264,8 @@ def _lengths(keyed: Keyed, features: Sequence[Feature]) -> list[torch.Tensor | N
     if keyed.lengths is None:
         return [None] * len(features)
     lengths = keyed.lengths.long()
-    parts = zip(lengths.split(keyed.bags), _ends(lengths, keyed.bags), strict=True)
+    ends = _ends(lengths, keyed.bags) if keyed.ends is None else keyed.ends
+    parts = zip(lengths.split(keyed.bags), ends, strict=True)
     found: list[torch.Tensor | None] = []
     for (part, (total, low, high)), size, feature in zip(parts, keyed.sizes, features, strict=True):
         if total != size or low < 0:
@@ -272,7 +276,7 @@ def _lengths(keyed: Keyed, features: Sequence[Feature]) -> list[torch.Tensor | N
     return found
 
 
-def _ends(lengths: torch.Tensor, bags: list[int]) -> list[tuple[int, int, int]]:
+def _ends(lengths: torch.Tensor, bags: list[int]) -> list[Ends]:
     """Sum, least and largest of every feature's ``lengths``; of none they are 0, 1 and 1."""
     if len(set(bags)) == 1 and bags[0]:
         rows = lengths.view(len(bags), -1)
@@ -294,12 +298,13 @@ def keyed_of(given: Any) -> Keyed:
     if hasattr(given, "stride_per_key"):
         bags = list(given.stride_per_key())
     lengths = lengths.view(-1)
-    sizes = [total for total, _, _ in _ends(lengths, bags)]
+    ends = _ends(lengths, bags)
+    sizes = [total for total, _, _ in ends]
     if sum(sizes) != len(values):
         raise InputError(expected("values of features", str(sum(sizes)), str(len(values))))
     given = given.weights_or_none() if hasattr(given, "weights_or_none") else None
     weights = [None] * len(keys) if given is None else given.split(sizes)
-    return Keyed(keys, values, sizes, bags, lengths, weights)
+    return Keyed(keys, values, sizes, bags, lengths, weights, ends)
 
 
 class _Part(NamedTuple):

@@ -25,6 +25,7 @@ from torchrec.distributed.types import (
 
 from shardwright.core.errors import MismatchError, PeerError, expected
 from shardwright.core.job import parse_job
+from shardwright.core.model import DENSE
 from shardwright.core.model_of_job import model_of
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.quantities import format_seconds
@@ -161,7 +162,7 @@ def _parameter(found: TablePlan, table: TorchRecTable, topology: Topology) -> Pa
     given = table.constraint
     return ParameterSharding(
         sharding_type=found.sharding_type,
-        compute_kernel=found.compute_kernel,
+        compute_kernel=DENSE if replicated else found.compute_kernel,  # it has no other replicas
         ranks=list(found.ranks),
         sharding_spec=None if replicated else EnumerableShardingSpec(_shards(found, topology)),
         cache_params=given.cache_params if given else None,
