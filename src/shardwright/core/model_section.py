@@ -138,7 +138,7 @@ def refuse_foreign_keys(model: ModelSection, where: str) -> None:
 
 
 @cache
-def _kinds_of_keys() -> dict[str, tuple[list[str], Any]]:
+def _kinds_of_keys() -> dict[str, tuple[list[ModelKind], Any]]:
     """The kinds that a key of some belongs to, and what it is by default."""
     found: dict[str, tuple[list[str], Any]] = {}
     for field in msgspec.structs.fields(ModelSection):

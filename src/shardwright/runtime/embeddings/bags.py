@@ -17,7 +17,7 @@ import torch
 from shardwright.core.errors import InputError, expected
 from shardwright.runtime.embeddings.route import Table
 
-_INTEGERS = (torch.int64, torch.int32)
+INTEGERS = (torch.int64, torch.int32)
 Ends = tuple[int, int, int]  # of a feature's lengths of bags: their sum, least and largest
 _FORMS = "ids [B] or [B, L], or (values, offsets [B + 1]), or (values, offsets, weights)"
 
@@ -103,7 +103,7 @@ def _check_ids(ids: torch.Tensor, feature: Feature) -> None:
 
 
 def _check_dtype(ids: torch.Tensor, spot: str) -> None:
-    if ids.dtype not in _INTEGERS:
+    if ids.dtype not in INTEGERS:
         raise InputError(expected(spot, "int64 or int32", str(ids.dtype).removeprefix("torch.")))
 
 
@@ -322,7 +322,7 @@ def _joined(given: Mapping[str, Any], features: Sequence[Feature]) -> Keyed:
     _check_names(names, given)
     parts = [_part(feature, given[feature.name]) for feature in features]
     for part, feature in zip(parts, features, strict=True):
-        if part.ids.dtype not in _INTEGERS:
+        if part.ids.dtype not in INTEGERS:
             _check_dtype(part.ids, feature.spot)
         if part.weights is not None and part.weights.shape != part.ids.shape:
             found = f"{list(part.weights.shape)}"

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.runtime.embeddings.bags import INTEGERS
 
 
 class NoTableError(UnsupportedError, AttributeError):
@@ -60,7 +61,12 @@ class RoutedEmbedding(nn.Module):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Ids of any shape -> rows [..., D]; of a bag ids [B, L] -> [B, D]."""
+        """Ids of any shape -> rows [..., D]; of a bag ids [B, L] -> [B, D]. InputError for what are
+        no integers."""
+        if not isinstance(input, torch.Tensor) or input.dtype not in INTEGERS:
+            kind = getattr(input, "dtype", type(input).__name__)
+            text = str(kind).removeprefix("torch.")
+            raise InputError(expected(f"ids of '{self.path}'", "a tensor of int64 or int32", text))
         if self.bags and self.mode:
             if offsets is None:
                 offsets = torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]

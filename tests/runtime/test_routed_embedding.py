@@ -1,0 +1,44 @@
+"""What stands in for a user's embedding takes what torch's takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.core.errors import InputError
+from shardwright.runtime.embeddings.module import RoutedEmbedding
+
+
+class Rows(nn.Module):
+    """A whole table: ids [N, 1] -> rows [N, 1, D]."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.table = weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table[ids]
+
+
+@pytest.mark.parametrize("like", [nn.Embedding(5, 3), nn.EmbeddingBag(5, 3, mode="sum")])
+def test_ids_are_integers_of_either_width(like: nn.Embedding | nn.EmbeddingBag) -> None:
+    routed = RoutedEmbedding("words", like, Rows(like.weight.detach()))
+    ids = torch.tensor([[1, 4], [0, 1]])
+    for given in (ids, ids.int()):
+        assert torch.equal(routed(given), like(given))
+
+
+@pytest.mark.parametrize(
+    ("ids", "kind"),
+    [
+        (torch.tensor([1.5]), "float32"),
+        (torch.tensor([True]), "bool"),
+        ([1, 2], "list"),
+    ],
+)
+def test_what_are_no_ids_is_named(ids: object, kind: str) -> None:
+    routed = RoutedEmbedding("words", nn.Embedding(5, 3), Rows(torch.zeros(5, 3)))
+    wanted = f"ids of 'words': expected a tensor of int64 or int32, got {kind}."
+    with pytest.raises(InputError, match=wanted):
+        routed(ids)
