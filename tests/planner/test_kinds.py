@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from shardwright.core.errors import NoPlanError
+from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.kinds import kind_of, nbytes
 from shardwright.core.plan import Plan
@@ -81,3 +81,26 @@ def test_a_plan_of_chosen_kinds_is_planned_again_alike() -> None:
     again = plan(made.job)
     assert _kinds(again) == _kinds(made)
     assert all(table.kind is not UNSET or table.name == "d" for table in made.job.tables)
+
+
+@pytest.mark.parametrize(
+    ("keys", "types", "part"),
+    [
+        ({"kind": "memcom"}, ["column_wise"], "a.scale"),
+        ({"kind": "mixed_dim", "width": 3}, ["column_wise"], "a"),
+        ({"kind": "tt", "rank": 3}, ["column_wise"], "a.first"),
+    ],
+)
+def test_a_placement_that_a_part_cannot_have_is_refused_by_its_name(
+    keys: dict[str, Any], types: list[str], part: str
+) -> None:
+    table = {"name": "a", "rows": 500, "dim": 8, "sharding_types": types, **keys}
+    job = parse_job(
+        {
+            "model": {"bottom": [8], "top": [1]},
+            "tables": [table],
+            "cluster": {"preset": "local", "world_size": 2},
+        }
+    )
+    with pytest.raises(InputError, match=f"tables '{part}': expected a sharding type"):
+        plan(job)

@@ -19,6 +19,7 @@ from shardwright.core.kinds import (
     check_settled,
     dense_of,
     kind_of,
+    parts_of,
     settled,
 )
 from shardwright.core.model import KindName, TableSpec
@@ -152,7 +153,19 @@ def with_kinds(
             remedy = "Name a [model] to train, or plan the table full."
             raise InputError(expected(f"{spot}.kind", wanted, repr(kind_of(table)), remedy))
     _check_free(planner.constraints, free, where)
+    for index, table in enumerate(tables):
+        if table.kind is not UNSET and not parts_of(given[index]):
+            _check_dense(table, f"{where}: tables[{index}] '{table.name}'")
     return given
+
+
+def _check_dense(table: TableSpec, spot: str) -> None:
+    """Refuse keys of a table whose rows are computed from dense parameters alone."""
+    for key in ("sharding_types", "compute_kernels", "min_partition", "optimizer", "cache"):
+        if (value := getattr(table, key)) is not None:
+            wanted = f"none for kind '{kind_of(table)}', which is no table but a dense part"
+            shown = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            raise InputError(expected(f"{spot}.{key}", wanted, shown))
 
 
 def _check_choice(
