@@ -152,8 +152,8 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
             "int8, got 'fp64'.",
         ),
         (
-            {"tables": [TABLE], "cluster": {"world_size": 4097}},
-            "job: cluster.world_size: expected int <= 4096, got 4097.",
+            {"tables": [TABLE], "cluster": {"world_size": 16385}},
+            "job: cluster.world_size: expected int <= 16384, got 16385.",
         ),
         (
             {"tables": [TABLE], "cluster": {"pod_size": 0}},

@@ -155,7 +155,7 @@ def test_a_table_that_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"cluster": HOST | {"world_size": 10**6}}, ["cluster.world_size", "4096"]),
+        ({"cluster": HOST | {"world_size": 10**6}}, ["cluster.world_size", "16384"]),
         ({"cluster": HOST | {"world_size": -1}}, ["cluster.world_size"]),
         ({"cluster": HOST | {"world_size": 0}}, ["cluster.world_size"]),
         ({"cluster": HOST | {"world_size": 2**80}}, ["cluster.world_size"]),

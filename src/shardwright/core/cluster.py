@@ -65,7 +65,8 @@ CAPACITIES = ("hbm_cap", "ddr_cap", "ssd_cap")
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+MAX_PLANNED = 2**14  # ranks of a job that is planned
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_PLANNED)]
 Value = Annotated[float, msgspec.Meta(ge=0, le=1e20)]
 Day = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
 

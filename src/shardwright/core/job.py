@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.checkpoint_section import CheckpointSection, every
-from shardwright.core.cluster import Calibration, read_calibration
+from shardwright.core.cluster import MAX_PLANNED, Calibration, Ranks, read_calibration
 from shardwright.core.data_section import READ_BY, Count, DataSection, Whole, check_data
 from shardwright.core.document import convert, parse_toml, read_bytes
 from shardwright.core.errors import InputError, expected
@@ -46,10 +46,8 @@ from shardwright.core.parallel import (
 from shardwright.core.planning import ESTIMATOR_UNREAD, PlannerSection
 from shardwright.core.tables import check_constraints, check_tables, read_tables, with_kinds
 
-Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 MAX_TABLES = 100_000
-MAX_PLANNED = 4096  # ranks of a job that is planned
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import UNSET
 
+from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import MAX_PLANNED, Job, memory_of, parallel_of, table_optimizer
+from shardwright.core.job import Job, memory_of, parallel_of, table_optimizer
 from shardwright.core.kinds import members_of
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.model import ModelSpec, TableSpec

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from shardwright.core.cluster import TIERS, Tier
+from shardwright.core.cluster import MAX_PLANNED, TIERS, Tier
 from shardwright.core.errors import NoPlanError, ShardwrightError
 from shardwright.core.job import CHOSEN_FROM, Job, checkpointing_of, with_checkpointing
 from shardwright.core.memory_section import HAVE_BLOCKS
@@ -26,7 +26,6 @@ from shardwright.planner.strategy.found import Found, ModelOf
 from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import smallest
 
-MAX_RANKS = 4096
 MAX_BYTES = 2**60
 MAX_NAMED = 8  # tables of a longer list
 SECONDS_FOR_LEAST = 5.0  # of search for what asks least
@@ -240,7 +239,7 @@ def _more_ranks(attempt: _Try) -> str:
         job = _with(attempt.job, "cluster", world_size=ranks, local_world_size=local)
         return attempt.fits(job, f"{ranks} ranks")
 
-    low, most = cluster.world_size // unit + 1, MAX_RANKS // unit
+    low, most = cluster.world_size // unit + 1, MAX_PLANNED // unit
     if low > most:
         return ""
     roomy = math.ceil(ROOMY * cluster.world_size * short.need / (max(short.capacity, 1) * unit))

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.errors import NoPlanError
 from shardwright.core.fit import Estimate
 from shardwright.core.footprint import Footprint
 from shardwright.core.job import (
-    MAX_PLANNED,
     Job,
     checkpointing_of,
     degrees_of,

@@ -197,7 +197,7 @@ def _trials(
         if spread is not None:
             placed = list(draft.tables)
             for member, table in enumerate(item.tables):
-                ranks = shard_ranks(option, member, spread[0])
+                ranks = shard_ranks(option, member, spread)
                 placed[table] = Placed(option.choices[member], ranks)
             member = item.tables.index(index)
             changed = dataclasses.replace(draft, tables=tuple(placed))

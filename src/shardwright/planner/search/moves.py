@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwright.planner.search.space import Bools, Floats, Ints
-from shardwright.planner.search.state import State
+from shardwright.planner.search.state import State, least_first
 
 FOLLOWED = 40  # cheapest changes of option that are tried with a relocation after them
 MAX_FOLLOWED_ITEMS = 400
@@ -81,9 +81,7 @@ class Stuck:
 
 def swap_partners(costs: Floats) -> Ints:
     """The ranks of lowest cost, in order of their numbers."""
-    if len(costs) <= SWAP_PARTNERS:
-        return np.arange(len(costs))
-    return np.sort(np.argpartition(costs, SWAP_PARTNERS)[:SWAP_PARTNERS])
+    return least_first(costs, min(SWAP_PARTNERS, len(costs)))
 
 
 def relocation(state: State, rank: int, costs: Floats, others: Ints) -> Move | None:
@@ -198,7 +196,12 @@ def reoption(state: State, items: list[int]) -> bool:
     fits = state.fits
     ways = [(item, option) for item in items for option in _affordable(state, item, fits)]
     found = None
-    for some in _batches(state, ways):
+    hopes = state.hopeful(ways, best)
+    many = max(AT_ONCE // state.space.ranks, 1)
+    for start in range(0, len(hopes), many):
+        some = [hope.way for hope in hopes[start : start + many] if hope.least < best]
+        if not some:
+            break
         costs = state.weigh(some, best).costs.sum(axis=1)
         if costs.min() < best:
             best, found = float(costs.min()), some[int(costs.argmin())]
@@ -208,7 +211,7 @@ def reoption(state: State, items: list[int]) -> bool:
     state.take(item)
     spread = state.spread(item, option)
     assert spread is not None
-    state.put(item, option, spread[0])
+    state.put(item, option, spread)
     return True
 
 
@@ -233,13 +236,13 @@ def reoption_and_relocate(state: State) -> bool:
         trial.take(item)
         spread = trial.spread(item, option)
         if spread is not None:
-            trial.put(item, option, spread[0])
+            trial.put(item, option, spread)
             ranks = trial.rank_costs()
             move = relocation(trial, int(ranks.argmax()), ranks, np.arange(len(ranks)))
             if move is not None and move.change < 0:
                 after = _cost_after(trial, move)  # not costs + change: huge terms would cancel
                 if after < best:
-                    best, found = after, (item, option, spread[0], move)
+                    best, found = after, (item, option, spread, move)
             trial.take(item)
         trial.put(item, state.options[item], state.slots[item])
     if found is None:

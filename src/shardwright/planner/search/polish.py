@@ -261,9 +261,9 @@ def changes(state: State, item: int, below: float) -> list[Change]:
             if _may_go(option, room - option.everywhere):
                 spread = state.spread(item, number)
                 if spread is not None:
-                    state.put(item, number, spread[0])
+                    state.put(item, number, spread)
                     if state.worst < below and state.fits:
-                        found.append(Change(state.worst, number, spread[0]))
+                        found.append(Change(state.worst, number, spread))
                     state.take(item)
     state.put(item, old, slots)
     return found
@@ -295,7 +295,7 @@ def coarsened(state: State, worst: float) -> State:
             spread = state.spread(item, number)
             if spread is None:
                 continue
-            state.put(item, number, spread[0])
+            state.put(item, number, spread)
             if state.fits and state.worst <= worst:
                 break
             state.take(item)

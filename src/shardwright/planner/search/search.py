@@ -199,7 +199,7 @@ def _placed(space: Space, chosen: Ints, target: float) -> State:
     for item in sorted(range(len(space.items)), key=lambda i: (_freedom(space, i), weight(i))):
         spread = state.spread(item, int(chosen[item]))
         if spread is not None:
-            state.put(item, int(chosen[item]), spread[0])
+            state.put(item, int(chosen[item]), spread)
         elif not _put_anywhere(state, item):
             _make_room(state, item)
     return state
@@ -216,9 +216,11 @@ def _put_anywhere(state: State, item: int) -> bool:
     """Take the option that costs least where the chosen one is ruled out; False if none is left."""
     found = []
     for option in range(len(state.space.items[item].options)):
-        spread = state.spread(item, option)
-        if spread is not None:
-            found.append((spread[1], option, spread[0]))
+        slots = state.spread(item, option)
+        if slots is not None:
+            state.put(item, option, slots)
+            found.append((float(state.rank_costs().sum()), option, slots))
+            state.drop(item)
     if found:
         _, option, slots = min(found)
         state.put(item, option, slots)

@@ -23,6 +23,8 @@ Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 Storage = tuple[int, int, int]  # bytes of HBM, DDR and SSD
 
+MAX_KEPT = 1024  # ranks of a block that is kept
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -52,8 +54,20 @@ class ItemOption:
     close: bool = False
 
     @functools.cached_property
+    def is_uniform(self) -> bool:
+        """Whether it has one block, with a shard of one table on every rank."""
+        if not self.choices or len(self.widths) > 1:
+            return False
+        return self.choices[0].option.partition == "uniform"
+
+    @property
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks, made on first use."""
+        """The blocks, made on first use and kept; wide ones, which would fill gigabytes, are made
+        each time."""
+        return self._kept if self.widths[0] <= MAX_KEPT else _make_blocks(self)
+
+    @functools.cached_property
+    def _kept(self) -> tuple[Block, ...]:
         return _make_blocks(self)
 
     @functools.cached_property

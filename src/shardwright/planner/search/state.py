@@ -8,6 +8,7 @@ is seen too), plus a penalty for the share of its capacity that is exceeded.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.planner.search.dealing import Lots, at_least, deal
+from shardwright.planner.search.slopes import Hope, Slopes, summed
 from shardwright.planner.search.space import Assignment, Block, Bools, Floats, Ints, Space
 
 OVERFLOW_PENALTY = 1e9  # times what the slowest rank costs
@@ -275,13 +277,65 @@ class State:
                 found.costs[some[opened]] = costs[opened]
         return found
 
+    def hopeful(self, ways: Sequence[tuple[int, int]], below: float) -> list[Hope]:
+        """The ways after which all ranks may cost less than ``below``, and what they cost then at
+        least, the least first.
+
+        What ranks cost is convex: a block on all of them changes it by its seconds and bytes times
+        the slopes there, or by more, and one elsewhere by what it adds to the least busy rank.
+        """
+        found = []
+        slopes = self._slopes()
+        for item, own in itertools.groupby(ways, key=lambda way: way[0]):
+            option = self.space.items[item].options[self.options[item]]
+            if option.is_uniform:
+                total = float(self.rank_costs().sum()) - slopes.of(option)
+                least = float(self.load.min()) - option.largest
+                found += [Hope(total + self._adds(way, slopes, least), way) for way in own]
+                continue
+            with self.without(item):
+                total, bare = float(self.rank_costs().sum()), self._slopes()
+                least = float(self.load.min())
+                found += [Hope(total + self._adds(way, bare, least), way) for way in own]
+        return sorted(hope for hope in found if hope.least < below)
+
+    def _slopes(self) -> Slopes:
+        """What another second costs on the ranks, and another byte."""
+        ratio = self.load / self.target
+        seconds = np.zeros(self.space.ranks)
+        np.divide(
+            self.time_cost(self.load) * (self.power / self.target),
+            ratio,
+            out=seconds,
+            where=(ratio > 0) & (ratio < MAX_RATIO),
+        )
+        storage = []
+        for tier, scale in self.space.used_tiers:
+            over = self.memory[:, tier] > self._limits[tier]
+            if over.any():
+                storage.append((tier, summed(over * (self.penalty * scale))))
+        return Slopes(summed(seconds), tuple(storage))
+
+    def _adds(self, way: tuple[int, int], slopes: Slopes, least: float) -> float:
+        """What an option adds at least to ranks of which the least busy one takes ``least``."""
+        option = self.space.items[way[0]].options[way[1]]
+        if option.is_uniform:
+            return slopes.of(option)
+        added = option.everywhere * float(slopes.seconds[-1])
+        blocks = option.blocks
+        if blocks[0] is not blocks[-1] or option.widths[0] == self.space.ranks:
+            return added
+        before = np.full(1, max(least, 0.0) + option.everywhere)
+        more = self.time_cost(before + blocks[0].seconds) - self.time_cost(before)
+        return added + len(blocks) * float(more.sum())
+
     def _weigh_unlike(self, item: int, option: int, found: Weighed, index: int) -> None:
         """``weigh`` of an option whose blocks are not alike."""
         old = self.options[item], self.slots[item]
         with self.without(item):
             spread = self.spread(item, option)
             if spread is not None:
-                self.options[item], self.slots[item] = option, spread[0]
+                self.options[item], self.slots[item] = option, spread
                 self._add(item, 1)
                 found.load[index], found.costs[index] = self.load, self.rank_costs()
         self.options[item], self.slots[item] = old
@@ -317,18 +371,27 @@ class State:
         closed: Bools = np.logical_or.reduce(~mask.reshape(-1, width), axis=1)
         return closed
 
-    def spread(self, item: int, option: int) -> tuple[tuple[int, ...], float] | None:
-        """Where the blocks of ``option`` would go one after the other, and the cost of all ranks
-        afterwards; None if the rules leave no place. The item must lie nowhere."""
+    def spread(self, item: int, option: int) -> tuple[int, ...] | None:
+        """Where the blocks of ``option`` would go, one after the other, so that all ranks cost
+        least; None if the rules leave no place. The item must lie nowhere."""
         everywhere = self.space.items[item].options[option].everywhere
-        load, memory = self.load + everywhere, self.memory
+        load, memory = self.load + everywhere if everywhere else self.load, self.memory
         blocks = self.blocks(item, option)
-        if len(blocks) > 1 and blocks[0].width < self.space.ranks and blocks[0] is blocks[-1]:
-            return self._deal(item, blocks[0], len(blocks), load, memory)
-        costs = self.cost(load, memory) if everywhere else self.rank_costs().copy()
+        alike = blocks[0] is blocks[-1]
+        if alike and blocks[0].width == 1 and not self.space.constrained:
+            near = self._with_room(blocks[0], len(blocks), load)
+            if near is not None:
+                return self._dealt(item, blocks[0], len(blocks), load, near)
+        if alike and blocks[0].width < self.space.ranks and len(blocks) > 1:
+            return self._dealt(item, blocks[0], len(blocks), load, None)
         mask = self.allowed(item)
-        if len(blocks) > 1:
-            memory = memory.copy()
+        if blocks[0].width == self.space.ranks:
+            return (0,) * len(blocks) if mask is None or mask.all() else None
+        costs = self.cost(load, memory) if everywhere else self.rank_costs()
+        if len(blocks) == 1:
+            slot = self._place(blocks[0], load, memory, costs, mask)
+            return None if slot is None else (slot,)
+        load, memory, costs = load.copy(), memory.copy(), costs.copy()
         slots: list[int] = []
         for block in blocks:
             slot = self._place(block, load, memory, costs, mask)
@@ -336,39 +399,46 @@ class State:
                 return None
             ranks = slice(slot, slot + block.width)
             load[ranks] += block.seconds
-            costs[ranks] = self.cost(load[ranks], memory[ranks] + block.storage)
-            if len(blocks) > 1:
-                memory[ranks] += block.storage
+            memory[ranks] += block.storage
+            costs[ranks] = self.cost(load[ranks], memory[ranks])
             slots.append(slot)
-        return tuple(slots), float(costs.sum())
+        return tuple(slots)
 
-    def _deal(
-        self, item: int, block: Block, count: int, load: Floats, memory: Floats
-    ) -> tuple[tuple[int, ...], float] | None:
-        """``spread`` of ``count`` blocks that are alike."""
+    def _with_room(self, block: Block, count: int, load: Floats) -> Ints | None:
+        """As many of the least busy ranks as there are blocks of one rank each, if each has room
+        for all of them: where nothing is full no other rank takes one for less."""
+        near = least_first(load, min(count, len(load)))
+        filled = self.memory[near] + count * block.storage[0]
+        return near if (filled <= self._limits).all() else None
+
+    def _dealt(
+        self, item: int, block: Block, count: int, load: Floats, near: Ints | None
+    ) -> tuple[int, ...] | None:
+        """``spread`` of ``count`` blocks that are alike, over the ranks ``near`` or over all."""
+        if near is not None and count == 1:
+            return (int(near[0]),)
+        some = slice(None) if near is None else near
+        load, memory = load[some], self.memory[some]
+        closed = self._closed(item, block.width)
         lots = Lots(
             np.array([count]),
             block.seconds[None],
             block.storage[None],
             load.reshape(1, -1, block.width),
             memory.reshape(1, -1, block.width, 3),
-            self._closed(item, block.width)[None],
+            closed[None, some],
         )
         (counts,), (opened,) = deal(lots, self.cost)
         if not opened:
             return None
-        load = lots.load[0] + counts[:, None] * block.seconds
-        memory = lots.memory[0] + counts[:, None, None] * block.storage
-        slots = np.repeat(np.arange(len(counts)) * block.width, counts)
-        return tuple(slots.tolist()), float(self.cost(load, memory).sum())
+        first = np.arange(len(closed))[some] * block.width
+        return tuple(np.repeat(first, counts).tolist())
 
     def _place(
         self, block: Block, load: Floats, memory: Floats, costs: Floats, mask: Bools | None
     ) -> int | None:
         """The slot where a block adds least to ``costs``, those of the ranks as they are."""
         width = block.width
-        if width == self.space.ranks:
-            return 0 if mask is None or mask.all() else None
         if width == 1:
             added = self.cost(load + block.seconds[0], memory + block.storage[0]) - costs
         else:
@@ -384,6 +454,16 @@ class State:
                 return None
             added = np.where(open_slots, added, np.inf)
         return int(added.argmin()) * width
+
+
+def least_first(values: Floats, count: int) -> Ints:
+    """The places of the ``count`` least values, in order; of equal ones the first."""
+    if count == 1:
+        return np.array([values.argmin()])
+    last = np.partition(values, count - 1)[count - 1]
+    near = values < last
+    near[np.flatnonzero(values == last)[: count - int(near.sum())]] = True
+    return np.flatnonzero(near)
 
 
 def restored(space: Space, target: float, power: float, found: Assignment) -> State:
