@@ -140,9 +140,9 @@ def refuse_foreign_keys(model: ModelSection, where: str) -> None:
 @cache
 def _kinds_of_keys() -> dict[str, tuple[list[ModelKind], Any]]:
     """The kinds that a key of some belongs to, and what it is by default."""
-    found: dict[str, tuple[list[str], Any]] = {}
+    found: dict[str, tuple[list[ModelKind], Any]] = {}
     for field in msgspec.structs.fields(ModelSection):
-        kinds: list[str] = [kind for kind, keys in KEYS_OF_KIND.items() if field.name in keys]
+        kinds = [kind for kind, keys in KEYS_OF_KIND.items() if field.name in keys]
         if kinds:
             found[field.name] = kinds, field.default
     return found
