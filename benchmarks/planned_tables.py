@@ -5,8 +5,8 @@
 Rows are scaled down until all tables take 96 MiB together, of which a rank may keep three quarters;
 bags have at most eight ids. Every problem is planned for ranks of one host and of two, run as one
 module of tables on as many processes, and held against what whole tables would give: the rows of a
-lookup, and all weights after an update. The plan's seconds stand beside those of a step; ranks
-share few cores, so the latter are CPU time, in which no rank waits.
+lookup, and all weights after an update. The plan's seconds, by constants that were not measured
+here, stand beside the CPU time of a step, in which no rank waits for a core.
 """
 
 from __future__ import annotations
