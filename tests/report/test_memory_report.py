@@ -129,6 +129,7 @@ def test_of_many_classes_the_fullest_are_shown() -> None:
     )
     text = flowed(footprint(ranks=ranks))
     assert "The other 37 classes hold less: --full." in text
+    assert "The other class holds less: --full." in flowed(footprint(ranks=ranks[:4]))
     assert "stage 39" in flowed(footprint(ranks=ranks), full=True)
 
 

@@ -168,7 +168,8 @@ def peaks_sheet(comparison: Comparison, most: int = MOST_PEAKS) -> Sheet:
     if len(lines) > most:
         lines = tuple(sorted(lines, key=_distance, reverse=True)[:most])
     left = len(comparison.peaks) - len(lines)
-    others = f" The other {counted(left, 'rank')} are closer." if left else ""
+    rest = "rank is" if left == 1 else f"{left:,} ranks are"
+    others = f" The other {rest} closer." if left else ""
     return sheet_of(
         "Peak per rank",
         lines,

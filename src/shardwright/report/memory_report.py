@@ -112,7 +112,8 @@ def classes_sheet(footprint: Footprint, most: int = EVERYTHING) -> Sheet:
     if any(rank.reserved_bytes for rank in shown):
         cells.insert(4, number("allocator holds", _held))
     capacity = "" if footprint.capacity is None else f", {format_bytes(footprint.capacity)} each"
-    note = f"The other {left:,} classes hold less: --full." if left else ""
+    rest = "class holds" if left == 1 else f"{left:,} classes hold"
+    note = f"The other {rest} less: --full." if left else ""
     return sheet_of(f"Classes of ranks{capacity}", shown, cells, note)
 
 
