@@ -116,8 +116,11 @@ def search(
         return len(space.items) <= MAX_ITEMS or even < seconds
 
     chosen = filter(worthwhile, itertools.islice(starts(space, options, found), 1 if few else None))
-    fresh = (_placed(space, own, target) for own in chosen)
-    for start in itertools.chain(begun, fresh):
+    fresh: Iterator[tuple[Ints, State]]
+    fresh = ((own, _placed(space, own, target)) for own in chosen)
+    if space.ranks > len(space.items) > MAX_ITEMS:  # the most promising first: the rest is cut
+        fresh = iter(sorted(fresh, key=lambda own: float(own[1].rank_costs().sum())))
+    for start in itertools.chain(begun, (state for own, state in fresh if worthwhile(own))):
         tried += 1
         state = improve(start, max(found.seconds, enough), watch, most=most)
         if state.fits:
