@@ -7,9 +7,8 @@ the tensor as the model had it, so that norms, states and checkpoints are those 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,9 +21,6 @@ from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.placement import Flat, Placement, Replicate, Shard
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import root_mesh
-
-if TYPE_CHECKING:
-    from shardwright.runtime.units.parameter import Member
 
 Ints = tuple[int, ...]
 
@@ -137,9 +133,8 @@ class Joint:
         return tuple(moved), sizes
 
 
-def joints(members: Iterable[Member], comm: Comm) -> dict[str, Joint]:
+def joints(parallels: Mapping[str, Parallel], comm: Comm) -> dict[str, Joint]:
     """The members of a unit that tensor parallelism has cut, by name (collective)."""
-    parallels = {m.fqn: m.parallel for m in members if m.parallel}
     own = set(comm.mesh.mesh.flatten().tolist())
     for fqn, parallel in parallels.items():
         if len(own.intersection(parallel.mesh.mesh.flatten().tolist())) > 1:

@@ -130,7 +130,7 @@ class Unit:
         self._is_alike = False  # whether replicas were seen to be equal since they got values
         self._gathering: list[Pending] | None = None
         self._narrow: torch.Tensor | None = None
-        self.joints = joints(members, comm)
+        self.joints = joints({m.fqn: m.parallel for m in members if m.parallel}, comm)
         sources = {member.fqn: _own(member) for member in members}
         meta = initial is None and any(p.is_meta for p in sources.values())
         device = torch.device("meta" if meta else comm.mesh.device_type)
