@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -135,9 +136,11 @@ class Joint:
 
 def joints(parallels: Mapping[str, Parallel], comm: Comm) -> dict[str, Joint]:
     """The members of a unit that tensor parallelism has cut, by name (collective)."""
-    own = set(comm.mesh.mesh.flatten().tolist())
+    mesh = comm.mesh
     for fqn, parallel in parallels.items():
-        if len(own.intersection(parallel.mesh.mesh.flatten().tolist())) > 1:
+        before = set(get_process_group_ranks(parallel.mesh.get_group()))
+        groups = (get_process_group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim))
+        if any(len(before.intersection(ranks)) > 1 for ranks in groups):
             wanted = "tensor parallelism on another dimension of the mesh than the unit's"
             found = "a DTensor on ranks that would cut it again"
             raise UnsupportedError(expected(fqn, wanted, found, "Pass the other dimension."))
