@@ -413,6 +413,7 @@ class ShardedTables(nn.Module):
         if self.guard is None and not guard.is_fine:
             wire.spoil(sent, out)
         received = self._exchange("exchange row gradients", sent, out, into)
+        del ordered, sent
         if self.guard is None and wire.is_spoilt(received, into):
             guard.settle()
         arrived = wire.regroup(received, into)
