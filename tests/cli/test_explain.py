@@ -114,7 +114,7 @@ def test_the_json_of_a_plan_has_its_ranks(call: Any, plan: Any) -> None:
 def test_why_not_gives_a_reason(call: Any, plan: Any) -> None:
     answer = call("explain", plan, "--tensor", "big", "--why-not", "data_parallel")
     assert answer.code == 0
-    place = "(dense, 2 x 100,000 x 16; its kernel was fused) with everything else in place"
+    place = "(fused, 2 x 100,000 x 16) with everything else in place"
     assert answer.out.startswith(f"big is row_wise. data_parallel {place} does not fit: rank ")
     assert (
         "B too much. Planned anew with data_parallel, the rest free to move: no plan " in answer.out

@@ -320,8 +320,8 @@ def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
         name = held.block.tensor
         for kind, size in store.kept(held).items():
             yield Event(rank, 0, "setup", kind, name, size)
-        if store in tables.replicas.stores:
-            size = store.gradient_bytes * held.rows // len(store.weight)
+        size = store.gradient_bytes * held.rows // len(store.weight)
+        if size and store in tables.replicas.stores:
             yield Event(rank, STEADY, "reduce", "gradient", name, size)
 
 
