@@ -14,6 +14,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.core.batch import lookups
 from shardwright.core.cluster import Cluster
 from shardwright.core.job import Job
 from shardwright.core.model import TableSpec
@@ -74,7 +75,9 @@ def fastest(job: Job) -> float:
 def _ways(problem: Problem, table: TableSpec) -> Ways:
     cluster, ranks = problem.cluster, problem.cluster.world_size
     pinned = problem.job.planner.constraints.ranks.get(table.name, tuple(range(ranks)))
-    options = list(_options(table, cluster, problem.job.planner.constants))
+    options = list(
+        _options(table, cluster, problem.job.planner.constants, _replica(problem, table))
+    )
     found = []
     for choice in price(problem.job, problem.context, [(table, option) for option in options]):
         for places in _places(choice.option, cluster):
@@ -91,7 +94,16 @@ def _ways(problem: Problem, table: TableSpec) -> Ways:
     )
 
 
-def _options(table: TableSpec, cluster: Cluster, profile: str) -> Iterator[Option]:
+def _replica(problem: Problem, table: TableSpec) -> str:
+    """Replicas exchange rows where they are above 1 MiB and the rows that all ranks look up, with
+    their numbers, are half of them at most; TorchRec's have dense gradients."""
+    rows = problem.cluster.world_size * lookups(table, problem.context.batch)
+    replica = table.rows * table.dim * 4
+    few = replica > 2**20 and 2 * rows * (8 + table.dim * 4) <= replica
+    return "fused" if few and problem.job.planner.constants == "cluster" else "dense"
+
+
+def _options(table: TableSpec, cluster: Cluster, profile: str, replica: str) -> Iterator[Option]:
     for kind in table.sharding_types or TYPES:
         if profile == "additive" and kind not in ("table_wise", "column_wise"):
             continue
@@ -103,17 +115,20 @@ def _options(table: TableSpec, cluster: Cluster, profile: str) -> Iterator[Optio
             widths += [w for w in range(4, table.dim, 4) if table.dim % w == 0 and w >= least]
         for width in widths:
             runs = shard_runs(table, kind, cluster.world_size, cluster.group, width)
-            for kernel in _kernels(table, kind, cluster, profile):
+            for kernel in _kernels(table, kind, cluster, profile, replica):
                 yield Option(table.name, kind, kernel, runs)
 
 
-def _kernels(table: TableSpec, kind: str, cluster: Cluster, profile: str) -> list[str]:
+def _kernels(
+    table: TableSpec, kind: str, cluster: Cluster, profile: str, replica: str
+) -> list[str]:
     named = table.compute_kernels
     known = ["fused"]
     if profile == "additive":
         return known
     if kind == "data_parallel":
-        known = ["dense"]
+        either = [k for k in (replica, "dense") if named is None or k in named]
+        known = either[:1]
     elif cluster.compute_device == "cuda":
         known = ["fused", "fused_uvm", "fused_uvm_caching"]
         known += ["key_value"] if named and cluster.ssd_cap else []

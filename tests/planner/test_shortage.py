@@ -178,7 +178,7 @@ REFUSED: dict[str, Job] = {
         cluster=_h100(3, hbm_cap=14 * MIB),
     ),
     "replicas": _tables(
-        *[BIG | {"sharding_types": ["data_parallel"]}] * 2, cluster=_h100(2, hbm_cap=30 * MIB)
+        *[BIG | {"sharding_types": ["data_parallel"]}] * 2, cluster=_h100(2, hbm_cap=15 * MIB)
     ),
     "batch": _tables(
         {"rows": 10, "dim": 64, "pooling_factors": [50.0]},
