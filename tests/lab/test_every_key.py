@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -211,8 +212,15 @@ def test_a_key_that_no_run_of_the_kind_reads_is_refused_by_name(kind: str, key: 
     assert key in said
 
 
-@pytest.mark.parametrize("key", ["sequence", "schedule", "chunks", "routing", "expert_load"])
-@pytest.mark.parametrize("kind", ["dlrm", "transformer", "python"])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        *itertools.product(
+            ["dlrm", "transformer", "python"], ["sequence", "routing", "expert_load"]
+        ),
+        *itertools.product(["dlrm", "transformer"], ["schedule", "chunks"]),
+    ],
+)
 def test_what_divides_a_llama_is_refused_of_other_kinds(kind: str, key: str) -> None:
     assert f"parallel.{key}: expected no such key for kind '{kind}'" in refusal(
         kind, f"parallel.{key}"

@@ -222,8 +222,8 @@ def exchanges(
 
 
 def small_tables(problem: Problem) -> frozenset[str]:
-    """Names of tables whose replica takes less time of a step than the latencies of an exchange of
-    its own: in a unit with others it needs none."""
+    """Names of tables whose replica with a dense gradient takes less time of a step than the
+    latencies of an exchange of its own: in a unit with others it needs none."""
     ranks, local = problem.cluster.world_size, ranks_per_host(problem.cluster)
     latencies = embedding.step_latencies(["routed"], ranks, problem.values, local)
     least = sum(latencies.values())
@@ -231,5 +231,7 @@ def small_tables(problem: Problem) -> frozenset[str]:
         choice.table.name
         for choices in problem.tables
         for choice in choices
-        if choice.option.traits.replicated and choice.costs[0].total_seconds < least
+        if choice.option.traits.replicated
+        and choice.option.compute_kernel == DENSE
+        and choice.costs[0].total_seconds < least
     )

@@ -110,7 +110,7 @@ def test_a_plan_with_more_shards_is_told_by_its_own_sharding() -> None:
         ({"memory": {"offload": "states"}}, "memory.offload = 'states'"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor = 2"),
         ({"train": {"optimizer": "adamw_8bit"}}, "train.optimizer = 'adamw_8bit'"),
-        ({"cluster": {"world_size": 8192}}, "cluster.world_size = 8192"),
+        ({"cluster": {"world_size": 32768}}, "cluster.world_size = 32768"),
     ],
 )
 def test_a_job_that_no_plan_follows_is_estimated_and_says_why(
