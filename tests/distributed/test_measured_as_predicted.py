@@ -7,6 +7,7 @@ from collections import Counter
 
 import msgspec
 import pytest
+from held_against import check_bytes
 from pool import Pool
 from reference import bag_job, small_job
 from tasks import collectives_of_a_step, meter_steps
@@ -174,18 +175,7 @@ def check_bags(
 ) -> Plan:
     rows = (3000, 900, 500, 10, 2000, 700)
     job = bag_job(types, 2, optimizer, batch=256, rows=rows, kernels=kernels)
-    made = plan(job)
-    predicted = decode(made.timeline)
-    peaks = phase_peaks(predicted)
-    for rank, (exact, by_step, _) in enumerate(pool.run(2, meter_steps, job=job, made=made)):
-        wanted = {k: n for k, n in exact_bytes(predicted).items() if n and k[0] == rank}
-        assert {k: n for k, n in exact_bytes(exact).items() if n} == wanted
-        measured = min(
-            max(sum(kinds.values()) for kinds in phase_peaks(events).values()) for events in by_step
-        )
-        highest = max(sum(kinds.values()) for (r, _), kinds in peaks.items() if r == rank)
-        assert highest == pytest.approx(measured, rel=0.01)
-    return made
+    return check_bytes(pool, job, 0.01)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -95,7 +95,12 @@ class Problem:
         return canonical_order(self.model.tables)
 
 
-def zipf_of(data: DataSection) -> float:
+def batch_of(job: Job) -> Batch:
+    """What one rank gets in a step, with how often ids of its data repeat."""
+    return Batch(job.batch.size, job.batch.sequence, _zipf_of(job.data))
+
+
+def _zipf_of(data: DataSection) -> float:
     """The exponent of the popularity of ids; 0 where it is not known."""
     if data.zipf is not UNSET:
         return data.zipf
@@ -135,7 +140,7 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
             )
         )
     cluster, assumptions = constants.cluster(job.cluster, profile, profiles.preset(profile))
-    batch = Batch(job.batch.size, job.batch.sequence, zipf_of(job.data))
+    batch = batch_of(job)
     context = PricingContext(cluster, batch, job.planner.estimator)
     dtypes = step_dtypes(job)
     dense = DenseContext(cluster.world_size, ranks_per_host(cluster), context.values, *dtypes)

@@ -190,7 +190,11 @@ def _layout(matrices: Sequence[_Matrix]) -> Layout:
 
 class _Exchange:
     """Which rank orthogonalizes each matrix, and what it needs of the others: of each matrix its
-    ``parts`` by rank, and its home; the same on all ranks."""
+    ``parts`` by rank, and its home; the same on all ranks.
+
+    Of this rank: ``mine`` are the matrices that have their home here, ``own`` its parts by matrix,
+    ``away`` the matrices of these that are elsewhere, by home, and ``visitors`` what others have of
+    its own, (rank, matrix), by rank."""
 
     def __init__(self, matrices: Sequence[_Matrix]) -> None:
         self.of = _layout(matrices)
@@ -205,6 +209,15 @@ class _Exchange:
         ]
         self.homes = self._homes([m.rows * m.shape[1] * min(m.shape) for m in matrices])
         self.travels = any(len(parts) > 1 for parts in self.parts)
+        rank = self.comm.rank
+        self.mine = [place for place, home in enumerate(self.homes) if home == rank]
+        self.own = {p: parts[rank] for p, parts in enumerate(self.parts) if rank in parts}
+        self.away = sorted(
+            self.own.keys() - self.mine, key=lambda place: (self.homes[place], place)
+        )
+        self.visitors = sorted(
+            (source, place) for place in self.mine for source in self.parts[place] if source != rank
+        )
 
     def _homes(self, work: Sequence[int]) -> list[int]:
         """The rank that has all of it, or of the others the one that has least to do so far."""
@@ -221,73 +234,52 @@ class _Exchange:
 
     def update(self, matrices: Sequence[_Matrix]) -> None:
         """Orthogonalize and add (collective if anything travels)."""
-        mine = [place for place, home in enumerate(self.homes) if home == self.comm.rank]
         like = matrices[0].update
-        wholes = {place: like.new_empty(matrices[place].shape) for place in mine}
-        own = {p: self.parts[p][self.comm.rank] for p in self._places(self.comm.rank)}
+        wholes = {place: like.new_empty(matrices[place].shape) for place in self.mine}
         if self.travels:
-            sent = {p: matrices[p].update[own[p].local] for p in self._away(own)}
-            for place, source, values in self._there(sent, like):
-                part = self.parts[place][source]
-                target = part.of(wholes[place])
-                target.copy_(values.view_as(target))
-        for place in mine:
-            if place in own:
-                own[place].of(wholes[place]).copy_(matrices[place].update[own[place].local])
+            self._there(matrices, wholes, like)
         deltas = {}
-        for place in mine:
-            delta = deltas[place] = _orthogonal(matrices[place], wholes.pop(place))
-            if place in own:
-                matrices[place].local[own[place].local].add_(own[place].of(delta))
+        for place in self.mine:
+            part, matrix = self.own.get(place), matrices[place]
+            if part is not None:
+                part.of(wholes[place]).copy_(matrix.update[part.local])
+            delta = deltas[place] = _orthogonal(matrix, wholes.pop(place))
+            if part is not None:
+                matrix.local[part.local].add_(part.of(delta))
         if self.travels:
-            for place, values in self._back(deltas, matrices[0].local):
-                target = matrices[place].local[own[place].local]
-                target.add_(values.view_as(target))
-
-    def _places(self, rank: int) -> Iterator[int]:
-        """The matrices of which a rank has something."""
-        return (place for place, parts in enumerate(self.parts) if rank in parts)
-
-    def _away(self, own: Mapping[int, _Part]) -> list[int]:
-        """Those of them that are orthogonalized elsewhere, by rank and in order."""
-        away = (place for place in own if self.homes[place] != self.comm.rank)
-        return sorted(away, key=lambda place: (self.homes[place], place))
-
-    def _visitors(self) -> list[tuple[int, int]]:
-        """(rank, matrix) of what others have of this rank's matrices, by rank and in order."""
-        rank = self.comm.rank
-        return sorted(
-            (source, place)
-            for place, home in enumerate(self.homes)
-            for source in self.parts[place]
-            if home == rank and source != rank
-        )
+            self._back(matrices, deltas, matrices[0].local)
 
     def _there(
-        self, sent: Mapping[int, torch.Tensor], like: torch.Tensor
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Updates to where they are made orthogonal: matrix, rank that it came from, values."""
-        visitors = self._visitors()
+        self,
+        matrices: Sequence[_Matrix],
+        wholes: Mapping[int, torch.Tensor],
+        like: torch.Tensor,
+    ) -> None:
+        """Updates to where they are made orthogonal."""
         received = self._all_to_all(
-            [(self.homes[place], values) for place, values in sent.items()],
-            [(source, self.parts[place][source].numel) for source, place in visitors],
+            [(self.homes[p], matrices[p].update[self.own[p].local]) for p in self.away],
+            [(source, self.parts[place][source].numel) for source, place in self.visitors],
             like,
         )
-        for (source, place), values in zip(visitors, received, strict=True):
-            yield place, source, values
+        for (source, place), values in zip(self.visitors, received, strict=True):
+            target = self.parts[place][source].of(wholes[place])
+            target.copy_(values.view_as(target))
 
     def _back(
-        self, deltas: Mapping[int, torch.Tensor], like: torch.Tensor
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """What they came to, back to who has a part: matrix, values."""
-        rank = self.comm.rank
-        away = self._away({place: self.parts[place][rank] for place in self._places(rank)})
+        self,
+        matrices: Sequence[_Matrix],
+        deltas: Mapping[int, torch.Tensor],
+        like: torch.Tensor,
+    ) -> None:
+        """What they came to, back to who has a part."""
         received = self._all_to_all(
-            [(s, self.parts[place][s].of(deltas[place])) for s, place in self._visitors()],
-            [(self.homes[place], self.parts[place][rank].numel) for place in away],
+            [(s, self.parts[place][s].of(deltas[place])) for s, place in self.visitors],
+            [(self.homes[place], self.own[place].numel) for place in self.away],
             like,
         )
-        return zip(away, received, strict=True)
+        for place, values in zip(self.away, received, strict=True):
+            target = matrices[place].local[self.own[place].local]
+            target.add_(values.view_as(target))
 
     def _all_to_all(
         self,

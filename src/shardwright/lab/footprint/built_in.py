@@ -7,7 +7,6 @@ from functools import partial
 
 import msgspec
 import torch
-from msgspec import UNSET
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,7 +18,7 @@ from shardwright.lab.footprint.python_model import settle
 from shardwright.models.dlrm import DLRM
 from shardwright.models.kinds import HashNetwork
 from shardwright.models.transformer import Transformer, next_token_loss
-from shardwright.planner.problem import zipf_of
+from shardwright.planner.problem import batch_of
 from shardwright.trace.checkpointing import policy, treated
 from shardwright.trace.composed import Composer, Shortened
 from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
@@ -76,8 +75,7 @@ def _expect_distinct(model: DLRM, job: Job) -> None:
     for table in job.tables:
         network = None if model.kinds is None else model.kinds.of_table.get(table.name)
         if isinstance(network, HashNetwork):
-            zipf = zipf_of(job.data) if table.zipf is UNSET else table.zipf
-            network.distinct = partial(_expected, table.rows, zipf)
+            network.distinct = partial(_expected, table.rows, batch_of(job).zipf_of(table))
 
 
 def _expected(rows: int, zipf: float, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -151,12 +151,10 @@ class Cut:
         for offsets, sizes in regions:
             if not math.prod(sizes):
                 continue
-            wide = len(sizes) == len(self.shape) and any(
-                size != whole
-                for dim, (size, whole) in enumerate(zip(sizes, self.shape, strict=True))
-                if dim != axis
-            )
-            if wide or (sizes and offsets[axis] != end):
+            is_range = len(sizes) != len(self.shape)
+            if not (is_range or _is_slab(sizes, self.shape, axis)) or (
+                sizes and offsets[axis] != end
+            ):
                 return False
             end += sizes[axis] if sizes else 0
         return True
@@ -191,11 +189,7 @@ class PartShard(TorchShard):
         self, curr_local_size: int, num_chunks: int, rank: Any
     ) -> tuple[int, int]:
         sizes, offsets = self.cut.sizes, self.cut.offsets
-        if len(sizes) != len(self.cut.shape) or any(
-            size != whole
-            for dim, (size, whole) in enumerate(zip(sizes, self.cut.shape, strict=True))
-            if dim != self.dim
-        ):
+        if not _is_slab(sizes, self.cut.shape, self.dim):
             raise UnsupportedError(
                 expected(
                     self.cut.fqn,
@@ -217,6 +211,15 @@ def restored_cut(
 ) -> Cut:
     """A cut that was pickled, in a process with the mesh it was made on."""
     return Cut(fqn, shape, dim, regions.__getitem__, key, Comm(mesh))
+
+
+def _is_slab(sizes: Ints, shape: Ints, axis: int) -> bool:
+    """Whether a rectangle reaches across ``shape`` in all dimensions but ``axis``."""
+    return len(sizes) == len(shape) and all(
+        size == whole
+        for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True))
+        if dim != axis
+    )
 
 
 def part_of(value: torch.Tensor, offsets: Ints, sizes: Ints) -> torch.Tensor:
