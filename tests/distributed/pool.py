@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 WORLD_SIZE = 4
-TASK_SECONDS = 120.0
+TASK_SECONDS = 400.0
 COLLECTIVE_SECONDS = 20.0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -29,6 +30,7 @@ from shardwright.runtime.state import full_state_dict
 
 STRATEGIES = ("flat", "per_param", "owned")
 DIM, HEADS, LENGTH = 8, 4, 8
+HABITS = ("frozen", "recomputed", "kept", "evaluated between", "accumulated")
 
 
 class Attention(nn.Module):
@@ -48,14 +50,14 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A llama's layer; the second matrix of its MLP has a bias."""
+    """A llama's layer; the second matrix of its MLP has a bias. ``width`` is that of the MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 12) -> None:
         super().__init__()
         self.first, self.second = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
         self.attention = Attention()
-        self.gate, self.up = (nn.Linear(DIM, 12, bias=False) for _ in range(2))
-        self.down = nn.Linear(12, DIM)
+        self.gate, self.up = (nn.Linear(DIM, width, bias=False) for _ in range(2))
+        self.down = nn.Linear(width, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.first(x))
@@ -64,10 +66,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self, blocks: int = 2, width: int = 12) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, DIM)
-        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(DIM, 16)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -78,9 +80,9 @@ class Net(nn.Module):
         return found
 
 
-def net() -> Net:
+def net(width: int = 12) -> Net:
     torch.manual_seed(11)
-    return Net()
+    return Net(width=width)
 
 
 def parallelize(model: Net, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -199,6 +201,54 @@ def trained(
     weights = reference.state_dict()
     assert set(found) == set(weights)
     return losses, norms, max((found[n] - weights[n]).abs().max().item() for n in weights)
+
+
+def habitual(mesh: DeviceMesh, habit: str, strategy: str) -> float:
+    """The largest difference of a weight from one process after four steps with a habit of users;
+    a rank of two has 7 columns of an MLP, so shards of a part are uneven."""
+    whole = grid(2, 2)
+    own = whole["shard"].get_local_rank()
+    model, reference = net(14), net(14)
+    parallelize(model, whole["tensor"], sequence=True)
+    for block in [*model.layers, *reference.layers] if habit == "frozen" else []:
+        # After parallelize_module: SequenceParallel of torch 2.13 makes a norm trainable again.
+        block.first.weight.requires_grad_(False)  # type: ignore[union-attr]
+        block.up.weight.requires_grad_(False)  # type: ignore[union-attr]
+    options: dict[str, Any] = {
+        "shard_strategy": strategy,
+        "reshard_after_forward": habit != "kept",
+    }
+    for i, layer in enumerate(model.layers):
+        if habit == "recomputed":
+            model.layers[i] = layer = checkpoint_wrapper(layer)
+        fully_shard_flat(layer, whole["shard"], **options)
+    storage = fully_shard_flat(model, whole["shard"], **options)
+    one, other = (
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        for m in (model, reference)
+    )
+    for step in range(4):
+        one.zero_grad()
+        other.zero_grad()
+        batches = [step]
+        if habit == "accumulated":
+            batches.append(step + 20)
+            with storage.no_sync():
+                loss_of(model, tokens(own, step + 20)).backward()
+        if habit == "evaluated between":
+            with torch.inference_mode():
+                loss_of(model, tokens(own, step + 50))
+        loss_of(model, tokens(own, step)).backward()
+        for batch in batches:
+            for part in range(2):
+                (loss_of(reference, tokens(part, batch)) / 2).backward()
+        one.step()
+        other.step()
+    weights = reference.state_dict()
+    found = {
+        n.replace("_checkpoint_wrapped_module.", ""): t for n, t in full_state_dict(model).items()
+    }
+    return max((found[n] - weights[n]).abs().max().item() for n in weights)
 
 
 def saved(mesh: DeviceMesh, strategy: str, folder: str) -> tuple[bool, bool, bool]:

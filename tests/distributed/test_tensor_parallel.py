@@ -37,6 +37,13 @@ def test_other_grids(pool: Pool, sizes: tuple[int, ...]) -> None:
         assert max(found) <= 1e-5
 
 
+@pytest.mark.parametrize("strategy", ["flat", "per_param"])
+@pytest.mark.parametrize("habit", tasks.HABITS)
+def test_habits_of_users(pool: Pool, habit: str, strategy: str) -> None:
+    found = pool.run(4, tasks.habitual, habit=habit, strategy=strategy)
+    assert max(found) <= 1e-6
+
+
 @pytest.mark.parametrize("strategy", tasks.STRATEGIES)
 def test_states_and_checkpoints_are_those_of_the_whole(
     pool: Pool, tmp_path: Path, strategy: str
