@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,19 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "min": min,
     "where": lambda condition, a, b: a if condition else b,
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test marked ``slow_after(n)`` is slow but for its first n cases."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("slow_after")
+        if mark is not None:
+            function = item.nodeid.partition("[")[0]
+            seen[function] += 1
+            if seen[function] > mark.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 def _reevaluate(steps: Sequence[Step]) -> None:

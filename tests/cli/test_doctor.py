@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from shardwright import __version__
 
 
+@pytest.mark.slow
 def test_doctor_shows_versions_and_whether_training_works() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shardwright", "doctor", "--json"],

@@ -37,6 +37,7 @@ def llama(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not(call: Any, llama: Path) -> None:
     told = call("fit", llama, "--json").json
     own = next(row for row in told["policies"] if row["checkpointing"] == "none")
@@ -66,6 +67,7 @@ def test_the_report_answers_in_sentences(call: Any, llama: Path) -> None:
         assert words in answer.out
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_is_3(call: Any, llama: Path) -> None:
     answer = call("fit", llama, "--set", "cluster.ddr_cap=512 KiB")
     assert answer.code == 3

@@ -15,6 +15,7 @@ MIXED = ("data_parallel", "table_wise", "row_wise") * 2
 UNITS = ("shard", "shard")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("what", "text"),
     [
@@ -103,6 +104,7 @@ def test_lookups_that_cannot_be_exact_are_refused(
         assert text in found
 
 
+@pytest.mark.slow
 def test_a_mesh_of_hosts_and_devices_runs_the_plan_as_all_their_ranks(pool: Pool) -> None:
     job = small_job(MIXED, UNITS, 4)
     flat = pool.run(4, train_sharded, job=job, meta=True)

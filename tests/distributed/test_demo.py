@@ -17,6 +17,7 @@ from shardwright.lab.sources import source_of
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("zipf", [1.2, 1.1])
 def test_the_demo_trains_as_one_process_with_bytes_and_peak_as_predicted(
     pool: Pool, tmp_path: Path, zipf: float

@@ -26,6 +26,7 @@ def test_every_snippet_says_whose_it_is() -> None:
     assert all(tasks.reference_of(fence) for fence in RUN if fence.who == "here")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("fence", RUN, ids=_name)
 def test_snippets_leave_what_their_reference_leaves(pool: Pool, fence: tasks.Fence) -> None:
     reference = tasks.reference_of(fence)

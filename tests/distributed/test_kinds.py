@@ -100,6 +100,7 @@ def test_a_kind_cut_by_columns_trains_as_on_one_process(pool: Pool, kind: str) -
     hold(results, *train_unsharded(job, torch.float64))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qr concat"])
 def test_bags_of_a_kind_train_as_on_one_process(pool: Pool, kind: str) -> None:
     keys = KINDS[kind] | ({"block": 1} if kind == "robe" else {})

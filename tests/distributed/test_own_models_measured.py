@@ -25,6 +25,7 @@ MOST_APART = 0.01  # of a peak
 DENSE = {1: {}, 2: {"prefetch": 1, "reshard": True}, 4: {"prefetch": 0, "layers_per_unit": 1}}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_module_trains_and_takes_memory_as_planned(

@@ -11,6 +11,7 @@ QUICK = {"GPT2", "T5", "ResNet", "DLRM"}
 NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_as_on_one_process(pool: Pool, name: str, world_size: int) -> None:

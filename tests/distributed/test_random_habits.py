@@ -7,6 +7,7 @@ from pool import Pool
 from random_habit_tasks import differing
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("size", "seeds"),
     [

@@ -29,6 +29,7 @@ def reshard(folder: Path, job: Job, out: Path, *more: str) -> int:
     return main(["reshard", str(folder), "--plan", str(path), "--out", str(out), *more])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
 def test_a_checkpoint_of_two_ranks_is_that_of_three_under_other_types(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str
@@ -55,6 +56,7 @@ def test_a_checkpoint_of_two_ranks_is_that_of_three_under_other_types(
         assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_anew_is_one_line(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def trained(pool: Pool, made: str, folder: Path, **options: Any) -> list[tuple[l
     return pool.run(ranks, tasks.train, plan=made, folder=str(folder), **options)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", [kind for kind in JOBS if kind not in ("spoilt", "hungry")])
 def test_a_training_that_a_signal_stopped_goes_on_bit_by_bit(
     pool: Pool, tmp_path: Path, kind: str
@@ -105,6 +106,7 @@ def test_a_training_that_a_signal_stopped_goes_on_bit_by_bit(
     assert again[0][1]["resumed"] == (7,)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["dlrm", "cached", "transformer", "start"])
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 8), (4, 2)])
 def test_other_ranks_go_on_with_the_rows_that_are_left(
@@ -153,6 +155,7 @@ def test_a_changed_text_is_refused_before_it_is_read(pool: Pool, tmp_path: Path)
     assert "MismatchError: data: expected those of step-7" in said
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_rate_that_its_job_names_now(pool: Pool, tmp_path: Path) -> None:
     made = planned(tmp_path / "data", "transformer", 2, steps=6)
     trained(pool, made, tmp_path / "run")

@@ -7,6 +7,7 @@ from pool import Pool
 from shard_tensor_tasks import differing, says
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_operator_is_that_of_the_whole_tensor(pool: Pool, size: int) -> None:
     assert pool.run(size, differing) == [[]] * size

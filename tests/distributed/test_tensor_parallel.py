@@ -9,6 +9,7 @@ import tensor_parallel_tasks as tasks
 from pool import Pool
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("strategy", tasks.STRATEGIES)
 def test_a_llama_on_two_shards_by_two_tensor_parallel_ranks(
@@ -29,6 +30,7 @@ def test_a_llama_on_two_shards_by_two_tensor_parallel_ranks(
             assert weights <= (2e-5 if optimizer == "adamw" else 1e-5), optimizer
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sizes", [(4, 1), (1, 4), (2, 1, 2), (1, 2, 2)])
 def test_other_grids(pool: Pool, sizes: tuple[int, ...]) -> None:
     for found in pool.run(
@@ -44,6 +46,7 @@ def test_habits_of_users(pool: Pool, habit: str, strategy: str) -> None:
     assert max(found) <= 1e-6
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("strategy", tasks.STRATEGIES)
 def test_states_and_checkpoints_are_those_of_the_whole(
     pool: Pool, tmp_path: Path, strategy: str

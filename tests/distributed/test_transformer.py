@@ -71,6 +71,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("planner", ["sharded", "prefetched", "kept", "checkpointed"])
 @pytest.mark.parametrize("kind", LLAMAS)
 def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) -> None:
@@ -81,6 +82,7 @@ def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) 
     _check_curve(pool, _job(text, 2, planned, model=widths, train={"learning_rate": 0.15}), 2)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("world_size", "planner"),
     [

@@ -121,6 +121,7 @@ def alone(tmp_path: Path, port: int) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         done = alone(tmp_path, taken.getsockname()[1])
@@ -128,6 +129,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     assert re.search(CASES["+1"].says, done.stderr.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_waited_for_so_long(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]

@@ -89,6 +89,7 @@ def moving(folder: Path, rank: int) -> bool:
     return heartbeat is not None and heartbeat.sequence > 3
 
 
+@pytest.mark.slow
 def test_a_run_that_finishes_ends_with_0_and_listens_on_loopback_only(tmp_path: Path) -> None:
     before = listening(Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text())
     outcome, said = run(tmp_path, "none")
@@ -116,6 +117,7 @@ def test_a_rank_that_refuses_its_input_is_named_and_not_its_peers(tmp_path: Path
     assert outcome.ranks[0].state in ("failed", "stopped")
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_that_no_plan_fits_end_with_3(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path, "no_plan")
     assert outcome.code == 3
@@ -218,6 +220,7 @@ def test_a_signal_ends_everything_in_order(
     assert outcome.reason in (tmp_path / "said.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_file_of_the_folder_does_not_stand_in_the_way_of_a_module_of_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

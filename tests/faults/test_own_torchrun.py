@@ -37,6 +37,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "small.json"
 
 
+@pytest.mark.slow
 def test_a_wrong_number_of_ranks_is_one_line_and_what_torchrun_shows_last(
     small: Path, tmp_path: Path
 ) -> None:

@@ -206,6 +206,7 @@ def finished_own(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 def test_an_error_in_a_user_s_own_forward_names_its_line_and_its_rank(folder: Path) -> None:
     done = finished_own(folder, STEP)
     (said,) = [text for text in done.stderr.splitlines() if "own.py" in text]
@@ -258,6 +259,7 @@ def test_a_plan_is_trained_again_from_its_run_folder_and_stays_as_it_is(folder: 
     assert plan.read_bytes() == before + b" "
 
 
+@pytest.mark.slow
 def test_running_a_plan_imports_no_planner(folder: Path) -> None:
     probe = (
         "import sys, shardwright.lab.training; "

@@ -72,6 +72,7 @@ def test_a_configuration_becomes_a_module_with_its_sizes(tmp_path: Path) -> None
     assert loss(module(*inputs), targets).dim() == 0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_a_real_step_takes_what_was_estimated(tmp_path: Path, checkpointing: str) -> None:
     job = job_of(tmp_path, checkpointing=checkpointing)

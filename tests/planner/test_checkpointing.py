@@ -113,6 +113,7 @@ def test_checkpointing_is_faster_where_it_saves_what_memory_costs(free: Plan) ->
     assert plan(_job(cap)).max_rank_seconds <= plan(_with("none", cap)).max_rank_seconds
 
 
+@pytest.mark.slow
 def test_a_refusal_says_what_each_policy_needs(needed: dict[str, int]) -> None:
     with pytest.raises(NoPlanError) as caught:
         plan(_job(needed["full"] - 1))
@@ -121,6 +122,7 @@ def test_a_refusal_says_what_each_policy_needs(needed: dict[str, int]) -> None:
         assert f"{policy} {nbytes:,} B" in message.partition("Needed by checkpointing: ")[2]
 
 
+@pytest.mark.slow
 def test_a_refusal_names_a_policy_that_the_job_does_not_allow(needed: dict[str, int]) -> None:
     with pytest.raises(NoPlanError, match=r"What would help: .*checkpointing 'full' fits"):
         plan(_with("none", needed["full"]))

@@ -404,6 +404,7 @@ NOT_FELT = (
 NOT_FELT_OF_TABLES = ("fqn", "constraint_weighted", "pooled", "cache.stats.1")
 
 
+@pytest.mark.slow
 def test_every_number_of_a_plan_of_tables_alone_is_recomputed() -> None:
     tables = [
         {"name": "cached", "rows": 1000, "dim": 64, "compute_kernels": ["fused_uvm_caching"]},

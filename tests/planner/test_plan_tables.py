@@ -195,6 +195,7 @@ def test_a_plan_is_no_faster_than_its_bound(
     )
 
 
+@pytest.mark.slow
 @given(entries=entries, profile=st.sampled_from(["cluster", "torchrec-1.9"]))
 @settings(max_examples=25)
 def test_looking_at_more_options_never_makes_a_plan_slower(

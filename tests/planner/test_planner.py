@@ -143,6 +143,7 @@ def test_exact_weights_are_the_bytes_of_the_blocks(planned: Planned, seed: int) 
     assert held == [totals.exact["weight"] for totals in made.ranks]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_every_possible_plan_is_above_the_bound_and_the_search_is_near_the_best(
     random_job: MakeJob, seed: int
@@ -174,6 +175,7 @@ def test_a_tight_budget_is_met_and_costs_little_more_than_it_must(
     assert best * (1 - 1e-12) <= made.max_rank_seconds <= WORST_RATIO * best
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_table_alone_makes_a_plan_faster_by_another_type(planned: Planned, seed: int) -> None:
     made = planned(seed)

@@ -125,6 +125,7 @@ def test_traffic_is_that_of_the_batch(setting: PricingContext, table: TableSpec)
     assert traffic(setting, table, bare) == asked
 
 
+@pytest.mark.slow
 @given(tables=st.lists(TABLES, min_size=1, max_size=6), setting=SETTINGS)
 def test_prices_do_not_depend_on_what_is_priced_beside(
     tables: list[TableSpec], setting: PricingContext

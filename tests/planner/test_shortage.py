@@ -82,6 +82,7 @@ def test_the_number_of_ranks_that_is_named_fits(too_large: Job) -> None:
     _refusal(_changed(too_large, "cluster", world_size=ranks // 2))
 
 
+@pytest.mark.slow
 def test_the_batch_that_is_named_fits(make_job: MakeJob) -> None:
     job = make_job(50, cluster={"world_size": 2, "ddr_cap": 2**20}, batch={"size": 8192})
     batch = _number("a batch of # per rank fits", _refusal(job))

@@ -88,6 +88,7 @@ def test_planning_never_imports_torch(job: str) -> None:
     _python("-c", WITHOUT_TORCH, job)
 
 
+@pytest.mark.slow
 def test_a_model_needs_torch_once(tmp_path: Path) -> None:
     environment = {"SHARDWRIGHT_CACHE": str(tmp_path)}
     first, second = (_python("-c", LOADED, str(DEMO), **environment).split() for _ in range(2))
@@ -95,6 +96,7 @@ def test_a_model_needs_torch_once(tmp_path: Path) -> None:
     assert "torch" not in second
 
 
+@pytest.mark.slow
 def test_hashing_does_not_change_a_plan(job: str) -> None:
     first, second = (_python("-c", FINGERPRINT, job, PYTHONHASHSEED=seed) for seed in ("1", "2"))
     assert first == second

@@ -34,12 +34,14 @@ def test_a_compiled_block_keeps_and_takes_no_more_than_an_eager_one(step: Step, 
     assert compiled[1] < eager[1]
 
 
+@pytest.mark.slow
 def test_selective_does_not_keep_a_product_that_nothing_needs(step: Step) -> None:
     after, _, _ = step(partial(apply_compile, checkpointing="selective"), partial(lowering, "cuda"))
     kept = HIDDEN + KEYS + WIDE + HIDDEN + SUMS + RANDOM_STATE  # not what the block adds at last
     assert after == 2 * kept + 2 * HIDDEN
 
 
+@pytest.mark.slow
 def test_the_blocks_of_8b_save_nearly_what_titan_measured(step: Step) -> None:
     """Batch 2 on 8 H100, selective: 82.4 to 77.0 GiB, of which some is the compiled loss's."""
     cuda = partial(lowering, "cuda")

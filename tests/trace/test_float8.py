@@ -38,6 +38,7 @@ def test_activations_do_not_shrink(step: Step, recipe: str, policy: str) -> None
     assert "aten::_scaled_mm" in operators
 
 
+@pytest.mark.slow
 def test_compiled_casts_take_no_fp32_values(step: Step) -> None:
     cuda = partial(lowering, "cuda")
     eager = partial(in_float8, apply_checkpointing, "tensorwise")

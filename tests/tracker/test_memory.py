@@ -91,6 +91,7 @@ def test_the_memory_of_a_training_step_comes_and_goes() -> None:
     tracker.close()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("batch", "length", "wide", "hidden"), [(8, 64, 64, 100), (3, 5, 70, 33), (4, 2, 16, 256)]
 )

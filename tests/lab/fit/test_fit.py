@@ -189,6 +189,7 @@ def test_every_variant_is_estimated_once_and_shown() -> None:
     assert len({repr(each) for each in seen}) == len(seen)
 
 
+@pytest.mark.slow
 def test_a_llama_that_can_be_planned_is_planned_for_each_size() -> None:
     document: dict[str, Any] = {
         "model": {"kind": "llama", "layers": 2, "dim": 32, "heads": 4, "vocab": 64},

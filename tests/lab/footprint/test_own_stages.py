@@ -47,6 +47,7 @@ def stages_of(found: Footprint) -> dict[int, Any]:
     }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("layers", "parallel", "memory"),
     [
@@ -89,6 +90,7 @@ def test_stages_are_cut_over_tensor_ranks_as_well() -> None:
     assert kept[1] < kept[0]
 
 
+@pytest.mark.slow
 def test_fit_tries_stages_of_a_module() -> None:
     job = job_of(own("attended", depth=12), {}, cap="300 KiB")
     tried = [line for remedy in fit(job).remedies for line in remedy.changes]

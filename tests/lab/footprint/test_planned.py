@@ -58,6 +58,7 @@ def by_rank(found: Footprint, made: Plan) -> None:
         assert {p.phase: p.by_category for p in each.phases} == peaks[first.rank]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_rank_has_the_peaks_of_the_plan_to_the_byte(name: str, world_size: int) -> None:

@@ -117,6 +117,7 @@ def test_layers_are_shared_and_what_their_forwards_keep_with_them() -> None:
     assert footprint(job_of(4)).parameters == footprint(job_of(1)).parameters
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("beside_the_models")
 def test_fit_tries_tensor_degrees_of_a_module_that_says_how() -> None:
     tried = [line for remedy in fit(job_of(1, cap="180 KiB")).remedies for line in remedy.changes]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ def _with_memory(space: Space, hbm: int, ddr: int) -> Space:
     return Space(space.items, space.ranks, space.group, (hbm, ddr, 0), space.constrained)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**9), hbm=st.integers(1, 20_000), ddr=st.integers(1, 20_000))
 @settings(max_examples=40)
 def test_the_share_shown_is_that_of_the_fullest_rank(
@@ -50,6 +52,7 @@ def test_a_bound_above_one_proves_that_nothing_fits(
         assert not all_of(space).fitting(space.capacity).any()
 
 
+@pytest.mark.slow
 def test_the_fullest_rank_has_nearly_as_little_as_can_be(
     space_of_seed: SpaceOf, all_of: Callable[..., Any], totals_of: Callable[..., Any]
 ) -> None:
@@ -77,6 +80,7 @@ def test_constraints_hold_for_the_least_memory_as_well(space_of_seed: SpaceOf) -
                 assert item.allowed is None or item.allowed[slot : slot + width].all()
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**9), factor=st.floats(0, 100))
 @settings(max_examples=20)
 def test_seconds_do_not_count_for_the_least_memory(

@@ -58,6 +58,7 @@ def test_no_rank_is_over_its_capacity_by_a_byte(
         assert (storage <= np.array(space.capacity, float)).all()
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
 @settings(max_examples=40)
 def test_the_seconds_shown_are_those_of_the_slowest_rank(
@@ -83,6 +84,7 @@ def test_the_same_space_gives_the_same_assignment(
     assert (first.best, first.seconds) == (second.best, second.seconds)
 
 
+@pytest.mark.slow
 def test_with_memory_to_spare_the_search_is_near_the_best(
     space_of_seed: SpaceOf, all_of: Callable[..., Any]
 ) -> None:
@@ -95,6 +97,7 @@ def test_with_memory_to_spare_the_search_is_near_the_best(
     assert np.mean(np.array(ratios) < 1.0001) > 0.8
 
 
+@pytest.mark.slow
 def test_in_tight_memory_the_search_is_near_the_best(
     space_of_seed: SpaceOf, all_of: Callable[..., Any]
 ) -> None:
@@ -108,6 +111,7 @@ def test_in_tight_memory_the_search_is_near_the_best(
     assert found.max() < WORST_RATIO
 
 
+@pytest.mark.slow
 def test_with_twice_the_least_memory_an_assignment_is_always_found(
     space_of_seed: SpaceOf, all_of: Callable[..., Any]
 ) -> None:

@@ -309,6 +309,7 @@ for point in range(points):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_point_leaves_a_checkpoint_whole(tmp_path: Path) -> None:
     """The five times the disk is waited for: tensors, list, manifest, folder, the new name."""
     command = [sys.executable, "-c", KILLED_AT_EACH_POINT, str(tmp_path), "5"]
