@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import resuming_tasks as tasks
+import torch
 from pool import Pool
 
 from shardwright.core.job import parse_job
@@ -15,6 +16,7 @@ from shardwright.core.plan import read_plan, sealed, write_plan
 from shardwright.lab.recordings import plan
 from shardwright.lab.resharding import reshard
 from shardwright.lab.sources import source_of
+from shardwright.runtime.checkpoint.read import read_full
 
 BLOCKS = {"layers": 2, "dim": 16, "heads": 2}
 TABLES = [{"name": f"C{i}", "rows": 60, "dim": 4} for i in range(1, 27)]
@@ -31,7 +33,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "model": {"bottom": [4], "top": [8, 1]},
         "tables": TABLES,
         "data": {"kind": "synthetic", "rows": 75, "days": 3, "cache": "rows"},
-        "train": {"optimizer": "adam", "learning_rate": 0.01, "metrics_every": 4},
+        "train": {
+            "optimizer": "adam",
+            "learning_rate": 0.01,
+            "metrics_every": 4,
+            "schedule": {"warmup_steps": 3, "decay": "cosine", "end_factor": 0.1},
+        },
     },
     "transformer": {"model": {"kind": "transformer", **BLOCKS}, "train": ADAM},
     "llama": {
@@ -165,6 +172,27 @@ def test_a_run_goes_on_with_the_rate_that_its_job_names_now(pool: Pool, tmp_path
     assert "going on after" in progress
     assert "learning_rate 1e-30 instead of 0.003" in progress
     assert len(losses) == 12
+
+
+def test_tables_and_units_follow_a_schedule(pool: Pool, tmp_path: Path) -> None:
+    """At rates of 0.02, 0.04 and 0 the weights after ten steps are those after the second."""
+    decay = {"decay": "polynomial", "decay_start": 2, "decay_steps": 1}
+    weights = {}
+    for name, steps, schedule in (
+        ("over", 10, {"warmup_steps": 2, **decay}),
+        ("two", 2, {"warmup_steps": 2}),
+        ("steady", 2, {"warmup_steps": 1}),
+    ):
+        train = {"optimizer": "sgd", "learning_rate": 0.04, "schedule": schedule}
+        made = planned(tmp_path / name, "dlrm", 2, steps=steps, **train)
+        trained(pool, made, tmp_path / name)
+        weights[name] = read_full(tmp_path / name / "checkpoints", steps)
+    two, over, steady = weights["two"], weights["over"], weights["steady"]
+    learnt = [key for key in two if key.endswith("weight")]
+    assert any("C26" in key for key in learnt)
+    assert any("top" in key for key in learnt)
+    assert all(torch.equal(two[key], over[key]) for key in learnt)
+    assert not any(torch.equal(two[key], steady[key]) for key in learnt)
 
 
 def test_steps_that_are_not_finite_are_left_out_and_counted(pool: Pool, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.core.job import TrainSection
+from shardwright.core.train_section import TrainSection
 from shardwright.launcher.heartbeat import Beat, read_heartbeat
 from shardwright.launcher.outcome import Outcome, decode_outcome
 

@@ -10,11 +10,13 @@ import msgspec
 import pytest
 
 from shardwright.core.checkpoint_section import CheckpointSection
+from shardwright.core.data_section import DataSection
 from shardwright.core.errors import InputError, NoPlanError
-from shardwright.core.job import DataSection, Job, TrainSection, parse_job
+from shardwright.core.job import Job, parse_job
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.parallel import ParallelSection
 from shardwright.core.planning import PlannerSection
+from shardwright.core.train_section import TrainSection
 from shardwright.lab.recordings import plan
 from shardwright.lab.sources import source_of
 
@@ -69,6 +71,7 @@ VALUES: dict[str, Any] = {
     "train.not_finite": "skip",
     "train.metrics_every": 3,
     "train.log": ["wandb"],
+    "train.schedule": {"warmup_steps": 2},
     "train.table_folder": "elsewhere",
     "planner.constants": "torchrec-1.9",
     "planner.search": "proposers",
@@ -123,7 +126,7 @@ VALUES: dict[str, Any] = {
 # What a plan does not depend on, for it acts when a job is run: what is read, and how it learns.
 RUN = (
     *("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout"),
-    *("not_finite", "table_folder", "metrics_every", "log"),
+    *("not_finite", "table_folder", "metrics_every", "log", "schedule"),
 )
 AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
     f"{name}.{key}"

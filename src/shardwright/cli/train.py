@@ -12,10 +12,11 @@ from msgspec import UNSET
 
 from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, MismatchError, expected
-from shardwright.core.job import DataSection, Job, TrainSection
+from shardwright.core.job import DataSection, Job
 from shardwright.core.measurement import Quality
 from shardwright.core.plan import Plan, read_plan, sealed
 from shardwright.core.scores import scores_text
+from shardwright.core.train_section import TrainSection
 from shardwright.lab.session import Session, run
 from shardwright.lab.sources import source_of
 from shardwright.launcher.folder import outcome_file, plan_file

@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.checkpoint_section import CheckpointSection, every
 from shardwright.core.cluster import MAX_PLANNED, Calibration, Ranks, read_calibration
-from shardwright.core.data_section import READ_BY, Count, DataSection, Whole, check_data
+from shardwright.core.data_section import READ_BY, Count, DataSection, check_data
 from shardwright.core.document import convert, parse_toml, read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of
@@ -33,7 +33,6 @@ from shardwright.core.model_section import (
     completed,
     with_kind,
 )
-from shardwright.core.optimizers import OptimizerName, TableUpdate
 from shardwright.core.parallel import (
     MAX_WORLD,
     Degrees,
@@ -45,13 +44,12 @@ from shardwright.core.parallel import (
 )
 from shardwright.core.planning import ESTIMATOR_UNREAD, PlannerSection
 from shardwright.core.tables import check_constraints, check_tables, read_tables, with_kinds
+from shardwright.core.train_section import TrainSection, check_schedule
 
 ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 MAX_TABLES = 100_000
-Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 # Filled in here, never by a file.
 A_JOB = "read_job reads a file, parse_job a mapping."  # what to do without one
 HIDDEN = ("TableSpec.fqn", "ClusterSection.measured", "ModelSection.shape")
@@ -106,31 +104,6 @@ class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     size: Count = 128
     sequence: Count = 1
-
-
-class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds;
-    ``not_finite`` what becomes of a step with gradients that are not finite; ``log`` where
-    its progress goes beside the terminal and the run folder.
-
-    ``optimizer`` is that of dense parameters, AdamW by default for a llama and the user's own.
-    Tables are updated by ``table_optimizer``, SGD beside SGD, where they do not name one
-    themselves, and learn at ``table_learning_rate``, or like the units where it is not given. Those
-    on disk lie in ``table_folder``, while a run lasts; in the run folder by default.
-    """
-
-    steps: Count = 100
-    optimizer: OptimizerName = "sgd"
-    learning_rate: Rate = 0.1
-    table_learning_rate: Rate | None = None
-    table_optimizer: TableUpdate | UnsetType = UNSET
-    seed: Whole = 0
-    out: Annotated[str, msgspec.Meta(min_length=1)] = "runs/latest"
-    timeout: Seconds = 60.0
-    not_finite: Literal["stop", "skip"] | UnsetType = UNSET
-    log: tuple[Literal["tensorboard", "wandb"], ...] | UnsetType = UNSET
-    table_folder: str | UnsetType = UNSET
-    metrics_every: Count | UnsetType = UNSET  # steps
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -293,6 +266,7 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
             raise InputError(expected(f"{where}: data.python", wanted, repr(job.data.python)))
     _refuse_unread(job, where)
     check_data(job.data, where)
+    check_schedule(job.train, where)
     check_tables(job.tables, where, job.model.kind)
     tables = with_kinds(job.tables, job.embeddings, job.planner, where, job.model.kind)
     job = msgspec.structs.replace(job, tables=tables)

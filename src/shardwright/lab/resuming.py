@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, to_builtins
 
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import Job, checkpoint_folder, data_files
@@ -138,7 +138,16 @@ def skip(
 
 def facts_of(job: Job, fingerprint: str) -> dict[str, str]:
     """What a checkpoint says of the job that saved it, the same on every rank."""
-    return {"plan": fingerprint, RATE: repr(job.train.learning_rate), "data": _data_of(job)}
+    return {"plan": fingerprint, RATE: _rate_of(job), "data": _data_of(job)}
+
+
+def _rate_of(job: Job) -> str:
+    train = job.train
+    text = repr(train.learning_rate)
+    if train.schedule is not UNSET:
+        known = to_builtins(train.schedule).items()
+        text += f" ({', '.join(f'{key} {value}' for key, value in known)})"
+    return text
 
 
 def _data_of(job: Job) -> str:
@@ -166,7 +175,7 @@ def changes(job: Job, found: Resumed, world_size: int) -> Iterator[str]:
         raise MismatchError(expected("data", f"those of step-{found.step}: {was}", data, remedy))
     if found.world_size != world_size:
         yield f"{world_size} ranks instead of {found.world_size}"
-    rate = repr(job.train.learning_rate)
+    rate = _rate_of(job)
     if (old := found.facts.get(RATE, rate)) != rate:
         yield f"{RATE} {rate} instead of {old}"
 

@@ -36,6 +36,7 @@ from shardwright.core.job import checkpoint_folder, named_files, run_in, table_f
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.scores import Scores, scores_text
 from shardwright.core.timeline import Phase
+from shardwright.core.train_section import rate_factor
 from shardwright.lab.hosts import Hosts
 from shardwright.lab.loop import Measured, measure, metered
 from shardwright.lab.profiling import Profiler
@@ -65,6 +66,7 @@ from shardwright.runtime.apply import apply
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.random_state import random_states, set_random_states
@@ -172,8 +174,6 @@ class Training:
         if self.resume and complete_steps(folder):
             found = load_checkpoint(folder, model, optimizer, random_state=True)
             start = start_after(found, rank, world_size)
-            for group in optimizer.param_groups:  # what the job says counts
-                group["lr"] = self.job.train.learning_rate
             others = ", ".join(changes(self.job, found, world_size))
             self._say(f"going on after {folder}/step-{found.step}" + (others and f": {others}"))
             if found.random_state:
@@ -223,6 +223,7 @@ class Training:
         steps = self.job.train.steps
         shown, before = 0.0, self.start.step
         for step in range(self.start.step + 1, steps + 1):
+            self._set_rates(model, optimizer, step)
             try:
                 with self._errors():
                     loss, words = self._one_step(model, optimizer, batches, saves)
@@ -256,6 +257,17 @@ class Training:
                 if new:
                     entry["scores"] = new
                 self._write(entry)
+
+    def _set_rates(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """The learning rates of a step are those of the job, whatever a checkpoint had."""
+        train = self.job.train
+        factor = rate_factor(train, step)
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate * factor
+        for module in model.modules():
+            if isinstance(module, ShardedTables):
+                rate = train.table_learning_rate or train.learning_rate
+                module.learning_rate = rate * factor
 
     def _scored(self, step: int) -> Scores | None:
         """What all ranks scored since the last time, where the job asks for it after ``step``."""
