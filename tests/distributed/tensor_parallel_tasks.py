@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.parallel import (
@@ -249,6 +252,120 @@ def habitual(mesh: DeviceMesh, habit: str, strategy: str) -> float:
         n.replace("_checkpoint_wrapped_module.", ""): t for n, t in full_state_dict(model).items()
     }
     return max((found[n] - weights[n]).abs().max().item() for n in weights)
+
+
+def beside_fsdp2(
+    mesh: DeviceMesh, how: str, strategy: str
+) -> tuple[list[float], list[float], float]:
+    """Our losses, FSDP2's, and the largest difference of a weight after four steps on the same
+    tensor-parallel model: computed in bfloat16, or with compiled layers."""
+    whole = grid(2, 2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    losses: list[list[float]] = []
+    weights = []
+    for ours in (True, False):
+        model = net()
+        parallelize(model, whole["tensor"], sequence=True)
+        for layer in model.layers if how == "compiled" else ():
+            layer.compile(backend="aot_eager")
+        for unit in (*model.layers, model):
+            if ours:
+                precision = policy if how == "bfloat16" else None
+                fully_shard_flat(unit, whole["shard"], shard_strategy=strategy, precision=precision)
+            else:
+                precision = policy if how == "bfloat16" else MixedPrecisionPolicy()
+                fully_shard(unit, mesh=whole["shard"], mp_policy=precision)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses.append([])
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, tokens(whole["shard"].get_local_rank(), step))
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+        found = full_state_dict(model) if ours else model.state_dict()
+        weights.append(
+            {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+        )
+    worst = max((weights[0][n] - weights[1][n]).abs().max().item() for n in weights[1])
+    return losses[0], losses[1], worst
+
+
+def from_meta(mesh: DeviceMesh, strategy: str) -> list[str]:
+    """Tensors of a model from the meta device that have other values than those of one process."""
+    whole = grid(2, 2)
+    with torch.device("meta"):
+        model = Net()
+    parallelize(model, whole["tensor"], sequence=True)
+    for unit in (*model.layers, model):
+        fully_shard_flat(unit, whole["shard"], shard_strategy=strategy)
+    model.to_empty(device="cpu")
+    reference = Net()
+    for each in (model, reference):
+        torch.manual_seed(7)
+        for module in each.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    found = full_state_dict(model)
+    return [name for name, t in reference.state_dict().items() if not torch.equal(found[name], t)]
+
+
+class Stage(nn.Module):
+    """The first block with the embedding, or the second with the head."""
+
+    def __init__(self, model: Net, *, first: bool) -> None:
+        super().__init__()
+        self.embed = model.embed if first else None
+        self.layers = model.layers[:1] if first else model.layers[1:]
+        self.head = None if first else model.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.embed is None else self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+
+def piped(mesh: DeviceMesh, sizes: tuple[int, int, int], strategy: str) -> tuple[float, float]:
+    """The largest difference of a loss and a weight from one process where torch pipelines two
+    stages, each on a grid of shards x tensor-parallel ranks."""
+    whole = grid(*sizes)  # the first dimension is that of stages
+    pipe, own = whole["replicate"].get_local_rank(), whole["shard"].get_local_rank()
+    model, reference = net(), net()
+    if sizes[2] > 1:
+        parallelize(model, whole["tensor"], sequence=False)
+    part, other = Stage(model, first=pipe == 0), Stage(reference, first=pipe == 0)
+    for unit in (*part.layers, part):
+        fully_shard_flat(unit, whole["shard"], shard_strategy=strategy)
+    group = whole["replicate"].get_group()
+
+    def loss_fn(logits: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given[:, 1:].flatten())
+
+    stage = PipelineStage(part, pipe, 2, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, 3, loss_fn=loss_fn)
+    one, two = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (part, reference))
+    losses = 0.0
+    for step in range(3):
+        one.zero_grad()
+        two.zero_grad()
+        found: list[torch.Tensor] = []
+        given = tokens(own, step)
+        if pipe == 0:
+            schedule.step(given)
+        else:
+            schedule.step(target=given, losses=found)
+        for shard in range(sizes[1]):
+            true = loss_of(reference, tokens(shard, step))
+            (true / sizes[1]).backward()
+            if found and shard == own:
+                mean = torch.stack(found).mean()
+                losses = max(losses, abs(mean.item() - true.item()))
+        one.step()
+        two.step()
+    weights = full_state_dict(part)
+    assert set(weights) == set(other.state_dict())
+    return losses, max((weights[n] - t).abs().max().item() for n, t in other.state_dict().items())
 
 
 def saved(mesh: DeviceMesh, strategy: str, folder: str) -> tuple[bool, bool, bool]:

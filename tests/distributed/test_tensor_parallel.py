@@ -39,11 +39,37 @@ def test_other_grids(pool: Pool, sizes: tuple[int, ...]) -> None:
         assert max(found) <= 1e-5
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("strategy", ["flat", "per_param"])
 @pytest.mark.parametrize("habit", tasks.HABITS)
 def test_habits_of_users(pool: Pool, habit: str, strategy: str) -> None:
     found = pool.run(4, tasks.habitual, habit=habit, strategy=strategy)
     assert max(found) <= 1e-6
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("strategy", ["flat", "per_param"])
+@pytest.mark.parametrize("how", ["bfloat16", "compiled"])
+def test_what_torch_rounds_is_rounded_as_under_fsdp2(pool: Pool, how: str, strategy: str) -> None:
+    for ours, theirs, weights in pool.run(4, tasks.beside_fsdp2, how=how, strategy=strategy):
+        assert ours == theirs
+        assert weights == 0
+
+
+@pytest.mark.parametrize("strategy", ["flat", "per_param"])
+def test_from_the_meta_device_values_are_those_of_one_process(pool: Pool, strategy: str) -> None:
+    assert pool.run(4, tasks.from_meta, strategy=strategy) == [[]] * 4
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("strategy", ["flat", "per_param"])
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2)])
+def test_stages_that_torch_pipelines(
+    pool: Pool, sizes: tuple[int, int, int], strategy: str
+) -> None:
+    for losses, weights in pool.run(4, tasks.piped, sizes=sizes, strategy=strategy):
+        assert losses <= 1e-5
+        assert weights <= 1e-6
 
 
 @pytest.mark.slow_after(1)
