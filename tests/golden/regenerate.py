@@ -13,8 +13,11 @@ import msgspec
 
 from shardwright.core.document import encode_document
 from shardwright.core.job import Job, parse_job
+from shardwright.core.kinds import EmbeddingsSection
 from shardwright.core.measurement import SCHEMA, Curve, Measurement, Quality
 from shardwright.core.plan import Plan
+from shardwright.core.study import SCHEMA as STUDY_SCHEMA
+from shardwright.core.study import KindStudy, Lookup, Study, Trial
 from shardwright.core.timeline import PEAK, Event, encode
 from shardwright.lab.recordings import plan
 from shardwright.launcher.outcome import OUTCOME_SCHEMA, Outcome, RankOutcome, encode_outcome
@@ -25,6 +28,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "plan": Plan,
     "measurement": Measurement,
     "outcome": Outcome,
+    "study": Study,
 }
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise")
 FINGERPRINT = "0" * 64  # in the files: a plan's own depends on the version
@@ -91,6 +95,30 @@ def outcome() -> Outcome:
     )
 
 
+def study() -> Study:
+    """Two kinds, of which one is trained."""
+    quality = Quality(100, 0.75, 0.5, 0.875)
+    trial = Trial(0, {"all": quality, "often": quality, "rarely": quality})
+    lookup = Lookup(parameters=80, nbytes=320, flops=8, seconds=0.25, calls=3)
+    qr = EmbeddingsSection(kind="qr", collisions=10)
+    return Study(
+        schema=STUDY_SCHEMA,
+        model="dlrm",
+        world_size=2,
+        batch=16,
+        steps=8,
+        seeds=(0,),
+        kinds=(
+            KindStudy("full", EmbeddingsSection(kind="full"), 40, 160, lookup, (trial,)),
+            KindStudy("qr", qr, 8, 32, lookup),
+        ),
+        rows=1000,
+        seen=(3.5, 1.25),
+        versions={"shardwright": "0", "torch": "0"},
+        machine={"cpu": "x"},
+    )
+
+
 REAL = re.compile(r'^(\s*(?:"[^"]*": )?)(-?\d+(?:\.\d+)?e-?\d+|-?\d+\.\d+)(,?)$', re.MULTILINE)
 
 
@@ -117,6 +145,7 @@ def values() -> dict[str, Any]:
         "plan": plan(job()),
         "measurement": measurement(),
         "outcome": outcome(),
+        "study": study(),
     }
 
 

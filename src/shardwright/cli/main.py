@@ -28,6 +28,7 @@ COMMANDS = {
     "memory": "what every rank of a job takes, before it runs: by category, module and tensor",
     "fit": "the largest batch and sequence of a job that fit, and the fewest ranks",
     "train": "run a job or a plan under torchrun on this machine",
+    "study": "kinds of embeddings on the same data: quality, parameters and latency",
     "compare": "predicted against measured, of a finished run",
     "report": "one HTML file about a plan or a run",
     "inspect": "how often ids of a click log repeat, as tables of a job",

@@ -43,6 +43,7 @@ from shardwright.core.parallel import (
     fixed_world,
 )
 from shardwright.core.planning import ESTIMATOR_UNREAD, PlannerSection
+from shardwright.core.study_section import StudySection, check_study
 from shardwright.core.tables import check_constraints, check_tables, read_tables, with_kinds
 from shardwright.core.train_section import TrainSection, check_schedule
 
@@ -121,6 +122,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: MemorySection | UnsetType = UNSET
     checkpoint: CheckpointSection | UnsetType = UNSET
     embeddings: EmbeddingsSection | UnsetType = UNSET
+    study: StudySection | UnsetType = UNSET
 
 
 def parallel_of(job: Job) -> ParallelSection:
@@ -277,6 +279,8 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
             check_planned(job.memory, job.model.kind, where)
         check_memory(job.memory, where)
     _check_checkpointing(job, where)
+    chosen = {"embeddings": job.embeddings, "planner.kinds": job.planner.kinds}
+    check_study(job.study, {key: value is not UNSET for key, value in chosen.items()}, where)
     if job.checkpoint is not UNSET:
         every(job.checkpoint.every, f"{where}: checkpoint.every")
     return _with_world(job, where)

@@ -21,6 +21,7 @@ class Kind(NamedTuple):
 
 
 PLAN = Kind("plan", re.compile(rb'\{\s*"schema":\s*"shardwright\.plan/'))
+STUDY = Kind("study", re.compile(rb'\{\s*"schema":\s*"shardwright\.study/'))
 CLUSTER = Kind("cluster file", re.compile(rb'(#[^\n]*\n|\s)*schema = "shardwright\.cluster/'))
 REPORT = Kind("report", re.compile(rb"\s*<!DOCTYPE html>.*Shardwright report</title>", re.DOTALL))
 PICTURE = Kind("timeline", re.compile(rb'<svg [^>]*aria-label="Live memory of a step: '))

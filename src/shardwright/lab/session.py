@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from msgspec import UNSET
 
@@ -42,6 +42,10 @@ from shardwright.launcher.folder import (
 )
 from shardwright.launcher.launch import Launch, launch
 from shardwright.launcher.outcome import Outcome
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 SETUP_TIMEOUT = 300.0
 
@@ -169,13 +173,20 @@ def _records(plan: Plan, folder: Path) -> list[Record]:
 
 
 def _quality(plan: Plan, folder: Path, part: str) -> Quality | None:
+    scores = scores_of(folder, plan.world_size, part)
+    job = run_in(plan.job, folder)
+    return None if scores is None else source_of(job).quality(job, scores, part)
+
+
+def scores_of(folder: Path, world_size: int, part: str) -> NDArray[np.float64] | None:
+    """What all ranks scored of a held-out part, [n, 3] in the order of the first column; None where
+    there is no such part."""
     import numpy as np
 
-    files = [scores_file(folder, rank, part) for rank in range(plan.world_size)]
+    files = [scores_file(folder, rank, part) for rank in range(world_size)]
     files = [file for file in files if file.exists()]  # a rank may have had no rows
     if not files:
         return None
     scores = np.concatenate([np.load(file, allow_pickle=False) for file in files])
-    in_order = scores[np.argsort(scores[:, 0], kind="stable")]
-    job = run_in(plan.job, folder)
-    return source_of(job).quality(job, in_order, part)
+    in_order: NDArray[np.float64] = scores[np.argsort(scores[:, 0], kind="stable")]
+    return in_order

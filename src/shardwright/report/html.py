@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import islice
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 from msgspec import UNSET
 
@@ -80,19 +80,26 @@ def render(
 
     ``curve`` is the loss so far of a run without a measurement.
     """
-    template, css = _template()
-    page = _page(plan, measurement, comparison, outcome_text, curve)
-    return template.render(page=page, css=css).lstrip()
+    return document("report", _page(plan, measurement, comparison, outcome_text, curve))
+
+
+def document(template: str, page: object) -> str:
+    """``page`` as a template of this folder shows it, as a whole HTML document."""
+    environment, css = _templates()
+    return environment.get_template(f"{template}.html.j2").render(page=page, css=css).lstrip()
 
 
 @cache
-def _template() -> tuple[Template, Markup]:
+def _templates() -> tuple[Environment, Markup]:
     here = files("shardwright.report")
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FunctionLoader(lambda name: here.joinpath(name).read_text("utf-8")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    template = environment.from_string(here.joinpath("report.html.j2").read_text("utf-8"))
-    return template, Markup(here.joinpath("report.css").read_text("utf-8"))
+    return environment, Markup(here.joinpath("report.css").read_text("utf-8"))
 
 
 def _page(

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from shardwright.core.batch import MADE_UP_ZIPF
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job, data_files
+from shardwright.core.job import DataSection, Job, data_files
 from shardwright.core.measurement import Quality
 from shardwright.core.model_of_job import tables_of_bags
 from shardwright.data.days import PARTS
 from shardwright.lab.sources.made_up import DIGEST, make_up, read_facts
+from shardwright.planner.problem import batch_of
 
 if TYPE_CHECKING:
     from shardwright.data.days import Part
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 TABLES_OF_CRITEO = 26
 DENSE_OF_CRITEO = 13
+CHUNK = 8192  # rows that are made at a time
 LONG = 256 * 2**20  # bytes of a log that take about a second to count
 
 
@@ -240,6 +242,36 @@ def model_of_clicks(job: Job) -> ClickModel:
     return ClickModel.named(names, rows, lengths, job.model.dense_features, **law)
 
 
+def as_log(job: Job) -> DataSection:
+    """What reads the rows that were made up for ``job`` from where they lie."""
+    files, data = data_files(job), job.data
+    return msgspec.structs.replace(
+        data,
+        kind="criteo" if _is_criteo(job) else "columns",
+        path=files.train,
+        test_path=files.test,
+        zipf=batch_of(job).zipf,
+        drift=UNSET,
+    )
+
+
+def chances(job: Job, numbers: NDArray[np.int64]) -> NDArray[np.float64] | None:
+    """The chance of a click of held-out rows of the test, ascending ``numbers`` [n], with which
+    they were made up; None of rows that were not."""
+    from shardwright.data.days import bounds
+
+    if job.data.kind != "synthetic":
+        return None
+    days, rows = job.data.days, job.data.rows
+    first = rows if days is UNSET else bounds(rows, days)[1]
+    model, most = model_of_clicks(job), int(numbers[-1]) + 1 if len(numbers) else 0
+    parts = [
+        model.rows(first + begin, first + min(begin + CHUNK, most)).probabilities
+        for begin in range(0, most, CHUNK)
+    ]
+    return np.concatenate(parts)[numbers] if parts else np.empty(0)
+
+
 def _write_days(model: ClickModel, rows: int, days: int, path: Path) -> dict[str, Any]:
     """Write all days; what is known of them, and of what is held out."""
     from shardwright.data.days import bounds
@@ -274,12 +306,16 @@ def samples(job: Job) -> int | None:
 
 def quality(job: Job, scores: NDArray[np.float64], part: str = "test") -> Quality | None:
     """Figures of rows (number, label, logit), beside the best that there is."""
+    return quality_of(scores, _best(job, part))
+
+
+def quality_of(scores: NDArray[np.float64], best: dict[str, Any]) -> Quality | None:
+    """Figures of rows (number, label, logit), beside what is known of the best predictor."""
     from shardwright.data import quality as of
 
     _, labels, logits = scores.T
     if not len(labels):
         return None
-    best = _best(job, part)
     clicks = 1.0 / (1.0 + np.exp(-logits))
     is_mixed = 0 < labels.sum() < len(labels)
     return Quality(

@@ -1,0 +1,124 @@
+"""A study that is stopped goes on where it was, and finds what one finds that never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shardwright.core.study import Study, Trial, read_study
+from shardwright.launcher.heartbeat import read_heartbeat
+
+HANGS = 180.0
+JOB = """
+[model]
+dense_features = 3
+bottom = [8]
+top = [1]
+
+[cluster]
+world_size = 2
+
+[batch]
+size = 32
+
+[data]
+kind = "synthetic"
+rows = 4_000
+test_rows = 1_000
+
+[train]
+steps = 300
+learning_rate = 0.1
+
+[study]
+kinds = [{ kind = "full" }, { kind = "dhe", hashes = 8, hidden = 8, layers = 2 }]
+seeds = 2
+
+[[tables]]
+name = "a"
+rows = 3_000
+dim = 8
+
+[[tables]]
+name = "b"
+rows = 500
+dim = 8
+"""
+
+
+def start(folder: Path, out: str, *words: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "shardwright", "study", "embeddings", "job.toml", "--out", out]
+    environment = os.environ | {"COLUMNS": "80"}
+    return subprocess.Popen(
+        [*line, *words],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+    try:
+        return process.communicate(timeout=HANGS)
+    finally:
+        process.kill()
+
+
+def wait_for_a_step(run: Path, process: subprocess.Popen[str]) -> None:
+    """Until a rank of the run trains."""
+    limit = time.monotonic() + HANGS
+    while time.monotonic() < limit and process.poll() is None:
+        beat = read_heartbeat(run / "rank-0.pulse")
+        if beat is not None and (beat.step or 0) >= 1:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{run} never came to a step")
+
+
+def trials(study: Study) -> dict[str, tuple[Trial, ...]]:
+    return {kind.name: kind.trials for kind in study.kinds}
+
+
+@pytest.mark.slow
+def test_a_study_that_was_stopped_goes_on_and_finds_the_same(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    process = start(tmp_path, "stopped")
+    wait_for_a_step(tmp_path / "stopped" / "dhe-seed-0", process)
+    process.send_signal(signal.SIGINT)
+    _, errors = ended(process)
+    assert process.returncode == 130, errors
+    assert "stopped by Ctrl-C" in errors
+    assert "the same command goes on with what is left" in errors
+    so_far = read_study(tmp_path / "stopped" / "study.json")
+    assert [len(kind.trials) for kind in so_far.kinds] == [1, 0]
+    assert "3 runs are left" in (tmp_path / "stopped" / "study.html").read_text()
+
+    process = start(tmp_path, "stopped")
+    shown, errors = ended(process)
+    assert process.returncode == 0, errors
+    assert "trained before, in stopped/full-seed-0" in errors
+    assert "timing lookups" not in errors
+    assert shown.startswith("2 kinds of embeddings of a dlrm, 300 steps of 64 samples, 2 seeds\n")
+    assert max(map(len, shown.splitlines())) <= 80
+    gone_on = read_study(tmp_path / "stopped" / "study.json")
+    assert gone_on.is_finished
+    assert [kind.lookup for kind in gone_on.kinds] == [kind.lookup for kind in so_far.kinds]
+
+    shown, errors = ended(start(tmp_path, "whole", "--json"))
+    whole = read_study(tmp_path / "whole" / "study.json")
+    assert msgspec.json.decode(shown, type=Study) == whole
+    assert trials(whole) == trials(gone_on)
+    first = whole.kinds[0].trials
+    assert first[0].quality["all"].auc != first[1].quality["all"].auc  # another seed
+    assert first[0].quality["all"].best_auc == first[1].quality["all"].best_auc  # the same rows
+    assert gone_on.seen == whole.seen
