@@ -126,7 +126,7 @@ def test_the_page_has_the_pictures_and_says_what_is_left() -> None:
         assert ElementTree.fromstring(picture).get("aria-label")
     ids = re.findall(r'<pattern id="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    assert "Not finished: 3 runs are left." in page
+    assert "Not finished: 3 runs left." in page
     assert "Not finished" not in render_study(study())
     assert "<script" not in page
 

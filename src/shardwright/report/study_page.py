@@ -58,7 +58,7 @@ class StudyPage:
 def render_study(study: Study) -> str:
     """The page of a study, finished or not, as a whole HTML document."""
     left = len(study.kinds) * len(study.seeds) - study.trials
-    warnings = (f"Not finished: {counted(left, 'run')} are left.",) if left else ()
+    warnings = (f"Not finished: {counted(left, 'run')} left.",) if left else ()
     page = StudyPage(
         title=f"Embeddings of a {printable(study.model)}",
         subtitle=f"{headline(study)}.",

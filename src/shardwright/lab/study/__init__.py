@@ -139,6 +139,7 @@ class _Going:
             return data
         bare = msgspec.structs.replace(data, cache=UNSET)
         job = msgspec.structs.replace(run_in(self.job, self.folder), data=bare)
+        self._say(f"making {data.rows:,} rows up, for all runs")
         source_of(job).prepare(job, self._say)
         cache = str(self.folder / "data" / "rows") if data.cache is UNSET else data.cache
         return msgspec.structs.replace(as_log(job), cache=cache)
@@ -211,6 +212,7 @@ class _Going:
         assert scores is not None
         if self.halves is None:
             trained = job.train.steps * job.batch.size * self.last.world_size
+            self._say("counting how often ids were seen")
             self.halves = halves(self.job, job, _compared(self.job), trained)
         quality = {"all": self.last.quality}
         if self.halves:
