@@ -20,8 +20,8 @@ PARTS: tuple[Part, ...] = ("all", "often", "rarely")
 
 
 class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One training: quality on all held-out rows, on the half of them whose ids were seen more
-    often in training, and on the other half."""
+    """One training: quality on all held-out rows, on the quarter of them whose ids were seen most
+    often in training, and on the one whose ids were seen least often."""
 
     seed: int
     quality: dict[Part, Quality]
@@ -53,8 +53,8 @@ class KindStudy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Kinds of embeddings on the same data. ``rows`` of each table that lookups were timed for, if
-    not those that were trained; ``seen`` is how often ids of the two halves of the held-out rows
-    were seen in training, the geometric mean (of the count and one)."""
+    not those that were trained; ``seen`` is how often ids of these two quarters were
+    seen in training, the geometric mean (of the count and one)."""
 
     schema: Literal["shardwright.study/1"]
     model: str

@@ -98,8 +98,8 @@ def _sections(study: Study) -> tuple[Section, ...]:
         Section("Quality and latency", _latency(study), sheets[-1:]),
     ]
     if study.seen is not UNSET:
-        halves = (part for part in PARTS if part != "all")
-        pictures = [p for part in halves for p in _pictures(study, part, (AUC, LOG_LOSS))]
+        ends = (part for part in PARTS if part != "all")
+        pictures = [p for part in ends for p in _pictures(study, part, (AUC, LOG_LOSS))]
         found.insert(1, Section("Ids seen often and rarely", tuple(pictures), sheets[1:2]))
     return (*found, Section("What this rests on", (), (_versions(study),)))
 

@@ -73,10 +73,10 @@ def headline(study: Study) -> str:
 
 
 def study_sheets(study: Study) -> tuple[Sheet, ...]:
-    """Quality on all held-out rows, on both halves, and what kinds take."""
+    """Quality on all held-out rows, on both quarters, and what kinds take."""
     found = [_quality_sheet(study)]
     if study.seen is not UNSET:
-        found.append(_halves_sheet(study, study.seen))
+        found.append(_quarters_sheet(study, study.seen))
     return (*found, _cost_sheet(study))
 
 
@@ -102,7 +102,7 @@ def _quality_sheet(study: Study) -> Sheet:
     )
 
 
-def _halves_sheet(study: Study, seen: tuple[float, float]) -> Sheet:
+def _quarters_sheet(study: Study, seen: tuple[float, float]) -> Sheet:
     parts: tuple[Part, Part] = ("often", "rarely")
     rows = []
     for kind in study.kinds:
@@ -121,8 +121,9 @@ def _halves_sheet(study: Study, seen: tuple[float, float]) -> Sheet:
         "By how often the ids of a row were seen in training",
         (Column("kind"), *(Column(title, numeric=True) for title in titles)),
         tuple(rows),
-        f"Halves of the held-out rows. Ids were seen {_times(seen[0])} times in the one, "
-        f"{_times(seen[1])} times in the other (geometric means, over tables whose kind differs).",
+        "The quarter of the held-out rows whose ids were seen most often, "
+        f"{_times(seen[0])} times, and the one of those seen least often, {_times(seen[1])} times "
+        "(geometric means, over tables whose kind differs).",
     )
 
 

@@ -1,4 +1,4 @@
-"""Halves of the held-out rows by how often their ids were seen in training."""
+"""Quarters of the held-out rows by how often their ids were seen in training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright.core.job import Job, parse_job
 from shardwright.data.quality import bayes_auc
 from shardwright.lab.sources import source_of
 from shardwright.lab.sources.clicks import as_log, model_of_clicks
-from shardwright.lab.study.seen import Halves, halves
+from shardwright.lab.study.seen import Quarters, quarters
 
 
 def columns(tmp_path: Path, train: list[str], test: list[str]) -> Job:
@@ -30,33 +30,35 @@ def columns(tmp_path: Path, train: list[str], test: list[str]) -> Job:
     )
 
 
-def found(job: Job, trained: int) -> Halves:
-    made = halves(job, job, job.tables[:1], trained)
+def found(job: Job, trained: int) -> Quarters:
+    made = quarters(job, job, job.tables[:1], trained)
     assert made is not None
     return made
 
 
-def test_rows_with_ids_that_were_seen_more_are_one_half(tmp_path: Path) -> None:
-    job = columns(tmp_path, ["1", "1", "1", "2", "2", "3"], ["3", "1", "2", "4"])
+def test_rows_with_ids_that_were_seen_most_and_least_are_a_quarter_each(tmp_path: Path) -> None:
+    job = columns(tmp_path, ["1", "1", "1", "2", "2", "3"], ["3", "1", "2", "4", "2"])
     got = found(job, 6)
-    assert got.often.tolist() == [False, True, True, False]
-    assert got.seen == pytest.approx((np.sqrt(4 * 3), np.sqrt(2 * 1)))  # count and one
+    assert got.often.tolist() == [False, True, False, False, False]
+    assert got.rarely.tolist() == [False, False, False, True, False]
+    assert got.seen == pytest.approx((4, 1))  # count and one
     assert got.chance is None
 
 
 def test_rows_that_training_did_not_come_to_do_not_count_and_passes_do(tmp_path: Path) -> None:
-    job = columns(tmp_path, ["1", "1", "1", "2"], ["1", "2"])
+    job = columns(tmp_path, ["1", "1", "1", "2"], ["1", "1", "2", "1"])
     assert found(job, 2).seen == pytest.approx((3, 1))
     assert found(job, 8).seen == pytest.approx((7, 3))  # two passes
 
 
 def test_a_bag_counts_by_the_mean_over_its_ids(tmp_path: Path) -> None:
-    job = columns(tmp_path, ["1 1", "1 2"], ["1 2", "2 2", ""])
+    job = columns(tmp_path, ["1 1", "1 2"], ["2 2", "1 2", "", "2"])
     table = structs.replace(job.tables[0], pooling_factors=(2.0,))
     job = structs.replace(job, tables=(table, job.tables[1]))
     got = found(job, 2)
-    assert got.often.tolist() == [True, True, False]
-    assert got.seen == pytest.approx((np.exp((np.log(4) + 3 * np.log(2)) / 4), 1))
+    assert got.often.tolist() == [False, True, False, False]
+    assert got.rarely.tolist() == [False, False, True, False]
+    assert got.seen == pytest.approx((np.sqrt(4 * 2), 1))
 
 
 def made_up(tmp_path: Path, **data: Any) -> Job:
@@ -74,7 +76,7 @@ def made_up(tmp_path: Path, **data: Any) -> Job:
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("days", [{}, {"days": 3, "drift": 0.5}])
-def test_the_best_on_a_half_is_that_of_the_law_that_made_it(
+def test_the_best_on_a_quarter_is_that_of_the_law_that_made_it(
     tmp_path: Path, cached: bool, days: dict[str, Any]
 ) -> None:
     job = made_up(tmp_path, **days)
@@ -83,7 +85,7 @@ def test_the_best_on_a_half_is_that_of_the_law_that_made_it(
         data = structs.replace(reading.data, cache=str(tmp_path / "rows"))
         reading = structs.replace(job, data=data)
         source_of(reading).prepare(reading)
-    got = halves(job, reading, job.tables, 1500)
+    got = quarters(job, reading, job.tables, 1500)
     assert got is not None
     first, count = (2500, 500) if days else (3000, 1000)
     made = model_of_clicks(job).rows(first, first + count)
@@ -92,11 +94,11 @@ def test_the_best_on_a_half_is_that_of_the_law_that_made_it(
     labels = made.batch.labels.astype(np.float64)
     scores = np.stack([np.arange(count), labels, np.zeros(count)], 1)
     quality = got.quality(scores)
-    for name, half in (("often", got.often), ("rarely", ~got.often)):
-        of_half = quality[name]  # type: ignore[index]
-        assert of_half.rows == half.sum()
-        assert of_half.best_auc == pytest.approx(bayes_auc(made.probabilities[half]))
-        assert of_half.majority == max(labels[half].mean(), 1 - labels[half].mean())
+    for name, own in (("often", got.often), ("rarely", got.rarely)):
+        of_quarter = quality[name]  # type: ignore[index]
+        assert of_quarter.rows == own.sum()
+        assert of_quarter.best_auc == pytest.approx(bayes_auc(made.probabilities[own]))
+        assert of_quarter.majority == max(labels[own].mean(), 1 - labels[own].mean())
     assert got.seen[0] > got.seen[1] > 1
 
 
@@ -109,6 +111,6 @@ def test_rows_made_up_are_read_where_they_lie_with_the_popularity_that_they_have
     assert Path(data.test_path).exists()
 
 
-def test_one_held_out_row_has_no_halves(tmp_path: Path) -> None:
+def test_few_held_out_rows_have_no_quarters(tmp_path: Path) -> None:
     job = columns(tmp_path, ["1"], ["1"])
-    assert halves(job, job, job.tables, 1) is None
+    assert quarters(job, job, job.tables, 1) is None

@@ -29,7 +29,7 @@ from shardwright.lab.recordings import plan
 from shardwright.lab.session import run, scores_of
 from shardwright.lab.sources import source_of
 from shardwright.lab.sources.clicks import as_log, is_folder
-from shardwright.lab.study.seen import Halves, halves
+from shardwright.lab.study.seen import Quarters, quarters
 from shardwright.launcher.folder import measurement_file, outcome_file, plan_file
 from shardwright.launcher.launch import hold
 from shardwright.launcher.outcome import Outcome, decode_outcome
@@ -116,7 +116,7 @@ class _Going:
         """All seeds, of each all kinds."""
         self.data = self._data()
         self.lookups = self._lookups()
-        self.halves: Halves | None = None
+        self.quarters: Quarters | None = None
         runs = [(seed, variant) for seed in self.seeds for variant in self.variants]
         for number, (seed, variant) in enumerate(runs, 1):
             self._say(f"[{number}/{len(runs)}] {variant.name}, seed {seed}")
@@ -210,13 +210,13 @@ class _Going:
         scores = scores_of(folder, self.last.world_size, "test")
         assert self.last.quality is not None
         assert scores is not None
-        if self.halves is None:
+        if self.quarters is None:
             trained = job.train.steps * job.batch.size * self.last.world_size
             self._say("counting how often ids were seen")
-            self.halves = halves(self.job, job, _compared(self.job), trained)
+            self.quarters = quarters(self.job, job, _compared(self.job), trained)
         quality = {"all": self.last.quality}
-        if self.halves:
-            quality |= self.halves.quality(scores)
+        if self.quarters:
+            quality |= self.quarters.quality(scores)
         self.trials[variant.name].append(Trial(seed, quality))  # type: ignore[arg-type]
 
     def _found(self) -> Study:
@@ -240,7 +240,7 @@ class _Going:
                 for each in self.variants
             ),
             rows=_section(self.job).rows,
-            seen=self.halves.seen if self.halves else UNSET,
+            seen=self.quarters.seen if self.quarters else UNSET,
             versions=self.last.versions,
             machine=self.last.machine,
         )

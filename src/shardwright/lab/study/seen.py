@@ -1,4 +1,4 @@
-"""Which half of the held-out rows has ids that were seen often in training, and which rarely."""
+"""Which quarter of the held-out rows has ids seen most often in training, and which least often."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ from shardwright.data.reading import ClickBatch, evaluation_batches
 from shardwright.lab.sources.clicks import cache_of, chances, quality_of, rows_of
 
 ROWS = 8192  # that are read at a time
+QUARTERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class Quarters:
     """Held-out rows of the test: the ``numbers`` [n] that they have in their log, whether each is
-    of the half seen more ``often`` [n], and where they were made up the chance [n] of a click.
-    ``seen`` is how often ids of either half were seen, the geometric mean of count and one."""
+    of the quarter seen most ``often`` [n] or most ``rarely`` [n], and where they were made up the
+    chance [n] of a click. ``seen`` is how often ids of these two were seen, the geometric mean of
+    count and one."""
 
     numbers: NDArray[np.int64]
     often: NDArray[np.bool_]
+    rarely: NDArray[np.bool_]
     chance: NDArray[np.float64] | None
     seen: tuple[float, float]
 
     def quality(self, scores: NDArray[np.float64]) -> dict[Part, Quality]:
-        """Figures of both halves of rows (number, label, logit), beside the best possible."""
+        """Figures of both quarters of rows (number, label, logit), beside the best possible."""
         found: dict[Part, Quality] = {}
         place = np.searchsorted(self.numbers, scores[:, 0].astype(np.int64))
-        for name, of_half in (("often", self.often), ("rarely", ~self.often)):
-            own = of_half[place]
+        for name, of_quarter in (("often", self.often), ("rarely", self.rarely)):
+            own = of_quarter[place]
             if quality := quality_of(scores[own], self._best(place[own])):
                 found[name] = quality  # type: ignore[index]
         return found
@@ -52,10 +55,12 @@ class Halves:
         return {f"bayes_{name}": figure(chance) for name, figure in figures.items()}
 
 
-def halves(job: Job, reading: Job, compared: Sequence[TableSpec], trained: int) -> Halves | None:
-    """The halves for ``trained`` rows of training, by the ids of the tables that are ``compared``:
-    rows in the order of the mean logarithm of how often their ids were seen. None where fewer than
-    two rows are held out.
+def quarters(
+    job: Job, reading: Job, compared: Sequence[TableSpec], trained: int
+) -> Quarters | None:
+    """The quarters for ``trained`` rows of training, by the ids of the tables that are
+    ``compared``: rows in the order of the mean logarithm of how often their ids were seen. None
+    where fewer than four rows are held out.
 
     ``job`` says how rows were made up, if they were; ``reading`` where they are read from.
     """
@@ -85,12 +90,13 @@ def halves(job: Job, reading: Job, compared: Sequence[TableSpec], trained: int) 
         numbers.append(own)
         seen.append(total / np.maximum(many, 1))
     number, measure = np.concatenate(numbers or [[]]).astype(np.int64), np.concatenate(seen or [[]])
-    if len(number) < 2:
+    if len(number) < QUARTERS:
         return None
-    often = np.ones(len(number), dtype=bool)
-    often[np.argsort(measure, kind="stable")[: len(number) // 2]] = False
-    means = tuple(float(np.exp(measure[half].mean())) for half in (often, ~often))
-    return Halves(number, often, chances(job, number), (means[0], means[1]))
+    order, count = np.argsort(measure, kind="stable"), len(number) // QUARTERS
+    rarely, often = np.zeros((2, len(number)), dtype=bool)
+    rarely[order[:count]] = often[order[-count:]] = True
+    seen_often, seen_rarely = (float(np.exp(measure[own].mean())) for own in (often, rarely))
+    return Quarters(number, often, rarely, chances(job, number), (seen_often, seen_rarely))
 
 
 def _batches(
