@@ -190,6 +190,11 @@ class UnitLayout(msgspec.Struct, frozen=True):
         return sum(segment.stored_bytes for segment in self.segments)
 
     @property
+    def stays(self) -> bool:
+        """Whether anything of it is whole between steps where shares are parts of it."""
+        return any(segment.stays for segment in self.segments)
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes for one rank when gradients of the layout's own dtypes are summed."""
         return sum(s.sent * element_bytes(s.dtype) for s in self.segments if s.trainable)
