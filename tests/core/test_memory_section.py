@@ -9,6 +9,7 @@ from shardwright.core.memory_section import (
     check_memory,
     float8_scaling,
 )
+from shardwright.core.placement import Zero
 
 
 @pytest.mark.parametrize(
@@ -26,21 +27,28 @@ def test_an_unknown_checkpointing_is_refused_with_the_known_ones(name: str) -> N
     assert str(caught.value).endswith(f"got {name!r}.")
 
 
-@pytest.mark.parametrize("runtime", ["shardwright", "fsdp2"])
-def test_runtimes_that_share_everything_share_no_less(runtime: Runtime) -> None:
+def test_fsdp2_shares_everything() -> None:
     with pytest.raises(InputError) as caught:
-        check_memory(MemorySection(runtime=runtime, zero=1), "job")
+        check_memory(MemorySection(runtime="fsdp2", zero=1), "job")
     assert str(caught.value) == (
-        f"job: memory.zero: expected nothing beside runtime = '{runtime}', got 1. Optimizer states "
-        "alone are shared by memory.runtime = 'ddp' with "
+        "job: memory.zero: expected nothing beside runtime = 'fsdp2', got 1. Optimizer states "
+        "alone are shared by memory.runtime = 'shardwright', or 'ddp' with "
         "torch.distributed.optim.ZeroRedundancyOptimizer."
     )
 
 
-@pytest.mark.parametrize("runtime", ["shardwright", "fsdp2", "ddp"])
-def test_zero_2_is_what_no_runtime_does(runtime: Runtime) -> None:
-    with pytest.raises(InputError, match=r"got 2\. No runtime here .* SHARD_GRAD_OP"):
+@pytest.mark.parametrize("runtime", ["fsdp2", "ddp", "megatron"])
+def test_zero_2_is_what_our_runtime_does(runtime: Runtime) -> None:
+    check_memory(MemorySection(zero=2), "job")
+    with pytest.raises(InputError, match=r"got 2\. memory.runtime = 'shardwright' shares"):
         check_memory(MemorySection(runtime=runtime, zero=2), "job")
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_parameters_that_stay_whole_are_not_freed(zero: Zero) -> None:
+    check_memory(MemorySection(zero=zero, reshard_after_forward=False), "job")
+    with pytest.raises(InputError, match=f"false or nothing beside zero = {zero}, which keeps"):
+        check_memory(MemorySection(zero=zero, reshard_after_forward=True), "job")
 
 
 @pytest.mark.parametrize("runtime", ["shardwright", "ddp"])

@@ -22,7 +22,7 @@ from shardwright.runtime.units.unit import State
 STRATEGIES = ("flat", "per_param", "param_boundary", "mixture")
 ACCUMULATION = ("one backward", "three backwards", "no_sync, then sync")
 DTYPES = ("fp32", "bf16 beside fp32", "bf16 computed, fp32 reduced")
-RESHARD = ("resharded", "kept", "sub-mesh")
+RESHARD = ("resharded", "kept", "sub-mesh", "whole")
 SHAPES = ("one by one", "merged")
 
 
@@ -171,7 +171,7 @@ def cases(size: int) -> Iterator[tuple[str, str, str, str, int]]:
     grid = itertools.product(ACCUMULATION, DTYPES, RESHARD)
     for number, (accumulation, dtypes, reshard) in enumerate(grid):
         shape, prefetch = SHAPES[number // 2 % 2], number % 2
-        if size < 3 or (number + number // 9) % 2 == size % 2:
+        if size < 3 or (number + number // 12) % 2 == size % 2:
             yield accumulation, dtypes, reshard, shape, prefetch
 
 
@@ -189,7 +189,8 @@ def raw_gradients(mesh: DeviceMesh, strategy: str) -> dict[str, dict[str, tuple[
         if dtypes.startswith("bf16 computed"):
             precision = MixedPrecision(torch.bfloat16, torch.float32)
         sub_mesh = size // 2 if size % 2 == 0 else 1
-        kinds: dict[str, bool | int] = {"resharded": True, "kept": False, "sub-mesh": sub_mesh}
+        kinds: dict[str, bool | int | None]
+        kinds = {"resharded": True, "kept": False, "sub-mesh": sub_mesh, "whole": None}
         units = shard(
             model,
             mesh,
@@ -198,6 +199,7 @@ def raw_gradients(mesh: DeviceMesh, strategy: str) -> dict[str, dict[str, tuple[
             reshard_after_forward=kinds[reshard],
             precision=precision,
             prefetch=prefetch,
+            zero=2 if reshard == "whole" else 3,
         )
         steps = 1 if accumulation == "one backward" else 3
         for step in range(steps):

@@ -13,7 +13,7 @@ BF16 = 2.0**-6  # a few roundings of 8 bits, where bf16 is summed over more than
 @pytest.mark.parametrize("strategy", tasks.STRATEGIES)
 def test_raw_gradients_are_the_unsharded_mean(pool: Pool, strategy: str, world_size: int) -> None:
     for found in pool.run(world_size, tasks.raw_gradients, strategy=strategy):
-        assert len(found) == {1: 27, 2: 27, 3: 12, 4: 15}[world_size]
+        assert len(found) == {1: 36, 2: 36, 3: 18, 4: 18}[world_size]
         for case, differences in found.items():
             assert len(differences) == 4 + 3 * 8
             for name, (error, equal) in differences.items():

@@ -13,8 +13,10 @@ from reference import bag_job, small_job
 from tasks import collectives_of_a_step, meter_steps
 
 from shardwright.core.job import Job
+from shardwright.core.memory_section import PLANNED
 from shardwright.core.model import CacheSpec
 from shardwright.core.optimizers import TRAINED
+from shardwright.core.placement import Zero
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import Action, training_step
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
@@ -30,6 +32,7 @@ MODES = {
     "mixed": ("replicate", "shard"),
     "replicated": ("replicate", "replicate"),
 }
+STAGES: tuple[Zero, ...] = (1, 2)
 PEAK_TOLERANCE = 0.03
 
 
@@ -70,6 +73,61 @@ def _is_reported(action: Action) -> bool:
 def _as_run(action: Action) -> Action:
     """A run does not know which recorded piece it computes."""
     return msgspec.structs.replace(action, place=-1)
+
+
+def at_stage(job: Job, zero: Zero) -> Job:
+    """The same with the job's own word for it, and nothing said of single units."""
+    replace = msgspec.structs.replace
+    planner = replace(job.planner, units={})
+    return replace(job, planner=planner, memory=replace(PLANNED, zero=zero))
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("optimizer", TRAINED)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_stages_of_zero_are_exact_and_followed(
+    pool: Pool, world_size: int, optimizer: str, zero: Zero
+) -> None:
+    job = small_job(ROUTED, MODES["sharded"], world_size, optimizer)
+    made = plan(at_stage(job, zero))
+    assert {unit.roles.zero for unit in made.units} == {zero}
+    predicted = decode(made.timeline)
+    results = pool.run(world_size, meter_steps, job=made.job, made=made)
+    measured = [event for exact, _, _ in results for event in exact]
+    wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
+    assert {key: size for key, size in exact_bytes(measured).items() if size} == wanted
+    for _, _, actions in results:
+        planned = training_step(made.model.step, made.modes)
+        assert actions == [_as_run(action) for action in planned if _is_reported(action)]
+
+
+@pytest.mark.parametrize("zero", [*STAGES, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_units_make_the_calls_that_were_planned(pool: Pool, world_size: int, zero: Zero) -> None:
+    job = small_job(ROUTED, MODES["sharded"], world_size)
+    made = plan(at_stage(job, zero) if zero < 3 else job)
+    for found in pool.run(world_size, collectives_of_a_step, job=made.job, made=made):
+        for unit in made.units:
+            own = [n for _, label, n in found if label.startswith(f"{unit.name} ")]
+            assert len(own) == unit.collectives
+            assert sum(own) == unit.bytes_per_step
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_peaks_under_stages_of_zero_are_within_three_percent(
+    pool: Pool, world_size: int, zero: Zero
+) -> None:
+    small = small_job(ROUTED, MODES["sharded"], world_size, "adagrad", batch=4)
+    made = plan(at_stage(bigger(small, (64, 8), (512, 512, 1)), zero))
+    predicted = phase_peaks(decode(made.timeline))
+    results = pool.run(world_size, meter_steps, job=made.job, made=made)
+    for rank, (_, by_step, _) in enumerate(results):
+        steps = [phase_peaks(events) for events in by_step]
+        measured = min(steps, key=lambda step: max(sum(k.values()) for k in step.values()))
+        highest = max(sum(kinds.values()) for kinds in measured.values())
+        expected = max(sum(k.values()) for (r, _), k in predicted.items() if r == rank)
+        assert expected == pytest.approx(highest, rel=PEAK_TOLERANCE)
 
 
 @pytest.mark.parametrize("units", ["sharded", "replicated"])

@@ -3,6 +3,8 @@ the bytes that its plan foresees."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from own_tasks import apart_by_plan, own_job, planned
 from pool import Pool
@@ -49,20 +51,23 @@ def test_a_module_trains_and_takes_memory_as_planned(
 
 
 def _check_as_planned(pool: Pool, job: Job, made: Plan) -> None:
-    world_size = made.world_size
-    results = pool.run(world_size, planned, job=job, made=made)
+    results = pool.run(made.world_size, planned, job=job, made=made)
+    _check_bytes(made, results)
+    assert [apart for apart, _ in results] == [{}] * made.world_size
+
+
+def _check_bytes(made: Plan, results: list[Any]) -> None:
     predicted = decode(made.timeline)
     wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
     measured = [event for _, events in results for event in events]
     assert {key: size for key, size in exact_bytes(measured).items() if size} == wanted
     foreseen, seen = phase_peaks(predicted), phase_peaks(measured)
-    for rank in range(world_size):
+    for rank in range(made.world_size):
         highest = [
             max(sum(kinds.values()) for (r, _), kinds in peaks.items() if r == rank)
             for peaks in (foreseen, seen)
         ]
         assert highest[0] == pytest.approx(highest[1], rel=MOST_APART)
-    assert [apart for apart, _ in results] == [{}] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -124,6 +129,24 @@ def test_what_is_frozen_has_neither_gradient_nor_states(pool: Pool, way: str) ->
     assert kept[1] == copies * element * 2 * (2 * 13 * 3)
     assert kept[0] == kept[1] + copies * element * 2 * (13 * 13 + 13)
     _check_as_planned(pool, job, made)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_stages_of_zero_take_memory_as_planned(pool: Pool, world_size: int, zero: int) -> None:
+    """Frozen layers beside others, in fp64, computed in fp32."""
+    job = parse_job(
+        {
+            "model": {"python": "own_models:adapted"},
+            "data": {"python": "own_models:batches_of_adapted"},
+            "train": {"steps": 3, "optimizer": "adam", "learning_rate": 0.01},
+            "cluster": {"preset": "local", "world_size": world_size},
+            "memory": {"zero": zero, "param_dtype": "fp32", "reduce_dtype": "fp32"},
+        }
+    )
+    made = plan(job)
+    assert zero in {unit.roles.zero for unit in made.units}
+    _check_bytes(made, pool.run(world_size, planned, job=job, made=made))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

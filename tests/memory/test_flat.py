@@ -169,3 +169,24 @@ def test_frozen_tensors_are_gathered_but_have_no_gradients_and_states() -> None:
     assert [each.numel for each in found.updated()] == [256 // 2]
     assert found.sizes["unit"].whole == 4 * (256 + 512)
     assert [way.gradient for way in found.sizes["unit"].reduced] == [4 * 256]
+
+
+@pytest.mark.parametrize("param_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("zero", [1, 2])
+def test_parameters_that_stay_are_gathered_once_a_step(
+    machine: Make, zero: int, param_dtype: str
+) -> None:
+    """Shares are parts of the whole parameters, unless these compute in another dtype."""
+    reduces = "last" if zero == 1 else "each"
+    found = machine(zero=zero, param_dtype=param_dtype, reduces=reduces, prefetch=0)
+    cast = param_dtype == "bf16"
+    weights = (4 * NUMEL * 3 // 4, 2 * NUMEL * 3) if cast else (4 * NUMEL * 3, 0)
+    for last in (False, True):
+        found.begin(NAMES, BACKWARDS, last=last)
+        assert set(found.flow.gathered) == (set(NAMES) if last else set())
+        forward(found)
+        backward(found)
+        live = found.heap.live
+        assert (live["weight"], live.get("gathered_weight", 0)) == weights
+    found.zero_grad()
+    assert not found.flow.gathered

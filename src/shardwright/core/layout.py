@@ -11,6 +11,9 @@ so a rank's share of a segment is one stretch of one dtype:
   never divided. A rank's share has a chunk of every tensor, so shares must be put together.
 * ``replicated``: every rank keeps the whole.
 
+Under ZeRO-1 and 2 a rank keeps whole parameters too. Of a segment whose shares in rank order are
+the tensors it keeps these, of which its share is a stretch, and frozen tensors are replicated.
+
 Matrices come before vectors and scalars, so the usual groups of an optimizer (with and without
 weight decay) are one stretch each. Everything starts at a multiple of ``ALIGNMENT`` bytes; padding
 never depends on a common multiple of row sizes.
@@ -26,7 +29,7 @@ import msgspec
 
 from shardwright.core.amount import ceil_div
 from shardwright.core.block import Block, Role
-from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
+from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
 from shardwright.core.tensor import TensorSpec, element_bytes
 
 ALIGNMENT = 32  # bytes; 16 remain where an fp32 buffer is gathered in a dtype of two bytes
@@ -79,7 +82,7 @@ class Segment(msgspec.Struct, frozen=True):
     """Tensors of one dtype that are cut alike; ``share`` of a rank and ``whole`` in elements.
 
     The segment begins at byte ``offset`` of the unsharded buffer and at byte ``shard_offset`` of
-    each rank's own.
+    each rank's own. Where it ``stays`` that has the whole segment, of which the share is a part.
     """
 
     dtype: str
@@ -90,11 +93,21 @@ class Segment(msgspec.Struct, frozen=True):
     whole: int
     offset: int
     shard_offset: int
+    stays: bool = False
 
     @property
     def share_bytes(self) -> int:
         """Bytes of one rank's share, padding included; the same on every rank."""
         return self.share * element_bytes(self.dtype)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of it that a rank keeps, padding included."""
+        return self.whole_bytes if self.stays else self.share_bytes
+
+    def own_offset(self, rank: int) -> int:
+        """The byte of the buffer of ``rank`` at which its share begins."""
+        return self.shard_offset + (rank * self.share_bytes if self.stays else 0)
 
     @property
     def note(self) -> int:
@@ -119,11 +132,13 @@ class Segment(msgspec.Struct, frozen=True):
 
     def begin(self, piece: Piece) -> int:
         """The element of its rank's share at which ``piece`` begins."""
-        return (piece.shard_offset - self.shard_offset) // element_bytes(self.dtype)
+        at = (piece.shard_offset - self.shard_offset) // element_bytes(self.dtype)
+        return at % self.share if self.stays and self.share else at
 
     def piece(self, slot: Slot, rank: int) -> Piece:
         """What ``rank`` holds of a tensor of this segment."""
         size = element_bytes(self.dtype)
+        own = self.own_offset(rank)
         shape = slot.tensor.shape
         match slot.placement:
             case Flat():
@@ -131,8 +146,8 @@ class Segment(msgspec.Struct, frozen=True):
                 begin = min(max(low, slot.start), slot.start + slot.tensor.numel)
                 end = min(max(low + self.share, slot.start), slot.start + slot.tensor.numel)
                 if begin >= end:
-                    return Piece(slot.tensor, (0,), (0,), self.shard_offset)
-                at = self.shard_offset + (begin - low) * size
+                    return Piece(slot.tensor, (0,), (0,), own)
+                at = own + (begin - low) * size
                 return Piece(slot.tensor, (begin - slot.start,), (end - begin,), at)
             case Shard(dim) | BlockShard(_, dim):
                 first = min(rank * slot.chunk, shape[dim])
@@ -145,7 +160,7 @@ class Segment(msgspec.Struct, frozen=True):
                 sizes = shape if mine else (0, *shape[1:])
             case Replicate():
                 offsets, sizes = (0,) * len(shape), shape
-        return Piece(slot.tensor, offsets, sizes, self.shard_offset + slot.inner * size)
+        return Piece(slot.tensor, offsets, sizes, own + slot.inner * size)
 
 
 class UnitLayout(msgspec.Struct, frozen=True):
@@ -166,8 +181,18 @@ class UnitLayout(msgspec.Struct, frozen=True):
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of one rank's buffer, padding included; equal on every rank."""
+        """Bytes of one rank's shares, padding included; equal on every rank."""
         return sum(segment.share_bytes for segment in self.segments)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of one rank's buffer, padding included: its shares, or of what stays the whole."""
+        return sum(segment.stored_bytes for segment in self.segments)
+
+    @property
+    def stays(self) -> bool:
+        """Whether anything of it is whole between steps where shares are parts of it."""
+        return any(segment.stays for segment in self.segments)
 
     @property
     def sent_bytes(self) -> int:
@@ -209,21 +234,31 @@ class UnitLayout(msgspec.Struct, frozen=True):
         return any(segment.trainable for segment in self.segments)
 
     def padding_bytes(self, rank: int) -> int:
-        """Bytes of ``rank``'s buffer that belong to no tensor."""
+        """Bytes of ``rank``'s shares that belong to no tensor."""
         held = sum(p.numel * element_bytes(p.tensor.dtype) for p in self.pieces(rank))
         return self.shard_bytes - held
 
-    def blocks(self, role: Role) -> Iterable[Block]:
+    def stored_padding(self, rank: int) -> int:
+        """Bytes of ``rank``'s buffer that belong to no tensor."""
+        stays = [segment for segment in self.segments if segment.stays]
+        whole = sum(s.whole_bytes - sum(slot.tensor.nbytes for slot in s.slots) for s in stays)
+        rest = tuple(segment for segment in self.segments if not segment.stays)
+        return whole + UnitLayout(self.world_size, rest).padding_bytes(rank)
+
+    def blocks(self, role: Role, placement: Placement | None = None) -> Iterable[Block]:
         """The layout as blocks, tensor by tensor, rank by rank; frozen tensors are parameters
-        alone."""
+        alone. The ``placement`` of a role may be Replicate, whatever the layout cuts."""
         for segment in self.segments:
             if role != "parameter" and not segment.trainable:
                 continue
             for slot in segment.slots:
                 for rank in range(self.world_size):
                     piece = segment.piece(slot, rank)
-                    if piece.numel:
-                        yield Block(slot.tensor.fqn, role, piece.offsets, piece.sizes, rank)
+                    offsets, sizes = piece.offsets, piece.sizes
+                    if isinstance(placement, Replicate):
+                        offsets, sizes = (0,) * len(slot.tensor.shape), slot.tensor.shape
+                    if math.prod(sizes):
+                        yield Block(slot.tensor.fqn, role, offsets, sizes, rank)
 
 
 def unit_layout(
@@ -231,16 +266,21 @@ def unit_layout(
     placement: Placement | Mapping[str, Placement],
     world_size: int,
     frozen: Collection[str] = (),
+    *,
+    zero: Zero = 3,
+    cast: Collection[str] = (),
 ) -> UnitLayout:
     """Lay ``tensors`` out under one placement, or under each tensor's own by fqn.
 
     Segments come cut by cut, widest element first; ``frozen`` tensors, which get no gradient, have
-    segments of their own. A scalar is replicated unless the cut is flat.
+    segments of their own. A scalar is replicated unless the cut is flat. Below stage 3 of ``zero``
+    segments stay whole, but for those of ``cast`` dtypes, which are computed with in another one.
     """
     grouped: dict[tuple[int, int, str, bool], Members] = {}
     for tensor in tensors:
         wanted = placement if isinstance(placement, Placement) else placement[tensor.fqn]
-        if not tensor.shape and not isinstance(wanted, Flat):
+        still = zero < 3 and tensor.fqn in frozen
+        if still or (not tensor.shape and not isinstance(wanted, Flat)):
             wanted = Replicate()
         order = CUT_ORDER.index(CUTS[type(wanted)])
         key = (order, -element_bytes(tensor.dtype), tensor.dtype, tensor.fqn in frozen)
@@ -251,10 +291,11 @@ def unit_layout(
         cut = CUT_ORDER[order]
         members.sort(key=lambda member: len(member[0].shape) < 2)
         slots, share, whole = _ARRANGE[cut](members, dtype, world_size)
-        segment = Segment(dtype, cut, not still, slots, share, whole, offset, shard_offset)
+        stays = zero < 3 and cut in ("flat", "owned") and dtype not in cast
+        segment = Segment(dtype, cut, not still, slots, share, whole, offset, shard_offset, stays)
         segments.append(segment)
         offset += segment.whole_bytes
-        shard_offset += segment.share_bytes
+        shard_offset += segment.stored_bytes
     return UnitLayout(world_size, tuple(segments))
 
 

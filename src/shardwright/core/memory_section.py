@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama_local import LossKind
 from shardwright.core.optimizers import Implementation
+from shardwright.core.placement import Zero
 
 Runtime = Literal["shardwright", "fsdp2", "ddp", "megatron"]
 WHOLE: tuple[Runtime, ...] = ("ddp", "megatron")  # every rank has all parameters
@@ -30,7 +31,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Parameters are stored in fp32 and cast to ``param_dtype`` for computing where a runtime shards
     them. ``zero`` is 3 where a runtime shares parameters, gradients and optimizer states, as all
-    but "ddp" and "megatron" do, which share nothing by themselves and with 1 the states.
+    but "ddp" and "megatron" do, which share nothing by themselves and with 1 the states. Ours also
+    keeps parameters whole with 2, and with 1 shares the states alone.
     ``checkpointing`` is a policy's name; where it is not given, a plan chooses one.
     ``lowering`` is the device whose kernels are assumed, by default the cluster's.
     ``implementation`` is the optimizer's; without one it is PyTorch's choice. ``compile`` takes the
@@ -44,7 +46,7 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reduce_dtype: ReduceDtype = "fp32"
     implementation: Implementation | None = None
     reshard_after_forward: bool | Literal["default"] = "default"
-    zero: Annotated[int, msgspec.Meta(ge=1, le=3)] = 3
+    zero: Zero = 3
     compile: bool | Literal["blocks"] = False
     float8: bool | Float8 = False
     offload: Offload = "none"
@@ -73,6 +75,8 @@ def check_planned(section: MemorySection, kind: str, where: str) -> None:
     """Refuse what steps of a model that is planned and trained are not run with."""
     for field in msgspec.structs.fields(section):
         value, run = getattr(section, field.name), getattr(PLANNED, field.name)
+        if field.name == "zero" and kind != "tables":
+            continue
         if field.name == "checkpointing":
             if kind in HAVE_BLOCKS:
                 continue
@@ -86,14 +90,14 @@ def check_planned(section: MemorySection, kind: str, where: str) -> None:
 NO_ZERO = {
     1: (
         "1",
-        "Optimizer states alone are shared by memory.runtime = 'ddp' with "
+        "Optimizer states alone are shared by memory.runtime = 'shardwright', or 'ddp' with "
         "torch.distributed.optim.ZeroRedundancyOptimizer.",
     ),
     2: (
         "2",
-        "No runtime here shares gradients and states and has whole parameters between steps; "
-        "memory.reshard_after_forward = false has them whole from forward to backward, which FSDP "
-        "calls SHARD_GRAD_OP.",
+        "memory.runtime = 'shardwright' shares gradients and states and has whole parameters "
+        "between steps; 'fsdp2' with memory.reshard_after_forward = false has them whole from "
+        "forward to backward, which FSDP calls SHARD_GRAD_OP.",
     ),
 }
 
@@ -102,7 +106,11 @@ def check_memory(section: MemorySection, where: str) -> None:
     """Refuse what no runtime does; InputError names the key."""
     check_policy(section.policy, f"{where}: memory.checkpointing")
     runtime, zero = section.runtime, section.zero
-    if zero == 2 or (zero == 1 and runtime not in WHOLE):
+    if zero < 3 and runtime == "shardwright":
+        if section.reshard_after_forward is True:
+            wanted = f"false or nothing beside zero = {zero}, which keeps parameters whole"
+            raise InputError(expected(f"{where}: memory.reshard_after_forward", wanted, "true"))
+    elif zero == 2 or (zero == 1 and runtime not in WHOLE):
         wanted = "1 or nothing beside" if runtime in WHOLE else "nothing beside"
         raise InputError(
             expected(f"{where}: memory.zero", f"{wanted} runtime = '{runtime}'", *NO_ZERO[zero])

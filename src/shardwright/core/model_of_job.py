@@ -24,6 +24,7 @@ HONOURED = (
     "lowering",
     "param_dtype",
     "reduce_dtype",
+    "zero",
     "allocator",
     "data_shard",
     "parallelize_plan",  # which parallel.tensor reads, that no plan follows

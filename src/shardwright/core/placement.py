@@ -7,6 +7,8 @@ they are the table types of recommender systems.
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import msgspec
 
 
@@ -38,6 +40,33 @@ class Flat(msgspec.Struct, frozen=True, tag="flat", tag_field="placement"):
 
 
 Placement = Replicate | Shard | Owned | BlockShard | Flat
+
+
+Zero = Literal[1, 2, 3]
+
+
+class Roles(NamedTuple):
+    """Where a unit's parameters, gradients and optimizer states live between steps."""
+
+    parameter: Placement
+    gradient: Placement
+    optimizer_state: Placement
+
+    @property
+    def zero(self) -> Zero | None:
+        """The stage of ZeRO of which these are a row; None of other ones."""
+        cut = self.optimizer_state
+        return next((stage for stage in _STAGES if roles(cut, stage) == self), None)
+
+
+_STAGES: tuple[Zero, ...] = (3, 2, 1)
+
+
+def roles(cut: Placement, zero: Zero = 3) -> Roles:
+    """What ZeRO cuts as ``cut`` says: optimizer states, from stage 2 on gradients, with 3
+    parameters too. The rest is whole on every rank; where ``cut`` is Replicate, all of it is."""
+    whole = Replicate()
+    return Roles(cut if zero == 3 else whole, whole if zero == 1 else cut, cut)
 
 
 def describe(placement: Placement) -> str:

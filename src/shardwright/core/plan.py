@@ -21,7 +21,7 @@ from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import model_of
 from shardwright.core.option import ShardRun
-from shardwright.core.placement import Placement, Replicate
+from shardwright.core.placement import Placement, Replicate, Roles
 from shardwright.core.quantities import format_seconds
 from shardwright.core.recording import Recording
 from shardwright.core.schedule import Modes
@@ -110,8 +110,8 @@ class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``modules`` are paths in the order of a step, of layers that share the unit's buffer, and
     ``members`` the units of the recording that it is made of. A step
     makes ``collectives`` calls for the unit; ``bytes_per_step`` are the full buffers of all of
-    them. ``bytes_per_rank`` and ``padding_bytes`` are those of one role. The modules of it that are
-    ``checkpointed`` run under the policy ``checkpointing``.
+    them. ``bytes_per_rank`` and ``padding_bytes`` are those of its parameters. The modules of it
+    that are ``checkpointed`` run under the policy ``checkpointing``.
     """
 
     name: str
@@ -130,6 +130,11 @@ class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_per_step: int
     checkpointing: str = "none"
     checkpointed: tuple[str, ...] = ()
+
+    @property
+    def roles(self) -> Roles:
+        """The placements of all three."""
+        return Roles(self.parameter, self.gradient, self.optimizer_state)
 
 
 class RankTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -248,14 +253,16 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What the plan decides about the order of a step."""
         step = self.model.step
         paths = [(step.tables_of(t.fqn), traits(t.sharding_type).replicated) for t in self.tables]
-        replicated = [u.name for u in self.units if isinstance(u.parameter, Replicate)]
+        whole = {u.name for u in self.units if isinstance(u.parameter, Replicate)}
+        replicated = {u.name for u in self.units if isinstance(u.optimizer_state, Replicate)}
         return Modes(
-            sharded_units=frozenset(u.name for u in self.units) - frozenset(replicated),
+            sharded_units=frozenset(u.name for u in self.units) - replicated,
             resharded_units=frozenset(u.name for u in self.units if u.reshard_after_forward),
             routed=frozenset(path for path, is_replica in paths if not is_replica),
             replicated_tables=frozenset(path for path, is_replica in paths if is_replica),
             prefetch=self.prefetch,
             merged=tuple((u.name, u.members) for u in self.units if u.members != (u.name,)),
+            staying_units=frozenset(whole - replicated),
         )
 
     def expanded(self) -> list[Block]:

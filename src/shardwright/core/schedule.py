@@ -64,7 +64,8 @@ class Modes(msgspec.Struct, frozen=True):
     with replicas; some are both. ``merged`` are the units of several recorded ones: a name, and
     these as they follow one another.
     With ``prefetch`` 1 a unit is gathered while the one before it computes, and gradients are
-    reduced while the next ones are computed.
+    reduced while the next ones are computed. Of the sharded units those that stay are whole between
+    steps too, and are gathered again when they were updated.
     """
 
     sharded_units: frozenset[str]
@@ -73,6 +74,7 @@ class Modes(msgspec.Struct, frozen=True):
     replicated_tables: frozenset[str] = frozenset()
     prefetch: Prefetch = 0
     merged: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    staying_units: frozenset[str] = frozenset()
 
 
 class Merged:
@@ -118,10 +120,10 @@ def training_step(step: Unfolded, modes: Modes) -> tuple[Action, ...]:
     """One step: load, forward through the recorded pieces that compute, backward, then update.
 
     A sharded unit is gathered before its first forward, freed after its last one if it reshards,
-    gathered again before its backward, and freed and reduced right after. With prefetch the next
-    sharded unit is gathered as well when one is entered, and a reduce only begins: it is collected
-    before the next one begins, the last before the updates. Everything is updated at the end of
-    the step, when all ranks know that every gradient is finite: tables first.
+    gathered again before its backward, and freed, unless it stays, and reduced right after. With
+    prefetch the next sharded unit is gathered as well when one is entered, and a reduce only
+    begins: it is collected before the next one begins, the last before the updates. Everything is
+    updated at the end of the step, when all ranks know that every gradient is finite: tables first.
     """
     return tuple(_Walk(step, modes).actions())
 
@@ -187,9 +189,13 @@ class UnitFlow:
         """Whether it goes after a forward that trains."""
         return unit in self.modes.resharded_units
 
+    def stays(self, unit: str) -> bool:
+        """Whether it is whole between steps."""
+        return unit in self.modes.staying_units
+
     def left(self) -> Iterable[str]:
         """Units that are there after a backward and shall not stay."""
-        return self.gathered
+        return [unit for unit in self.gathered if not self.stays(unit)]
 
     def begin(self) -> None:
         """A forward begins, or the last one is over."""
@@ -237,7 +243,7 @@ class UnitFlow:
         begins, or hold it back for a later backward. ``sums`` tells whether there is one."""
         self.touched.pop(unit, None)
         found = [] if holds else self.collect()
-        if frees and self.is_sharded(unit):
+        if frees and self.is_sharded(unit) and not self.stays(unit):
             self.gathered.pop(unit, None)
             found.append(Action("free", unit, "reduce", "backward"))
         if sums:
@@ -257,8 +263,12 @@ class UnitFlow:
         self.in_backward = False
         self.begin()
         left = [Action("free", unit, "reduce", "backward") for unit in self.left()]
-        self.gathered.clear()
+        self.gathered = {unit: None for unit in self.gathered if self.stays(unit)}
         return left
+
+    def update(self) -> None:
+        """Shares were updated: what stays is out of date."""
+        self.gathered.clear()
 
     def forget(self) -> None:
         """A backward failed, or none came: nothing is under way."""

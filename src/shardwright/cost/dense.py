@@ -43,19 +43,28 @@ def fresh_seconds(nbytes: Any, c: Any, what: str = "buffer") -> Any:
 
 
 def communication_seconds(
-    buffer_bytes: Any, shard_bytes: Any, ranks: Any, *, sharded: bool, c: Any, local: Any = None
+    buffer_bytes: Any,
+    shard_bytes: Any,
+    ranks: Any,
+    *,
+    sharded: bool,
+    stays: bool = False,
+    c: Any,
+    local: Any = None,
 ) -> dict[str, Any]:
     """Seconds of one ``gather`` and one ``reduce`` of a unit, with the buffers that they fill.
 
-    A gather fills the whole buffer. A reduce-scatter fills as much with the parts of all ranks, and
-    a shard with their sum; an all-reduce works in place. ``local`` of the ranks are on each host;
-    None where all are on one.
+    A gather fills the whole buffer, a new one unless it ``stays``. A reduce-scatter fills as much
+    with the parts of all ranks, and a shard with their sum; an all-reduce works in place. ``local``
+    of the ranks are on each host; None where all are on one.
     """
     if not sharded:
         reduced = network.collective_seconds("all_reduce", buffer_bytes, ranks, c, local)
         return {"gather": 0.0, "reduce": named("all_reduce_seconds", reduced, "s")}
     whole = fresh_seconds(buffer_bytes, c)
-    gathered = network.collective_seconds("all_gather", buffer_bytes, ranks, c, local) + whole
+    gathered = network.collective_seconds("all_gather", buffer_bytes, ranks, c, local)
+    if not stays:
+        gathered = gathered + whole
     scattered = network.collective_seconds("reduce_scatter", buffer_bytes, ranks, c, local) + whole
     return {
         "gather": named("gather_seconds", gathered, "s"),

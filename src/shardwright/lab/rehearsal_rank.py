@@ -93,7 +93,8 @@ def _shard(model: nn.Module, units: list[RecordedUnit], job: Job, mesh: DeviceMe
             fully_shard_flat(
                 modules,
                 mesh,
-                reshard_after_forward=frees,
+                reshard_after_forward=frees and section.zero == 3,
+                zero=section.zero,
                 shard_strategy="flat",
                 precision=precision,
             )

@@ -40,12 +40,16 @@ class FlatUnits:
     def __post_init__(self) -> None:
         cut = Flat() if self.sharding.flat else Shard(0)
         ranks = {name: self.sharding.shards_of(name) for name in self.units}
+        tensors = [tensor for its in self.units.values() for tensor in its]
+        cast = {tensor.dtype for tensor in tensors if self.sharding.casts(tensor)}
         self.layouts = {
             name: unit_layout(
                 its,
                 Replicate() if name in self.sharding.replicated else cut,
                 ranks[name],
                 self.frozen,
+                zero=self.sharding.zero,
+                cast=cast,
             )
             for name, its in self.units.items()
         }
@@ -55,8 +59,12 @@ class FlatUnits:
         }
 
     def resident(self) -> dict[Kind, int]:
-        """The parameters' shares."""
-        return {"weight": sum(sizes.stored for sizes in self.sizes.values())}
+        """The parameters' shares; of units that stay what they compute with."""
+        found: dict[Kind, int] = {"weight": sum(sizes.stored for sizes in self.sizes.values())}
+        staying = sum(
+            sizes.whole for name, sizes in self.sizes.items() if self.sharding.stays(name)
+        )
+        return found | {"gathered_weight": staying} if staying else found
 
     def updated(self) -> list[TensorSpec]:
         """One flat tensor per stretch of one dtype, for that is what the optimizer is given."""
@@ -79,8 +87,12 @@ class FlatUnits:
         self.adding = any(self.heap.holds(f"{unit}.unreduced") for unit in units)
         if forward not in self.flows:
             sharded = units - self.sharding.replicated
+            staying = frozenset(filter(self.sharding.stays, units))
             kept = self.sharding.kept if self.sharding.reshard_after_forward else units
-            modes = Modes(sharded, sharded - kept, prefetch=self.sharding.prefetch)
+            resharded = sharded - kept - staying
+            modes = Modes(
+                sharded, resharded, prefetch=self.sharding.prefetch, staying_units=staying
+            )
             self.flows[forward] = UnitFlow(forward, modes, backward)
         self.flow = self.flows[forward]
 
@@ -123,6 +135,8 @@ class FlatUnits:
 
     def zero_grad(self) -> None:
         """Gradients go."""
+        for flow in self.flows.values():
+            flow.update()
         for unit, sizes in self.sizes.items():
             for index, _ in enumerate(sizes.reduced):
                 self.heap.free(f"{unit}.{index}.gradient")
@@ -138,7 +152,8 @@ class FlatUnits:
     def _gather(self, unit: str, action: Action) -> None:
         """Take room for the whole unit and begin to fill it."""
         sizes = self.sizes[unit]
-        self.heap.take(f"{unit}.full", "gathered_weight", sizes.whole)
+        if not self.sharding.stays(unit):
+            self.heap.take(f"{unit}.full", "gathered_weight", sizes.whole)
         if self.heap.holds(f"{unit}.few"):
             return
         self.heap.take(f"{unit}.stage", "all_gather", sizes.stage)
@@ -247,7 +262,12 @@ class UnitSizes:
 
 def unit_sizes(layout: UnitLayout, sharding: Sharding, shards: int) -> UnitSizes:
     """Bytes that a unit has on a rank."""
-    whole = sum(segment.whole * _computed(segment, sharding) for segment in layout.segments)
+    here = [s.stays or (s.cut == "replicated" and not _cast(s, sharding)) for s in layout.segments]
+    whole = sum(
+        segment.whole * _computed(segment, sharding)
+        for segment, is_here in zip(layout.segments, here, strict=True)
+        if not is_here
+    )
     chunked = [segment for segment in layout.segments if segment.cut == "chunks"]
     others = [segment for segment in layout.segments if segment.cut != "chunks"]
     sent = sum(_sent(segment, sharding) for segment in chunked)
@@ -262,7 +282,7 @@ def unit_sizes(layout: UnitLayout, sharding: Sharding, shards: int) -> UnitSizes
         parts=parts,
         few=whole // after if after else 0,
         reduced=tuple(_reduced(s, sharding, shards) for s in layout.segments if s.trainable),
-        stored=layout.shard_bytes,
+        stored=layout.stored_bytes,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from shardwright.core.placement import Zero
 from shardwright.core.schedule import Prefetch
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
@@ -28,9 +29,10 @@ class Sharding(msgspec.Struct, frozen=True):
     ``tensors`` of units have the dtype they are stored in; ``param_dtype`` and ``reduce_dtype`` are
     those of computing and of summing gradients, empty where they are left as they are. Every rank
     has the ``replicated`` units. Units in ``kept`` stay whole from their forward to their backward;
-    ``ranks_after_forward`` share the others meanwhile, where it is not 0. ``prefetch`` and ``flat``
-    are of our own runtime: how many units are on their way while one computes, and whether a unit
-    is cut as one buffer or each of its parameters by itself.
+    ``ranks_after_forward`` share the others meanwhile, where it is not 0. ``prefetch``, ``flat``
+    and ``zero`` are of our own runtime: how many units are on their way while one computes, whether
+    a unit is cut as one buffer or each of its parameters by itself, and below 3 that units which
+    are shared are whole between steps, too.
     """
 
     shards: int = 1
@@ -42,6 +44,7 @@ class Sharding(msgspec.Struct, frozen=True):
     ranks_after_forward: int = 0
     kept: frozenset[str] = frozenset()
     replicated: frozenset[str] = frozenset()
+    zero: Zero = 3
     prefetch: Prefetch = 1
     flat: bool = True
     reduces: Reduces = "each"
@@ -54,6 +57,17 @@ class Sharding(msgspec.Struct, frozen=True):
         if unit in self.replicated or self.shares != "all":
             return 1
         return self.expert_shards if unit.endswith(EXPERTS) else self.shards
+
+    def stays(self, unit: str) -> bool:
+        """Whether parameters that ranks share are whole between steps."""
+        return self.zero < 3 and unit not in self.replicated
+
+    def parameter_bytes(self, unit: str, tensor: TensorSpec) -> int:
+        """What a rank keeps of a parameter, padding apart."""
+        share = -(-tensor.numel // self.shards_of(unit)) * self.stored(tensor)
+        if not self.stays(unit):
+            return share
+        return tensor.numel * self.computed(tensor) + (share if self.casts(tensor) else 0)
 
     def stored(self, tensor: TensorSpec) -> int:
         """Bytes of an element between steps: whole parameters are kept as they compute."""

@@ -158,9 +158,8 @@ class RankStep:
                 prefix = f"{series.recorded[0].rpartition('.')[0]}."
                 counts[prefix] = counts.get(prefix, 0) + len(series.names)
             for name, unit in chunk.blocks.unfolded():
-                shards = sharding.shards_of(self.merged.name(name))
                 for tensor in unit.tensors:
-                    size = -(-tensor.numel // shards) * sharding.stored(tensor)
+                    size = sharding.parameter_bytes(self.merged.name(name), tensor)
                     parts = chunk.slots.folded(tensor.fqn).split(".")
                     for length in range(len(parts)):
                         path = ".".join(parts[:length])

@@ -107,13 +107,13 @@ def _unit_plan(choice: UnitChoice, seconds: float) -> UnitPlan:
         modules=choice.unit.modules,
         members=choice.unit.members,
         tensors=tuple(tensor.fqn for tensor in choice.unit.tensors),
-        parameter=choice.placement,
-        gradient=choice.placement,
-        optimizer_state=choice.placement,
+        parameter=choice.roles.parameter,
+        gradient=choice.roles.gradient,
+        optimizer_state=choice.roles.optimizer_state,
         optimizer=choice.unit.optimizer,
         reshard_after_forward=choice.reshard,
         seconds=seconds,
-        bytes_per_rank=layout.shard_bytes,
+        bytes_per_rank=layout.stored_bytes,
         padding_bytes=layout.nbytes - layout.payload_bytes,
         collectives=choice.collectives,
         bytes_per_step=choice.moved_bytes + choice.note_bytes,
@@ -134,13 +134,13 @@ def _table_blocks(tables: Iterable[TablePlan]) -> Iterator[BlockRun]:
 
 
 def _unit_blocks(draft: Draft) -> Iterator[BlockRun]:
-    """Every role of every dense unit: gradients and states live where parameters do, of frozen
-    tensors there are none."""
+    """Every role of every dense unit: gradients and states live where parameters do, unless these
+    stay whole, and of frozen tensors there are none."""
     for choice in draft.units:
         parameters = encode(choice.blocks)
-        for role in get_args(Role):
-            if choice.unit.frozen:
-                yield from encode(choice.layout.blocks(role))
+        for role, placement in zip(get_args(Role), choice.roles, strict=True):
+            if choice.unit.frozen or choice.stays:
+                yield from encode(choice.layout.blocks(role, placement))
             else:
                 yield from (msgspec.structs.replace(run, role=role) for run in parameters)
 

@@ -13,7 +13,7 @@ from shardwright.core.batch import MADE_UP_ZIPF, Batch
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.data_section import DataSection
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.job import Job, checkpointing_of
+from shardwright.core.job import Job, checkpointing_of, memory_of
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_of_job import placed_tables, step_dtypes
 from shardwright.core.planning import EstimatorSection
@@ -143,7 +143,8 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
     batch = batch_of(job)
     context = PricingContext(cluster, batch, job.planner.estimator)
     dtypes = step_dtypes(job)
-    dense = DenseContext(cluster.world_size, ranks_per_host(cluster), context.values, *dtypes)
+    zero, local = memory_of(job).zero, ranks_per_host(cluster)
+    dense = DenseContext(cluster.world_size, local, context.values, *dtypes, zero)
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
     unit_space.check()
     _check_pinned_ranks(job, cluster)

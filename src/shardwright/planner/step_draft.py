@@ -16,7 +16,7 @@ from shardwright.core.schedule import Merged, Modes, Prefetch
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase
 from shardwright.cost import dense, embedding, optimizer
 from shardwright.cost.pipeline import by_phase
-from shardwright.memory.flat import FlatUnits
+from shardwright.memory.flat import FlatUnits, unit_sizes
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding, Units
 from shardwright.memory.rank_step import RankStep
@@ -129,6 +129,13 @@ class StepDraft(Draft):
         for (phase, kind, _), size in exact.items():
             if kind != "gradient" and not (kind == "padding" and phase == "reduce"):
                 resident[kind] = resident.get(kind, 0) + size
+        beside = sum(
+            unit_sizes(choice.layout, self.sharding, self.ranks).whole
+            for choice in self.units
+            if choice.stays
+        )
+        if beside:  # whole parameters in another dtype than their shares
+            resident["gathered_weight"] = beside
         return RankLoad(resident, traffic)
 
     @cached_property
@@ -141,6 +148,7 @@ class StepDraft(Draft):
             param_dtype=self.problem.unit_space.context.param_dtype,
             reduce_dtype=self.problem.unit_space.context.reduce_dtype,
             prefetch=self.prefetch,
+            zero=self.problem.unit_space.context.zero,
             on_gpu=self.problem.cluster.compute_device != "cpu",
         )
 
@@ -296,7 +304,7 @@ def unit_events(choice: UnitChoice, rank: int | None) -> Exact:
     padding = 0 if rank is None else choice.padding[rank]
     trained_padding = 0 if rank is None else choice.trained_padding[rank]
     kept = dense.unit_bytes(
-        choice.layout.shard_bytes - padding,
+        choice.layout.stored_bytes - padding,
         padding,
         kind,
         trained.shard_bytes - trained_padding,

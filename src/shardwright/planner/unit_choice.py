@@ -10,7 +10,7 @@ from shardwright.core.block import Block
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.model import UnitSpec
 from shardwright.core.optimizers import OptimizerName
-from shardwright.core.placement import Flat, Placement, Replicate
+from shardwright.core.placement import Flat, Placement, Replicate, Roles, Zero, roles
 from shardwright.core.timeline import Phase
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import ComputeSeconds, UnitSeconds
@@ -22,7 +22,7 @@ class DenseContext:
 
     ``local`` of the ranks are linked closely, all where it is None; ``c`` are constants by name.
     Units compute in ``param_dtype`` and sum gradients in ``reduce_dtype``, each tensor in its own
-    where that is empty.
+    where that is empty. Units that are not replicated are shared as a stage of ``zero`` says.
     """
 
     ranks: int
@@ -30,11 +30,13 @@ class DenseContext:
     c: Mapping[str, float]
     param_dtype: str = ""
     reduce_dtype: str = ""
+    zero: Zero = 3
 
 
 @dataclass(frozen=True)
 class UnitChoice:
-    """A unit with its placement; bytes and seconds are those of every rank, padding apart.
+    """A unit with the placement of its states, and under which stage of ZeRO the other roles follow
+    it; bytes and seconds are those of every rank, padding apart.
 
     ``spent`` is what its collectives, gradient and update take, ``computing`` what its modules do.
     ``gathered`` and ``reduced`` are bytes of the whole buffer as it is gathered and summed,
@@ -43,6 +45,7 @@ class UnitChoice:
 
     unit: UnitSpec
     placement: Placement
+    zero: Zero
     reshard: bool
     layout: UnitLayout
     spent: UnitSeconds
@@ -55,6 +58,16 @@ class UnitChoice:
     def replicated(self) -> bool:
         """Whether every rank keeps the whole unit."""
         return isinstance(self.placement, Replicate)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is whole on every rank between steps, of which each updates a share."""
+        return self.zero < 3 and not self.replicated
+
+    @property
+    def roles(self) -> Roles:
+        """Where parameters, gradients and optimizer states live."""
+        return roles(self.placement, self.zero)
 
     @cached_property
     def seconds(self) -> dict[Phase, float]:
@@ -70,7 +83,8 @@ class UnitChoice:
     @property
     def gathers(self) -> int:
         """Calls in a step: one before forward, one more if it reshards."""
-        return 0 if self.replicated else 1 + self.reshard
+        still = self.stays and not self.layout.trains
+        return 0 if self.replicated or still else 1 + self.reshard
 
     @property
     def reduces(self) -> int:
@@ -94,12 +108,15 @@ class UnitChoice:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Where its parameters live; gradients and states live beside them."""
-        return tuple(self.layout.blocks("parameter"))
+        """Where its parameters live; gradients and states live beside them, but where parts of
+        parameters that stay do."""
+        return tuple(self.layout.blocks("parameter", self.roles.parameter))
 
     @cached_property
     def padding(self) -> tuple[int, ...]:
         """Bytes of each rank's buffer that belong to no tensor."""
+        if self.stays:
+            return tuple(map(self.layout.stored_padding, range(self.layout.world_size)))
         return _padding(self.layout, self.blocks)
 
     @cached_property
@@ -140,7 +157,8 @@ def merged(units: Sequence[UnitSpec]) -> UnitSpec:
 def unit_choices(
     units: Sequence[UnitSpec], computed: Mapping[str, ComputeSeconds], context: DenseContext
 ) -> tuple[UnitChoice, ...]:
-    """Neighbours as one unit: replicated, sharded and kept after forward, sharded and resharded.
+    """Neighbours as one unit: replicated, sharded and kept after forward, sharded and resharded;
+    below ZeRO's stage 3 replicated or sharded and whole between steps.
 
     Where two cost the same, the earlier one is the simpler one.
     """
@@ -149,27 +167,28 @@ def unit_choices(
         sum(computed[member.name].forward for member in units),
         sum(computed[member.name].backward for member in units),
     )
-    kind = unit.optimizer
-    whole, cut = (
-        unit_layout(unit.tensors, p, context.ranks, unit.frozen) for p in (Replicate(), Flat())
-    )
+    kind, dtype = unit.optimizer, context.param_dtype
+    cast = {tensor.dtype for tensor in unit.tensors} - {dtype} if dtype else set()
 
-    def choice(placement: Placement, layout: UnitLayout, *, reshard: bool) -> UnitChoice:
-        sizes = _buffers(layout, context)
-        spent = _spent(layout, kind, sizes, context, sharded=layout is cut)
-        return UnitChoice(unit, placement, reshard, layout, spent, computing, *sizes)
+    def choice(placement: Placement, zero: Zero = 3, *, reshard: bool = False) -> UnitChoice:
+        layout = unit_layout(
+            unit.tensors, placement, context.ranks, unit.frozen, zero=zero, cast=cast
+        )
+        sizes = _buffers(layout, context, stays=zero < 3)
+        sharded = isinstance(placement, Flat)
+        spent = _spent(layout, kind, sizes, context, sharded=sharded, stays=zero < 3)
+        return UnitChoice(unit, placement, zero, reshard, layout, spent, computing, *sizes)
 
-    return (
-        choice(Replicate(), whole, reshard=False),
-        choice(Flat(), cut, reshard=False),
-        choice(Flat(), cut, reshard=True),
-    )
+    kept = choice(Flat(), context.zero)
+    if context.zero < 3:
+        return choice(Replicate()), kept
+    return choice(Replicate()), kept, choice(Flat(), reshard=True)
 
 
-def _buffers(layout: UnitLayout, context: DenseContext) -> tuple[int, int, int]:
+def _buffers(layout: UnitLayout, context: DenseContext, *, stays: bool) -> tuple[int, int, int]:
     """Bytes of the whole buffer as it is gathered, and of its gradient before and in the sum."""
     return (
-        layout.whole_bytes(context.param_dtype),
+        layout.whole_bytes(context.param_dtype, trained=stays),
         layout.whole_bytes(context.param_dtype, trained=True),
         layout.whole_bytes(context.reduce_dtype or context.param_dtype, trained=True),
     )
@@ -182,12 +201,13 @@ def _spent(
     context: DenseContext,
     *,
     sharded: bool,
+    stays: bool,
 ) -> UnitSeconds:
     c, shard, trained = context.c, layout.shard_bytes, layout.trained.shard_bytes
     gathered, cleared, reduced = sizes
     gather, reduce = (
         dense.communication_seconds(
-            nbytes, shard, context.ranks, sharded=sharded, c=c, local=context.local
+            nbytes, shard, context.ranks, sharded=sharded, stays=stays, c=c, local=context.local
         )
         for nbytes in (gathered, reduced)
     )

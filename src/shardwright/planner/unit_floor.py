@@ -77,7 +77,7 @@ def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
         whole = choice.gathered if kind == "all_gather" else choice.reduced
         sent = _payload(choice, whole)
         moved += network.transfer_seconds(kind, sent, context.ranks, context.c, context.local)
-        if not choice.replicated:
+        if not (choice.replicated or (choice.stays and kind == "all_gather")):
             moved += dense.fresh_seconds(sent, context.c)
     trained = choice.layout.trained.payload_bytes
     held = trained if choice.replicated else trained / context.ranks

@@ -60,13 +60,16 @@ class Arrangement:
     @cached_property
     def kept(self) -> int:
         """Bytes of a rank's weights, gradients and states."""
-        return sum(u.layout.shard_bytes * (2 + _states(u)) for u in self.units)
+        return sum(
+            u.layout.stored_bytes + u.layout.shard_bytes * (1 + _states(u)) for u in self.units
+        )
 
     @cached_property
     def footprint(self) -> int:
         """About how many bytes of a rank it fills at most, activations apart: everything kept, and
         the largest units that are whole at once."""
-        whole = sum(u.gathered for u in self.units if not (u.replicated or u.reshard))
+        there = [u for u in self.units if not (u.replicated or u.reshard)]
+        whole = sum(u.gathered for u in there if not u.layout.stays)
         passing = sorted(u.gathered for u in self.units if u.reshard)
         unreduced = sorted(u.reduced for u in self.units if not u.replicated)
         ahead = 1 + self.prefetch
@@ -94,6 +97,7 @@ def dense_modes(
         merged=tuple(
             (u.unit.name, u.unit.members) for u in units if u.unit.members != (u.unit.name,)
         ),
+        staying_units=frozenset(u.unit.name for u in units if u.stays),
     )
 
 
@@ -180,6 +184,10 @@ class UnitSpace:
     def _allowed(self, units: Unit) -> Iterator[UnitChoice]:
         wanted, reshard = self._wanted(units[0]), self.section.reshard
         for choice in unit_choices(units, self.computed, self.context):
+            if (
+                self.context.zero < 3 and wanted is None
+            ):  # a job that says so wants units to be shared
+                wanted = "shard" if choice.layout.trains else "replicate"
             if wanted in (None, "replicate" if choice.replicated else "shard") and (
                 choice.replicated or reshard in (None, choice.reshard)
             ):

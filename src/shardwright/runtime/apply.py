@@ -132,13 +132,14 @@ def _shard_units(
             unit.modules,
             comm,
             own,
-            dict.fromkeys(unit.tensors, unit.parameter),
+            dict.fromkeys(unit.tensors, unit.optimizer_state),
             name=unit.name,
             flow=flow,
             module_names=unit.modules,
             leads=_leads(unit),
             reshard_after_forward=unit.reshard_after_forward,
             precision=precision,
+            zero=unit.roles.zero or 3,
             initial=initial,
         )
         blocks = [model.get_submodule(path) for path in unit.checkpointed]
@@ -177,7 +178,7 @@ def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:
     """Ranks exchange only mean gradients, so replicas that start apart would stay apart."""
     facts: dict[str, str] = {}
     for storage in storages_in(model):
-        if storage.keeps_whole:
+        if storage.is_replicated:
             facts[f"start of unit '{storage.name}'"] = fingerprint_of(storage.byte_storage)
     for module in model.modules():
         for store in module.replicas.stores if isinstance(module, ShardedTables) else ():
@@ -251,9 +252,11 @@ def _check_unit_blocks(
     planned = {
         b for b in blocks if b.tensor in own and (b.role == "parameter" or b.tensor not in frozen)
     }
-    layout = unit_layout([member.spec for member in members], unit.parameter, comm.size, frozen)
-    cut = {b for role in get_args(Role) for b in layout.blocks(role)}
-    if planned != cut or {unit.parameter, unit.gradient, unit.optimizer_state} != {unit.parameter}:
+    specs = [member.spec for member in members]
+    layout = unit_layout(specs, unit.optimizer_state, comm.size, frozen, zero=unit.roles.zero or 3)
+    rows = zip(get_args(Role), unit.roles, strict=True)
+    cut = {b for role, placement in rows for b in layout.blocks(role, placement)}
+    if planned != cut or unit.roles.zero is None:
         raise MismatchError(
             expected(
                 f"unit '{unit.name}'",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import balanced_owners
-from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
+from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.flat_tensors import TAKEN
 from shardwright.runtime.sharded_module import as_sharded, class_name
@@ -49,6 +49,7 @@ def fully_shard_flat(
     shard_placement_fn: PlacementFunction | None = None,
     *,
     precision: Any = None,
+    zero: Zero = 3,
     ignored_params: Collection[nn.Parameter] = (),
     prefetch: int | None = None,
     cpu_offload: bool = False,
@@ -73,6 +74,8 @@ def fully_shard_flat(
             least; ``"flat"`` cuts the buffer evenly, so that a gather needs no copy.
         shard_placement_fn: the placement of each parameter by name, None for the strategy's.
         precision: a :class:`MixedPrecision`, or torch's ``MixedPrecisionPolicy``.
+        zero: ZeRO's stage: 3 cuts everything, 2 gradients and optimizer states, 1 these states
+            (gradients wait, whole, under ``no_sync``); below 3 every rank keeps whole parameters.
         ignored_params: stay as they are: neither sharded nor reduced.
         prefetch: how many units are on their way while one computes, once the order is known. By
             default one on an accelerator and none on the CPU, which has to move bytes itself.
@@ -88,13 +91,13 @@ def fully_shard_flat(
     names = [""] if len(modules) == 1 else [str(index) for index in range(len(modules))]
     unit = " + ".join(map(class_name, modules))
     notes = _offload_notes(mesh, cpu_offload)
-    _check_reshard(reshard_after_forward, comm.size, unit)
+    _check_reshard(reshard_after_forward, zero, comm.size, unit)
     prefetch = _depth(prefetch, mesh)
     members = unit_members(modules, names, unit, ignored_params)
     chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size)
     shapes = [(m.fqn, tuple(m.shape), str(m.dtype), m.parameter.requires_grad) for m in members]
     precision = as_precision(precision)
-    options = (chosen, reshard_after_forward, register_hooks, precision, prefetch)
+    options = (chosen, reshard_after_forward, register_hooks, precision, prefetch, zero)
     comm.agree("fully_shard_flat", {"module": repr(shapes), "options": repr(options)})
     storage = attach(
         modules,
@@ -107,6 +110,7 @@ def fully_shard_flat(
         reshard_after_forward=reshard_after_forward,
         register_hooks=register_hooks,
         precision=precision,
+        zero=zero,
         ignored=[n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params)],
         notes=notes,
     )
@@ -175,7 +179,13 @@ def _offload_notes(mesh: DeviceMesh, cpu_offload: bool) -> list[str]:
     return ["cpu_offload changes nothing: parameters live on the CPU"]
 
 
-def _check_reshard(kind: bool | int | None, size: int, unit: str) -> None:
+def _check_reshard(kind: bool | int | None, zero: Zero, size: int, unit: str) -> None:
+    if isinstance(zero, bool) or zero not in get_args(Zero):
+        remedy = "For DDP, of which nothing is cut, give placements=(Replicate(),)."
+        raise InputError(expected("zero", "1, 2 or 3", repr(zero), remedy))
+    if zero < 3 and kind:
+        wanted = f"False or None beside zero={zero}, which keeps parameters whole"
+        raise InputError(expected("reshard_after_forward", wanted, repr(kind)))
     if kind is None or isinstance(kind, bool):
         return
     if not isinstance(kind, int) or kind < 1 or size % kind:
@@ -333,6 +343,7 @@ def attach(
     reshard_after_forward: bool | int | None = None,
     register_hooks: bool = True,
     precision: Any = None,
+    zero: Zero = 3,
     initial: Initial | None = None,
     ignored: Sequence[str] = (),
     notes: Sequence[str] = (),
@@ -348,6 +359,7 @@ def attach(
         reshard_after_forward=reshard_after_forward,
         driven_by_hand=not register_hooks,
         precision=as_precision(precision),
+        zero=zero,
         initial=initial,
         ignored=ignored,
         notes=notes,

@@ -12,7 +12,7 @@ from shardwright.core.errors import InputError, MismatchError, ShardwrightError,
 from shardwright.core.job import Job, checkpointing_of, with_checkpointing
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import placed_tables
-from shardwright.core.placement import Placement, describe
+from shardwright.core.placement import Roles, describe
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.recording import Recording, check_recording
 from shardwright.core.tables import check_constraints, check_tables
@@ -160,11 +160,11 @@ def choice_of(unit: UnitPlan, space: UnitSpace) -> UnitChoice:
         got = " and ".join(repr(name) for name in unit.members[:3]) or "none"
         raise MismatchError(expected(f"{where} members", "layers of one series", got, AGAIN))
     choices = space.choices(members)
-    wanted = _way(unit.parameter, reshard=unit.reshard_after_forward)
+    wanted = _way(unit.roles, reshard=unit.reshard_after_forward)
     for choice in choices:
-        if _way(choice.placement, reshard=choice.reshard) == wanted:
+        if _way(choice.roles, reshard=choice.reshard) == wanted:
             return choice
-    known = " or ".join(_way(c.placement, reshard=c.reshard) for c in choices)
+    known = " or ".join(_way(c.roles, reshard=c.reshard) for c in choices)
     raise MismatchError(expected(where, known, wanted, AGAIN))
 
 
@@ -188,8 +188,9 @@ def _check_cut(plan: Plan, space: UnitSpace) -> None:
         raise MismatchError(expected("plan: checkpointing", wanted, ", ".join(sorted(ran)), AGAIN))
 
 
-def _way(placement: Placement, *, reshard: bool) -> str:
-    return f"{describe(placement)}{', resharded' if reshard else ''}"
+def _way(roles: Roles, *, reshard: bool) -> str:
+    found = ", ".join(dict.fromkeys(map(describe, roles)))
+    return f"{found}{', resharded' if reshard else ''}"
 
 
 def _check(plan: Plan, draft: Draft) -> None:

@@ -90,10 +90,19 @@ class UnitAmounts:
 
     def slice(self, choice: UnitChoice) -> Amount:
         """A rank's slice of the buffer."""
+        if choice.stays:
+            source = "of whole parameters, what a rank updates"
+            return leaf(choice.layout.shard_bytes, "slice_bytes", "B", source)
         count = 1 if choice.replicated else self.draft.ranks
         slices = leaf(count, "slices", "", "ranks that share it")
         found: Amount = named("slice_bytes", self.buffer(choice) // slices, "B")
         return found
+
+    def stored(self, choice: UnitChoice) -> Amount:
+        """What a rank keeps of the buffer: its slice, or all of it where that stays."""
+        if not choice.stays:
+            return self.slice(choice)
+        return leaf(choice.layout.stored_bytes, "kept_bytes", "B", "parameters stay whole")
 
     def trained(self, choice: UnitChoice) -> Amount:
         """Of that slice what has a gradient."""
@@ -109,7 +118,13 @@ class UnitAmounts:
         own, c = self.slice(choice), self.constants
         gather, reduce = (
             dense.communication_seconds(
-                buffer, own, self.ranks, sharded=not choice.replicated, c=c, local=self.local
+                buffer,
+                own,
+                self.ranks,
+                sharded=not choice.replicated,
+                stays=choice.stays,
+                c=c,
+                local=self.local,
             )
             for buffer in (gathered, reduced)
         )
@@ -165,9 +180,9 @@ def _bytes(amounts: UnitAmounts, choice: UnitChoice, where: str) -> Iterator[Exp
     for (padding, trained_padding), ranks in alike.items():
         source = "what is no tensor's in the slice of these ranks"
         gap = leaf(padding, "padding_of_slice", "B", source)
-        own = named("payload_of_slice", amounts.slice(choice) - gap, "B")
+        own = named("payload_of_slice", amounts.stored(choice) - gap, "B")
         learns, its_gap = own, gap
-        if trained is not choice.layout:
+        if trained is not choice.layout or choice.stays:
             its_gap = leaf(trained_padding, "padding_of_trained", "B", source)
             learns = named("trained_payload", amounts.trained(choice) - its_gap, "B")
         kind, count = choice.unit.optimizer, len(trained.segments)

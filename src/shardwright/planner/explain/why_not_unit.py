@@ -76,9 +76,11 @@ def _lies(unit: UnitPlan, draft: Draft) -> str:
 
 
 def words(choice: UnitChoice) -> str:
-    """How a unit is placed: ``replicated``, or sharded and whether it reshards."""
+    """How a unit is placed: ``replicated``, or sharded and whether it reshards or stays."""
     if choice.replicated:
         return "replicated"
+    if choice.stays:
+        return f"sharded, ZeRO-{choice.zero}"
     return f"sharded, {'resharded' if choice.reshard else 'kept'}"
 
 

@@ -57,8 +57,8 @@ class SegmentViews:
     """A segment's typed views of its unit's buffers.
 
     ``share`` is this rank's part; ``whole`` the unsharded segment in the dtype it computes in, to
-    read, and ``refill`` the same to write. A replicated segment that computes in its own dtype has
-    no other memory than its share, of which ``replica`` is an alias.
+    read, and ``refill`` the same to write. A segment that stays, or is replicated and computes in
+    its own dtype, has no other memory than the unit's own, of which ``replica`` is an alias.
     """
 
     def __init__(
@@ -78,8 +78,9 @@ class SegmentViews:
 
     @property
     def needs_room(self) -> bool:
-        """Whether the unsharded segment is other memory than the share."""
-        return self.segment.cut != "replicated" or self.computed != self.dtype
+        """Whether the unsharded segment is other memory than the unit's own."""
+        here = self.segment.stays or self.segment.cut == "replicated"
+        return not here or self.computed != self.dtype
 
     @property
     def whole_bytes(self) -> int:
@@ -95,8 +96,9 @@ class SegmentViews:
 class Buffers:
     """A unit's shard, its whole parameters, and what gathering them takes.
 
-    Segments cut in rank order are gathered straight into place. Those cut in chunks are gathered
-    together, as bytes, into a stage and put together from there.
+    Segments cut in rank order are gathered straight into place, those that stay around this rank's
+    share. Those cut in chunks are gathered together, as bytes, into a stage and put together from
+    there.
     """
 
     def __init__(
@@ -111,11 +113,11 @@ class Buffers:
         self.pieces = layout.pieces(comm.rank)  # what this rank holds, in layout order
         self.comm = comm
         if shard is None:
-            shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
+            shard = torch.zeros(layout.stored_bytes, dtype=torch.uint8, device=device)
         self.shard = shard  # never requires grad: safe to view whatever the grad mode
         self.replica = shard.data  # what is computed with where it lies; its own version counter
         self.segments = [
-            SegmentViews(s, _share(s, shard), _share(s, self.replica), precision)
+            SegmentViews(s, _share(s, shard, comm.rank), _stored(s, self.replica), precision)
             for s in layout.segments
         ]
         room = sum(views.whole_bytes for views in self.segments)
@@ -206,9 +208,14 @@ class Buffers:
             self.stage.give()
 
 
-def _share(segment: Segment, shard: torch.Tensor) -> torch.Tensor:
-    begin = segment.shard_offset
+def _share(segment: Segment, shard: torch.Tensor, rank: int) -> torch.Tensor:
+    begin = segment.own_offset(rank)
     return shard[begin : begin + segment.share_bytes].view(DTYPES[segment.dtype])
+
+
+def _stored(segment: Segment, shard: torch.Tensor) -> torch.Tensor:
+    begin = segment.shard_offset
+    return shard[begin : begin + segment.stored_bytes].view(DTYPES[segment.dtype])
 
 
 def shard_buffer(buffer: torch.Tensor, world_size: int) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.placement import describe
+from shardwright.core.placement import Zero, describe
 from shardwright.core.quantities import format_bytes
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.flow import Flow
@@ -33,7 +33,7 @@ class DStorage(Unit):
 
     @property
     def byte_storage(self) -> torch.Tensor:
-        """This rank's sharded bytes [layout.shard_bytes], uint8."""
+        """This rank's bytes [layout.stored_bytes], uint8: its shares, of what stays the whole."""
         self.absorb()
         return self.buffers.shard
 
@@ -45,7 +45,7 @@ class DStorage(Unit):
     def get_unsharded_view(self, fqn: str) -> torch.Tensor:
         """The full parameter, a view that dies with the UNSHARDED state: clone it to keep it."""
         index = self._index(fqn)
-        if self.state is not UNSHARDED and not self.keeps_whole:
+        if self.state is not UNSHARDED and not self.is_current:
             raise InputError(
                 expected(f"{fqn} of unit '{self.name}'", "state UNSHARDED", "SHARDED")
                 + " Call unshard() first."
@@ -210,7 +210,7 @@ def traffic(unit: Unit, reshards: bool) -> UnitTraffic:
     buffers, gradients = unit.buffers, unit.gradients
     gathers = len(buffers.direct) + bool(buffers.chunked)
     gathered = buffers.stage.nbytes + sum(target.nbytes for _, target, _ in buffers.direct)
-    passes = 1 + reshards
+    passes = 1 if unit.keeps_whole else 1 + reshards
     sums = [gradient for gradient in gradients.segments if gradient.trains]
     summed = sum(gradient.send.nbytes for gradient in sums)
     return UnitTraffic(passes * gathers + len(sums), passes * gathered + summed)
@@ -226,10 +226,10 @@ def table(flow: Flow) -> str:
         rows.append(
             (
                 unit.name,
-                placements.pop() if len(placements) == 1 else f"{len(placements)} placements",
+                _cut_text(placements, unit.zero),
                 str(len(unit.param_infos)),
-                format_bytes(layout.shard_bytes),
-                f"{layout.padding_bytes(unit.comm.rank)} B",
+                format_bytes(layout.stored_bytes),
+                f"{layout.stored_padding(unit.comm.rank)} B",
                 str(moved.collectives),
                 format_bytes(moved.nbytes),
                 ", ".join(dict.fromkeys(segment.dtype for segment in layout.segments)),
@@ -240,6 +240,12 @@ def table(flow: Flow) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in [*lines, *notes])
+
+
+def _cut_text(placements: Collection[str], zero: Zero) -> str:
+    """How a unit is cut, and under which stage of ZeRO where not all of it is."""
+    cut = next(iter(placements)) if len(placements) == 1 else f"{len(placements)} placements"
+    return cut if zero == 3 else f"{cut}, ZeRO-{zero}"
 
 
 _STORAGES: weakref.WeakKeyDictionary[nn.Module, DStorage] = weakref.WeakKeyDictionary()

@@ -117,7 +117,7 @@ class Flow(UnitFlow):
     def is_gathered(self, unit: str) -> bool:
         """Whether nothing has to travel: it is there, or on its way, or whole on every rank."""
         found = self._unit(unit)
-        return found is None or found.keeps_whole or found.is_present
+        return found is None or found.is_current or found.is_present
 
     def reshards(self, unit: str) -> bool:
         """Whether the whole unit goes after a forward that trains. Left open, it does unless it is
@@ -205,7 +205,7 @@ class Flow(UnitFlow):
     def need(self, unit: Unit, direction: Direction) -> None:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
         with outside_of_transforms():
-            if unit.keeps_whole:  # nothing travels
+            if unit.is_current:  # nothing travels
                 if not unit.is_present:
                     unit.start_gather()
                 unit.finish_gather()
@@ -218,7 +218,7 @@ class Flow(UnitFlow):
             self._do(self.enter(unit.key, direction, ahead=chosen is None))
             for reference in chosen or ():
                 following = reference()
-                if following and not (following.is_present or following.keeps_whole):
+                if following and not (following.is_present or following.is_current):
                     following.start_gather()
                     self._report(following, Action("gather", following.key, direction, direction))
             unit.finish_gather()

@@ -162,6 +162,7 @@ class Writes:
     def gather(self) -> None:
         """The shards are gathered, and are others than last time."""
         self._gathered = self.buffers.shard._version
+        increment_version(self.buffers.whole.tensor)
         self._whole = self.buffers.whole.tensor._version
         increment_version(self.buffers.replica)
 

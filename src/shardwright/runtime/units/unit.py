@@ -8,7 +8,8 @@ States are the bytes they own:
   what autograd left of their gradients.
 
 The shard of a replicated unit is the whole: it gathers nothing, and sums its gradient instead of
-scattering it.
+scattering it. Under ZeRO-1 and 2 the whole parameters stay in either state: they are gathered when
+the shards have changed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import UnitLayout, unit_layout
-from shardwright.core.placement import Placement
+from shardwright.core.placement import Placement, Zero
 from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
@@ -38,7 +39,7 @@ from shardwright.runtime.units.linked import (
     hooked_twice,
     inherit,
 )
-from shardwright.runtime.units.parameter import Member, infos_of
+from shardwright.runtime.units.parameter import DTYPES, Member, infos_of
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.sharded_parameters import ShardedParameters, Writes
 from shardwright.runtime.units.structure import Structure
@@ -103,6 +104,7 @@ class Unit:
         reshard_after_forward: bool | int | None = None,
         driven_by_hand: bool = False,
         precision: MixedPrecision = FULL_PRECISION,
+        zero: Zero = 3,
         initial: Initial | None = None,
         ignored: Sequence[str] = (),
         notes: Sequence[str] = (),
@@ -112,6 +114,7 @@ class Unit:
         self.comm = comm
         self.mesh = comm.mesh
         self.precision = precision
+        self.zero: Zero = zero
         self.driven_by_hand = driven_by_hand
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -154,17 +157,24 @@ class Unit:
     def lay_out(self, device: torch.device, shard: torch.Tensor | None = None) -> None:
         """Buffers and views for the members as they are now; nothing is shown yet."""
         specs = [member.spec for member in self.members]
-        layout = unit_layout(specs, self.placements, self.comm.size, self.frozen)
+        cast = {s.dtype for s in specs if self._casts(DTYPES[s.dtype])}
+        layout = unit_layout(
+            specs, self.placements, self.comm.size, self.frozen, zero=self.zero, cast=cast
+        )
         order = {slot.tensor.fqn: index for index, slot in enumerate(layout.slots)}
         self.members.sort(key=lambda member: order[member.fqn])
         self.layout: UnitLayout = layout
         self.buffers = Buffers(layout, self.comm, device, self.precision, shard)
         self.writes = Writes(self.buffers)
-        self.keeps_whole = not self.buffers.whole.nbytes and all(
+        self.is_replicated = not self.buffers.whole.nbytes and all(
             views.segment.cut == "replicated" for views in self.buffers.segments
         )
+        self.keeps_whole = self.zero < 3 or self.is_replicated
         self.sharded = ShardedParameters(self.buffers, self.comm, self.joints)
         self.param_infos = {i.fqn: i for i in infos_of(layout, self.comm.rank)}
+
+    def _casts(self, dtype: torch.dtype) -> bool:
+        return self.precision.computed(dtype) != dtype
 
     def lasting(self) -> Iterator[tuple[torch.Tensor, Kind]]:
         """The buffers, whose storages may be empty now, and what they are for."""
@@ -261,12 +271,21 @@ class Unit:
         """Whether the whole unit is there, or on its way."""
         return self.state is UNSHARDED or self._gathering is not None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the whole parameters are kept and those of the shards as they are now, so that
+        nothing has to travel."""
+        return self.is_replicated or (self.keeps_whole and not self.writes.is_changed)
+
     def start_gather(self) -> None:
-        """Begin to gather (collective)."""
+        """Begin to gather (collective), or only to show what is current."""
         if self.buffers.shard.is_meta:
             raise self.on_meta()
+        if self.is_current and not self.is_replicated:
+            self._gathering = []
+            return
         label = f"{self.name} gather"
-        if not self.keeps_whole:
+        if not self.is_replicated:
             self.comm.remember(label)
         if self.writes.is_changed:
             self._narrow = None
@@ -285,7 +304,7 @@ class Unit:
             for work in pending:
                 work.wait()
             self._narrow = None
-        else:
+        elif pending:
             self.buffers.finish_gather(pending)
         self.writes.forget()
         self._show(UNSHARDED)
@@ -319,8 +338,9 @@ class Unit:
             near = self.comm.narrow(self._ranks_after_forward)
             self._narrow = self.buffers.whole.tensor.view(near.size, -1)[near.rank].clone()
             self.comm.probe.holds(self._narrow, "gathered_weight")
-        self.buffers.whole.give()
-        self.writes.free()
+        if not self.keeps_whole:
+            self.buffers.whole.give()
+            self.writes.free()
         self._show(SHARDED)
 
     def start_reduce(self) -> None:

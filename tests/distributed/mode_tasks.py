@@ -1,0 +1,285 @@
+"""Training with parameters, gradients and optimizer states cut or whole, role by role."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import Any
+
+import torch
+from gradient_tasks import Net, inputs, loss_of, mixture, net
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import shardwright as sw
+from shardwright.core.placement import Replicate
+from shardwright.runtime.probe import Probe
+from shardwright.runtime.torch_private import C_GRAD
+from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.runtime.units.unit import State
+
+CUT = {"shard_strategy": "flat"}
+WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {"placements": (Replicate(),)},
+    "zero1": {"zero": 1, **CUT},
+    "zero2": {"zero": 2, **CUT},
+    "zero2 owned": {"zero": 2, "shard_strategy": "param_boundary"},
+    "zero2 rows": {"zero": 2},
+    "zero2 mixture": {"zero": 2, "shard_placement_fn": mixture},
+    "zero2 ahead": {"zero": 2, "prefetch": 1, **CUT},
+    "zero3": {"reshard_after_forward": True, **CUT},
+    "zero3 kept": {"reshard_after_forward": False, **CUT},
+}
+STEPS, BACKWARDS = 3, 3
+RATE, MOMENTUM = 0.05, 0.9
+
+
+class Calls(Probe):
+    """Collectives by what they do."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
+
+    def collective(self, label: str, nbytes: int) -> None:
+        known = ("gather", "reduce", "over", "replicas")
+        what = " ".join(word for word in label.split() if word in known)
+        if what != "replicas":  # looked at once, whether they start alike
+            self.found[what] += 1
+            self.nbytes[what] += nbytes
+
+
+def sharded(mesh: DeviceMesh, **options: Any) -> tuple[Net, list[DStorage], Calls]:
+    """A net of a unit a block and the root's, and who counts their collectives."""
+    model, calls = net(), Calls()
+    for block in model.blocks:
+        sw.fully_shard_flat(block, mesh, **options)
+    sw.fully_shard_flat(model, mesh, **options)
+    units = list(storages_in(model))
+    for unit in units:
+        for peers in (unit.comm, unit.comm._twins):
+            if peers is not None:
+                peers.probe = calls
+    return model, units, calls
+
+
+def optimizer_over(model: nn.Module, *, flat: bool) -> torch.optim.SGD:
+    parameters = sw.optimizer_parameters(model) if flat else list(model.parameters())
+    return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
+
+
+def bytes_of(tensors: Any) -> int:
+    """Bytes of distinct storages."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    storages.pop(0, None)
+    return sum(storages.values())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held(
+    model: nn.Module, units: list[DStorage], optimizer: torch.optim.Optimizer
+) -> dict[str, int]:
+    """Bytes of this rank by role: what a step leaves, before the gradients go."""
+    states = [local(v) for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        "parameter": bytes_of(t for u in units for t in (u.buffers.shard, u.buffers.whole.tensor)),
+        "gradient": sum(local(p.grad).nbytes for p in given if p.grad is not None),
+        "optimizer_state": sum(state.nbytes for state in states),
+    }
+
+
+def whole_gradients(units: list[DStorage]) -> int:
+    """Bytes of gradients that nothing has summed yet."""
+    found = 0
+    for unit in units:
+        for segment in unit.gradients.segments:
+            kept = [g for g in segment.held if g is not None]
+            left = map(C_GRAD.__get__, segment.wholes)
+            kept += [g for g in left if g is not None]
+            found += sum(g.nbytes for g in kept)
+    return found
+
+
+def weights_alone(size: int) -> dict[str, torch.Tensor]:
+    """What one process makes of the batches of all ranks."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(BACKWARDS):
+            for rank in range(size):
+                (loss_of(model, inputs(rank, step * BACKWARDS + number)) / size).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train(mesh: DeviceMesh, way: str, *, flat: bool, holds: bool) -> dict[str, Any]:
+    """Weights beside those of one process after steps of several backwards, collectives of each
+    step and bytes by role. ``holds`` sums the gradients of a step once."""
+    model, units, calls = sharded(mesh, **WAYS[way])
+    optimizer = optimizer_over(model, flat=flat)
+    rank, by_step, between = mesh.get_local_rank(), [], []
+    for step in range(STEPS):
+        calls.found.clear()
+        calls.nbytes.clear()
+        optimizer.zero_grad()
+        for number in range(BACKWARDS):
+            waits = holds and number < BACKWARDS - 1
+            with units[0].no_sync() if waits else contextlib.nullcontext():
+                loss_of(model, inputs(rank, step * BACKWARDS + number)).backward()
+            between.append(whole_gradients(units))
+        optimizer.step()
+        by_step.append((dict(calls.found), dict(calls.nbytes)))
+    kept = held(model, units, optimizer)
+    found = sw.full_state_dict(model)
+    true = weights_alone(mesh.size())
+    apart = max((found[name].to("cpu") - true[name]).abs().max().item() for name in true)
+    return {"apart": apart, "calls": by_step, "bytes": kept, "between": between}
+
+
+def sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """Bytes of a flat net's units, all whole and of one rank's shares."""
+    _, units, _ = sharded(mesh, **CUT)
+    return {
+        "whole": sum(unit.layout.nbytes for unit in units),
+        "share": sum(unit.layout.shard_bytes for unit in units),
+        "units": len(units),
+    }
+
+
+def looks(mesh: DeviceMesh, way: str) -> list[dict[str, int]]:
+    """Collectives of: a forward, the same again, one after new weights, one after an eval."""
+    model, units, calls = sharded(mesh, **WAYS[way])
+    x, found = inputs(mesh.get_local_rank()), []
+
+    def forward() -> torch.Tensor:
+        calls.found.clear()
+        with torch.no_grad():
+            out = model(x)
+        found.append(dict(calls.found))
+        return out
+
+    first = forward()
+    assert torch.equal(first, forward())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    reference = net()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(2.0)
+    assert torch.allclose(forward(), reference(x), atol=1e-6)
+    assert torch.allclose(forward(), reference(x), atol=1e-6)
+    assert all(unit.state is State.SHARDED for unit in units)
+    return found
+
+
+def shares_are_views(mesh: DeviceMesh) -> list[bool]:
+    """Whether this rank's shares lie in the whole parameters, and all there is lies there."""
+    model, units, _ = sharded(mesh, **WAYS["zero2"])
+    model(inputs(0)).sum().backward()
+    found = []
+    for unit in units:
+        storage = unit.byte_storage.untyped_storage().data_ptr()
+        parts = [*unit.buffers.locals, *(p.detach() for p in unit.buffers.parameters)]
+        found.append(all(part.untyped_storage().data_ptr() == storage for part in parts))
+        found.append(unit.buffers.whole.nbytes == 0)
+    return found
+
+
+def half(mesh: DeviceMesh) -> tuple[float, dict[str, int], int]:
+    """Computed in bf16 from shares of fp32, beside ZeRO-3: weights apart, bytes by role, bytes of
+    the whole in bf16."""
+    found = []
+    for way in ("zero2", "zero3"):
+        precision = MixedPrecision(torch.bfloat16, torch.float32)
+        model, units, _ = sharded(mesh, precision=precision, **WAYS[way])
+        optimizer = optimizer_over(model, flat=True)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, inputs(mesh.get_local_rank(), step)).backward()
+            optimizer.step()
+        found.append((sw.full_state_dict(model), held(model, units, optimizer), units))
+    (mine, kept, units), (other, _, _) = found
+    apart = max((mine[name] - other[name]).abs().max().item() for name in mine)
+    return apart, kept, sum(unit.buffers.whole.nbytes for unit in units)
+
+
+def frozen(mesh: DeviceMesh) -> tuple[float, dict[str, int]]:
+    """A frozen layer is whole on every rank and never travels."""
+    model, reference = net(), net()
+    for made in (model, reference):
+        made.blocks[1].up.requires_grad_(False)
+    calls = Calls()
+    for module in (*model.blocks, model):
+        sw.fully_shard_flat(module, mesh, **WAYS["zero2"]).comm.probe = calls
+    optimizer = optimizer_over(model, flat=True)
+    alone = torch.optim.SGD(reference.parameters(), lr=RATE, momentum=MOMENTUM)
+    for step in range(STEPS):
+        calls.found.clear()
+        optimizer.zero_grad()
+        alone.zero_grad()
+        loss_of(model, inputs(mesh.get_local_rank(), step)).backward()
+        for rank in range(mesh.size()):
+            (loss_of(reference, inputs(rank, step)) / mesh.size()).backward()
+        optimizer.step()
+        alone.step()
+    last = dict(calls.found)
+    found, true = sw.full_state_dict(model), reference.state_dict()
+    return max((found[name] - true[name]).abs().max().item() for name in true), last
+
+
+def changed_between(mesh: DeviceMesh) -> str:
+    """What is said of weights that change between a forward and its backward."""
+    model, _, _ = sharded(mesh, **WAYS["zero2"])
+    loss = loss_of(model, inputs(mesh.get_local_rank()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    try:
+        loss.backward()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def refusals(mesh: DeviceMesh) -> list[str]:
+    """What is said of options that do not go together."""
+    found = []
+    for options in ({"zero": 0}, {"zero": True}, {"zero": 2, "reshard_after_forward": True}):
+        try:
+            sw.fully_shard_flat(nn.Linear(2, 2), mesh, **options)
+        except sw.InputError as error:
+            found.append(str(error))
+    return found
+
+
+_GRID: list[DeviceMesh] = []
+
+
+def make_grid(mesh: DeviceMesh) -> None:
+    """Two replicas of two shards, which every rank must make; done once."""
+    if not _GRID:
+        ranks = torch.arange(4).view(2, 2)
+        _GRID.append(DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")))
+
+
+def train_on_grid(mesh: DeviceMesh, zero: int) -> tuple[float, dict[str, int], dict[str, int]]:
+    """HSDP at a stage of ZeRO: weights apart, collectives of a step, bytes by role."""
+    model, units, calls = sharded(_GRID[0], zero=zero, **CUT)
+    optimizer = optimizer_over(model, flat=True)
+    for step in range(STEPS):
+        calls.found.clear()
+        optimizer.zero_grad()
+        for number in range(BACKWARDS):
+            loss_of(model, inputs(mesh.get_local_rank(), step * BACKWARDS + number)).backward()
+        optimizer.step()
+    kept, last = held(model, units, optimizer), dict(calls.found)
+    found, true = sw.full_state_dict(model), weights_alone(4)
+    return max((found[n] - true[n]).abs().max().item() for n in true), last, kept

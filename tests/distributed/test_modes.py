@@ -1,0 +1,138 @@
+"""Rows of one table: for parameters, gradients and states whether they are whole or cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mode_tasks as tasks
+import pytest
+from pool import Pool
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat optimizer", "model.parameters"])
+@pytest.mark.parametrize("holds", [True, False], ids=["one sum", "a sum each"])
+@pytest.mark.parametrize("way", tasks.WAYS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_row_trains_as_one_process(
+    pool: Pool, world_size: int, way: str, holds: bool, flat: bool
+) -> None:
+    found = pool.run(world_size, tasks.train, way=way, flat=flat, holds=holds)
+    assert max(rank["apart"] for rank in found) <= 2e-6
+
+
+# Per unit and step of three backwards: gathers, sums of gradients where they are held back.
+CALLS = {
+    "ddp": (0, 1),
+    "zero1": (1, 1),
+    "zero2": (1, 1),
+    "zero2 owned": (1, 1),
+    "zero2 ahead": (1, 1),
+    "zero3": (6, 1),
+    "zero3 kept": (3, 1),
+}
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["one sum", "a sum each"])
+@pytest.mark.parametrize("way", CALLS)
+def test_a_step_has_the_collectives_of_its_row(pool: Pool, way: str, holds: bool) -> None:
+    gathers, sums = CALLS[way]
+    sums *= 1 if holds else tasks.BACKWARDS
+    for rank in pool.run(2, tasks.train, way=way, flat=True, holds=holds):
+        for found, _ in rank["calls"][1:]:
+            kinds = 2 if "owned" in way else 1  # scalars are whole on every rank
+            units = 4 + 3 * (kinds - 1)
+            assert found.get("gather", 0) == gathers * 4
+            assert found["reduce"] == sums * units
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_rank_keeps_what_its_row_says(pool: Pool, world_size: int) -> None:
+    (whole, share) = _sizes(pool, world_size)
+    rows = {
+        "ddp": (None, None, None),
+        "zero1": (whole, share, share),
+        "zero2": (whole, share, share),
+        "zero3": (share, share, share),
+    }
+    for way, wanted in rows.items():
+        for rank in pool.run(world_size, tasks.train, way=way, flat=True, holds=way == "zero1"):
+            kept = rank["bytes"]
+            if way == "ddp":
+                assert len(set(kept.values())) == 1
+                assert kept["parameter"] <= whole
+                continue
+            assert tuple(kept.values()) == wanted, way
+
+
+def _sizes(pool: Pool, world_size: int) -> tuple[int, int]:
+    found: dict[str, Any] = pool.run(world_size, tasks.sizes)[0]
+    return found["whole"], found["share"]
+
+
+def test_accumulation_keeps_a_whole_gradient_or_its_share(pool: Pool) -> None:
+    payload = sum(p.nbytes for p in tasks.net().parameters())
+    (first, *_), (second, *_) = (
+        pool.run(2, tasks.train, way=way, flat=True, holds=holds)
+        for way, holds in (("zero1", True), ("zero2", False))
+    )
+    assert first["between"] == [payload, payload, 0] * tasks.STEPS
+    assert second["between"] == [0, 0, 0] * tasks.STEPS
+
+
+@pytest.mark.parametrize("way", ["zero2", "zero2 owned", "zero2 rows"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_whole_parameters_travel_when_they_have_changed(
+    pool: Pool, world_size: int, way: str
+) -> None:
+    for found in pool.run(world_size, tasks.looks, way=way):
+        assert found == [{"gather": 4}, {}, {"gather": 4}, {}]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shares_are_stretches_of_the_whole_parameters(pool: Pool, world_size: int) -> None:
+    for found in pool.run(world_size, tasks.shares_are_views):
+        assert all(found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_whole_parameters_of_another_dtype_stay_beside_their_shares(
+    pool: Pool, world_size: int
+) -> None:
+    _, share = _sizes(pool, world_size)
+    for apart, kept, whole in pool.run(world_size, tasks.half):
+        assert apart == 0.0
+        assert kept["parameter"] == share + whole
+        assert kept["optimizer_state"] == share
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_frozen_tensors_are_whole_and_do_not_travel(pool: Pool, world_size: int) -> None:
+    for apart, calls in pool.run(world_size, tasks.frozen):
+        assert apart <= 2e-6
+        assert calls == {"gather": 4, "reduce": 4}
+
+
+def test_weights_that_change_before_their_backward_are_refused(pool: Pool) -> None:
+    for said in pool.run(2, tasks.changed_between):
+        assert "expected the weights of its forward" in said
+
+
+def test_options_that_do_not_go_together_are_refused(pool: Pool) -> None:
+    for unknown, truth, both in pool.run(2, tasks.refusals):
+        assert unknown.startswith("zero: expected 1, 2 or 3, got 0. For DDP")
+        assert truth.startswith("zero: expected 1, 2 or 3, got True.")
+        wanted = "reshard_after_forward: expected False or None beside zero=2"
+        assert both.startswith(wanted)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_replicas_of_shards_at_every_stage(pool: Pool, zero: int) -> None:
+    pool.run(4, tasks.make_grid)
+    whole, share = _sizes(pool, 2)
+    gathers = tasks.BACKWARDS * (2 * 4 - 1) if zero == 3 else 4
+    for apart, calls, kept in pool.run(4, tasks.train_on_grid, zero=zero):
+        assert apart <= 2e-6
+        sums = 4 * tasks.BACKWARDS
+        assert calls == {"gather": gathers, "reduce": sums, "reduce over replicas": sums}
+        assert kept["parameter"] == (share if zero == 3 else whole)
+        assert kept["gradient"] == kept["optimizer_state"] == share
