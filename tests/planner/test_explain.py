@@ -581,7 +581,7 @@ IMPOSSIBLE: dict[str, tuple[Job, str, str, str]] = {
     ),
     "one host": (
         _tables(cluster={"world_size": 2, "compute_device": "cuda"}),
-        *("bags", "table_row_wise", "all 2 ranks are one host, where it is the same as row_wise"),
+        *("bags", "table_row_wise", "all ranks are one host, where it is the same as row_wise"),
     ),
     "a cpu": (
         _tables(

@@ -245,5 +245,7 @@ def test_a_plan_says_that_nothing_is_reserved_and_no_optimizer_known(make_tables
     notes = _problem(make_tables(50, 60)).assumptions
     assert "nothing is reserved for a dense part: planner.reservation is not given" in notes
     assert "2 tables name no optimizer, t0 first: their state is counted as 0 bytes" in notes
+    one = _problem(make_tables(50)).assumptions
+    assert "table t0 names no optimizer: its state is counted as 0 bytes" in one
     named = _problem(make_tables(50, table={"optimizer": "none"})).assumptions
-    assert not any("name no optimizer" in note for note in named)
+    assert not any("no optimizer" in note for note in named)

@@ -331,7 +331,7 @@ def test_an_absolute_reservation_of_everything_leaves_nothing() -> None:
     reservation = {"kind": "absolute", "nbytes": 200 * GIB}
     job = _tables(BIG, cluster=_h100(2), planner={"reservation": reservation})
     message = _refusal(job)
-    assert "of 0 B (0 B) left of 80,000,000,000 B (74.51 GiB) by the reservation" in message
+    assert "of 0 B left of 80,000,000,000 B (74.51 GiB) by the reservation" in message
     for way in _ways(message):
         _fitting(_with_way(job, way))
 
@@ -440,6 +440,20 @@ def test_two_memories_that_are_both_short_are_proven_short_and_one_of_them_is_na
     assert " ranks fit " in message
     for way in _ways(message):
         _fitting(_with_way(job, way))
+
+
+def test_where_the_reservation_takes_all_the_memory_named_is_its_bytes_and_what_tables_need() -> (
+    None
+):
+    reservation = {"kind": "absolute", "nbytes": 16 * GIB}
+    job = _tables(
+        *[BIG] * 4, cluster=_h100(2, hbm_cap=2 * GIB), planner={"reservation": reservation}
+    )
+    message = _refusal(job)
+    assert "of 0 B left of 2,147,483,648 B (2.00 GiB) by the reservation" in message
+    wanted = _number("cluster.hbm_cap of # B", message)
+    assert wanted == _number("needs # B", message) + 16 * GIB
+    _fitting(_changed(job, "cluster", hbm_cap=wanted))
 
 
 def test_where_no_way_out_was_found_it_is_said_what_was_tried(

@@ -16,6 +16,7 @@ from shardwright.core.job import BatchSection, Job, parse_job
 from shardwright.core.plan import Plan
 from shardwright.lab.recordings import found_for, plan
 from shardwright.planner import explain
+from shardwright.planner.explain.replan import forced_table
 from shardwright.planner.explain.why_not import exclusion
 from shardwright.planner.planner import written
 from shardwright.planner.problem import make_problem
@@ -163,3 +164,14 @@ def test_a_plan_that_is_proven_slower_names_its_bound(make_tables: MakeJob) -> N
     assert found.replanned is not None
     assert found.replanned.bound > made.max_rank_seconds
     assert f"No such plan takes less than {found.replanned.bound:.9f} s." in found.text
+
+
+def test_of_a_part_the_key_is_that_of_its_table(make_job: MakeJob) -> None:
+    """A job has no key for a part alone."""
+    table = {"kind": "qr", "sharding_types": ["table_wise", "row_wise"]}
+    made = plan(make_job(20_000, table=table))
+    assert {t.name for t in made.tables} == {"t0.quotient", "t0.remainder"}
+    found = explain.why_not(made, "t0.quotient", "data_parallel")
+    assert found.text.endswith("allows only table_wise, row_wise (tables.t0.sharding_types).")
+    key = forced_table(made, 0, "sharding_types", "row_wise").key
+    assert key == 'tables.t0.sharding_types = ["row_wise"], which is of all its parts'

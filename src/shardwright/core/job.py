@@ -344,7 +344,8 @@ def _refuse_unread(job: Job, where: str) -> None:
         value, usual = getattr(given, key), getattr(type(given)(), key)
         if value != usual:
             wanted = f"none beside {beside}, which does not read it"
-            raise InputError(expected(f"{where}: {section}.{key}", wanted, repr(value)))
+            found = repr(msgspec.to_builtins(value))
+            raise InputError(expected(f"{where}: {section}.{key}", wanted, found))
 
 
 def _with_world(job: Job, where: str) -> Job:

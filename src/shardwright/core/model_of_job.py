@@ -71,6 +71,12 @@ def placed_tables(job: Job) -> tuple[TableSpec, ...]:
     return tuple(member for table in job.tables for member in members_of(table, bags=bags))
 
 
+def key_of(job: Job, name: str, field: str) -> str:
+    """The key of a job for ``field`` of a table that is placed: of a part, that of its table."""
+    owners = (t.name for t in job.tables if any(part.name == name for part in members_of(t)))
+    return f"tables.{next(owners, name)}.{field}"
+
+
 def _found(job: Job, table: RecordedTable) -> TableSpec:
     """An embedding of the user's own: its ids are those of a step, and its rows come back one by
     one, for bags are pooled where they are used."""

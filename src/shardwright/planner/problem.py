@@ -180,10 +180,12 @@ def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
             if given.optimizer is None
         ]
         if bare and job.planner.constants != "additive":
-            notes.append(
-                f"{len(bare)} tables name no optimizer, {bare[0]} first: their state is counted as "
-                "0 bytes"
+            which = (
+                f"table {bare[0]} names no optimizer: its"
+                if len(bare) == 1
+                else f"{len(bare)} tables name no optimizer, {bare[0]} first: their"
             )
+            notes.append(f"{which} state is counted as 0 bytes")
     return tuple(notes)
 
 

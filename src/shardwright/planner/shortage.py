@@ -17,7 +17,7 @@ from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.plan import Tried
 from shardwright.core.quantities import format_bytes
 from shardwright.planner.draft import Draft, TablesDraft
-from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.problem import Problem, make_problem, reserve
 from shardwright.planner.search.bound import ROUNDING
 from shardwright.planner.search.least import fits_somehow, least_memory
 from shardwright.planner.search.watch import Watch
@@ -107,7 +107,8 @@ def _refusal(
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes:,} B ({format_bytes(nbytes)})"
+    exact = f"{nbytes:,} B"
+    return exact if nbytes < 1024 else f"{exact} ({format_bytes(nbytes)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,20 +198,29 @@ def _ways(problem: Problem, short: _Short, model_of: ModelOf, whole: Watch) -> s
 
 def _larger_memory(attempt: _Try) -> str:
     """The capacity with which the draft fits, with what the reservation takes of it."""
-    short = attempt.short
-    total = getattr(attempt.problem.cluster, f"{short.tier}_cap")
-    exact = short.need + total - short.capacity
-    scaled = -(-short.need * total // max(short.capacity, 1))
-    more = (min(round(times * scaled), MAX_BYTES) for times in MORE_MEMORY)
-    *usual, plenty = dict.fromkeys((exact, *more))
+    short, key = attempt.short, f"{attempt.short.tier}_cap"
+    total, left = getattr(attempt.problem.cluster, key), short.capacity
+    if not left:  # it is all reserved; what is left of plenty says how much that asks for
+        total, left = MAX_BYTES, _left_of_plenty(attempt)
+    exact = short.need + total - left
+    scaled = -(-short.need * total // max(left, 1))
+    more = (round(times * scaled) for times in MORE_MEMORY)
+    *usual, plenty = sorted({min(wanted, MAX_BYTES) for wanted in (exact, *more)})
     for wanted in (*usual, plenty):
         if attempt.watch.over() and wanted not in (exact, plenty):
             continue
-        what = f"cluster.{short.tier}_cap of {_size(wanted)}"
-        job = _with(attempt.job, "cluster", **{f"{short.tier}_cap": wanted})
-        if attempt.fits(job, what):
+        what = f"cluster.{key} of {_size(wanted)}"
+        if attempt.fits(_with(attempt.job, "cluster", **{key: wanted}), what):
             return f"{what} fits"
     return ""
+
+
+def _left_of_plenty(attempt: _Try) -> int:
+    """Bytes of ``MAX_BYTES`` of the short memory that the reservation leaves."""
+    problem, tier = attempt.problem, attempt.short.tier
+    roomy = msgspec.structs.replace(problem.cluster, **{f"{tier}_cap": MAX_BYTES})
+    left = reserve(problem.job, problem.model, roomy).capacities[0]
+    return int(left[TIERS.index(tier)])
 
 
 def _checkpointing(attempt: _Try) -> str:

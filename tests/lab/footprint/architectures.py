@@ -196,6 +196,25 @@ def skipping(batch: int, sequence: int, depth: int = 7, more: int = 0) -> Made:
     return Skipping(depth, more), torch.zeros(batch, sequence, 16)
 
 
+class Backwards(nn.Module):
+    """Blocks that run from the last to the first."""
+
+    def __init__(self, depth: int, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Dense(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+def backwards(batch: int, sequence: int, depth: int = 6) -> Made:
+    return Backwards(depth), torch.zeros(batch, sequence, 16)
+
+
 class TakingTurns(nn.Module):
     """Two lists whose parts take turns."""
 

@@ -24,6 +24,7 @@ from shardwright.tracker.private import own_children
 from shardwright.tracker.tensors import tensors_in
 
 WHERE = "parallel.pipeline"
+REMEDY = "parallel.tensor, with a parallelize_plan, divides any module."
 
 
 class Blocks(NamedTuple):
@@ -48,8 +49,7 @@ def _container(module: nn.Module) -> Container:
     if len(found) != 1:
         names = ", ".join(f"'{each.path or type(each.module).__name__}'" for each in found)
         wanted = "blocks that repeat in one list of modules, which stages share"
-        remedy = "parallel.tensor, with a parallelize_plan, divides any module."
-        raise UnsupportedError(expected(WHERE, wanted, names or "none", remedy))
+        raise UnsupportedError(expected(WHERE, wanted, names or "none", REMEDY))
     return found[0]
 
 
@@ -168,6 +168,8 @@ class _Run:
         self.sent: Any = None
         self.seen = of.stage.first  # whether what runs now is the stage's
         self.ended = False
+        self.places: dict[nn.Module, int] = {}  # of the blocks in their list
+        self.reached = -1  # the last of them that runs
 
     def result(self) -> Any:
         module: Any = self.of.module
@@ -197,6 +199,7 @@ class _Run:
 
     def _watch(self, around: ExitStack) -> None:
         blocks = list(own_children(self.of.container.module).values())
+        self.places = {block: place for place, block in enumerate(blocks) if block is not None}
         first, last = blocks[0], blocks[-1]
         assert first is not None
         assert last is not None
@@ -221,6 +224,12 @@ class _Run:
             around.callback(hook.remove)
 
     def _running(self, module: nn.Module, _arguments: Any) -> None:
+        place = self.places.get(module, self.reached)
+        if place < self.reached:
+            wanted = "blocks that run once each, in the order of their list"
+            name = self.of.container.names[self.of.kept[place]]
+            raise UnsupportedError(expected(WHERE, wanted, f"'{name}' after a later one", REMEDY))
+        self.reached = place
         if self.seen:
             self.of.ran.add(module)
         elif self.ended:
@@ -274,7 +283,6 @@ def _stream(given: Any, block: str) -> torch.Tensor:
     found = {id(t): t for t in tensors_in(given) if t.requires_grad}
     if len(found) != 1:
         wanted = "blocks that hand one tensor with a gradient to the next"
-        remedy = "parallel.tensor, with a parallelize_plan, divides any module."
-        raise UnsupportedError(expected(WHERE, wanted, f"{len(found)} at '{block}'", remedy))
+        raise UnsupportedError(expected(WHERE, wanted, f"{len(found)} at '{block}'", REMEDY))
     (only,) = found.values()
     return only

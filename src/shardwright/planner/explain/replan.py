@@ -11,7 +11,7 @@ from msgspec import UNSET
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.job import CHOSEN_FROM, Job, checkpointing_of, with_checkpointing
 from shardwright.core.model import ModelSpec
-from shardwright.core.model_of_job import model_of
+from shardwright.core.model_of_job import key_of, model_of
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.quantities import SAME_SECONDS, format_seconds
 from shardwright.planner.draft import Draft
@@ -59,7 +59,10 @@ class Forced:
 def forced_table(plan: Plan, index: int, field: str, wanted: str) -> Forced:
     """A table that has no other sharding type, or no other kernel."""
     name = plan.tables[index].name
-    key = f'tables.{name}.{field} = ["{wanted}"]'
+    where = key_of(plan.job, name, field)
+    key = f'{where} = ["{wanted}"]'
+    if where != f"tables.{name}.{field}":
+        key += ", which is of all its parts"
     if plan.job.model.kind == "python":
         key = f'planner.tables = {{"{name}" = "{wanted}"}}'
     return Forced(plan.job, key, index, field, wanted)

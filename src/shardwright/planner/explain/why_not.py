@@ -14,7 +14,9 @@ import numpy as np
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job
 from shardwright.core.model import DENSE, ComputeKernel, TableSpec
+from shardwright.core.model_of_job import key_of
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import (
     DEFAULT_MIN_PARTITION,
@@ -293,7 +295,7 @@ def exclusion(problem: Problem, index: int, wanted: str) -> str:
 
 
 def _of_type(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator[str]:
-    yield _not_named(table, "sharding_types", wanted)
+    yield _not_named(problem.job, table, "sharding_types", wanted)
     yield from _of_rules(problem, table, wanted)
     if problem.job.planner.constants == "additive" and wanted not in ADDITIVE_TYPES:
         yield f"the additive costs know {' and '.join(ADDITIVE_TYPES)} only"
@@ -303,7 +305,7 @@ def _of_type(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator
         needed = " or ".join(ways) if replicated else "a kernel other than dense"
         yield (
             f"it needs {needed}, and the job allows only {', '.join(kernels)} "
-            f"(tables.{table.name}.compute_kernels)"
+            f"({key_of(problem.job, table.name, 'compute_kernels')})"
         )
     yield from _of_machine(problem, table, wanted)
     if traits(wanted).cuts_columns:
@@ -336,7 +338,7 @@ def _of_machine(problem: Problem, table: TableSpec, wanted: str) -> typing.Itera
         if kind.cuts_columns and table.optimizer in BY_ROW and not table.sharding_types:
             yield (
                 f"{table.optimizer} sums over all columns of a row, so it is planned where "
-                f"{wanted} is named alone (tables.{table.name}.sharding_types)"
+                f"{wanted} is named alone ({key_of(problem.job, table.name, 'sharding_types')})"
             )
     elif problem.job.planner.as_torchrec:
         if not (table.pooled or kind.sequences):
@@ -345,10 +347,7 @@ def _of_machine(problem: Problem, table: TableSpec, wanted: str) -> typing.Itera
             yield "TorchRec offers it on accelerators only"
         return
     if kind.within_hosts and cluster.group == cluster.world_size and not table.sharding_types:
-        yield (
-            f"all {cluster.world_size} ranks are one host, where it is the same as "
-            f"{kind.on_one_host}"
-        )
+        yield (f"all ranks are one host, where it is the same as {kind.on_one_host}")
 
 
 def _not_cut(problem: Problem, table: TableSpec) -> str:
@@ -363,12 +362,12 @@ def _not_cut(problem: Problem, table: TableSpec) -> str:
         return ""
     return (
         f"there is nothing to cut: no width that divides {table.dim} columns is a multiple of 4 "
-        f"and at least {least} (tables.{table.name}.min_partition)"
+        f"and at least {least} ({key_of(problem.job, table.name, 'min_partition')})"
     )
 
 
 def _of_kernel(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator[str]:
-    yield _not_named(table, "compute_kernels", wanted)
+    yield _not_named(problem.job, table, "compute_kernels", wanted)
     types, cluster = table.sharding_types, problem.cluster
     if wanted in QUANTIZED:
         yield "it serves quantised tables in inference, which this version does not plan"
@@ -376,10 +375,10 @@ def _of_kernel(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterat
         yield "the additive costs know fused only"
     replicas = [traits(t).replicated for t in types or ()]
     if wanted == DENSE and types is not None and not any(replicas):
-        yield f"only data_parallel is dense, and the job allows {_types(table)}"
+        yield f"only data_parallel is dense, and the job allows {_types(problem.job, table)}"
     way = replica_of(table, problem.job, problem.context)
     if wanted not in (DENSE, way) and types and all(replicas):
-        yield f"data_parallel is {way}, and the job allows {_types(table)}"
+        yield f"data_parallel is {way}, and the job allows {_types(problem.job, table)}"
     if problem.model.is_trained and wanted not in CPU_KERNELS:
         yield "this version's runtime carries out fused for routed tables and dense for replicas"
     if cluster.compute_device == "cpu" and wanted not in CPU_KERNELS:
@@ -388,12 +387,13 @@ def _of_kernel(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterat
         yield "there is no SSD: cluster.ssd_cap is 0"
 
 
-def _not_named(table: TableSpec, field: str, wanted: str) -> str:
+def _not_named(job: Job, table: TableSpec, field: str, wanted: str) -> str:
     allowed = getattr(table, field)
     if allowed is None or wanted in allowed:
         return ""
-    return f"the job allows only {', '.join(allowed)} (tables.{table.name}.{field})"
+    return f"the job allows only {', '.join(allowed)} ({key_of(job, table.name, field)})"
 
 
-def _types(table: TableSpec) -> str:
-    return f"only {', '.join(table.sharding_types or ())} (tables.{table.name}.sharding_types)"
+def _types(job: Job, table: TableSpec) -> str:
+    allowed = ", ".join(table.sharding_types or ())
+    return f"only {allowed} ({key_of(job, table.name, 'sharding_types')})"
