@@ -39,8 +39,8 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """What the template shows. Charts are markup; everything else is text, escaped there."""
+class Frame:
+    """What stands above the parts of every page."""
 
     title: str
     subtitle: str
@@ -49,6 +49,12 @@ class Page:
     outcome: str
     warnings: tuple[str, ...]
     figures: tuple[Figure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Frame):
+    """What the template shows. Charts are markup; everything else is text, escaped there."""
+
     quality: tuple[Sheet, ...]
     memory: Markup
     memory_caption: str

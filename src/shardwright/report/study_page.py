@@ -8,7 +8,7 @@ from markupsafe import Markup
 from msgspec import UNSET
 
 from shardwright.core.study import PARTS, Part, Study, any_quality
-from shardwright.report.html import Figure, document
+from shardwright.report.html import Figure, Frame, document
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.study_charts import PARAMETERS, SECONDS, scatter
 from shardwright.report.study_sheets import (
@@ -42,16 +42,9 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class StudyPage:
-    """What the template shows; the frame is a report's."""
+class StudyPage(Frame):
+    """What the template shows."""
 
-    title: str
-    subtitle: str
-    state: str
-    verdict: str
-    outcome: str
-    warnings: tuple[str, ...]
-    figures: tuple[Figure, ...]
     sections: tuple[Section, ...]
 
 
