@@ -11,6 +11,7 @@ over steps, every comparison a ratio within one run. The cases:
 * ``gpt2``: the same of GPT-2's shape, a small and a large vocabulary, tied and not, with defaults.
 * ``optimizer``: one step over 288 sharded tensors, and clipping their norm.
 * ``muon``, ``muon mid``: Muon over matrices, as torch has it and as ours has it.
+* ``zero``, ``zero mid``, ``zero 4``: stages of ZeRO beside DDP and its ZeroRedundancyOptimizer.
 * ``tensor``: shards of two by tensor-parallel MLPs of two, four gloo ranks.
 * ``granularity``: one, two, four and eight layers to a unit, with small and with large layers.
 """
@@ -57,6 +58,11 @@ from shardwright.tracker.memory import MemoryTracker
 ROOT = Path(__file__).resolve().parent.parent
 WARM_STEPS = 5
 _MUONS = ["fsdp2 muon", "flat torch's muon", "flat muon", "owned muon"]
+PEER_OF_STAGES = "ddp, zero redundancy"
+_STAGES = [
+    *("fsdp2", "fsdp2 kept", "ddp", PEER_OF_STAGES, "replicated", "zero 2"),
+    *("zero 2 prefetch", "zero 2 merged 4", "flat"),
+]
 CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "overhead": ("fake", "tiny", 8, ["single", "fsdp2", "flat", "per_param"]),
     "tiny": (
@@ -66,6 +72,9 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
         ["fsdp2", "flat", "per_param", "flat prefetch", "flat kept", "fsdp2 kept", "planned"],
     ),
     "mid": ("gloo", "mid", 2, ["fsdp2", "flat", "per_param", "flat prefetch", "planned"]),
+    "zero": ("gloo", "tiny", 2, _STAGES),
+    "zero mid": ("gloo", "mid", 2, _STAGES),
+    "zero 4": ("gloo", "tiny", 4, _STAGES),
     "muon": ("gloo", "tiny", 2, _MUONS),
     "muon mid": ("gloo", "mid", 2, _MUONS),
     "tensor": (
@@ -113,8 +122,8 @@ class Run:
         for clock in (self.wall, self.cpu, self.optimizer_cpu):
             clock.clear()
 
-    def peak_over_rest(self) -> int:
-        """The most bytes alive in a step beyond those that live between steps."""
+    def peak_over_rest(self) -> tuple[int, int]:
+        """The most bytes alive in a step beyond those that live between steps, and these."""
         gc.collect()
         tracker = MemoryTracker()
         for found in gc.get_objects():
@@ -126,7 +135,14 @@ class Run:
         with tracker:
             self.step(0)
         tracker.close()
-        return max(sum(kinds.values()) for kinds in tracker.peaks.values()) - resting
+        peak = max(sum(kinds.values()) for kinds in tracker.peaks.values())
+        return peak - resting, resting
+
+    def collectives(self) -> int:
+        """Calls of a step, as torch's profiler sees them."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            self.step(0)
+        return sum(event.name.startswith("gloo:") for event in seen.events() or ())
 
     def figures(self) -> dict[str, Any]:
         """Medians in milliseconds."""
@@ -159,7 +175,10 @@ def worker(rank: int, port: int, case: dict[str, Any], out: str) -> None:
         run = Run(name, contestant, case["size"], rank, mesh)
         losses = [run.step(number) for number in range(WARM_STEPS)]
         found[name] = {"losses": [round(loss, 6) for loss in losses]}
-        found[name]["peak_over_rest_bytes"] = run.peak_over_rest()
+        over, rest = run.peak_over_rest()
+        found[name] |= {"peak_over_rest_bytes": over, "resting_bytes": rest}
+        if real:
+            found[name]["collectives"] = run.collectives()
         run.clear()
         runs.append(run)
     gc.collect()
@@ -201,6 +220,15 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         return json.loads(Path(out).read_text())  # type: ignore[no-any-return]
 
 
+def ratios(figures: dict[str, Any], peer: str) -> dict[str, dict[str, float]]:
+    """Times and peaks of every contestant as a share of what the peer takes."""
+    keys = {"wall": "wall_ms", "cpu": "cpu_ms", "peak": "peak_over_rest_bytes"}
+    return {
+        name: {short: round(row[key] / figures[peer][key], 3) for short, key in keys.items()}
+        for name, row in figures.items()
+    }
+
+
 def measured_case(name: str, plan: str, steps: int, rounds: int) -> dict[str, Any]:
     """One of ``CASES`` with its figures and the ratios that are claimed."""
     backend, size, world_size, names = CASES.get(name) or ("gloo", name, 2, DEFAULTS)
@@ -216,15 +244,10 @@ def measured_case(name: str, plan: str, steps: int, rounds: int) -> dict[str, An
         case["plan"] = plan
     figures = run_case(case)
     found: dict[str, Any] = {"setting": {**case, "plan": bool(plan)}, "figures": figures}
-    peer = figures[next(contestant for contestant in names if contestant.startswith("fsdp2"))]
-    found["ratios_to_fsdp2"] = {
-        other: {
-            "wall": round(row["wall_ms"] / peer["wall_ms"], 3),
-            "cpu": round(row["cpu_ms"] / peer["cpu_ms"], 3),
-            "peak": round(row["peak_over_rest_bytes"] / peer["peak_over_rest_bytes"], 3),
-        }
-        for other, row in figures.items()
-    }
+    first = next(contestant for contestant in names if contestant.startswith("fsdp2"))
+    found["ratios_to_fsdp2"] = ratios(figures, first)
+    if PEER_OF_STAGES in names:
+        found["ratios_to_zero_redundancy"] = ratios(figures, PEER_OF_STAGES)
     if "single" in figures:
         units = SIZES[size]["layers"] + 1
         bare = figures["single"]["cpu_ms"] - figures["single"]["optimizer_cpu_ms"]

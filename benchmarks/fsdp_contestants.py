@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
 from shardwright.core.job import Job, parse_job
@@ -154,6 +156,16 @@ def _ours(model: Any, mesh: DeviceMesh, *, merged: int = 1, **options: Any) -> n
     return model  # type: ignore[no-any-return]
 
 
+def _ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _redundancy(model: nn.Module) -> torch.optim.Optimizer:
+    """Torch's ZeRO-1: each rank updates parameters of its own and broadcasts them."""
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+
+
 def _defaults(shard: Callable[..., Any], model: Any, mesh: DeviceMesh) -> nn.Module:
     """What a first user writes: no option but the mesh."""
     for layer in model.layers:
@@ -209,6 +221,12 @@ def contestants() -> dict[str, Contestant]:
         "per_param": flat_case("per_param"),
         "param_boundary": flat_case("param_boundary"),
         "flat prefetch": flat_case(prefetch=1),
+        "ddp": Contestant(_ddp, _fused),
+        "ddp, zero redundancy": Contestant(_ddp, _redundancy),
+        "replicated": flat_case("per_param", placements=(sw.Replicate(),)),
+        "zero 2": flat_case(zero=2),
+        "zero 2 prefetch": flat_case(zero=2, prefetch=1),
+        "zero 2 merged 4": flat_case(zero=2, merged=4),
         "flat kept": flat_case(reshard_after_forward=False),
         "fsdp2 muon": Contestant(_fsdp2, functools.partial(_Both, make=torch.optim.Muon)),
         "flat torch's muon": muon_case("flat", torch.optim.Muon),
