@@ -19,6 +19,7 @@ from typing import Final, Literal
 from shardwright.launcher.folder import MARK
 
 _PROC: Final = Path("/proc")
+_LAST_WORDS: Final = 8.0  # seconds for torchrun to say how its workers ended, on a busy machine
 
 Process = Literal["alive", "stopped", "gone", "unknown"]
 
@@ -78,7 +79,7 @@ def end_run(
     _wait_until_gone(torchrun, mark, known, grace, hurry)
     _send(run_processes(mark, known) - {torchrun.pid}, signal.SIGKILL)
     try:
-        torchrun.wait(3.0)
+        torchrun.wait(_LAST_WORDS)
     except subprocess.TimeoutExpired:
         torchrun.kill()
     deadline = time.monotonic() + 5.0
