@@ -154,6 +154,7 @@ def test_ranks_that_share_parameters_take_what_was_predicted(
     answer = call(
         *("memory", llama, "--real-ranks", 2, "--json", "--set", f"memory.runtime={runtime}")
     )
+    assert answer.code == 0, answer.err
     real = answer.json["real"]
     assert real["predicted"]["settings"]["runtime"] == runtime
     assert len(real["peak_bytes_of_ranks"]) == 2

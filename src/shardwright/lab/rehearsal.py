@@ -40,7 +40,7 @@ STEPS = 2  # the second has the states of the first
 SHARE = 0.8  # of the memory that is free now: more is not tried
 RATE = 1e-3
 MOST_RANKS = 64
-JOB, TIMEOUT = "job.json", 60.0  # what the ranks read, and the seconds they wait for one another
+JOB, TIMEOUT = "job.json", 300.0  # what the ranks read, and the seconds they wait for one another
 
 
 def among(job: Job, ranks: int) -> Job:
