@@ -150,6 +150,7 @@ def test_units_are_asked_why_not_too(call: Any, plan: Any) -> None:
     assert "full is not possible: it is no part that repeats." in full.out
 
 
+@pytest.mark.slow
 def test_a_checkpointed_unit_says_what_that_saves(call: Any, tmp_path: Path) -> None:
     job, made = tmp_path / "blocks.toml", tmp_path / "blocks.json"
     job.write_text(
@@ -169,6 +170,7 @@ def test_why_not_of_no_sharding_type_is_refused(call: Any, plan: Any) -> None:
     answer.refuses(2, "--why-not", "row_wise", "fused_uvm_caching", "'rowwise'")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", STATISTICS)
 def test_every_statistic_is_shown_in_words_and_as_json(call: Any, plan: Any, name: str) -> None:
     text = call("explain", plan, "--statistic", name)

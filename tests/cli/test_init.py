@@ -72,6 +72,7 @@ MEGATRON = (
 )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("typed", [False, True])
 def test_arguments_of_megatron_become_a_job(call: Any, tmp_path: Path, typed: bool) -> None:
     (tmp_path / "run.sh").write_text(f"torchrun pretrain_gpt.py {MEGATRON}\n")

@@ -55,6 +55,7 @@ def write(folder: Path, zipf: float) -> None:
     model.write(folder / "log.csv", rows=8192, start=0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("zipf", [0.0, 1.1, 1.5])
 def test_the_exponent_of_made_up_ids_is_found_and_can_be_put_into_the_job(
     call: Any, logged: Path, zipf: float
@@ -83,6 +84,7 @@ def test_a_folder_of_days_is_read_as_training_reads_it(call: Any, logged: Path) 
     assert large["zipf"] == pytest.approx(1.1, abs=0.06)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_fewer_rows_of_an_update_where_ids_repeat(call: Any, logged: Path) -> None:
     peaks = []
     write(logged.parent, 0.0)
@@ -95,6 +97,7 @@ def test_a_plan_counts_fewer_rows_of_an_update_where_ids_repeat(call: Any, logge
     assert peaks[1] < 0.8 * peaks[0]
 
 
+@pytest.mark.slow
 def test_the_exponent_of_a_table_counts_as_that_of_the_data_where_replicas_exchange_rows(
     call: Any, logged: Path
 ) -> None:

@@ -44,6 +44,7 @@ def llama(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_report_names_classes_categories_modules_and_the_verdict(
     call: Any, llama: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_json_has_the_names_that_scripts_rely_on(call: Any, llama: Path) -> None
     assert told["schema"] == "shardwright.memory/1"
 
 
+@pytest.mark.slow
 def test_every_stage_is_shown_and_one_can_be_chosen(call: Any, llama: Path) -> None:
     told = call("memory", llama, "--json", *PIPELINE, "--rank", "stage 1").json
     assert {rank["name"] for rank in told["ranks"]} == {"stage 0", "stage 1"}
@@ -121,6 +123,7 @@ def test_a_timeline_of_another_kind_is_refused_before_any_work(call: Any, llama:
     answer.refuses(2, "--timeline", ".svg or .json", "'step.png'")
 
 
+@pytest.mark.slow
 def test_a_step_on_this_machine_takes_what_was_predicted(call: Any, llama: Path) -> None:
     real = call("memory", llama, "--real", "--json").json["real"]
     measured = {phase["phase"]: phase["bytes"] for phase in real["measured"]["phases"]}
@@ -128,6 +131,7 @@ def test_a_step_on_this_machine_takes_what_was_predicted(call: Any, llama: Path)
         assert measured[phase["phase"]] == phase["bytes"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_a_hugging_face_config_takes_what_was_predicted(
     call: Any, tmp_path: Path, family: str
@@ -141,6 +145,7 @@ def test_a_step_of_a_hugging_face_config_takes_what_was_predicted(
     assert real["measured"]["peak"]["bytes"] == real["predicted"]["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_a_step_too_large_for_this_machine_is_not_run(call: Any, llama: Path) -> None:
     answer = call("memory", llama, "--real", "--set", "batch.size=1048576")
     answer.refuses(2, "--real", "which this machine has left", "model.layers=2")
@@ -187,6 +192,7 @@ def test_a_module_of_one_s_own_is_measured_on_ranks_too(
     assert "Peak predicted over measured: 1.0000 on the fullest rank" in answer.out
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_be_rehearsed_are_refused(call: Any, llama: Path, job: Path) -> None:
     call("memory", llama, "--real-ranks", 65).refuses(2, "--real", "from 1 to 64 ranks")
     ddp = call("memory", llama, "--real-ranks", 2, "--set", "memory.runtime=ddp")
@@ -198,6 +204,7 @@ def test_a_planned_model_is_sent_to_train(call: Any, job: Path) -> None:
     call("memory", job, "--real").refuses(2, "--real", "'llama'", "'dlrm'", "shardwright train")
 
 
+@pytest.mark.slow
 def test_a_planned_model_has_the_memory_of_its_plan(call: Any, job: Path) -> None:
     told = call("memory", job, "--json").json
     ranks = call("plan", job, "--json").json["ranks"]

@@ -130,6 +130,7 @@ def test_a_wrong_command_is_one_line(
     answer.refuses(answer.code, place, remedy)
 
 
+@pytest.mark.slow
 def test_a_job_for_gpus_is_refused_where_there_are_none(
     call: Any, job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_file_beside_the_job_is_found_from_another_folder(
     )
 
 
+@pytest.mark.slow
 def test_a_plan_replaces_a_plan_or_an_empty_file_and_nothing_else(
     call: Any, unchanged: Any, job: Path, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_plan_replaces_a_plan_or_an_empty_file_and_nothing_else(
         unchanged(("plan", job, "-o", target), f"{target}: {wanted}")
 
 
+@pytest.mark.slow
 def test_a_command_says_what_it_replaces_and_which_folder_it_makes(
     call: Any, job: Path, plan: Path, tmp_path: Path
 ) -> None:
@@ -169,6 +171,7 @@ def test_the_demo_does_not_write_over_a_page_of_yours(unchanged: Any, tmp_path: 
     unchanged(("demo", "--out", "mine"), "report.html", "Choose another --out.")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("key", ["path", "test_path"])
 @pytest.mark.parametrize("there", [True, False])
 def test_made_up_rows_are_never_written_where_a_job_names_data(

@@ -310,6 +310,7 @@ def test_a_table_larger_than_all_memory_is_3_with_the_shortfall(call: Any, job: 
     assert "cluster.ddr_cap of" in answer.err
 
 
+@pytest.mark.slow
 def test_the_way_out_that_is_named_works(call: Any, job: Path) -> None:
     answer = call("plan", job, "--set", "cluster.ddr_cap=1 MiB")
     cap = answer.err.partition("cluster.ddr_cap of ")[2].partition(" B")[0].replace(",", "")

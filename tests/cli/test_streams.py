@@ -42,14 +42,17 @@ def _faults(stderr: bytes) -> list[bytes]:
     return [line for line in stderr.splitlines() if not line.startswith(long)]
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_styles(job: Path) -> None:
     assert b"\x1b" in _on_a_terminal("plan", str(job))
 
 
+@pytest.mark.slow
 def test_no_color_means_no_escape_codes_at_all(job: Path) -> None:
     assert b"\x1b" not in _on_a_terminal("plan", str(job), NO_COLOR="1")
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_no_escape_codes(job: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "plan", str(job)], capture_output=True, env=ENVIRONMENT, check=True
@@ -58,6 +61,7 @@ def test_a_pipe_gets_no_escape_codes(job: Path) -> None:
     assert b"\x1b" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("words", [("plan",), ("plan", "--json"), ("--help",)])
 def test_a_reader_that_leaves_early_gets_no_traceback(job: Path, words: tuple[str, ...]) -> None:
     target = [str(job)] if "plan" in words else []
@@ -74,6 +78,7 @@ def test_a_reader_that_leaves_early_gets_no_traceback(job: Path, words: tuple[st
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_head_gets_its_line(job: Path) -> None:
     line = f"'{sys.executable}' -m shardwright plan '{job}' --json | head -1"
     done = subprocess.run(["sh", "-c", line], capture_output=True, env=ENVIRONMENT, check=True)
@@ -81,6 +86,7 @@ def test_head_gets_its_line(job: Path) -> None:
     assert _faults(done.stderr) == []
 
 
+@pytest.mark.slow
 def test_a_terminal_that_knows_only_ascii_gets_a_table(job: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "plan", str(job)],
@@ -92,6 +98,7 @@ def test_a_terminal_that_knows_only_ascii_gets_a_table(job: Path) -> None:
     assert done.stderr == b""
 
 
+@pytest.mark.slow
 def test_planning_explaining_and_reporting_import_no_torch(job: Path, tmp_path: Path) -> None:
     script = """
 import sys

@@ -37,10 +37,12 @@ def train(call: Any, tmp_path: Path) -> Callable[..., Any]:
     return started
 
 
+@pytest.mark.slow
 def test_without_a_data_file_it_says_how_to_name_one(call: Any) -> None:
     call("train", CRITEO).refuses(2, "data.path", "--set data.path=FILE")
 
 
+@pytest.mark.slow
 def test_a_run_s_folder_is_chosen_without_touching_the_job(
     call: Any, plan: Path, tmp_path: Path
 ) -> None:
@@ -50,19 +52,23 @@ def test_a_run_s_folder_is_chosen_without_touching_the_job(
     call("train", TRANSFORMER, "--out", "mine").refuses(2, refusal)
 
 
+@pytest.mark.slow
 def test_a_missing_data_file_is_named(call: Any) -> None:
     call("train", CRITEO, "--set", "data.path=none.csv").refuses(2, "none.csv", "data.path")
 
 
+@pytest.mark.slow
 def test_a_directory_is_no_data_file(call: Any, tmp_path: Path) -> None:
     answer = call("train", CRITEO, "--set", f"data.path={tmp_path}")
     answer.refuses(2, str(tmp_path), "a directory")
 
 
+@pytest.mark.slow
 def test_a_missing_test_file_is_named(train: Any) -> None:
     train(f"{HEADER}\n{ROW}\n", "--set", "data.test_path=none.csv").refuses(2, "none.csv")
 
 
+@pytest.mark.slow
 def test_a_truncated_row_is_shown_with_file_and_line(train: Any) -> None:
     row = ",".join(ROW.split(",")[:12])
     train(f"{HEADER}\n{row}\n").refuses(2, "clicks.csv:2", "40 fields", "12")
@@ -82,6 +88,7 @@ def test_a_wrong_header_is_shown_with_its_column(train: Any) -> None:
     train(f"{HEADER.replace('I7', 'J7')}\n{ROW}\n").refuses(2, "clicks.csv:1", "'I7'", "'J7'")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("text", ["", f"{HEADER}\n", "hello\n", "\x1f\x8b\x08binary"])
 def test_what_is_no_click_log_is_refused(train: Any, text: str) -> None:
     train(text.encode("latin-1")).refuses(2, "clicks.csv")
@@ -91,12 +98,14 @@ def test_a_model_that_click_logs_do_not_fit_is_refused(call: Any, job: Path) -> 
     call("train", job, "--set", "data.path=x").refuses(2, "26 tables", "3 tables")
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_fit_is_3(train: Any) -> None:
     train(f"{HEADER}\n{ROW}\n", "--set", "cluster.ddr_cap=2 MiB").refuses(
         3, "no plan found that fits"
     )
 
 
+@pytest.mark.slow
 def test_no_rows_are_written_for_a_job_that_does_not_fit(call: Any, tmp_path: Path) -> None:
     words = ("--set", "data.kind=synthetic", "--set", "cluster.ddr_cap=2 MiB")
     call("train", CRITEO, *words).refuses(3, "no plan found that fits")
@@ -155,6 +164,7 @@ def test_a_text_that_is_too_short_for_its_sequence_is_refused(call: Any, tmp_pat
     answer.refuses(2, "short.txt", "at least 129 bytes", "got 5")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["plan.json", "rank-0.log", "store", "torchrun.log"])
 def test_a_folder_of_yours_does_not_become_a_run_folder(
     train: Any, tmp_path: Path, name: str
@@ -170,6 +180,7 @@ def test_a_folder_of_yours_does_not_become_a_run_folder(
     assert (tmp_path / "mine" / name).read_text() == "mine"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["outcome.json", "rank-1.log", "progress.jsonl", "torchrun.log"])
 def test_a_run_does_not_write_over_what_it_reads(call: Any, tmp_path: Path, name: str) -> None:
     """A text to learn from that is a file of an earlier run."""
@@ -186,6 +197,7 @@ def test_a_run_does_not_write_over_what_it_reads(call: Any, tmp_path: Path, name
     assert (out / name).read_text() == "a log " * 1000
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["train.tsv", "test.tsv", "test.facts.json"])
 def test_rows_that_no_run_made_up_stay_and_with_them_the_results(
     call: Any, tmp_path: Path, name: str
@@ -204,6 +216,7 @@ def test_rows_that_no_run_made_up_stay_and_with_them_the_results(
         assert (tmp_path / "out" / result).read_text() == "of the last run"
 
 
+@pytest.mark.slow
 def test_a_run_in_progress_keeps_its_rows_and_files(call: Any, tmp_path: Path) -> None:
     """Of a second run in the same folder nothing is written: the first one reads its rows."""
     out = tmp_path / "out"

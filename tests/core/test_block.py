@@ -33,6 +33,7 @@ def _block(draw: st.DrawFn) -> Block:
     )
 
 
+@pytest.mark.slow
 @given(st.lists(_block(), max_size=30))
 def test_any_list_of_blocks_comes_back_from_its_encoding(blocks: list[Block]) -> None:
     assert list(decode(encode(blocks))) == blocks

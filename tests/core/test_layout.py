@@ -73,6 +73,7 @@ def _ranks(layout: UnitLayout) -> list[int]:
     return sorted({*range(min(size, 9)), size // 2, size - 1})
 
 
+@pytest.mark.slow
 @given(layouts())
 def test_every_tensor_has_one_slot_and_slots_start_aligned_without_overlap(
     layout: UnitLayout,
@@ -91,6 +92,7 @@ def test_every_tensor_has_one_slot_and_slots_start_aligned_without_overlap(
         assert end <= segment.whole
 
 
+@pytest.mark.slow
 @given(layouts())
 def test_segments_follow_each_other_aligned_in_both_buffers(layout: UnitLayout) -> None:
     offset = shard_offset = 0
@@ -118,6 +120,7 @@ def test_pieces_of_a_rank_do_not_overlap_in_its_buffer_and_lie_in_it(layout: Uni
         assert all(start >= 0 and end <= layout.shard_bytes for start, end in spans)
 
 
+@pytest.mark.slow
 @given(layouts())
 def test_a_piece_starts_at_a_multiple_of_its_element_even_in_a_buffer_of_half_the_bytes(
     layout: UnitLayout,
@@ -129,6 +132,7 @@ def test_a_piece_starts_at_a_multiple_of_its_element_even_in_a_buffer_of_half_th
         assert segment.offset % ALIGNMENT == segment.shard_offset % ALIGNMENT == 0
 
 
+@pytest.mark.slow
 @given(layouts())
 @settings(max_examples=60)
 def test_every_element_lies_exactly_once_on_its_owners(layout: UnitLayout) -> None:
@@ -182,6 +186,7 @@ def _shares(layout: UnitLayout, segment: Segment) -> list[list[object]]:
     return made
 
 
+@pytest.mark.slow
 @given(layouts(st.integers(1, 9)))
 @settings(max_examples=80)
 def test_gathered_shares_put_together_are_the_tensors(layout: UnitLayout) -> None:
@@ -205,6 +210,7 @@ def test_gathered_shares_put_together_are_the_tensors(layout: UnitLayout) -> Non
                 assert found == set(wanted)
 
 
+@pytest.mark.slow
 @given(layouts())
 def test_a_block_is_never_cut_and_chunks_are_equal_but_for_the_last(layout: UnitLayout) -> None:
     for segment in layout.segments:
@@ -285,6 +291,7 @@ def test_the_two_stacks_of_a_dlrm_in_one_flat_unit_grow_by_little(
     assert layout.nbytes <= layout.payload_bytes * (1 + percent / 100)
 
 
+@pytest.mark.slow
 def test_a_flat_unit_is_cut_evenly_for_any_number_of_ranks() -> None:
     tensors = [TensorSpec("w", (37, 29)), TensorSpec("b", (37,)), TensorSpec("s", (), "bf16")]
     for ranks in range(1, 513):

@@ -154,6 +154,7 @@ def test_the_blocks_of_a_table_are_those_of_its_shards(of_tables: Plan) -> None:
         assert [block.sizes for block in blocks] == list(table.shard_sizes)
 
 
+@pytest.mark.slow
 def test_a_plan_shows_the_order_of_its_step() -> None:
     model = {"kind": "transformer", "layers": 4, "dim": 8, "heads": 2, "vocab": 16}
     units = {"embed": "replicate", "layers": "shard", "head": "shard"}

@@ -305,6 +305,7 @@ def _units(modes: Modes) -> list[str]:
     return list(dict.fromkeys(merged.name(each.name) for each in UNITS))
 
 
+@pytest.mark.slow
 @given(modes=_modes())
 def test_a_unit_computes_only_while_it_is_gathered(modes: Modes) -> None:
     gathered: set[str] = set()
@@ -319,6 +320,7 @@ def test_a_unit_computes_only_while_it_is_gathered(modes: Modes) -> None:
     assert not gathered
 
 
+@pytest.mark.slow
 @given(modes=_modes())
 def test_where_all_units_reshard_no_more_are_gathered_than_prefetch_asks_for(modes: Modes) -> None:
     modes = msgspec.structs.replace(modes, resharded_units=modes.sharded_units)
@@ -329,6 +331,7 @@ def test_where_all_units_reshard_no_more_are_gathered_than_prefetch_asks_for(mod
     assert most <= 1 + modes.prefetch
 
 
+@pytest.mark.slow
 @given(modes=_modes())
 def test_every_reduce_is_collected_before_the_next_and_before_the_updates(modes: Modes) -> None:
     pending: list[str] = []
@@ -346,6 +349,7 @@ def test_every_reduce_is_collected_before_the_next_and_before_the_updates(modes:
     assert reduced == _units(modes)[::-1]
 
 
+@pytest.mark.slow
 @given(modes=_modes())
 def test_every_layer_computes_once_in_each_direction_and_every_unit_is_updated_once(
     modes: Modes,
@@ -360,6 +364,7 @@ def test_every_layer_computes_once_in_each_direction_and_every_unit_is_updated_o
     assert updated == _units(modes)
 
 
+@pytest.mark.slow
 @given(modes=_modes())
 def test_pieces_that_compute_are_done_in_order_and_others_are_no_action(modes: Modes) -> None:
     actions = training_step(DEEP, modes)
@@ -368,6 +373,7 @@ def test_pieces_that_compute_are_done_in_order_and_others_are_no_action(modes: M
         assert places == [k for k, moment in enumerate(moments) if moment.piece.work.calls]
 
 
+@pytest.mark.slow
 @given(modes=_modes())
 def test_prefetch_changes_when_units_are_gathered_but_not_how_often(modes: Modes) -> None:
     ahead = msgspec.structs.replace(modes, prefetch=1)

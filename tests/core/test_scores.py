@@ -25,6 +25,7 @@ def sums_of(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return sums
 
 
+@pytest.mark.slow
 @given(ROWS)
 def test_every_figure_is_that_of_the_rows_and_auc_is_within_its_error(rows: list) -> None:
     logits, labels = (np.array(column) for column in zip(*rows, strict=True))

@@ -23,6 +23,7 @@ from shardwright.core.amount import (
 NUMBERS = st.lists(st.integers(0, 2**70), min_size=1, max_size=60)
 
 
+@pytest.mark.slow
 @given(NUMBERS)
 def test_numbers_and_amounts_have_one_sum_and_the_same_extremes(
     reevaluate: Callable[[Sequence[Step]], None], numbers: list[int]

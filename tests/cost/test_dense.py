@@ -70,6 +70,7 @@ def test_every_function_is_evaluated_in_three_ways(
     assert {name.partition("/")[0] for name in CASES} == public_functions(dense)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CASES)
 @given(samples=SAMPLES, preset=st.sampled_from(["local", "h100-8"]))
 @settings(max_examples=15)

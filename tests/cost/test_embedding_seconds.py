@@ -277,6 +277,7 @@ def test_more_ids_never_cost_less(
     assert all(0 <= few[part] <= many[part] * (1 + 1e-12) for part in few)
 
 
+@pytest.mark.slow
 @given(**ANY, more=st.integers(1, 2**20))
 def test_more_rows_never_cost_less(
     demand: Demand,

@@ -70,6 +70,7 @@ GROUPS = st.lists(
 ).filter(lambda pairs: any(value for value, _ in pairs))
 
 
+@pytest.mark.slow
 @given(GROUPS)
 def test_numbers_and_amounts_give_one_result_which_is_derived(
     reevaluate: Callable[[Sequence[Step]], None], pairs: list[tuple[float, int]]

@@ -102,6 +102,7 @@ def test_an_all_reduce_of_hosts_moves_its_bytes_twice() -> None:
     assert network.transfer_seconds("all_reduce", 80, 8, TEN, 2) == 2 * (40 / 10 + 30 / 2)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @given(nbytes=st.integers(0, 2**40), local=st.integers(1, 8))
 def test_one_host_given_as_such_costs_what_it_did(
@@ -111,6 +112,7 @@ def test_one_host_given_as_such_costs_what_it_did(
     assert told == network.collective_seconds(collective, nbytes, local, TEN)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @given(nbytes=st.integers(0, 2**40), hosts=st.integers(1, 64), local=st.integers(1, 8))
 def test_every_byte_that_is_not_a_ranks_own_crosses_one_link(

@@ -46,6 +46,7 @@ def test_every_function_is_evaluated_in_three_ways(
     assert {name.partition("/")[0] for name in CASES} == public_functions(optimizer)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CASES)
 @given(samples=SAMPLES)
 @settings(max_examples=15)

@@ -56,6 +56,7 @@ def test_every_formula_is_evaluated_in_three_ways(
     assert set(CASES) | OF_A_JOB == public_functions(reservation)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CASES)
 @given(samples=SAMPLES)
 @settings(max_examples=20)

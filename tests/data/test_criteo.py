@@ -334,6 +334,7 @@ def test_evaluation_refuses_a_bad_row_or_leaves_it_out_with_its_index(tmp_path: 
 FIELD = st.text("0123456789abefx+-._ ni\r\0", max_size=10)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(name=st.sampled_from(FIELD_NAMES), text=FIELD)
 def test_a_row_is_either_parsed_or_has_a_named_fault(

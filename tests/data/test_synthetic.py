@@ -30,6 +30,7 @@ def arrays(rows: ClickRows) -> list[np.ndarray]:
     return [*parts, rows.probabilities]
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 300), st.integers(0, 60), st.integers(0, 60))
 def test_a_row_is_the_same_in_whatever_range_it_is_made(start: int, left: int, right: int) -> None:
@@ -45,6 +46,7 @@ def test_another_seed_makes_other_rows() -> None:
     assert np.corrcoef(one.probabilities, two.probabilities)[0, 1] < 0.5
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("model", [MODEL, SMALL], ids=["default", "tiny tables"])
 def test_the_reader_gives_back_the_rows_and_their_probabilities(
     tmp_path: Path, model: ClickModel
@@ -90,6 +92,7 @@ def test_every_seed_is_about_as_hard_and_as_unbalanced_as_real_clicks(seed: int)
     assert 0.18 < found.click_rate < 0.32
 
 
+@pytest.mark.slow
 def test_a_table_of_biases_from_100_000_rows_explains_much_of_the_signal() -> None:
     train, test = MODEL.rows(0, 100_000), MODEL.rows(100_000, 110_000)
     score = np.zeros(10_000)
@@ -127,6 +130,7 @@ def test_popularity_falls_with_rank_as_the_exponent_says() -> None:
     assert frequent == pytest.approx([40_000 * share for share in law], rel=0.06)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("parts", [1, 4])
 def test_a_batch_has_as_many_different_ids_as_a_prediction_says(parts: int) -> None:
     ids = 768
@@ -220,6 +224,7 @@ NAMED = ClickModel.named(
 )
 
 
+@pytest.mark.slow
 def test_named_columns_come_back_with_their_bags_and_probabilities(tmp_path: Path) -> None:
     path = tmp_path / "clicks.tsv"
     written = NAMED.write(path, 4000, start=50)
@@ -264,6 +269,7 @@ def test_labels_of_named_rows_follow_from_their_bags() -> None:
     assert auc(rows.batch.labels, rows.probabilities) == pytest.approx(found.bayes_auc, abs=0.02)
 
 
+@pytest.mark.slow
 def test_every_column_has_random_numbers_of_its_own() -> None:
     many = ClickModel.named([f"t{i}" for i in range(1200)], [50] * 1200, [1.0] * 1200, 1)
     ids = many.rows(0, 200).batch.ids
@@ -276,6 +282,7 @@ def test_without_drift_rows_do_not_depend_on_the_days() -> None:
     assert np.array_equal(plain.rows(0, 400).probabilities, days.rows(0, 400).probabilities)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("named", [False, True])
 def test_what_ids_are_worth_drifts_from_day_to_day_and_stays_within_one(named: bool) -> None:
     law = {"days": 4, "drift": 0.5, "total": 40_000}
@@ -303,6 +310,7 @@ def test_what_ids_are_worth_drifts_from_day_to_day_and_stays_within_one(named: b
     assert not np.allclose(last.probabilities[1000:], still.rows(10_000, 10_010).probabilities)
 
 
+@pytest.mark.slow
 def test_the_best_scores_of_a_part_are_those_of_its_rows() -> None:
     model = ClickModel(days=2, drift=0.3, total=30_000)
     assert model.facts(10_000, 30_000) == facts(model.rows(10_000, 30_000).probabilities)

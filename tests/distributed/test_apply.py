@@ -42,6 +42,7 @@ def test_a_kernel_that_this_device_lacks_is_named_on_every_rank(pool: Pool) -> N
         assert "dense, key_value on cpu, got fused_uvm. Plan it with one of these" in found
 
 
+@pytest.mark.slow
 def test_tables_that_the_disk_has_no_room_for_are_refused_before_anything_moves(pool: Pool) -> None:
     kernels = ("dense", "key_value")
     rows = (10**11, 5, 5, 5, 5, 5)
@@ -52,6 +53,7 @@ def test_tables_that_the_disk_has_no_room_for_are_refused_before_anything_moves(
         assert found.endswith("Name another folder: train.table_folder.")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("value", [-1, ROWS[2], 2**40])
 def test_an_id_out_of_range_names_table_and_value(pool: Pool, value: int) -> None:
     ids = torch.zeros(4, len(ROWS), dtype=torch.int64)
@@ -88,6 +90,7 @@ def test_a_bad_id_on_one_rank_raises_on_all_at_once(pool: Pool) -> None:
     assert second.startswith(f"InputError: {fault}")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("what", "optimizer", "text"),
     [

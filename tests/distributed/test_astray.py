@@ -71,6 +71,7 @@ def test_a_state_goes_through_torch_save(pool: Pool, strategy: str) -> None:
     assert pool.run(2, saved_by_torch, strategy=strategy) == [(True, True)] * 2
 
 
+@pytest.mark.slow
 def test_one_norm_over_units_on_different_meshes(pool: Pool) -> None:
     for found, true in pool.run(4, clipped_over_two_meshes):
         assert found == pytest.approx(true, rel=1e-12)

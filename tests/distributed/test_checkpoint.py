@@ -86,6 +86,7 @@ WRITES = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("how", "rank"),
     [(how, rank) for how in WRITES for rank in (0, 2) if (how, rank) != ("folder", 0)],

@@ -160,6 +160,7 @@ def test_one_rank_needs_no_backend(pool: Pool) -> None:
     assert pool.run(1, tasks.alone) == [(True, True, backend, 0, 3)]
 
 
+@pytest.mark.slow
 def test_a_probe_chooses_once_and_alike_on_every_rank(pool: Pool) -> None:
     backend = {"all_gather": "backend", "reduce_scatter": "backend"}
     results = pool.run(4, tasks.probed)
@@ -206,6 +207,7 @@ def test_ranks_that_are_about_to_do_different_things_are_refused(
     assert f"on rank {world_size - 1}." in texts[0]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
@@ -254,6 +256,7 @@ def test_a_group_with_torchs_bound_gets_that_of_the_job(pool: Pool) -> None:
         assert (named, kept, blocks) == (9.0, 50.0, 9.0)
 
 
+@pytest.mark.slow
 def test_a_bound_that_is_set_later_holds_for_every_path(pool: Pool) -> None:
     for text in pool.run(4, tasks.late_limit):
         if text is not None:

@@ -55,6 +55,7 @@ def difference(real: list[Step], fake: list[Step]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("runtime", ["flat", "per_param", "fsdp2"])
 @pytest.mark.parametrize("world_size", [2, 4])

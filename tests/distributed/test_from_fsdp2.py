@@ -41,6 +41,7 @@ def test_snippets_leave_what_their_reference_leaves(pool: Pool, fence: tasks.Fen
             assert moved > MOVED or not changes
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("fence", REFUSED, ids=_name)
 def test_refusals_say_what_is_written_under_them(pool: Pool, fence: tasks.Fence) -> None:
     (text,) = re.findall(r"^# (\w+Error: .*)$", fence.code, re.MULTILINE)

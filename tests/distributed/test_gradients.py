@@ -9,6 +9,7 @@ from pool import Pool
 BF16 = 2.0**-6  # a few roundings of 8 bits, where bf16 is summed over more than two ranks
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", tasks.STRATEGIES)
 def test_raw_gradients_are_the_unsharded_mean(pool: Pool, strategy: str, world_size: int) -> None:

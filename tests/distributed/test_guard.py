@@ -32,6 +32,7 @@ def job_for(world_size: int, optimizer: str) -> Job:
     return small_job(types, UNITS[world_size], world_size, optimizer)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_with_a_guard_neither_units_nor_tables_nor_states_change(
@@ -61,6 +62,7 @@ def test_with_a_guard_neither_units_nor_tables_nor_states_change(
             assert goes_on
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_in_a_loop_of_ones_own_no_row_is_updated_by_a_bad_row_gradient(
@@ -84,6 +86,7 @@ def test_in_a_loop_of_ones_own_no_row_is_updated_by_a_bad_row_gradient(
             assert goes_on
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("bad_ranks", "value", "text"),
     [
@@ -117,6 +120,7 @@ def test_every_rank_is_named_and_squares_that_overflow_are_refused(
             assert same
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_transformer_is_left_as_it_was(

@@ -65,6 +65,7 @@ def _check(habit: str, way: str, found: Any) -> None:
         assert found == {}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("habit", [habit for habit in HABITS if habit not in OF_ALL])
 def test_a_habit_is_right_or_refused(pool: Pool, habit: str, way: str) -> None:

@@ -73,6 +73,7 @@ def hold(results: list[Any], losses: list[float], weights: dict[str, torch.Tenso
             assert apart <= 5e-6, f"{name} is {apart} off"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_on_two_ranks_trains_as_on_one_process(
@@ -83,6 +84,7 @@ def test_a_kind_on_two_ranks_trains_as_on_one_process(
     hold(results, *train_unsharded(job, torch.float64))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_cut_by_rows_trains_as_on_one_process(
@@ -93,6 +95,7 @@ def test_a_kind_cut_by_rows_trains_as_on_one_process(
     hold(results, *train_unsharded(job, torch.float64))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", CUT)
 def test_a_kind_cut_by_columns_trains_as_on_one_process(pool: Pool, kind: str) -> None:
     job = kind_job(KINDS[kind], TYPES["columns"], 2)
@@ -109,12 +112,14 @@ def test_bags_of_a_kind_train_as_on_one_process(pool: Pool, kind: str) -> None:
     hold(results, *train_unsharded(job, torch.float64))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["qr mult", "mixed_dim", "tt", "dhe"])
 def test_peaks_of_bags_of_a_kind_are_within_three_percent(pool: Pool, kind: str) -> None:
     rows = (3000, 900, 500, 10, 2000, 700)
     check_bytes(pool, of_kind(bag_job(TYPES["mixed"], 2, batch=256, rows=rows), KINDS[kind]), 0.03)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_a_kind_are_exact_and_its_peak_within_three_percent(pool: Pool, kind: str) -> None:
     rows = (3000, 900, 500, 10, 2000, 700)

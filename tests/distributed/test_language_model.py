@@ -27,6 +27,7 @@ def _resumed(pool: Pool, folder: Path, ranks: int) -> Any:
     return pool.run(ranks, tasks.train, **options, stop=STEPS)[0]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, whole: Any) -> None:
     losses, saved = _resumed(pool, tmp_path, 2)
     assert losses == {STEPS: whole[0][STEPS]}
@@ -34,6 +35,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, whol
     assert [name for name in saved if not saved[name].equal(whole[1][name])] == []
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_goes_on_with_another_number_of_ranks(
     pool: Pool, tmp_path: Path, whole: Any, ranks: int

@@ -43,6 +43,7 @@ def bigger(
     return msgspec.structs.replace(job, model=section)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", TRAINED)
 @pytest.mark.parametrize("units", MODES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -130,6 +131,7 @@ def test_peaks_under_stages_of_zero_are_within_three_percent(
         assert expected == pytest.approx(highest, rel=PEAK_TOLERANCE)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("units", ["sharded", "replicated"])
 @pytest.mark.parametrize(
     ("rows", "batch", "bottom", "top", "interaction"),
@@ -211,12 +213,14 @@ BAGS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 @pytest.mark.parametrize("kind", BAGS)
 def test_peaks_of_bags_are_within_one_percent(pool: Pool, kind: str, optimizer: str) -> None:
     check_bags(pool, BAGS[kind], optimizer, ("dense", "fused"))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("kind", ["table_wise", "mixed"])
 def test_peaks_of_tables_on_disk_are_within_one_percent(
@@ -268,6 +272,7 @@ SEVEN = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 @pytest.mark.parametrize("kind", SEVEN)
 def test_collectives_of_tables_are_those_that_were_priced(

@@ -35,6 +35,7 @@ def test_a_model_on_the_meta_device_gets_its_values_later(
         assert inside
 
 
+@pytest.mark.slow_after(1)
 @strategies
 def test_units_may_be_frozen_altogether(pool: Pool, strategy: str) -> None:
     for found in pool.run(2, tasks.whole_units_frozen, strategy=strategy):
@@ -64,6 +65,7 @@ def test_parameters_that_were_frozen_may_train_later(pool: Pool, strategy: str) 
         assert error <= TOLERANCE
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("saver", "ranks", "loader", "others"),
     [

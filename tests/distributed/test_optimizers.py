@@ -16,6 +16,7 @@ strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 TOLERANCE = {1: 1e-6, 2: 1e-6, 3: 2e-5}  # three terms are summed in another order; Adam divides
 
 
+@pytest.mark.slow_after(1)
 @strategies
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers_over_the_models_parameters(pool: Pool, strategy: str, world_size: int) -> None:
@@ -24,6 +25,7 @@ def test_optimizers_over_the_models_parameters(pool: Pool, strategy: str, world_
             assert error <= TOLERANCE[world_size], name
 
 
+@pytest.mark.slow_after(1)
 @strategies
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_optimizers_over_few_flat_tensors_with_and_without_groups(
@@ -41,6 +43,7 @@ def test_flat_gradients_add_up_over_backwards(pool: Pool, strategy: str) -> None
     assert max(pool.run(2, tasks.accumulated, strategy=strategy)) <= 1e-6
 
 
+@pytest.mark.slow_after(1)
 @strategies
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_clipping_scales_as_the_unsharded_norm_says(

@@ -12,6 +12,7 @@ import shardwright as sw
 from shardwright.cli.main import main
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loop_of_one_s_own_learns_and_takes_what_was_predicted(pool: Pool, ranks: int) -> None:
     found = pool.run(ranks, tasks.train_own, steps=40)
@@ -24,6 +25,7 @@ def test_a_loop_of_one_s_own_learns_and_takes_what_was_predicted(pool: Pool, ran
     assert sum(measured.curve.loss[-5:]) / 5 < 1.5
 
 
+@pytest.mark.slow
 def test_what_it_measured_is_a_run_s_folder(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

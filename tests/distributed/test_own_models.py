@@ -11,6 +11,7 @@ QUICK = {"GPT2", "T5", "ResNet", "Wav2Vec2"}
 NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_as_on_one_process(pool: Pool, name: str, optimizer: str) -> None:
@@ -18,6 +19,7 @@ def test_trains_as_on_one_process(pool: Pool, name: str, optimizer: str) -> None
         assert found == {}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -32,12 +34,14 @@ def test_trains_so_whatever_the_plan(pool: Pool, options: dict[str, object]) -> 
         assert found == {}
 
 
+@pytest.mark.slow
 def test_applying_a_plan_never_has_much_more_than_this_rank_s_share(pool: Pool) -> None:
     for most, share, whole in pool.run(2, bytes_of_applying):
         assert share == pytest.approx(whole / 2, rel=0.01)
         assert most - share < whole / 3  # of twelve layers some two, with what draws their numbers
 
 
+@pytest.mark.slow
 def test_what_is_frozen_has_weights_alone(pool: Pool) -> None:
     for measured, true in pool.run(2, exact_bytes, name="Wav2Vec2"):
         assert {kind: measured[kind] for kind in true} == true

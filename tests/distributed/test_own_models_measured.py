@@ -70,6 +70,7 @@ def _check_bytes(made: Plan, results: list[Any]) -> None:
         assert highest[0] == pytest.approx(highest[1], rel=MOST_APART)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(("policy", "way"), [("full", "shard"), ("selective", "replicate")])
 def test_checkpointed_blocks_train_and_take_memory_as_planned(
@@ -86,6 +87,7 @@ def test_checkpointed_blocks_train_and_take_memory_as_planned(
     _check_as_planned(pool, job, made)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_what_is_computed_again_draws_the_same_random_numbers(pool: Pool, world_size: int) -> None:
     def job(policy: str) -> Job:
@@ -104,6 +106,7 @@ def test_what_is_computed_again_draws_the_same_random_numbers(pool: Pool, world_
     assert found == [{}] * world_size
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("way", ["shard", "replicate"])
 def test_what_is_frozen_has_neither_gradient_nor_states(pool: Pool, way: str) -> None:
     job = parse_job(
@@ -149,6 +152,7 @@ def test_stages_of_zero_take_memory_as_planned(pool: Pool, world_size: int, zero
     _check_bytes(made, pool.run(world_size, planned, job=job, made=made))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("way", ["shard", "replicate"])
 def test_what_gets_no_gradient_stays_as_it_is(pool: Pool, way: str, optimizer: str) -> None:

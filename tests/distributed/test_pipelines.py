@@ -14,6 +14,7 @@ DIM, SEQUENCE = 64, 32
 LOSS_BYTES = 4 * MICROBATCHES + 8  # losses that the schedule hands out
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_stages_take_what_was_estimated(pool: Pool, schedule: str) -> None:
     model = {"layers": 4, "dim": DIM, "heads": 4, "kv_heads": 2, "ffn_dim": 200, "vocab": 500}

@@ -20,6 +20,7 @@ from shardwright.lab.sources import source_of
 from shardwright.launcher.folder import trace_file
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_delay_of_a_straggler_is_found_again_as_waiting(
     pool: Pool, tmp_path: Path, world_size: int
@@ -42,6 +43,7 @@ def test_the_delay_of_a_straggler_is_found_again_as_waiting(
         assert (line.waiting > DELAY / 2) == (line.rank != straggler)
 
 
+@pytest.mark.slow
 def test_a_trace_opens_as_chrome_s_and_has_phases_and_collectives(
     pool: Pool, tmp_path: Path
 ) -> None:

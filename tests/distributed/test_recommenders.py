@@ -32,6 +32,7 @@ def kinds_of(made: Plan) -> dict[str, str]:
     return {table.name: table.sharding_type for table in made.tables}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kinds", [*((kind,) for kind in TYPES), TYPES])
 def test_sgd_trains_as_on_one_process_and_takes_bytes_as_planned(
@@ -44,6 +45,7 @@ def test_sgd_trains_as_on_one_process_and_takes_bytes_as_planned(
     _check(made, pool.run(world_size, tasks.trained, job=job, made=made))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("kinds", [("row_wise",), ("table_wise", "data_parallel", "row_wise")])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -71,6 +73,7 @@ def _check(made: Plan, results: list[Any]) -> None:
     assert [differences for differences, _ in results] == [{}] * made.world_size
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_its_share_of_a_table_and_never_has_more_than_the_table(pool: Pool) -> None:
     rows, dim = 40_000, 64
     job = tasks.job_of(2, "wide", planner={"tables": {"users": "row_wise"}})
@@ -79,6 +82,7 @@ def test_a_rank_keeps_its_share_of_a_table_and_never_has_more_than_the_table(poo
         assert most < kept + 1.1 * rows * dim * 4
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_plan_is_loaded_under_another(pool: Pool, tmp_path: Path) -> None:
     train = {"optimizer": "adam", "table_optimizer": "rowwise_adagrad"}
     jobs = [
@@ -99,6 +103,7 @@ def test_a_table_follows_a_schedule_and_is_looked_up_without_training(pool: Pool
         assert found["forward"] < tasks.CLOSE
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_gradients_of_tables_are_accumulated_until_a_guard_is_settled(
@@ -111,6 +116,7 @@ def test_gradients_of_tables_are_accumulated_until_a_guard_is_settled(
         assert found < 10 * tasks.CLOSE
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("holds", [False, True])
 def test_gradients_of_tables_are_not_accumulated_without_a_guard(pool: Pool, holds: bool) -> None:
     job = tasks.job_of(2, planner=forced("row_wise", "data_parallel"))
@@ -140,6 +146,7 @@ def test_tables_are_refused_where_a_gradient_scaler_would_scale_them(pool: Pool)
     assert pool.run(1, tasks.under_autocast, dtype=torch.bfloat16, **arguments) == [""]
 
 
+@pytest.mark.slow
 def test_a_module_of_tables_alone_trains(pool: Pool) -> None:
     tables = {"users": "row_wise", "items": "table_wise"}
     job = tasks.job_of(2, "factors", planner={"tables": tables})

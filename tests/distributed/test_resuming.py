@@ -174,6 +174,7 @@ def test_a_run_goes_on_with_the_rate_that_its_job_names_now(pool: Pool, tmp_path
     assert len(losses) == 12
 
 
+@pytest.mark.slow
 def test_tables_and_units_follow_a_schedule(pool: Pool, tmp_path: Path) -> None:
     """At rates of 0.02, 0.04 and 0 the weights after ten steps are those after the second."""
     decay = {"decay": "polynomial", "decay_start": 2, "decay_steps": 1}

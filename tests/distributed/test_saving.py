@@ -44,6 +44,7 @@ def hold(results: Any, wanted: Any, tolerance: float = 1e-6) -> None:
             )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", ["flat groups", "parameters"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,6 +87,7 @@ def test_one_group_goes_on_as_two(pool: Pool, saved: Any) -> None:
         hold(results, wanted)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_that_has_taken_steps_forgets_them(pool: Pool, saved: Any, kind: str) -> None:
     case = Case(kind)
@@ -203,6 +205,7 @@ def test_random_numbers_go_on_where_there_are_as_many_ranks(pool: Pool, tmp_path
 # ---- state dicts ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", ["flat groups", "parameters groups"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_distributed_checkpoint_saves_and_loads_model_and_optimizer(
@@ -219,6 +222,7 @@ def test_distributed_checkpoint_saves_and_loads_model_and_optimizer(
         hold(results, wanted)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("source", STRATEGIES)
 @pytest.mark.parametrize("target", STRATEGIES)
 def test_state_dicts_of_one_cut_are_taken_by_another(pool: Pool, source: str, target: str) -> None:
@@ -275,6 +279,7 @@ FOUR = ("data_parallel", "table_wise", "row_wise") * 2
 TWO = ("row_wise", "data_parallel", "table_wise", "table_wise", "row_wise", "row_wise")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_a_planned_model_goes_on_under_another_plan(
     pool: Pool, tmp_path: Path, optimizer: str

@@ -13,6 +13,7 @@ WRAPPER = "_checkpoint_wrapped_module."
 STRATEGIES = ("flat", "per_param", "param_boundary")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("source", STRATEGIES)
 def test_every_form_is_read_bit_by_bit(

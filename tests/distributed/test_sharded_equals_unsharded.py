@@ -19,6 +19,7 @@ UNITS = {"sharded": ("shard", "shard"), "mixed": ("replicate", "shard")}
 TOLERANCE = 1e-6
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("case", CASES)
@@ -82,6 +83,7 @@ BAGS = {
 WITHIN_HOSTS = ("table_column_wise", "table_row_wise", "table_wise", "grid_shard", "grid_shard")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("case", BAGS)
 def test_bags_of_any_features_give_the_losses_and_weights_of_one_process(
@@ -92,6 +94,7 @@ def test_bags_of_any_features_give_the_losses_and_weights_of_one_process(
     _hold(results, *train_unsharded(job, torch.float64))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("world_size", "optimizer"), [(1, "sgd"), (2, "adagrad"), (3, "sgd")])
 def test_a_plan_with_tables_on_disk_trains_with_a_tenth_of_their_rows_in_memory(
     pool: Pool, world_size: int, optimizer: str
@@ -102,6 +105,7 @@ def test_a_plan_with_tables_on_disk_trains_with_a_tenth_of_their_rows_in_memory(
     _hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 @pytest.mark.parametrize(("world_size", "local"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 1)])
 def test_types_that_keep_to_hosts_give_the_losses_and_weights_of_one_process(
@@ -112,6 +116,7 @@ def test_types_that_keep_to_hosts_give_the_losses_and_weights_of_one_process(
     _hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("case", BAGS)
 def test_bags_train_exactly_with_adagrad_too(pool: Pool, case: str) -> None:
     job = bag_job(BAGS[case], 2, optimizer="adagrad")

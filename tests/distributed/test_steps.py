@@ -16,12 +16,14 @@ def hold(results: list[list[tuple[float, bool]]]) -> None:
             assert resting, f"case {number}"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("what", tasks.LOSSES)
 def test_blocks_may_be_recomputed_in_the_backward(pool: Pool, what: str, world_size: int) -> None:
     hold(pool.run(world_size, tasks.recomputed, what=what))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("what", tasks.FORWARDS)
 def test_forwards_may_come_in_any_number_and_order(pool: Pool, what: str, world_size: int) -> None:
@@ -37,6 +39,7 @@ def test_backwards_may_come_in_any_number(pool: Pool, what: str, world_size: int
     hold(pool.run(world_size, tasks.odd_backwards, what=what))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("place", tasks.PLACES)
 def test_after_an_exception_the_next_step_is_right(pool: Pool, place: str, when: str) -> None:

@@ -69,6 +69,7 @@ def test_replicas_learn_by_the_rows_that_were_looked_up_beside_dense_ones(
             assert dense == wanted
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("world_size", "disk"), [(2, False), (2, True), (3, False)])
 @pytest.mark.parametrize("optimizer", RULES)
 def test_a_checkpoint_goes_on_under_other_cuts_and_ranks(

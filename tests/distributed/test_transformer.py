@@ -114,6 +114,7 @@ def _check_curve(pool: Pool, job: Job, world_size: int) -> None:
     assert numbers.tolist() == list(range(len(numbers)))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 @pytest.mark.parametrize(
     "sizes",
@@ -130,6 +131,7 @@ def test_bytes_are_exact_and_peaks_are_close(
     _check_bytes(pool, _job(text, world_size, planner, **sizes), world_size)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(
     "model", [{}, {"kind": "llama", "dim": 16, "kv_heads": 2}], ids=["gpt", "llama"]

@@ -119,6 +119,7 @@ def test_the_next_unit_is_on_its_way_while_one_computes(pool: Pool) -> None:
         assert found == [alone, ahead]
 
 
+@pytest.mark.slow_after(1)
 @strategies
 def test_deleting_the_model_frees_its_memory_at_once(pool: Pool, strategy: str) -> None:
     for gone, without_gradients in pool.run(2, tasks.freed, strategy=strategy):

@@ -193,6 +193,7 @@ def refusal(kind: str, key: str) -> str:
     return ""
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", BASES)
 def test_another_value_changes_the_plan_or_is_refused(kind: str) -> None:
     usual = outcome(job_of(kind))

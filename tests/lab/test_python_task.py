@@ -56,6 +56,7 @@ def whole(model: torch.nn.Module) -> torch.nn.Module:
 # ---- what is trained -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["build", "bare", "closed"])
 def test_a_function_s_module_is_trained_on_its_inputs(name: str) -> None:
     task = task_of(job_of(name))
@@ -66,6 +67,7 @@ def test_a_function_s_module_is_trained_on_its_inputs(name: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["build", "closed"])
 def test_ranks_have_the_same_module_and_inputs_of_their_own(name: str) -> None:
     tasks = [task_of(job_of(name)) for _ in range(2)]
@@ -142,6 +144,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_batches_that_are_none_are_refused_in_one_line(name: str) -> None:
     with pytest.raises(InputError) as refused:

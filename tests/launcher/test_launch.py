@@ -258,6 +258,7 @@ def test_errors_that_come_from_a_peer_are_kept_from_ones_own() -> None:
     assert from_a_peer(wrapped)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("body", "code", "state", "message"),
     [

@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_alive_at_the_peak_adds_up_to_it(case: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("shardwright.lab.footprint.classes.LARGEST", 10_000)
@@ -71,12 +72,14 @@ def test_the_timeline_reaches_the_peak_and_ends_as_it_began(case: str) -> None:
     assert kept <= totals[-1] <= worst.peak_bytes
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_allocator_reserves_at_least_what_is_alive(case: str) -> None:
     worst = _worst(**CASES[case])
     assert worst.reserved_bytes >= worst.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_class_that_is_asked_for_is_shown_in_detail(monkeypatch: Any) -> None:
     monkeypatch.setattr("shardwright.lab.footprint.classes.LARGEST", 10_000)
     job = {

@@ -206,6 +206,7 @@ class Reference:
         return total
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_are_those_of_a_model_computed_by_hand(name: str) -> None:
     model = _restless(SHAPES[name])
@@ -214,6 +215,7 @@ def test_logits_are_those_of_a_model_computed_by_hand(name: str) -> None:
     torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["dense", "experts", "latent", "gemma"])
 def test_gradients_are_those_of_a_model_computed_by_hand(name: str) -> None:
     model, tokens, targets = _restless(SHAPES[name]), _tokens(), _tokens(1)
@@ -224,6 +226,7 @@ def test_gradients_are_those_of_a_model_computed_by_hand(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_training_learns_a_batch(name: str) -> None:
     model = Llama(SHAPES[name], sequence=LENGTH)
@@ -284,6 +287,7 @@ def _checked(shape: LlamaShape, local: LocalShape, dtype: torch.dtype) -> torch.
     return found
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_a_rank_holds_the_tensors_of_its_local_shape_and_runs_without_data(
@@ -293,6 +297,7 @@ def test_a_rank_holds_the_tensors_of_its_local_shape_and_runs_without_data(
     assert found.dtype == dtype
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("shape", [LATENT, AT_ONCE, GEMMA])
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_a_rank_of_a_gemma_or_of_latent_attention_runs_without_data(
@@ -303,6 +308,7 @@ def test_a_rank_of_a_gemma_or_of_latent_attention_runs_without_data(
         _checked(shape, local, torch.bfloat16)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", EXPERT_DIVISIONS)
 def test_a_rank_of_a_model_with_experts_runs_without_data(name: str) -> None:
     _checked(EXPERTS, EXPERT_DIVISIONS[name], torch.bfloat16)
@@ -319,6 +325,7 @@ def test_a_stage_hands_on_its_part_of_the_stream() -> None:
     assert _checked(DENSE, local, torch.float32).shape == (BATCH, LENGTH // 4, 32)
 
 
+@pytest.mark.slow
 def test_a_divided_model_runs_on_tensors_with_data_too() -> None:
     with torch.no_grad():
         for parameter in (model := Llama(EXPERTS, LocalShape(expert=2, tensor=2))).parameters():

@@ -128,6 +128,7 @@ def test_a_refusal_names_a_policy_that_the_job_does_not_allow(needed: dict[str, 
         plan(_with("none", needed["full"]))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("policy", ["none", "full", "layers:2", "save:aten.addmm"])
 def test_what_the_job_says_is_kept(policy: str) -> None:
     made = plan(_job(memory={"checkpointing": policy}))

@@ -89,6 +89,7 @@ def test_it_is_proven_that_nothing_fits_only_where_nothing_fits(seed: int) -> No
     assert not proven or best == math.inf
 
 
+@pytest.mark.slow
 @given(seed=seeds)
 @settings(max_examples=40)
 def test_the_exact_search_brings_the_fastest_plan_of_all(seed: int) -> None:

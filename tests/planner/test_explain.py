@@ -94,6 +94,7 @@ def test_the_plan_under_test_has_every_type_and_both_unit_modes(made: Plan) -> N
     assert [unit.reshard_after_forward for unit in made.units] == [True, False]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
 def test_every_step_of_every_explanation_evaluates_to_its_value(
@@ -105,6 +106,7 @@ def test_every_step_of_every_explanation_evaluates_to_its_value(
             reevaluate(found.steps)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("constants", ["torchrec-1.9", "cluster"])
 def test_every_step_evaluates_for_every_kernel_and_profile(
@@ -449,6 +451,7 @@ def test_explaining_an_edited_plan_exits_with_4(
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("search", ["bounded", "proposers"])
 @pytest.mark.parametrize("constants", ["torchrec-1.9", "cluster"])
 def test_plans_of_every_search_are_made_again(constants: str, search: str) -> None:
@@ -630,6 +633,7 @@ IMPOSSIBLE: dict[str, tuple[Job, str, str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("case", IMPOSSIBLE)
 def test_why_not_shows_what_is_not_possible_and_why(case: str) -> None:
     job, name, wanted, why = IMPOSSIBLE[case]
@@ -639,6 +643,7 @@ def test_why_not_shows_what_is_not_possible_and_why(case: str) -> None:
     assert why in found.reason
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("wanted", explain.WANTED)
 @pytest.mark.parametrize("name", ["bags", "list", "heavy", "t_fused", "local", "grid"])
 def test_why_not_has_a_reason_for_every_type_and_kernel(
@@ -650,6 +655,7 @@ def test_why_not_has_a_reason_for_every_type_and_kernel(
     assert (found.option == "") == (found.verdict in ("chosen", "impossible"))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("wanted", ["table_column_wise", "fused_uvm", "key_value", "grid_shard"])
 def test_why_not_tries_what_a_search_looks_at_on_request_only(
     made_of_tables: Plan, wanted: str
@@ -690,6 +696,7 @@ def _planned(case: str) -> Plan:
     return plan(STATISTICS_OF[case])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", explain.STATISTICS)
 @pytest.mark.parametrize("case", STATISTICS_OF)
 def test_every_statistic_is_explained_step_by_step(
@@ -716,6 +723,7 @@ RESERVED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("case", RESERVED)
 def test_what_every_rule_leaves_is_explained(
     reevaluate: Callable[[Sequence[Step]], None], case: str

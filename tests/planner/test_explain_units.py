@@ -60,6 +60,7 @@ def made(request: pytest.FixtureRequest) -> Plan:
     return plan(_job(CASES[request.param]))
 
 
+@pytest.mark.slow
 def test_the_cases_differ_in_cut_placement_and_prefetch() -> None:
     plans = [plan(_job(planner)) for planner in CASES.values()]
     assert {p.prefetch for p in plans} == {0, 1}
@@ -67,6 +68,7 @@ def test_the_cases_differ_in_cut_placement_and_prefetch() -> None:
     assert {u.reshard_after_forward for p in plans for u in p.units} == {True, False}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("preset", "ranks"), [("local", 1), ("local", 3), ("h100-8", 16)])
 @pytest.mark.parametrize("case", CASES)
 def test_every_number_of_every_unit_is_derived(
@@ -82,6 +84,7 @@ def test_every_number_of_every_unit_is_derived(
             reevaluate(explanation.steps)
 
 
+@pytest.mark.slow_after(1)
 def test_every_statistic_is_derived(
     reevaluate: Callable[[Sequence[Step]], None], made: Plan
 ) -> None:

@@ -276,6 +276,7 @@ def test_tables_of_thousands_of_shards_on_thousands_of_ranks_are_planned(plan: P
     assert plan(_job(*[table] * 20, cluster=cluster)).code == EXIT_OK
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("limits", "hosts"),
     [
@@ -297,6 +298,7 @@ def test_many_tables_of_many_widths_are_planned(plan: Plan) -> None:
     assert plan(_job(*tables)).code == EXIT_OK
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_are_planned(plan: Plan) -> None:
     assert plan(_job({}, {"rows": 10**7}, cluster=HOST | {"world_size": 4096})).code == EXIT_OK
 

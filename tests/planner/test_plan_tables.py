@@ -137,6 +137,7 @@ def test_the_order_of_tables_changes_neither_seconds_nor_bound_nor_feasibility(
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.slow
 @given(entries=entries, profile=profiles, options=option_sets)
 @settings(max_examples=20)
 def test_the_shards_of_a_plan_tile_every_table(
@@ -208,6 +209,7 @@ def test_looking_at_more_options_never_makes_a_plan_slower(
     assert wide <= narrow * (1 + 1e-9)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("options", ["wide", "torchrec"])
 def test_planning_twice_gives_the_same_fingerprint(profile: str, options: str) -> None:
@@ -234,6 +236,7 @@ def test_the_timeline_has_the_seconds_of_every_rank(profile: str) -> None:
         assert spent[totals.rank] == pytest.approx(totals.seconds, rel=1e-9)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_job_says_what_was_looked_at(profile: str) -> None:
     made = plan(_job(TABLES, profile))
@@ -373,6 +376,7 @@ CONSTRAINTS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("search", ["bounded", "exact"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_constraints_are_obeyed(profile: str, search: str) -> None:
@@ -493,6 +497,7 @@ def test_several_tables_are_given_other_options_at_once(
     assert made.max_rank_seconds * 1e3 == pytest.approx(optimum, rel=1e-3)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("profile", ["cluster", "torchrec-1.9"])
 @pytest.mark.parametrize("spare", [1.02, 1.05, 1.2])
 def test_a_total_within_a_few_percent_of_the_memory_is_planned(profile: str, spare: float) -> None:

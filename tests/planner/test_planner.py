@@ -81,6 +81,7 @@ def test_most_random_jobs_have_a_plan(planned: Planned) -> None:
     assert sum(planned(seed) is not None for seed in SEEDS) >= 18
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_blocks_of_a_plan_tile_the_model(planned: Planned, seed: int) -> None:
     if made := planned(seed):
@@ -104,6 +105,7 @@ def test_a_plan_fits_its_budget_on_every_rank(planned: Planned, seed: int) -> No
             assert totals.peak_bytes == sum(totals.at_peak.values())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_plan_is_faster_than_its_lower_bound(planned: Planned, seed: int) -> None:
     if made := planned(seed):
@@ -248,6 +250,7 @@ def test_two_column_shards_may_share_a_rank_only_when_the_plan_says_so(make_job:
     assert [b.offsets for b in blocks] == [(0, 0), (0, 4), (0, 8)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", range(5))
 def test_planning_twice_gives_the_same_fingerprint(random_job: MakeJob, seed: int) -> None:
     job = random_job(seed, ranks=2)

@@ -93,6 +93,7 @@ SETTINGS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(
     setting=SETTINGS,
     table=TABLES,
@@ -119,6 +120,7 @@ def test_a_derivation_leads_to_the_price(
             reevaluate(derivation(amount))
 
 
+@pytest.mark.slow
 @given(setting=SETTINGS, table=TABLES)
 def test_traffic_is_that_of_the_batch(setting: PricingContext, table: TableSpec) -> None:
     asked = lookups(table, setting.batch), outputs(table, setting.batch)

@@ -99,6 +99,7 @@ def test_an_accelerator_s_own_key_is_named(make_job: MakeJob) -> None:
     assert "cluster.hbm_cap of " in _refusal(make_job(200_000, 90_000, cluster=cluster))
 
 
+@pytest.mark.slow
 def test_of_a_job_beyond_every_way_out_the_capacity_alone_is_named(make_job: MakeJob) -> None:
     message = _refusal(make_job(50, cluster={"world_size": 2, "ddr_cap": 1}))
     assert message.endswith(" fits.")
@@ -247,6 +248,7 @@ def test_a_refusal_of_tables_names_rank_need_capacity_and_shortfall(
     assert 0 < _number(r"its largest part is t\d+ with # B", message) <= need
 
 
+@pytest.mark.slow_after(1)
 def test_every_way_out_of_tables_is_one(refused: tuple[Job, str]) -> None:
     job, message = refused
     ways = _ways(message)

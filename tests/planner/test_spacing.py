@@ -224,6 +224,7 @@ def _job(entries: list[dict[str, Any]], hosts: int, local: int, **planner: Any) 
     )
 
 
+@pytest.mark.slow
 @given(entries=tables, hosts=st.integers(1, 3), local=st.integers(1, 4))
 @settings(max_examples=30)
 def test_an_assignment_costs_what_the_tables_placed_by_it_cost(

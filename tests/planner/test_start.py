@@ -84,6 +84,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow_after(1)
 def test_planning_never_imports_torch(job: str) -> None:
     _python("-c", WITHOUT_TORCH, job)
 
@@ -102,12 +103,14 @@ def test_hashing_does_not_change_a_plan(job: str) -> None:
     assert first == second
 
 
+@pytest.mark.slow_after(1)
 def test_planning_loads_nothing_but_numpy_and_msgspec(job: str) -> None:
     loaded = {name.partition(".")[0] for name in _python("-c", LOADED, job).split()}
     foreign = {name for name in loaded - sys.stdlib_module_names if not name.startswith("_")}
     assert foreign - {"typing_extensions"} == {"shardwright", "numpy", "msgspec"}
 
 
+@pytest.mark.slow_after(1)
 def test_planning_loads_no_floor_above_its_own(job: str) -> None:
     loaded = _python("-c", LOADED, job).split()
     floors = {name.split(".")[1] for name in loaded if name.startswith("shardwright.")}

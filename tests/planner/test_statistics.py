@@ -396,6 +396,7 @@ RESERVATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("constants", ["torchrec-1.9", "cluster"])
 @pytest.mark.parametrize("case", RESERVATIONS)
 def test_a_ledger_sums_to_the_capacity_whatever_is_reserved(case: str, constants: str) -> None:

@@ -192,6 +192,7 @@ def test_larger_units_have_to_be_worth_their_memory() -> None:
     assert took.seconds <= fastest.seconds * (1 + WORTH)
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_fastest_arrangement_that_fits_but_for_what_is_not_worth_it() -> None:
     for cap in (376_616, 400_000, 450_000, "1 GiB"):
         found = _found(make_layers(5, 16, cluster={"world_size": 2, "ddr_cap": cap}))
@@ -217,6 +218,7 @@ def test_a_tighter_budget_shards_and_reshards_more() -> None:
     assert kept[0] > kept[-1]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("prefetch", [None, 0, 1])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_no_arrangement_beats_the_bound(ranks: int, prefetch: int | None) -> None:
@@ -378,6 +380,7 @@ def test_what_is_simulated_of_one_rank_is_what_every_rank_has(prefetch: int) -> 
         assert {*draft.kept_bytes} == {sum(draft.exact[0].values())}
 
 
+@pytest.mark.slow
 def test_of_layers_that_do_not_fit_it_is_said_what_would_help() -> None:
     with pytest.raises(NoPlanError) as caught:
         plan(make_layers(8, 64, cluster={"world_size": 2, "ddr_cap": "3 MiB"}))

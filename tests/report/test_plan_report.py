@@ -84,6 +84,7 @@ def layers_plan(cap: str) -> Plan:
     )
 
 
+@pytest.mark.slow
 def test_checkpointing_is_shown_with_what_was_tried() -> None:
     made = layers_plan("900 KiB")
     text = flowed(made)
@@ -97,6 +98,7 @@ def test_where_memory_is_ample_nothing_is_said_of_checkpointing() -> None:
     assert "heckpointing" not in flowed(layers_plan("1 GiB"))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("case", ["dlrm", "tables", "kernels", "many"])
@@ -162,6 +164,7 @@ def test_of_many_units_the_slowest_are_shown_and_the_others_added_up() -> None:
     assert "faster" not in flowed(made, full=True)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_no_word_is_broken_and_no_figure_parted_from_its_unit(width: int) -> None:
     for made in (samples.plan(), tables_plan(), layers_plan("900 KiB")):

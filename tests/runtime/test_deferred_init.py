@@ -136,6 +136,7 @@ def real(build: Callable[[], nn.Module]) -> nn.Module:
     return build()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("backwards", [False, True], ids=["in order", "backwards"])
 @pytest.mark.parametrize("build", STYLES)
 def test_numbers_are_those_of_building_it_bit_for_bit(
@@ -150,6 +151,7 @@ def test_numbers_are_those_of_building_it_bit_for_bit(
         assert torch.equal(found, true[name]), name
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("build", STYLES)
 def test_buffers_and_plain_tensors_are_there_at_once(build: Callable[[], nn.Module]) -> None:
     module, true = deferred(build), real(build)

@@ -168,6 +168,7 @@ def test_every_function_is_evaluated_in_three_ways(
     assert set(cases) == public_functions(module)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CASES)
 @given(scheme=SCHEMES, samples=SAMPLES)
 @settings(max_examples=25)

@@ -32,6 +32,7 @@ dim = 128
 """
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "asked",
     ['constants = "torchrec-1.9"', 'options = "torchrec"', 'search = "proposers"'],

@@ -28,6 +28,7 @@ def treated(name: str) -> Any:
     return partial(apply_checkpointing, policy_name=name)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_policies_rank_as_they_should_on_8b(step: Step, device: str) -> None:
     names = ("full", "selective", "save:aten.mm", "core_attention", "none")

@@ -54,6 +54,7 @@ def test_the_blocks_of_8b_save_nearly_what_titan_measured(step: Step) -> None:
     assert 4.5 <= 2 * layers / 2**30 <= 5.4
 
 
+@pytest.mark.slow
 def test_blocks_of_one_structure_are_traced_once_and_give_every_gradient(
     block: Any, stream: Any
 ) -> None:
@@ -97,6 +98,7 @@ def test_without_gradients_a_block_is_not_traced(block: Any, stream: Any) -> Non
             assert not one.forward.cache
 
 
+@pytest.mark.slow
 def test_the_trace_itself_takes_nothing(block: Any, stream: Any) -> None:
     recorder = Recorder()
     with FakeTensorMode(), recorder, lowering("cuda"):
@@ -130,6 +132,7 @@ def test_the_table_says_what_is_modelled_and_what_assumed() -> None:
     assert table().count("assumed") == 1
 
 
+@pytest.mark.slow
 def test_a_block_keeps_nothing_of_what_it_was_traced_with(block: Any, stream: Any) -> None:
     with FakeTensorMode(), lowering("cuda"):
         blocks = [block(small=True) for _ in range(2)]

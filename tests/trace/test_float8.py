@@ -26,6 +26,7 @@ def in_float8(treat: Any, recipe: str, blocks: list[nn.Module], **options: Any) 
     return treat(blocks, **options)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("policy", ["none", "selective"])
 def test_activations_do_not_shrink(step: Step, recipe: str, policy: str) -> None:

@@ -88,6 +88,7 @@ def test_what_is_made_between_steps_is_input() -> None:
         assert tracker.live["input"] == 0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "again", "reentrant"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_fake_tensors_show_what_real_ones_do(reentrant: bool | None, microbatches: int) -> None:

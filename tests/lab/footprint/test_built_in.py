@@ -198,6 +198,7 @@ def _batch(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_a_transformer_has_the_parameters_of_its_module_in_its_order(
     transformer: Sized, sizes: dict[str, int]
@@ -279,6 +280,7 @@ def test_bytes_of_a_transformer_come_and_go_as_in_a_real_step(
     assert _changes([*step.forward, *step.backward]) == measured
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_peaks_of_forward_and_backward_are_those_of_the_module(
     transformer: Sized, sizes: dict[str, int]

@@ -111,6 +111,7 @@ def test_fsdp2_takes_what_was_estimated_of_a_hugging_face_config(
     assert abs(estimated(job).peak_bytes - truth) <= LOSS_BYTES
 
 
+@pytest.mark.slow
 def test_fsdp2_takes_what_was_estimated_as_our_tracker_sees_it_in_every_phase() -> None:
     job = job_of({"model": {"layers": 4}})
     grouped = our_tracker(job).result()  # norm and output are two modules of one group
@@ -165,6 +166,7 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("case", "strategy", "prefetch"),
     [
@@ -198,6 +200,7 @@ def test_our_runtime_takes_what_was_estimated(
         assert abs(phase.bytes - seen[phase.phase]) <= LOSS_BYTES + cast
 
 
+@pytest.mark.slow
 def test_checkpointing_policies_rank_as_they_do_on_an_8b_model() -> None:
     # another Llama's warm truth with FSDP2 on 8 ranks, sequence 8192, kernels of the CPU, in MiB
     truth = {"none": 82_280, "selective": 40_806, "full": 26_950}

@@ -59,6 +59,7 @@ def test_few_layers_are_run_for_many() -> None:
     assert names == ["tok_embeddings", *(f"layers.{k}" for k in range(8)), "head"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("checkpointing", ["none", "layers:2"])
 def test_unfolded_layers_take_what_each_of_them_takes(
     checkpointing: str, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +72,7 @@ def test_unfolded_layers_take_what_each_of_them_takes(
     assert bytes_of(whole) == folded
 
 
+@pytest.mark.slow
 def test_layers_with_experts_are_not_like_the_others() -> None:
     shape = msgspec.structs.replace(
         SHAPE, experts=4, experts_per_token=2, expert_ffn_dim=40, moe_layers=(1, 3, 5, 7)

@@ -69,6 +69,7 @@ def test_stages_take_what_those_of_the_same_llama_take(
     assert len(found.ranks) == parallel["pipeline"]
 
 
+@pytest.mark.slow
 def test_ends_that_are_tied_both_have_the_weight() -> None:
     def weights(tied: bool) -> list[int]:
         job = job_of(own("attended", tied=tied), {"pipeline": 2}, runtime="ddp")
@@ -82,6 +83,7 @@ def test_ends_that_are_tied_both_have_the_weight() -> None:
     )
 
 
+@pytest.mark.slow
 def test_stages_are_cut_over_tensor_ranks_as_well() -> None:
     plan = {"layers.*.up": "colwise", "layers.*.gate": "colwise", "layers.*.down": "rowwise"}
     both = {"pipeline": 2, "tensor": 2, "parallelize_plan": plan}

@@ -67,6 +67,7 @@ def test_every_rank_has_the_peaks_of_the_plan_to_the_byte(name: str, world_size:
     by_rank(footprint(job), plan(job))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["demo", "llama_tiny"])
 def test_the_class_with_the_highest_peak_is_followed_event_by_event(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +80,7 @@ def test_the_class_with_the_highest_peak_is_followed_event_by_event(
     assert root.parameters == pytest.approx(worst.by_category["weight"], rel=1e-3)  # but alignment
 
 
+@pytest.mark.slow
 def test_tables_are_modules_of_the_ranks_that_hold_them() -> None:
     found = footprint(example("demo"), details=True, rank="rank 1")
     held = [{module.name: module.parameters for module in each.modules} for each in found.ranks]
@@ -129,6 +131,7 @@ def test_where_no_plan_fits_it_is_shown_what_asks_least() -> None:
     assert found.source.startswith("No plan was found that fits")
 
 
+@pytest.mark.slow
 def test_the_search_of_a_plan_is_heard_and_one_that_was_stopped_is_not_called_its_plan() -> None:
     job = example("demo")
     assert "searched" not in footprint(job, hear=lambda watch: None).source

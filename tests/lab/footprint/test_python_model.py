@@ -84,6 +84,7 @@ def test_few_layers_of_each_kind_add_up_to_what_all_of_them_take(name: str) -> N
     assert peaks(job) == peaks(job, full=True)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "memory"),
     [
@@ -99,6 +100,7 @@ def test_few_layers_add_up_under_every_policy_and_runtime(name: str, memory: Any
     assert peaks(job) == peaks(job, full=True)
 
 
+@pytest.mark.slow
 def test_a_network_fifty_layers_deep_is_recorded_as_one_of_four() -> None:
     deep = recorded(job_of("architectures:taking_turns", {"depth": 50}))[0]
     shallow = recorded(job_of("architectures:taking_turns", {"depth": 4}))[0]
@@ -118,6 +120,7 @@ def test_names_are_those_of_the_whole_module() -> None:
     assert "up.2" not in modules
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "arguments", "reason"),
     [
@@ -163,6 +166,7 @@ def test_parameters_keep_the_dtype_they_were_made_in_beside_that_of_computing() 
     assert weight in taken
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["encoder", "convolutions"])
 def test_a_real_step_takes_what_was_estimated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(

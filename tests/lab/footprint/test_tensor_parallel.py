@@ -78,6 +78,7 @@ def _measured(model: nn.Module) -> tuple[int, int, int]:
     return kept, forward, live.peak
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_tensor_rank_allocates_what_torch_s_does(mesh: DeviceMesh, bias: bool) -> None:
     own, torchs = (architectures.Attended(2, 32, 4, bias, tied=False) for _ in range(2))
@@ -107,6 +108,7 @@ def beside_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("beside_the_models")
 def test_layers_are_shared_and_what_their_forwards_keep_with_them() -> None:
     whole, cut_up = (footprint(job_of(degree), details=True).worst for degree in (1, 4))

@@ -66,6 +66,7 @@ def _greedily(state: State, block: Block, count: int, closed: Bools) -> tuple[li
     return slots, state.cost(load, memory)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("count", [1, 2, 7, 64, 200])
 @pytest.mark.parametrize("width", [1, GROUP])
 @pytest.mark.parametrize("seed", range(4))

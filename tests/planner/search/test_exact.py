@@ -39,6 +39,7 @@ def _solved(space: Space, start: Outcome) -> tuple[Assignment | None, float]:
     return found
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize("memory", ["plenty", "tight", "short"])
 @pytest.mark.parametrize("seed", range(8))

@@ -41,6 +41,7 @@ def test_the_share_shown_is_that_of_the_fullest_rank(
     assert _shares(space, storage[None])[0] <= found.seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**9), hbm=st.integers(1, 20_000))
 @settings(max_examples=40)
 def test_a_bound_above_one_proves_that_nothing_fits(

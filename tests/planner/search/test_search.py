@@ -29,6 +29,7 @@ def _found(space: Space, outcome: Outcome) -> list[tuple[int, tuple[int, ...]]]:
     return list(pairs)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
 @settings(max_examples=40)
 def test_every_block_lies_once_on_ranks_that_belong_together(
@@ -46,6 +47,7 @@ def test_every_block_lies_once_on_ranks_that_belong_together(
             assert slot % width == 0
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
 @settings(max_examples=40)
 def test_no_rank_is_over_its_capacity_by_a_byte(
@@ -73,6 +75,7 @@ def test_the_seconds_shown_are_those_of_the_slowest_rank(
         assert 1 <= outcome.feasible <= outcome.tried
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**9), memory=MEMORY, constrained=st.booleans())
 @settings(max_examples=30)
 def test_the_same_space_gives_the_same_assignment(
