@@ -48,9 +48,9 @@ def test_a_study_comes_back_from_its_file(tmp_path: Path) -> None:
     assert read_study(tmp_path / "study.json") == written
 
 
-def test_a_study_is_finished_when_every_kind_has_every_seed() -> None:
-    assert not study(kind("full", 0.75, 0.8), kind("qr", 0.7)).is_finished
-    assert study(kind("full", 0.75, 0.8), kind("qr", 0.7, 0.6)).is_finished
+def test_nothing_is_left_when_every_kind_has_every_seed() -> None:
+    assert study(kind("full", 0.75, 0.8), kind("qr", 0.7)).left == 1
+    assert study(kind("full", 0.75, 0.8), kind("qr", 0.7, 0.6)).left == 0
 
 
 def test_a_figure_spreads_over_seeds_by_its_standard_deviation() -> None:

@@ -137,7 +137,10 @@ def tokens(rank: int, step: int) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
-    logits = model(given)
+    return next_token_loss(model(given), given)
+
+
+def next_token_loss(logits: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given[:, 1:].flatten())
 
 
@@ -339,11 +342,8 @@ def piped(mesh: DeviceMesh, sizes: tuple[int, int, int], strategy: str) -> tuple
         fully_shard_flat(unit, whole["shard"], shard_strategy=strategy)
     group = whole["replicate"].get_group()
 
-    def loss_fn(logits: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given[:, 1:].flatten())
-
     stage = PipelineStage(part, pipe, 2, torch.device("cpu"), group=group)
-    schedule = Schedule1F1B(stage, 3, loss_fn=loss_fn)
+    schedule = Schedule1F1B(stage, 3, loss_fn=next_token_loss)
     one, two = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (part, reference))
     losses = 0.0
     for step in range(3):

@@ -111,7 +111,7 @@ def test_a_study_that_was_stopped_goes_on_and_finds_the_same(tmp_path: Path) -> 
     assert shown.startswith("1 kind of embeddings of a dlrm, 300 steps of 64 samples, 2 seeds\n")
     assert max(map(len, shown.splitlines())) <= 80
     gone_on = read_study(tmp_path / "stopped" / "study.json")
-    assert gone_on.is_finished
+    assert not gone_on.left
     assert [kind.lookup for kind in gone_on.kinds] == [kind.lookup for kind in so_far.kinds]
 
     shown, errors = ended(start(tmp_path, "whole", "--json"))

@@ -54,6 +54,11 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss: LossKind = "gathered"
 
     @property
+    def stage(self) -> Zero:
+        """The stage of ZeRO that our own runtime runs with; other runtimes have their own ways."""
+        return self.zero if self.runtime == "shardwright" else 3
+
+    @property
     def policy(self) -> str:
         """The checkpointing of a step that no plan decides."""
         return "none" if self.checkpointing is UNSET else self.checkpointing
@@ -106,7 +111,7 @@ def check_memory(section: MemorySection, where: str) -> None:
     """Refuse what no runtime does; InputError names the key."""
     check_policy(section.policy, f"{where}: memory.checkpointing")
     runtime, zero = section.runtime, section.zero
-    if zero < 3 and runtime == "shardwright":
+    if section.stage < 3:
         if section.reshard_after_forward is True:
             wanted = f"false or nothing beside zero = {zero}, which keeps parameters whole"
             raise InputError(expected(f"{where}: memory.reshard_after_forward", wanted, "true"))

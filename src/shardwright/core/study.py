@@ -74,9 +74,9 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(len(kind.trials) for kind in self.kinds)
 
     @property
-    def is_finished(self) -> bool:
-        """Whether every kind was trained with every seed."""
-        return self.trials == len(self.kinds) * len(self.seeds)
+    def left(self) -> int:
+        """How many are still to be trained: 0 once every kind was with every seed."""
+        return len(self.kinds) * len(self.seeds) - self.trials
 
 
 class Spread(msgspec.Struct, frozen=True):

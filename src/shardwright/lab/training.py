@@ -132,8 +132,9 @@ class Training:
         together(self.guard.comm, "memory", self._check_room, _unforeseen)
         torch.manual_seed(self.job.train.seed)  # one model on all ranks
         empty = self.task.model(self.device)
-        tables = table_folder(self.job, self.folder)
-        model = apply(empty, self.plan, mesh, probe=self.meter, guard=self.guard, folder=tables)
+        rows = table_folder(self.job, self.folder)
+        model = apply(empty, self.plan, mesh, probe=self.meter, guard=self.guard, folder=rows)
+        self.tables = [part for part in model.modules() if isinstance(part, ShardedTables)]
         parameters = optimizer_parameters(model, per_unit=True)
         rate = self.job.train.learning_rate
         optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)
@@ -223,7 +224,7 @@ class Training:
         steps = self.job.train.steps
         shown, before = 0.0, self.start.step
         for step in range(self.start.step + 1, steps + 1):
-            self._set_rates(model, optimizer, step)
+            self._set_rates(optimizer, step)
             try:
                 with self._errors():
                     loss, words = self._one_step(model, optimizer, batches, saves)
@@ -258,16 +259,14 @@ class Training:
                     entry["scores"] = new
                 self._write(entry)
 
-    def _set_rates(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def _set_rates(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """The learning rates of a step are those of the job, whatever a checkpoint had."""
         train = self.job.train
         factor = rate_factor(train, step)
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate * factor
-        for module in model.modules():
-            if isinstance(module, ShardedTables):
-                rate = train.table_learning_rate or train.learning_rate
-                module.learning_rate = rate * factor
+        for tables in self.tables:
+            tables.learning_rate = (train.table_learning_rate or train.learning_rate) * factor
 
     def _scored(self, step: int) -> Scores | None:
         """What all ranks scored since the last time, where the job asks for it after ``step``."""

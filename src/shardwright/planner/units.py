@@ -184,9 +184,7 @@ class UnitSpace:
     def _allowed(self, units: Unit) -> Iterator[UnitChoice]:
         wanted, reshard = self._wanted(units[0]), self.section.reshard
         for choice in unit_choices(units, self.computed, self.context):
-            if (
-                self.context.zero < 3 and wanted is None
-            ):  # a job that says so wants units to be shared
+            if wanted is None and self.context.zero < 3:  # whose states are shared, or nothing is
                 wanted = "shard" if choice.layout.trains else "replicate"
             if wanted in (None, "replicate" if choice.replicated else "shard") and (
                 choice.replicated or reshard in (None, choice.reshard)

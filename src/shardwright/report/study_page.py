@@ -50,7 +50,7 @@ class StudyPage(Frame):
 
 def render_study(study: Study) -> str:
     """The page of a study, finished or not, as a whole HTML document."""
-    left = len(study.kinds) * len(study.seeds) - study.trials
+    left = study.left
     warnings = (f"Not finished: {counted(left, 'run')} left.",) if left else ()
     page = StudyPage(
         title=f"Embeddings of a {printable(study.model)}",

@@ -64,8 +64,8 @@ def headline(study: Study) -> str:
     """What is compared, in a sentence."""
     together = study.batch * study.world_size
     seeds = counted(len(study.seeds), "seed")
-    left = len(study.kinds) * len(study.seeds) - study.trials
-    unfinished = f"; {counted(left, 'run')} of {left + study.trials} left" if left else ""
+    left, every = study.left, study.left + study.trials
+    unfinished = f"; {counted(left, 'run')} of {every} left" if left else ""
     return (
         f"{counted(len(study.kinds), 'kind')} of embeddings of a {printable(study.model)}, "
         f"{study.steps:,} steps of {together:,} samples, {seeds}{unfinished}"

@@ -40,7 +40,7 @@ def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding
         reshard_after_forward=resharded,
         kept=kept,
         prefetch=1 if on_gpu else 0,
-        zero=section.zero if section.runtime == "shardwright" else 3,
+        zero=section.stage,
         reduces=_reduces(section, degrees),
         shares=_shares(section),
         on_gpu=on_gpu,
@@ -57,7 +57,7 @@ def _shares(section: MemorySection) -> Shares:
 def _reduces(section: MemorySection, degrees: Degrees) -> Reduces:
     """FSDP2 in a pipeline reduces when all is over; ours where it is set to wait, unit by unit, as
     it does where whole gradients are accumulated."""
-    if degrees.pipeline == 1 and not (section.zero == 1 and section.runtime == "shardwright"):
+    if degrees.pipeline == 1 and section.stage != 1:
         return "each"
     return "end" if section.runtime == "fsdp2" else "last"
 
