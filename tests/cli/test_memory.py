@@ -131,7 +131,7 @@ def test_a_step_on_this_machine_takes_what_was_predicted(call: Any, llama: Path)
         assert measured[phase["phase"]] == phase["bytes"]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_a_hugging_face_config_takes_what_was_predicted(
     call: Any, tmp_path: Path, family: str

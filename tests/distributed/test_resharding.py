@@ -29,7 +29,7 @@ def reshard(folder: Path, job: Job, out: Path, *more: str) -> int:
     return main(["reshard", str(folder), "--plan", str(path), "--out", str(out), *more])
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
 def test_a_checkpoint_of_two_ranks_is_that_of_three_under_other_types(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str

@@ -47,7 +47,7 @@ def test_habits_of_users(pool: Pool, habit: str, strategy: str) -> None:
     assert max(found) <= 1e-6
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["flat", "per_param"])
 @pytest.mark.parametrize("how", ["bfloat16", "compiled"])
 def test_what_torch_rounds_is_rounded_as_under_fsdp2(pool: Pool, how: str, strategy: str) -> None:

@@ -28,7 +28,7 @@ def storm(folder: Path, *words: object) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_jobs_that_save_the_same_steps_lose_nothing(tmp_path: Path, ranks: int) -> None:
     found = storm(tmp_path, "--ranks", ranks, "--steps", "same", "--rounds", 30)

@@ -179,9 +179,8 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "breaks", [b if b == "return" else pytest.param(b, marks=pytest.mark.slow) for b in BREAKS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("breaks", BREAKS)
 def test_batches_of_a_user_s_own_that_fail_on_one_rank_end_the_run_on_all(
     folder: Path, breaks: str
 ) -> None:

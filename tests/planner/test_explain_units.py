@@ -142,7 +142,7 @@ def test_units_that_the_job_does_not_allow_are_not_explained(dense: dict[str, in
         explain.draft_of(sealed(msgspec.structs.replace(made, job=other)))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["resharded", "checkpointed"])
 def test_every_number_of_a_plan_of_layers_alone_is_recomputed(case: str) -> None:
     made = plan(_job(CASES[case], layers=2))
