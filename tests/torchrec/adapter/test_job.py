@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     )
     from torchrec_models import META, Model, one_bag, one_sequence, sharders, topology
 
-from shardwright.core.errors import InputError, UnsupportedError
+from shardwright.core.errors import InputError, NoPlanError, UnsupportedError
 from shardwright.core.job import parse_job, read_job
 from shardwright.lab.recordings import plan as make_plan
 from shardwright.torchrec import job_of, write_job
@@ -57,6 +57,7 @@ def test_pods_and_capacities_are_those_of_the_topology() -> None:
     assert "pod_size" not in job_of(Model(), topology=topology())["cluster"]
 
 
+IDS = 20 * 8 * 64 * 6
 DENSE = {"dense_bytes": 4040}
 
 
@@ -80,6 +81,10 @@ DENSE = {"dense_bytes": 4040}
             lambda: InferenceStorageReservation(0.1),
             {"kind": "inference", "percentage": 0.1, "multiplier": 1.0, **DENSE},
         ),
+        (  # dense parts six times, and what it says is needed for ids of two pipelined batches
+            lambda: SKUAwareStorageReservation(GIB // 10, 1000),
+            {"kind": "absolute", "nbytes": GIB // 10 + 1000 + 6 * 4040 + IDS},
+        ),
         (
             lambda: None,
             {"kind": "heuristic", "percentage": 0.15, "multiplier": 6.0, **DENSE},
@@ -90,11 +95,17 @@ def test_a_reservation_leaves_what_torchrec_leaves(
     make: Callable[[], Any], told: dict[str, Any]
 ) -> None:
     given, reservation = topology(hbm_cap=GIB), make()
-    job = job_of(Model(), topology=given, batch_size=64, storage_reservation=reservation)
+    constraints = {"t1": ParameterConstraints(pooling_factors=[1.0, 1.0])}
+    job = job_of(
+        Model(),
+        topology=given,
+        batch_size=64,
+        constraints=constraints,
+        storage_reservation=reservation,
+    )
     assert job["planner"]["reservation"] == told
 
     judge = reservation or HeuristicalStorageReservation(0.15)
-    constraints = {"t1": ParameterConstraints(pooling_factors=[1.0, 1.0])}
     left = judge.reserve(given, 64, Model(), sharders(), constraints).devices[0].storage
     reserved = make_plan(parse_job(job)).reserved
     assert (reserved.hbm_left, reserved.ddr_left) == (left.hbm, left.ddr)
@@ -109,8 +120,12 @@ def test_buffers_of_the_dense_part_count_once() -> None:
 
 
 def test_what_a_job_cannot_say_is_refused_in_one_line() -> None:
-    with pytest.raises(UnsupportedError, match=r"storage_reservation: .* SKUAwareStorage"):
-        job_of(Model(), topology=topology(), storage_reservation=SKUAwareStorageReservation(GIB))
+    with pytest.raises(NoPlanError, match=r"storage_reservation: expected HBM left for tables"):
+        job_of(
+            Model(),
+            topology=topology(hbm_cap=GIB),
+            storage_reservation=SKUAwareStorageReservation(GIB),
+        )
     with pytest.raises(UnsupportedError, match="compute_device cpu or cuda, got 'mtia'"):
         job_of(Model(), topology=topology(device="mtia"))
     uneven = topology()

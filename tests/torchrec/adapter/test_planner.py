@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from typing import Any
 
@@ -13,23 +14,28 @@ with warnings.catch_warnings():
     pytest.importorskip("torchrec", reason="TorchRec is not installed")
     import torch
     from torch import nn
-    from torchrec import EmbeddingBagConfig, optim
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType, optim
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import ParameterConstraints, Topology
     from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
     from torchrec.distributed.planner.planners import (
+        EmbeddingShardingPlanner,
         validate_compute_kernels,
         validate_modules_inclusion_in_sharding_plan,
         validate_rank_assignment,
     )
-    from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+    from torchrec.distributed.planner.storage_reservations import (
+        FixedAbsoluteStorageReservation,
+        FixedPercentageStorageReservation,
+    )
     from torchrec.distributed.planner.types import Shard
     from torchrec.distributed.types import CacheParams
     from torchrec.modules.embedding_configs import DataType
     from torchrec_models import Model, one_bag, one_sequence, sharders, topology
 
 from shardwright.core.errors import MismatchError, NoPlanError, UnsupportedError
-from shardwright.torchrec import ShardwrightPlanner, read_tables, sharding_plan
+from shardwright.torchrec import ShardwrightPlanner, job_of, read_tables, sharding_plan
+from shardwright.torchrec.adapter.planner import PARTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TorchRec's reservations
 
@@ -182,8 +188,8 @@ def test_a_plan_is_valid_and_priced_as_torchrec_does(options: str) -> None:
     planner = ShardwrightPlanner(
         given,
         512,
-        FixedPercentageStorageReservation(0.15),
-        constraints,
+        storage_reservation=FixedPercentageStorageReservation(0.15),
+        constraints=constraints,
         job_overrides={"planner": {"options": options}},
     )
     model = Model()
@@ -259,10 +265,77 @@ def test_without_a_process_group_a_collective_plan_is_a_plan() -> None:
 
 def test_a_plan_that_does_not_fit_is_refused_by_the_planner() -> None:
     planner = ShardwrightPlanner(
-        topology(2, hbm_cap=10_000), 8, FixedPercentageStorageReservation(0.15)
+        topology(2, hbm_cap=10_000),
+        8,
+        storage_reservation=FixedPercentageStorageReservation(0.15),
     )
     with pytest.raises(NoPlanError):
         planner.plan(Model(), sharders())
+
+
+def test_arguments_stand_where_torchrec_s_planner_has_them() -> None:
+    own, theirs = (
+        list(inspect.signature(planner).parameters)
+        for planner in (ShardwrightPlanner, EmbeddingShardingPlanner)
+    )
+    assert own == [*theirs, "job_overrides"]
+    planner = ShardwrightPlanner(
+        topology(2, hbm_cap=GIB), 8, None, FixedAbsoluteStorageReservation(99), debug=False
+    )
+    planner.plan(one_bag(), sharders())
+    assert planner.made is not None
+    assert planner.made.reserved.hbm_left == GIB - 99
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_torchrec_s_search_are_refused_with_what_does_their_work(name: str) -> None:
+    part = EmbeddingEnumerator(topology(2), 8)
+    with pytest.raises(UnsupportedError) as caught:
+        ShardwrightPlanner(topology(2), 8, **{name: part})
+    said = f"{name}: expected nothing: our own search, got EmbeddingEnumerator. {PARTS[name]}"
+    assert str(caught.value) == said
+
+
+def averaged(*poolings: str) -> nn.Module:
+    """A module of tables that are pooled so."""
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{i}",
+            num_embeddings=10_000_000,
+            embedding_dim=64,
+            feature_names=[f"f{i}"],
+            pooling=PoolingType[pooling],
+        )
+        for i, pooling in enumerate(poolings)
+    ]
+    bags = EmbeddingBagCollection(device=torch.device("meta"), tables=tables)
+    return nn.ModuleDict({"ebc": bags})
+
+
+def test_averaged_bags_are_not_cut_by_rows_beside_others() -> None:
+    """TorchRec divides the sums of tables that are not cut by rows too."""
+
+    def cut(*poolings: str) -> list[bool]:
+        tables = job_of(averaged(*poolings), topology=topology(4))["tables"]
+        return ["row_wise" in table["sharding_types"] for table in tables]
+
+    assert cut("SUM", "MEAN", "SUM") == [True, False, True]
+    assert cut("MEAN", "MEAN") == [False, False]
+    assert cut("MEAN") == [True]
+
+
+@pytest.mark.parametrize("beside", ["row_wise", "table_wise"])
+def test_averaged_bags_that_must_be_cut_by_rows_want_all_tables_so(beside: str) -> None:
+    constraints = {
+        "t0": ParameterConstraints(sharding_types=["row_wise"]),
+        "t1": ParameterConstraints(sharding_types=[beside]),
+    }
+    planner = ShardwrightPlanner(topology(2), 8, constraints=constraints)
+    if beside == "row_wise":
+        planner.plan(averaged("MEAN", "SUM"), sharders())
+        return
+    with pytest.raises(UnsupportedError, match=r"^table 't0': .* sums of 't1' \(table_wise\) too"):
+        planner.plan(averaged("MEAN", "SUM"), sharders())
 
 
 def test_a_plan_of_another_model_or_topology_is_refused() -> None:

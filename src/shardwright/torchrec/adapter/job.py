@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import msgspec
 from torch import nn
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.constants import BATCH_SIZE
-from torchrec.distributed.planner.types import StorageReservation
+from torchrec.distributed.planner.types import PlannerError, StorageReservation
 from torchrec.distributed.sharding_plan import get_default_sharders
 
 from shardwright.core.document import write_atomically
+from shardwright.core.errors import NoPlanError, UnsupportedError, expected
 from shardwright.core.model import TableSpec
 from shardwright.torchrec.adapter.limits import Ranks, limited
 from shardwright.torchrec.adapter.machine import (
@@ -103,9 +105,10 @@ def document(
     )
     entries = [_entry(limited(table, ranks, lean=request.lean)) for table in tables]
     modules = (child for _, child, _ in sharded_modules(module, sharders))
+    set_aside = partial(_set_aside, request, module, sharders)
     planner: dict[str, Any] = {
         "constants": request.profile,
-        "reservation": reservation_section(request.storage_reservation, module, modules),
+        "reservation": reservation_section(request.storage_reservation, module, modules, set_aside),
         "estimator": _estimator(tables),
     }
     if request.timeout_seconds is not None:
@@ -117,6 +120,31 @@ def document(
         "tables": entries,
     }
     return _merged(found, request.overrides or {}), tables
+
+
+def _set_aside(
+    request: Request, module: nn.Module, sharders: Sharders, reservation: StorageReservation
+) -> int:
+    """Bytes of HBM that a reservation takes of every rank, the same of all."""
+    try:
+        left = reservation.reserve(
+            topology=request.topology,
+            batch_size=request.batch_size,
+            module=module,
+            sharders=list(sharders),
+            constraints=dict(request.constraints or {}),
+        )
+    except PlannerError as error:
+        found = " ".join(str(error).split())
+        raise NoPlanError(expected("storage_reservation", "HBM left for tables", found)) from error
+    pairs = zip(request.topology.devices, left.devices, strict=True)
+    taken = sorted({before.storage.hbm - after.storage.hbm for before, after in pairs})
+    if len(taken) > 1 or taken[0] < 0:
+        found = " and ".join(f"{nbytes:,} B" for nbytes in (taken[0], taken[-1]))
+        raise UnsupportedError(
+            expected("storage_reservation", "the same bytes taken of every rank", found)
+        )
+    return taken[0]
 
 
 def _entry(spec: TableSpec) -> dict[str, Any]:

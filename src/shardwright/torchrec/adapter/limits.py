@@ -2,19 +2,22 @@
 
 A sharder offers more than runs: a sequence table cannot be replicated on a CPU, a fused kernel
 reads rows of whole groups of four columns, and a shard without rows has no weight to look up on a
-CPU. Types and kernels that TorchRec guards are left to those who name them.
+CPU. Where a table of averaged bags is cut by rows, the sums of all tables of its module that are
+not are divided too. Types and kernels that TorchRec guards are left to those who name them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import column_width, column_widths, row_runs
+from shardwright.core.plan import Plan
 from shardwright.core.sharding import TYPES, ShardingType, traits
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.torchrec.adapter.tables import TorchRecTable
@@ -53,6 +56,8 @@ def limited(table: TorchRecTable, ranks: Ranks, *, lean: bool) -> TableSpec:
     types = [t for t in TYPES if t in (named or offered) and t in offered]
     types = [t for t in types if named or t not in GUARDED_TYPES]
     types = [t for t in types if _runs(t, spec, ranks)]
+    if table.is_averaged and not named:
+        types = [t for t in types if not traits(t).cuts_rows]
     if lean and spec.min_partition is None:
         spec = msgspec.structs.replace(spec, min_partition=NARROWEST)
     if lean and not named:
@@ -64,6 +69,26 @@ def limited(table: TorchRecTable, ranks: Ranks, *, lean: bool) -> TableSpec:
     if spec.compute_kernels or set(kernels) != set(KERNELS[ranks.device]):
         changed["compute_kernels"] = kernels
     return msgspec.structs.replace(spec, **changed)
+
+
+def check_averages(plan: Plan, tables: Sequence[TorchRecTable]) -> None:
+    """UnsupportedError where averages of one table would be taken of the sums of another."""
+    types = {table.name: table.sharding_type for table in plan.tables}
+    whole = {t.module_path: t for t in tables if not traits(types[t.spec.name]).cuts_rows}
+    for table in tables:
+        other = whole.get(table.module_path)
+        if table.is_averaged and traits(types[table.spec.name]).cuts_rows and other:
+            kind, beside = types[table.spec.name], types[other.spec.name]
+            raise UnsupportedError(
+                expected(
+                    f"table '{table.spec.name}'",
+                    f"a type that cuts no rows, for TorchRec divides the sums of "
+                    f"'{other.spec.name}' ({beside}) too where averaged bags are cut by rows",
+                    kind,
+                    "Constrain all tables of the module to types that cut rows, or this one to "
+                    "types that do not.",
+                )
+            )
 
 
 def _runs(sharding_type: ShardingType, spec: TableSpec, ranks: Ranks) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -76,11 +76,15 @@ def _check(topology: Topology) -> None:
 
 
 def reservation_section(
-    reservation: StorageReservation | None, model: nn.Module, sharded: Iterable[nn.Module]
+    reservation: StorageReservation | None,
+    model: nn.Module,
+    sharded: Iterable[nn.Module],
+    set_aside: Callable[[StorageReservation], int],
 ) -> dict[str, Any]:
     """The ``[planner.reservation]`` that sets aside what ``reservation`` does, in bytes per rank.
 
     ``sharded`` are the modules of ``model`` whose tables are planned; the rest is dense.
+    ``set_aside`` asks a reservation itself, for kinds that are none of ours.
     """
     match reservation:
         case None:
@@ -95,9 +99,7 @@ def reservation_section(
         case InferenceStorageReservation():
             kind, multiplier = "inference", 1.0
         case _:
-            wanted = "a percentage, an absolute, a heuristic or an inference reservation"
-            found = type(reservation).__name__
-            raise UnsupportedError(expected("storage_reservation", wanted, found))
+            return {"kind": "absolute", "nbytes": set_aside(reservation)}
     dense = _dense(model, sharded, multiplier)
     if reservation._dense_tensor_estimate:
         dense = {"dense_bytes": reservation._dense_tensor_estimate, "multiplier": 1.0}

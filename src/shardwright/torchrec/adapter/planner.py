@@ -23,7 +23,7 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
-from shardwright.core.errors import MismatchError, PeerError, expected
+from shardwright.core.errors import MismatchError, PeerError, UnsupportedError, expected
 from shardwright.core.job import parse_job
 from shardwright.core.model import DENSE
 from shardwright.core.model_of_job import model_of
@@ -32,10 +32,28 @@ from shardwright.core.quantities import format_seconds
 from shardwright.core.sharding import traits
 from shardwright.planner.planner import plan as make_plan
 from shardwright.torchrec.adapter.job import Request, document
+from shardwright.torchrec.adapter.limits import check_averages
 from shardwright.torchrec.adapter.machine import default_topology
 from shardwright.torchrec.adapter.tables import Constraints, Sharders, TorchRecTable
 
 WHERE = "model"
+
+_PROPOSERS = (
+    "Its proposers search with job_overrides={'planner': {'search': 'proposers'}}, under "
+    "TorchRec's options with 'options': 'torchrec' beside it."
+)
+_COSTS = "Costs are a job's planner.constants and planner.estimator, in job_overrides."
+_OPTIONS = "Constraints say which options a table has."
+# Parts of TorchRec's search, and what does their work here.
+PARTS = {
+    "enumerator": f"{_OPTIONS} {_COSTS}",
+    "proposer": _PROPOSERS,
+    "partitioner": _PROPOSERS,
+    "performance_model": _COSTS,
+    "stats": "After planning, 'made' is the plan, which 'shardwright explain' reads.",
+    "callbacks": _OPTIONS,
+    "plan_loader": "sharding_plan(plan, tables, topology) gives a plan that was made before.",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -43,23 +61,41 @@ logger = logging.getLogger(__name__)
 class ShardwrightPlanner(ShardingPlanner):
     """Plans tables by TorchRec's own costs, or those that ``job_overrides`` ask for.
 
-    ``topology``, ``batch_size`` (per rank), ``storage_reservation``, ``constraints`` and
-    ``timeout_seconds`` are as in TorchRec's ``EmbeddingShardingPlanner``. ``job_overrides`` are
-    sections of a job that win over what the model says, such as
-    ``{"planner": {"options": "torchrec"}}``. After planning, ``made`` is the plan as Shardwright
-    writes and explains it.
+    Arguments stand in the order of TorchRec's ``EmbeddingShardingPlanner``: ``topology``,
+    ``batch_size`` (per rank), ``storage_reservation``, ``constraints`` and ``timeout_seconds`` are
+    as there, ``debug`` says whether a summary is logged. Parts of a search that is not ours
+    (``enumerator``, ``proposer``, ``partitioner``, ``performance_model``, ``stats``,
+    ``callbacks``, ``plan_loader``) are refused. ``job_overrides`` are sections of a job that win
+    over what the model says, such as ``{"planner": {"options": "torchrec"}}``. After planning,
+    ``made`` is the plan as Shardwright writes and explains it.
+
+    :raises UnsupportedError: a part of TorchRec's search is given.
     """
 
     def __init__(
         self,
         topology: Topology | None = None,
         batch_size: int | None = None,
+        enumerator: object | None = None,
         storage_reservation: StorageReservation | None = None,
+        proposer: object | None = None,
+        partitioner: object | None = None,
+        performance_model: object | None = None,
+        stats: object | None = None,
         constraints: Constraints | None = None,
+        debug: bool = True,
+        callbacks: object | None = None,
         timeout_seconds: float | None = None,
+        plan_loader: object | None = None,
         *,
         job_overrides: Mapping[str, Any] | None = None,
     ) -> None:
+        parts = (enumerator, proposer, partitioner, performance_model, stats, callbacks)
+        for (name, remedy), part in zip(PARTS.items(), (*parts, plan_loader), strict=True):
+            if part:
+                found = type(part).__name__
+                raise UnsupportedError(expected(name, "nothing: our own search", found, remedy))
+        self._debug = debug
         self._request = Request(
             topology or default_topology(),
             batch_size or BATCH_SIZE,
@@ -76,7 +112,9 @@ class ShardwrightPlanner(ShardingPlanner):
         if not tables:
             return ShardingPlan({})
         self.made = make_plan(parse_job(found, WHERE), model_of)
-        logger.info(_summary(self.made))
+        check_averages(self.made, tables)
+        if self._debug:
+            logger.info(_summary(self.made))
         return sharding_plan(self.made, tables, self._request.topology)
 
     def collective_plan(

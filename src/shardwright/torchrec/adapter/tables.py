@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from torchrec import optim
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams, ModuleSharder
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
@@ -46,7 +47,8 @@ class TorchRecTable:
     """A table of a model: ``name`` in the module at ``module_path``, and who shards that module.
 
     ``spec`` is what a plan needs to know: its name is unique among all tables, its fqn that of the
-    parameter, and its limits those of ``constraint``.
+    parameter, and its limits those of ``constraint``. ``is_averaged`` of a table whose bags are,
+    beside others in its module.
     """
 
     spec: TableSpec
@@ -54,6 +56,7 @@ class TorchRecTable:
     module_path: str
     sharder: ModuleSharder[nn.Module]
     constraint: ParameterConstraints | None
+    is_averaged: bool = False
 
 
 def read_tables(
@@ -79,8 +82,10 @@ def read_tables(
                 constraint = (constraints or {}).get(name)
                 if constraint and constraint.device_group not in (None, device):
                     continue
-                spec = _spec(path, child, sharder, configs[name], parameter, constraint)
-                found.append(TorchRecTable(spec, name, path, sharder, constraint))
+                config = configs[name]
+                spec = _spec(path, child, sharder, config, parameter, constraint)
+                averaged = len(configs) > 1 and spec.pooled and config.pooling is PoolingType.MEAN
+                found.append(TorchRecTable(spec, name, path, sharder, constraint, averaged))
     return _named_apart(found)
 
 
@@ -215,12 +220,9 @@ def _named_apart(tables: Sequence[TorchRecTable]) -> tuple[TorchRecTable, ...]:
     return tuple(
         table
         if names.count(table.spec.name) == 1
-        else TorchRecTable(
-            msgspec.structs.replace(table.spec, name=f"{table.module_path}.{table.spec.name}"),
-            table.name,
-            table.module_path,
-            table.sharder,
-            table.constraint,
+        else replace(
+            table,
+            spec=msgspec.structs.replace(table.spec, name=f"{table.module_path}.{table.spec.name}"),
         )
         for table in tables
     )
