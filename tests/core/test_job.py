@@ -147,6 +147,11 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
             "job: planner.reservation.percentage: expected float < 1.0, got 1.",
         ),
         (
+            {"tables": [TABLE], "planner": {"reservation": {"nbytes": "48"}}},
+            "job: planner.reservation.nbytes: expected bytes as an integer or a text like "
+            "'48 MiB', got '48'.",
+        ),
+        (
             {"tables": [TABLE], "planner": {"estimator": {"communication": ["fp32", "fp64"]}}},
             "job: planner.estimator.communication[1]: expected one of fp32, fp16, bf16, fp8, "
             "int8, got 'fp64'.",
@@ -280,6 +285,12 @@ def test_the_key_that_a_table_without_rows_lacks_is_named() -> None:
     assert _refused({"tables": [{"name": "a", "dim": 4}]}) == (
         "job: tables[0].rows: expected a value, got none."
     )
+
+
+def test_sizes_of_a_reservation_are_numbers_or_texts() -> None:
+    sizes = {"kind": "heuristic", "nbytes": "1.5 KiB", "dense_bytes": 7}
+    found = parse_job({"tables": [TABLE], "planner": {"reservation": sizes}}).planner.reservation
+    assert (found.nbytes, found.dense_bytes) == (1536, 7)
 
 
 @pytest.mark.parametrize(

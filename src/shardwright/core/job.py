@@ -43,6 +43,7 @@ from shardwright.core.parallel import (
     fixed_world,
 )
 from shardwright.core.planning import ESTIMATOR_UNREAD, PlannerSection
+from shardwright.core.quantities import parse_bytes
 from shardwright.core.study_section import StudySection, check_study
 from shardwright.core.tables import check_constraints, check_tables, read_tables, with_kinds
 from shardwright.core.train_section import TrainSection, check_schedule
@@ -247,6 +248,7 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     ``path`` is the job's own, for files that it names.
     """
     document = _with_kinds(_with_tables(document, where, path), where)
+    document = _with_bytes(document, where)
     tables = document.get("tables", ())
     if isinstance(tables, list) and len(tables) > MAX_TABLES:
         most = f"at most {MAX_TABLES:,}"
@@ -405,6 +407,20 @@ def _with_kinds(document: dict[str, Any], where: str) -> dict[str, Any]:
     if kind in ESTIMATED:
         document = _with_default(document, "train", "optimizer", "adamw")
     return document
+
+
+def _with_bytes(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """The document with the sizes of its reservation as numbers, where they are texts."""
+    planner = document.get("planner")
+    section = planner.get("reservation") if isinstance(planner, dict) else None
+    if not isinstance(section, dict):
+        return document
+    sizes = {
+        key: parse_bytes(section[key], f"{where}: planner.reservation.{key}")
+        for key in ("nbytes", "dense_bytes")
+        if isinstance(section.get(key), str)
+    }
+    return {**document, "planner": {**document["planner"], "reservation": {**section, **sizes}}}
 
 
 def _with_default(document: dict[str, Any], section: str, key: str, value: str) -> dict[str, Any]:
