@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -104,6 +105,9 @@ def importable() -> Iterator[None]:
         sys.path.remove(here)
 
 
+_STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
 def python_function(name: str, where: str) -> Callable[..., Any]:
     """The function that ``package.module:function`` names."""
     path, _, rest = name.partition(":")
@@ -132,7 +136,22 @@ def python_function(name: str, where: str) -> Callable[..., Any]:
                 f"There is {near}." if near else "",
             )
         )
+    if _is_pythons(found):
+        raise InputError(
+            expected(where, "a function of your own", f"'{rest}' of Python's standard library")
+        )
     return found  # type: ignore[no-any-return]
+
+
+def _is_pythons(found: Any) -> bool:
+    """Whether a function or class, by whatever name it was found, is of the standard library."""
+    if not inspect.isroutine(found) and not inspect.isclass(found):
+        return False
+    owner = getattr(found, "__module__", None) or ""
+    if owner.partition(".")[0] not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(owner), "__file__", None)
+    return file is None or _STDLIB in Path(file).parents  # else a module of that name of one's own
 
 
 def make(call: Call, function: Callable[..., Any], remedy: str = "") -> Built | Task:

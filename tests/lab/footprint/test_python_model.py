@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,26 @@ def test_what_cannot_be_traced_is_refused_in_one_line_that_names_it(
 def test_a_module_that_is_not_there_is_named() -> None:
     with pytest.raises(InputError, match=r"an importable module 'no_such'.*Run from the folder"):
         recorded(job_of("no_such:model"))
+
+
+@pytest.mark.parametrize("name", ["os:system", "subprocess:run", "shutil:rmtree", "builtins:eval"])
+def test_no_function_of_the_standard_library_is_called(name: str) -> None:
+    with pytest.raises(
+        InputError, match=r"expected a function of your own, got '[\w.]+' of Python"
+    ):
+        python_function(name, "model.python")
+
+
+def test_a_module_of_one_s_own_may_be_called_as_one_of_the_standard_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "chunk.py").write_text("from functools import partial\nbuild = partial(int, 3)\n")
+    (tmp_path / "code.py").write_text("def build():\n    return 3\n")
+    monkeypatch.delitem(sys.modules, "code", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert python_function("code:build", "model.python")() == 3
+    assert python_function("chunk:build", "model.python")() == 3
+    monkeypatch.delitem(sys.modules, "code")
 
 
 def test_untraceable_modules_are_unsupported_and_end_with_the_code_of_bad_input() -> None:
