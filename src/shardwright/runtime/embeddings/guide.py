@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -56,7 +56,15 @@ class Request:
 
     def without_rows(self) -> Request:
         """What is left to do once they are sent."""
-        return replace(self, rows=self.rows.new_empty(0), weights=None)
+        return Request(
+            self.rows.new_empty(0),
+            self.counts,
+            self.slots,
+            self.lengths,
+            self.segments,
+            None,
+            self.once,
+        )
 
 
 @dataclass(slots=True)
@@ -212,10 +220,16 @@ class Guide:
             rows = gradient.index_select(0, self.feature_index).view(-1, self.width)
         else:
             pairs = zip(self.features, self.columns, strict=True)
-            rows = torch.cat([gradient[f][:, c : c + self.width] for f, c in pairs])
+            rows = torch.cat([self._own_columns(gradient[f], c) for f, c in pairs])
         if asked.once is not None:
             return asked.once.summed(rows)
         return rows if asked.slots is None else rows.index_select(0, asked.slots)
+
+    def _own_columns(self, rows: torch.Tensor, first: int) -> torch.Tensor:
+        """Those of a piece, of all columns of its feature."""
+        if rows.shape[1] == self.width:
+            return rows
+        return rows[:, first : first + self.width]
 
 
 def _results(out: Rows, feature: int) -> int:
