@@ -34,11 +34,14 @@ def build(
     optimizer: str,
     learning_rate: float,
     weights: Mapping[str, torch.Tensor],
+    *,
+    dedup: bool = False,
 ) -> nn.Module:
     """Tables as ``specs`` (name, rows, dim, pooling, features) say, each cut as ``types`` does.
 
     A 2-D mesh is (host, device); a 1-D one is one host. ``weights`` are the whole tables. Large
-    ones that are replicated exchange the rows that were looked up.
+    ones that are replicated exchange the rows that were looked up. With ``dedup`` a row travels
+    once to a rank that asks for it several times.
     """
     copied = {name: traits(kind).replicated for name, kind in types.items()}
     tables = [
@@ -52,6 +55,7 @@ def build(
             spec["pooling"],
             replicated=copied[spec["name"]],
             by_rows=copied[spec["name"]] and spec["rows"] * spec["dim"] * FLOAT > RIDE_BYTES,
+            dedup=dedup,
         )
         for spec in specs
     ]

@@ -6,8 +6,10 @@ Configuration A is 26 tables of 100,000 x 16 with one id in each bag, batch 2,04
 tables of 1,000,000 x 64 with Poisson(10) ids in a bag, batch 512; "small" is A with batch 16. Ids
 follow Zipf's law with exponent 1.05 or are uniform. Every case runs in processes of its own, one
 thread each; its contestants take turns step by step, from the same weights and the same batches. A
-step is forward, backward and the rows' update. Ranks share few cores, so the figure is the CPU time
-of a process; wall time stands beside it. Where TorchRec is not installed ours runs alone.
+step is forward, backward and the rows' update. "dedup" is ours with rows that travel once to a rank
+that asks for them several times, as a plan may choose; it needs bags of one id.
+Ranks share few cores, so the figure is the CPU time of a process; wall time stands beside it.
+Where TorchRec is not installed ours runs alone.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ def batch(case: Case, random: np.random.Generator) -> Given:
     return found
 
 
-def ours(case: Case, mesh: DeviceMesh, weights: Mapping[str, torch.Tensor]) -> Step:
+def ours(
+    case: Case, mesh: DeviceMesh, weights: Mapping[str, torch.Tensor], *, dedup: bool = False
+) -> Step:
     """The tables of ``peer_tables``."""
     shape = SHAPES[case.shape]
     names = [f"t{i}" for i in range(shape.tables)]
@@ -107,7 +111,7 @@ def ours(case: Case, mesh: DeviceMesh, weights: Mapping[str, torch.Tensor]) -> S
         for i, n in enumerate(names)
     ]
     types = dict.fromkeys(names, case.sharding)
-    module = build(specs, types, mesh, case.optimizer, RATE, weights)
+    module = build(specs, types, mesh, case.optimizer, RATE, weights, dedup=dedup)
     gradient = torch.full((shape.batch, shape.dim), 1e-3)
 
     def step(given: Given) -> None:
@@ -209,6 +213,8 @@ def work(rank: int, case: Case, store: str, steps: int, peer: bool, results: Any
         for i in range(shape.tables)
     }
     contestants = {"ours": ours(case, mesh, weights)}
+    if shape.length == 1 and case.sharding != "data_parallel":
+        contestants["dedup"] = ours(case, mesh, weights, dedup=True)
     if peer:
         contestants["torchrec"] = theirs(case, mesh, weights)
     del weights
@@ -248,9 +254,12 @@ def run(case: Case, steps: int, peer: bool) -> dict[str, Any]:
     line: dict[str, Any] = asdict(case)
     for name, (cpu, wall) in found.items():
         line |= {f"{name}_cpu_ms": round(cpu, 3), f"{name}_wall_ms": round(wall, 3)}
-    if peer:
-        line["cpu_ratio"] = round(found["ours"][0] / found["torchrec"][0], 3)
-        line["wall_ratio"] = round(found["ours"][1] / found["torchrec"][1], 3)
+    for name in found if peer else ():
+        if name != "torchrec":
+            start = "" if name == "ours" else f"{name}_"
+            for index, kind in enumerate(("cpu", "wall")):
+                ratio = found[name][index] / found["torchrec"][index]
+                line[f"{start}{kind}_ratio"] = round(ratio, 3)
     return line
 
 

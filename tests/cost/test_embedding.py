@@ -54,6 +54,9 @@ for _type in TYPES:
             v.ids, v.rows, v.local, t
         ),
         f"request_seconds/{_type}": lambda v, t=_type: embedding.request_seconds(v.ids, t, v.c),
+        f"request_seconds/{_type} of each row once": lambda v, t=_type: embedding.request_seconds(
+            v.ids, t, v.c, dedup=True
+        ),
         f"exchange_bytes/{_type}": lambda v, t=_type: embedding.exchange_bytes(
             _demand(v), t, v.size, 2, v.hosts * v.local, v.local
         ),
@@ -83,7 +86,7 @@ for _part in embedding.LATENCIES:
     CASES[f"step_latencies/{_part}"] = lambda v, part=_part: embedding.step_latencies(
         ["routed", part], v.hosts * v.local, v.c, v.local
     )
-OF_NAMES = {"home", "replica_part", "rows_are_few"}
+OF_NAMES = {"home", "replica_part", "rows_are_few", "dedup_pays"}
 SAMPLES = st.lists(
     st.fixed_dictionaries(
         {

@@ -49,6 +49,10 @@ def test_only_ids_of_tables_cut_by_rows_are_sorted() -> None:
     assert set(seconds.values()) == {20.0, 30.0}
 
 
+def test_ids_whose_rows_travel_once_are_sorted_whatever_the_cut() -> None:
+    assert {embedding.request_seconds(10, t, C, dedup=True) for t in ROUTED} == {45.0}
+
+
 def test_a_routed_shard_pays_for_ids_out_rows_back_and_its_update() -> None:
     # 4 ids of 64 B rows on 2 ranks; a row takes 64/64 + 0.5 seconds to touch
     demand = Demand(2, 2, 10, 16, 64, 4, 4, 3.0)

@@ -89,6 +89,7 @@ def drawn_tables(rnd: random.Random, optimizer: str) -> list[Table]:
             _pooling(rnd),
             replicated=(copied := rnd.random() < 0.2),
             by_rows=copied and rnd.random() < 0.5,
+            dedup=rnd.random() < 0.5,
         )
         for n in range(rnd.randint(1, 5))
     ]
@@ -243,17 +244,22 @@ def random_cuts(
     return found
 
 
-def typed_cuts(mesh: DeviceMesh, optimizer: str, kind: ShardingType, local: int) -> float:
-    """How far tables cut as a sharding type does are from whole ones."""
+def typed_cuts(
+    mesh: DeviceMesh, optimizer: str, kind: ShardingType, local: int, dedup: bool = False
+) -> float:
+    """How far tables cut as a sharding type does are from whole ones; with ``dedup`` every bag has
+    one id, as rows that travel once need it."""
     replicated = traits(kind).replicated
     tables = [
         Table("t0", "t0", 17, 8, ("f0",), optimizer, "sum", replicated=replicated),
         Table("t1", "t1", 5, 4, ("f1",), optimizer, "mean", replicated=replicated),
         Table("t2", "t2", 3, 2, ("f2",), optimizer, "none", replicated=replicated),
     ]
+    tables = [replace(table, dedup=dedup) for table in tables]
     blocks = [b for table in tables for b in blocks_of(table, kind, mesh.size(), local)]
     beside = Beside(mesh, tables, blocks)
-    rows = [beside.step(step, 4, weighted=step % 2 == 0) for step in range(STEPS)]
+    longest = 1 if dedup else 4
+    rows = [beside.step(s, longest, weighted=s % 2 == 0 and not dedup) for s in range(STEPS)]
     return max(*rows, beside.apart())
 
 

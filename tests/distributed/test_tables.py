@@ -46,6 +46,17 @@ def test_tables_under_many_random_cuts_train_as_whole_ones(
         assert not far
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("optimizer", RULES)
+def test_rows_that_travel_once_train_as_whole_tables(
+    pool: Pool, optimizer: str, kind: ShardingType, world_size: int
+) -> None:
+    options = {"optimizer": optimizer, "kind": kind, "local": min(world_size, 2), "dedup": True}
+    assert max(pool.run(world_size, tasks.typed_cuts, **options)) <= CLOSE
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "partial_rowwise_adam"])

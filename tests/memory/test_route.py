@@ -71,6 +71,32 @@ def test_only_the_ids_of_row_shards_are_sorted_where_both_kinds_are_asked() -> N
     assert _left(mixed, route.exchange_ids) == (10 + 1) * ID
 
 
+ONCE = Asked(10, 6, 10, 16, cut=10, dedup=True)
+
+
+def test_rows_that_travel_once_are_sorted_and_know_whose_they_are() -> None:
+    once = _traffic(ONCE, served=FEW)
+    kept = 2 * 10 * ID + 6 * ID  # whose result each row is, and of each result its row
+    assert _peak(route.exchange_ids, once) == 2 * 10 * ID + 10 + kept + 6 * ID
+    assert _left(once, route.exchange_ids) == kept + ID
+    assert _left(once, route.exchange_ids, route.forget_trip) == ID
+
+
+def test_each_row_travels_once_both_ways() -> None:
+    once = _traffic(ONCE)
+    assert (once.asked[0].sent_bytes, once.asked_bytes) == (6 * ID, 6 * 16 * FLOAT)
+    assert _peak(route.assemble, once, route.exchange_rows) == 10 * 16 * FLOAT
+    alone = _traffic(served=(Served(0, 0, 16, 0),)).asked[0]
+    sums = msgspec.structs.replace(alone, rows=6, dedup=True)
+    wide = _traffic(sums, served=(Served(0, 0, 16, 0),))
+    assert _peak(route.return_gradients, wide) == (10 + 6) * 16 * FLOAT
+
+
+def test_results_that_are_all_a_module_asks_for_need_no_copy() -> None:
+    direct = _traffic(msgspec.structs.replace(ONCE, direct=True))
+    assert _peak(route.assemble, direct, route.exchange_rows) == 0
+
+
 def test_several_groups_are_joined_before_they_are_sent() -> None:
     assert _peak(route.exchange_ids, TWO_GROUPS) == (30 + 30 + 18) * ID
 

@@ -86,7 +86,7 @@ def test_modes_follow_the_tables_and_units(make_job: MakeJob) -> None:
 
 
 def test_traffic_groups_tables_by_width_and_counts_the_ids_to_sort(make_job: MakeJob) -> None:
-    job = make_job(10, 50, 7, 9, batch={"size": 100})
+    job = make_job(10, 50, 7, 9, batch={"size": 100}, planner={"dedup": False})
     draft = _draft(
         job,
         ("table_wise", (1,)),
@@ -103,6 +103,19 @@ def test_traffic_groups_tables_by_width_and_counts_the_ids_to_sort(make_job: Mak
     assert traffic.ride_bytes == 2 * 9 * 64
     alone = Served(100, 100, 16, expected_distinct(100, 25))
     assert draft.traffic(0)["tables"].served[1] == alone
+
+
+def test_traffic_of_rows_that_travel_once_is_what_is_expected_of_the_ids(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(10, 50, batch={"size": 100})
+    draft = _draft(job, ("table_wise", (1,)), ("row_wise", (0, 1)))
+    traffic = draft.traffic(1)["tables"]
+    whole, cut = expected_distinct(100, 10), expected_distinct(100, 50)
+    assert traffic.asked == (Asked(200, whole + cut, 200, 16, cut=100, dedup=True),)
+    rows = 2 * whole + cut  # of two ranks; half of the rows that are cut
+    both = expected_distinct(100, 25) + expected_distinct(200, 10)
+    assert traffic.served == (Served(rows, rows, 16, both),)
 
 
 def test_seconds_of_a_rank_add_up_over_phases(make_job: MakeJob) -> None:

@@ -22,6 +22,7 @@ from shardwright.core.option import Option, shard_runs
 from shardwright.core.planning import EstimatorSection, PipelineType
 from shardwright.core.sharding import ShardingType
 from shardwright.cost.constants import cluster
+from shardwright.planner.choice import Choice
 from shardwright.planner.pricing import native
 from shardwright.planner.pricing.evaluate import PricingContext, traffic
 
@@ -287,6 +288,66 @@ def test_every_rank_addresses_the_ids_of_a_routed_table() -> None:
     ]
     found = [choice.everywhere for choice in native.price(setting, cases, exchange=False)]
     assert found == [0.0, pytest.approx(32 * 10e-9), pytest.approx(32 * 50e-9)]
+
+
+def _once(
+    table: TableSpec, sharding_type: ShardingType, dedup: bool | None = None, batch: int = 2048
+) -> Choice:
+    found, _ = cluster(ClusterSection(preset="local", world_size=2))
+    setting = PricingContext(found, Batch(batch), EstimatorSection(), dedup)
+    (choice,) = native.price(
+        setting, [(table, _option(setting, table, sharding_type))], exchange=True
+    )
+    return choice
+
+
+@pytest.mark.parametrize(
+    ("rows", "zipf", "sharding_type", "pays"),
+    [
+        (10, 0.0, "table_wise", True),
+        (10, 0.0, "data_parallel", False),
+        (10_000_000, 0.0, "row_wise", False),
+        (10_000_000, 1.5, "row_wise", True),
+        (100_000, 1.05, "row_wise", True),  # the sort by owner falls away
+        (100_000, 1.05, "table_wise", False),
+    ],
+)
+def test_rows_travel_once_where_enough_ids_repeat(
+    rows: int, zipf: float, sharding_type: ShardingType, pays: bool
+) -> None:
+    table = TableSpec("t", rows, 16, optimizer="sgd", zipf=zipf)
+    assert _once(table, sharding_type).dedup is pays
+
+
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize("rows", [10, 30_000, 10_000_000])
+def test_rows_travel_once_only_where_that_costs_less(
+    rows: int, sharding_type: ShardingType
+) -> None:
+    table = TableSpec("t", rows, 64, optimizer="sgd", zipf=1.05)
+    free, never, always = (_once(table, sharding_type, way) for way in (None, False, True))
+
+    def seconds(choice: Choice) -> float:
+        return 2 * choice.everywhere + sum(each.total_seconds for each in choice.shard_costs)
+
+    assert (never.dedup, always.dedup) == (False, True)
+    if sharding_type != "column_wise":  # of which each block is sorted
+        assert seconds(free) == min(seconds(never), seconds(always))
+    assert free.dedup or seconds(free) == seconds(never)
+
+
+@pytest.mark.parametrize(
+    "bags", [{"pooling_factors": (3.0,)}, {"constraint_weighted": True}, {"pooled": False}]
+)
+def test_sums_and_weighted_rows_do_not_travel_once(bags: dict[str, Any]) -> None:
+    table = TableSpec("t", 10, 16, optimizer="sgd", **bags)
+    assert _once(table, "row_wise", True).dedup is ("pooled" in bags)
+
+
+def test_what_travels_once_is_what_is_expected_of_the_ids() -> None:
+    table = TableSpec("t", 10, 16, optimizer="sgd")
+    (shard,) = _once(table, "table_wise").costs
+    assert (shard.ddr["input"], shard.ddr["output"]) == (2 * 10 * 8, 2 * 10 * 64)
 
 
 def test_a_wider_mesh_costs_the_network() -> None:

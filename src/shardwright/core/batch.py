@@ -57,6 +57,11 @@ def feature_batches(table: TableSpec, batch: Batch) -> tuple[int, ...]:
     return table.batch_sizes or (batch.size,) * len(table.pooling_factors)
 
 
+def distinct_rows(table: TableSpec, batch: Batch) -> int:
+    """Different rows of ``table`` among one rank's ids, expected."""
+    return expected_distinct(round(lookups(table, batch)), table.rows, batch.zipf_of(table))
+
+
 @lru_cache(maxsize=4096)
 def expected_distinct(ids: int, rows: int, zipf: float = 0.0, parts: int = 1) -> int:
     """Different rows among ``ids`` draws from ``rows``, rounded: those of one of ``parts`` of a

@@ -41,7 +41,8 @@ class Block(msgspec.Struct, frozen=True, array_like=True, order=True):
 class GroupKey(NamedTuple):
     """What rows of tables kept and updated alike have in common; ``dim`` where it counts.
 
-    ``by_rows`` are replicas whose gradient is exchanged row by row.
+    ``by_rows`` are replicas whose gradient is exchanged row by row. With ``dedup`` a row travels
+    once to a rank that asks for it several times.
     """
 
     width: int
@@ -50,6 +51,7 @@ class GroupKey(NamedTuple):
     dim: int
     on_disk: bool = False
     by_rows: bool = False
+    dedup: bool = False
 
     @classmethod
     def of(
@@ -61,10 +63,11 @@ class GroupKey(NamedTuple):
         *,
         on_disk: bool = False,
         by_rows: bool = False,
+        dedup: bool = False,
     ) -> GroupKey:
         """Of ``width`` columns of a table of ``dim``."""
         counted = dim if optimizer in BY_ROW else width
-        return cls(width, optimizer, dtype, counted, on_disk, by_rows)
+        return cls(width, optimizer, dtype, counted, on_disk, by_rows, dedup)
 
 
 class BlockRun(msgspec.Struct, frozen=True, array_like=True):

@@ -133,6 +133,11 @@ class TableSpec(KindKeys, frozen=True, forbid_unknown_fields=True):
         return self.constraint_weighted or (self.module_weighted and self.pooled)
 
     @property
+    def jagged(self) -> bool:
+        """Whether bags are pooled that have not one id each."""
+        return self.pooled and any(length != 1.0 for length in self.pooling_factors)
+
+    @property
     def poolings(self) -> tuple[float, ...]:
         """Bags per sample of each feature; 1 where nothing is said."""
         return self.num_poolings or (1.0,) * len(self.pooling_factors)

@@ -66,6 +66,7 @@ class TablePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was chosen for a table; shards that are alike on ranks that follow are kept together.
 
     ``cache_load_factor`` is the share of its rows that is cached, where the table has a cache.
+    With ``dedup`` a row that a rank asks for several times in a step travels once.
     """
 
     name: str
@@ -77,6 +78,7 @@ class TablePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: str
     shards: tuple[ShardPlan, ...]
     cache_load_factor: float | None = None
+    dedup: bool | UnsetType = UNSET
 
     @property
     def ranks(self) -> tuple[int, ...]:

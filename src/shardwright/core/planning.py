@@ -104,7 +104,8 @@ class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``tables`` the path of an embedding in a module of the user's own to a sharding type, or to
     ``dense``: it stays in a unit.
     ``kinds`` are those that a plan may choose for tables that name none, in the order in which it
-    would have them.
+    would have them. ``dedup`` says whether a row that a rank asks for several times travels once;
+    where nothing is said, tables for which that costs less do so.
     ``options`` "torchrec" looks at what TorchRec's planner looks at, one column split per table;
     "wide" at more.
     """
@@ -122,6 +123,7 @@ class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dense: DenseSection = DenseSection()
     tables: dict[str, Literal[ShardingType, "dense"]] | UnsetType = UNSET
     kinds: tuple[KindName, ...] | UnsetType = UNSET
+    dedup: bool | UnsetType = UNSET
 
     @property
     def as_torchrec(self) -> bool:

@@ -26,7 +26,9 @@ class Asked(msgspec.Struct, frozen=True):
     """What a rank asks of one group of a route, whose rows are ``width`` wide.
 
     ``rows`` come back for ``ids``, of which ``cut`` have to be sorted by owner, and are summed to
-    ``bags``. All are as many where every bag has one id and is not ``jagged``.
+    ``bags``. All are as many where every bag has one id and is not ``jagged``. With ``dedup``
+    ``rows`` are the different ones, and their numbers alone are sent. With ``direct`` they are all
+    that a module asks for, and results are put where they belong without a copy.
     """
 
     ids: int
@@ -36,11 +38,13 @@ class Asked(msgspec.Struct, frozen=True):
     cut: int = 0
     jagged: bool = False
     weighted: bool = False
+    dedup: bool = False
+    direct: bool = False
 
     @property
     def sent_bytes(self) -> int:
         """Row numbers, lengths of segments and weights of rows, each of which takes as much."""
-        return _sent(self.ids, self.rows, self.jagged, self.weighted)
+        return _sent(self.rows if self.dedup else self.ids, self.rows, self.jagged, self.weighted)
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -141,6 +145,15 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
         weights = group.ids * FLOAT if group.weighted else 0
         sent += group.sent_bytes
         heap.take(f"{traffic.path}.weights.{index}", "communication", 3 * weights)
+        if group.dedup:
+            with heap.passing("communication", rows + 2 * sorting):
+                pass  # the part and the way to its rows
+            marks = group.ids * BOOL
+            with heap.passing("communication", 2 * rows + marks):  # sorted in a second copy
+                heap.take(f"{traffic.path}.sent.{index}", "communication", group.sent_bytes)
+                heap.take(f"{traffic.path}.lengths.{index}", "communication", group.sent_bytes)
+                heap.take(f"{traffic.path}.order.{index}", "communication", 2 * rows)
+            continue
         if not group.cut:
             heap.take(f"{traffic.path}.sent.{index}", "communication", rows)
             heap.take(f"{traffic.path}.order.{index}", "communication", lengths)
@@ -217,8 +230,10 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
     """Everything found is put in feature order; the result is the model's."""
     regrouped = traffic.asked_bytes if len(traffic.asked) > 1 else 0
     for group in traffic.asked:
-        inverse = group.ids * INDEX_BYTES if group.cut and not group.jagged else 0
-        pieces = group.bags * group.width * FLOAT if group.cut else 0
+        sorted_ = group.cut and not (group.jagged or group.dedup)
+        inverse = group.ids * INDEX_BYTES if sorted_ else 0
+        pieces = group.bags * group.width * FLOAT if group.cut or group.dedup else 0
+        pieces = 0 if group.direct else pieces
         with heap.passing("communication", regrouped + inverse + max(inverse, pieces)):
             pass
     heap.free(f"{traffic.path}.back")
@@ -234,7 +249,9 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
     sent = 0
     for group in traffic.asked:
         whole, size = (n * group.width * FLOAT for n in (group.bags, group.rows))
-        with heap.passing("communication", sent + (whole + size if group.cut else size)):
+        with heap.passing(
+            "communication", sent + size + (whole if group.cut or group.dedup else 0)
+        ):
             sent += size
     ride = traffic.ride_bytes
     joined = sent + ride if len(traffic.asked) > 1 or ride else 0

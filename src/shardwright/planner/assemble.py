@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright import __version__
 from shardwright.core.amount import maximum, minimum, named
@@ -90,6 +91,7 @@ def _table_plan(placed: Placed) -> TablePlan:
             for first, run, cost in placed.stretches()
         ),
         cache_load_factor=table.cache.load_factor if table.cache else None,
+        dedup=True if placed.choice.dedup else UNSET,
     )
 
 

@@ -65,7 +65,8 @@ class Choice:
     """A table's option; ``costs[i]`` is what each shard of ``option.runs[i]`` costs.
 
     ``everywhere`` are seconds that every rank spends whoever holds the shards, ``latency`` those
-    of the collectives of an exchange that the table has for itself; 0 where it shares one.
+    of the collectives of an exchange that the table has for itself; 0 where it shares one. With
+    ``dedup`` a row that a rank asks for several times travels once.
     """
 
     table: TableSpec
@@ -73,6 +74,7 @@ class Choice:
     costs: tuple[Cost, ...]
     everywhere: float = 0.0
     latency: float = 0.0
+    dedup: bool = False
 
     @cached_property
     def shard_costs(self) -> tuple[Cost, ...]:

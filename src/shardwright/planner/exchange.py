@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwright.core.batch import Batch, expected_distinct, feature_batches, lookups
+from shardwright.core.batch import Batch, distinct_rows, expected_distinct, feature_batches, lookups
 from shardwright.core.block import GroupKey
 from shardwright.core.model import DENSE, ON_DISK, ModelSpec, TableSpec
 from shardwright.core.optimizers import BY_ROW
@@ -85,7 +85,7 @@ class Exchange:
         have one dim and one id in each bag."""
         tables = [placed.choice.table for placed in self.tables]
         features = [feature for table in tables for feature in _features(table, self.batch)]
-        jagged = any(map(_is_jagged, tables))
+        jagged = any(table.jagged for table in tables)
         if not jagged and len({t.dim for t in tables}) == 1 and not any(t.weighted for t in tables):
             return 0
         ids = sum(round(lookups(table, self.batch)) for table in tables) if features[1:] else 0
@@ -99,7 +99,7 @@ class Exchange:
             key = _key(table, table.dim, kernel, replicated=True)
             groups.setdefault(key, []).append(table)
         touched = {
-            key: sum(map(self._touched, members)) if key.by_rows else 0
+            key: sum(distinct_rows(t, self.batch) for t in members) if key.by_rows else 0
             for key, members in groups.items()
         }
         return tuple(
@@ -108,18 +108,13 @@ class Exchange:
                 sum(self._bags(table) for table in groups[key]),
                 key.width,
                 sum(table.rows for table in groups[key]),
-                any(map(_is_jagged, groups[key])),
+                any(table.jagged for table in groups[key]),
                 key.optimizer,
                 touched[key],
                 self.ranks * touched[key],
             )
             for key in sorted(groups)
         )
-
-    def _touched(self, table: TableSpec) -> int:
-        """Different rows of a replica that a rank looks up."""
-        ids = round(lookups(table, self.batch))
-        return expected_distinct(ids, table.rows, self.batch.zipf_of(table))
 
     def _bags(self, table: TableSpec) -> int:
         """Rows that a step gets of ``table``; an empty bag is one, too."""
@@ -134,14 +129,16 @@ class Exchange:
         for placed in self.routed:
             shards = placed.choice.option.shards
             for column, width in {shard.column: shard.columns for shard in shards}.items():
-                key = _key(placed.choice.table, width, placed.choice.option.compute_kernel)
+                choice = placed.choice
+                kernel, dedup = choice.option.compute_kernel, choice.dedup
+                key = _key(choice.table, width, kernel, dedup=dedup)
                 members.setdefault(key, []).append((placed, column))
         return [self._group(key, members[key]) for key in sorted(members)]
 
     def _group(
         self, key: GroupKey, members: Sequence[tuple[Placed, int]]
     ) -> tuple[Asked, list[Served]]:
-        asked = [0, 0, 0, 0]  # ids, rows, bags, ids to be sorted
+        asked = [0, 0, 0, 0]  # ids, rows, bags, ids to be sorted by owner
         served = [[0, 0, 0] for _ in range(self.ranks)]  # ids, rows, distinct
         for placed, column in members:
             table = placed.choice.table
@@ -153,21 +150,36 @@ class Exchange:
             ids, bags = round(lookups(table, self.batch)), self._bags(table)
             parts = max(len(shards), 1)
             rows = bags if parts == 1 else self._partial_sums(table, parts)
+            sent = ids
+            if key.dedup:
+                sent = rows = distinct_rows(table, self.batch)
             for place, count in enumerate((ids, rows, bags, ids if parts > 1 else 0)):
                 asked[place] += count
             share = ids * self.ranks // parts
             zipf = self.batch.zipf_of(table)
             for shard, rank in shards:
-                served[rank][0] += share
+                served[rank][0] += sent * self.ranks // parts
                 served[rank][1] += rows * self.ranks // parts
                 served[rank][2] += expected_distinct(share, shard.rows, zipf, parts)
-        jagged = any(_is_jagged(placed.choice.table) for placed, _ in members)
+        jagged = any(placed.choice.table.jagged for placed, _ in members)
         weighted = any(placed.choice.table.weighted for placed, _ in members)
         ids, rows, bags, cut = asked
-        return Asked(ids, rows, bags, key.width, cut, jagged, weighted), [
+        direct = cut == ids and not jagged and len(members) == len(self.tables) and self._is_even
+        return Asked(ids, rows, bags, key.width, cut, jagged, weighted, key.dedup, direct), [
             Served(ids, rows, key.width, distinct, jagged, weighted, key.optimizer, key.on_disk)
             for ids, rows, distinct in served
         ]
+
+    @cached_property
+    def _is_even(self) -> bool:
+        """Whether as much comes back for every feature, of tables that are as wide."""
+        tables = [placed.choice.table for placed in self.tables]
+        sizes = {
+            round((1.0 if table.pooled else length) * count * size)
+            for table in tables
+            for length, count, size in _features(table, self.batch)
+        }
+        return len(sizes) == 1 and len({table.dim for table in tables}) == 1
 
     def _partial_sums(self, table: TableSpec, parts: int) -> int:
         """Rows that come back of a table cut into ``parts``, among which ids spread evenly."""
@@ -190,7 +202,9 @@ def _features(table: TableSpec, batch: Batch) -> Iterator[tuple[float, float, in
     return zip(table.pooling_factors, table.poolings, sizes, strict=True)
 
 
-def _key(table: TableSpec, width: int, kernel: str, *, replicated: bool = False) -> GroupKey:
+def _key(
+    table: TableSpec, width: int, kernel: str, *, replicated: bool = False, dedup: bool = False
+) -> GroupKey:
     return GroupKey.of(
         width,
         table.optimizer or "sgd",
@@ -198,16 +212,12 @@ def _key(table: TableSpec, width: int, kernel: str, *, replicated: bool = False)
         table.dim,
         on_disk=kernel == ON_DISK,
         by_rows=replicated and kernel != DENSE,
+        dedup=dedup,
     )
 
 
 def _is_by_rows(placed: Placed) -> bool:
     return placed.choice.option.compute_kernel != DENSE
-
-
-def _is_jagged(table: TableSpec) -> bool:
-    """Whether lengths of bags travel."""
-    return table.pooled and any(length != 1.0 for length in table.pooling_factors)
 
 
 def exchanges(

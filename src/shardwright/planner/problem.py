@@ -141,7 +141,8 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
         )
     cluster, assumptions = constants.cluster(job.cluster, profile, profiles.preset(profile))
     batch = batch_of(job)
-    context = PricingContext(cluster, batch, job.planner.estimator)
+    dedup = None if job.planner.dedup is UNSET else job.planner.dedup
+    context = PricingContext(cluster, batch, job.planner.estimator, dedup)
     dtypes = step_dtypes(job)
     zero, local = memory_of(job).zero, ranks_per_host(cluster)
     dense = DenseContext(cluster.world_size, local, context.values, *dtypes, zero)

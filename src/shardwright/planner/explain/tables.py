@@ -93,6 +93,8 @@ def _explain_shard(
     notes = [
         f"{many} of {run.rows:,} x {run.columns}, {chosen.sharding_type}, {chosen.compute_kernel}"
     ]
+    if choice.dedup:
+        notes.append("dedup: a row travels once to a rank that asks for it several times")
     near = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
     for tier, stored in zip(TIERS, cost.storage, strict=True):
         if stored or (tier == near and not any(cost.storage)):
@@ -113,7 +115,8 @@ def _explain_shard(
 def _everywhere(plan: Plan, problem: Problem, chosen: TablePlan, placed: Placed) -> Explanation:
     ids, _ = traffic(problem.context, placed.choice.table, leaf)
     constants = constants_of(problem.cluster)
-    spent = embedding.request_seconds(ids, chosen.sharding_type, constants)
+    dedup = placed.choice.dedup
+    spent = embedding.request_seconds(ids, chosen.sharding_type, constants, dedup=dedup)
     return finished(
         f"{chosen.fqn} on every rank: seconds to address its own ids",
         placed.choice.everywhere,

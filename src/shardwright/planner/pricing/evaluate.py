@@ -25,11 +25,15 @@ Tiers = Mapping[Tier, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class PricingContext:
-    """The machine, the batch of one rank, and what a step keeps alive."""
+    """The machine, the batch of one rank, and what a step keeps alive.
+
+    ``dedup`` says whether rows that a rank asks for several times travel once; None: where it pays.
+    """
 
     cluster: Cluster
     batch: Batch
     estimator: EstimatorSection = field(default_factory=EstimatorSection)
+    dedup: bool | None = False
 
     @cached_property
     def values(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwright.core.amount import Lift, bare, leaf, named, noted, total
-from shardwright.core.batch import expected_distinct, lookups
+from shardwright.core.batch import distinct_rows, lookups
 from shardwright.core.cluster import Tier
 from shardwright.core.model import ON_DISK, TableSpec
 from shardwright.core.option import Option
@@ -42,7 +42,7 @@ class Scheme(NamedTuple):
     """The names and flags that formulas branch on.
 
     ``prefetch``: rows are in the cache before a step asks for them. ``limited``: the cache has a
-    largest size.
+    largest size. ``dedup``: a row travels once to a rank that asks for it several times.
     """
 
     sharding_type: str
@@ -51,6 +51,7 @@ class Scheme(NamedTuple):
     optimizer: str
     prefetch: bool
     limited: bool
+    dedup: bool = False
 
 
 class Facts(NamedTuple):
@@ -87,15 +88,17 @@ def price(
     facts: list[Facts] = []
     groups: dict[Scheme, _Group] = {}
     placed: list[tuple[_Group, list[int], float]] = []
+    mesh = _mesh(context, bare)
     for table, option in cases:
         number = numbers.setdefault(id(table), len(facts))
         if number == len(facts):
             facts.append(_facts(context, table, ranks, context.values, bare))
         scheme = _scheme(context, table, option.sharding_type, option.compute_kernel)
+        scheme = scheme._replace(dedup=_dedups(context, table, option, facts[number], mesh))
         group = groups.get(scheme)
         if group is None:
             group = groups[scheme] = _Group(scheme)
-        everywhere = _everywhere(context, option, facts[number])
+        everywhere = _everywhere(context, option, facts[number], scheme)
         placed.append((group, group.add(number, option), everywhere))
     if not facts:
         return []
@@ -103,7 +106,13 @@ def price(
     for group in groups.values():
         group.evaluate(context, quantities, exchange)
     return [
-        Choice(table, option, tuple([group.costs[slot] for slot in slots]), everywhere)
+        Choice(
+            table,
+            option,
+            tuple([group.costs[slot] for slot in slots]),
+            everywhere,
+            dedup=group.scheme.dedup,
+        )
         for (table, option), (group, slots, everywhere) in zip(cases, placed, strict=True)
     ]
 
@@ -123,7 +132,9 @@ def derive(
     """The price of one shard of a run as derivations, by the formulas that priced it."""
     c = constants_of(context.cluster)
     scheme = _scheme(context, table, option.sharding_type, option.compute_kernel)
-    mesh = _mesh(context, leaf)
+    mesh, numbers = _mesh(context, leaf), _mesh(context, bare)
+    facts = _facts(context, table, numbers.ranks, context.values, bare)
+    scheme = scheme._replace(dedup=_dedups(context, table, option, facts, numbers))
     facts = _facts(context, table, mesh.ranks, c, leaf)
     parts = embedding.row_parts(scheme.sharding_type, *mesh)
     demand = _demand(scheme, *shard_shape(table, option, run_index, parts), facts, c)
@@ -184,6 +195,8 @@ def _demand(scheme: Scheme, rows: Any, columns: Any, facts: Facts, c: Any) -> De
     passes = optimizer.table_passes(scheme.optimizer, c, like=rows)
     ids, bags, forward, backward = facts[:4]
     distinct = facts.touched
+    if scheme.dedup:
+        ids = bags = distinct
     return Demand(ids, bags, rows, columns, row, forward, backward, passes, cache, distinct)
 
 
@@ -247,12 +260,35 @@ def _storage(
     return found
 
 
-def _everywhere(context: PricingContext, option: Option, facts: Facts) -> float:
+def _everywhere(context: PricingContext, option: Option, facts: Facts, scheme: Scheme) -> float:
     """Seconds that every rank spends to address its own ids."""
     if option.traits.replicated:
         return 0.0
-    seconds: float = embedding.request_seconds(facts.ids, option.sharding_type, context.values)
+    seconds: float = embedding.request_seconds(
+        facts.ids, option.sharding_type, context.values, dedup=scheme.dedup
+    )
     return seconds
+
+
+def _dedups(
+    context: PricingContext, table: TableSpec, option: Option, facts: Facts, mesh: Mesh
+) -> bool:
+    """Whether a row of ``option`` travels once to a rank that asks for it several times."""
+    routed = option.compute_kernel == "fused" and not option.traits.replicated
+    if context.dedup is False or not routed or not _is_single(table):
+        return False
+    if context.dedup:
+        return True
+    scheme = _scheme(context, table, option.sharding_type, option.compute_kernel)
+    demand = _demand(scheme, option.runs[0].rows, option.runs[0].columns, facts, context.values)
+    return embedding.dedup_pays(
+        demand, option.sharding_type, option.compute_kernel, mesh.ranks, context.values, mesh.local
+    )
+
+
+def _is_single(table: TableSpec) -> bool:
+    """Whether every id gets a row of its own, as it lies in the table."""
+    return not (table.jagged or table.weighted)
 
 
 def _mesh(context: PricingContext, lift: Lift) -> Mesh:
@@ -307,11 +343,12 @@ def _facts(context: PricingContext, table: TableSpec, ranks: Any, c: Any, lift: 
 
 
 def _touched(context: PricingContext, table: TableSpec) -> int:
-    """Different rows among a rank's ids, where replicas may exchange these."""
+    """Different rows among a rank's ids, where these alone may travel."""
     ids = lookups(table, context.batch)
-    if not embedding.rows_are_few(ids, table.rows, table.dim, context.cluster.world_size):
+    few = embedding.rows_are_few(ids, table.rows, table.dim, context.cluster.world_size)
+    if not few and (context.dedup is False or not _is_single(table)):
         return 0
-    return expected_distinct(round(ids), table.rows, context.batch.zipf_of(table))
+    return distinct_rows(table, context.batch)
 
 
 def _cache_facts(

@@ -54,7 +54,7 @@ def _placed(table: TablePlan, spec: TableSpec) -> Placed:
         cost(dict(sorted(s.seconds.items())), hbm=s.hbm, ddr=s.ddr, ssd=s.ssd)  # summed in order
         for s in table.shards
     )
-    return Placed(Choice(spec, option, costs), ranks_of(table))
+    return Placed(Choice(spec, option, costs, dedup=table.dedup is True), ranks_of(table))
 
 
 def ranks_of(table: TablePlan) -> Sequence[int]:

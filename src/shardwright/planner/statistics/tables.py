@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwright.core.amount import Lift, bare, named, sum_of, summed, times, total
-from shardwright.core.batch import Batch, lookups, outputs
+from shardwright.core.batch import Batch, distinct_rows, lookups, outputs
 from shardwright.core.cluster import TIERS
 from shardwright.core.model import TableSpec
 from shardwright.core.option import ShardRun
@@ -20,6 +20,7 @@ from shardwright.cost.embedding import CACHED_KERNELS, Demand
 from shardwright.cost.imbalance import unit_of
 from shardwright.planner import profiles
 from shardwright.planner.choice import Choice, Cost
+from shardwright.planner.problem import batch_of
 from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.tally import Placed
 
@@ -170,6 +171,13 @@ def traffic(plan: Plan, placed: Placed, run: ShardRun, lift: Lift = bare) -> tup
     size = lift(element_bytes(table.dtype), "element_bytes", "B", f"{where}.dtype {table.dtype}")
     rows = lift(run.rows, "rows_of_shard", "rows", "the shard's")
     columns = lift(run.columns, "columns_of_shard", "columns", "the shard's")
+    if placed.choice.dedup:
+        ids = bags = lift(
+            distinct_rows(table, batch_of(plan.job)),
+            "different_rows_of_one_rank",
+            "rows",
+            f"{where}: expected of its ids",
+        )
     demand = Demand(ids, bags, rows, columns, 0, 0, 0, 0)
     if plan.job.planner.constants == "torchrec-1.9":
         return profiles.torchrec.exchange_bytes(

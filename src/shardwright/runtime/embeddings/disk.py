@@ -27,7 +27,7 @@ from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.store import InitialBlock, Store
-from shardwright.runtime.embeddings.update import Looked, Touched
+from shardwright.runtime.embeddings.update import Distinct, Looked, Touched
 from shardwright.runtime.probe import Probe
 from shardwright.tracker.private import without_dispatch_modes
 
@@ -192,7 +192,7 @@ class DiskStore(Store):
     def look_up(self, looked: Looked) -> torch.Tensor:
         if not len(looked.rows):
             return super().look_up(looked)
-        distinct, places = _distinct(looked.rows)
+        distinct, places, *_ = Distinct.of(looked.rows)
         self.rows.keep(distinct)
         return self._summed(self.rows.read("weight", distinct), looked._replace(rows=places))
 
@@ -279,17 +279,6 @@ def _from_disk(disk: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _to_disk(disk: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
     with without_dispatch_modes():
         disk.index_copy_(0, rows, values)
-
-
-def _distinct(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The different ``rows`` [N], ascending, and the place of each among these."""
-    ordered, permutation = torch.sort(rows)
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    torch.ne(ordered[1:], ordered[:-1], out=first[1:])
-    distinct = ordered[first.nonzero().squeeze(1)]
-    torch.cumsum(first, 0, out=ordered)
-    places = torch.empty_like(ordered).scatter_(0, permutation, ordered.sub_(1))
-    return distinct, places
 
 
 def _slots(item: Held, row: int) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from shardwright.runtime.embeddings.bags import Bags
 from shardwright.runtime.embeddings.route import Group
-from shardwright.runtime.embeddings.update import Looked
+from shardwright.runtime.embeddings.update import Distinct, Looked
 
 Rows = torch.Tensor | Sequence[torch.Tensor]  # [F, B, D], or [results, dim] of each feature
 
@@ -25,7 +25,8 @@ class Request:
 
     ``rows`` are row numbers, ``counts`` how many go to each rank. Segment k has ``lengths[k]`` of
     them (None: one) and adds to result ``slots[k]`` of the group (None: to result k); ``segments``
-    are how many go to each rank. ``weights`` are those of the rows, if any.
+    are how many go to each rank. ``weights`` are those of the rows, if any. Where a row travels
+    once for several ids, ``once`` says for which results it is.
     """
 
     rows: torch.Tensor
@@ -34,15 +35,36 @@ class Request:
     lengths: torch.Tensor | None
     segments: list[int]
     weights: torch.Tensor | None
+    once: Distinct | None = None
 
     @property
     def looked(self) -> Looked:
         """What is looked up, where this rank is the owner of all."""
         return Looked(self.rows, self.lengths, self.weights)
 
+    @property
+    def places(self) -> torch.Tensor | None:
+        """Which of the rows that come back each result is; None where it is that of its number, or
+        a sum."""
+        if self.once is not None:
+            return self.once.places
+        if self.slots is None or self.lengths is not None:
+            return None
+        inverse = torch.empty_like(self.slots)
+        numbers = torch.arange(len(inverse), device=inverse.device)
+        return inverse.scatter_(0, self.slots, numbers)  # several times as fast as an index
+
     def without_rows(self) -> Request:
         """What is left to do once they are sent."""
-        return replace(self, rows=self.rows.new_empty(0), weights=None)
+        return Request(
+            self.rows.new_empty(0),
+            self.counts,
+            self.slots,
+            self.lengths,
+            self.segments,
+            None,
+            self.once,
+        )
 
 
 @dataclass(slots=True)
@@ -62,6 +84,9 @@ class Guide:
     first_row: torch.Tensor  # [P - fixed, 1], in the same count
     part_owner: torch.Tensor  # of the other pieces' parts, in few bytes, for these are sorted
     part_shift: torch.Tensor  # from an id to its owner's row
+    span: int  # rows of the fullest rank where each travels once, else 0
+    first_keys: torch.Tensor  # of ranks' rows, if these lay one after the other, and the end of all
+    fixed_key: torch.Tensor  # [fixed, 1], of the owner
 
     @staticmethod
     def of(group: Group, ranks: int, device: torch.device) -> Guide:
@@ -80,6 +105,8 @@ class Guide:
             for piece, end in zip(cut, ends, strict=True)
             for start, owner, base in zip(piece.starts, piece.owners, piece.bases, strict=True)
         ]
+        held = [sum(item.rows for item in items) for items in group.held.values()]
+        span = max([1, *held]) if group.key.dedup else 0
         return Guide(
             group.key.width,
             group.fixed,
@@ -94,6 +121,9 @@ class Guide:
             integers(ends, device).unsqueeze(1),
             integers([owner for _, owner, _, _ in parts], device).to(_owner_dtype(ranks)),
             integers([base - start for start, _, base, _ in parts], device),
+            span,
+            integers([span * rank for rank in range(ranks + 1)], device),
+            integers([span * owner for owner in owned], device).unsqueeze(1),
         )
 
     def request(self, bags: Bags) -> Request:
@@ -103,6 +133,8 @@ class Guide:
         first = self.fixed if ids.dim() == 2 else sum(counts[: self.fixed])
         ids[:first] += _along(ids, self.fixed_base, counts[: self.fixed])
         lengths, weights = bags.lengths_of(self.features), bags.weights_of(self.features)
+        if self.span and lengths is None and weights is None:
+            return self._once(ids, first, counts)
         whole = self._by_owner(counts)
         if self.fixed == len(self.features):
             results = [bags.results[f] for f in self.features]
@@ -123,6 +155,20 @@ class Guide:
             return Request(rows, asked, order, None, asked, weights)
         slots, lengths, segments = _segments(lengths, order, asked)
         return Request(rows, asked, slots, lengths, segments, weights)
+
+    def _once(self, ids: torch.Tensor, first: int, counts: list[int]) -> Request:
+        """Every row once, of ``ids`` of which those up to ``first`` are row numbers; they become
+        numbers of the rows of all ranks, one after the other."""
+        ids[:first] += _along(ids, self.fixed_key, counts[: self.fixed])
+        owner = self._to_owners(ids[first:], counts[self.fixed :])
+        ids[first:].view(-1).add_(self.first_keys.index_select(0, owner.int()))
+        del owner
+        once = Distinct.of(ids.view(-1))
+        rows = once.values
+        asked: list[int] = torch.searchsorted(rows, self.first_keys).diff().tolist()
+        rows.remainder_(self.span)
+        once = once._replace(values=rows.new_empty(0))
+        return Request(rows, asked, None, None, asked, None, once)
 
     def _picked(self, ids: Rows, counts: list[int]) -> torch.Tensor:
         """Ids in piece order, [P, B] where all features have B, else [N]; memory of their own."""
@@ -151,14 +197,17 @@ class Guide:
     def put(self, out: Rows, rows: torch.Tensor, asked: Request) -> None:
         """Write the rows that came back to their features and columns."""
         sizes = [_results(out, f) for f in self.features]
-        if asked.slots is not None and asked.lengths is None:
-            inverse = torch.empty_like(asked.slots)
-            inverse[asked.slots] = torch.arange(len(inverse), device=inverse.device)
-            rows = rows.index_select(0, inverse)
+        whole = isinstance(out, torch.Tensor) and self.width == out.shape[2]
+        places = asked.places
+        if places is not None and whole and self.fixed == 0 and len(out) == len(sizes):
+            torch.index_select(rows, 0, places, out=out.view(-1, self.width))  # all of it, in order
+            return
+        if places is not None:
+            rows = rows.index_select(0, places)
         elif asked.slots is not None:
             summed = rows.new_zeros(sum(sizes), self.width)
             rows = summed.scatter_add_(0, asked.slots.unsqueeze(1).expand_as(rows), rows)
-        if isinstance(out, torch.Tensor) and self.width == out.shape[2]:
+        if whole:
             pieces = rows.view(len(sizes), out.shape[1], self.width)
             out.index_copy_(0, self.feature_index, pieces)
             return
@@ -171,8 +220,16 @@ class Guide:
             rows = gradient.index_select(0, self.feature_index).view(-1, self.width)
         else:
             pairs = zip(self.features, self.columns, strict=True)
-            rows = torch.cat([gradient[f][:, c : c + self.width] for f, c in pairs])
+            rows = torch.cat([self._own_columns(gradient[f], c) for f, c in pairs])
+        if asked.once is not None:
+            return asked.once.summed(rows)
         return rows if asked.slots is None else rows.index_select(0, asked.slots)
+
+    def _own_columns(self, rows: torch.Tensor, first: int) -> torch.Tensor:
+        """Those of a piece, of all columns of its feature."""
+        if rows.shape[1] == self.width:
+            return rows
+        return rows[:, first : first + self.width]
 
 
 def _results(out: Rows, feature: int) -> int:

@@ -33,7 +33,8 @@ class Table:
     A bag of one of its features is pooled to one row, or with ``none`` is a row for each id. Where
     it is ``replicated`` every rank has all of it, and learns from a dense gradient or ``by_rows``,
     those that ranks looked up. ``cache`` are bytes of memory for each of its blocks, by offsets,
-    where its rows lie on disk.
+    where its rows lie on disk. With ``dedup`` a row travels once to a rank that asks for it several
+    times, where every id gets a row of its own.
     """
 
     fqn: str
@@ -48,6 +49,7 @@ class Table:
     replicated: bool = False
     by_rows: bool = False
     cache: Mapping[tuple[int, ...], int] | None = None
+    dedup: bool = False
 
     @staticmethod
     def of(planned: TablePlan) -> Table:
@@ -62,6 +64,7 @@ class Table:
             replicated=traits(planned.sharding_type).replicated,
             by_rows=is_by_rows(planned),
             cache=cache_of(planned),
+            dedup=planned.dedup is True,
         )
 
 
@@ -184,6 +187,7 @@ def _key(table: Table, width: int) -> GroupKey:
         table.dim,
         on_disk=table.cache is not None,
         by_rows=table.by_rows,
+        dedup=table.dedup and not table.replicated,
     )
 
 

@@ -77,6 +77,7 @@ class _Found:
             replicated,
             is_by_rows(plan),
             cache_of(plan),
+            plan.dedup is True,
         )
 
 

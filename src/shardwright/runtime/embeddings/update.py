@@ -36,6 +36,40 @@ class Touched(NamedTuple):
     gradient: torch.Tensor
 
 
+def in_order(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``values`` [N] sorted, where each was, and whether it is the first of its kind."""
+    ordered, permutation = torch.sort(values)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered, permutation, first
+
+
+class Distinct(NamedTuple):
+    """The different ``values`` [M], ascending, of some [N]: that at n is ``values[places[n]]``, and
+    value m is at ``order[starts[m]]`` and what follows there up to the next."""
+
+    values: torch.Tensor
+    places: torch.Tensor
+    order: torch.Tensor
+    starts: torch.Tensor
+
+    @staticmethod
+    def of(values: torch.Tensor) -> Distinct:
+        """Those among ``values`` [N]."""
+        ordered, order, first = in_order(values)
+        starts = first.nonzero().squeeze(1)
+        distinct = ordered.index_select(0, starts)
+        torch.cumsum(first, 0, out=ordered)
+        places = torch.empty_like(ordered).scatter_(0, order, ordered.sub_(1))
+        return Distinct(distinct, places, order, starts)
+
+    def summed(self, given: torch.Tensor) -> torch.Tensor:
+        """What is ``given`` [N, D] for each, added up for equal ones [M, D]."""
+        if not len(self.starts):
+            return given.new_zeros(0, given.shape[1])
+        return functional.embedding_bag(self.order, given, self.starts, mode="sum")
+
+
 class Looked(NamedTuple):
     """Rows [N] that were looked up. Segment k is ``lengths[k]`` of them, None: one each, and of
     each the gradient counts ``weights`` times, None: once."""
@@ -54,9 +88,7 @@ class Looked(NamedTuple):
 
     def summed(self, gradient: torch.Tensor) -> Touched:
         """The rows, each once, from the gradient of segments [S, D]."""
-        ordered, permutation = torch.sort(self.rows)
-        first = torch.ones_like(ordered, dtype=torch.bool)
-        torch.ne(ordered[1:], ordered[:-1], out=first[1:])
+        ordered, permutation, first = in_order(self.rows)
         starts = first.nonzero().squeeze(1)
         distinct = ordered[starts]
         source, weights = permutation, self.weights

@@ -110,17 +110,17 @@ def without_empty(counts: Counts) -> Counts:
 
 def spoil(sent: torch.Tensor, counts: Counts) -> None:
     """Tell every rank that what it gets is no use: the first float for each becomes nan."""
-    sent[_firsts(counts)] = math.nan
+    sent.index_fill_(0, _firsts(counts, sent.device), math.nan)
 
 
 def is_spoilt(received: torch.Tensor, counts: Counts) -> bool:
     """Whether some rank said so."""
-    return bool(received[_firsts(counts)].isnan().any())
+    return bool(received.index_select(0, _firsts(counts, received.device)).isnan().any())
 
 
-def _firsts(counts: Counts) -> list[int]:
+def _firsts(counts: Counts, device: torch.device) -> torch.Tensor:
     """Where the values of each rank begin."""
-    return [0, *itertools.accumulate(map(sum, counts[:-1]))]
+    return torch.tensor([0, *itertools.accumulate(map(sum, counts[:-1]))], device=device)
 
 
 def interleave(groups: list[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:
