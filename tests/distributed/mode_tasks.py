@@ -34,12 +34,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero2 mixture": {"zero": 2, "shard_placement_fn": mixture},
     "zero2 ahead": {"zero": 2, "prefetch": 1, **CUT},
     "zero3": {"reshard_after_forward": True, **CUT},
-    "zero3 flat": CUT,
-    "zero3 rows": {},
-    "zero3 owned": {"shard_strategy": "param_boundary"},
-    "zero3 mixture": {"shard_placement_fn": mixture},
-    "zero3 bf16": {"precision": MixedPrecision(torch.bfloat16, torch.float32), **CUT},
     "zero3 kept": {"reshard_after_forward": False, **CUT},
+}
+CUTS: dict[str, dict[str, Any]] = {
+    "flat": CUT,
+    "rows": {},
+    "owned": {"shard_strategy": "param_boundary"},
+    "mixture": {"shard_placement_fn": mixture},
+    "bf16": {"precision": MixedPrecision(torch.bfloat16, torch.float32), **CUT},
 }
 STEPS, BACKWARDS = 3, 3
 RATE, MOMENTUM = 0.05, 0.9
@@ -272,12 +274,12 @@ def refusals(mesh: DeviceMesh) -> list[str]:
 
 
 def train_on_grid(
-    mesh: DeviceMesh, rows: int, way: str, zero: Any, *, flat: bool, narrow: bool = False
+    mesh: DeviceMesh, rows: int, cut: str, zero: Any, *, flat: bool, narrow: bool = False
 ) -> dict[str, Any]:
     """HSDP at a stage of ZeRO: weights apart, collectives of a step, bytes by role, and those of
     one rank's part where parameters are cut over all."""
     size = mesh.size()
-    options = {**WAYS[way], "zero": zero} | ({"reshard_after_forward": 1} if narrow else {})
+    options = {**CUTS[cut], "zero": zero} | ({"reshard_after_forward": 1} if narrow else {})
     model, units, calls = sharded(MESHES[rows, size // rows], **options)
     optimizer = optimizer_over(model, flat=flat)
     for step in range(STEPS):
@@ -297,7 +299,7 @@ def train_on_grid(
     }
 
 
-def asked_on_grid(mesh: DeviceMesh, way: str) -> dict[str, Any]:
+def asked_on_grid(mesh: DeviceMesh, cut: str) -> dict[str, Any]:
     """What users ask of a model whose first block is frozen, and whose last one keeps the states of
     its shards on all replicas; all differences from the unsharded model."""
     grid, rank = MESHES[2, 2], mesh.get_local_rank()
@@ -306,8 +308,8 @@ def asked_on_grid(mesh: DeviceMesh, way: str) -> dict[str, Any]:
         made.blocks[0].requires_grad_(False)
     for block in model.blocks:
         zero = 3 if block is model.blocks[-1] else (2, 3)
-        sw.fully_shard_flat(block, grid, **{**WAYS[way], "zero": zero})
-    sw.fully_shard_flat(model, grid, **{**WAYS[way], "zero": (2, 3)})
+        sw.fully_shard_flat(block, grid, **{**CUTS[cut], "zero": zero})
+    sw.fully_shard_flat(model, grid, **{**CUTS[cut], "zero": (2, 3)})
     loss_of(model, inputs(rank)).backward()
     for each in range(4):
         (loss_of(reference, inputs(each)) / 4).backward()
@@ -325,7 +327,7 @@ def asked_on_grid(mesh: DeviceMesh, way: str) -> dict[str, Any]:
         torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=RATE).step()
     x = inputs(0)
     found["stepped"] = (model(x) - reference(x)).abs().max().item()
-    alone = "flat" not in way  # torch has no word for ranges of elements
+    alone = cut != "flat"  # torch has no word for ranges of elements
     given = {} if alone and rank else net(seed=7).state_dict()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=alone)
     set_model_state_dict(model, given, options=options)
@@ -339,9 +341,9 @@ def asked_on_grid(mesh: DeviceMesh, way: str) -> dict[str, Any]:
     return found
 
 
-def written_on_grid(mesh: DeviceMesh, way: str) -> tuple[float, float]:
+def written_on_grid(mesh: DeviceMesh, cut: str) -> tuple[float, float]:
     """Whole parameters written at once, and by loading a state: outputs beside the unsharded."""
-    model, units, _ = sharded(MESHES[2, 2], **{**WAYS[way], "zero": (2, 3)})
+    model, units, _ = sharded(MESHES[2, 2], **{**CUTS[cut], "zero": (2, 3)})
     other, x = net(seed=6), inputs(0)
     with contextlib.ExitStack() as stack, torch.no_grad():
         for unit in units:

@@ -136,7 +136,7 @@ def test_replicas_of_shards_at_every_stage(pool: Pool, zero: Any) -> None:
     both = isinstance(zero, tuple)
     cut = both or zero == 3
     gathers = tasks.BACKWARDS * (2 * 4 - 1) if cut else 4
-    options = {"rows": 2, "way": "zero3 flat", "zero": zero, "flat": True}
+    options = {"rows": 2, "cut": "flat", "zero": zero, "flat": True}
     for found in pool.run(4, tasks.train_on_grid, **options):
         assert found["apart"] <= 2e-6
         sums = 4 * tasks.BACKWARDS
@@ -153,13 +153,13 @@ def test_replicas_of_shards_at_every_stage(pool: Pool, zero: Any) -> None:
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat optimizer", "model.parameters"])
-@pytest.mark.parametrize("way", ["zero3 flat", "zero3 rows", "zero3 owned", "zero3 mixture"])
+@pytest.mark.parametrize("cut", ["flat", "rows", "owned", "mixture"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)])
 def test_states_are_cut_over_replicas_too(
-    pool: Pool, rows: int, columns: int, way: str, flat: bool
+    pool: Pool, rows: int, columns: int, cut: str, flat: bool
 ) -> None:
     pool.run(4, probe_tasks.make_grids)
-    options = {"rows": rows, "way": way, "zero": (2, 3), "flat": flat, "narrow": not flat}
+    options = {"rows": rows, "cut": cut, "zero": (2, 3), "flat": flat, "narrow": not flat}
     for found in pool.run(rows * columns, tasks.train_on_grid, **options):
         assert found["apart"] <= 2e-6
         kept = found["share"] - found["alone"]
@@ -168,16 +168,16 @@ def test_states_are_cut_over_replicas_too(
             assert found["bytes"]["optimizer_state"] == found["share"]
 
 
-@pytest.mark.parametrize("way", ["zero3 flat", "zero3 rows", "zero3 owned", "zero3 mixture"])
-def test_users_see_whole_tensors_whoever_has_which_part(pool: Pool, way: str) -> None:
+@pytest.mark.parametrize("cut", ["flat", "rows", "owned", "mixture"])
+def test_users_see_whole_tensors_whoever_has_which_part(pool: Pool, cut: str) -> None:
     pool.run(4, probe_tasks.make_grids)
-    for found in pool.run(4, tasks.asked_on_grid, way=way):
+    for found in pool.run(4, tasks.asked_on_grid, cut=cut):
         assert max(found.values()) <= 2e-6, found
 
 
-@pytest.mark.parametrize("way", ["zero3 flat", "zero3 rows", "zero3 mixture", "zero3 bf16"])
-def test_neighbouring_shares_follow_what_is_written(pool: Pool, way: str) -> None:
+@pytest.mark.parametrize("cut", ["flat", "rows", "mixture", "bf16"])
+def test_neighbouring_shares_follow_what_is_written(pool: Pool, cut: str) -> None:
     pool.run(4, probe_tasks.make_grids)
-    for written, loaded in pool.run(4, tasks.written_on_grid, way=way):
-        assert written <= (0.1 if "bf16" in way else 1e-6)
-        assert loaded <= (0.1 if "bf16" in way else 1e-6)
+    for written, loaded in pool.run(4, tasks.written_on_grid, cut=cut):
+        assert written <= (0.1 if "bf16" in cut else 1e-6)
+        assert loaded <= (0.1 if "bf16" in cut else 1e-6)
