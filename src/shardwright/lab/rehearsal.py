@@ -84,7 +84,7 @@ def _as_run(
         runtime=runtime,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
-        zero=asked.zero if runtime == "shardwright" else 3,
+        zero=asked.stage if runtime == "shardwright" else 3,
         implementation=asked.implementation,
         loss=asked.loss,
     )

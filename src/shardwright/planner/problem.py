@@ -143,7 +143,7 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
     batch = batch_of(job)
     context = PricingContext(cluster, batch, job.planner.estimator)
     dtypes = step_dtypes(job)
-    zero, local = memory_of(job).zero, ranks_per_host(cluster)
+    zero, local = memory_of(job).stage, ranks_per_host(cluster)
     dense = DenseContext(cluster.world_size, local, context.values, *dtypes, zero)
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
     unit_space.check()

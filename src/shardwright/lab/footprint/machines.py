@@ -40,7 +40,7 @@ def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding
         reshard_after_forward=resharded,
         kept=kept,
         prefetch=1 if on_gpu else 0,
-        zero=section.zero if section.runtime == "shardwright" else 3,
+        zero=section.stage if section.runtime == "shardwright" else 3,
         reduces=_reduces(section, degrees),
         shares=_shares(section),
         on_gpu=on_gpu,
