@@ -12,6 +12,7 @@ over steps, every comparison a ratio within one run. The cases:
 * ``optimizer``: one step over 288 sharded tensors, and clipping their norm.
 * ``muon``, ``muon mid``: Muon over matrices, as torch has it and as ours has it.
 * ``zero``, ``zero mid``, ``zero 4``: stages of ZeRO beside DDP and its ZeroRedundancyOptimizer.
+* ``stages``, ``stages 4``: what each keeps by role, sends and computes, replicas of shards too.
 * ``tensor``: shards of two by tensor-parallel MLPs of two, four gloo ranks.
 * ``granularity``: one, two, four and eight layers to a unit, with small and with large layers.
 """
@@ -22,6 +23,7 @@ import argparse
 import datetime
 import gc
 import json
+import math
 import os
 import socket
 import statistics
@@ -29,6 +31,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,7 @@ _STAGES = [
     *("fsdp2", "fsdp2 kept", "ddp", PEER_OF_STAGES, "replicated", "zero 2"),
     *("zero 2 prefetch", "zero 2 merged 4", "flat"),
 ]
+_ROLES = ["fsdp2", "ddp", PEER_OF_STAGES, "replicated", "zero 1", "zero 2", "flat"]
 CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "overhead": ("fake", "tiny", 8, ["single", "fsdp2", "flat", "per_param"]),
     "tiny": (
@@ -75,6 +79,8 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "zero": ("gloo", "tiny", 2, _STAGES),
     "zero mid": ("gloo", "mid", 2, _STAGES),
     "zero 4": ("gloo", "tiny", 4, _STAGES),
+    "stages": ("gloo", "tiny", 2, _ROLES),
+    "stages 4": ("gloo", "tiny", 4, [*_ROLES, "fsdp2 hsdp", "hsdp", "hsdp, zero 2", "hfsdp"]),
     "muon": ("gloo", "tiny", 2, _MUONS),
     "muon mid": ("gloo", "mid", 2, _MUONS),
     "tensor": (
@@ -97,6 +103,7 @@ class Run:
         self.size = size
         self.rank = rank // contestant.tensor
         self.world_size = mesh.size() // contestant.tensor
+        self.peers = mesh.size() // contestant.replicas  # in every collective
         self.model = contestant.wrap(model_of(size), mesh)
         self.optimizer = contestant.optimizer(self.model)
         self.wall: list[float] = []
@@ -138,11 +145,50 @@ class Run:
         peak = max(sum(kinds.values()) for kinds in tracker.peaks.values())
         return peak - resting, resting
 
-    def collectives(self) -> int:
-        """Calls of a step, as torch's profiler sees them."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+    def collectives(self) -> dict[str, int]:
+        """Calls of a step, as torch's profiler sees them, and bytes of their whole buffers."""
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=kinds, record_shapes=True) as seen:
             self.step(0)
-        return sum(event.name.startswith("gloo:") for event in seen.events() or ())
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            seen.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        calls = [event for event in events if event.get("name", "").startswith("gloo:")]
+        return {"collectives": len(calls), "collective_bytes": sum(map(self._whole, calls))}
+
+    def _whole(self, call: dict[str, Any]) -> int:
+        """A gather is given a part of its buffer, all others the whole."""
+        sizes = zip(call["args"]["Input Dims"], call["args"]["Input type"], strict=True)
+        given = sum(math.prod(dims) * _BYTES[kind] for dims, kind in sizes)
+        return given * (self.peers if "gather" in call["name"] else 1)
+
+    def roles(self) -> dict[str, Any]:
+        """Bytes of this rank by role after a backward, and how far its gradient is from the mean
+        of those of one process, as a share of the largest element."""
+        model: Any = model_of(self.size)
+        for rank in range(self.world_size):
+            tokens, targets = batch_of(self.size, 0, rank, self.world_size)
+            (next_token_loss(model(tokens), targets) / self.world_size).backward()
+        tokens, targets = batch_of(self.size, 0, self.rank, self.world_size)
+        next_token_loss(self.model(tokens), targets).backward()
+        given = [p for group in self.optimizer.param_groups for p in group["params"]]
+        kept = {
+            "parameter_bytes": _stored(self.model.parameters()),
+            "gradient_bytes": _stored(p.grad for p in given if p.grad is not None),
+        }
+        apart = 0.0
+        for mine, true in zip(self.model.parameters(), model.parameters(), strict=True):
+            assert mine.grad is not None, "every parameter of this model has a gradient"
+            found = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+            apart = max(apart, ((found - true.grad).abs().max() / true.grad.abs().max()).item())
+        self.optimizer.step()
+        inner = getattr(self.optimizer, "optim", self.optimizer)
+        kept["state_bytes"] = _stored(
+            value for state in inner.state.values() for key, value in state.items() if key != "step"
+        )
+        self.optimizer.zero_grad()
+        return {**kept, "gradient_apart": apart}
 
     def figures(self) -> dict[str, Any]:
         """Medians in milliseconds."""
@@ -152,6 +198,15 @@ class Run:
             "optimizer_cpu_ms": _ms(self.optimizer_cpu),
             "steps": len(self.wall),
         }
+
+
+_BYTES = {"float": 4, "unsigned char": 1, "long int": 8, "int": 4, "double": 8}
+
+
+def _stored(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind this rank's parts."""
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
 
 
 def _ms(clock: list[float]) -> float:
@@ -173,12 +228,13 @@ def worker(rank: int, port: int, case: dict[str, Any], out: str) -> None:
     for name in case["names"]:
         contestant = known[name]
         run = Run(name, contestant, case["size"], rank, mesh)
+        found[name] = run.roles() if case["roles"] else {}
         losses = [run.step(number) for number in range(WARM_STEPS)]
-        found[name] = {"losses": [round(loss, 6) for loss in losses]}
+        found[name]["losses"] = [round(loss, 6) for loss in losses]
         over, rest = run.peak_over_rest()
         found[name] |= {"peak_over_rest_bytes": over, "resting_bytes": rest}
         if real:
-            found[name]["collectives"] = run.collectives()
+            found[name] |= run.collectives()
         run.clear()
         runs.append(run)
     gc.collect()
@@ -239,6 +295,7 @@ def measured_case(name: str, plan: str, steps: int, rounds: int) -> dict[str, An
         "names": names,
         "steps": steps,
         "rounds": rounds,
+        "roles": name.startswith("stages"),
     }
     if "planned" in names:
         case["plan"] = plan
@@ -342,6 +399,7 @@ def granularity_case(steps: int, rounds: int) -> dict[str, Any]:
             "merged": merged,
             "steps": steps,
             "rounds": rounds,
+            "roles": False,
         }
         figures = run_case(case)
         found[size] = {name: figures[name]["wall_ms"] for name in names}

@@ -108,6 +108,7 @@ class Contestant:
     optimizer: Optimizers
     alone: bool = False  # runs without communication, so on one rank only
     tensor: int = 1  # so many ranks have the same samples
+    replicas: int = 1  # on a mesh of so many times shards
 
 
 def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
@@ -189,6 +190,18 @@ def flat_case(strategy: str = "flat", **options: Any) -> Contestant:
     return Contestant(functools.partial(_ours, shard_strategy=strategy, **options), _flat)
 
 
+def replicas_case(**options: Any) -> Contestant:
+    """Two replicas of shards; ``fsdp2`` where torch's own runtime makes them."""
+
+    def wrap(model: Any, mesh: DeviceMesh) -> nn.Module:
+        grid = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("replicate", "shard"))
+        if options.get("fsdp2"):
+            return _fsdp2(model, grid)
+        return _ours(model, grid, shard_strategy="flat", prefetch=0, **options)
+
+    return Contestant(wrap, _fused if options.get("fsdp2") else _flat, replicas=2)
+
+
 def muon_case(strategy: str, make: Callable[..., torch.optim.Optimizer] = sw.Muon) -> Contestant:
     wrap = functools.partial(_ours, shard_strategy=strategy, prefetch=0)
     return Contestant(wrap, functools.partial(_Both, make=make))
@@ -224,7 +237,12 @@ def contestants() -> dict[str, Contestant]:
         "ddp": Contestant(_ddp, _fused),
         "ddp, zero redundancy": Contestant(_ddp, _redundancy),
         "replicated": flat_case("per_param", placements=(sw.Replicate(),)),
+        "zero 1": flat_case(zero=1),
         "zero 2": flat_case(zero=2),
+        "fsdp2 hsdp": replicas_case(fsdp2=True),
+        "hsdp": replicas_case(),
+        "hsdp, zero 2": replicas_case(zero=2),
+        "hfsdp": replicas_case(zero=(2, 3)),
         "zero 2 prefetch": flat_case(zero=2, prefetch=1),
         "zero 2 merged 4": flat_case(zero=2, merged=4),
         "flat kept": flat_case(reshard_after_forward=False),

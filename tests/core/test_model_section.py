@@ -209,7 +209,7 @@ def test_a_job_with_the_sections_comes_back_as_it_was() -> None:
         ),
         ({"runtime": "fsdp"}, "job: memory.runtime: expected one of shardwright, fsdp2, ddp"),
         ({"checkpointing": "some"}, "job: memory.checkpointing: expected one of none, full"),
-        ({"zero": 4}, "job: memory.zero: expected one of 1, 2, 3, got 4."),
+        ({"zero": 4}, "job: memory.zero: expected one of 1, 2, 3, auto, got 4."),
         ({"lowerin": "cpu"}, "job: unknown key 'memory.lowerin'. Did you mean 'lowering'?"),
     ],
 )

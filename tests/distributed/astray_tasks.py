@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from probe_tasks import _MESHES, make_grids, said
+from probe_tasks import MESHES, make_grids, said
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -61,7 +61,7 @@ def seeded_apart(mesh: DeviceMesh, grid: bool) -> float:
     """How far the whole weights are from those of the first replica's seed."""
     if grid:
         make_grids(mesh)
-        mesh = _MESHES[2, 2]
+        mesh = MESHES[2, 2]
     torch.manual_seed(torch.distributed.get_rank())
     model = nn.Linear(8, 4).double()
     placement: Placement | None = None if grid else Replicate()
@@ -220,7 +220,7 @@ def clipped_over_two_meshes(mesh: DeviceMesh) -> tuple[float, float]:
     """The norm of two units on different meshes without a root, and the true one."""
     make_grids(mesh)
     model, reference = net(), net()
-    sw.fully_shard_flat(model[0], _MESHES[2, 2]["shard"])
+    sw.fully_shard_flat(model[0], MESHES[2, 2]["shard"])
     sw.fully_shard_flat(model[2], mesh)
     x = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     for each in (model, reference):

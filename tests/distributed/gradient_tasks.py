@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from probe_tasks import MESHES
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -175,8 +176,12 @@ def cases(size: int) -> Iterator[tuple[str, str, str, str, int]]:
             yield accumulation, dtypes, reshard, shape, prefetch
 
 
-def raw_gradients(mesh: DeviceMesh, strategy: str) -> dict[str, dict[str, tuple[float, bool]]]:
-    """The errors of every case of a strategy."""
+def raw_gradients(
+    mesh: DeviceMesh, strategy: str, replicas: int = 0
+) -> dict[str, dict[str, tuple[float, bool]]]:
+    """The errors of every case of a strategy; with ``replicas`` of those that cut gradients once
+    more."""
+    grid = MESHES[replicas, mesh.size() // replicas] if replicas else None
     found = {}
     rank, size = mesh.get_local_rank(), mesh.size()
     true: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
@@ -188,18 +193,19 @@ def raw_gradients(mesh: DeviceMesh, strategy: str) -> dict[str, dict[str, tuple[
         precision = None
         if dtypes.startswith("bf16 computed"):
             precision = MixedPrecision(torch.bfloat16, torch.float32)
-        sub_mesh = size // 2 if size % 2 == 0 else 1
+        columns = size if grid is None else grid.size(1)
+        sub_mesh = columns // 2 if columns % 2 == 0 else 1
         kinds: dict[str, bool | int | None]
         kinds = {"resharded": True, "kept": False, "sub-mesh": sub_mesh, "whole": None}
         units = shard(
             model,
-            mesh,
+            mesh if grid is None else grid,
             strategy,
             merged=shape == "merged",
             reshard_after_forward=kinds[reshard],
             precision=precision,
             prefetch=prefetch,
-            zero=2 if reshard == "whole" else 3,
+            zero=(2, 3) if grid else 2 if reshard == "whole" else 3,
         )
         steps = 1 if accumulation == "one backward" else 3
         for step in range(steps):

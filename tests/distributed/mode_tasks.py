@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 from collections import Counter
 from typing import Any
 
 import torch
 from gradient_tasks import Net, inputs, loss_of, mixture, net
+from probe_tasks import MESHES
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +35,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero2 ahead": {"zero": 2, "prefetch": 1, **CUT},
     "zero3": {"reshard_after_forward": True, **CUT},
     "zero3 kept": {"reshard_after_forward": False, **CUT},
+}
+CUTS: dict[str, dict[str, Any]] = {
+    "flat": CUT,
+    "rows": {},
+    "owned": {"shard_strategy": "param_boundary"},
+    "mixture": {"shard_placement_fn": mixture},
+    "bf16": {"precision": MixedPrecision(torch.bfloat16, torch.float32), **CUT},
 }
 STEPS, BACKWARDS = 3, 3
 RATE, MOMENTUM = 0.05, 0.9
@@ -59,7 +70,7 @@ def sharded(mesh: DeviceMesh, **options: Any) -> tuple[Net, list[DStorage], Call
     sw.fully_shard_flat(model, mesh, **options)
     units = list(storages_in(model))
     for unit in units:
-        for peers in (unit.comm, unit.comm._twins):
+        for peers in (unit.comm, unit.comm.shards, unit.comm._twins):
             if peers is not None:
                 peers.probe = calls
     return model, units, calls
@@ -252,7 +263,9 @@ def changed_between(mesh: DeviceMesh) -> str:
 def refusals(mesh: DeviceMesh) -> list[str]:
     """What is said of options that do not go together."""
     found = []
-    for options in ({"zero": 0}, {"zero": True}, {"zero": 2, "reshard_after_forward": True}):
+    given: tuple[dict[str, Any], ...]
+    given = ({"zero": 0}, {"zero": True}, {"zero": 2, "reshard_after_forward": True})
+    for options in (*given, {"zero": (2, 3)}):
         try:
             sw.fully_shard_flat(nn.Linear(2, 2), mesh, **options)
         except sw.InputError as error:
@@ -260,20 +273,15 @@ def refusals(mesh: DeviceMesh) -> list[str]:
     return found
 
 
-_GRID: list[DeviceMesh] = []
-
-
-def make_grid(mesh: DeviceMesh) -> None:
-    """Two replicas of two shards, which every rank must make; done once."""
-    if not _GRID:
-        ranks = torch.arange(4).view(2, 2)
-        _GRID.append(DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")))
-
-
-def train_on_grid(mesh: DeviceMesh, zero: int) -> tuple[float, dict[str, int], dict[str, int]]:
-    """HSDP at a stage of ZeRO: weights apart, collectives of a step, bytes by role."""
-    model, units, calls = sharded(_GRID[0], zero=zero, **CUT)
-    optimizer = optimizer_over(model, flat=True)
+def train_on_grid(
+    mesh: DeviceMesh, rows: int, cut: str, zero: Any, *, flat: bool, narrow: bool = False
+) -> dict[str, Any]:
+    """HSDP at a stage of ZeRO: weights apart, collectives of a step, bytes by role, and those of
+    one rank's part where parameters are cut over all."""
+    size = mesh.size()
+    options = {**CUTS[cut], "zero": zero} | ({"reshard_after_forward": 1} if narrow else {})
+    model, units, calls = sharded(MESHES[rows, size // rows], **options)
+    optimizer = optimizer_over(model, flat=flat)
     for step in range(STEPS):
         calls.found.clear()
         optimizer.zero_grad()
@@ -281,5 +289,67 @@ def train_on_grid(mesh: DeviceMesh, zero: int) -> tuple[float, dict[str, int], d
             loss_of(model, inputs(mesh.get_local_rank(), step * BACKWARDS + number)).backward()
         optimizer.step()
     kept, last = held(model, units, optimizer), dict(calls.found)
-    found, true = sw.full_state_dict(model), weights_alone(4)
-    return max((found[n] - true[n]).abs().max().item() for n in true), last, kept
+    found, true = sw.full_state_dict(model), weights_alone(size)
+    return {
+        "apart": max((found[n] - true[n]).abs().max().item() for n in true),
+        "calls": last,
+        "bytes": kept,
+        "share": sum(unit.layout.shard_bytes for unit in units),
+        "alone": sum(s.share_bytes for u in units for s in u.layout.segments if s.kept == 1),
+    }
+
+
+def asked_on_grid(mesh: DeviceMesh, cut: str) -> dict[str, Any]:
+    """What users ask of a model whose first block is frozen, and whose last one keeps the states of
+    its shards on all replicas; all differences from the unsharded model."""
+    grid, rank = MESHES[2, 2], mesh.get_local_rank()
+    model, reference = net(), net()
+    for made in (model, reference):
+        made.blocks[0].requires_grad_(False)
+    for block in model.blocks:
+        zero = 3 if block is model.blocks[-1] else (2, 3)
+        sw.fully_shard_flat(block, grid, **{**CUTS[cut], "zero": zero})
+    sw.fully_shard_flat(model, grid, **{**CUTS[cut], "zero": (2, 3)})
+    loss_of(model, inputs(rank)).backward()
+    for each in range(4):
+        (loss_of(reference, inputs(each)) / 4).backward()
+    true = nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    first, other = model.first.weight, reference.first.weight
+    found = {
+        "norm": abs(local(norm).item() - true.item()),
+        "sum": abs(local(first.sum()).item() - other.sum().item()),
+        "largest": abs(local(first.max()).item() - other.max().item()),
+        "whole": (first.full_tensor() - other).abs().max().item(),
+        "gradient": (first.grad.full_tensor() - other.grad).abs().max().item(),
+    }
+    for each in (model, reference):
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=RATE).step()
+    x = inputs(0)
+    found["stepped"] = (model(x) - reference(x)).abs().max().item()
+    alone = cut != "flat"  # torch has no word for ranges of elements
+    given = {} if alone and rank else net(seed=7).state_dict()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=alone)
+    set_model_state_dict(model, given, options=options)
+    found["given"] = (model(x) - net(seed=7)(x)).abs().max().item()
+    buffer = io.BytesIO()
+    torch.save(first, buffer)
+    buffer.seek(0)
+    found["loaded"] = (torch.load(buffer).full_tensor() - first.full_tensor()).abs().max().item()
+    twin = copy.deepcopy(model)
+    found["copied"] = (twin(x) - model(x)).abs().max().item()
+    return found
+
+
+def written_on_grid(mesh: DeviceMesh, cut: str) -> tuple[float, float]:
+    """Whole parameters written at once, and by loading a state: outputs beside the unsharded."""
+    model, units, _ = sharded(MESHES[2, 2], **{**CUTS[cut], "zero": (2, 3)})
+    other, x = net(seed=6), inputs(0)
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for unit in units:
+            stack.enter_context(unit.unsharded(write=True))
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            mine.copy_(theirs)
+    first = (model(x) - other(x)).abs().max().item()
+    model.load_state_dict(net().state_dict())
+    return first, (model(x) - net()(x)).abs().max().item()

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 from gradient_tasks import Net, inputs, loss_of, net, shard
-from probe_tasks import _MESHES, said, whole
+from probe_tasks import MESHES, said, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -167,7 +167,7 @@ MATRICES: dict[str, Callable[[str, nn.Parameter], Placement | None]] = {
 
 
 def orthogonalized(
-    mesh: DeviceMesh, kind: str, head_rows: int, grid: bool = False
+    mesh: DeviceMesh, kind: str, head_rows: int, grid: bool = False, zero: Any = 3
 ) -> tuple[float, int]:
     """The largest difference of any weight from torch's Muon over one process, and the collectives
     of a step of the optimizer."""
@@ -177,9 +177,10 @@ def orthogonalized(
     reference = copy.deepcopy(model)
     unit = fully_shard_flat(
         model,
-        _MESHES[2, 2] if grid else mesh,
+        MESHES[2, 2] if grid else mesh,
         shard_strategy="flat" if kind == "flat" else "per_param",
         shard_placement_fn=MATRICES[kind],
+        zero=zero,
     )
     options: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}
     first, rest = _halves(model)
@@ -281,10 +282,12 @@ def clipped_by_torch(mesh: DeviceMesh, strategy: str) -> tuple[float, float]:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(), true
 
 
-def clipped_on_a_grid(mesh: DeviceMesh, strategy: str, flat: bool) -> tuple[float, float]:
+def clipped_on_a_grid(
+    mesh: DeviceMesh, strategy: str, flat: bool, zero: Any = 3
+) -> tuple[float, float]:
     """On two replicas of two shards."""
     model, reference = net(), net()
-    shard(model, _MESHES[2, 2], strategy)
+    shard(model, MESHES[2, 2], strategy, zero=zero)
     if flat:
         optimizer_parameters(model)
     loss_of(model, inputs(mesh.get_local_rank())).backward()

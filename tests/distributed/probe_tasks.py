@@ -419,20 +419,20 @@ def cpu_offload_on_cpu(mesh: DeviceMesh) -> Any:
     return differences(model, mean_gradients(mlp(), mesh.size(), squared)), repr(storage)
 
 
-_MESHES: dict[tuple[int, int], DeviceMesh] = {}
+MESHES: dict[tuple[int, int], DeviceMesh] = {}
 
 
 def make_grids(mesh: DeviceMesh) -> None:
     """Meshes of (replicate, shard), which every rank of the job must make; done once."""
-    for rows, columns in ((1, 1), (1, 2), (1, 4), (2, 2), (4, 1)):
-        if (rows, columns) not in _MESHES:
+    for rows, columns in ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)):
+        if (rows, columns) not in MESHES:
             ranks = torch.arange(rows * columns).view(rows, columns)
             names = ("replicate", "shard")
-            _MESHES[rows, columns] = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+            MESHES[rows, columns] = DeviceMesh("cpu", ranks, mesh_dim_names=names)
 
 
 def hsdp(mesh: DeviceMesh, rows: int, strategy: str) -> Any:
-    two = _MESHES[rows, mesh.size() // rows]
+    two = MESHES[rows, mesh.size() // rows]
     model = nested(mlp(), two, shard_strategy=strategy)
     storages = [get_dstorage(layer) for layer in model]
     squared(model, inputs(mesh.get_local_rank())).backward()

@@ -34,6 +34,7 @@ class Case(NamedTuple):
     strategy: str = "flat"
     form: str = "flat"  # flat or parameters, either in two groups
     one_unit: bool = False
+    zero: Any = 3
 
 
 class Net(nn.Module):
@@ -74,7 +75,7 @@ def network(seed: int) -> Net:
 
 
 def shard(model: Net, mesh: DeviceMesh, case: Case) -> Net:
-    options: dict[str, Any] = {"shard_strategy": case.strategy}
+    options: dict[str, Any] = {"shard_strategy": case.strategy, "zero": case.zero}
     if case.strategy == "replicated":
         options = {"placements": (sw.Replicate(),)}
     elif case.strategy == "mixed":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mode_tasks as tasks
+import probe_tasks
 import pytest
 from pool import Pool
 
@@ -118,21 +119,65 @@ def test_weights_that_change_before_their_backward_are_refused(pool: Pool) -> No
 
 
 def test_options_that_do_not_go_together_are_refused(pool: Pool) -> None:
-    for unknown, truth, both in pool.run(2, tasks.refusals):
+    for unknown, truth, both, pair in pool.run(2, tasks.refusals):
         assert unknown.startswith("zero: expected 1, 2 or 3, got 0. For DDP")
         assert truth.startswith("zero: expected 1, 2 or 3, got True.")
         wanted = "reshard_after_forward: expected False or None beside zero=2"
         assert both.startswith(wanted)
+        wanted = "zero: expected a stage, or (1, 3) or (2, 3) on a mesh of (replicate, shard)"
+        assert pair.startswith(f"{wanted}, got (2, 3) on 1 dimension. To cut parameters")
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_replicas_of_shards_at_every_stage(pool: Pool, zero: int) -> None:
-    pool.run(4, tasks.make_grid)
+@pytest.mark.parametrize("zero", [1, 2, 3, (2, 3)], ids=str)
+def test_replicas_of_shards_at_every_stage(pool: Pool, zero: Any) -> None:
+    pool.run(4, probe_tasks.make_grids)
     whole, share = _sizes(pool, 2)
-    gathers = tasks.BACKWARDS * (2 * 4 - 1) if zero == 3 else 4
-    for apart, calls, kept in pool.run(4, tasks.train_on_grid, zero=zero):
-        assert apart <= 2e-6
+    _, fourth = _sizes(pool, 4)
+    both = isinstance(zero, tuple)
+    cut = both or zero == 3
+    gathers = tasks.BACKWARDS * (2 * 4 - 1) if cut else 4
+    options = {"rows": 2, "cut": "flat", "zero": zero, "flat": True}
+    for found in pool.run(4, tasks.train_on_grid, **options):
+        assert found["apart"] <= 2e-6
         sums = 4 * tasks.BACKWARDS
-        assert calls == {"gather": gathers, "reduce": sums, "reduce over replicas": sums}
-        assert kept["parameter"] == (share if zero == 3 else whole)
-        assert kept["gradient"] == kept["optimizer_state"] == share
+        over = {"gather over replicas": 4} if both else {}
+        assert found["calls"] == {
+            "gather": gathers,
+            "reduce": sums,
+            "reduce over replicas": sums,
+            **over,
+        }
+        kept = found["bytes"]
+        assert kept["parameter"] == (2 * fourth if both else share if cut else whole)
+        assert kept["gradient"] == kept["optimizer_state"] == (fourth if both else share)
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat optimizer", "model.parameters"])
+@pytest.mark.parametrize("cut", ["flat", "rows", "owned", "mixture"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)])
+def test_states_are_cut_over_replicas_too(
+    pool: Pool, rows: int, columns: int, cut: str, flat: bool
+) -> None:
+    pool.run(4, probe_tasks.make_grids)
+    options = {"rows": rows, "cut": cut, "zero": (2, 3), "flat": flat, "narrow": not flat}
+    for found in pool.run(rows * columns, tasks.train_on_grid, **options):
+        assert found["apart"] <= 2e-6
+        kept = found["share"] - found["alone"]
+        assert found["bytes"]["parameter"] == rows * kept + found["alone"]
+        if flat:
+            assert found["bytes"]["optimizer_state"] == found["share"]
+
+
+@pytest.mark.parametrize("cut", ["flat", "rows", "owned", "mixture"])
+def test_users_see_whole_tensors_whoever_has_which_part(pool: Pool, cut: str) -> None:
+    pool.run(4, probe_tasks.make_grids)
+    for found in pool.run(4, tasks.asked_on_grid, cut=cut):
+        assert max(found.values()) <= 2e-6, found
+
+
+@pytest.mark.parametrize("cut", ["flat", "rows", "mixture", "bf16"])
+def test_neighbouring_shares_follow_what_is_written(pool: Pool, cut: str) -> None:
+    pool.run(4, probe_tasks.make_grids)
+    for written, loaded in pool.run(4, tasks.written_on_grid, cut=cut):
+        assert written <= (0.1 if "bf16" in cut else 1e-6)
+        assert loaded <= (0.1 if "bf16" in cut else 1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import optimizer_tasks as tasks
 import probe_tasks
 import pytest
@@ -63,11 +65,13 @@ def test_torchs_clipping_works_on_sharded_parameters(pool: Pool, strategy: str) 
 
 @strategies
 @pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("zero", [3, (2, 3)], ids=str)
 def test_replicas_of_a_gradient_count_once_in_its_norm(
-    pool: Pool, strategy: str, flat: bool
+    pool: Pool, strategy: str, flat: bool, zero: Any
 ) -> None:
     pool.run(4, probe_tasks.make_grids)
-    for found, true in pool.run(4, tasks.clipped_on_a_grid, strategy=strategy, flat=flat):
+    options = {"strategy": strategy, "flat": flat, "zero": zero}
+    for found, true in pool.run(4, tasks.clipped_on_a_grid, **options):
         assert found == pytest.approx(true, rel=1e-5)
 
 
@@ -119,9 +123,11 @@ def test_muon_has_every_matrix_whole_on_one_rank(
 
 
 @pytest.mark.parametrize("kind", ["flat", "heads"])
-def test_muon_on_two_replicas_of_two_shards(pool: Pool, kind: str) -> None:
+@pytest.mark.parametrize("zero", [3, (2, 3)], ids=str)
+def test_muon_on_two_replicas_of_two_shards(pool: Pool, kind: str, zero: Any) -> None:
     pool.run(4, probe_tasks.make_grids)
-    found = pool.run(4, tasks.orthogonalized, kind=kind, head_rows=4, grid=True)
+    options = {"kind": kind, "head_rows": 4, "grid": True, "zero": zero}
+    found = pool.run(4, tasks.orthogonalized, **options)
     assert max(error for error, _ in found) <= 1e-6
 
 

@@ -96,13 +96,18 @@ def test_an_optimizer_that_has_taken_steps_forgets_them(pool: Pool, saved: Any, 
     hold(results, wanted, 0.0)
 
 
-def test_replicas_times_shards_save_and_load(pool: Pool, saved: Any, tmp_path: Path) -> None:
-    case = Case()
-    wanted = pool.run(4, tasks.begin_on_grid, folder=str(tmp_path), case=case)[0]
-    hold(pool.run(4, tasks.resume_on_grid, folder=str(tmp_path), case=case), wanted, 0.0)
+@pytest.mark.parametrize("form", ["flat", "parameters"])
+@pytest.mark.parametrize("zero", [3, (2, 3)], ids=str)
+def test_replicas_times_shards_save_and_load(
+    pool: Pool, saved: Any, tmp_path: Path, zero: Any, form: str
+) -> None:
+    case, alike = Case(form=form), Case(form=form, zero=zero)
+    wanted = pool.run(4, tasks.begin_on_grid, folder=str(tmp_path), case=alike)[0]
+    hold(pool.run(4, tasks.resume_on_grid, folder=str(tmp_path), case=alike), wanted, 0.0)
+    hold(pool.run(4, tasks.resume_on_grid, folder=str(tmp_path), case=case), wanted)
     hold(pool.run(3, tasks.resume, folder=str(tmp_path), case=case), wanted)
     folder, wanted = saved(case)
-    hold(pool.run(4, tasks.resume_on_grid, folder=str(folder), case=case), wanted)
+    hold(pool.run(4, tasks.resume_on_grid, folder=str(folder), case=alike), wanted)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -5,12 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import matrix_tasks as tasks
+import probe_tasks
 import pytest
 import torch
 from pool import Pool
 
 WRAPPER = "_checkpoint_wrapped_module."
 STRATEGIES = ("flat", "per_param", "param_boundary")
+
+
+@pytest.mark.parametrize("form", tasks.FORMS)
+def test_replicas_that_share_their_states_are_read_and_read(
+    pool: Pool, tmp_path: Path, form: str
+) -> None:
+    pool.run(4, probe_tasks.make_grids)
+    ways = {2: "flat", 4: "hfsdp"}
+    for size in ways:
+        saved = pool.run(
+            size, tasks.save, folder=str(tmp_path / ways[size]), strategy=ways[size], wrapped=False
+        )[0]
+        options = {"folder": str(tmp_path / ways[size]), "wrapped": False, "form": form}
+        for other, way in ways.items():
+            for found in pool.run(other, tasks.load, strategy=way, **options):
+                assert all(torch.equal(found[name], saved[name]) for name in found)
 
 
 @pytest.mark.slow_after(1)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from probe_tasks import MESHES
 from torch import nn
 from torch.distributed._composable.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,8 +19,9 @@ Found = dict[str, Any]
 
 
 class World:
-    """One way to hold a model: ``flat`` and the other strategies, ``owned``, ``fsdp2``, or
-    ``alone``: whole, with the inputs of all ranks."""
+    """One way to hold a model: ``flat`` and the other strategies, ``owned``, ``hfsdp`` (rows, on
+    two replicas of shards that share the states, too), ``fsdp2``, or ``alone``: whole, with the
+    inputs of all ranks."""
 
     def __init__(self, mesh: DeviceMesh, way: str) -> None:
         self.mesh, self.way = mesh, way
@@ -37,11 +39,14 @@ class World:
         if self.ours:
             if self.way == "owned":
                 options["shard_placement_fn"] = self._owner
+            elif self.way == "hfsdp":
+                options["zero"] = (2, 3)
             else:
                 options["shard_strategy"] = self.way
             if half:
                 options["precision"] = sw.MixedPrecision(reduce_dtype=torch.float16)
-            sw.fully_shard_flat(module, self.mesh, **options)
+            mesh = MESHES[2, self.size // 2] if self.way == "hfsdp" else self.mesh
+            sw.fully_shard_flat(module, mesh, **options)
         elif self.way == "fsdp2":
             if half:
                 options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float16)

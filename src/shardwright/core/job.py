@@ -42,6 +42,7 @@ from shardwright.core.parallel import (
     degrees,
     fixed_world,
 )
+from shardwright.core.placement import Zero
 from shardwright.core.planning import ESTIMATOR_UNREAD, PlannerSection
 from shardwright.core.quantities import parse_bytes
 from shardwright.core.study_section import StudySection, check_study
@@ -173,6 +174,19 @@ def with_checkpointing(job: Job, policy: str) -> Job:
     """The job where it leaves no other choice than ``policy``."""
     dense = msgspec.structs.replace(job.planner.dense, checkpointing=(policy,))
     return msgspec.structs.replace(job, planner=msgspec.structs.replace(job.planner, dense=dense))
+
+
+def stages_of(job: Job) -> tuple[Zero, ...]:
+    """The stages of ZeRO that a plan of the job may have; of those as fast the first is taken."""
+    zero = memory_of(job).zero
+    if zero != "auto":
+        return (zero,)
+    return (3,) if job.planner.dense.reshard else (3, 2, 1)
+
+
+def with_stage(job: Job, zero: Zero) -> Job:
+    """The job at a stage of ZeRO."""
+    return msgspec.structs.replace(job, memory=msgspec.structs.replace(memory_of(job), zero=zero))
 
 
 class DataFiles(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ so a rank's share of a segment is one stretch of one dtype:
 
 Under ZeRO-1 and 2 a rank keeps whole parameters too. Of a segment whose shares in rank order are
 the tensors it keeps these, of which its share is a stretch, and frozen tensors are replicated.
+Between the two, ranks may keep parameters of a few neighbouring shares, their own among them.
 
 Matrices come before vectors and scalars, so the usual groups of an optimizer (with and without
 weight decay) are one stretch each. Everything starts at a multiple of ``ALIGNMENT`` bytes; padding
@@ -82,7 +83,8 @@ class Segment(msgspec.Struct, frozen=True):
     """Tensors of one dtype that are cut alike; ``share`` of a rank and ``whole`` in elements.
 
     The segment begins at byte ``offset`` of the unsharded buffer and at byte ``shard_offset`` of
-    each rank's own. Where it ``stays`` that has the whole segment, of which the share is a part.
+    each rank's own, which has ``kept`` neighbouring shares, the rank's among them. Where it
+    ``stays`` these are all, and are computed with where they lie.
     """
 
     dtype: str
@@ -93,6 +95,7 @@ class Segment(msgspec.Struct, frozen=True):
     whole: int
     offset: int
     shard_offset: int
+    kept: int = 1
     stays: bool = False
 
     @property
@@ -103,11 +106,11 @@ class Segment(msgspec.Struct, frozen=True):
     @property
     def stored_bytes(self) -> int:
         """Bytes of it that a rank keeps, padding included."""
-        return self.whole_bytes if self.stays else self.share_bytes
+        return self.kept * self.share_bytes
 
     def own_offset(self, rank: int) -> int:
         """The byte of the buffer of ``rank`` at which its share begins."""
-        return self.shard_offset + (rank * self.share_bytes if self.stays else 0)
+        return self.shard_offset + rank % self.kept * self.share_bytes
 
     @property
     def note(self) -> int:
@@ -125,6 +128,11 @@ class Segment(msgspec.Struct, frozen=True):
         """Bytes of the unsharded segment, padding included."""
         return self.whole * element_bytes(self.dtype)
 
+    def keepers(self, rank: int) -> range:
+        """The ranks whose shares ``rank`` keeps."""
+        first = rank - rank % self.kept
+        return range(first, first + self.kept)
+
     @property
     def in_rank_order(self) -> bool:
         """Whether the shares of all ranks, one after the other, are the unsharded segment."""
@@ -133,7 +141,7 @@ class Segment(msgspec.Struct, frozen=True):
     def begin(self, piece: Piece) -> int:
         """The element of its rank's share at which ``piece`` begins."""
         at = (piece.shard_offset - self.shard_offset) // element_bytes(self.dtype)
-        return at % self.share if self.stays and self.share else at
+        return at % self.share if self.kept > 1 and self.share else at
 
     def piece(self, slot: Slot, rank: int) -> Piece:
         """What ``rank`` holds of a tensor of this segment."""
@@ -186,7 +194,7 @@ class UnitLayout(msgspec.Struct, frozen=True):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of one rank's buffer, padding included: its shares, or of what stays the whole."""
+        """Bytes of one rank's buffer, padding included: all shares that it keeps."""
         return sum(segment.stored_bytes for segment in self.segments)
 
     @property
@@ -240,10 +248,13 @@ class UnitLayout(msgspec.Struct, frozen=True):
 
     def stored_padding(self, rank: int) -> int:
         """Bytes of ``rank``'s buffer that belong to no tensor."""
-        stays = [segment for segment in self.segments if segment.stays]
-        whole = sum(s.whole_bytes - sum(slot.tensor.nbytes for slot in s.slots) for s in stays)
-        rest = tuple(segment for segment in self.segments if not segment.stays)
-        return whole + UnitLayout(self.world_size, rest).padding_bytes(rank)
+        held = sum(
+            segment.piece(slot, other).numel * element_bytes(segment.dtype)
+            for segment in self.segments
+            for other in segment.keepers(rank)
+            for slot in segment.slots
+        )
+        return self.stored_bytes - held
 
     def blocks(self, role: Role, placement: Placement | None = None) -> Iterable[Block]:
         """The layout as blocks, tensor by tensor, rank by rank; frozen tensors are parameters
@@ -268,6 +279,7 @@ def unit_layout(
     frozen: Collection[str] = (),
     *,
     zero: Zero = 3,
+    kept: int = 1,
     cast: Collection[str] = (),
 ) -> UnitLayout:
     """Lay ``tensors`` out under one placement, or under each tensor's own by fqn.
@@ -275,6 +287,7 @@ def unit_layout(
     Segments come cut by cut, widest element first; ``frozen`` tensors, which get no gradient, have
     segments of their own. A scalar is replicated unless the cut is flat. Below stage 3 of ``zero``
     segments stay whole, but for those of ``cast`` dtypes, which are computed with in another one.
+    Others are kept in ``kept`` neighbouring shares on a rank, a divisor of ``world_size``.
     """
     grouped: dict[tuple[int, int, str, bool], Members] = {}
     for tensor in tensors:
@@ -292,7 +305,10 @@ def unit_layout(
         members.sort(key=lambda member: len(member[0].shape) < 2)
         slots, share, whole = _ARRANGE[cut](members, dtype, world_size)
         stays = zero < 3 and cut in ("flat", "owned") and dtype not in cast
-        segment = Segment(dtype, cut, not still, slots, share, whole, offset, shard_offset, stays)
+        shares = world_size if stays else 1 if cut == "replicated" else kept
+        segment = Segment(
+            dtype, cut, not still, slots, share, whole, offset, shard_offset, shares, stays
+        )
         segments.append(segment)
         offset += segment.whole_bytes
         shard_offset += segment.stored_bytes

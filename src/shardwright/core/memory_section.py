@@ -32,7 +32,7 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Parameters are stored in fp32 and cast to ``param_dtype`` for computing where a runtime shards
     them. ``zero`` is 3 where a runtime shares parameters, gradients and optimizer states, as all
     but "ddp" and "megatron" do, which share nothing by themselves and with 1 the states. Ours also
-    keeps parameters whole with 2, and with 1 shares the states alone.
+    keeps parameters whole with 2, and with 1 shares the states alone; "auto" leaves it to a plan.
     ``checkpointing`` is a policy's name; where it is not given, a plan chooses one.
     ``lowering`` is the device whose kernels are assumed, by default the cluster's.
     ``implementation`` is the optimizer's; without one it is PyTorch's choice. ``compile`` takes the
@@ -46,7 +46,7 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reduce_dtype: ReduceDtype = "fp32"
     implementation: Implementation | None = None
     reshard_after_forward: bool | Literal["default"] = "default"
-    zero: Zero = 3
+    zero: Zero | Literal["auto"] = 3
     compile: bool | Literal["blocks"] = False
     float8: bool | Float8 = False
     offload: Offload = "none"
@@ -54,14 +54,20 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss: LossKind = "gathered"
 
     @property
-    def stage(self) -> Zero:
-        """The stage of ZeRO that our own runtime runs with; other runtimes have their own ways."""
-        return self.zero if self.runtime == "shardwright" else 3
-
-    @property
     def policy(self) -> str:
         """The checkpointing of a step that no plan decides."""
         return "none" if self.checkpointing is UNSET else self.checkpointing
+
+    @property
+    def stage(self) -> Zero:
+        """The stage of ZeRO that our own runtime runs with, 3 of runtimes with other ways;
+        InputError where it is left to a plan that there is not."""
+        if self.runtime != "shardwright":
+            return 3
+        if self.zero == "auto":
+            wanted = "1, 2 or 3 where no plan chooses it"
+            raise InputError(expected("memory.zero", wanted, "'auto'", "Name one."))
+        return self.zero
 
 
 def float8_scaling(section: MemorySection) -> Float8 | None:
@@ -111,7 +117,12 @@ def check_memory(section: MemorySection, where: str) -> None:
     """Refuse what no runtime does; InputError names the key."""
     check_policy(section.policy, f"{where}: memory.checkpointing")
     runtime, zero = section.runtime, section.zero
-    if section.stage < 3:
+    if zero == "auto":
+        if runtime != "shardwright":
+            remedy = "Plans are those of memory.runtime = 'shardwright'."
+            wanted = f"a stage, or nothing, beside runtime = '{runtime}'"
+            raise InputError(expected(f"{where}: memory.zero", wanted, "'auto'", remedy))
+    elif zero < 3 and runtime == "shardwright":
         if section.reshard_after_forward is True:
             wanted = f"false or nothing beside zero = {zero}, which keeps parameters whole"
             raise InputError(expected(f"{where}: memory.reshard_after_forward", wanted, "true"))

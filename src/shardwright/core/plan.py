@@ -21,7 +21,7 @@ from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import model_of
 from shardwright.core.option import ShardRun
-from shardwright.core.placement import Placement, Replicate, Roles
+from shardwright.core.placement import Placement, Replicate, Roles, Zero
 from shardwright.core.quantities import format_seconds
 from shardwright.core.recording import Recording
 from shardwright.core.schedule import Modes
@@ -173,13 +173,14 @@ class Reserved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The best plan that was found with a checkpointing policy: the seconds of its slowest rank and
-    the bytes of its fullest. ``max_rank_seconds`` is None where none fits; the bytes are then the
-    least that were found."""
+    """The best plan that was found with a checkpointing policy, and a stage of ZeRO where that was
+    left open: the seconds of its slowest rank and the bytes of its fullest. ``max_rank_seconds`` is
+    None where none fits; the bytes are then the least that were found."""
 
     checkpointing: str
     max_rank_seconds: float | None
     peak_bytes: int
+    zero: Zero | UnsetType = UNSET
 
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

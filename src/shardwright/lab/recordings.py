@@ -176,7 +176,8 @@ def _path(job: Job, device: str) -> Path | None:
     ]
     tables += [(job.data, t) for t in job.tables if kind_of(t) != "full"]
     bags = job.model.kind == "dlrm" and reads_bags(job)
-    memory = msgspec.structs.replace(memory_of(job), checkpointing=checkpointing_of(job)[0])
+    policy = checkpointing_of(job)[0]
+    memory = msgspec.structs.replace(memory_of(job), checkpointing=policy, zero=3)
     run = (memory, parallel_of(job), device)
     of = (job.model, job.batch, tables, bags, *run, version("torch"), _recorder())
     digest = hashlib.sha256(msgspec.json.encode(of, order="deterministic")).hexdigest()

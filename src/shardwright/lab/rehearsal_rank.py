@@ -93,8 +93,8 @@ def _shard(model: nn.Module, units: list[RecordedUnit], job: Job, mesh: DeviceMe
             fully_shard_flat(
                 modules,
                 mesh,
-                reshard_after_forward=frees and section.zero == 3,
-                zero=section.zero,
+                reshard_after_forward=frees and section.stage == 3,
+                zero=section.stage,
                 shard_strategy="flat",
                 precision=precision,
             )

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from msgspec.structs import replace as replaced
+
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.core.job import Job, checkpointing_of, with_checkpointing
+from shardwright.core.job import (
+    Job,
+    checkpointing_of,
+    memory_of,
+    stages_of,
+    with_checkpointing,
+    with_stage,
+)
 from shardwright.core.model import ModelSpec
 from shardwright.core.plan import Plan, Tried
 from shardwright.planner import shortage
@@ -42,8 +51,29 @@ def written(found: Found, watch: Watch) -> Plan:
 
 
 def find(job: Job, model_of: ModelOf, watch: Watch) -> Found:
-    """What the search of a job brings back, with the checkpointing policy of the fastest plan that
-    fits; where nothing does, with the one that asks least."""
+    """What the search of a job brings back, at the stage of ZeRO and with the checkpointing policy
+    of the fastest plan that fits; where nothing does, with those that ask least. A stage that was
+    left open is that of the job of what was found."""
+    stages = stages_of(job)
+    if stages == (memory_of(job).zero,):
+        return _find(job, model_of, watch)
+    usual = min(checkpointing_of(job), key=lambda name: name != "none")
+    best: Found | None = None
+    least, rows = 0, []
+    for zero in stages:
+        found = _find(with_stage(job, zero), model_of, watch)
+        its = [replaced(row, zero=zero) for row in found.tried or (_tried(usual, found),)]
+        rows += its
+        bytes_ = min(row.peak_bytes for row in its)
+        smaller = best is not None and best.draft is None is found.draft and bytes_ < least
+        if best is None or found.seconds < best.seconds or smaller:
+            best, least = found, bytes_
+    assert best is not None, "there are stages"
+    return replace(best, tried=tuple(rows))
+
+
+def _find(job: Job, model_of: ModelOf, watch: Watch) -> Found:
+    """The same of a job that names its stage."""
     tries = dict(_tries(job, model_of, watch))
     tried = tuple(_tried(*each) for each in tries.items()) if len(tries) > 1 else ()
     best = min(tries, key=lambda policy: tries[policy].seconds)

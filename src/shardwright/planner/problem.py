@@ -144,7 +144,7 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
     dedup = None if job.planner.dedup is UNSET else job.planner.dedup
     context = PricingContext(cluster, batch, job.planner.estimator, dedup)
     dtypes = step_dtypes(job)
-    zero, local = memory_of(job).zero, ranks_per_host(cluster)
+    zero, local = memory_of(job).stage, ranks_per_host(cluster)
     dense = DenseContext(cluster.world_size, local, context.values, *dtypes, zero)
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
     unit_space.check()

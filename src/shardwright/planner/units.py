@@ -233,6 +233,10 @@ class UnitSpace:
         if not self.model.units and self.section != FREE:
             wanted = "nothing: tables alone have no units"
             raise InputError(expected("planner.dense", wanted, "a section", "Leave it out."))
+        if self.section.reshard and self.context.zero < 3:
+            wanted = f"false or nothing beside memory.zero = {self.context.zero}"
+            where = "planner.dense.reshard"
+            raise InputError(expected(where, f"{wanted}, which keeps parameters whole", "true"))
         size = self.section.layers_per_unit
         longest = max((len(run) for run in self.runs), default=1)
         if size is not None and size > longest:

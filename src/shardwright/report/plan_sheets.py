@@ -82,6 +82,8 @@ def speed_line(plan: Plan) -> str:
     known = " of TorchRec's options" if plan.job.planner.as_torchrec else ""
     if plan.search.tried and any(unit.checkpointed for unit in plan.units):
         known = " with this checkpointing"
+    if plan.search.tried and plan.search.tried[0].zero is not UNSET:
+        known += " at this stage"
     proven = (
         f"; no plan{known} can take less than {format_seconds(plan.lower_bound_seconds)} "
         f"(gap {percent(plan.gap)})."
@@ -289,8 +291,8 @@ def _checkpointing(unit: UnitPlan) -> str:
 
 
 def checkpointing_line(plan: Plan) -> str:
-    """What was found with each checkpointing policy, in one line; empty where memory left no
-    choice open."""
+    """What was found with each checkpointing policy and stage of ZeRO, in one line; empty where
+    the job or memory left no choice open."""
     if plan.search.tried is UNSET:
         return ""
     found = []
@@ -300,8 +302,10 @@ def checkpointing_line(plan: Plan) -> str:
         else:
             seconds = format_seconds(tried.max_rank_seconds)
             text = f"{seconds} at a peak of {format_bytes(tried.peak_bytes)}"
-        found.append(f"{printable(tried.checkpointing)} {text}")
-    return f"By checkpointing: {'; '.join(found)}."
+        stage = "" if tried.zero is UNSET else f"ZeRO-{tried.zero}, "
+        found.append(f"{stage}{printable(tried.checkpointing)} {text}")
+    by = "checkpointing" if plan.search.tried[0].zero is UNSET else "stage and checkpointing"
+    return f"By {by}: {'; '.join(found)}."
 
 
 def _unit_facts(unit: UnitPlan, *, checkpointed: bool) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from shardwright.runtime.torch_private import flattened
 
 __all__ = [
     "Comm",
+    "CutTwice",
     "Peers",
     "Pending",
     "fingerprint_of",
@@ -124,6 +125,7 @@ class Comm(Peers):
         ranks = repr([dist.get_process_group_ranks(group) for group in groups]).encode()
         self.identity = (self.size, mesh.size(), zlib.crc32(ranks))  # unlike that of other ranks
         self.total = mesh.size()
+        self.kept = 1  # neighbouring parts of parameters that a rank keeps, its own among them
         self.replicas: dist.ProcessGroup | None = None
         self._twins: Peers | None = None
         if last:
@@ -136,6 +138,16 @@ class Comm(Peers):
                 probe,
                 **options,
             )
+
+    @property
+    def shards(self) -> Peers:
+        """The ranks among whom whole parameters are gathered."""
+        return self
+
+    def gather_kept(self, label: str, kept: torch.Tensor, part: torch.Tensor) -> None:
+        """``kept`` [kept*n] becomes the parts [n] of the ranks that keep the same ones."""
+        assert self._twins is not None
+        self._twins.all_gather(f"{label} over replicas", kept, part)
 
     def reduce_scatter(
         self, label: str, shard: torch.Tensor, full: torch.Tensor, *, wait: bool = True
@@ -202,7 +214,7 @@ class Comm(Peers):
         digests = [hashlib.sha256(f"{k}={v}".encode()).digest() for k, v in facts.items()]
         own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
         everyone = own = own.to(self.mesh.device_type)
-        for peers in (self, self._twins):
+        for peers in (self.shards, self._twins):
             if peers is not None:
                 own, everyone = everyone, everyone.new_empty(peers.size * everyone.numel())
                 peers.all_gather(f"agree on {what}", everyone, own)
@@ -223,6 +235,111 @@ class Comm(Peers):
                         "Start every rank from the same plan, code and versions.",
                     )
                 )
+
+
+class CutTwice(Comm):
+    """The same where what a shard has is cut again among its R replicas.
+
+    ``rank`` and ``size`` count these parts: rank (r, s) of the mesh has part s*R + r. All R ranks
+    of a shard keep its parameters, so a gather of what has not changed needs ``shards`` alone.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, probe: Probe | None = None, *, timeout: timedelta | None = None
+    ) -> None:
+        super().__init__(mesh, probe, timeout=timeout)
+        assert self._twins is not None, "a mesh of one dimension has no replicas"
+        self._shards = Peers(
+            self.group, self.rank, self.size, mesh.device_type, probe, timeout=timeout
+        )
+        self.kept = self._twins.size
+        self.rank = self.rank * self.kept + self._twins.rank
+        self.size = self.total
+        self.identity = (self.size, *self.identity[1:])
+        self.replicas = None
+        self._every: Peers | None = None
+
+    @property
+    def shards(self) -> Peers:
+        return self._shards
+
+    def prepare(self, nbytes: int) -> None:
+        self._shards.prepare(nbytes)
+
+    def narrow(self, ranks: int) -> Peers:
+        return self._shards.narrow(ranks)
+
+    def all_gather(
+        self, label: str, full: torch.Tensor, shard: torch.Tensor, *, wait: bool = True
+    ) -> Pending | None:
+        kept = shard.new_empty(self.kept * shard.numel())
+        self.gather_kept(label, kept, shard)
+        return self._shards.all_gather(label, full, kept, wait=wait)
+
+    def reduce_scatter(
+        self, label: str, shard: torch.Tensor, full: torch.Tensor, *, wait: bool = True
+    ) -> Pending | None:
+        assert self._twins is not None
+        kept = shard.new_empty(self.kept * shard.numel())
+        self.probe.holds(kept, "communication")
+        pending = self._shards.reduce_scatter(label, kept, full, wait=False)
+        assert pending is not None
+        over = f"{label} over replicas"
+        pending.then(partial(self._twins.reduce_scatter, over, shard, kept))
+        return pending.returned(wait)
+
+    def all_reduce(
+        self,
+        label: str,
+        tensor: torch.Tensor,
+        *,
+        wait: bool = True,
+        largest: bool = False,
+        replicas: bool = True,
+    ) -> Pending | None:
+        """``tensor`` becomes its sum, or the ``largest``, over all ranks, which have no parts in
+        common."""
+        pending = self._shards.all_reduce(label, tensor, wait=False, largest=largest)
+        return self._over_replicas(pending, label, tensor, wait, largest)
+
+    def broadcast(self, label: str, tensor: torch.Tensor, source: int) -> None:
+        assert self._twins is not None
+        shard, twin = divmod(source, self.kept)
+        self._shards.broadcast(label, tensor, shard)
+        self._twins.broadcast(f"{label} over replicas", tensor, twin)
+
+    def all_to_all(
+        self,
+        label: str,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_splits: Sequence[int] | None = None,
+        sent_splits: Sequence[int] | None = None,
+    ) -> None:
+        """Send the k-th split of ``sent`` to who has part k, in one group of all ranks."""
+        if self._every is None:
+            whole = flat(self.mesh)
+            rank, device = whole.get_local_rank(), whole.device_type
+            self._every = Peers(whole.get_group(), rank, self.size, device, self.probe)
+        shards = range(self._shards.size)
+        order = [s * self.kept + r for r in range(self.kept) for s in shards]  # of the group
+        given, wanted = (
+            tensor.split(list(splits) if splits else tensor.numel() // self.size)
+            for tensor, splits in ((sent, sent_splits), (received, received_splits))
+        )
+        arrived = torch.empty_like(received)
+        self._every.all_to_all(
+            label,
+            arrived,
+            torch.cat([given[part] for part in order]),
+            [wanted[part].numel() for part in order],
+            [given[part].numel() for part in order],
+        )
+        targets = [wanted[part] for part in order]
+        for target, values in zip(
+            targets, arrived.split([t.numel() for t in targets]), strict=True
+        ):
+            target.copy_(values)
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

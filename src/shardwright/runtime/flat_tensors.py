@@ -55,6 +55,7 @@ class Run(NamedTuple):
             segment.cut == "replicated",
             segment.trainable,
             id(comm.mesh),
+            comm.size,
         )
 
     @property

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import balanced_owners
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
-from shardwright.runtime.comm import Comm
+from shardwright.runtime.comm import Comm, CutTwice
 from shardwright.runtime.flat_tensors import TAKEN
 from shardwright.runtime.sharded_module import as_sharded, class_name
 from shardwright.runtime.state import follow_state_dict
@@ -49,7 +49,7 @@ def fully_shard_flat(
     shard_placement_fn: PlacementFunction | None = None,
     *,
     precision: Any = None,
-    zero: Zero = 3,
+    zero: Zero | tuple[Zero, Zero] = 3,
     ignored_params: Collection[nn.Parameter] = (),
     prefetch: int | None = None,
     cpu_offload: bool = False,
@@ -76,9 +76,9 @@ def fully_shard_flat(
         precision: a :class:`MixedPrecision`, or torch's ``MixedPrecisionPolicy``.
         zero: ZeRO's stage: 3 cuts everything, 2 gradients and optimizer states, 1 these states
             (gradients wait, whole, under ``no_sync``); below 3 every rank keeps whole parameters.
+            A pair is for replicas and shards: ``(2, 3)`` cuts what is no parameter over both.
         ignored_params: stay as they are: neither sharded nor reduced.
-        prefetch: how many units are on their way while one computes, once the order is known. By
-            default one on an accelerator and none on the CPU, which has to move bytes itself.
+        prefetch: how many units are on their way while one computes; by default 1, on the CPU 0.
         cpu_offload: accepted where parameters live on the CPU anyway.
 
     Raises:
@@ -87,17 +87,17 @@ def fully_shard_flat(
         MismatchError: if ranks do not agree.
     """
     modules = _modules(module, register_hooks)
-    comm = Comm(_checked_mesh(mesh))
+    comm, zero = _ranks(_checked_mesh(mesh), zero)
     names = [""] if len(modules) == 1 else [str(index) for index in range(len(modules))]
     unit = " + ".join(map(class_name, modules))
     notes = _offload_notes(mesh, cpu_offload)
-    _check_reshard(reshard_after_forward, zero, comm.size, unit)
+    _check_reshard(reshard_after_forward, zero, comm.shards.size, unit)
     prefetch = _depth(prefetch, mesh)
     members = unit_members(modules, names, unit, ignored_params)
     chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size)
     shapes = [(m.fqn, tuple(m.shape), str(m.dtype), m.parameter.requires_grad) for m in members]
     precision = as_precision(precision)
-    options = (chosen, reshard_after_forward, register_hooks, precision, prefetch, zero)
+    options = (chosen, reshard_after_forward, register_hooks, precision, prefetch, zero, comm.kept)
     comm.agree("fully_shard_flat", {"module": repr(shapes), "options": repr(options)})
     storage = attach(
         modules,
@@ -126,6 +126,18 @@ def _checked_mesh(mesh: Any) -> DeviceMesh:
         wanted = "a DeviceMesh, such as init_device_mesh gives"
         raise InputError(expected("mesh", wanted, repr(mesh)[:60]))
     return mesh
+
+
+def _ranks(mesh: DeviceMesh, zero: Zero | tuple[Zero, Zero]) -> tuple[Comm, Zero]:
+    """The ranks of a mesh and the stage among its shards."""
+    if not isinstance(zero, tuple):
+        return Comm(mesh), zero
+    if zero not in ((1, 3), (2, 3)) or mesh.ndim != 2:
+        wanted = "a stage, or (1, 3) or (2, 3) on a mesh of (replicate, shard)"
+        remedy = "To cut parameters over all ranks, pass a mesh of one dimension."
+        found = f"{zero} on {mesh.ndim} dimension{'s' * (mesh.ndim > 1)}"
+        raise InputError(expected("zero", wanted, found, remedy))
+    return CutTwice(mesh), 3
 
 
 def _depth(prefetch: int | None, mesh: DeviceMesh) -> int:

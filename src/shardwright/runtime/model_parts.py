@@ -85,7 +85,7 @@ def comm_of(model: nn.Module, mesh: DeviceMesh | None = None) -> Comm | None:
             expected("mesh", "one of all ranks, for units are on several", "none", "Pass mesh=...")
         )
     if found:
-        return found[0]
+        return max(found, key=lambda comm: comm.size)  # replicas may have parts of their own
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise InputError(
             expected(

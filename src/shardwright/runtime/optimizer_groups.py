@@ -156,8 +156,8 @@ def everyones(comm: Comm | None, label: str, value: Any) -> list[Any]:
         return [json.loads(json.dumps(value))]
     rank, size = rank_and_size(comm)
     raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = total(comm, f"length of {label}", {rank: raw.numel()}, size).tolist()
-    first = rank - comm.rank
+    first = rank // comm.size * comm.size
+    lengths = total(comm, f"length of {label}", {first + comm.rank: raw.numel()}, size).tolist()
     own = lengths[first : first + comm.size]
     text = comm.gather_uneven(label, raw.to(comm.mesh.device_type), own)
     return list(_decoded(bytes(text.cpu().tolist()), own))

@@ -8,10 +8,17 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import UNSET
 
-from shardwright.core.errors import ShardwrightError
-from shardwright.core.job import CHOSEN_FROM, Job, checkpointing_of, with_checkpointing
+from shardwright.core.errors import InputError, ShardwrightError, expected
+from shardwright.core.job import (
+    CHOSEN_FROM,
+    Job,
+    checkpointing_of,
+    with_checkpointing,
+    with_stage,
+)
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import key_of, model_of
+from shardwright.core.placement import Zero
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.quantities import SAME_SECONDS, format_seconds
 from shardwright.planner.draft import Draft
@@ -20,6 +27,7 @@ from shardwright.planner.planner import find
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy.found import Found, ModelOf
 
+STAGES: dict[str, Zero] = {"zero1": 1, "zero2": 2, "zero3": 3}
 SECONDS = 30.0  # of search, where a job gives its own no limit
 
 
@@ -69,8 +77,8 @@ def forced_table(plan: Plan, index: int, field: str, wanted: str) -> Forced:
 
 
 def forced_unit(plan: Plan, unit: UnitPlan, wanted: str) -> Forced:
-    """A unit that is sharded or replicated, all sharded units resharded or kept, or all blocks
-    checkpointed."""
+    """A unit that is sharded or replicated, all sharded units resharded or kept or at a stage of
+    ZeRO, or all blocks checkpointed."""
     planner, dense = plan.job.planner, plan.job.planner.dense
     if wanted in ("checkpointed", *CHOSEN_FROM):
         policies = CHOSEN_FROM[1:] if wanted == "checkpointed" else (wanted,)
@@ -85,7 +93,20 @@ def forced_unit(plan: Plan, unit: UnitPlan, wanted: str) -> Forced:
         dense = msgspec.structs.replace(dense, reshard=reshard)
         key += f" and planner.dense.reshard = {str(reshard).lower()}, which is of all units"
     units = {**planner.units, **dict.fromkeys(own, place)}
-    return Forced(_with_planner(plan.job, units=units, dense=dense), key)
+    job = _with_planner(plan.job, units=units, dense=dense)
+    if wanted in STAGES:
+        job = with_stage(job, STAGES[wanted])
+        key += f" and memory.zero = {STAGES[wanted]}, which is of all units"
+    return Forced(job, key)
+
+
+def check_dtypes(plan: Plan) -> None:
+    """InputError where to name a stage would say in what is computed, too: ``memory`` is not given
+    and not all parameters are fp32."""
+    dtypes = {tensor.dtype for unit in plan.model.units for tensor in unit.tensors}
+    if plan.job.memory is UNSET and dtypes - {"fp32"}:
+        wanted = "a section of the job that says what is computed in"
+        raise InputError(expected("memory", wanted, "none"))
 
 
 def _with_planner(job: Job, **changes: object) -> Job:

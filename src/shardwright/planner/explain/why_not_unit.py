@@ -7,26 +7,29 @@ import dataclasses
 from collections.abc import Iterator
 
 from shardwright.core.errors import InputError, ShardwrightError, expected
-from shardwright.core.job import CHOSEN_FROM
+from shardwright.core.job import CHOSEN_FROM, with_stage
+from shardwright.core.placement import Zero
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import choice_of, draft_of, recorded_with
-from shardwright.planner.explain.replan import forced_unit, replanned
+from shardwright.planner.explain.replan import STAGES, check_dtypes, forced_unit, replanned
 from shardwright.planner.explain.why_not import Trial, WhyNot, trial, verdict_of
+from shardwright.planner.problem import make_problem
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.unit_choice import UnitChoice, unit_choices
 
 PLACEMENTS = ("replicated", "sharded", "resharded", "kept")
-WAYS = (*PLACEMENTS, "checkpointed", *CHOSEN_FROM)
+WAYS = (*PLACEMENTS, *STAGES, "checkpointed", *CHOSEN_FROM)
 
 
 def why_not_unit(
     plan: Plan, unit: UnitPlan, wanted: str, again: ModelOf | None, watch: Watch
 ) -> WhyNot:
-    """Try ``wanted``: for one unit a placement, for all blocks, which are checkpointed alike, a
-    policy; then plan anew with it. A policy takes another recording, which ``again`` makes.
+    """Try ``wanted``: for one unit a placement, for all units a stage of ZeRO, for all blocks,
+    which are checkpointed alike, a policy; then plan anew with it. A policy takes another
+    recording, which ``again`` makes.
 
     :raises InputError: there is no such way.
     """
@@ -37,11 +40,13 @@ def why_not_unit(
     assert isinstance(draft, StepDraft)
     choice = draft.units[plan.units.index(unit)]
     placed = words(choice)
-    chosen = placed if wanted in PLACEMENTS else f"{placed}, checkpointing {unit.checkpointing}"
+    policy = f", checkpointing {unit.checkpointing}"
+    chosen = placed if wanted in (*PLACEMENTS, *STAGES) else placed + policy
     is_chosen = {
         **dict.fromkeys(placed.split(", "), True),
         "checkpointed": bool(unit.checkpointed),
         unit.checkpointing: True,
+        f"zero{choice.zero}": not choice.replicated,
     }
     if is_chosen.get(wanted):
         return WhyNot(unit.name, chosen, wanted, "chosen", f"{wanted} is what was chosen.")
@@ -50,6 +55,8 @@ def why_not_unit(
     try:
         if wanted in PLACEMENTS:
             trials += _placed(draft, choice, wanted)
+        elif wanted in STAGES:
+            trials += _staged(plan, unit, draft, STAGES[wanted])
         else:
             trials += _checkpointed(plan, unit, draft, wanted, again)
     except ShardwrightError as error:
@@ -92,6 +99,23 @@ def _placed(draft: StepDraft, choice: UnitChoice, wanted: str) -> Iterator[Trial
         if wanted in words(other).split(", "):
             units = tuple(other if each is choice else each for each in draft.units)
             yield trial(dataclasses.replace(draft, units=units), words(other))
+
+
+def _staged(plan: Plan, unit: UnitPlan, draft: StepDraft, zero: Zero) -> Iterator[Trial]:
+    """The unit and all that are sharded at another stage, the rest as it is."""
+    check_dtypes(plan)
+    problem = make_problem(with_stage(plan.job, zero), plan.model, slow=plan.search.slow_kernels)
+    space = problem.unit_space
+    for reshard in (False, True) if zero == 3 else (False,):
+        units = []
+        for own, each in zip(plan.units, draft.units, strict=True):
+            members = tuple(u for u in space.model.units if set(u.members) <= set(own.members))
+            replicated = each.replicated and own is not unit
+            found = unit_choices(members, space.computed, space.context)
+            wanted = (replicated, reshard and not replicated)
+            units.append(next(c for c in found if (c.replicated, c.reshard) == wanted))
+        changed = StepDraft(problem, draft.tables, tuple(units), draft.prefetch)
+        yield trial(changed, f"all sharded units: {words(units[plan.units.index(unit)])}")
 
 
 def _checkpointed(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.layout import Segment, Slot, UnitLayout
+from shardwright.core.layout import Piece, Segment, Slot, UnitLayout
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.units.linked import LinkedParameter
 from shardwright.runtime.units.precision import MixedPrecision
@@ -56,9 +56,11 @@ class Elastic:
 class SegmentViews:
     """A segment's typed views of its unit's buffers.
 
-    ``share`` is this rank's part; ``whole`` the unsharded segment in the dtype it computes in, to
-    read, and ``refill`` the same to write. A segment that stays, or is replicated and computes in
-    its own dtype, has no other memory than the unit's own, of which ``replica`` is an alias.
+    ``share`` is this rank's part, ``kept`` what it gives to a gather: that, or, of a segment that
+    does not stay, all neighbouring parts that it keeps. ``whole`` is the unsharded segment in the
+    dtype it computes in, to read, and ``refill`` the same to write. A segment that stays, or is
+    replicated and computes in its own dtype, has no other memory than the unit's own, of which
+    ``replica`` is an alias.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class SegmentViews:
         self.computed = precision.computed(self.dtype)
         self.reduced = precision.reduced(self.dtype)
         self.share = share
+        self.kept = share if segment.stays else replica
         self.whole = replica
         self.refill = replica
 
@@ -131,7 +134,7 @@ class Buffers:
                 views.refill = self.whole.alias[offset:end].view(views.computed)
                 offset = end
         self.direct = [
-            (views, views.refill.view(torch.uint8), views.share.view(torch.uint8))
+            (views, views.refill.view(torch.uint8), views.kept.view(torch.uint8))
             for views in self.segments
             if views.segment.in_rank_order and views.segment.share
         ]
@@ -154,6 +157,7 @@ class Buffers:
             views.share[begin:end].view(sizes)
             for (views, _), (begin, end, sizes) in zip(slots, self.spans, strict=True)
         ]
+        self.beside = self._beside()
         self.whole.give()
         self.stage.give()
 
@@ -171,29 +175,53 @@ class Buffers:
             )
             for views, begin, end in zip(self.chunked, starts, starts[1:], strict=False)
         ]
-        self.as_they_are = all(views.computed == views.dtype for views in self.chunked)
+        self.as_they_are = all(views.computed == views.dtype for views in self.chunked) and (
+            self.comm.kept == 1 or len(self.chunked) == 1
+        )
         self.chunk_bytes = self.shard[:0]
         if self.chunked:
             begin = self.chunked[0].segment.shard_offset
-            self.chunk_bytes = self.shard[begin : begin + row]
+            self.chunk_bytes = self.shard[begin : begin + self.comm.kept * row]
+
+    def _beside(self) -> list[tuple[torch.Tensor, Piece, torch.Tensor]]:
+        """What is kept of other ranks' parts apart from the whole parameters: each, where it lies
+        in its tensor, and that in whole."""
+        found = []
+        places = itertools.count()
+        for views in self.segments:
+            segment = views.segment
+            for slot in segment.slots:
+                whole = self.parameters[next(places)]
+                others = () if segment.stays else segment.keepers(self.comm.rank)
+                for row, rank in enumerate(others):
+                    if rank != self.comm.rank:
+                        begin, end, sizes = _span(segment, slot, rank)
+                        local = views.kept[row * segment.share :][begin:end].view(sizes)
+                        found.append((local, segment.piece(slot, rank), whole))
+        return found
 
     # ---- gathering -----------------------------------------------------------------------------
 
-    def start_gather(self, label: str) -> list[Pending]:
-        """Take room for the whole unit and begin to fill it (collective)."""
+    def start_gather(self, label: str, *, changed: bool = True) -> list[Pending]:
+        """Take room for the whole unit and begin to fill it (collective); first what a rank keeps
+        beside its own shares, if these have ``changed``."""
+        for views in self.segments if changed else ():
+            if views.segment.kept > 1 and not views.segment.stays:
+                self.comm.gather_kept(label, views.kept, views.share)
         self.whole.take()
         pending = []
         for views, target, source in self.direct:
             if views.computed != views.dtype:
-                source = views.share.to(views.computed).view(torch.uint8)
-            pending.append(self.comm.all_gather(label, target, source, wait=False))
+                source = views.kept.to(views.computed).view(torch.uint8)
+            pending.append(self.comm.shards.all_gather(label, target, source, wait=False))
         if self.chunked:
             self.stage.take()
             source = self.chunk_bytes
             if not self.as_they_are:
-                parts = [v.share.to(v.computed).view(torch.uint8) for v in self.chunked]
-                source = torch.cat(parts)
-            pending.append(self.comm.all_gather(label, self.stage.alias, source, wait=False))
+                parts = [v.kept.to(v.computed).view(torch.uint8) for v in self.chunked]
+                source = torch.cat([part.view(self.comm.kept, -1) for part in parts], 1).view(-1)
+            gathered = self.comm.shards.all_gather(label, self.stage.alias, source, wait=False)
+            pending.append(gathered)
         for views in self.cast:
             views.refill.copy_(views.share)
         return [work for work in pending if work is not None]

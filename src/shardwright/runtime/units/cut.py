@@ -16,7 +16,7 @@ from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.layout import Segment, Slot
 from shardwright.core.placement import BlockShard, Shard, describe
 from shardwright.runtime.checkpoint.region import Box, Part, parts
-from shardwright.runtime.comm import Comm
+from shardwright.runtime.comm import Comm, CutTwice
 from shardwright.runtime.torch_private import tensor_spec
 from shardwright.runtime.units.tensor_parallel import Joint
 
@@ -91,7 +91,10 @@ class Cut:
         regions = tuple(self.region_of(rank) for rank in range(self.comm.size))
         return (
             restored_cut,
-            (self.fqn, tuple(self.shape), self.dim, regions, self.key, self.mesh),
+            (
+                *(self.fqn, tuple(self.shape), self.dim, regions, self.key, self.mesh),
+                isinstance(self.comm, CutTwice),
+            ),
         )
 
     @property
@@ -101,7 +104,8 @@ class Cut:
 
     @property
     def placements(self) -> tuple[TorchPlacement, ...]:
-        """One placement of torch's for every dimension of the mesh."""
+        """One placement of torch's for every dimension of the mesh; they have none for what is cut
+        again among replicas."""
         replicas = (TorchReplicate() for _ in range(self.mesh.ndim - 1))
         return (*replicas, TorchShard(self.dim or 0))
 
@@ -208,9 +212,11 @@ def restored_cut(
     regions: tuple[Region, ...],
     key: tuple[Any, ...],
     mesh: DeviceMesh,
+    twice: bool = False,
 ) -> Cut:
     """A cut that was pickled, in a process with the mesh it was made on."""
-    return Cut(fqn, shape, dim, regions.__getitem__, key, Comm(mesh))
+    comm = CutTwice(mesh) if twice else Comm(mesh)
+    return Cut(fqn, shape, dim, regions.__getitem__, key, comm)
 
 
 def _is_slab(sizes: Ints, shape: Ints, axis: int) -> bool:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.placement import Zero, describe
+from shardwright.core.placement import describe
 from shardwright.core.quantities import format_bytes
+from shardwright.runtime.comm import CutTwice
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.rebind import absorb, follow_objects
@@ -226,7 +227,7 @@ def table(flow: Flow) -> str:
         rows.append(
             (
                 unit.name,
-                _cut_text(placements, unit.zero),
+                _cut_text(placements, unit),
                 str(len(unit.param_infos)),
                 format_bytes(layout.stored_bytes),
                 f"{layout.stored_padding(unit.comm.rank)} B",
@@ -242,10 +243,12 @@ def table(flow: Flow) -> str:
     return "\n".join(line.rstrip() for line in [*lines, *notes])
 
 
-def _cut_text(placements: Collection[str], zero: Zero) -> str:
+def _cut_text(placements: Collection[str], unit: Unit) -> str:
     """How a unit is cut, and under which stage of ZeRO where not all of it is."""
     cut = next(iter(placements)) if len(placements) == 1 else f"{len(placements)} placements"
-    return cut if zero == 3 else f"{cut}, ZeRO-{zero}"
+    if isinstance(unit.comm, CutTwice):
+        return f"{cut}, states over replicas too"
+    return cut if unit.zero == 3 else f"{cut}, ZeRO-{unit.zero}"
 
 
 _STORAGES: weakref.WeakKeyDictionary[nn.Module, DStorage] = weakref.WeakKeyDictionary()

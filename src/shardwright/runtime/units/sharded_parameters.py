@@ -194,7 +194,7 @@ class Writes:
             )
         buffers = self.buffers
         rows = zip(buffers.locals, buffers.pieces, buffers.parameters, strict=True)
-        for local, piece, whole in rows:
+        for local, piece, whole in itertools.chain(rows, buffers.beside):
             now = part_of(whole.detach(), piece.offsets, piece.sizes)
             if now.dtype is not local.dtype:
                 now = torch.where(now == local.to(now.dtype), local, now.to(local.dtype))

@@ -159,7 +159,13 @@ class Unit:
         specs = [member.spec for member in self.members]
         cast = {s.dtype for s in specs if self._casts(DTYPES[s.dtype])}
         layout = unit_layout(
-            specs, self.placements, self.comm.size, self.frozen, zero=self.zero, cast=cast
+            specs,
+            self.placements,
+            self.comm.size,
+            self.frozen,
+            zero=self.zero,
+            kept=self.comm.kept,
+            cast=cast,
         )
         order = {slot.tensor.fqn: index for index, slot in enumerate(layout.slots)}
         self.members.sort(key=lambda member: order[member.fqn])
@@ -287,13 +293,14 @@ class Unit:
         label = f"{self.name} gather"
         if not self.is_replicated:
             self.comm.remember(label)
-        if self.writes.is_changed:
+        changed = self.writes.is_changed
+        if changed:
             self._narrow = None
             self.writes.gather()
         if self._narrow is not None:
             self._gathering = self._gather_narrow(label)
         else:
-            self._gathering = self.buffers.start_gather(label)
+            self._gathering = self.buffers.start_gather(label, changed=changed)
 
     def finish_gather(self) -> None:
         """Wait until the whole unit is there and show it."""
@@ -323,7 +330,7 @@ class Unit:
         """How many ranks share the whole unit between its forward and its backward."""
         kind = self.reshard_after_forward
         every = kind is None or isinstance(kind, bool) or self.keeps_whole
-        return self.comm.size if every else int(kind)
+        return self.comm.shards.size if every else int(kind)
 
     def free(self, *, after_forward: bool = False) -> None:
         """Free the full parameters and show the sharded ones."""
@@ -334,7 +341,7 @@ class Unit:
             self.writes.keep(self.name)
         if not after_forward:
             self.follow_freezing()
-        if after_forward and self._ranks_after_forward != self.comm.size:
+        if after_forward and self._ranks_after_forward != self.comm.shards.size:
             near = self.comm.narrow(self._ranks_after_forward)
             self._narrow = self.buffers.whole.tensor.view(near.size, -1)[near.rank].clone()
             self.comm.probe.holds(self._narrow, "gathered_weight")
