@@ -4,6 +4,7 @@ has which storage."""
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import nn
 from shardwright.core.errors import InputError, expected
 from shardwright.core.placement import Zero, describe
 from shardwright.core.quantities import format_bytes
-from shardwright.runtime.units.buffers import Buffers
+from shardwright.runtime.units.buffers import Buffers, CachedViews
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.rebind import absorb, follow_objects
 from shardwright.runtime.units.structure import Structure
@@ -51,6 +52,14 @@ class DStorage(Unit):
                 + " Call unshard() first."
             )
         return self.buffers.parameters[index].detach()
+
+    def views(self) -> CachedViews:
+        """The views of shards, whole tensors and gradients that steps use and never make: how many,
+        their bytes, how often they were made anew, and that each lies in its buffer."""
+        self.absorb()
+        gradients = itertools.chain(*(g.cached() for g in self.gradients.segments))
+        cached = itertools.chain(self.buffers.cached(), gradients)
+        return CachedViews.of(cached, self.laid_out - 1)
 
     def all_gather(self) -> torch.Tensor:
         """The unsharded byte buffer [layout.nbytes], gathered into new memory (collective).
@@ -165,7 +174,7 @@ class DStorage(Unit):
         made.__dict__.update(self.__dict__)
         made.ahead = {"forward": None, "backward": None}
         made.placements = dict(self.placements)
-        made.takers, made.structure = {}, Structure()
+        made.takers, made.structure, made.laid_out = {}, Structure(), 0
         made._gathering = made._narrow = None
         made.members = [member.copied(memo) for member in self.members]
         made.lay_out(self.buffers.shard.device)

@@ -130,6 +130,7 @@ class Unit:
         self.takers: dict[int, list[Taker]] = {}  # of segments' shares, besides the parameters
         self.structure = Structure()
         self.frozen = [m.fqn for m in members if not m.parameter.requires_grad]  # when sharded
+        self.laid_out = 0  # how often memory and views were made
         self._is_alike = False  # whether replicas were seen to be equal since they got values
         self._gathering: list[Pending] | None = None
         self._narrow: torch.Tensor | None = None
@@ -164,6 +165,7 @@ class Unit:
         order = {slot.tensor.fqn: index for index, slot in enumerate(layout.slots)}
         self.members.sort(key=lambda member: order[member.fqn])
         self.layout: UnitLayout = layout
+        self.laid_out += 1
         self.buffers = Buffers(layout, self.comm, device, self.precision, shard)
         self.writes = Writes(self.buffers)
         self.is_replicated = not self.buffers.whole.nbytes and all(
