@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,6 +16,7 @@ from torch import nn
 from shardwright.core.errors import InputError, expected
 from shardwright.core.placement import Zero, describe
 from shardwright.core.quantities import format_bytes
+from shardwright.runtime.units.arrivals import Arrivals
 from shardwright.runtime.units.buffers import Buffers, CachedViews
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.rebind import absorb, follow_objects
@@ -175,6 +176,7 @@ class DStorage(Unit):
         made.ahead = {"forward": None, "backward": None}
         made.placements = dict(self.placements)
         made.takers, made.structure, made.laid_out = {}, Structure(), 0
+        made.arrivals = None if self.arrivals is None else Arrivals()
         made._gathering = made._narrow = None
         made.members = [member.copied(memo) for member in self.members]
         made.lay_out(self.buffers.shard.device)
@@ -257,18 +259,23 @@ def _cut_text(placements: Collection[str], zero: Zero) -> str:
     return cut if zero == 3 else f"{cut}, ZeRO-{zero}"
 
 
-_STORAGES: weakref.WeakKeyDictionary[nn.Module, DStorage] = weakref.WeakKeyDictionary()
+_STORAGES: weakref.WeakKeyDictionary[nn.Module, list[DStorage]] = weakref.WeakKeyDictionary()
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, DStorage] = weakref.WeakKeyDictionary()
 
 
 def get_dstorage(module: nn.Module) -> DStorage | None:
-    """The storage attached to ``module`` itself, or None."""
-    return _STORAGES.get(module)
+    """The storage attached to ``module`` itself, of buckets the first one, or None."""
+    return next(iter(storages_of(module)), None)
+
+
+def storages_of(module: nn.Module) -> Sequence[DStorage]:
+    """The storages attached to ``module`` itself: one, or all of its buckets, or none."""
+    return _STORAGES.get(module, ())
 
 
 def register(module: nn.Module, storage: DStorage) -> None:
-    """Attach ``storage`` to ``module``."""
-    _STORAGES[module] = storage
+    """Attach ``storage`` to ``module``, after those that are."""
+    _STORAGES.setdefault(module, []).append(storage)
     for inner in module.modules():
         _HOLDERS.setdefault(inner, storage)
 
@@ -282,7 +289,7 @@ def storages_in(module: nn.Module) -> Iterator[DStorage]:
     """The storages of ``module`` and of every module below it, each once, in module order."""
     seen: set[int] = set()
     for inner in module.modules():
-        storage = _STORAGES.get(inner)
-        if storage is not None and id(storage) not in seen:
-            seen.add(id(storage))
-            yield storage
+        for storage in storages_of(inner):
+            if id(storage) not in seen:
+                seen.add(id(storage))
+                yield storage
