@@ -23,7 +23,7 @@ from shardwright.tracker.tensors import DTYPES
 
 Span = tuple[int, int, tuple[int, ...]]  # begin, end, sizes
 Cached = tuple[str, torch.Tensor, torch.Tensor]  # what it shows, a view, and the buffer it is of
-VIEW_BYTES = 592  # glibc's and Python's for one more view; measured
+VIEW_BYTES = 592  # of one more view, Python and C++, as benchmarks/buckets.py measures
 
 
 class CachedViews(NamedTuple):
