@@ -4,9 +4,9 @@
 
 writes ``validation/<machine>/buckets.json``: microseconds of a slice, of a cached one, of
 ``shard_buffer`` and of launching a bucket's collectives; bytes of the cache; steps of a model in
-about 20 buckets, with the views of every bucket kept and made anew, in turns; and, by simulation, how
-dear a slice would have to be to make a step of 64 ranks 1.2 % longer. All on one thread, medians; small
-operations and launches are CPU time, as other programs on the machine do not count in it.
+about 20 buckets, with the views of every bucket kept and made anew, in turns; and, by simulation,
+how dear a slice would have to be to make a step of 64 ranks 1.2 % longer. All on one thread,
+medians; small operations and launches are CPU time, in which other programs do not count.
 """
 
 from __future__ import annotations
