@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardwright.lab.tasks.task import Task
     from shardwright.planner.explain import explain_tensor as explain
     from shardwright.runtime.apply import apply
+    from shardwright.runtime.buckets import Buckets
     from shardwright.runtime.clip import clip_grad_norm_
     from shardwright.runtime.embeddings.shard import shard_embeddings
     from shardwright.runtime.fully_shard import fully_shard_flat
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "core.batch",
     "BlockShard": "core.placement",
+    "Buckets": "runtime.buckets",
     "Cluster": "core.cluster",
     "DStorage": "runtime.units.dstorage",
     "Guard": "runtime.guard",
@@ -115,6 +117,7 @@ _RENAMED = {
 __all__ = [
     "Batch",
     "BlockShard",
+    "Buckets",
     "Cluster",
     "DStorage",
     "Guard",

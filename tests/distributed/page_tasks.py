@@ -244,7 +244,9 @@ def guide(mesh: DeviceMesh) -> tuple[int, float, list[float], list[int]]:
         if re.search(r"\bplan\b", code):  # what has a plan is tested where plans are
             continue
         names["model"] = build()
-        shard(names["model"], mesh, "flat")
+        if "sw.Buckets(" not in code:
+            shard(names["model"], mesh, "flat")
+        names["first_half"] = names["second_half"] = names["batch"]
         exec(code, names)
     decays = [group["weight_decay"] for group in names["decayed"]]
     sizes = [sum(p.numel() for p in group["params"]) for group in names["by_name"]]

@@ -25,6 +25,7 @@ from shardwright.runtime.units.dstorage import (
     holder_of,
     register,
     storages_in,
+    storages_of,
 )
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.hooks import UnitHooks
@@ -53,6 +54,7 @@ def fully_shard_flat(
     ignored_params: Collection[nn.Parameter] = (),
     prefetch: int | None = None,
     cpu_offload: bool = False,
+    bucket_size: int | None = None,
 ) -> DStorage:
     """Shard the parameters of ``module`` over ``mesh`` as one buffer (collective).
 
@@ -67,7 +69,7 @@ def fully_shard_flat(
             ``BlockShard(size, dim)`` or ``Replicate()``, torch's own included.
         reshard_after_forward: free full parameters after the forward and gather them again in the
             backward; a number of ranks keeps them shared by so few meanwhile. By default all units
-            do but the root of others, whose backward begins where its forward ends.
+            do but the root of others.
         register_hooks: False: the caller drives ``unshard()`` and ``reshard()``.
         shard_strategy: ``"per_param"`` cuts every parameter as ``placements`` say;
             ``"param_boundary"`` gives each whole to one rank, the largest first to the rank with
@@ -80,6 +82,8 @@ def fully_shard_flat(
         ignored_params: stay as they are: neither sharded nor reduced.
         prefetch: how many units are on their way while one computes; by default 1, on the CPU 0.
         cpu_offload: accepted where parameters live on the CPU anyway.
+        bucket_size: where parameters stay whole: cut them, from the last to the first, into units
+            of so many elements, each reduced when its last gradient is there; gives the first.
 
     Raises:
         InputError: for what can be mended by the caller, on every rank, naming the parameter.
@@ -90,15 +94,14 @@ def fully_shard_flat(
     comm, zero = _ranks(_checked_mesh(mesh), zero)
     names = [""] if len(modules) == 1 else [str(index) for index in range(len(modules))]
     unit = " + ".join(map(class_name, modules))
-    notes = _offload_notes(mesh, cpu_offload)
     _check_reshard(reshard_after_forward, zero, comm.shards.size, unit)
     prefetch = _depth(prefetch, mesh)
     members = unit_members(modules, names, unit, ignored_params)
     chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size)
-    shapes = [(m.fqn, tuple(m.shape), str(m.dtype), m.parameter.requires_grad) for m in members]
     precision = as_precision(precision)
-    options = (chosen, reshard_after_forward, register_hooks, precision, prefetch, zero, comm.kept)
-    comm.agree("fully_shard_flat", {"module": repr(shapes), "options": repr(options)})
+    _check_buckets(bucket_size, chosen, zero, register_hooks)
+    cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size)
+    _agree(comm, members, (*cut, register_hooks, precision, prefetch))
     storage = attach(
         modules,
         names,
@@ -111,14 +114,27 @@ def fully_shard_flat(
         register_hooks=register_hooks,
         precision=precision,
         zero=zero,
+        bucket_size=bucket_size,
         ignored=[n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params)],
-        notes=notes,
+        notes=_offload_notes(mesh, cpu_offload),
     )
+    _settle(modules, names)
+    return storage
+
+
+def _agree(comm: Comm, members: Sequence[Member], options: tuple[Any, ...]) -> None:
+    """MismatchError unless all ranks shard the same in the same way (collective)."""
+    shapes = [(m.fqn, tuple(m.shape), str(m.dtype), m.parameter.requires_grad) for m in members]
+    comm.agree("fully_shard_flat", {"module": repr(shapes), "options": repr(options)})
+
+
+def _settle(modules: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Let replicas begin with the values of one of them, and inner units have their paths."""
     for module, name in zip(modules, names, strict=True):
         _name_inner(module, name)
-    if replicas.differ(storage.name, storage.buffers, storage.comm):
-        replicas.level(storage.name, storage.buffers, storage.comm)
-    return storage
+    for storage in storages_of(modules[0]):
+        if replicas.differ(storage.name, storage.buffers, storage.comm):
+            replicas.level(storage.name, storage.buffers, storage.comm)
 
 
 def _checked_mesh(mesh: Any) -> DeviceMesh:
@@ -170,8 +186,7 @@ def _name_inner(module: nn.Module, prefix: str) -> None:
     """Call inner units by their paths from here, which their own calls could not know."""
     found: dict[int, tuple[DStorage, list[str]]] = {}
     for path, inner in module.named_modules(prefix=prefix):
-        storage = None if inner is module else get_dstorage(inner)
-        if storage is not None:
+        for storage in () if inner is module else storages_of(inner):
             found.setdefault(id(storage), (storage, []))[1].append(path)
     for storage, paths in found.values():
         storage.rename(paths)
@@ -210,6 +225,35 @@ def _check_reshard(kind: bool | int | None, zero: Zero, size: int, unit: str) ->
                 repr(kind),
             )
         )
+
+
+def _check_buckets(
+    size: int | None, placements: Mapping[str, Placement], zero: Zero, hooked: bool
+) -> None:
+    if size is None:
+        return
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InputError(expected("bucket_size", "1 or more elements, or None", repr(size)))
+    if not hooked:
+        raise InputError(expected("register_hooks", "True beside bucket_size", "False"))
+    whole = all(isinstance(placement, Replicate) for placement in placements.values())
+    if zero == 3 and not whole:
+        remedy = "Under zero=3 give modules of the size that you want, or several as a list."
+        wanted = "zero=1 or 2, or placements=(Replicate(),), where parameters stay whole"
+        raise InputError(expected("zero beside bucket_size", wanted, "3", remedy))
+
+
+def _buckets(members: Sequence[Member], size: int) -> list[list[Member]]:
+    """Members from the last to the first, until those that train have ``size`` elements."""
+    found: list[list[Member]] = []
+    room = 0
+    for member in reversed(members):
+        if room <= 0:
+            found.append([])
+            room = size
+        found[-1].append(member)
+        room -= member.shape.numel() if member.parameter.requires_grad else 0
+    return found
 
 
 def _is_unit(module: nn.Module) -> bool:
@@ -356,39 +400,49 @@ def attach(
     register_hooks: bool = True,
     precision: Any = None,
     zero: Zero = 3,
+    bucket_size: int | None = None,
     initial: Initial | None = None,
     ignored: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> DStorage:
-    """What ``fully_shard_flat`` and ``apply`` share: build the storage and its hooks."""
+    """What ``fully_shard_flat`` and ``apply`` share: build the storage, or one for each bucket, and
+    the hooks. The first is returned."""
     originals = [(member.parameter, member.fqn) for member in members]
-    storage = DStorage(
-        members,
-        comm,
-        placements,
-        name=name,
-        module_names=module_names or [name] * len(modules),
-        reshard_after_forward=reshard_after_forward,
-        driven_by_hand=not register_hooks,
-        precision=as_precision(precision),
-        zero=zero,
-        initial=initial,
-        ignored=ignored,
-        notes=notes,
-    )
-    flow.add(storage)
+    parts = [members] if bucket_size is None else _buckets(members, bucket_size)
+    storages = [
+        DStorage(
+            part,
+            comm,
+            placements,
+            name=name,
+            module_names=module_names or [name] * len(modules),
+            bucket=None if bucket_size is None else number,
+            reshard_after_forward=reshard_after_forward,
+            driven_by_hand=not register_hooks,
+            precision=as_precision(precision),
+            zero=zero,
+            initial=initial,
+            ignored=() if number else ignored,
+            notes=() if number else notes,
+        )
+        for number, part in enumerate(parts)
+    ]
+    storage = storages[0]
+    for each in storages:
+        flow.add(each)
     for parameter, fqn in originals:
         setattr(parameter, TAKEN, (fqn, name))
     inner = [s for module in modules for s in storages_in(module)]
     for module, prefix in zip(modules, prefixes, strict=True):
         storage.structure.add(module, prefix, _is_unit)
-        register(module, storage)
         as_sharded(module)
-        follow_state_dict(module, storage, prefix)
+        for each in storages:
+            register(module, each)
+            follow_state_dict(module, each, prefix)
     for other in {id(unit.flow): unit.flow for unit in inner if unit.flow is not flow}.values():
         flow.join(other)
     if register_hooks:
-        hooks = UnitHooks(storage)
+        hooks = UnitHooks(storages)
         if leads:
             flow.lead(storage)
         hooks.register(modules)

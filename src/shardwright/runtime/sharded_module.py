@@ -15,6 +15,7 @@ from shardwright.runtime.units.dstorage import (
     get_dstorage,
     register,
     storages_in,
+    storages_of,
 )
 
 
@@ -28,17 +29,17 @@ class ShardedModule:
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own unit (collective); with ``async_op`` only begin to."""
-        storage = _own(self)
-        if not async_op:
-            storage.unshard()
-            return None
-        if not storage.is_present:
-            storage.start_gather()
-        return UnshardHandle(storage)
+        for storage in _own(self):
+            if not async_op:
+                storage.unshard()
+            elif not storage.is_present:
+                storage.start_gather()
+        return UnshardHandle(_own(self)) if async_op else None
 
     def reshard(self) -> None:
         """Free this module's own unit; driven by hand also reduce gradients."""
-        _own(self).reshard()
+        for storage in _own(self):
+            storage.reshard()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -70,16 +71,17 @@ class ShardedModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: this unit's backward does without its parameters, as that of an embedding."""
-        _own(self).unshard_in_backward = bool(unshard_in_backward)
+        for storage in _own(self):
+            storage.unshard_in_backward = bool(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """The sharded modules to gather while this one computes its forward, instead of those that
         came next last time."""
-        _own(self).set_ahead("forward", [_sharded(module) for module in modules])
+        _own(self)[0].set_ahead("forward", _sharded(modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """The same for its backward."""
-        _own(self).set_ahead("backward", [_sharded(module) for module in modules])
+        _own(self)[0].set_ahead("backward", _sharded(modules))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients of all units below by ``factor`` instead of the number of
@@ -97,7 +99,7 @@ class ShardedModule:
 
     def set_post_optim_event(self, event: Any) -> None:
         """Wait for ``event`` of an optimizer on another stream before the next forward."""
-        _own(self).flow.after = event
+        _own(self)[0].flow.after = event
 
     def set_all_reduce_hook(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: sums over replicas are part of the reduction."""
@@ -119,19 +121,20 @@ class ShardedModule:
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        storage = _own(self)
-        storage.flow.recover()
+        storages = _own(self)
+        storages[0].flow.recover()
         made = object.__new__(self.__class__)
         memo[id(self)] = made
         for name, value in self.__dict__.items():
             made.__dict__[name] = copy.deepcopy(value, memo)
-        copied = copy.deepcopy(storage, memo)
-        register(made, copied)  # type: ignore[arg-type]
-        copied.structure.add(made, "", lambda m: m is not made and get_dstorage(m) is not None)  # type: ignore[arg-type]
+        copies = [copy.deepcopy(storage, memo) for storage in storages]
+        for copied in copies:
+            register(made, copied)  # type: ignore[arg-type]
+        copies[0].structure.add(made, "", lambda m: m is not made and get_dstorage(m) is not None)  # type: ignore[arg-type]
         return made
 
     def __reduce__(self) -> NoReturn:
-        _own(self).__reduce__()
+        _own(self)[0].__reduce__()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.__reduce__()
@@ -140,12 +143,13 @@ class ShardedModule:
 class UnshardHandle:
     """A gather under way."""
 
-    def __init__(self, storage: DStorage) -> None:
-        self._storage = storage
+    def __init__(self, storages: Sequence[DStorage]) -> None:
+        self._storages = storages
 
     def wait(self) -> None:
         """Until the unit is there."""
-        self._storage.finish_gather()
+        for storage in self._storages:
+            storage.finish_gather()
 
 
 def as_sharded(module: nn.Module) -> None:
@@ -166,26 +170,23 @@ def class_name(module: nn.Module) -> str:
 _CLASSES: dict[type, type] = {}
 
 
-def _own(module: Any) -> DStorage:
-    found = get_dstorage(module)
-    assert found is not None, "a sharded module has a storage"
+def _own(module: Any) -> Sequence[DStorage]:
+    found = storages_of(module)
+    assert found, "a sharded module has a storage"
     return found
 
 
-def _sharded(module: nn.Module) -> DStorage:
-    found = get_dstorage(module)
-    if found is None:
-        raise InputError(
-            expected("modules to prefetch", "sharded modules", f"a {type(module).__name__}")
-        )
-    return found
+def _sharded(modules: Sequence[nn.Module]) -> list[DStorage]:
+    for module in modules:
+        if not storages_of(module):
+            raise InputError(
+                expected("modules to prefetch", "sharded modules", f"a {type(module).__name__}")
+            )
+    return [storage for module in modules for storage in storages_of(module)]
 
 
 def _units(module: Any, recurse: bool) -> Iterator[DStorage]:
-    if recurse:
-        yield from storages_in(module)
-    else:
-        yield _own(module)
+    yield from storages_in(module) if recurse else _own(module)
 
 
 def _refused(name: str) -> UnsupportedError:

@@ -7,19 +7,54 @@ which keeps every view of them valid, so a step only walks lists that exist alre
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import Piece, Segment, Slot, UnitLayout
 from shardwright.runtime.comm import Comm, Pending
+from shardwright.runtime.torch_private import storage_of
 from shardwright.runtime.units.linked import LinkedParameter
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.regroup import Together
 from shardwright.tracker.tensors import DTYPES
 
 Span = tuple[int, int, tuple[int, ...]]  # begin, end, sizes
+Cached = tuple[str, torch.Tensor, torch.Tensor]  # what it shows, a view, and the buffer it is of
+VIEW_BYTES = 592  # of one more view, Python and C++, as benchmarks/buckets.py measures
+
+
+class CachedViews(NamedTuple):
+    """The views that a unit made once and uses in every step.
+
+    ``nbytes`` is what they take beside the memory they show. ``invalidations`` counts how often all
+    of them were made anew, because the unit's memory was replaced. ``outside`` names those that do
+    not lie in their buffer; there are none.
+    """
+
+    entries: int
+    nbytes: int
+    invalidations: int
+    outside: tuple[str, ...]
+
+    @classmethod
+    def of(cls, cached: Iterable[Cached], invalidations: int) -> CachedViews:
+        """What there is of ``cached``, each view once."""
+        found = {id(view): (name, view, buffer) for name, view, buffer in cached}
+        outside = tuple(n for n, view, buffer in found.values() if not _lies_in(view, buffer))
+        return cls(len(found), len(found) * VIEW_BYTES, invalidations, outside)
+
+
+def _lies_in(view: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Whether all elements of ``view`` are bytes of ``buffer``, which may have no memory now."""
+    if storage_of(view) != storage_of(buffer):
+        return False
+    begin = view.storage_offset() * view.itemsize - buffer.storage_offset() * buffer.itemsize
+    extents = zip(view.shape, view.stride(), strict=True)
+    last = sum((n - 1) * stride for n, stride in extents) + 1 if view.numel() else 0
+    return begin >= 0 and begin + last * view.itemsize <= buffer.nbytes
 
 
 class Elastic:
@@ -199,6 +234,28 @@ class Buffers:
                         local = views.kept[row * segment.share :][begin:end].view(sizes)
                         found.append((local, segment.piece(slot, rank), whole))
         return found
+
+    def cached(self) -> Iterator[Cached]:
+        """Every view, and the buffer that it is a view of."""
+        for index, views in enumerate(self.segments):
+            home = self.whole.tensor if views.needs_room else self.shard
+            yield f"share of segment {index}", views.share, self.shard
+            yield f"segment {index}", views.whole, home
+            yield f"segment {index} to write", views.refill, home
+        for views, target, source in self.direct:
+            home = self.whole.tensor if views.needs_room else self.shard
+            yield "a gather's target", target, home
+            yield "a gather's source", source, self.shard
+        for together in self.assemblies:
+            yield "chunks of all ranks", together.shares, self.stage.tensor
+            for source in together.sources:
+                yield "a chunk", source, self.stage.tensor
+            for part in (*together.targets, *together.rows):
+                yield "room of a chunk", part, self.whole.tensor
+        rows = zip(self.pieces, self.locals, self.parameters, self.apart, strict=True)
+        for piece, local, whole, apart in rows:
+            yield f"part of {piece.tensor.fqn}", local, self.shard
+            yield piece.tensor.fqn, whole, self.whole.tensor if apart else self.shard
 
     # ---- gathering -----------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ has which storage."""
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,7 +17,8 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.placement import describe
 from shardwright.core.quantities import format_bytes
 from shardwright.runtime.comm import CutTwice
-from shardwright.runtime.units.buffers import Buffers
+from shardwright.runtime.units.arrivals import Arrivals
+from shardwright.runtime.units.buffers import Buffers, CachedViews
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.rebind import absorb, follow_objects
 from shardwright.runtime.units.structure import Structure
@@ -52,6 +54,14 @@ class DStorage(Unit):
                 + " Call unshard() first."
             )
         return self.buffers.parameters[index].detach()
+
+    def views(self) -> CachedViews:
+        """The views of shards, whole tensors and gradients that steps use and never make: how many,
+        their bytes, how often they were made anew, and that each lies in its buffer."""
+        self.absorb()
+        gradients = itertools.chain(*(g.cached() for g in self.gradients.segments))
+        cached = itertools.chain(self.buffers.cached(), gradients)
+        return CachedViews.of(cached, self.laid_out - 1)
 
     def all_gather(self) -> torch.Tensor:
         """The unsharded byte buffer [layout.nbytes], gathered into new memory (collective).
@@ -166,7 +176,8 @@ class DStorage(Unit):
         made.__dict__.update(self.__dict__)
         made.ahead = {"forward": None, "backward": None}
         made.placements = dict(self.placements)
-        made.takers, made.structure = {}, Structure()
+        made.takers, made.structure, made.laid_out = {}, Structure(), 0
+        made.arrivals = None if self.arrivals is None else Arrivals()
         made._gathering = made._narrow = None
         made.members = [member.copied(memo) for member in self.members]
         made.lay_out(self.buffers.shard.device)
@@ -251,18 +262,23 @@ def _cut_text(placements: Collection[str], unit: Unit) -> str:
     return cut if unit.zero == 3 else f"{cut}, ZeRO-{unit.zero}"
 
 
-_STORAGES: weakref.WeakKeyDictionary[nn.Module, DStorage] = weakref.WeakKeyDictionary()
+_STORAGES: weakref.WeakKeyDictionary[nn.Module, list[DStorage]] = weakref.WeakKeyDictionary()
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, DStorage] = weakref.WeakKeyDictionary()
 
 
 def get_dstorage(module: nn.Module) -> DStorage | None:
-    """The storage attached to ``module`` itself, or None."""
-    return _STORAGES.get(module)
+    """The storage attached to ``module`` itself, of buckets the first one, or None."""
+    return next(iter(storages_of(module)), None)
+
+
+def storages_of(module: nn.Module) -> Sequence[DStorage]:
+    """The storages attached to ``module`` itself: one, or all of its buckets, or none."""
+    return _STORAGES.get(module, ())
 
 
 def register(module: nn.Module, storage: DStorage) -> None:
-    """Attach ``storage`` to ``module``."""
-    _STORAGES[module] = storage
+    """Attach ``storage`` to ``module``, after those that are."""
+    _STORAGES.setdefault(module, []).append(storage)
     for inner in module.modules():
         _HOLDERS.setdefault(inner, storage)
 
@@ -276,7 +292,7 @@ def storages_in(module: nn.Module) -> Iterator[DStorage]:
     """The storages of ``module`` and of every module below it, each once, in module order."""
     seen: set[int] = set()
     for inner in module.modules():
-        storage = _STORAGES.get(inner)
-        if storage is not None and id(storage) not in seen:
-            seen.add(id(storage))
-            yield storage
+        for storage in storages_of(inner):
+            if id(storage) not in seen:
+                seen.add(id(storage))
+                yield storage

@@ -232,19 +232,35 @@ class Flow(UnitFlow):
             if any(adds_to(parameter) is not False for parameter in trains):
                 raise asked_for(unit.name)
         self._begin_backward()
-        if unit.keeps_whole:
+        if unit.keeps_whole and unit.arrivals is None:
             if unit.writes.is_changed:
                 raise unit.changed()
         elif unit.unshard_in_backward:
             self.need(unit, "backward")
+        if unit.arrivals is not None and unit.key not in self.touched:
+            wholes = enumerate(unit.buffers.parameters)
+            unit.arrivals.begin([place for place, whole in wholes if whole.requires_grad])
         self._do(self.touch(unit.key))
         if accumulates:
             unit.gradients.expect()
+
+    def reduce_complete(self) -> None:
+        """A bucket has all its gradients: reduce it, unless one before it waits for some. So ranks
+        that use other parameters reduce in one order all the same."""
+        for key in list(self.touched):
+            unit = self._unit(key)
+            if unit is None or unit.arrivals is None:
+                continue
+            if not unit.arrivals.is_complete:
+                return
+            self.leave_backward(unit)
 
     def arrive(self, unit: Unit) -> None:
         """A gradient comes to ``unit`` that none of its outputs announced: what was captured inside
         of its forward, or a parameter that was used outside of it."""
         self._begin_backward()
+        if unit.arrivals is not None:
+            unit.arrivals.wait_for_end()
         self._do(self.touch(unit.key))
         unit.gradients.expect()
 
@@ -261,7 +277,8 @@ class Flow(UnitFlow):
         self._do(
             self.reduce(
                 unit.key,
-                frees=unit.reshard_after_backward,  # before the sum, which takes memory of its own
+                # before the sum, which takes memory of its own; of buckets all at the end
+                frees=unit.reshard_after_backward and unit.arrivals is None,
                 sums=unit.gradients.expected,  # torch.autograd.grad asks for others
                 holds=not unit.synchronise,
             )

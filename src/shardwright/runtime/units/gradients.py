@@ -8,7 +8,7 @@ dtype of sums, to where each rank's share lies together, and are freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch import nn
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import C_GRAD
-from shardwright.runtime.units.buffers import Buffers, Elastic, SegmentViews
+from shardwright.runtime.units.buffers import Buffers, Cached, Elastic, SegmentViews
 from shardwright.runtime.units.note import Note
 from shardwright.runtime.units.regroup import Apart
 
@@ -126,6 +126,17 @@ class SegmentGradient:
         row = rows.new_empty(views.segment.sent)
         pending = comm.reduce_scatter(label, _reals(row), _reals(rows.view(-1)), wait=False)
         return Sum(self, row, note, after, pending)
+
+    def cached(self) -> Iterator[Cached]:
+        """Every view, and the buffer that it is a view of."""
+        apart, room = self.apart, self.send.tensor
+        for name, view in (("rows", apart.rows), ("rest", apart.rest)):
+            yield f"{name} of gradients", view, room
+        for name, strips in zip(self.names[::-1], apart.strips, strict=True):
+            for share in strips.shares:
+                yield name, share, room
+        for pad in apart.pads:
+            yield "padding of gradients", pad, room
 
     def drop(self) -> None:
         """Forget what is here."""

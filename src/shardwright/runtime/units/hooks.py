@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from shardwright.runtime.torch_private import (
     will_accumulate,
 )
 from shardwright.runtime.units.dstorage import DStorage, holder_of
-from shardwright.tracker.private import in_backward
+from shardwright.runtime.units.unit import UNSHARDED
+from shardwright.tracker.private import in_backward, own_parameters
 from shardwright.tracker.tensors import map_tensors
 
 LOOKS = 2  # forwards of a unit whose modules are looked through for stashed tensors
@@ -27,10 +28,20 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
 
 
 class UnitHooks:
-    """The hooks of one unit. They hold its storage; its modules hold them."""
+    """The hooks of one unit, or of all buckets of the same modules. They hold the storages; the
+    modules hold them.
 
-    def __init__(self, storage: DStorage) -> None:
-        self.storage = storage
+    What is ``early`` is there before the forward begins. Of buckets that are gathered ahead those
+    are not whose parameters are used by forwards of the modules that own them, as the first
+    forward shows: they are there when such a module begins.
+    """
+
+    def __init__(self, storages: Sequence[DStorage]) -> None:
+        self.storages = tuple(storages)
+        self.storage = self.storages[0]
+        self.early = self.storages
+        self.owners: list[_Owner] = []
+        self.is_running = False  # a forward
         self.anchor = torch.empty(0, requires_grad=True)  # a leaf of every graph of the unit
         self.lent: Lent = []  # callers' containers that have marked tensors during a forward
         self._looks = LOOKS
@@ -45,6 +56,38 @@ class UnitHooks:
             after = _After(self, names[index], last=index == last)
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(after, always_call=True)
+        if len(self.storages) > 1 and self.storage.flow.prefetch:
+            for owner, storages in _owners(modules, self.storages):
+                if owner not in modules:
+                    self.owners.append(_Owner(self, storages))
+                    owner.register_forward_pre_hook(self.owners[-1], prepend=True)
+
+    def begin(self) -> None:
+        """A forward begins, and what is early is there."""
+        self.is_running = True
+        for storage in self.early:
+            storage.watch()
+
+    def end(self) -> None:
+        """The forward is over: raise if it wrote a parameter. The next one waits for less."""
+        self.is_running = False
+        refused = [error for storage in self.storages if (error := storage.unwatch())]
+        if refused:
+            raise refused[0]
+        if self.early is self.storages and self.owners and torch.is_grad_enabled():
+            idle = [s for owner in self.owners if not owner.ran for s in owner.storages]
+            owned = [s for owner in self.owners for s in owner.storages]
+            self.early = tuple(s for s in self.storages if s in idle or s not in owned)
+
+    def fail(self, *, recomputed: bool) -> None:
+        """The forward raised."""
+        self.is_running = False
+        for storage in self.storages:
+            storage.writes.watched = None
+            if not recomputed:
+                storage.free()
+        if not recomputed and self.storage.flow.is_led_by(self.storage):
+            self.storage.flow.recover(absorbs=False)
 
     def announce(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, with a hook by which a backward reaches this unit."""
@@ -77,11 +120,48 @@ class UnitHooks:
     def enter_backward(self, accumulates: bool | None) -> None:
         """A gradient arrives at an output, of a backward that leaves gradients on parameters, of
         torch.autograd.grad for others (False), or of one of torch.func's (None)."""
-        self.storage.flow.enter_backward(self.storage, accumulates)
+        for storage in self.storages:
+            storage.flow.enter_backward(storage, accumulates)
 
     def leave_backward(self) -> None:
         """The gradients of all inputs are there."""
-        self.storage.flow.leave_backward(self.storage)
+        for storage in self.storages:
+            storage.flow.leave_backward(storage)
+
+
+def _owners(
+    modules: Sequence[nn.Module], storages: Sequence[DStorage]
+) -> Iterator[tuple[nn.Module, list[DStorage]]]:
+    """Modules that have parameters of their own, and the storages that these are in."""
+    shown: dict[int, list[DStorage]] = {}
+    for storage in storages:
+        for place in {id(place) for member in storage.members for place, _ in member.places}:
+            shown.setdefault(place, []).append(storage)
+    inside = {id(m): m for module in modules for m in module.modules()}
+    for inner in inside.values():
+        found = shown.get(id(own_parameters(inner)))
+        if found:
+            yield inner, found
+
+
+class _Owner:
+    """Before a module runs that has parameters in buckets: they are there."""
+
+    __slots__ = ("hooks", "ran", "storages")
+
+    def __init__(self, hooks: UnitHooks, storages: Sequence[DStorage]) -> None:
+        self.hooks = hooks
+        self.storages = tuple(storages)
+        self.ran = False
+
+    @outside_graphs
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        self.ran = True
+        for storage in self.storages:
+            if storage.state is not UNSHARDED and not in_backward():
+                storage.flow.need(storage, "forward")
+                if self.hooks.is_running:
+                    storage.watch()
 
 
 class _Before:
@@ -102,10 +182,11 @@ class _Before:
                 storage.flow.begin_forward()
             else:
                 storage.flow.enter_forward()
-        storage.flow.need(storage, "backward" if recomputed else "forward")
+        for each in hooks.early:
+            each.flow.need(each, "backward" if recomputed else "forward")
         if not self.first:
             return None
-        storage.watch()
+        hooks.begin()
         dtype = storage.precision.param_dtype if storage.precision.cast_forward_inputs else None
         if not torch.is_grad_enabled() and dtype is None:
             return None
@@ -183,14 +264,10 @@ class _After:
         recomputed = in_backward()
         _give_back(self.hooks.lent)
         if output is None:  # it raised, or has nothing to say
-            storage.writes.watched = None
-            if not recomputed:
-                storage.free()
-                if storage.flow.is_led_by(storage):
-                    storage.flow.recover(absorbs=False)
+            self.hooks.fail(recomputed=recomputed)
             return None
         if self.last:
-            storage.unwatch()
+            self.hooks.end()
         trains = torch.is_grad_enabled()
         output = self._marked(output, module, trains)
         if trains:
@@ -198,7 +275,8 @@ class _After:
         storage.comm.probe.did(Action("compute", self.name, "forward"))
         if not self.last or recomputed:
             return output
-        storage.flow.leave_forward(storage, trains=trains)
+        for each in self.hooks.storages:
+            each.flow.leave_forward(each, trains=trains)
         return output
 
     def _marked(self, output: Any, module: nn.Module, trains: bool) -> Any:
@@ -210,7 +288,8 @@ class _After:
         def mark(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal found
             found += 1
-            if storage.shares_full_buffer(unwrapped(tensor)):
+            inner = unwrapped(tensor)
+            if any(each.shares_full_buffer(inner) for each in self.hooks.storages):
                 tensor = tensor.clone()
             tensor = _cast(tensor, dtype)
             if not (trains and tensor.requires_grad):

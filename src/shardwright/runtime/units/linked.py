@@ -91,6 +91,20 @@ def follow_gradients(whole: nn.Parameter, unit: weakref.ref[Any]) -> None:
             whole.register_hook(partial(_comes, unit, weakref.ref(whole)))
 
 
+def follow_accumulation(whole: nn.Parameter, place: int, unit: weakref.ref[Any]) -> None:
+    """Let ``unit`` hear when a backward has left the gradient of its ``whole`` parameter at
+    ``place``."""
+    if whole.is_floating_point() or whole.is_complex():
+        with trainable(whole):
+            whole.register_post_accumulate_grad_hook(partial(_is_left, unit, place))
+
+
+def _is_left(of: weakref.ref[Any], place: int, _: torch.Tensor) -> None:
+    unit = of()
+    if unit is not None:
+        unit.follow_gradient(place)
+
+
 def _comes(of: weakref.ref[Any], whole: weakref.ref[nn.Parameter], _: torch.Tensor) -> None:
     unit = of()
     if unit is None or unit.gradients.expected or unit.driven_by_hand:

@@ -29,12 +29,14 @@ from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import local_of, storage_of
 from shardwright.runtime.units import replicas
+from shardwright.runtime.units.arrivals import Arrivals
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.gradients import Gradients
 from shardwright.runtime.units.linked import (
     AtShard,
     Replica,
+    follow_accumulation,
     follow_gradients,
     hooked_twice,
     inherit,
@@ -85,6 +87,10 @@ class Driver(Protocol):
         """A gradient comes to ``unit`` that none of its outputs announced."""
         ...
 
+    def reduce_complete(self) -> None:
+        """A bucket's last gradient of a backward is there."""
+        ...
+
 
 class Unit:
     """One unit's buffers on this rank; ``DStorage`` is what users see of it, and a flow drives it,
@@ -101,6 +107,7 @@ class Unit:
         *,
         name: str,
         module_names: Sequence[str] = (),
+        bucket: int | None = None,
         reshard_after_forward: bool | int | None = None,
         driven_by_hand: bool = False,
         precision: MixedPrecision = FULL_PRECISION,
@@ -109,7 +116,8 @@ class Unit:
         ignored: Sequence[str] = (),
         notes: Sequence[str] = (),
     ) -> None:
-        self.name = name
+        self._bucket = "" if bucket is None else f" bucket {bucket}"
+        self.name = name + self._bucket
         self.module_names = tuple(module_names) or (name,)
         self.comm = comm
         self.mesh = comm.mesh
@@ -127,9 +135,11 @@ class Unit:
         self.placements = dict(placements)
         self.state = State.SHARDED
         self.members = list(members)
+        self.arrivals = None if bucket is None else Arrivals()
         self.takers: dict[int, list[Taker]] = {}  # of segments' shares, besides the parameters
         self.structure = Structure()
         self.frozen = [m.fqn for m in members if not m.parameter.requires_grad]  # when sharded
+        self.laid_out = 0  # how often memory and views were made
         self._is_alike = False  # whether replicas were seen to be equal since they got values
         self._gathering: list[Pending] | None = None
         self._narrow: torch.Tensor | None = None
@@ -148,7 +158,8 @@ class Unit:
         parent, _, number = last.rpartition(".")
         alike = number.isdigit() and first.rpartition(".")[0] == parent
         self.module_names = tuple(paths)
-        self.name = first if len(paths) == 1 else f"{first}-{number}" if alike else "+".join(paths)
+        name = first if len(paths) == 1 else f"{first}-{number}" if alike else "+".join(paths)
+        self.name = name + self._bucket
         if len(paths) == 1:
             self.sharded.rename(first)
 
@@ -170,6 +181,7 @@ class Unit:
         order = {slot.tensor.fqn: index for index, slot in enumerate(layout.slots)}
         self.members.sort(key=lambda member: order[member.fqn])
         self.layout: UnitLayout = layout
+        self.laid_out += 1
         self.buffers = Buffers(layout, self.comm, device, self.precision, shard)
         self.writes = Writes(self.buffers)
         self.is_replicated = not self.buffers.whole.nbytes and all(
@@ -219,6 +231,8 @@ class Unit:
             where = f"{member.fqn} of unit '{self.name}'"
             whole.home = AtShard(member.parameter, where, memory)
             follow_gradients(whole, weakref.ref(self))
+            if self.arrivals is not None:
+                follow_accumulation(whole, place, weakref.ref(self))
             if isinstance(member.parameter, Replica):
                 member.parameter.unit, member.parameter.place = weakref.ref(self), place
         self._places = [
@@ -352,6 +366,8 @@ class Unit:
 
     def start_reduce(self) -> None:
         """Begin to sum the gradient over ranks (collective)."""
+        if self.gradients.under_way:  # in the room that this one takes
+            self.finish_reduce()
         with self.comm.probe.phase("reduce"):
             self.gradients.start(self.name, self.divisor, self.flow.guard)
 
@@ -371,7 +387,9 @@ class Unit:
         self._narrow = None if self._gathering is None else self._narrow
         if failed:
             self.gradients.drop()
-        if failed or self.reshard_after_backward or (self.is_present and self.writes.is_changed):
+        coming = self.is_current and self._gathering is not None and not failed
+        changed = self.is_present and self.writes.is_changed
+        if failed or changed or (self.reshard_after_backward and not coming):
             self.free()
         self._narrow = None
         self.gradients.check()
@@ -385,6 +403,11 @@ class Unit:
 
     # ---- forwards and backwards ------------------------------------------------------------------
 
+    def follow_gradient(self, place: int) -> None:
+        """A backward has left the gradient of a bucket's tensor at ``place``."""
+        if self.arrivals is not None and self.gradients.expected and self.arrivals.come(place):
+            self.flow.reduce_complete()
+
     def watch(self) -> None:
         """A forward begins: what must hold of it is checked, and of its parameters."""
         self.writes.watched = self.writes.versions
@@ -395,12 +418,12 @@ class Unit:
             self._is_alike = True
             replicas.check(self.name, self.buffers, self.comm)
 
-    def unwatch(self) -> None:
-        """The forward is over: raise if it wrote a parameter."""
+    def unwatch(self) -> InputError | None:
+        """The forward is over: what to say if it wrote a parameter."""
         error = self.writes.refusal(self.name)
         if error is not None:
             self.free()
-            raise error
+        return error
 
     def take_stray(self, parameter: Replica, gradient: torch.Tensor) -> None:
         """A gradient of a use outside of the unit's forward: it is summed with the unit's."""
