@@ -86,6 +86,7 @@ VALUES: dict[str, Any] = {
     "planner.dense": {"prefetch": 1},
     "planner.tables": {"a": "row_wise"},
     "planner.kinds": ["hash"],
+    "planner.dedup": True,
     "parallel.data_replicate": 2,
     "parallel.data_shard": 3,
     "parallel.tensor": 2,
@@ -134,7 +135,7 @@ AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
     for key in section.__struct_fields__
 }
 # What is a limit, or a choice that a small job has no use for.
-OF_LARGER_JOBS = {"planner.time_limit", "planner.options", "planner.dense"}
+OF_LARGER_JOBS = {"planner.time_limit", "planner.options", "planner.dense", "planner.dedup"}
 # What an estimate of memory shows, not a plan.
 IN_AN_ESTIMATE = {"memory.allocator", "parallel.parallelize_plan"}
 # Keys that a run of the kind does not read are no excuse: they are refused.
