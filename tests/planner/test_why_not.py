@@ -76,6 +76,21 @@ def test_a_replanned_answer_is_that_of_planning_anew_with_the_type_or_kernel_for
             return
 
 
+def test_a_plan_that_takes_no_time_is_no_divisor() -> None:
+    idle = {"name": "t", "rows": 550_000, "dim": 2048, "pooling_factors": [0.0]}
+    machine = {"world_size": 2, "compute_device": "cpu"}
+    constants = {"constants": "torchrec-1.9"}
+    job = {"tables": [idle | {"optimizer": "sgd"}], "cluster": machine, "planner": constants}
+    made = plan(parse_job(job))
+    assert made.max_rank_seconds == 0
+    found = explain.why_not(made, "t", "data_parallel")
+    assert found.replanned is not None
+    assert found.replanned.seconds
+    assert (
+        found.text.count(f"{found.replanned.seconds:.9f} s instead of 0.000000000 s per step.") == 2
+    )
+
+
 @pytest.fixture(scope="module")
 def tight() -> Plan:
     """Two tables on two ranks, each whole on one, which is nearly full."""

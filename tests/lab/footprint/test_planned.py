@@ -82,8 +82,11 @@ def test_the_class_with_the_highest_peak_is_followed_event_by_event(
 
 @pytest.mark.slow
 def test_tables_are_modules_of_the_ranks_that_hold_them() -> None:
-    found = footprint(example("demo"), details=True, rank="rank 1")
-    held = [{module.name: module.parameters for module in each.modules} for each in found.ranks]
+    held = []
+    for rank in ("rank 0", "rank 1"):
+        found = footprint(example("demo"), details=True, rank=rank)
+        (asked,) = (each for each in found.ranks if each.name == rank)
+        held.append({module.name: module.parameters for module in asked.modules})
     (of_c3,) = {each["tables.C3"] for each in held}  # cut by rows between the two
     assert 2 * of_c3 == 500_000 * 16 * 4
     assert ("tables.C16" in held[0]) != ("tables.C16" in held[1])  # on one of them

@@ -176,12 +176,15 @@ def _reason(plan: Plan, found: Found, wanted: str, option: str, bound: float, ke
     how = "" if how == wanted else f" ({how})"
     if abs(after - before) <= SAME_SECONDS * before:
         return f"{start}{how}, it is as good: {format_seconds(after)} per step."
-    text = (
-        f"{start}{how}, the slowest rank takes {after:.9f} s instead of {before:.9f} s per step "
-        f"({(after - before) / before * 100:+.1f} %)."
-    )
+    text = f"{start}{how}, the slowest rank takes {instead(before, after)}."
     if after < before:
         return f"{text} That is faster than this plan: have it with {key}."
     if bound > before * (1 + SAME_SECONDS):
         return f"{text} No such plan takes less than {bound:.9f} s."
     return text
+
+
+def instead(before: float, after: float) -> str:
+    """Seconds of a step beside those ``before``, which are 0 where nothing is looked up."""
+    share = f" ({(after - before) / before * 100:+.1f} %)" if before else ""
+    return f"{after:.9f} s instead of {before:.9f} s per step{share}"

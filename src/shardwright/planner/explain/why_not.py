@@ -33,7 +33,7 @@ from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables, replica_of, table_choices
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain.recompute import draft_of, unknown
-from shardwright.planner.explain.replan import Replanned, forced_table, replanned
+from shardwright.planner.explain.replan import Replanned, forced_table, instead, replanned
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.space import Item, Space, shard_ranks
 from shardwright.planner.search.state import State
@@ -267,10 +267,7 @@ def verdict_of(draft: Draft, best: Trial, wanted: str) -> tuple[Verdict, str]:
             "either way."
         )
     verdict: Verdict = "slower" if after > before else "faster"
-    return verdict, (
-        f"{fits} and makes the slowest rank take {after:.9f} s instead of {before:.9f} s per step "
-        f"({(after - before) / before * 100:+.1f} %)."
-    )
+    return verdict, (f"{fits} and makes the slowest rank take {instead(before, after)}.")
 
 
 def _words(choice: Choice, before: Option | None = None) -> str:
