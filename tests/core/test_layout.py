@@ -17,7 +17,7 @@ from shardwright.core.layout import (
     balanced_owners,
     unit_layout,
 )
-from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
+from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
 from shardwright.core.tensor import TensorSpec, element_bytes
 
 SHAPES = st.one_of(
@@ -274,7 +274,49 @@ def test_padding_is_what_no_piece_needs_and_is_bounded_without_common_multiples(
                 )
                 assert segment.share_bytes <= fullest
     for rank in _ranks(layout):
-        assert 0 <= layout.padding_bytes(rank) <= layout.shard_bytes
+        assert 0 <= layout.paddings[rank] <= layout.shard_bytes
+
+
+def _paddings(layout: UnitLayout, kept: bool) -> list[int]:
+    """Of each rank, from every piece of every rank, empty ones too."""
+    ranks = range(layout.world_size)
+    own = [
+        [sum(s.piece(slot, r).numel for slot in s.slots) * element_bytes(s.dtype) for r in ranks]
+        for s in layout.segments
+    ]
+    found = []
+    for rank in ranks:
+        total = layout.stored_bytes if kept else layout.shard_bytes
+        for segment, held in zip(layout.segments, own, strict=True):
+            total -= sum(held[other] for other in (segment.keepers(rank) if kept else [rank]))
+        found.append(total)
+    return found
+
+
+@given(layouts(st.integers(1, 40)))
+@settings(max_examples=60)
+def test_ranks_that_hold_nothing_of_a_tensor_are_not_its_holders(layout: UnitLayout) -> None:
+    ranks = range(layout.world_size)
+    for segment in layout.segments:
+        for slot in segment.slots:
+            holders = segment.holders(slot, layout.world_size)
+            assert set(holders) <= set(ranks)
+            assert {r for r in ranks if segment.piece(slot, r).numel} <= set(holders)
+    assert list(layout.paddings) == list(layout.stored_paddings) == _paddings(layout, kept=False)
+    held = [0] * layout.world_size
+    for block in layout.blocks("parameter"):
+        held[block.rank] += block.numel
+    assert held == [sum(piece.numel for piece in layout.pieces(rank)) for rank in ranks]
+
+
+@given(_tensors(), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 3]))
+@settings(max_examples=40)
+def test_padding_of_ranks_that_keep_several_shares(
+    tensors: list[TensorSpec], kept: int, groups: int, zero: Zero
+) -> None:
+    layout = unit_layout(tensors, Flat(), kept * groups, zero=zero, kept=kept)
+    assert list(layout.paddings) == _paddings(layout, kept=False)
+    assert list(layout.stored_paddings) == _paddings(layout, kept=True)
 
 
 DLRM = [(512, 13), (512,), (256, 512), (256,), (64, 256), (64,)]
@@ -345,7 +387,7 @@ def test_frozen_tensors_have_a_segment_of_their_own_without_gradient() -> None:
 def test_a_flat_cut_may_go_through_a_row() -> None:
     layout = unit_layout([TensorSpec("w", (3, 5))], Flat(), 2)
     assert [p.offsets + p.sizes for r in (0, 1) for p in layout.pieces(r)] == [(0, 8), (8, 7)]
-    assert [layout.padding_bytes(rank) for rank in (0, 1)] == [0, 4]
+    assert layout.paddings == (0, 4)
 
 
 def test_ceiling_chunks_leave_the_last_ranks_less_or_nothing() -> None:

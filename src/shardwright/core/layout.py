@@ -170,6 +170,26 @@ class Segment(msgspec.Struct, frozen=True):
                 offsets, sizes = (0,) * len(shape), shape
         return Piece(slot.tensor, offsets, sizes, own + slot.inner * size)
 
+    def holders(self, slot: Slot, world_size: int) -> range:
+        """The ranks that may hold something of a tensor of this segment; others hold nothing."""
+        match slot.placement:
+            case Flat() if self.share:
+                end = slot.start + slot.tensor.numel
+                return range(slot.start // self.share, min(-(-end // self.share), world_size))
+            case Shard(dim) | BlockShard(_, dim) if slot.chunk:
+                return range(min(-(-slot.tensor.shape[dim] // slot.chunk), world_size))
+            case Owned(owner):
+                return range(owner, owner + 1)
+        return range(world_size)
+
+    def held(self, world_size: int) -> list[int]:
+        """Bytes of each rank's share that belong to tensors."""
+        found = [0] * world_size
+        for slot in self.slots:
+            for rank in self.holders(slot, world_size):
+                found[rank] += self.piece(slot, rank).numel * element_bytes(self.dtype)
+        return found
+
 
 class UnitLayout(msgspec.Struct, frozen=True):
     """The segments of a unit's buffer for ``world_size`` ranks."""
@@ -241,20 +261,25 @@ class UnitLayout(msgspec.Struct, frozen=True):
         """Whether anything gets a gradient."""
         return any(segment.trainable for segment in self.segments)
 
-    def padding_bytes(self, rank: int) -> int:
-        """Bytes of ``rank``'s shares that belong to no tensor."""
-        held = sum(p.numel * element_bytes(p.tensor.dtype) for p in self.pieces(rank))
-        return self.shard_bytes - held
+    @property
+    def paddings(self) -> tuple[int, ...]:
+        """Bytes of each rank's shares that belong to no tensor."""
+        held = [segment.held(self.world_size) for segment in self.segments]
+        ranks = range(self.world_size)
+        return tuple(self.shard_bytes - sum(its[rank] for its in held) for rank in ranks)
 
-    def stored_padding(self, rank: int) -> int:
-        """Bytes of ``rank``'s buffer that belong to no tensor."""
-        held = sum(
-            segment.piece(slot, other).numel * element_bytes(segment.dtype)
-            for segment in self.segments
-            for other in segment.keepers(rank)
-            for slot in segment.slots
-        )
-        return self.stored_bytes - held
+    @property
+    def stored_paddings(self) -> tuple[int, ...]:
+        """Bytes of each rank's buffer that belong to no tensor, of all shares that it keeps."""
+        held = [0] * self.world_size
+        for segment in self.segments:
+            shares = segment.held(self.world_size)
+            for first in range(0, self.world_size, segment.kept):
+                kept = segment.keepers(first)
+                its = sum(shares[rank] for rank in kept)
+                for rank in kept:
+                    held[rank] += its
+        return tuple(self.stored_bytes - its for its in held)
 
     def blocks(self, role: Role, placement: Placement | None = None) -> Iterable[Block]:
         """The layout as blocks, tensor by tensor, rank by rank; frozen tensors are parameters
@@ -263,11 +288,12 @@ class UnitLayout(msgspec.Struct, frozen=True):
             if role != "parameter" and not segment.trainable:
                 continue
             for slot in segment.slots:
-                for rank in range(self.world_size):
+                shape, whole = slot.tensor.shape, isinstance(placement, Replicate)
+                everyone = range(self.world_size)
+                for rank in everyone if whole else segment.holders(slot, self.world_size):
                     piece = segment.piece(slot, rank)
-                    offsets, sizes = piece.offsets, piece.sizes
-                    if isinstance(placement, Replicate):
-                        offsets, sizes = (0,) * len(slot.tensor.shape), slot.tensor.shape
+                    offsets = (0,) * len(shape) if whole else piece.offsets
+                    sizes = shape if whole else piece.sizes
                     if math.prod(sizes):
                         yield Block(slot.tensor.fqn, role, offsets, sizes, rank)
 

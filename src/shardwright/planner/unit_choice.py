@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -115,23 +115,12 @@ class UnitChoice:
     @cached_property
     def padding(self) -> tuple[int, ...]:
         """Bytes of each rank's buffer that belong to no tensor."""
-        if self.stays:
-            return tuple(map(self.layout.stored_padding, range(self.layout.world_size)))
-        return _padding(self.layout, self.blocks)
+        return self.layout.stored_paddings
 
     @cached_property
     def trained_padding(self) -> tuple[int, ...]:
-        """The same of what gets a gradient."""
-        return _padding(self.layout.trained, self.layout.trained.blocks("parameter"))
-
-
-def _padding(layout: UnitLayout, blocks: Iterable[Block]) -> tuple[int, ...]:
-    size = {slot.tensor.fqn: slot.tensor for slot in layout.slots}
-    held = [0] * layout.world_size
-    for block in blocks:
-        tensor = size[block.tensor]
-        held[block.rank] += block.numel * tensor.nbytes // tensor.numel
-    return tuple(layout.shard_bytes - nbytes for nbytes in held)
+        """Bytes of each rank's share of what gets a gradient that belong to no tensor."""
+        return self.layout.trained.paddings
 
 
 def merged(units: Sequence[UnitSpec]) -> UnitSpec:
