@@ -5,8 +5,9 @@
 PYTHON ?= python3
 ARGS ?=
 PYTHON_ENV ?=
-# Processes that run tests.
+# Processes that run tests, of a thread each: more would only wait for one another.
 JOBS ?= 2
+TEST := OMP_NUM_THREADS=1
 
 VENV := .venv
 TORCHREC := .venv-torchrec
@@ -47,7 +48,7 @@ demo: $(ENVIRONMENT)
 
 test: CHOSEN := -m 'not slow'
 test test-all: $(ENVIRONMENT)
-	@$(RUN) -m pytest -n $(JOBS) $(CHOSEN) $(ARGS)
+	@$(TEST) $(RUN) -m pytest -n $(JOBS) $(CHOSEN) $(ARGS)
 
 test-torchrec:
 	@$(MAKE) --no-print-directory setup PYTHON_ENV= VENV=$(TORCHREC)

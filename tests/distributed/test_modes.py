@@ -152,6 +152,7 @@ def test_replicas_of_shards_at_every_stage(pool: Pool, zero: Any) -> None:
         assert kept["gradient"] == kept["optimizer_state"] == (fourth if both else share)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("flat", [True, False], ids=["flat optimizer", "model.parameters"])
 @pytest.mark.parametrize("cut", ["flat", "rows", "owned", "mixture"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)])

@@ -67,6 +67,7 @@ def test_fewer_ranks_go_on(
     hold(pool.run(world_size, tasks.resume, folder=str(folder), case=other), wanted)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 @pytest.mark.parametrize("source", STRATEGIES)
 @pytest.mark.parametrize("target", STRATEGIES)
@@ -96,6 +97,7 @@ def test_an_optimizer_that_has_taken_steps_forgets_them(pool: Pool, saved: Any, 
     hold(results, wanted, 0.0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", ["flat", "parameters"])
 @pytest.mark.parametrize("zero", [3, (2, 3)], ids=str)
 def test_replicas_times_shards_save_and_load(

@@ -14,6 +14,7 @@ WRAPPER = "_checkpoint_wrapped_module."
 STRATEGIES = ("flat", "per_param", "param_boundary")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", tasks.FORMS)
 def test_replicas_that_share_their_states_are_read_and_read(
     pool: Pool, tmp_path: Path, form: str

@@ -63,6 +63,7 @@ def test_what_is_alive_at_the_peak_adds_up_to_it(case: str, monkeypatch: Any) ->
     assert by_kind == worst.by_category
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("case", CASES)
 def test_the_timeline_reaches_the_peak_and_ends_as_it_began(case: str) -> None:
     worst = _worst(**CASES[case])

@@ -96,6 +96,7 @@ def test_the_blocks_of_a_plan_tile_the_model(planned: Planned, seed: int) -> Non
             check_tiling(swapped, [t for t in tensors if t.fqn in dense], made.world_size)
 
 
+@pytest.mark.slow_after(10)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_fits_its_budget_on_every_rank(planned: Planned, seed: int) -> None:
     if made := planned(seed):
@@ -177,7 +178,7 @@ def test_a_tight_budget_is_met_and_costs_little_more_than_it_must(
     assert best * (1 - 1e-12) <= made.max_rank_seconds <= WORST_RATIO * best
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_table_alone_makes_a_plan_faster_by_another_type(planned: Planned, seed: int) -> None:
     made = planned(seed)

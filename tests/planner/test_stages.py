@@ -42,7 +42,7 @@ def _alone(cap: int, planner: dict[str, Any], **keys: Any) -> dict[Zero, Plan | 
     return found
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_the_stage_is_the_fastest_of_those_that_fit(seed: int) -> None:
     draw = random.Random(seed)

@@ -73,7 +73,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_few_layers_of_each_kind_add_up_to_what_all_of_them_take(name: str) -> None:
     job = job_of(MODELS[name])
