@@ -267,7 +267,7 @@ def verdict_of(draft: Draft, best: Trial, wanted: str) -> tuple[Verdict, str]:
             "either way."
         )
     verdict: Verdict = "slower" if after > before else "faster"
-    return verdict, (f"{fits} and makes the slowest rank take {instead(before, after)}.")
+    return verdict, f"{fits} and makes the slowest rank take {instead(before, after)}."
 
 
 def _words(choice: Choice, before: Option | None = None) -> str:
