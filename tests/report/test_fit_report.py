@@ -43,7 +43,7 @@ def made(**changes: Any) -> Fit:
 
 def flowed(fit: Fit, width: int = 120) -> str:
     out = io.StringIO()
-    Console(width=width, no_color=True, file=out).print(fit_report(fit))
+    Console(width=width, no_color=True, file=out).print(fit_report(fit, full=True))
     return " ".join(out.getvalue().split())
 
 
@@ -110,3 +110,29 @@ def test_a_report_fits_the_width(width: int) -> None:
     out = io.StringIO()
     Console(width=width, no_color=True, file=out).print(fit_report(NOTHING))
     assert max(len(line) for line in out.getvalue().splitlines()) <= width
+
+
+def test_the_first_screen_is_one_screen_whatever_was_tried() -> None:
+    remedies = tuple(
+        Remedy((f"memory.first = {k}", f"memory.second = {k}"), estimate(100 + k, "does not fit"))
+        for k in range(20)
+    )
+    texts = tuple(f"what was assumed of part {k} takes a line of the terminal" for k in range(12))
+    policies = tuple(
+        PolicyFit(policy, estimate(200, "does not fit"), Largest(0))
+        for policy in ("none", "selective", "full")
+    )
+    tried = msgspec.structs.replace(
+        NOTHING, policies=policies, remedies=remedies, skipped=texts, assumptions=texts
+    )
+    out = io.StringIO()
+    Console(width=80, no_color=True, file=out).print(fit_report(tried))
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    first, every = " ".join(out.getvalue().split()), flowed(tried)
+    assert "15 more: --full." in first
+    assert first.count("10 more (--full)") == 2
+    assert "memory.second = 19" in every
+    assert every.count("of part 11") == 2
+    assert "--full" not in every

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shared.job_argument(parser)
     shared.json_option(parser)
+    parser.add_argument("--full", action="store_true", help="everything that was tried")
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -41,7 +42,7 @@ def execute(options: argparse.Namespace) -> int:
     else:
         from shardwright.report.fit_report import fit_report
 
-        shared.show(fit_report(found))
+        shared.show(fit_report(found, full=options.full))
     return EXIT_OK if anything_fits(found) else EXIT_NO_PLAN
 
 

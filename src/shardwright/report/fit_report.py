@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
+
 from rich.console import RenderableType
 from rich.text import Text
 
-from shardwright.core.fit import Estimate, Fit, Largest
+from shardwright.core.fit import Fit, Largest
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report.sheet import Column, Sheet
-from shardwright.report.table import drawn, listed, spaced
+from shardwright.report.table import assumed_line, drawn, listed, spaced
 from shardwright.report.wording import (
     TEXT_LIMIT,
     VERDICT_STYLES,
@@ -18,30 +21,32 @@ from shardwright.report.wording import (
     range_text,
 )
 
+MARGIN = "Keep a margin for what is not predicted: data loaders, evaluation, libraries."
 HOW = (
     "Fits: live bytes, what the allocator holds and the upper end of what else is on the device. "
-    "Keep a margin of your own for what is not predicted: data loaders, evaluation, libraries."
+    + MARGIN
 )
+FIRST_REMEDIES, FIRST_SKIPPED, FIRST_ASSUMED = 5, 2, 2  # lines of a first screen
 
 
-def fit_report(fit: Fit) -> RenderableType:
-    """The job as it is, a row per policy, the longest sequence, the fewest ranks, and ways out."""
+def fit_report(fit: Fit, *, full: bool = False) -> RenderableType:
+    """The job as it is, a row per policy, the longest sequence, the fewest ranks, and ways out: of
+    what is long the beginning unless ``full``."""
     fits = fit.own.largest_batch.size > 0
+    estimates = f"{counted(fit.estimates, 'estimate')} in {format_seconds(fit.seconds)}."
+    one = "One of them in detail: shardwright memory JOB.toml."
     return spaced(
         Text(headline(fit), style="bold"),
         Text(job_line(fit), style=VERDICT_STYLES[fit.own.estimate.verdict]),
-        drawn(policies_sheet(fit)),
+        drawn(policies_sheet(fit, full=full)),
         Text("\n".join(answers(fit))),
         None if fits else Text(refusal(fit), style="bold red"),
-        drawn(remedies_sheet(fit)) if fit.remedies else None,
-        listed("Not looked at", tuple(printable(text, TEXT_LIMIT) for text in fit.skipped)),
-        listed("Assumptions", tuple(printable(text, TEXT_LIMIT) for text in fit.assumptions)),
-        Text(HOW, style="dim"),
-        Text(
-            f"{counted(fit.estimates, 'estimate')} in {format_seconds(fit.seconds)}. "
-            "One of them in detail: shardwright memory JOB.toml.",
-            style="dim",
-        ),
+        drawn(remedies_sheet(fit, full=full)) if fit.remedies else None,
+        listed("Not looked at", _skipped(fit, full=full)),
+        listed("Assumptions", tuple(printable(text, TEXT_LIMIT) for text in fit.assumptions))
+        if full
+        else assumed_line([printable(text, TEXT_LIMIT) for text in fit.assumptions], FIRST_ASSUMED),
+        Text(f"{HOW if full else MARGIN}\n{estimates} {one}", style="dim"),
     )
 
 
@@ -59,17 +64,18 @@ def job_line(fit: Fit) -> str:
     return f"As it is ({_batch_text(fit)}, {fit.checkpointing}): {estimate.verdict}, needs {needs}."
 
 
-def policies_sheet(fit: Fit) -> Sheet:
-    """One row per checkpointing policy."""
-    columns: tuple[Column, ...] = (
-        Column("checkpointing"),
-        Column(f"peak, batch {fit.batch}", numeric=True),
-        Column("needs of its device", numeric=True),
-        Column("verdict"),
-        Column("largest batch", numeric=True),
-        Column("tokens per rank", numeric=True),
+def policies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
+    """One row per checkpointing policy; ``full``: live bytes beside what is needed."""
+    tokens = fit.sequence > 1 and any(row.largest_batch.size for row in fit.policies)
+    columns = (
+        (Column("checkpointing"), True),
+        (Column(f"peak, batch {fit.batch}", numeric=True), full),
+        (Column("needs", numeric=True), True),
+        (Column("verdict"), True),
+        (Column("largest batch", numeric=True), True),
+        (Column("tokens per rank", numeric=True), tokens),
     )
-    rows: list[tuple[str, ...]] = [
+    rows = [
         (
             printable(row.checkpointing) + (" (the job's)" if row is fit.own else ""),
             format_bytes(row.estimate.peak_bytes),
@@ -80,9 +86,7 @@ def policies_sheet(fit: Fit) -> Sheet:
         )
         for row in fit.policies
     ]
-    if fit.sequence == 1:
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return Sheet("By checkpointing policy", columns, tuple(rows))
+    return _with_columns("By checkpointing policy", columns, rows)
 
 
 def answers(fit: Fit) -> list[str]:
@@ -113,27 +117,49 @@ def refusal(fit: Fit) -> str:
     )
 
 
-def remedies_sheet(fit: Fit) -> Sheet:
+def remedies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
     """What was tried, what fits first."""
-    return Sheet(
-        f"What helps, tried with {counted(fit.own.largest_batch.step, 'sample')} per rank",
-        (
-            Column("change"),
-            Column("peak", numeric=True),
-            Column("needs of its device", numeric=True),
-            Column("verdict"),
-        ),
-        tuple(
-            (
-                printable(" and ".join(remedy.changes), TEXT_LIMIT),
-                format_bytes(remedy.estimate.peak_bytes),
-                _needs(remedy.estimate),
-                remedy.estimate.verdict,
-            )
-            for remedy in fit.remedies
-        ),
-        "Each alone, but for a row that names several.",
+    shown = fit.remedies if full else fit.remedies[:FIRST_REMEDIES]
+    more = len(fit.remedies) - len(shown)
+    rest = f" {more} more: --full." if more else ""
+    columns = (
+        (Column("change"), True),
+        (Column("peak", numeric=True), full),
+        (Column("needs", numeric=True), True),
+        (Column("verdict"), True),
     )
+    rows = [
+        (
+            printable(" and ".join(remedy.changes), TEXT_LIMIT),
+            format_bytes(remedy.estimate.peak_bytes),
+            range_text(remedy.estimate.least_bytes, remedy.estimate.most_bytes),
+            remedy.estimate.verdict,
+        )
+        for remedy in shown
+    ]
+    title = f"What helps, tried with {counted(fit.own.largest_batch.step, 'sample')} per rank"
+    note = f"Each alone, but for a row that names several.{rest}"
+    return _with_columns(title, columns, rows, note)
+
+
+def _with_columns(
+    title: str,
+    columns: Sequence[tuple[Column, bool]],
+    rows: Sequence[tuple[str, ...]],
+    note: str = "",
+) -> Sheet:
+    """A sheet of the columns that are wanted."""
+    wanted = [wanted for _, wanted in columns]
+    kept = tuple(column for column, wanted in columns if wanted)
+    return Sheet(title, kept, tuple(tuple(compress(row, wanted)) for row in rows), note)
+
+
+def _skipped(fit: Fit, *, full: bool) -> tuple[str, ...]:
+    """What was not looked at, and how much more there is."""
+    texts = tuple(printable(text, TEXT_LIMIT) for text in fit.skipped)
+    if full or len(texts) <= FIRST_SKIPPED + 1:
+        return texts
+    return (*texts[:FIRST_SKIPPED], f"{len(texts) - FIRST_SKIPPED} more (--full)")
 
 
 def largest_words(found: Largest) -> str:
@@ -142,10 +168,6 @@ def largest_words(found: Largest) -> str:
     if found.next_perhaps:
         return f"{words}, perhaps {found.size + found.step:,}"
     return f"{words} or more" if found.or_more else words
-
-
-def _needs(estimate: Estimate) -> str:
-    return range_text(estimate.least_bytes, estimate.most_bytes)
 
 
 def _batch_text(fit: Fit) -> str:
