@@ -48,7 +48,7 @@ demo: $(ENVIRONMENT)
 
 test: CHOSEN := -m 'not slow'
 test test-all: $(ENVIRONMENT)
-	@$(TEST) $(RUN) -m pytest -n $(JOBS) $(CHOSEN) $(ARGS)
+	@$(TEST) $(RUN) -m pytest -n $(JOBS) --maxschedchunk 100 $(CHOSEN) $(ARGS)
 
 test-torchrec:
 	@$(MAKE) --no-print-directory setup PYTHON_ENV= VENV=$(TORCHREC)

@@ -27,6 +27,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 settings.register_profile("no clock", deadline=None)
 settings.load_profile("no clock")
 
+LONGEST = {"faults", "test_tour.py"}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil_div": lambda a, b: -(-a // b),
     "ceil": math.ceil,
@@ -39,7 +40,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test marked ``slow_after(n)`` is slow but for its first n cases."""
+    """A test marked ``slow_after(n)`` is slow but for its first n cases. Files whose tests take
+    longest come first: no worker is left alone with them at the end."""
+    items.sort(key=lambda item: not LONGEST & set(item.path.parts))
     seen: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("slow_after")
