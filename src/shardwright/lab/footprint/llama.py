@@ -17,7 +17,6 @@ from shardwright.lab.footprint.stages import Stage
 from shardwright.memory.machine import EXPERTS
 from shardwright.models.llama import Llama
 from shardwright.trace.checkpointing import policy
-from shardwright.trace.compiled import compiled_loss
 from shardwright.trace.module import Subject, record
 from shardwright.trace.structure import Stretch, series_of, stretches
 from shardwright.trace.treatment import Treatment
@@ -92,6 +91,8 @@ def _recorded(request: Request, treated: tuple[int, ...]) -> Recording:
         blocks = list(model.layers.values())
         loss = model.loss
         if request.treatment.compiled_loss and local.loss != "chunked":
+            from shardwright.trace.compiled import compiled_loss  # seconds of imports
+
             loss = compiled_loss
         with request.treatment.applied(model, blocks, treated) as treatment:
             subject = Subject(
