@@ -274,7 +274,7 @@ def test_padding_is_what_no_piece_needs_and_is_bounded_without_common_multiples(
                 )
                 assert segment.share_bytes <= fullest
     for rank in _ranks(layout):
-        assert 0 <= layout.paddings[rank] <= layout.shard_bytes
+        assert 0 <= layout.padding_bytes(rank) <= layout.shard_bytes
 
 
 def _paddings(layout: UnitLayout, kept: bool) -> list[int]:
@@ -293,16 +293,24 @@ def _paddings(layout: UnitLayout, kept: bool) -> list[int]:
     return found
 
 
+def _check_paddings(layout: UnitLayout) -> None:
+    """Of one rank and of all, of shares and of all that a rank keeps."""
+    ranks = range(layout.world_size)
+    own, stored = (_paddings(layout, kept=kept) for kept in (False, True))
+    assert list(layout.paddings(stored=False)) == list(map(layout.padding_bytes, ranks)) == own
+    assert list(layout.paddings(stored=True)) == list(map(layout.stored_padding, ranks)) == stored
+
+
 @given(layouts(st.integers(1, 40)))
 @settings(max_examples=60)
 def test_ranks_that_hold_nothing_of_a_tensor_are_not_its_holders(layout: UnitLayout) -> None:
     ranks = range(layout.world_size)
     for segment in layout.segments:
         for slot in segment.slots:
-            holders = segment.holders(slot, layout.world_size)
+            holders = segment.holders(slot, ranks)
             assert set(holders) <= set(ranks)
             assert {r for r in ranks if segment.piece(slot, r).numel} <= set(holders)
-    assert list(layout.paddings) == list(layout.stored_paddings) == _paddings(layout, kept=False)
+    _check_paddings(layout)
     held = [0] * layout.world_size
     for block in layout.blocks("parameter"):
         held[block.rank] += block.numel
@@ -315,8 +323,7 @@ def test_padding_of_ranks_that_keep_several_shares(
     tensors: list[TensorSpec], kept: int, groups: int, zero: Zero
 ) -> None:
     layout = unit_layout(tensors, Flat(), kept * groups, zero=zero, kept=kept)
-    assert list(layout.paddings) == _paddings(layout, kept=False)
-    assert list(layout.stored_paddings) == _paddings(layout, kept=True)
+    _check_paddings(layout)
 
 
 DLRM = [(512, 13), (512,), (256, 512), (256,), (64, 256), (64,)]
@@ -387,7 +394,7 @@ def test_frozen_tensors_have_a_segment_of_their_own_without_gradient() -> None:
 def test_a_flat_cut_may_go_through_a_row() -> None:
     layout = unit_layout([TensorSpec("w", (3, 5))], Flat(), 2)
     assert [p.offsets + p.sizes for r in (0, 1) for p in layout.pieces(r)] == [(0, 8), (8, 7)]
-    assert layout.paddings == (0, 4)
+    assert [layout.padding_bytes(rank) for rank in (0, 1)] == [0, 4]
 
 
 def test_ceiling_chunks_leave_the_last_ranks_less_or_nothing() -> None:

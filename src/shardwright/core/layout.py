@@ -170,25 +170,26 @@ class Segment(msgspec.Struct, frozen=True):
                 offsets, sizes = (0,) * len(shape), shape
         return Piece(slot.tensor, offsets, sizes, own + slot.inner * size)
 
-    def holders(self, slot: Slot, world_size: int) -> range:
-        """The ranks that may hold something of a tensor of this segment; others hold nothing."""
+    def holders(self, slot: Slot, ranks: range) -> range:
+        """Those of ``ranks`` that may hold something of a tensor of this segment."""
+        first, end = ranks.start, ranks.stop
         match slot.placement:
             case Flat() if self.share:
-                end = slot.start + slot.tensor.numel
-                return range(slot.start // self.share, min(-(-end // self.share), world_size))
+                first = slot.start // self.share
+                end = -(-(slot.start + slot.tensor.numel) // self.share)
             case Shard(dim) | BlockShard(_, dim) if slot.chunk:
-                return range(min(-(-slot.tensor.shape[dim] // slot.chunk), world_size))
+                end = -(-slot.tensor.shape[dim] // slot.chunk)
             case Owned(owner):
-                return range(owner, owner + 1)
-        return range(world_size)
+                first, end = owner, owner + 1
+        return range(max(first, ranks.start), min(end, ranks.stop))
 
-    def held(self, world_size: int) -> list[int]:
-        """Bytes of each rank's share that belong to tensors."""
-        found = [0] * world_size
+    def held(self, ranks: range) -> list[int]:
+        """Bytes of the share of each of ``ranks`` that belong to tensors."""
+        found = [0] * len(ranks)
         for slot in self.slots:
-            for rank in self.holders(slot, world_size):
-                found[rank] += self.piece(slot, rank).numel * element_bytes(self.dtype)
-        return found
+            for rank in self.holders(slot, ranks):
+                found[rank - ranks.start] += self.piece(slot, rank).numel
+        return [elements * element_bytes(self.dtype) for elements in found]
 
 
 class UnitLayout(msgspec.Struct, frozen=True):
@@ -261,25 +262,27 @@ class UnitLayout(msgspec.Struct, frozen=True):
         """Whether anything gets a gradient."""
         return any(segment.trainable for segment in self.segments)
 
-    @property
-    def paddings(self) -> tuple[int, ...]:
-        """Bytes of each rank's shares that belong to no tensor."""
-        held = [segment.held(self.world_size) for segment in self.segments]
-        ranks = range(self.world_size)
-        return tuple(self.shard_bytes - sum(its[rank] for its in held) for rank in ranks)
+    def padding_bytes(self, rank: int) -> int:
+        """Bytes of ``rank``'s shares that belong to no tensor."""
+        held = sum(sum(s.held(range(rank, rank + 1))) for s in self.segments)
+        return self.shard_bytes - held
 
-    @property
-    def stored_paddings(self) -> tuple[int, ...]:
-        """Bytes of each rank's buffer that belong to no tensor, of all shares that it keeps."""
+    def stored_padding(self, rank: int) -> int:
+        """Bytes of ``rank``'s buffer that belong to no tensor."""
+        return self.stored_bytes - sum(sum(s.held(s.keepers(rank))) for s in self.segments)
+
+    def paddings(self, *, stored: bool) -> tuple[int, ...]:
+        """One of the two of every rank; ranks that keep the same shares are counted once."""
         held = [0] * self.world_size
         for segment in self.segments:
-            shares = segment.held(self.world_size)
-            for first in range(0, self.world_size, segment.kept):
-                kept = segment.keepers(first)
-                its = sum(shares[rank] for rank in kept)
-                for rank in kept:
+            shares = segment.held(range(self.world_size))
+            kept = segment.kept if stored else 1
+            for first in range(0, self.world_size, kept):
+                its = sum(shares[first : first + kept])
+                for rank in range(first, first + kept):
                     held[rank] += its
-        return tuple(self.stored_bytes - its for its in held)
+        whole = self.stored_bytes if stored else self.shard_bytes
+        return tuple(whole - its for its in held)
 
     def blocks(self, role: Role, placement: Placement | None = None) -> Iterable[Block]:
         """The layout as blocks, tensor by tensor, rank by rank; frozen tensors are parameters
@@ -290,7 +293,7 @@ class UnitLayout(msgspec.Struct, frozen=True):
             for slot in segment.slots:
                 shape, whole = slot.tensor.shape, isinstance(placement, Replicate)
                 everyone = range(self.world_size)
-                for rank in everyone if whole else segment.holders(slot, self.world_size):
+                for rank in everyone if whole else segment.holders(slot, everyone):
                     piece = segment.piece(slot, rank)
                     offsets = (0,) * len(shape) if whole else piece.offsets
                     sizes = shape if whole else piece.sizes

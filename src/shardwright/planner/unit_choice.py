@@ -115,12 +115,12 @@ class UnitChoice:
     @cached_property
     def padding(self) -> tuple[int, ...]:
         """Bytes of each rank's buffer that belong to no tensor."""
-        return self.layout.stored_paddings
+        return self.layout.paddings(stored=True)
 
     @cached_property
     def trained_padding(self) -> tuple[int, ...]:
         """Bytes of each rank's share of what gets a gradient that belong to no tensor."""
-        return self.layout.trained.paddings
+        return self.layout.trained.paddings(stored=False)
 
 
 def merged(units: Sequence[UnitSpec]) -> UnitSpec:

@@ -326,8 +326,8 @@ def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
 
 
 def _unit_events(rank: int, storage: DStorage, optimizer: torch.optim.Optimizer) -> Iterator[Event]:
-    padding = storage.layout.stored_paddings[storage.comm.rank]
-    trained = storage.layout.trained.paddings[storage.comm.rank]
+    padding = storage.layout.stored_padding(storage.comm.rank)
+    trained = storage.layout.trained.padding_bytes(storage.comm.rank)
     buffer = storage.byte_storage.nbytes
     yield Event(rank, 0, "setup", "weight", storage.name, buffer - padding)
     yield Event(rank, 0, "setup", "padding", f"{storage.name}.parameter", padding)
