@@ -25,6 +25,7 @@ from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.unit import State
 
 CUT = {"shard_strategy": "flat"}
+OFFLOADED = {"cpu_offload": True}
 WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"placements": (Replicate(),)},
     "zero1": {"zero": 1, **CUT},
@@ -35,6 +36,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero2 ahead": {"zero": 2, "prefetch": 1, **CUT},
     "zero3": {"reshard_after_forward": True, **CUT},
     "zero3 kept": {"reshard_after_forward": False, **CUT},
+    "ddp offloaded": {"placements": (Replicate(),), **OFFLOADED},
+    "zero1 offloaded": {"zero": 1, **CUT, **OFFLOADED},
+    "zero2 offloaded": {"zero": 2, "prefetch": 1, **CUT, **OFFLOADED},
+    "zero3 offloaded": {"reshard_after_forward": True, **CUT, **OFFLOADED},
+    "zero3 offloaded rows": {"prefetch": 1, **OFFLOADED},
+    "zero3 offloaded mixture": {"shard_placement_fn": mixture, **OFFLOADED},
 }
 CUTS: dict[str, dict[str, Any]] = {
     "flat": CUT,

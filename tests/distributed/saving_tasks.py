@@ -35,6 +35,7 @@ class Case(NamedTuple):
     form: str = "flat"  # flat or parameters, either in two groups
     one_unit: bool = False
     zero: Any = 3
+    offloaded: bool = False
 
 
 class Net(nn.Module):
@@ -80,6 +81,7 @@ def shard(model: Net, mesh: DeviceMesh, case: Case) -> Net:
         options = {"placements": (sw.Replicate(),)}
     elif case.strategy == "mixed":
         options = {"shard_placement_fn": _mixed(mesh.size())}
+    options["cpu_offload"] = case.offloaded
     if case.one_unit:
         sw.fully_shard_flat([model.first, model.last], mesh, **options)
     else:

@@ -10,7 +10,7 @@ import torch
 from habit_tasks import HABITS, OF_ALL, every, furthest
 from pool import Pool
 
-WAYS = ("flat", "per_param", "param_boundary", "owned")
+WAYS = ("flat", "per_param", "param_boundary", "owned", "offloaded")
 REFUSED = {  # and how
     "a_backward_of_weights_before_a_step": "modified by an inplace operation",  # as on one process
     "a_parameter_is_replaced": "weight of unit '2': expected the sharded parameter",
@@ -56,7 +56,8 @@ REFUSED_OF_REPLICAS = {  # what a flat buffer cuts, others have whole
 
 
 def _check(habit: str, way: str, found: Any) -> None:
-    refused = {**REFUSED, **(REFUSED_BY_RANGES if way == "flat" else REFUSED_OF_REPLICAS)}
+    ranges = way in ("flat", "offloaded")
+    refused = {**REFUSED, **(REFUSED_BY_RANGES if ranges else REFUSED_OF_REPLICAS)}
     if habit in refused:
         assert isinstance(found, str)
         assert refused[habit] in found

@@ -30,6 +30,9 @@ CALLS = {
     "zero2 ahead": (1, 1),
     "zero3": (6, 1),
     "zero3 kept": (3, 1),
+    "ddp offloaded": (0, 1),
+    "zero2 offloaded": (1, 1),
+    "zero3 offloaded": (6, 1),
 }
 
 
@@ -54,6 +57,8 @@ def test_a_rank_keeps_what_its_row_says(pool: Pool, world_size: int) -> None:
         "zero1": (whole, share, share),
         "zero2": (whole, share, share),
         "zero3": (share, share, share),
+        "zero2 offloaded": (share + whole, share, share),
+        "zero3 offloaded": (share, share, share),
     }
     for way, wanted in rows.items():
         for rank in pool.run(world_size, tasks.train, way=way, flat=True, holds=way == "zero1"):

@@ -112,6 +112,20 @@ def test_replicas_times_shards_save_and_load(
     hold(pool.run(4, tasks.resume_on_grid, folder=str(folder), case=alike), wanted)
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("form", ["flat", "parameters"])
+@pytest.mark.parametrize("strategy", ["flat", "mixed"])
+def test_shards_in_host_memory_save_and_load(
+    pool: Pool, saved: Any, tmp_path: Path, strategy: str, form: str
+) -> None:
+    here, there = Case(form=form, strategy=strategy), Case(form=form, offloaded=True)
+    wanted = pool.run(2, tasks.begin, folder=str(tmp_path), case=there)[0]
+    hold(pool.run(2, tasks.resume, folder=str(tmp_path), case=there), wanted, 0.0)
+    hold(pool.run(3, tasks.resume, folder=str(tmp_path), case=here), wanted)
+    folder, wanted = saved(here)
+    hold(pool.run(4, tasks.resume, folder=str(folder), case=there), wanted)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_names_and_values_are_those_of_the_unsharded_model(
     pool: Pool, tmp_path: Path, strategy: str

@@ -54,6 +54,9 @@ def test_shards_of_a_buffer_are_views_of_it(pool: Pool) -> None:
 
 REFUSALS = {
     "strategy": "InputError: shard_strategy: expected one of 'per_param', 'param_boundary',",
+    "offload of nothing": "InputError: cpu_offload: expected True or False, got 'states'",
+    "offload beside NCCL alone": "InputError: cpu_offload: expected a process group that also "
+    "moves tensors in host memory, got one of cuda:nccl. Begin with init_process_group('cpu:gloo,",
     "two placements": "InputError: placements: expected one placement",
     "no such dim": "InputError: 0.weight: expected a dim from 0 to 1 of shape (7, 5)",
     "no such owner": "InputError: 0.weight: expected an owner from 0 to 1, got Owned(2)",

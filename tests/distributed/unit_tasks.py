@@ -24,7 +24,8 @@ from shardwright.core.plan import sealed
 from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import apply
-from shardwright.runtime.fully_shard import fully_shard_flat
+from shardwright.runtime.comm import Comm
+from shardwright.runtime.fully_shard import check_offload, fully_shard_flat
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.buffers import shard_buffer
 from shardwright.runtime.units.dstorage import DStorage, get_dstorage, storages_in
@@ -173,6 +174,12 @@ def refusal(mesh: DeviceMesh, what: str) -> str:
     match what:
         case "strategy":
             given["shard_strategy"] = "rows"
+        case "offload of nothing":
+            given["cpu_offload"] = "states"
+        case "offload beside NCCL alone":
+            comm = Comm(mesh)
+            comm.config = "cuda:nccl"
+            return said(lambda: check_offload(comm, True))
         case "two placements":
             given["placements"] = (Shard(0), Shard(1))
         case "no such dim":

@@ -20,8 +20,8 @@ Found = dict[str, Any]
 
 class World:
     """One way to hold a model: ``flat`` and the other strategies, ``owned``, ``hfsdp`` (rows, on
-    two replicas of shards that share the states, too), ``fsdp2``, or ``alone``: whole, with the
-    inputs of all ranks."""
+    two replicas of shards that share the states, too), ``offloaded`` (flat, shards in host memory),
+    ``fsdp2``, or ``alone``: whole, with the inputs of all ranks."""
 
     def __init__(self, mesh: DeviceMesh, way: str) -> None:
         self.mesh, self.way = mesh, way
@@ -41,6 +41,8 @@ class World:
                 options["shard_placement_fn"] = self._owner
             elif self.way == "hfsdp":
                 options["zero"] = (2, 3)
+            elif self.way == "offloaded":
+                options |= {"shard_strategy": "flat", "cpu_offload": True}
             else:
                 options["shard_strategy"] = self.way
             if half:

@@ -144,6 +144,7 @@ class Buckets:
             self.start_grad_sync()
         for storage in self.storages:
             storage.finish_reduce()
+            storage.land()
 
     def zero_grad_buffer(self) -> None:
         """Drop all gradients, those that wait as well."""

@@ -61,15 +61,14 @@ def fully_shard_flat(
     Wrap inner modules first: a module's storage has the parameters that no inner one has. Several
     modules that run one after the other can be one unit. From then on the module shows sharded
     parameters, each with its reduced gradient after a backward, and full ones while it computes.
-    The table of what was done is the ``repr`` of what is returned.
+    What is returned prints as a table of what was done.
 
     Args:
         mesh: 1-D, or 2-D of replicas x shards.
         placements: for parameters that nothing below decides: ``Shard(dim)``, ``Owned(rank)``,
             ``BlockShard(size, dim)`` or ``Replicate()``, torch's own included.
         reshard_after_forward: free full parameters after the forward and gather them again in the
-            backward; a number of ranks keeps them shared by so few meanwhile. By default all units
-            do but the root of others.
+            backward; a number: keep them among so few ranks. By default all do but the root.
         register_hooks: False: the caller drives ``unshard()`` and ``reshard()``.
         shard_strategy: ``"per_param"`` cuts every parameter as ``placements`` say;
             ``"param_boundary"`` gives each whole to one rank, the largest first to the rank with
@@ -81,9 +80,9 @@ def fully_shard_flat(
             A pair is for replicas and shards: ``(2, 3)`` cuts what is no parameter over both.
         ignored_params: stay as they are: neither sharded nor reduced.
         prefetch: how many units are on their way while one computes; by default 1, on the CPU 0.
-        cpu_offload: accepted where parameters live on the CPU anyway.
-        bucket_size: where parameters stay whole: cut them, from the last to the first, into units
-            of so many elements, each reduced when its last gradient is there; gives the first.
+        cpu_offload: keep shards, reduced gradients and so optimizer states in host memory.
+        bucket_size: cut parameters that stay whole, from the last to the first, into units of so
+            many elements, each reduced when its last gradient is there; gives the first.
 
     Raises:
         InputError: for what can be mended by the caller, on every rank, naming the parameter.
@@ -99,8 +98,9 @@ def fully_shard_flat(
     members = unit_members(modules, names, unit, ignored_params)
     chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size)
     precision = as_precision(precision)
+    check_offload(comm, cpu_offload)
     _check_buckets(bucket_size, chosen, zero, register_hooks)
-    cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size)
+    cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload)
     _agree(comm, members, (*cut, register_hooks, precision, prefetch))
     storage = attach(
         modules,
@@ -115,8 +115,8 @@ def fully_shard_flat(
         precision=precision,
         zero=zero,
         bucket_size=bucket_size,
+        offloaded=cpu_offload,
         ignored=[n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params)],
-        notes=_offload_notes(mesh, cpu_offload),
     )
     _settle(modules, names)
     return storage
@@ -196,14 +196,14 @@ def _among(parameter: nn.Parameter, others: Collection[nn.Parameter]) -> bool:
     return any(parameter is other for other in others)
 
 
-def _offload_notes(mesh: DeviceMesh, cpu_offload: bool) -> list[str]:
-    if not cpu_offload:
-        return []
-    if mesh.device_type != "cpu":
-        raise UnsupportedError(
-            expected("cpu_offload", "False on an accelerator", "True", "Leave it out.")
-        )
-    return ["cpu_offload changes nothing: parameters live on the CPU"]
+def check_offload(comm: Comm, cpu_offload: Any) -> None:
+    """InputError unless shards of ``comm`` can be in host memory."""
+    if not isinstance(cpu_offload, bool):
+        raise InputError(expected("cpu_offload", "True or False", repr(cpu_offload)[:60]))
+    if cpu_offload and not comm.on_host:
+        wanted = "a process group that also moves tensors in host memory"
+        remedy = "Begin with init_process_group('cpu:gloo,cuda:nccl')."
+        raise InputError(expected("cpu_offload", wanted, f"one of {comm.config}", remedy))
 
 
 def _check_reshard(kind: bool | int | None, zero: Zero, size: int, unit: str) -> None:
@@ -401,9 +401,9 @@ def attach(
     precision: Any = None,
     zero: Zero = 3,
     bucket_size: int | None = None,
+    offloaded: bool = False,
     initial: Initial | None = None,
     ignored: Sequence[str] = (),
-    notes: Sequence[str] = (),
 ) -> DStorage:
     """What ``fully_shard_flat`` and ``apply`` share: build the storage, or one for each bucket, and
     the hooks. The first is returned."""
@@ -421,9 +421,9 @@ def attach(
             driven_by_hand=not register_hooks,
             precision=as_precision(precision),
             zero=zero,
+            offloaded=offloaded,
             initial=initial,
             ignored=() if number else ignored,
-            notes=() if number else notes,
         )
         for number, part in enumerate(parts)
     ]

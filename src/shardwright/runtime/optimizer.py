@@ -15,6 +15,7 @@ from shardwright.core.optimizers import MADE, Implementation, OptimizerName, opt
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.flat_tensors import FlatTensor, Run, runs_of
 from shardwright.runtime.torch_private import storage_of
+from shardwright.runtime.units.buffers import shard_room
 from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.parameter import plain_name
 from shardwright.runtime.units.rebind import rebase
@@ -76,8 +77,9 @@ def optimizer_parameters(
         unit.free()
         unit.absorb()
     options, group_of = _grouping(model, groups, units)
-    if not per_unit and not any(unit.takers for unit in units) and len(units) > 1:
-        _share_one_store(units)
+    if not per_unit and not any(unit.takers for unit in units):
+        for offloaded in (False, True):
+            _share_one_store([unit for unit in units if unit.offloaded is offloaded])
     made: list[list[nn.Parameter]] = [[] for _ in options]
     for runs in _joined([r for u in units for r in runs_of(u, group_of)], per_unit=per_unit):
         made[runs[0].group].append(_flat(runs))
@@ -143,9 +145,12 @@ def _flat(runs: list[Run]) -> nn.Parameter:
 
 
 def _share_one_store(units: Sequence[DStorage]) -> None:
-    """Let the shards of all units be slices of one tensor."""
+    """Let the shards of all units, which are in the same memory, be slices of one tensor."""
+    if len(units) < 2:
+        return
     total = sum(unit.buffers.shard.numel() for unit in units)
-    store = torch.empty(total, dtype=torch.uint8, device=units[0].buffers.shard.device)
+    buffers = units[0].buffers
+    store = shard_room(total, buffers.device, offloaded=buffers.offloaded)
     begin = 0
     for unit in units:
         end = begin + unit.buffers.shard.numel()

@@ -98,6 +98,7 @@ class Peers:
         self.probe = probe or Probe()
         self._blocks: dict[int, Peers] = {}
         self.is_fake = False
+        self.config = ""  # its backend for each kind of device
         self._cpu = device_type == "cpu"
         self._device_type = device_type
         self._forced = None if paths is None else fixed_paths(paths)
@@ -109,12 +110,17 @@ class Peers:
         self._channel = _channels.setdefault(group, _Channel())
         self._channel.limit = limit_waits(group, timeout)
         self._operations = Operations(group)
-        config = dist.get_backend_config(group)
+        self.config = config = dist.get_backend_config(group)
         self._gloo = self._cpu and "cpu:gloo" in config
         self.is_fake = "fake" in config  # nothing travels, so nothing received means anything
         on_gloo = self._gloo or (self._cpu and self.is_fake)  # what a fake group stands for there
         self._usual = USUAL_ON_GLOO if on_gloo and size > 1 else _BACKEND_ONLY
         self._checked = debug and size > 1 and not self.is_fake
+
+    @property
+    def on_host(self) -> bool:
+        """Whether tensors in host memory can travel, too."""
+        return self.size == 1 or self.is_fake or "cpu:" in self.config
 
     @property
     def sequence(self) -> int:

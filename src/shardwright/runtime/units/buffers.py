@@ -94,8 +94,8 @@ class SegmentViews:
     ``share`` is this rank's part, ``kept`` what it gives to a gather: that, or, of a segment that
     does not stay, all neighbouring parts that it keeps. ``whole`` is the unsharded segment in the
     dtype it computes in, to read, and ``refill`` the same to write. A segment that stays, or is
-    replicated and computes in its own dtype, has no other memory than the unit's own, of which
-    ``replica`` is an alias.
+    replicated and computes in its own dtype where it lies, has no other memory than the unit's own,
+    of which ``replica`` is an alias.
     """
 
     def __init__(
@@ -104,8 +104,10 @@ class SegmentViews:
         share: torch.Tensor,
         replica: torch.Tensor,
         precision: MixedPrecision,
+        offloaded: bool,
     ) -> None:
         self.segment = segment
+        self.offloaded = offloaded
         self.dtype = DTYPES[segment.dtype]
         self.computed = precision.computed(self.dtype)
         self.reduced = precision.reduced(self.dtype)
@@ -118,7 +120,7 @@ class SegmentViews:
     def needs_room(self) -> bool:
         """Whether the unsharded segment is other memory than the unit's own."""
         here = self.segment.stays or self.segment.cut == "replicated"
-        return not here or self.computed != self.dtype
+        return not here or self.offloaded or self.computed != self.dtype
 
     @property
     def whole_bytes(self) -> int:
@@ -136,7 +138,8 @@ class Buffers:
 
     Segments cut in rank order are gathered straight into place, those that stay around this rank's
     share. Those cut in chunks are gathered together, as bytes, into a stage and put together from
-    there.
+    there. ``offloaded`` shards are in host memory, whatever ``device`` computes: what a gather
+    sends is copied from there first.
     """
 
     def __init__(
@@ -146,16 +149,22 @@ class Buffers:
         device: torch.device,
         precision: MixedPrecision,
         shard: torch.Tensor | None = None,
+        *,
+        offloaded: bool = False,
     ) -> None:
         self.layout = layout
         self.pieces = layout.pieces(comm.rank)  # what this rank holds, in layout order
         self.comm = comm
+        self.device = device
+        self.offloaded = offloaded
         if shard is None:
-            shard = torch.zeros(layout.stored_bytes, dtype=torch.uint8, device=device)
+            shard = shard_room(layout.stored_bytes, device, offloaded=offloaded)
         self.shard = shard  # never requires grad: safe to view whatever the grad mode
         self.replica = shard.data  # what is computed with where it lies; its own version counter
         self.segments = [
-            SegmentViews(s, _share(s, shard, comm.rank), _stored(s, self.replica), precision)
+            SegmentViews(
+                s, _share(s, shard, comm.rank), _stored(s, self.replica), precision, offloaded
+            )
             for s in layout.segments
         ]
         room = sum(views.whole_bytes for views in self.segments)
@@ -210,9 +219,9 @@ class Buffers:
             )
             for views, begin, end in zip(self.chunked, starts, starts[1:], strict=False)
         ]
-        self.as_they_are = all(views.computed == views.dtype for views in self.chunked) and (
-            self.comm.kept == 1 or len(self.chunked) == 1
-        )
+        alike = all(views.computed == views.dtype for views in self.chunked)
+        one = self.comm.kept == 1 or len(self.chunked) == 1
+        self.as_they_are = alike and one and not self.offloaded
         self.chunk_bytes = self.shard[:0]
         if self.chunked:
             begin = self.chunked[0].segment.shard_offset
@@ -268,20 +277,25 @@ class Buffers:
         self.whole.take()
         pending = []
         for views, target, source in self.direct:
-            if views.computed != views.dtype:
-                source = views.kept.to(views.computed).view(torch.uint8)
+            if self.offloaded or views.computed != views.dtype:
+                source = self._sent(views)
             pending.append(self.comm.shards.all_gather(label, target, source, wait=False))
         if self.chunked:
             self.stage.take()
             source = self.chunk_bytes
             if not self.as_they_are:
-                parts = [v.kept.to(v.computed).view(torch.uint8) for v in self.chunked]
-                source = torch.cat([part.view(self.comm.kept, -1) for part in parts], 1).view(-1)
+                parts = [self._sent(views).view(self.comm.kept, -1) for views in self.chunked]
+                source = torch.cat(parts, 1).view(-1)
             gathered = self.comm.shards.all_gather(label, self.stage.alias, source, wait=False)
             pending.append(gathered)
         for views in self.cast:
-            views.refill.copy_(views.share)
+            views.refill.copy_(views.share, non_blocking=True)
         return [work for work in pending if work is not None]
+
+    def _sent(self, views: SegmentViews) -> torch.Tensor:
+        """A copy of what a rank gives to a gather, in the dtype and the memory of computing."""
+        sent = views.kept.to(self.device, views.computed, non_blocking=True, copy=True)
+        return sent.view(torch.uint8)
 
     def finish_gather(self, pending: Sequence[Pending]) -> None:
         """Wait, and put together what came in chunks."""
@@ -291,6 +305,14 @@ class Buffers:
             for together in self.assemblies:
                 together()
             self.stage.give()
+
+
+def shard_room(nbytes: int, device: torch.device, *, offloaded: bool) -> torch.Tensor:
+    """Zeros for a shard beside what ``device`` computes with: there, or in host memory, from where
+    it is copied without waiting."""
+    if not offloaded or device.type in ("cpu", "meta"):
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _share(segment: Segment, shard: torch.Tensor, rank: int) -> torch.Tensor:

@@ -72,9 +72,12 @@ class DStorage(Unit):
         shard = self.buffers.shard
         if shard.is_meta:
             raise self.on_meta()
-        buffers = Buffers(self.layout, self.comm, shard.device, FULL_PRECISION, shard)
+        device, offloaded = self.buffers.device, self.offloaded
+        buffers = Buffers(
+            self.layout, self.comm, device, FULL_PRECISION, shard, offloaded=offloaded
+        )
         buffers.finish_gather(buffers.start_gather(f"{self.name} all_gather"))
-        nothing = shard[:0]  # all there is of a root whose units have everything
+        nothing = shard[:0].to(device)  # all there is of a root whose units have everything
         return torch.cat([nothing, *(v.whole.view(torch.uint8) for v in buffers.segments)])
 
     def absorb(self) -> None:
@@ -114,6 +117,7 @@ class DStorage(Unit):
         if self.gradients.expected and self.synchronise:
             self.start_reduce()
             self.finish_reduce()
+            self.land()
         self.free()
 
     @contextmanager
@@ -248,18 +252,19 @@ def table(flow: Flow) -> str:
             )
         )
         notes.extend(f"{unit.name}: {fqn} ignored, not reduced" for fqn in unit.ignored)
-        notes.extend(f"{unit.name}: {note}" for note in unit.notes)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in [*lines, *notes])
 
 
 def _cut_text(placements: Collection[str], unit: Unit) -> str:
-    """How a unit is cut, and under which stage of ZeRO where not all of it is."""
+    """How a unit is cut, under which stage of ZeRO where not all of it is, and where that lies."""
     cut = next(iter(placements)) if len(placements) == 1 else f"{len(placements)} placements"
     if isinstance(unit.comm, CutTwice):
-        return f"{cut}, states over replicas too"
-    return cut if unit.zero == 3 else f"{cut}, ZeRO-{unit.zero}"
+        cut += ", states over replicas too"
+    elif unit.zero != 3:
+        cut += f", ZeRO-{unit.zero}"
+    return f"{cut}, on the host" if unit.offloaded else cut
 
 
 _STORAGES: weakref.WeakKeyDictionary[nn.Module, list[DStorage]] = weakref.WeakKeyDictionary()

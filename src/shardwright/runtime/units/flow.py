@@ -212,7 +212,7 @@ class Flow(UnitFlow):
                 return
             if unit.writes.is_changed:
                 if direction == "backward":
-                    raise unit.changed()
+                    raise _changed(unit.name)
                 unit.free()
             chosen = unit.ahead[direction]
             self._do(self.enter(unit.key, direction, ahead=chosen is None))
@@ -234,7 +234,7 @@ class Flow(UnitFlow):
         self._begin_backward()
         if unit.keeps_whole and unit.arrivals is None:
             if unit.writes.is_changed:
-                raise unit.changed()
+                raise _changed(unit.name)
         elif unit.unshard_in_backward:
             self.need(unit, "backward")
         if unit.arrivals is not None and unit.key not in self.touched:
@@ -295,3 +295,15 @@ class Flow(UnitFlow):
         for unit in self.units():
             unit.settle()
         self._do(left, reports=False)
+
+
+def _changed(unit: str) -> InputError:
+    """What to say of a backward whose forward had other weights."""
+    return InputError(
+        expected(
+            f"backward of unit '{unit}'",
+            "the weights of its forward",
+            "weights that were changed in between",
+            "Step the optimizer after the backward, or run the forward again.",
+        )
+    )

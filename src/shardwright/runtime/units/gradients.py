@@ -35,6 +35,26 @@ class Sum(NamedTuple):
     pending: Pending | None
 
 
+class Landing(NamedTuple):
+    """A segment's mean gradient on its way to host memory, where it is when ``copied``."""
+
+    index: int
+    mean: torch.Tensor
+    present: Sequence[bool]
+    copied: torch.Event | None
+
+    @classmethod
+    def of(cls, index: int, mean: torch.Tensor, present: Sequence[bool]) -> Landing:
+        """Begin to copy ``mean``."""
+        if mean.device.type == "cpu":
+            return cls(index, mean.clone(), present, None)
+        there = torch.empty_like(mean, device="cpu", pin_memory=True)
+        there.copy_(mean, non_blocking=True)
+        copied = torch.Event(mean.device)
+        copied.record()
+        return cls(index, there, present, copied)
+
+
 class SegmentGradient:
     """The unreduced gradient of a segment."""
 
@@ -50,7 +70,7 @@ class SegmentGradient:
         self.is_replicated = views.segment.cut == "replicated"
         ranks = 1 if self.is_replicated else comm.size
         sent = views.segment.sent
-        device = views.share.device
+        device = views.whole.device
         self.send = Elastic(ranks * sent * views.reduced.itemsize, device)
         self.apart = Apart(views.segment, self.send.tensor.view(views.reduced).view(ranks, sent))
         self.send.give()
@@ -150,6 +170,7 @@ class Gradients:
 
     def __init__(self, buffers: Buffers, comm: Comm) -> None:
         self.comm = comm
+        self.offloaded = buffers.offloaded
         self.expected = False  # a backward is in the unit, and every rank will reduce
         wholes = iter(buffers.parameters)
         self.segments = [
@@ -157,6 +178,7 @@ class Gradients:
             for index, views in enumerate(buffers.segments)
         ]
         self.under_way: list[Sum] = []
+        self.landing: list[Landing] = []
         self.unchecked: list[Note] = []
 
     @property
@@ -196,7 +218,8 @@ class Gradients:
 
     @torch.no_grad()
     def finish(self, accept: Accept) -> None:
-        """Wait for the sums, and hand out the means: segment, share, which tensors have one."""
+        """Wait for the sums, and hand out the means: segment, share, which tensors have one. What
+        goes to host memory is handed out when it has landed."""
         under_way, self.under_way = self.under_way, []
         for gradient, row, note, factor, pending in under_way:
             if pending is not None:
@@ -209,8 +232,21 @@ class Gradients:
             if factor != 1.0:
                 share.mul_(factor)
             mean = share if share.dtype is views.dtype else share.to(views.dtype)
+            if self.offloaded:
+                self.landing.append(Landing.of(gradient.index, mean, present))
+                continue
             self.comm.probe.holds(mean, "gradient")
             accept(gradient.index, mean, present)
+
+    @torch.no_grad()
+    def land(self, accept: Accept) -> None:
+        """Hand out the means that are on their way to host memory."""
+        landing, self.landing = self.landing, []
+        for index, mean, present, copied in landing:
+            if copied is not None:
+                copied.synchronize()
+            self.comm.probe.holds(mean, "gradient")
+            accept(index, mean, present)
 
     def check(self, *, wait: bool = False) -> None:
         """Look at what ranks sent each other with sums that nothing has waited for yet."""
@@ -223,6 +259,7 @@ class Gradients:
                 pending.wait()
             gradient.send.give()
         self.under_way.clear()
+        self.landing.clear()
         self.expected = False
         for gradient in self.segments:
             gradient.drop()

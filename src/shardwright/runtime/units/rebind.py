@@ -74,6 +74,16 @@ def _take_over(unit: Unit, moved: list[int]) -> None:
                 "Move or replace parameters first, then make the optimizer; copy_ keeps memory.",
             )
         )
+    if unit.offloaded and device.type not in ("cpu", "meta"):
+        raise InputError(
+            expected(
+                f"parameters of unit '{unit.name}'",
+                "to stay in host memory, where cpu_offload keeps them",
+                f"parameters on {device}",
+                "Leave the model where it is (to_empty(device='cpu') if it is on meta), or leave "
+                "cpu_offload out.",
+            )
+        )
     cast = any(v.dtype != m.dtype for v, m in zip(values, unit.members, strict=True))
     _rebuild(unit, values, device, tied=tied, cast=cast or bool(tied))
 
@@ -171,7 +181,8 @@ def _gathered(
     unit: Unit, values: list[torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Every whole parameter in its new dtype, by way of the old layout (collective)."""
-    old = Buffers(unit.layout, unit.comm, device, MixedPrecision())
+    near, offloaded = unit.near(device), unit.offloaded
+    old = Buffers(unit.layout, unit.comm, near, MixedPrecision(), offloaded=offloaded)
     for local, value in zip(old.locals, values, strict=True):
         local.copy_(value)
     old.finish_gather(old.start_gather(f"{unit.name} cast"))

@@ -9,7 +9,7 @@ States are the bytes they own:
 
 The shard of a replicated unit is the whole: it gathers nothing, and sums its gradient instead of
 scattering it. Under ZeRO-1 and 2 the whole parameters stay in either state: they are gathered when
-the shards have changed.
+the shards have changed. An offloaded unit has its shard and its reduced gradient in host memory.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class Unit:
         driven_by_hand: bool = False,
         precision: MixedPrecision = FULL_PRECISION,
         zero: Zero = 3,
+        offloaded: bool = False,
         initial: Initial | None = None,
         ignored: Sequence[str] = (),
-        notes: Sequence[str] = (),
     ) -> None:
         self._bucket = "" if bucket is None else f" bucket {bucket}"
         self.name = name + self._bucket
@@ -123,6 +123,7 @@ class Unit:
         self.mesh = comm.mesh
         self.precision = precision
         self.zero: Zero = zero
+        self.offloaded = offloaded
         self.driven_by_hand = driven_by_hand
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -131,7 +132,6 @@ class Unit:
         self.divisor: float | None = None  # of summed gradients; None: the number of ranks
         self.ahead: Ahead = {"forward": None, "backward": None}
         self.ignored = tuple(ignored)
-        self.notes = tuple(notes)
         self.placements = dict(placements)
         self.state = State.SHARDED
         self.members = list(members)
@@ -146,8 +146,8 @@ class Unit:
         self.joints = joints({m.fqn: m.parallel for m in members if m.parallel}, comm)
         sources = {member.fqn: _own(member) for member in members}
         meta = initial is None and any(p.is_meta for p in sources.values())
-        device = torch.device("meta" if meta else comm.mesh.device_type)
-        self.lay_out(device)
+        home = "meta" if meta else "cpu" if offloaded else comm.mesh.device_type
+        self.lay_out(torch.device(home))
         self.fill(lambda name: _value(sources[name], name, initial))
         self.show_new()
         comm.prepare(self.layout.nbytes)
@@ -165,10 +165,11 @@ class Unit:
 
     # ---- construction ---------------------------------------------------------------------------
 
-    def lay_out(self, device: torch.device, shard: torch.Tensor | None = None) -> None:
-        """Buffers and views for the members as they are now; nothing is shown yet."""
+    def lay_out(self, home: torch.device, shard: torch.Tensor | None = None) -> None:
+        """Buffers, the shard in the memory of ``home``, and views for the members as they are now;
+        nothing is shown yet."""
         specs = [member.spec for member in self.members]
-        cast = {s.dtype for s in specs if self._casts(DTYPES[s.dtype])}
+        cast = {s.dtype for s in specs if self.offloaded or self._casts(DTYPES[s.dtype])}
         layout = unit_layout(
             specs,
             self.placements,
@@ -182,7 +183,9 @@ class Unit:
         self.members.sort(key=lambda member: order[member.fqn])
         self.layout: UnitLayout = layout
         self.laid_out += 1
-        self.buffers = Buffers(layout, self.comm, device, self.precision, shard)
+        self.buffers = Buffers(
+            layout, self.comm, self.near(home), self.precision, shard, offloaded=self.offloaded
+        )
         self.writes = Writes(self.buffers)
         self.is_replicated = not self.buffers.whole.nbytes and all(
             views.segment.cut == "replicated" for views in self.buffers.segments
@@ -190,6 +193,11 @@ class Unit:
         self.keeps_whole = self.zero < 3 or self.is_replicated
         self.sharded = ShardedParameters(self.buffers, self.comm, self.joints)
         self.param_infos = {i.fqn: i for i in infos_of(layout, self.comm.rank)}
+
+    def near(self, home: torch.device) -> torch.device:
+        """Where whole parameters are whose shards are in the memory of ``home``."""
+        stays = not self.offloaded or home.type == "meta"
+        return home if stays else torch.device(self.comm.mesh.device_type)
 
     def _casts(self, dtype: torch.dtype) -> bool:
         return self.precision.computed(dtype) != dtype
@@ -376,6 +384,12 @@ class Unit:
         with self.comm.probe.phase("reduce"):
             self.gradients.finish(self._accept)
 
+    def land(self) -> None:
+        """Wait for mean gradients that go to host memory, and hand them on."""
+        if self.gradients.landing:
+            with self.comm.probe.phase("reduce"):
+                self.gradients.land(self._accept)
+
     def _accept(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         self.sharded.hooked(index, share, present)
         for taker in self.takers.get(index, ()):
@@ -400,6 +414,7 @@ class Unit:
         if self.synchronise and not self.driven_by_hand and self.gradients.is_here:
             self.start_reduce()
             self.finish_reduce()
+        self.land()
 
     # ---- forwards and backwards ------------------------------------------------------------------
 
@@ -457,17 +472,6 @@ class Unit:
     def shares_full_buffer(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` would point to freed memory once the unit is resharded."""
         return storage_of(tensor) == storage_of(self.buffers.whole.tensor)
-
-    def changed(self) -> InputError:
-        """What to say of a backward whose forward had other weights."""
-        return InputError(
-            expected(
-                f"backward of unit '{self.name}'",
-                "the weights of its forward",
-                "weights that were changed in between",
-                "Step the optimizer after the backward, or run the forward again.",
-            )
-        )
 
     def on_meta(self) -> InputError:
         """What to say where memory is asked of a unit without any."""
