@@ -139,13 +139,22 @@ class _Both(torch.optim.Optimizer):
             optimizer.step()
 
 
-def _fsdp2(model: Any, mesh: DeviceMesh, *, reshard: bool = True, merged: int = 1) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
+def _fsdp2(
+    model: Any,
+    mesh: DeviceMesh,
+    *,
+    reshard: bool = True,
+    merged: int = 1,
+    offloaded: bool = False,
+) -> nn.Module:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+    policy = CPUOffloadPolicy(pin_memory=False) if offloaded else OffloadPolicy()
+    options: Any = {"mesh": mesh, "reshard_after_forward": reshard, "offload_policy": policy}
     layers = list(model.layers)
     for first in range(0, len(layers), merged):
-        fully_shard(layers[first : first + merged], mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(layers[first : first + merged], **options)
+    fully_shard(model, **options)
     return model  # type: ignore[no-any-return]
 
 
@@ -226,6 +235,9 @@ def contestants() -> dict[str, Contestant]:
         "single": Contestant(lambda model, mesh: model, _fused, alone=True),
         "fsdp2": Contestant(_fsdp2, _fused),
         "fsdp2 kept": Contestant(functools.partial(_fsdp2, reshard=False), _fused),
+        "fsdp2 offload": Contestant(functools.partial(_fsdp2, offloaded=True), _fused),
+        "flat offload": flat_case(cpu_offload=True),
+        "zero 2 offload": flat_case(zero=2, cpu_offload=True),
         "fsdp2 merged 4": Contestant(functools.partial(_fsdp2, merged=4), _fused),
         "fsdp2 defaults": Contestant(functools.partial(_defaults, _torchs), _fused),
         "per_param defaults": Contestant(functools.partial(_defaults, sw.fully_shard_flat), _fused),
