@@ -84,6 +84,7 @@ def test_every_kind_is_equal_at_every_peak_and_after_forward_backward_and_step(
         assert {"optimizer_state", "temporary"} <= step.peaks["step"].keys()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11 counts alike whatever is kept")
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
 def test_a_warm_step_of_fsdp2_is_what_torchs_own_tracker_says(

@@ -334,7 +334,7 @@ def test_a_divided_model_runs_on_tensors_with_data_too() -> None:
 
 
 def test_an_undivided_model_calls_no_collective() -> None:
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         _step(Llama(EXPERTS, sequence=LENGTH))
     assert [e.key for e in profile.key_averages() if "shardwright::" in e.key] == []
 

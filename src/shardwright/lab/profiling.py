@@ -68,7 +68,7 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if self._mesh.device_type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._torch = profile(activities=activities)
+        self._torch = profile(activities=activities, acc_events=True)
         self._torch.start()
         self._offset, self._error = clock_offset(self._mesh)
         with record_function(_CLOCK):

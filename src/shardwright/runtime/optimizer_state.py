@@ -7,6 +7,7 @@ number such as ``step`` belongs to every parameter that the tensor has.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -177,8 +178,8 @@ class Incoming:
         made = fresh_state(optimizer, lacking)
         for parameter, parts in uses.items():
             state = made.get(parameter) or present(optimizer.state.get(parameter, {}))
-            if not wanted[parameter]:
-                state = {}
+            if not wanted[parameter]:  # of no element the optimizer may have made one anyway
+                state = {} if any(use.part.numel for use in parts) else state
             elif state.keys() != wanted[parameter]:
                 raise _other_names(parts[0].part.fqn, optimizer, state, wanted[parameter])
             self.states[parameter] = state
@@ -283,13 +284,16 @@ def fresh_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dic
     double.__dict__.pop("step", None)  # a scheduler's, which counts
     double._optimizer_step_pre_hooks = OrderedDict()
     double._optimizer_step_post_hooks = OrderedDict()
-    double.state = defaultdict(dict)
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
     double.param_groups = []
     for group in optimizer.param_groups:
         chosen = [p for p in group["params"] if id(p) in asked]
         stand_ins.update({p: _stand_in(p) for p in chosen})
         double.param_groups.append({**group, "params": [stand_ins[p] for p in chosen]})
+    double.state = defaultdict(dict)
+    for p, stand_in in stand_ins.items():  # what some make before their first step
+        made = optimizer.state.get(p, {})
+        double.state[stand_in] = {name: _small(value, p, stand_in) for name, value in made.items()}
     try:
         double.step()
     except Exception as error:
@@ -315,6 +319,15 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     made = nn.Parameter(zeros)
     made.grad = torch.zeros_like(made)
     return made
+
+
+def _small(value: Any, parameter: torch.Tensor, stand_in: torch.Tensor) -> Any:
+    """For the stand-in of ``parameter`` what a state of that is, to be changed."""
+    if not isinstance(value, torch.Tensor):
+        return copy.copy(value)
+    if value.shape == parameter.shape:
+        return torch.zeros_like(stand_in, dtype=value.dtype)
+    return value.clone()
 
 
 def _like(value: Any, stand_in: torch.Tensor, parameter: nn.Parameter) -> Any:

@@ -224,26 +224,35 @@ def _with_attention(
 def _attention_again(options: dict[str, Any]) -> Iterator[None]:
     """Calls of scaled_dot_product_attention inside are checkpointed, whoever replaced it before."""
     current = functional.scaled_dot_product_attention
-    again = partial(checkpoint, current, **options)
-    functional.scaled_dot_product_attention = again
+    attention = _Attention(partial(checkpoint, current, **options))
+    functional.scaled_dot_product_attention = attention.run
     try:
-        with _Attention(again):
+        with attention:
             yield
     finally:
         functional.scaled_dot_product_attention = current
 
 
 class _Attention(TorchFunctionMode):
-    """The same for models that imported the function by its name."""
+    """The same for models that imported the function by its name; once, whoever asks first."""
 
     def __init__(self, again: Callable[..., Any]) -> None:
         super().__init__()
         self.again = again
+        self.is_running = False
+
+    def run(self, *arguments: Any, **keywords: Any) -> Any:
+        """Attention, checkpointed."""
+        self.is_running = True
+        try:
+            return self.again(*arguments, **keywords)
+        finally:
+            self.is_running = False
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
-        called = self.again if function is _ATTENTION else function
+        called = self.run if function is _ATTENTION and not self.is_running else function
         return called(*arguments, **(keywords or {}))
 
 

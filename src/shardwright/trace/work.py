@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,12 +30,12 @@ def work_of(function: Any, arguments: Any, keywords: Any, result: Any) -> Work:
     packet = function.overloadpacket
     if function.namespace == "prim" or packet in _FREE or _is_view(function, arguments, result):
         return NOTHING
-    counted = flop_registry.get(packet)
-    if counted is not None:
-        return Work(1, int(counted(*arguments, **keywords, out_val=result)), 0)
     attention = _ATTENTION.get(packet)
     if attention is not None:
         return Work(1, attention(arguments), 0)
+    counted = flop_registry.get(packet)
+    if counted is not None:
+        return Work(1, int(counted(*arguments, **keywords, out_val=result)), 0)
     return Work(1, 0, sum(_bytes(arguments)) + sum(_bytes(result)))
 
 
@@ -52,18 +52,29 @@ def _is_view(function: Any, arguments: Any, result: Any) -> bool:
 
 def _attention(arguments: Any) -> int:
     query, key, value = (part.shape for part in arguments[:3])
-    return int(sdpa_flop_count(query, key, value))
+    return int(sdpa_flop_count(query, *_of_every_head(query, key, value)))
 
 
 def _attention_backward(arguments: Any) -> int:
     gradient, query, key, value = (part.shape for part in arguments[:4])
-    return int(sdpa_backward_flop_count(gradient, query, key, value))
+    return int(sdpa_backward_flop_count(gradient, query, *_of_every_head(query, key, value)))
 
 
-# Attention on a CPU, which torch's own counter does not know.
+def _of_every_head(query: torch.Size, *shapes: torch.Size) -> Iterator[tuple[int, ...]]:
+    """Keys and values as every head of the queries sees them; groups of heads may share them."""
+    return ((*shape[:1], *query[1:2], *shape[2:]) for shape in shapes)
+
+
+# Torch's own counter knows none of a CPU's attention, and torch 2.11's no shared keys.
 _ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    getattr(aten, f"_scaled_dot_product_{kind}{direction}"): count
+    for kind in (
+        "cudnn_attention",
+        "efficient_attention",
+        "flash_attention",
+        "flash_attention_for_cpu",
+    )
+    for direction, count in (("", _attention), ("_backward", _attention_backward))
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.torch_private import C_DATA, C_GRAD, adds_to, no_subclass_functions
@@ -179,6 +180,8 @@ class FlatReplica(LinkedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "norm" in getattr(func, "__name__", ""):
             raise norm_of_many("a flat tensor that every rank has whole")
+        if any(issubclass(kind, DTensor) for kind in types):  # which torch 2.11 does not ask else
+            return NotImplemented
         with no_subclass_functions():
             return func(*args, **(kwargs or {}))
 

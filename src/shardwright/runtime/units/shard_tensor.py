@@ -147,6 +147,9 @@ class ShardTensor(DTensor):
         """The gradient; where an optimizer's flat tensor has this parameter, a view of its."""
         if self.home is None:
             found: torch.Tensor | None = C_GRAD.__get__(self)
+            if type(found) is DTensor and found._local_tensor.shape == self.cut.sizes:
+                found = ShardTensor(found._local_tensor, self.cut)  # of torch 2.11's autograd
+                C_GRAD.__set__(self, found)
             return found
         return self.home.gradient()
 
