@@ -256,3 +256,18 @@ def test_ids_that_come_feature_by_feature_are_joined_until_all_is_asked() -> Non
     local = msgspec.structs.replace(REPLICAS, joined=25)
     assert _peak(route.look_up, local) == max((25 + 10) * ID, 10 * ID + 10 * 16 * FLOAT)
     assert _left(local, route.look_up) == 10 * ID + 10 * 16 * FLOAT
+
+
+def test_rows_in_half_precision_are_rounded_beside_what_they_come_from() -> None:
+    half = _traffic(forward_size=2, backward_size=2)
+    asked, served = 10 * 16, 12 * 16
+    assert (half.asked_bytes, half.returned_bytes, half.arrived_bytes) == (
+        *(2 * asked, 2 * asked),
+        2 * served,
+    )
+    assert _peak(route.exchange_rows, half, route.look_up) == 2 * served
+    assert _left(half, route.look_up, route.exchange_rows) == 2 * asked
+    inverse_and_result = 10 * ID + asked * FLOAT
+    assert _peak(route.assemble, half, route.exchange_rows) == asked * FLOAT + inverse_and_result
+    assert _left(half, route.return_gradients) == 2 * served
+    assert _peak(route.update, half, route.return_gradients) == served * FLOAT

@@ -102,7 +102,8 @@ class Traffic(msgspec.Struct, frozen=True):
 
     ``asked`` and ``served`` are of the same groups of the route. Of the replicas' gradient
     ``ride_bytes`` travel with the row gradients, all ranks' together. ``joined`` are the ids and
-    lengths of bags that come feature by feature and are put together to be checked.
+    lengths of bags that come feature by feature and are put together to be checked. An element of
+    a row travels in ``forward_size`` bytes, one of its gradient in ``backward_size``.
     """
 
     path: str
@@ -111,16 +112,38 @@ class Traffic(msgspec.Struct, frozen=True):
     replicas: tuple[Replicas, ...] = ()
     ride_bytes: int = 0
     joined: int = 0
+    forward_size: int = FLOAT
+    backward_size: int = FLOAT
+
+    @property
+    def asked_elements(self) -> int:
+        """Elements of the rows asked for."""
+        return sum(group.rows * group.width for group in self.asked)
+
+    @property
+    def served_elements(self) -> int:
+        """Elements of the rows served."""
+        return sum(group.rows * group.width for group in self.served)
 
     @property
     def asked_bytes(self) -> int:
-        """Bytes of the rows asked for."""
-        return sum(group.rows * group.width for group in self.asked) * FLOAT
+        """Bytes in which the rows asked for come back."""
+        return self.asked_elements * self.forward_size
 
     @property
     def served_bytes(self) -> int:
-        """Bytes of the rows served."""
-        return sum(group.rows * group.width for group in self.served) * FLOAT
+        """Bytes of the rows served, as they were found."""
+        return self.served_elements * FLOAT
+
+    @property
+    def returned_bytes(self) -> int:
+        """Bytes in which the gradients of rows go back."""
+        return self.asked_elements * self.backward_size
+
+    @property
+    def arrived_bytes(self) -> int:
+        """Bytes in which gradients arrive at the rows' owners."""
+        return self.served_elements * self.backward_size
 
     @property
     def received_bytes(self) -> int:
@@ -221,9 +244,14 @@ def _finding(heap: Ledger, traffic: Traffic) -> int:
 
 
 def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
-    """The rows asked for come back."""
+    """The rows asked for come back, in fewer bytes once those found are rounded."""
+    rounded = traffic.served_elements * traffic.forward_size
+    if rounded < traffic.served_bytes:
+        heap.take(f"{traffic.path}.rounded", "communication", rounded)
+        heap.free(f"{traffic.path}.found")
     heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
     heap.free(f"{traffic.path}.found")
+    heap.free(f"{traffic.path}.rounded")
 
 
 def assemble(heap: Ledger, traffic: Traffic) -> None:
@@ -234,7 +262,8 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
         inverse = group.ids * INDEX_BYTES if sorted_ else 0
         pieces = group.bags * group.width * FLOAT if group.cut or group.dedup else 0
         pieces = 0 if group.direct else pieces
-        with heap.passing("communication", regrouped + inverse + max(inverse, pieces)):
+        rows = group.rows * group.width * FLOAT if traffic.forward_size < FLOAT else 0
+        with heap.passing("communication", regrouped + rows + inverse + max(inverse, pieces)):
             pass
     heap.free(f"{traffic.path}.back")
     for index in range(len(traffic.replicas)):
@@ -249,19 +278,21 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
     sent = 0
     for group in traffic.asked:
         whole, size = (n * group.width * FLOAT for n in (group.bags, group.rows))
-        with heap.passing(
-            "communication", sent + size + (whole if group.cut or group.dedup else 0)
-        ):
-            sent += size
+        rounded = group.rows * group.width * traffic.backward_size
+        beside = whole if group.cut or group.dedup else 0
+        if rounded < size:
+            beside = max(beside, rounded)
+        with heap.passing("communication", sent + size + beside):
+            sent += rounded
     ride = traffic.ride_bytes
     joined = sent + ride if len(traffic.asked) > 1 or ride else 0
-    received = traffic.served_bytes + ride
+    received = traffic.arrived_bytes + ride
     with heap.passing("communication", sent + ride + joined + received):
         pass
     if joined:  # put group by group again
         with heap.passing("communication", 2 * received):
             pass
-    heap.take(f"{traffic.path}.arrived", "communication", traffic.served_bytes)
+    heap.take(f"{traffic.path}.arrived", "communication", traffic.arrived_bytes)
 
 
 def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
@@ -309,7 +340,8 @@ def update(heap: Ledger, traffic: Traffic) -> None:
     """Owners update their rows; everything of the exchange is gone afterwards."""
     regrouped = traffic.received_bytes if traffic.is_joined else 0
     for group in traffic.served:
-        with heap.passing("temporary", regrouped + _updating(group)):
+        rows = group.rows * group.width * FLOAT if traffic.backward_size < FLOAT else 0
+        with heap.passing("temporary", regrouped + rows + _updating(group)):
             pass
     for replicas in traffic.replicas:
         if replicas.touched:

@@ -11,7 +11,9 @@ from shardwright.core.batch import Batch, distinct_rows, expected_distinct, feat
 from shardwright.core.block import GroupKey
 from shardwright.core.model import DENSE, ON_DISK, ModelSpec, TableSpec
 from shardwright.core.optimizers import BY_ROW
+from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import replicas_ride
+from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding
 from shardwright.cost.embedding import Part
 from shardwright.memory.route import Asked, Replicas, Served, Traffic
@@ -21,12 +23,14 @@ from shardwright.planner.tally import Placed
 
 @dataclass(frozen=True)
 class Exchange:
-    """The tables of the module at ``path``, whose ids and rows travel together."""
+    """The tables of the module at ``path``, whose ids and rows travel together, the latter in the
+    dtypes of ``communication``, forward and backward."""
 
     path: str
     tables: tuple[Placed, ...]
     ranks: int
     batch: Batch
+    communication: Communication = IN_FULL
 
     @cached_property
     def routed(self) -> tuple[Placed, ...]:
@@ -77,6 +81,7 @@ class Exchange:
             self._replicas,
             self.ranks * self.replica_bytes if self.rides else 0,
             self._joined,
+            *(ELEMENT_BYTES[dtype] for dtype in self.communication),
         )
 
     @cached_property
@@ -221,14 +226,18 @@ def _is_by_rows(placed: Placed) -> bool:
 
 
 def exchanges(
-    model: ModelSpec, placed: Iterable[Placed], ranks: int, batch: Batch
+    model: ModelSpec,
+    placed: Iterable[Placed],
+    ranks: int,
+    batch: Batch,
+    communication: Communication = IN_FULL,
 ) -> Iterator[Exchange]:
     """The placed tables by the modules that have them, in the order of their first ones."""
     members: dict[str, list[Placed]] = {}
     for each in placed:
         members.setdefault(model.step.tables_of(each.choice.table.tensor.fqn), []).append(each)
     for path, its in members.items():
-        yield Exchange(path, tuple(its), ranks, batch)
+        yield Exchange(path, tuple(its), ranks, batch, communication)
 
 
 def small_tables(problem: Problem) -> frozenset[str]:

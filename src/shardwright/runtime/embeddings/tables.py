@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwright.core.errors import InputError, PeerError, UnsupportedError, expected
+from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import Action
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import wire
@@ -98,7 +99,8 @@ class ShardedTables(nn.Module):
 
     Features as ``read_bags`` takes them -> a mapping of each to rows [B, dim], pooled, or [values,
     dim]. Ids [B, F] of tables of one dim -> rows [B, F, dim]. ``learning_rate`` is that of the next
-    update; set it to follow a schedule. Tables on disk lie in ``folder``.
+    update; set it to follow a schedule. Tables on disk lie in ``folder``. Rows travel in the first
+    of the dtypes of ``communication``, their gradients in the second; sums are made in fp32.
     """
 
     def __init__(
@@ -112,10 +114,12 @@ class ShardedTables(nn.Module):
         *,
         path: str,
         folder: Path,
+        communication: Communication = IN_FULL,
     ) -> None:
         super().__init__()
         for table in tables:
             check_rule(table.optimizer, table.fqn)
+        self.row_dtype, self.gradient_dtype = (DTYPES[kind] for kind in communication)
         self.path = path
         self.tables = tuple(tables)
         self.features = features_of(tables)
@@ -200,6 +204,7 @@ class ShardedTables(nn.Module):
         with probe.phase("exchange_rows"):
             if rows is not None:
                 served, came = self._floats(trip.served), self._floats(trip.counts)
+                rows = rows.to(self.row_dtype)
                 back = self._exchange("exchange rows", rows, served, came)
                 del rows
                 probe.did(Action("exchange", "rows", "exchange_rows"))
@@ -263,7 +268,7 @@ class ShardedTables(nn.Module):
         if back is not None:
             groups = wire.regroup(back, self._floats(trip.counts))
             for guide, asked, rows in zip(self.guides, trip.asked, groups, strict=True):
-                guide.put(out, rows.view(-1, guide.width), asked)
+                guide.put(out, rows.view(-1, guide.width).float(), asked)
         for place, share in enumerate(trip.shares):
             if share is not None:
                 out[place].mul_(share)
@@ -333,7 +338,7 @@ class ShardedTables(nn.Module):
         touched: dict[int, Touched] = {}
         for place, store in enumerate(self.stores):
             rows = wire.joined([each[place] for each in looked])
-            gradient = cat([a.gradients[place].view(-1, store.width) for a in backwards])
+            gradient = cat([a.gradients[place].view(-1, store.width) for a in backwards]).float()
             rate = self.learning_rate
             if store.optimizer == "sgd":
                 rate *= scale
@@ -396,19 +401,21 @@ class ShardedTables(nn.Module):
         self, gradient: Rows, trip: _Trip, dense: torch.Tensor | None, guard: Guard
     ) -> list[torch.Tensor]:
         """Row gradients at the rows' owners, group by group; ``dense`` rides and is summed."""
+        dtype = self.gradient_dtype
         ordered = [
-            guide.take(gradient, asked).view(-1)
+            guide.take(gradient, asked).view(-1).to(dtype)
             for guide, asked in zip(self.guides, trip.asked, strict=True)
         ]
         guard.look(ordered, self.gradient_names, partial(_each, gradient))
         out, into = self._floats(trip.counts), self._floats(trip.served)
-        if dense is not None:
-            ordered.append(dense.repeat(self.comm.size))
-            out, into = ([[*row, len(dense)] for row in counts] for counts in (out, into))
-        elif self.guard is None:
+        if self.guard is None and (dense is None or dtype != dense.dtype):
             if heads := sum(not any(row) for row in out):
                 ordered.append(ordered[0].new_zeros(heads))
             out, into = wire.without_empty(out), wire.without_empty(into)
+        if dense is not None:  # in full, whatever rows travel in
+            ordered.append(dense.repeat(self.comm.size).view(dtype))
+            size = len(ordered[-1]) // self.comm.size
+            out, into = ([[*row, size] for row in counts] for counts in (out, into))
         sent = wire.interleave(ordered, out)
         if self.guard is None and not guard.is_fine:
             wire.spoil(sent, out)
@@ -418,7 +425,8 @@ class ShardedTables(nn.Module):
             guard.settle()
         arrived = wire.regroup(received, into)
         if dense is not None:
-            torch.sum(arrived[-1].view(self.comm.size, -1), 0, out=dense)
+            every = arrived[-1] if dtype == dense.dtype else arrived[-1].clone().view(dense.dtype)
+            torch.sum(every.view(self.comm.size, -1), 0, out=dense)
         return arrived[: len(self.stores)]
 
     def _learnt(self, gradient: Rows, trip: _Trip, guard: Guard) -> Learnt:

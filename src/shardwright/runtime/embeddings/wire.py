@@ -1,7 +1,8 @@
 """What travels: sections of every group, by rank and within a rank one section after the other.
 
 To the owners of rows go, of each group, row numbers, lengths of segments and weights of rows, the
-last two where a rank has any; all as int64. Rows and gradients go as fp32.
+last two where a rank has any; all as int64. Rows and gradients go as fp32, or rounded to what has
+half the bytes.
 """
 
 from __future__ import annotations
