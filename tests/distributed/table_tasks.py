@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.block import Block
-from shardwright.core.errors import RunError
+from shardwright.core.errors import InputError, PeerError, RunError
 from shardwright.core.model import TableSpec
 from shardwright.core.option import shard_runs
 from shardwright.core.planning import IN_FULL, Communication
@@ -275,6 +275,32 @@ def typed_cuts(
     longest = 1 if dedup else 4
     rows = [beside.step(s, longest, weighted=s % 2 == 0 and not dedup) for s in range(STEPS)]
     return max(*rows, beside.apart())
+
+
+def batches_that_change(mesh: DeviceMesh, seeds: Sequence[int]) -> tuple[float, list[int], str]:
+    """How far whole tables on a rank each are from their references after steps of ``seeds``; how
+    many ids each step could send beside their counts; what a wrong id after them is called."""
+    tables = [Table(f"t{n}", f"t{n}", 9, 4 + n % 2, (f"f{n}", f"g{n}")) for n in range(3)]
+    blocks = [
+        Block(table.fqn, "parameter", (0, 0), (table.rows, table.dim), number % mesh.size())
+        for number, table in enumerate(tables)
+    ]
+    beside = Beside(mesh, tables, blocks)
+    worst, beside_counts = 0.0, []
+    asking = beside.sharded.asking
+    for seed in seeds:
+        beside_counts.append(sum(asking.steady.out) if asking and asking.steady else 0)
+        worst = max(worst, beside.step(seed, 1, weighted=False))
+    given = batch_of(tables, seeds[-1], 1, weighted=False)
+    if mesh.get_rank() == mesh.size() - 1:
+        given["f1"] = (torch.tensor([3, 9]), torch.tensor([0, 1, 2]))
+    said = ""
+    try:
+        beside.sharded(given)
+    except (InputError, PeerError) as error:
+        said = str(error)
+    worst = max(worst, beside.step(seeds[-1], 1, weighted=False))  # goes on as if nothing was
+    return max(worst, beside.apart()), beside_counts, said
 
 
 def too_large_for_half(mesh: DeviceMesh, replicated: bool) -> tuple[str, float]:

@@ -36,6 +36,21 @@ def test_tables_on_disk_train_as_whole_ones_in_memory(
         assert max(found) <= CLOSE, found
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ids_travel_beside_their_counts_while_they_stay_as_many(
+    pool: Pool, world_size: int
+) -> None:
+    seeds = [8, 8, 8, 8, 2, 5, 5, 5, 3, 1, 4]
+    for apart, beside, said in pool.run(world_size, tasks.batches_that_change, seeds=seeds):
+        assert apart <= CLOSE
+        assert (
+            "ids of table 't1', feature 'f1', position 1: expected ids from 0 to 8, got 9" in said
+        )
+        assert beside[:2] == [0, 0]
+        assert beside[2] == beside[3]  # and then there are more or fewer
+        assert any(beside) == (world_size > 1)
+
+
 HALF: list[Communication] = [("fp16", "bf16"), ("bf16", "fp32"), ("fp32", "fp16")]
 
 

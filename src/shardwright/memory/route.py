@@ -18,6 +18,7 @@ from shardwright.memory.ledger import Ledger
 FLOAT = ELEMENT_BYTES["fp32"]
 BOOL = 1
 OWNER = 1  # of a rank's number, up to 256 ranks
+SORTED = 4  # of a row number that is sorted, up to 2^31 rows
 # States of an element, beside the weight and its gradient while a row is updated.
 STATES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 2, "adam": 4, "partial_rowwise_adam": 3}
 
@@ -103,7 +104,9 @@ class Traffic(msgspec.Struct, frozen=True):
     ``asked`` and ``served`` are of the same groups of the route. Of the replicas' gradient
     ``ride_bytes`` travel with the row gradients, all ranks' together. ``joined`` are the ids and
     lengths of bags that come feature by feature and are put together to be checked. An element of
-    a row travels in ``forward_size`` bytes, one of its gradient in ``backward_size``.
+    a row travels in ``forward_size`` bytes, one of its gradient in ``backward_size``. ``heads`` are
+    the counts that travel with ids, of all ranks. With ``as_asked`` what comes back are the results
+    of features, which come each for itself.
     """
 
     path: str
@@ -114,6 +117,13 @@ class Traffic(msgspec.Struct, frozen=True):
     joined: int = 0
     forward_size: int = FLOAT
     backward_size: int = FLOAT
+    heads: int = 0
+    as_asked: bool = False
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the ids asked for, with their counts where these travel with them."""
+        return sum(group.sent_bytes for group in self.asked) + self.heads * INDEX_BYTES
 
     @property
     def asked_elements(self) -> int:
@@ -171,8 +181,7 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
         if group.dedup:
             with heap.passing("communication", rows + 2 * sorting):
                 pass  # the part and the way to its rows
-            marks = group.ids * BOOL
-            with heap.passing("communication", 2 * rows + marks):  # sorted in a second copy
+            with heap.passing("communication", 2 * rows):  # and the number of each different one
                 heap.take(f"{traffic.path}.sent.{index}", "communication", group.sent_bytes)
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", group.sent_bytes)
                 heap.take(f"{traffic.path}.order.{index}", "communication", 2 * rows)
@@ -192,11 +201,36 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
             with heap.passing("communication", 3 * rows):
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", lengths)
     _ask_replicas(heap, traffic)
-    with heap.passing("communication", sent if traffic.is_joined else 0):
-        heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
-    for index in range(len(traffic.asked)):
-        heap.free(f"{traffic.path}.sent.{index}")
-        heap.free(f"{traffic.path}.weights.{index}")
+    _send_ids(heap, traffic, sent)
+
+
+def _send_ids(heap: Ledger, traffic: Traffic, sent: int) -> None:
+    """Sections are joined to ``sent`` bytes, with counts beside them if these travel with ids."""
+
+    def forget() -> None:
+        for index in range(len(traffic.asked)):
+            heap.free(f"{traffic.path}.sent.{index}")
+            heap.free(f"{traffic.path}.weights.{index}")
+        heap.free(f"{traffic.path}.sent")
+
+    if traffic.is_joined:
+        with heap.passing("communication", sent):
+            pass
+        forget()
+        heap.take(f"{traffic.path}.sent", "communication", sent)
+    if traffic.heads:
+        heads = traffic.heads * INDEX_BYTES
+        with heap.passing("communication", sent + heads):
+            pass
+        forget()
+        received = traffic.received_bytes + heads
+        with heap.passing("communication", received + sent + heads):
+            pass
+        with heap.passing("communication", received):
+            heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
+        return
+    heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
+    forget()
 
 
 def _join(heap: Ledger, traffic: Traffic) -> None:
@@ -236,7 +270,7 @@ def _finding(heap: Ledger, traffic: Traffic) -> int:
     for group in traffic.served:
         if group.on_disk:  # sorted, with the place of each id, then rows to be summed
             distinct = group.distinct * INDEX_BYTES
-            with heap.passing("communication", group.ids * (3 * INDEX_BYTES + BOOL) + distinct):
+            with heap.passing("communication", 3 * group.ids * INDEX_BYTES + 2 * distinct):
                 pass
             rows = group.distinct * group.width * FLOAT
             most = max(most, group.ids * INDEX_BYTES + distinct + rows)
@@ -252,6 +286,8 @@ def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
     heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
     heap.free(f"{traffic.path}.found")
     heap.free(f"{traffic.path}.rounded")
+    if traffic.as_asked and traffic.forward_size == FLOAT:
+        heap.free(f"{traffic.path}.back")
 
 
 def assemble(heap: Ledger, traffic: Traffic) -> None:
@@ -263,6 +299,7 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
         pieces = group.bags * group.width * FLOAT if group.cut or group.dedup else 0
         pieces = 0 if group.direct else pieces
         rows = group.rows * group.width * FLOAT if traffic.forward_size < FLOAT else 0
+        rows = 0 if traffic.as_asked else rows
         with heap.passing("communication", regrouped + rows + inverse + max(inverse, pieces)):
             pass
     heap.free(f"{traffic.path}.back")
@@ -375,7 +412,11 @@ def _updating(group: Served) -> int:
 
 def _summing(group: Served | Replicas, distinct: int) -> int:
     """Bytes for a moment where ids are sorted and the gradients of ``distinct`` rows summed."""
-    sorting = group.ids * (2 * INDEX_BYTES + BOOL)
+    sorting = group.ids * (INDEX_BYTES + 2 * SORTED)  # before and after, and where each is
+    marking = group.ids * (INDEX_BYTES + SORTED + BOOL) + distinct * (2 * INDEX_BYTES + SORTED)
+    summing = group.ids * INDEX_BYTES + distinct * 2 * INDEX_BYTES
+    ordering = 0
     if group.jagged:  # the segment of every id, before and after the sort
-        sorting += 2 * group.ids * INDEX_BYTES
-    return sorting + distinct * (2 * INDEX_BYTES + group.width * FLOAT)
+        ordering = summing + 2 * group.ids * INDEX_BYTES
+        summing += group.ids * INDEX_BYTES
+    return max(sorting, marking, ordering, summing + distinct * group.width * FLOAT)

@@ -61,7 +61,14 @@ class Exchange:
         ]
         if self._has_strips:
             copies = ["strips", *copies]
-        return ["routed", *copies] if self.routed else copies
+        if not self.routed:
+            return copies
+        return ["steady" if self.is_steady else "routed", *copies]
+
+    @cached_property
+    def is_steady(self) -> bool:
+        """Whether counts of ids travel with them: as many go to each rank in every step."""
+        return self.ranks > 1 and all(placed.choice.is_steady for placed in self.routed)
 
     @property
     def _has_strips(self) -> bool:
@@ -82,7 +89,19 @@ class Exchange:
             self.ranks * self.replica_bytes if self.rides else 0,
             self._joined,
             *(ELEMENT_BYTES[dtype] for dtype in self.communication),
+            self.ranks * (3 * len(self._groups) + 1) if self.routed and self.is_steady else 0,
+            self._comes_as_asked,
         )
+
+    @property
+    def _comes_as_asked(self) -> bool:
+        """Whether results, which come feature by feature, are what came back: of tables that are
+        kept alike, each whole on one rank."""
+        if not self._joined or self.replicas or len(self._groups) > 1:
+            return False
+        ((asked, _),) = self._groups
+        wide = all(placed.choice.table.dim == asked.width for placed in self.routed)
+        return wide and not (asked.cut or asked.dedup)
 
     @cached_property
     def _joined(self) -> int:
