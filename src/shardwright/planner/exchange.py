@@ -81,6 +81,8 @@ class Exchange:
 
     def traffic(self, rank: int) -> Traffic:
         """The share of ``rank``."""
+        forward, backward = (ELEMENT_BYTES[dtype] for dtype in self.communication)
+        steady = self.routed and self.is_steady
         return Traffic(
             self.path,
             tuple(asked for asked, _ in self._groups),
@@ -88,9 +90,10 @@ class Exchange:
             self._replicas,
             self.ranks * self.replica_bytes if self.rides else 0,
             self._joined,
-            *(ELEMENT_BYTES[dtype] for dtype in self.communication),
-            self.ranks * (3 * len(self._groups) + 1) if self.routed and self.is_steady else 0,
-            self._comes_as_asked,
+            forward_size=forward,
+            backward_size=backward,
+            heads=self.ranks * (3 * len(self._groups) + 1) if steady else 0,
+            as_asked=self._comes_as_asked,
         )
 
     @property
