@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardwright as sw
 from shardwright.core.amount import ceil_div
 from shardwright.core.block import Block
+from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import RIDE_BYTES
 from shardwright.core.sharding import traits
 from shardwright.runtime.embeddings.route import Table
@@ -36,12 +37,14 @@ def build(
     weights: Mapping[str, torch.Tensor],
     *,
     dedup: bool = False,
+    communication: Communication = IN_FULL,
 ) -> nn.Module:
     """Tables as ``specs`` (name, rows, dim, pooling, features) say, each cut as ``types`` does.
 
     A 2-D mesh is (host, device); a 1-D one is one host. ``weights`` are the whole tables. Large
     ones that are replicated exchange the rows that were looked up. With ``dedup`` a row travels
-    once to a rank that asks for it several times.
+    once to a rank that asks for it several times; ``communication`` are the dtypes of rows and
+    gradients on the wire.
     """
     copied = {name: traits(kind).replicated for name, kind in types.items()}
     tables = [
@@ -61,7 +64,8 @@ def build(
     ]
 
     initial = blocks_of_whole(weights)
-    return make_tables(tables, _blocks(tables, types, mesh), mesh, initial, learning_rate)
+    blocks = _blocks(tables, types, mesh)
+    return make_tables(tables, blocks, mesh, initial, learning_rate, communication=communication)
 
 
 def full_weight(module: nn.Module, name: str) -> torch.Tensor:

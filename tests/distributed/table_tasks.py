@@ -16,8 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.block import Block
+from shardwright.core.errors import InputError, PeerError, RunError
 from shardwright.core.model import TableSpec
 from shardwright.core.option import shard_runs
+from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.sharding import TYPES, ShardingType, traits
 from shardwright.runtime.embeddings.route import Pooling, Table
 from shardwright.runtime.embeddings.shard import make_tables
@@ -148,7 +150,13 @@ def batch_of(tables: Sequence[Table], seed: int, longest: int, weighted: bool) -
 class Beside:
     """Sharded tables and whole ones, fed with the same batches."""
 
-    def __init__(self, mesh: DeviceMesh, tables: Sequence[Table], blocks: Sequence[Block]) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        tables: Sequence[Table],
+        blocks: Sequence[Block],
+        communication: Communication = IN_FULL,
+    ) -> None:
         self.rank, self.size, self.tables = mesh.get_rank(), mesh.size(), tables
         start = torch.Generator().manual_seed(len(tables))
         weights = {t.fqn: torch.randn(t.rows, t.dim, generator=start) for t in tables}
@@ -159,7 +167,9 @@ class Beside:
             return weights[fqn][row : row + rows, column : column + columns]
 
         folder = Path(tempfile.gettempdir())
-        self.sharded = make_tables(tables, blocks, mesh, initial, RATE, folder=folder)
+        self.sharded = make_tables(
+            tables, blocks, mesh, initial, RATE, folder=folder, communication=communication
+        )
 
     def step(self, seed: int, longest: int, weighted: bool, alone: int = 0) -> float:
         """One step of both, or of the whole tables ``alone`` with batches of so many ranks; how far
@@ -228,7 +238,11 @@ def on_disk(tables: Sequence[Table], blocks: Sequence[Block], rnd: random.Random
 
 
 def random_cuts(
-    mesh: DeviceMesh, optimizer: str, seeds: Sequence[int], disk: bool = False
+    mesh: DeviceMesh,
+    optimizer: str,
+    seeds: Sequence[int],
+    disk: bool = False,
+    communication: Communication = IN_FULL,
 ) -> list[float]:
     """How far random tables under random cuts are from whole ones after some steps."""
     found = []
@@ -237,7 +251,7 @@ def random_cuts(
         tables = drawn_tables(rnd, optimizer)
         blocks = [block for table in tables for block in drawn_blocks(table, rnd, mesh.size())]
         tables = on_disk(tables, blocks, rnd) if disk else tables
-        beside = Beside(mesh, tables, blocks)
+        beside = Beside(mesh, tables, blocks, communication)
         longest, weighted = rnd.choice([1, 4]), rnd.random() < 0.5
         rows = [beside.step(100 * seed + step, longest, weighted) for step in range(STEPS)]
         found.append(max(*rows, beside.apart()))
@@ -261,6 +275,48 @@ def typed_cuts(
     longest = 1 if dedup else 4
     rows = [beside.step(s, longest, weighted=s % 2 == 0 and not dedup) for s in range(STEPS)]
     return max(*rows, beside.apart())
+
+
+def batches_that_change(mesh: DeviceMesh, seeds: Sequence[int]) -> tuple[float, list[int], str]:
+    """How far whole tables on a rank each are from their references after steps of ``seeds``; how
+    many ids each step could send beside their counts; what a wrong id after them is called."""
+    tables = [Table(f"t{n}", f"t{n}", 9, 4 + n % 2, (f"f{n}", f"g{n}")) for n in range(3)]
+    blocks = [
+        Block(table.fqn, "parameter", (0, 0), (table.rows, table.dim), number % mesh.size())
+        for number, table in enumerate(tables)
+    ]
+    beside = Beside(mesh, tables, blocks)
+    worst, beside_counts = 0.0, []
+    asking = beside.sharded.asking
+    for seed in seeds:
+        beside_counts.append(sum(asking.steady.out) if asking and asking.steady else 0)
+        worst = max(worst, beside.step(seed, 1, weighted=False))
+    given = batch_of(tables, seeds[-1], 1, weighted=False)
+    if mesh.get_rank() == mesh.size() - 1:
+        given["f1"] = (torch.tensor([3, 9]), torch.tensor([0, 1, 2]))
+    said = ""
+    try:
+        beside.sharded(given)
+    except (InputError, PeerError) as error:
+        said = str(error)
+    worst = max(worst, beside.step(seeds[-1], 1, weighted=False))  # goes on as if nothing was
+    return max(worst, beside.apart()), beside_counts, said
+
+
+def too_large_for_half(mesh: DeviceMesh, replicated: bool) -> tuple[str, float]:
+    """What a run says of a gradient on rank 0 that has no number in fp16, and how far the rows of
+    its table are from where they started."""
+    tables = [Table(f"t{n}", f"t{n}", 6, 4, (f"f{n}",)) for n in range(2)]
+    tables += [replace(tables[0], fqn="t2", name="t2", features=("f2",), replicated=replicated)]
+    blocks = [b for t in tables for b in _laid_out(t, mesh.size())]
+    beside = Beside(mesh, tables, blocks, ("fp32", "fp16"))
+    ids = torch.arange(2 if mesh.get_rank() == 0 else 0)  # the others ask for nothing
+    found = beside.sharded(dict.fromkeys(("f0", "f1", "f2"), ids))
+    try:
+        sum(found.values(), torch.zeros(())).mul(1e5 if len(ids) else 1.0).sum().backward()
+    except RunError as error:
+        return str(error), beside.apart()
+    return "", beside.apart()
 
 
 def large_replicas(

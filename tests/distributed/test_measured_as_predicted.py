@@ -18,6 +18,7 @@ from shardwright.core.model import CacheSpec
 from shardwright.core.optimizers import TRAINED
 from shardwright.core.placement import Zero
 from shardwright.core.plan import Plan
+from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import Action, training_step
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
 from shardwright.cost.embedding import LATENCIES
@@ -218,6 +219,42 @@ def test_peaks_of_bags_are_within_one_percent(pool: Pool, kind: str, optimizer: 
     check_bags(pool, BAGS[kind], optimizer, ("dense", "fused"))
 
 
+HALF: Communication = ("fp16", "bf16")
+
+
+def travelling(job: Job, dtypes: Communication) -> Job:
+    """The same with rows and their gradients in these dtypes."""
+    section = msgspec.structs.replace(job.planner.estimator, communication=dtypes)
+    return msgspec.structs.replace(
+        job, planner=msgspec.structs.replace(job.planner, estimator=section)
+    )
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("kind", BAGS)
+def test_peaks_of_bags_that_travel_in_half_precision_are_within_one_percent(
+    pool: Pool, kind: str, optimizer: str
+) -> None:
+    check_bags(pool, BAGS[kind], optimizer, ("dense", "fused"), HALF)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "mixed"])
+@pytest.mark.parametrize("interaction", ["dot", "cat"])
+def test_phases_of_tables_take_what_was_predicted_in_half_precision(
+    pool: Pool, kind: str, interaction: str
+) -> None:
+    rows = (30, 20, 5, 10, 40, 7)
+    small = small_job(BAGS[kind], MODES["mixed"], 2, "sgd", batch=2048, rows=rows)
+    job = travelling(bigger(small, (8,), (2, 1), interaction), HALF)
+    predicted = phase_peaks(decode((made := plan(job)).timeline))
+    for rank, (_, by_step, _) in enumerate(pool.run(2, meter_steps, job=job, made=made)):
+        measured = phase_peaks(by_step[-1])
+        for phase in ("exchange_ids", "lookup", "exchange_rows", "reduce", "step"):
+            expected = sum(predicted[rank, phase].values())
+            assert expected == pytest.approx(sum(measured[rank, phase].values()), rel=0.03), phase
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("kind", ["table_wise", "mixed"])
@@ -231,11 +268,15 @@ def test_peaks_of_tables_on_disk_are_within_one_percent(
 
 
 def check_bags(
-    pool: Pool, types: tuple[str, ...], optimizer: str, kernels: tuple[str, ...]
+    pool: Pool,
+    types: tuple[str, ...],
+    optimizer: str,
+    kernels: tuple[str, ...],
+    dtypes: Communication = IN_FULL,
 ) -> Plan:
     rows = (3000, 900, 500, 10, 2000, 700)
     job = bag_job(types, 2, optimizer, batch=256, rows=rows, kernels=kernels)
-    return check_bytes(pool, job, 0.01)
+    return check_bytes(pool, travelling(job, dtypes), 0.01)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -270,17 +311,20 @@ SEVEN = {
 }
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("dedup", [False, True])
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(
+    ("dedup", "dtypes"), [(False, IN_FULL), (True, IN_FULL), (False, HALF)], ids=str
+)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 @pytest.mark.parametrize("kind", SEVEN)
 def test_collectives_of_tables_are_those_that_were_priced(
-    pool: Pool, kind: str, optimizer: str, dedup: bool
+    pool: Pool, kind: str, optimizer: str, dedup: bool, dtypes: Communication
 ) -> None:
     """Bytes as all ranks send them, for where ids go is theirs to decide; of rows that travel once
     the planned ones are those expected of the ids."""
     ranks = 3
     job = small_job(SEVEN[kind], MODES["replicated"], ranks, optimizer, batch=16, rows=ROWS)
+    job = travelling(job, dtypes)
     job = msgspec.structs.replace(job, planner=msgspec.structs.replace(job.planner, dedup=dedup))
     draft = draft_of(made := plan(_on_disk(job) if kind == "on disk" else job))
     assert isinstance(draft, StepDraft)
@@ -299,9 +343,9 @@ def test_collectives_of_tables_are_those_that_were_priced(
     ride = sum(each.ride_bytes for each in traffic)
     copies = [group for each in traffic for group in each.replicas]
     wanted = {
-        "exchange ids": sum(g.sent_bytes for each in traffic for g in each.asked),
+        "exchange ids": sum(each.sent_bytes for each in traffic),
         "exchange rows": sum(each.asked_bytes for each in traffic),
-        "exchange row gradients": sum(each.asked_bytes for each in traffic) + ride,
+        "exchange row gradients": sum(each.returned_bytes for each in traffic) + ride,
         "reduce replicated tables": 0 if ride else sum(g.nbytes for g in copies if not g.touched),
         "gather rows of replicated tables": sum(g.gathered * g.row_bytes for g in copies),
     }

@@ -9,8 +9,10 @@ import table_tasks as tasks
 import torch
 from pool import Pool
 
+from shardwright.core.planning import Communication
 from shardwright.core.sharding import TYPES, ShardingType
 from shardwright.runtime.embeddings.update import RULES
+from shardwright.runtime.units.parameter import DTYPES
 
 CLOSE = 1e-6
 
@@ -32,6 +34,45 @@ def test_tables_on_disk_train_as_whole_ones_in_memory(
     options = {"optimizer": optimizer, "seeds": range(20, 26), "disk": True}
     for found in pool.run(world_size, tasks.random_cuts, **options):
         assert max(found) <= CLOSE, found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ids_travel_beside_their_counts_while_they_stay_as_many(
+    pool: Pool, world_size: int
+) -> None:
+    seeds = [8, 8, 8, 8, 2, 5, 5, 5, 3, 1, 4]
+    for apart, beside, said in pool.run(world_size, tasks.batches_that_change, seeds=seeds):
+        assert apart <= CLOSE
+        assert (
+            "ids of table 't1', feature 'f1', position 1: expected ids from 0 to 8, got 9" in said
+        )
+        assert beside[:2] == [0, 0]
+        assert beside[2] == beside[3]  # and then there are more or fewer
+        assert any(beside) == (world_size > 1)
+
+
+HALF: list[Communication] = [("fp16", "bf16"), ("bf16", "fp32"), ("fp32", "fp16")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtypes", HALF, ids="-".join)
+def test_rows_that_travel_in_half_precision_are_rounded_and_nothing_else(
+    pool: Pool, dtypes: Communication, world_size: int
+) -> None:
+    step = max(torch.finfo(DTYPES[dtype]).eps for dtype in dtypes)
+    options = {"optimizer": "sgd", "seeds": range(6), "communication": dtypes}
+    for found in pool.run(world_size, tasks.random_cuts, **options):
+        assert CLOSE < max(found) <= 4 * step, found  # a row is the sum of several that were
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_gradient_that_half_precision_has_no_number_for_updates_nothing(
+    pool: Pool, world_size: int, replicated: bool
+) -> None:
+    for said, moved in pool.run(world_size, tasks.too_large_for_half, replicated=replicated):
+        assert said.startswith("gradient of t0 on rank 0: expected finite numbers"), said
+        assert moved == 0
 
 
 @pytest.mark.slow

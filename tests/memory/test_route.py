@@ -77,7 +77,7 @@ ONCE = Asked(10, 6, 10, 16, cut=10, dedup=True)
 def test_rows_that_travel_once_are_sorted_and_know_whose_they_are() -> None:
     once = _traffic(ONCE, served=FEW)
     kept = 2 * 10 * ID + 6 * ID  # whose result each row is, and of each result its row
-    assert _peak(route.exchange_ids, once) == 2 * 10 * ID + 10 + kept + 6 * ID
+    assert _peak(route.exchange_ids, once) == 2 * 10 * ID + kept + 6 * ID
     assert _left(once, route.exchange_ids) == kept + ID
     assert _left(once, route.exchange_ids, route.forget_trip) == ID
 
@@ -98,7 +98,17 @@ def test_results_that_are_all_a_module_asks_for_need_no_copy() -> None:
 
 
 def test_several_groups_are_joined_before_they_are_sent() -> None:
-    assert _peak(route.exchange_ids, TWO_GROUPS) == (30 + 30 + 18) * ID
+    assert _peak(route.exchange_ids, TWO_GROUPS) == (30 + 30) * ID
+
+
+def test_counts_that_travel_with_ids_are_put_before_them_and_taken_off_again() -> None:
+    heads = 2 * (3 + 1)
+    steady = _traffic(UNCUT, heads=heads)
+    assert steady.sent_bytes == (10 + heads) * ID
+    assert _peak(route.exchange_ids, steady) == (10 + heads + heads + 12) * ID
+    assert _left(steady, route.exchange_ids) == 12 * ID
+    large = _traffic(UNCUT, served=FEW, heads=heads)
+    assert _peak(route.exchange_ids, large) == (10 + 10 + heads) * ID
 
 
 def test_the_owner_finds_the_rows_it_serves() -> None:
@@ -161,9 +171,10 @@ def test_sgd_of_rows_on_disk_reads_them_and_writes_them_back() -> None:
 def test_adagrad_sorts_ids_and_sums_rows_that_occur_more_than_once() -> None:
     few = _traffic(served=(Served(12, 12, 16, 9, optimizer="rowwise_adagrad"),))
     assert _peak(route.update, few) == 9 * (ID + FLOAT + 2 * 16 * FLOAT)
-    sort, sums = 120 * (2 * ID + 1), 9 * (2 * ID + 16 * FLOAT)
-    many = _traffic(served=(Served(120, 120, 16, 9, optimizer="rowwise_adagrad"),))
-    assert _peak(route.update, many) == sort + sums
+    many = _traffic(served=(Served(80, 80, 16, 9, optimizer="rowwise_adagrad"),))
+    assert _peak(route.update, many) == 80 * ID + 9 * (2 * ID + 16 * FLOAT)
+    most = _traffic(served=(Served(120, 120, 16, 9, optimizer="rowwise_adagrad"),))
+    assert _peak(route.update, most) == 120 * (ID + 2 * route.SORTED)
 
 
 def test_several_groups_are_parted_before_they_are_updated() -> None:
@@ -220,7 +231,7 @@ BAGS = _traffic(Asked(30, 10, 10, 16, jagged=True), served=(Served(36, 12, 16, 9
 
 def test_lengths_of_bags_travel_with_their_ids_and_only_sums_come_back() -> None:
     sent, received = (30 + 10) * ID, (36 + 12) * ID
-    assert _peak(route.exchange_ids, BAGS) == 2 * sent + received
+    assert _peak(route.exchange_ids, BAGS) == sent + 10 * ID + received
     assert _left(BAGS, route.exchange_ids) == received + 10 * ID
     assert _left(BAGS, route.look_up) == 12 * 16 * FLOAT
 
@@ -237,15 +248,14 @@ def test_bags_over_several_ranks_are_summed_where_they_were_asked_for() -> None:
 
 
 def test_sgd_sums_the_rows_of_bags_first() -> None:
-    sort = 36 * (2 * ID + 1 + 2 * ID)
-    sums = 9 * (2 * ID + 16 * FLOAT)
+    sort, sums = 2 * 36 * ID, 9 * (2 * ID + 16 * FLOAT)
     assert _peak(route.update, BAGS) == BAGS.received_bytes + sort + sums
 
 
 def test_sgd_sums_the_rows_that_carry_weights_first() -> None:
     asked, served = Asked(10, 10, 10, 16, weighted=True), Served(36, 36, 16, 9, weighted=True)
     weighted = _traffic(asked, served=(served,))
-    sort, sums = 36 * (2 * ID + 1 + 2 * FLOAT), 9 * (2 * ID + 16 * FLOAT)
+    sort, sums = 36 * (ID + 2 * FLOAT), 9 * (2 * ID + 16 * FLOAT)
     assert _peak(route.update, weighted) == weighted.received_bytes + sort + sums
 
 
@@ -256,3 +266,18 @@ def test_ids_that_come_feature_by_feature_are_joined_until_all_is_asked() -> Non
     local = msgspec.structs.replace(REPLICAS, joined=25)
     assert _peak(route.look_up, local) == max((25 + 10) * ID, 10 * ID + 10 * 16 * FLOAT)
     assert _left(local, route.look_up) == 10 * ID + 10 * 16 * FLOAT
+
+
+def test_rows_in_half_precision_are_rounded_beside_what_they_come_from() -> None:
+    half = _traffic(forward_size=2, backward_size=2)
+    asked, served = 10 * 16, 12 * 16
+    assert (half.asked_bytes, half.returned_bytes, half.arrived_bytes) == (
+        *(2 * asked, 2 * asked),
+        2 * served,
+    )
+    assert _peak(route.exchange_rows, half, route.look_up) == 2 * served
+    assert _left(half, route.look_up, route.exchange_rows) == 2 * asked
+    inverse_and_result = 10 * ID + asked * FLOAT
+    assert _peak(route.assemble, half, route.exchange_rows) == asked * FLOAT + inverse_and_result
+    assert _left(half, route.return_gradients) == 2 * served
+    assert _peak(route.update, half, route.return_gradients) == served * FLOAT

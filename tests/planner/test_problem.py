@@ -74,6 +74,17 @@ def test_a_kernel_goes_with_its_types(make_job: MakeJob, kernel: str, types: lis
             "data_parallel with dense, or on a CPU that has cluster.ssd_cap key_value.",
         ),
         (
+            {"planner": {"estimator": {"is_inference": True}}},
+            "planner.estimator: expected communication alone for a dlrm, whose steps are "
+            "simulated, got other keys. Leave them out, or leave [model] out to plan the tables "
+            "alone.",
+        ),
+        (
+            {"planner": {"estimator": {"communication": ["fp32", "int8"]}}},
+            "planner.estimator.communication: expected two of fp32, fp16, bf16 where tables are "
+            "trained, got int8.",
+        ),
+        (
             {"planner": {"units": {"botom": "shard"}}},
             "planner.units: expected units bottom, top, got 'botom'.",
         ),
@@ -82,9 +93,21 @@ def test_a_kernel_goes_with_its_types(make_job: MakeJob, kernel: str, types: lis
 def test_what_cannot_be_planned_is_refused(
     make_job: MakeJob, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises((InputError, UnsupportedError)) as caught:
         _problem(make_job(50, **changes))
     assert str(caught.value) == message
+
+
+def test_rows_in_half_precision_take_half_the_seconds_on_the_wire(make_job: MakeJob) -> None:
+    half = {"estimator": {"communication": ["fp16", "bf16"]}}
+    for full, less in zip(
+        _problem(make_job(50)).tables[0],
+        _problem(make_job(50, planner=half)).tables[0],
+        strict=True,
+    ):
+        for phase in () if full.option.traits.replicated else ("exchange_rows", "reduce"):
+            pairs = zip(full.shard_costs, less.shard_costs, strict=True)
+            assert all(b.seconds[phase] == a.seconds[phase] / 2 for a, b in pairs)
 
 
 def test_every_shard_has_its_bytes_and_seconds(make_job: MakeJob) -> None:

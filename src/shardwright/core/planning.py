@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.model import KindName
 from shardwright.core.sharding import ShardingType
 
@@ -18,6 +19,9 @@ Profile = Literal["cluster", "torchrec-1.9", "additive"]
 ReservationKind = Literal["none", "percentage", "absolute", "heuristic", "inference", "traced"]
 PipelineType = Literal["none", "train_base", "train_sparse_dist", "train_prefetch_sparse_dist"]
 CommunicationDtype = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
+Communication = tuple[CommunicationDtype, CommunicationDtype]  # forward and backward
+IN_FULL: Communication = ("fp32", "fp32")
+TRAINED_COMMUNICATION = ("fp32", "fp16", "bf16")
 
 
 class EstimatorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,9 +33,19 @@ class EstimatorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pipeline_type: PipelineType = "none"
     count_ephemeral: bool = False
     is_inference: bool = False
-    communication: tuple[CommunicationDtype, CommunicationDtype] | None = None
+    communication: Communication | None = None
     cache_load_factor: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
     prefetch_pipeline: bool | None = None
+
+
+def trained_communication(section: EstimatorSection) -> Communication:
+    """Dtypes in which a run's rows and their gradients travel; UnsupportedError for others."""
+    dtypes = section.communication or IN_FULL
+    for dtype in dtypes:
+        if dtype not in TRAINED_COMMUNICATION:
+            wanted = f"two of {', '.join(TRAINED_COMMUNICATION)} where tables are trained"
+            raise UnsupportedError(expected("planner.estimator.communication", wanted, dtype))
+    return dtypes
 
 
 # What of it costs do not depend on, by the profile of constants.

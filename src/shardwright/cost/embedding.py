@@ -314,16 +314,21 @@ class Latencies(NamedTuple):
     operations: dict[str, int]
 
 
-Part = Literal["routed", "strips", "riding", "reduced", "gathered"]
+Part = Literal["routed", "steady", "strips", "riding", "reduced", "gathered"]
 _REPLICATED = {"lookup": 4, "reduce": 6, "step": 8}
-# Counts, ids and rows out, gradients back; sums over columns that are cut where an update needs
-# them; one dense gradient of replicas, which rides with row gradients or is reduced; counts, then
-# rows of replicas that exchange these.
+_ROUTED = {"exchange_ids": 20, "lookup": 4, "exchange_rows": 4, "reduce": 6, "step": 20}
+# Counts, ids and rows out, gradients back; the same with counts and ids at once, where as many ids
+# go to each rank in every step; sums over columns that are cut where an update needs them; one
+# dense gradient of replicas, which rides with row gradients or is reduced; counts, then rows of
+# replicas that exchange these.
 LATENCIES: dict[Part, Latencies] = {
     "routed": Latencies(
         "all_to_all",
         {"exchange_ids": 2, "exchange_rows": 1, "reduce": 1},
-        {"exchange_ids": 20, "lookup": 4, "exchange_rows": 4, "reduce": 6, "step": 20},
+        _ROUTED,
+    ),
+    "steady": Latencies(
+        "all_to_all", {"exchange_ids": 1, "exchange_rows": 1, "reduce": 1}, _ROUTED
     ),
     "strips": Latencies("all_to_all", {"step": 1}, {"step": 30}),
     "riding": Latencies("all_reduce", {}, _REPLICATED),

@@ -18,6 +18,7 @@ from shardwright.memory.ledger import Ledger
 FLOAT = ELEMENT_BYTES["fp32"]
 BOOL = 1
 OWNER = 1  # of a rank's number, up to 256 ranks
+SORTED = 4  # of a row number that is sorted, up to 2^31 rows
 # States of an element, beside the weight and its gradient while a row is updated.
 STATES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 2, "adam": 4, "partial_rowwise_adam": 3}
 
@@ -102,7 +103,10 @@ class Traffic(msgspec.Struct, frozen=True):
 
     ``asked`` and ``served`` are of the same groups of the route. Of the replicas' gradient
     ``ride_bytes`` travel with the row gradients, all ranks' together. ``joined`` are the ids and
-    lengths of bags that come feature by feature and are put together to be checked.
+    lengths of bags that come feature by feature and are put together to be checked. An element of
+    a row travels in ``forward_size`` bytes, one of its gradient in ``backward_size``. ``heads`` are
+    the counts that travel with ids, of all ranks. With ``as_asked`` what comes back are the results
+    of features, which come each for itself.
     """
 
     path: str
@@ -111,16 +115,45 @@ class Traffic(msgspec.Struct, frozen=True):
     replicas: tuple[Replicas, ...] = ()
     ride_bytes: int = 0
     joined: int = 0
+    forward_size: int = FLOAT
+    backward_size: int = FLOAT
+    heads: int = 0
+    as_asked: bool = False
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the ids asked for, with their counts where these travel with them."""
+        return sum(group.sent_bytes for group in self.asked) + self.heads * INDEX_BYTES
+
+    @property
+    def asked_elements(self) -> int:
+        """Elements of the rows asked for."""
+        return sum(group.rows * group.width for group in self.asked)
+
+    @property
+    def served_elements(self) -> int:
+        """Elements of the rows served."""
+        return sum(group.rows * group.width for group in self.served)
 
     @property
     def asked_bytes(self) -> int:
-        """Bytes of the rows asked for."""
-        return sum(group.rows * group.width for group in self.asked) * FLOAT
+        """Bytes in which the rows asked for come back."""
+        return self.asked_elements * self.forward_size
 
     @property
     def served_bytes(self) -> int:
-        """Bytes of the rows served."""
-        return sum(group.rows * group.width for group in self.served) * FLOAT
+        """Bytes of the rows served, as they were found."""
+        return self.served_elements * FLOAT
+
+    @property
+    def returned_bytes(self) -> int:
+        """Bytes in which the gradients of rows go back."""
+        return self.asked_elements * self.backward_size
+
+    @property
+    def arrived_bytes(self) -> int:
+        """Bytes in which gradients arrive at the rows' owners."""
+        return self.served_elements * self.backward_size
 
     @property
     def received_bytes(self) -> int:
@@ -148,8 +181,7 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
         if group.dedup:
             with heap.passing("communication", rows + 2 * sorting):
                 pass  # the part and the way to its rows
-            marks = group.ids * BOOL
-            with heap.passing("communication", 2 * rows + marks):  # sorted in a second copy
+            with heap.passing("communication", 2 * rows):  # and the number of each different one
                 heap.take(f"{traffic.path}.sent.{index}", "communication", group.sent_bytes)
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", group.sent_bytes)
                 heap.take(f"{traffic.path}.order.{index}", "communication", 2 * rows)
@@ -169,11 +201,36 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
             with heap.passing("communication", 3 * rows):
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", lengths)
     _ask_replicas(heap, traffic)
-    with heap.passing("communication", sent if traffic.is_joined else 0):
-        heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
-    for index in range(len(traffic.asked)):
-        heap.free(f"{traffic.path}.sent.{index}")
-        heap.free(f"{traffic.path}.weights.{index}")
+    _send_ids(heap, traffic, sent)
+
+
+def _send_ids(heap: Ledger, traffic: Traffic, sent: int) -> None:
+    """Sections are joined to ``sent`` bytes, with counts beside them if these travel with ids."""
+
+    def forget() -> None:
+        for index in range(len(traffic.asked)):
+            heap.free(f"{traffic.path}.sent.{index}")
+            heap.free(f"{traffic.path}.weights.{index}")
+        heap.free(f"{traffic.path}.sent")
+
+    if traffic.is_joined:
+        with heap.passing("communication", sent):
+            pass
+        forget()
+        heap.take(f"{traffic.path}.sent", "communication", sent)
+    if traffic.heads:
+        heads = traffic.heads * INDEX_BYTES
+        with heap.passing("communication", sent + heads):
+            pass
+        forget()
+        received = traffic.received_bytes + heads
+        with heap.passing("communication", received + sent + heads):
+            pass
+        with heap.passing("communication", received):
+            heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
+        return
+    heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
+    forget()
 
 
 def _join(heap: Ledger, traffic: Traffic) -> None:
@@ -213,7 +270,7 @@ def _finding(heap: Ledger, traffic: Traffic) -> int:
     for group in traffic.served:
         if group.on_disk:  # sorted, with the place of each id, then rows to be summed
             distinct = group.distinct * INDEX_BYTES
-            with heap.passing("communication", group.ids * (3 * INDEX_BYTES + BOOL) + distinct):
+            with heap.passing("communication", 3 * group.ids * INDEX_BYTES + 2 * distinct):
                 pass
             rows = group.distinct * group.width * FLOAT
             most = max(most, group.ids * INDEX_BYTES + distinct + rows)
@@ -221,9 +278,16 @@ def _finding(heap: Ledger, traffic: Traffic) -> int:
 
 
 def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
-    """The rows asked for come back."""
+    """The rows asked for come back, in fewer bytes once those found are rounded."""
+    rounded = traffic.served_elements * traffic.forward_size
+    if rounded < traffic.served_bytes:
+        heap.take(f"{traffic.path}.rounded", "communication", rounded)
+        heap.free(f"{traffic.path}.found")
     heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
     heap.free(f"{traffic.path}.found")
+    heap.free(f"{traffic.path}.rounded")
+    if traffic.as_asked and traffic.forward_size == FLOAT:
+        heap.free(f"{traffic.path}.back")
 
 
 def assemble(heap: Ledger, traffic: Traffic) -> None:
@@ -234,7 +298,9 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
         inverse = group.ids * INDEX_BYTES if sorted_ else 0
         pieces = group.bags * group.width * FLOAT if group.cut or group.dedup else 0
         pieces = 0 if group.direct else pieces
-        with heap.passing("communication", regrouped + inverse + max(inverse, pieces)):
+        rows = group.rows * group.width * FLOAT if traffic.forward_size < FLOAT else 0
+        rows = 0 if traffic.as_asked else rows
+        with heap.passing("communication", regrouped + rows + inverse + max(inverse, pieces)):
             pass
     heap.free(f"{traffic.path}.back")
     for index in range(len(traffic.replicas)):
@@ -249,19 +315,21 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
     sent = 0
     for group in traffic.asked:
         whole, size = (n * group.width * FLOAT for n in (group.bags, group.rows))
-        with heap.passing(
-            "communication", sent + size + (whole if group.cut or group.dedup else 0)
-        ):
-            sent += size
+        rounded = group.rows * group.width * traffic.backward_size
+        beside = whole if group.cut or group.dedup else 0
+        if rounded < size:
+            beside = max(beside, rounded)
+        with heap.passing("communication", sent + size + beside):
+            sent += rounded
     ride = traffic.ride_bytes
     joined = sent + ride if len(traffic.asked) > 1 or ride else 0
-    received = traffic.served_bytes + ride
+    received = traffic.arrived_bytes + ride
     with heap.passing("communication", sent + ride + joined + received):
         pass
     if joined:  # put group by group again
         with heap.passing("communication", 2 * received):
             pass
-    heap.take(f"{traffic.path}.arrived", "communication", traffic.served_bytes)
+    heap.take(f"{traffic.path}.arrived", "communication", traffic.arrived_bytes)
 
 
 def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
@@ -309,7 +377,8 @@ def update(heap: Ledger, traffic: Traffic) -> None:
     """Owners update their rows; everything of the exchange is gone afterwards."""
     regrouped = traffic.received_bytes if traffic.is_joined else 0
     for group in traffic.served:
-        with heap.passing("temporary", regrouped + _updating(group)):
+        rows = group.rows * group.width * FLOAT if traffic.backward_size < FLOAT else 0
+        with heap.passing("temporary", regrouped + rows + _updating(group)):
             pass
     for replicas in traffic.replicas:
         if replicas.touched:
@@ -343,7 +412,11 @@ def _updating(group: Served) -> int:
 
 def _summing(group: Served | Replicas, distinct: int) -> int:
     """Bytes for a moment where ids are sorted and the gradients of ``distinct`` rows summed."""
-    sorting = group.ids * (2 * INDEX_BYTES + BOOL)
+    sorting = group.ids * (INDEX_BYTES + 2 * SORTED)  # before and after, and where each is
+    marking = group.ids * (INDEX_BYTES + SORTED + BOOL) + distinct * (2 * INDEX_BYTES + SORTED)
+    summing = group.ids * INDEX_BYTES + distinct * 2 * INDEX_BYTES
+    ordering = 0
     if group.jagged:  # the segment of every id, before and after the sort
-        sorting += 2 * group.ids * INDEX_BYTES
-    return sorting + distinct * (2 * INDEX_BYTES + group.width * FLOAT)
+        ordering = summing + 2 * group.ids * INDEX_BYTES
+        summing += group.ids * INDEX_BYTES
+    return max(sorting, marking, ordering, summing + distinct * group.width * FLOAT)

@@ -82,6 +82,12 @@ class Choice:
         runs = zip(self.option.runs, self.costs, strict=True)
         return tuple(cost for run, cost in runs for _ in range(run.count))
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether as many ids go to every rank in each step: one of each bag, all to one rank."""
+        cut = self.option.traits.cuts_rows and self.option.runs[0].rows < self.table.rows
+        return not (cut or self.dedup or self.table.jagged)
+
     @cached_property
     def total_storage(self) -> tuple[int, int, int]:
         """Bytes of HBM, DDR and SSD summed over all shards."""

@@ -70,7 +70,7 @@ def _with_latencies(tables: Tables, model: ModelSpec, context: PricingContext) -
     return tuple(
         own
         if path in shared
-        else tuple(replace(c, latency=native.latency(context, c.option)) for c in own)
+        else tuple(replace(c, latency=native.latency(context, c)) for c in own)
         for path, own in zip(paths, tables, strict=True)
     )
 

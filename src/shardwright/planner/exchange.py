@@ -11,7 +11,9 @@ from shardwright.core.batch import Batch, distinct_rows, expected_distinct, feat
 from shardwright.core.block import GroupKey
 from shardwright.core.model import DENSE, ON_DISK, ModelSpec, TableSpec
 from shardwright.core.optimizers import BY_ROW
+from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import replicas_ride
+from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding
 from shardwright.cost.embedding import Part
 from shardwright.memory.route import Asked, Replicas, Served, Traffic
@@ -21,12 +23,14 @@ from shardwright.planner.tally import Placed
 
 @dataclass(frozen=True)
 class Exchange:
-    """The tables of the module at ``path``, whose ids and rows travel together."""
+    """The tables of the module at ``path``, whose ids and rows travel together, the latter in the
+    dtypes of ``communication``, forward and backward."""
 
     path: str
     tables: tuple[Placed, ...]
     ranks: int
     batch: Batch
+    communication: Communication = IN_FULL
 
     @cached_property
     def routed(self) -> tuple[Placed, ...]:
@@ -57,7 +61,14 @@ class Exchange:
         ]
         if self._has_strips:
             copies = ["strips", *copies]
-        return ["routed", *copies] if self.routed else copies
+        if not self.routed:
+            return copies
+        return ["steady" if self.is_steady else "routed", *copies]
+
+    @cached_property
+    def is_steady(self) -> bool:
+        """Whether counts of ids travel with them: as many go to each rank in every step."""
+        return self.ranks > 1 and all(placed.choice.is_steady for placed in self.routed)
 
     @property
     def _has_strips(self) -> bool:
@@ -70,6 +81,8 @@ class Exchange:
 
     def traffic(self, rank: int) -> Traffic:
         """The share of ``rank``."""
+        forward, backward = (ELEMENT_BYTES[dtype] for dtype in self.communication)
+        steady = self.routed and self.is_steady
         return Traffic(
             self.path,
             tuple(asked for asked, _ in self._groups),
@@ -77,7 +90,21 @@ class Exchange:
             self._replicas,
             self.ranks * self.replica_bytes if self.rides else 0,
             self._joined,
+            forward_size=forward,
+            backward_size=backward,
+            heads=self.ranks * (3 * len(self._groups) + 1) if steady else 0,
+            as_asked=self._comes_as_asked,
         )
+
+    @property
+    def _comes_as_asked(self) -> bool:
+        """Whether results, which come feature by feature, are what came back: of tables that are
+        kept alike, each whole on one rank."""
+        if not self._joined or self.replicas or len(self._groups) > 1:
+            return False
+        ((asked, _),) = self._groups
+        wide = all(placed.choice.table.dim == asked.width for placed in self.routed)
+        return wide and not (asked.cut or asked.dedup)
 
     @cached_property
     def _joined(self) -> int:
@@ -221,14 +248,18 @@ def _is_by_rows(placed: Placed) -> bool:
 
 
 def exchanges(
-    model: ModelSpec, placed: Iterable[Placed], ranks: int, batch: Batch
+    model: ModelSpec,
+    placed: Iterable[Placed],
+    ranks: int,
+    batch: Batch,
+    communication: Communication = IN_FULL,
 ) -> Iterator[Exchange]:
     """The placed tables by the modules that have them, in the order of their first ones."""
     members: dict[str, list[Placed]] = {}
     for each in placed:
         members.setdefault(model.step.tables_of(each.choice.table.tensor.fqn), []).append(each)
     for path, its in members.items():
-        yield Exchange(path, tuple(its), ranks, batch)
+        yield Exchange(path, tuple(its), ranks, batch, communication)
 
 
 def small_tables(problem: Problem) -> frozenset[str]:

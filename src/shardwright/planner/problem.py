@@ -16,7 +16,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.job import Job, checkpointing_of, memory_of
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_of_job import placed_tables, step_dtypes
-from shardwright.core.planning import EstimatorSection
+from shardwright.core.planning import EstimatorSection, trained_communication
 from shardwright.core.recording import Recording
 from shardwright.cost import constants, reservation
 from shardwright.memory.rank_step import Chunk
@@ -130,15 +130,19 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
                 "Leave [model] out to plan the tables alone.",
             )
         )
-    if model.is_trained and job.planner.estimator != EstimatorSection():
+    estimator = job.planner.estimator
+    simulated = EstimatorSection(communication=estimator.communication)
+    if model.is_trained and estimator != simulated:
         raise UnsupportedError(
             expected(
                 "planner.estimator",
-                f"nothing for a {model.kind}, whose steps are simulated",
-                "a section",
-                "Leave it out, or leave [model] out to plan the tables alone.",
+                f"communication alone for a {model.kind}, whose steps are simulated",
+                "other keys",
+                "Leave them out, or leave [model] out to plan the tables alone.",
             )
         )
+    if model.is_trained:
+        trained_communication(estimator)
     cluster, assumptions = constants.cluster(job.cluster, profile, profiles.preset(profile))
     batch = batch_of(job)
     dedup = None if job.planner.dedup is UNSET else job.planner.dedup

@@ -12,6 +12,7 @@ import msgspec
 
 from shardwright.core.optimizers import trained
 from shardwright.core.plan import RankTotals
+from shardwright.core.planning import trained_communication
 from shardwright.core.schedule import Merged, Modes, Prefetch
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase
 from shardwright.cost import dense, embedding, optimizer
@@ -175,7 +176,9 @@ class StepDraft(Draft):
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Of every module of tables."""
-        return tuple(exchanges(self.model, self.tables, self.ranks, self.problem.batch))
+        problem = self.problem
+        communication = trained_communication(problem.context.estimator)
+        return tuple(exchanges(self.model, self.tables, self.ranks, problem.batch, communication))
 
     def traffic(self, rank: int) -> dict[str, Traffic]:
         """This rank's share of every exchange, by its path."""

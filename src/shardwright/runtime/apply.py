@@ -18,6 +18,7 @@ from shardwright.core.errors import InputError, MismatchError, check_type, expec
 from shardwright.core.layout import unit_layout
 from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
+from shardwright.core.planning import trained_communication
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, fingerprint_of, flat
 from shardwright.runtime.embeddings.disk import disk_for_tables
@@ -284,7 +285,15 @@ def _shard_tables(
         tables = [_looked_up(plan, table) for table in planned]
         route = make_route(tables, blocks, comm.size)
         sharded: nn.Module = ShardedTables(
-            tables, route, comm, initial, rate, flow, path=path, folder=folder
+            tables,
+            route,
+            comm,
+            initial,
+            rate,
+            flow,
+            path=path,
+            folder=folder,
+            communication=trained_communication(plan.job.planner.estimator),
         )
         own = model.get_submodule(path)
         if isinstance(own, (nn.Embedding, nn.EmbeddingBag)):

@@ -14,7 +14,7 @@ from shardwright.core.model import TableSpec
 from shardwright.core.option import ShardRun
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.statistics import KernelStatistics, Measure, TableStatistics
-from shardwright.core.tensor import element_bytes
+from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding
 from shardwright.cost.embedding import CACHED_KERNELS, Demand
 from shardwright.cost.imbalance import unit_of
@@ -168,7 +168,12 @@ def traffic(plan: Plan, placed: Placed, run: ShardRun, lift: Lift = bare) -> tup
     where = f"tables.{table.name}"
     ids = lift(lookups(table, batch), "ids_of_one_rank", "ids", f"{where} x batch.size")
     bags = lift(outputs(table, batch), "bags_of_one_rank", "rows", f"{where} x batch.size")
-    size = lift(element_bytes(table.dtype), "element_bytes", "B", f"{where}.dtype {table.dtype}")
+    as_torchrec = plan.job.planner.constants == "torchrec-1.9"
+    communication = plan.job.planner.estimator.communication
+    dtype, source = table.dtype, f"{where}.dtype"
+    if communication is not None and not as_torchrec:
+        dtype, source = communication[0], "planner.estimator.communication"
+    size = lift(ELEMENT_BYTES[dtype], "element_bytes", "B", f"{source} {dtype}")
     rows = lift(run.rows, "rows_of_shard", "rows", "the shard's")
     columns = lift(run.columns, "columns_of_shard", "columns", "the shard's")
     if placed.choice.dedup:
@@ -179,7 +184,7 @@ def traffic(plan: Plan, placed: Placed, run: ShardRun, lift: Lift = bare) -> tup
             f"{where}: expected of its ids",
         )
     demand = Demand(ids, bags, rows, columns, 0, 0, 0, 0)
-    if plan.job.planner.constants == "torchrec-1.9":
+    if as_torchrec:
         return profiles.torchrec.exchange_bytes(
             plan.cluster, table.pooled, kind, demand, size, lift
         )

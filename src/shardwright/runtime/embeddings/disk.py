@@ -192,12 +192,12 @@ class DiskStore(Store):
     def look_up(self, looked: Looked) -> torch.Tensor:
         if not len(looked.rows):
             return super().look_up(looked)
-        distinct, places, *_ = Distinct.of(looked.rows)
+        distinct, places = Distinct.of(looked.rows, len(self.weight))[:2]
         self.rows.keep(distinct)
         return self._summed(self.rows.read("weight", distinct), looked._replace(rows=places))
 
     def update(self, looked: Looked, gradient: torch.Tensor, rate: float, number: int) -> None:
-        touched = looked.summed(gradient)
+        touched = looked.summed(gradient, len(self.weight))
         self.step(touched, self.squares(touched) if self.dim else None, rate, number)
 
     def step(

@@ -126,6 +126,11 @@ class Guide:
             integers([span * owner for owner in owned], device).unsqueeze(1),
         )
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether as many ids go to each rank as long as bags and batches are as large."""
+        return self.fixed == len(self.features) and not self.span
+
     def request(self, bags: Bags) -> Request:
         """Ids as row numbers at their owners."""
         counts = [bags.sizes[f] for f in self.features]
@@ -163,7 +168,7 @@ class Guide:
         owner = self._to_owners(ids[first:], counts[self.fixed :])
         ids[first:].view(-1).add_(self.first_keys.index_select(0, owner.int()))
         del owner
-        once = Distinct.of(ids.view(-1))
+        once = Distinct.of(ids.view(-1), self.span * len(self.fixed_pieces))
         rows = once.values
         asked: list[int] = torch.searchsorted(rows, self.first_keys).diff().tolist()
         rows.remainder_(self.span)

@@ -54,7 +54,11 @@ class Replicas:
     def learnt(self, gradients: Sequence[torch.Tensor], asked: Sequence[Request]) -> Learnt:
         """This rank's share: of each group the gradient [S, width] of what was asked."""
         dense = self._dense(gradients, asked) if self.whole else None
-        return Learnt(dense, {k: asked[k].looked.summed(gradients[k]) for k in self.by_rows})
+        touched = {
+            place: asked[place].looked.summed(gradients[place], len(self.stores[place].weight))
+            for place in self.by_rows
+        }
+        return Learnt(dense, touched)
 
     def reduce(self, learnt: Learnt) -> None:
         """Sum over ranks what did not ride (collective). Rows come in the order of ranks, so that

@@ -16,6 +16,7 @@ from shardwright.core.block import Block, check_tiling
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
 from shardwright.core.model import ON_DISK
 from shardwright.core.plan import Plan, TablePlan
+from shardwright.core.planning import IN_FULL, Communication, trained_communication
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, flat
@@ -125,7 +126,16 @@ def shard_embeddings(
         names = {name: each.fqn for each, name in own}
         weights = {each.fqn: each.weight.detach() for each, _ in own}
         blocks, initial = _renamed(plan, names), blocks_of_whole(weights)
-        sharded = make_tables(tables, blocks, mesh, initial, rate, guard=guard, folder=folder)
+        sharded = make_tables(
+            tables,
+            blocks,
+            mesh,
+            initial,
+            rate,
+            guard=guard,
+            folder=folder,
+            communication=trained_communication(plan.job.planner.estimator),
+        )
         sharded.path = path or "tables"
         module = _replaced(module, path, _stand_in(path, part, sharded))
     if left:
@@ -144,10 +154,12 @@ def make_tables(
     *,
     guard: Guard | None = None,
     folder: Path = Path(),
+    communication: Communication = IN_FULL,
 ) -> ShardedTables:
     """One module of ``tables`` whose parameters lie as ``blocks`` say (collective); rank k of these
     is the k-th of ``mesh``, and ``initial`` gives the starting values of a rectangle. Tables on
-    disk lie in ``folder``."""
+    disk lie in ``folder``. ``communication`` are the dtypes that rows and their gradients travel
+    in."""
     blocks = list(blocks)
     mesh = flat(mesh)
     shapes = [TensorSpec(table.fqn, (table.rows, table.dim)) for table in tables]
@@ -155,7 +167,15 @@ def make_tables(
     route = make_route(tables, blocks, mesh.size())
     flow = Flow(0, guard)
     return ShardedTables(
-        tables, route, Comm(mesh), initial, learning_rate, flow, path="tables", folder=folder
+        tables,
+        route,
+        Comm(mesh),
+        initial,
+        learning_rate,
+        flow,
+        path="tables",
+        folder=folder,
+        communication=communication,
     )
 
 

@@ -132,10 +132,10 @@ class Store:
         if self.optimizer == "sgd" and self.weight.dtype == torch.float32:
             rows, lengths, weights = looked
             if lengths is not None or weights is not None:
-                rows, gradient = looked.summed(gradient)
+                rows, gradient = looked.summed(gradient, len(self.weight))
             update.sgd(self.weight, rows, gradient, rate)
             return
-        touched = looked.summed(gradient)
+        touched = looked.summed(gradient, len(self.weight))
         self.step(touched, self.squares(touched) if self.dim else None, rate, number)
 
     def squares(self, touched: Touched) -> torch.Tensor:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardwright.core.errors import InputError, PeerError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import Action
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import wire
+from shardwright.runtime.embeddings.asking import Asking
 from shardwright.runtime.embeddings.bags import (
     Bags,
     cat,
@@ -98,7 +101,8 @@ class ShardedTables(nn.Module):
 
     Features as ``read_bags`` takes them -> a mapping of each to rows [B, dim], pooled, or [values,
     dim]. Ids [B, F] of tables of one dim -> rows [B, F, dim]. ``learning_rate`` is that of the next
-    update; set it to follow a schedule. Tables on disk lie in ``folder``.
+    update; set it to follow a schedule. Tables on disk lie in ``folder``. Rows travel in the first
+    of the dtypes of ``communication``, their gradients in the second; sums are made in fp32.
     """
 
     def __init__(
@@ -112,10 +116,12 @@ class ShardedTables(nn.Module):
         *,
         path: str,
         folder: Path,
+        communication: Communication = IN_FULL,
     ) -> None:
         super().__init__()
         for table in tables:
             check_rule(table.optimizer, table.fqn)
+        self.row_dtype, self.gradient_dtype = (DTYPES[kind] for kind in communication)
         self.path = path
         self.tables = tuple(tables)
         self.features = features_of(tables)
@@ -136,8 +142,15 @@ class ShardedTables(nn.Module):
         self.limits = torch.tensor([f.table.rows for f in self.features], device=device)
         self.stores = [make_store(group, comm, initial, folder) for group in route.groups]
         self.guides = [Guide.of(group, comm.size, device) for group in route.groups]
+        self.asking = Asking(comm, self.guides, device) if self.guides else None
         self.replicas = Replicas(route.replicas, comm, initial, bool(self.stores))
         self.strips = Strips(route.strips, comm)
+        self.comes_as_asked = (
+            not route.replicas
+            and len(self.guides) == 1
+            and self.guides[0].is_steady
+            and self.guides[0].width == self.dim
+        )
         self._open: weakref.WeakSet[_Trip] = weakref.WeakSet()  # lookups that wait for backward
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
 
@@ -160,8 +173,8 @@ class ShardedTables(nn.Module):
             else:
                 bags, pools = read_bags(given, self.features, self.limits)
         except InputError as error:
-            if self.stores:
-                self._refuse(str(error))
+            if self.asking is not None:
+                self.asking.refuse(str(error))
             raise
         self._refuse_scaling()
         whole = isinstance(given, torch.Tensor)
@@ -182,8 +195,9 @@ class ShardedTables(nn.Module):
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def look_up(self, bags: Bags) -> tuple[Rows, _Trip]:
-        """Rows of every feature, and the trip that its backward retraces."""
+    def look_up(self, bags: Bags, whole: bool) -> tuple[Rows, _Trip]:
+        """Rows of every feature, one tensor if they are ``whole``, and the trip that its backward
+        retraces."""
         probe = self.comm.probe
         adds = self._updated == _steps.made and self.flow.has_gradients
         trip = _Trip(bags.shares, [], [], [], self.limits[:0], [], adds)
@@ -200,45 +214,28 @@ class ShardedTables(nn.Module):
         with probe.phase("exchange_rows"):
             if rows is not None:
                 served, came = self._floats(trip.served), self._floats(trip.counts)
+                rows = rows.to(self.row_dtype)
                 back = self._exchange("exchange rows", rows, served, came)
                 del rows
                 probe.did(Action("exchange", "rows", "exchange_rows"))
-            out = self._out(bags.results)
-            self._assemble(out, back, found, trip)
+            if back is not None and self.comes_as_asked and not whole:
+                out = self._views(bags.results, back)
+            else:
+                out = self._out(bags.results)
+                self._assemble(out, back, found, trip)
+            for place, share in enumerate(trip.shares):
+                if share is not None:
+                    out[place].mul_(share)
         probe.did(Action("assemble", self.path, "exchange_rows"))
         return out, trip
 
     def _request(self, bags: Bags, trip: _Trip) -> None:
         """Sort ids by owner and send every owner its row numbers; nothing else needs ``bags``."""
-        asked = [guide.request(bags) for guide in self.guides]
+        trip.asked = [guide.request(bags) for guide in self.guides]
         trip.replicas = [guide.request(bags) for guide in self.replicas.guides]
         bags.forget()
-        if not self.stores:
-            return
-        sent, trip.counts = wire.pack(asked, self.comm.size)
-        trip.asked = [each.without_rows() for each in asked]
-        trip.served = self._announce(trip.counts)
-        trip.rows = self._exchange("exchange ids", sent, trip.counts, trip.served)
-
-    def _announce(self, counts: wire.Counts) -> wire.Counts:
-        """Exchange how much of each section every rank will send to every other."""
-        announced = torch.tensor(counts, device=self.device).view(-1)
-        heard = torch.empty_like(announced)
-        self.comm.all_to_all("exchange counts", heard, announced)
-        served: wire.Counts = heard.view(self.comm.size, -1).tolist()
-        refused = [rank for rank, row in enumerate(served) if min(row) < 0]
-        if refused:
-            said = wire.words_of_all(self.comm, "")[refused[0]]
-            ranks = ", ".join(map(str, refused))
-            raise PeerError(f"ids were refused on rank {ranks}, no rows were moved: {said}")
-        return served
-
-    def _refuse(self, fault: str) -> None:
-        """Announce a ``fault`` in this rank's ids in place of counts, so that all ranks raise."""
-        with self.comm.probe.phase("exchange_ids"):
-            refusal = self.limits.new_full((self.comm.size * 3 * len(self.stores),), -1)
-            self.comm.all_to_all("exchange counts", torch.empty_like(refusal), refusal)
-            wire.words_of_all(self.comm, fault)
+        if self.asking is not None:
+            trip.counts, trip.served, trip.rows = self.asking.ask(trip.asked)
 
     def _serve(self, trip: _Trip) -> torch.Tensor:
         """The rows asked for, flat, by rank then group."""
@@ -263,10 +260,15 @@ class ShardedTables(nn.Module):
         if back is not None:
             groups = wire.regroup(back, self._floats(trip.counts))
             for guide, asked, rows in zip(self.guides, trip.asked, groups, strict=True):
-                guide.put(out, rows.view(-1, guide.width), asked)
-        for place, share in enumerate(trip.shares):
-            if share is not None:
-                out[place].mul_(share)
+                guide.put(out, rows.view(-1, guide.width).float(), asked)
+
+    def _views(self, results: Sequence[int], back: torch.Tensor) -> Rows:
+        """What came back, feature by feature, where it lies."""
+        (guide,) = self.guides
+        rows = back.view(-1, guide.width).float()
+        parts = rows.split([results[f] for f in guide.features])
+        found = sorted(zip(guide.features, parts, strict=True), key=itemgetter(0))
+        return [part for _, part in found]
 
     def _out(self, results: Sequence[int]) -> Rows:
         """Room for what comes back: [F, B, D] where it is as much of every feature."""
@@ -333,14 +335,14 @@ class ShardedTables(nn.Module):
         touched: dict[int, Touched] = {}
         for place, store in enumerate(self.stores):
             rows = wire.joined([each[place] for each in looked])
-            gradient = cat([a.gradients[place].view(-1, store.width) for a in backwards])
+            gradient = cat([a.gradients[place].view(-1, store.width) for a in backwards]).float()
             rate = self.learning_rate
             if store.optimizer == "sgd":
                 rate *= scale
             else:
                 gradient.mul_(scale)
             if place in self.strips.groups:
-                touched[place] = rows.summed(gradient)
+                touched[place] = rows.summed(gradient, len(store.weight))
             else:
                 store.update(rows, gradient, rate, number)
         if touched:
@@ -396,19 +398,21 @@ class ShardedTables(nn.Module):
         self, gradient: Rows, trip: _Trip, dense: torch.Tensor | None, guard: Guard
     ) -> list[torch.Tensor]:
         """Row gradients at the rows' owners, group by group; ``dense`` rides and is summed."""
+        dtype = self.gradient_dtype
         ordered = [
-            guide.take(gradient, asked).view(-1)
+            guide.take(gradient, asked).view(-1).to(dtype)
             for guide, asked in zip(self.guides, trip.asked, strict=True)
         ]
         guard.look(ordered, self.gradient_names, partial(_each, gradient))
         out, into = self._floats(trip.counts), self._floats(trip.served)
-        if dense is not None:
-            ordered.append(dense.repeat(self.comm.size))
-            out, into = ([[*row, len(dense)] for row in counts] for counts in (out, into))
-        elif self.guard is None:
+        if self.guard is None and (dense is None or dtype != dense.dtype):
             if heads := sum(not any(row) for row in out):
                 ordered.append(ordered[0].new_zeros(heads))
             out, into = wire.without_empty(out), wire.without_empty(into)
+        if dense is not None:  # in full, whatever rows travel in
+            ordered.append(dense.repeat(self.comm.size).view(dtype))
+            size = len(ordered[-1]) // self.comm.size
+            out, into = ([[*row, size] for row in counts] for counts in (out, into))
         sent = wire.interleave(ordered, out)
         if self.guard is None and not guard.is_fine:
             wire.spoil(sent, out)
@@ -418,7 +422,8 @@ class ShardedTables(nn.Module):
             guard.settle()
         arrived = wire.regroup(received, into)
         if dense is not None:
-            torch.sum(arrived[-1].view(self.comm.size, -1), 0, out=dense)
+            every = arrived[-1] if dtype == dense.dtype else arrived[-1].clone().view(dense.dtype)
+            torch.sum(every.view(self.comm.size, -1), 0, out=dense)
         return arrived[: len(self.stores)]
 
     def _learnt(self, gradient: Rows, trip: _Trip, guard: Guard) -> Learnt:
@@ -456,13 +461,11 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, bags: Bags, tables: ShardedTables, whole: bool
     ) -> Any:
-        out, trip = tables.look_up(bags)
+        out, trip = tables.look_up(bags, whole)
         tables._open.add(trip)  # until its graph is gone
         ctx.trip, ctx.tables, ctx.whole = trip, tables, whole
-        if isinstance(out, torch.Tensor) and not whole:
-            # tensors of their own for autograd, which may be changed in place
-            return tuple(rows.data for rows in out.unbind())
-        return out if whole else tuple(out)
+        # tensors of their own for autograd, which may be changed in place
+        return out if whole else tuple(rows.data for rows in _each(out))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

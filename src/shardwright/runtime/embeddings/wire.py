@@ -1,7 +1,8 @@
 """What travels: sections of every group, by rank and within a rank one section after the other.
 
 To the owners of rows go, of each group, row numbers, lengths of segments and weights of rows, the
-last two where a rank has any; all as int64. Rows and gradients go as fp32.
+last two where a rank has any; all as int64. Rows and gradients go as fp32, or rounded to what has
+half the bytes.
 """
 
 from __future__ import annotations
@@ -12,11 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.guide import Request
 from shardwright.runtime.embeddings.update import Looked
-
-_WORDS = 512  # bytes of what a rank says
 
 Counts = list[list[int]]  # [rank][section]
 
@@ -90,16 +88,6 @@ def _with_ones(
         return None
     pairs = zip(given, rows, strict=True)
     return torch.cat([like.new_ones(len(r)) if part is None else part for part, r in pairs])
-
-
-def words_of_all(comm: Comm, own: str) -> list[str]:
-    """What every rank has to say, the first bytes of it (collective)."""
-    raw = own.encode()[:_WORDS].ljust(_WORDS, b"\0")
-    said = torch.tensor(list(raw), dtype=torch.uint8, device=comm.mesh.device_type)
-    every = said.new_empty(comm.size * _WORDS)
-    comm.all_gather("why ids were refused", every, said)
-    rows = every.view(comm.size, _WORDS).tolist()
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
 def without_empty(counts: Counts) -> Counts:
