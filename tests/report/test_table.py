@@ -295,6 +295,25 @@ def test_what_changed_alike_is_one_row_of_a_difference() -> None:
     assert "t799" in printed(plan_difference(a, b, full=True))
 
 
+def test_tables_that_moved_to_many_ranks_are_one_row_beside_what_they_have_in_common() -> None:
+    plan = samples.plan()
+    tables = [samples.table(f"t{k}", 9, "table_wise", (k % 2,)) for k in range(90)]
+    moved = [samples.table(t.name, 9, "table_wise", (2 + k // 4,)) for k, t in enumerate(tables)]
+    moved[50:] = [samples.table(t.name, 9, "table_wise", (7,)) for t in tables[50:]]
+    a = msgspec.structs.replace(plan, tables=tuple(tables))
+    b = msgspec.structs.replace(a, tables=tuple(moved))
+    text = flowed(plan_difference(a, b))
+    assert "22 tables ranks 0 7 22 tables ranks 1 7 46 tables ranks various various" in text
+    assert "t49" in printed(plan_difference(a, b, full=True))
+
+
+def test_keys_of_a_table_that_one_job_has_not_are_no_differences_of_their_own() -> None:
+    job = samples.plan().job
+    a, fewer = samples.plan(job=job), msgspec.structs.replace(job, tables=job.tables[1:])
+    assert job.tables
+    assert differences(a, msgspec.structs.replace(a, job=fewer)) == []
+
+
 def test_printing_a_plan_imports_neither_templates_nor_torch() -> None:
     code = (
         "import sys, shardwright.report.table; "

@@ -14,7 +14,7 @@ from shardwright.core.checkpoint_section import CheckpointSection, every
 from shardwright.core.cluster import MAX_PLANNED, Calibration, Ranks, read_calibration
 from shardwright.core.data_section import READ_BY, Count, DataSection, check_data
 from shardwright.core.document import convert, parse_toml, read_bytes
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of
 from shardwright.core.memory_section import (
     HAVE_BLOCKS,
@@ -261,6 +261,7 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
 
     ``path`` is the job's own, for files that it names.
     """
+    check_type(document, dict, where, "read_job reads a file, parse_job what is read of one.")
     document = _with_kinds(_with_tables(document, where, path), where)
     document = _with_bytes(document, where)
     tables = document.get("tables", ())
