@@ -23,7 +23,8 @@ class Found:
 
     ``gave_up`` says whether a step's activations kept a draft from being better, ``tried`` what
     each checkpointing policy had where there was a choice. ``model_of`` describes the model that
-    was searched, and that of the same job with another batch.
+    was searched, and that of the same job with another batch; ``helps`` are ways out that
+    were tried where nothing fits.
     """
 
     problem: Problem
@@ -37,6 +38,7 @@ class Found:
     gave_up: bool = False
     tried: tuple[Tried, ...] = ()
     model_of: ModelOf | None = None
+    helps: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
