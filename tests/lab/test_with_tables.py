@@ -191,7 +191,7 @@ def test_a_rate_of_tables_that_there_cannot_be_is_refused() -> None:
 LEFT = "could be tables: 'users': train.table_optimizer takes them out of dense units"
 
 
-def test_a_plan_says_that_large_embeddings_could_be_tables_where_the_job_leaves_them_dense() -> None:
+def test_a_plan_names_large_embeddings_that_could_be_tables_and_are_left_dense() -> None:
     wide = {"rows": 40_000, "dim": 16}
     assert LEFT in plan(job_of("wide", arguments=wide, train={"optimizer": "adam"})).assumptions
     small = plan(job_of("wide", arguments={"rows": 40, "dim": 16}, train={"optimizer": "adam"}))

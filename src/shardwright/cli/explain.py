@@ -252,7 +252,10 @@ def _why_not(plan: Plan, options: argparse.Namespace) -> None:
             }
         )
     else:
-        print(printable(f"{found.name} is {found.chosen}. {found.text}", 2 * TEXT_LIMIT))
+        from shardwright.report.table import prose
+
+        for line in found.lines:
+            shared.show(prose(printable(line, 2 * TEXT_LIMIT)))
 
 
 def _replanned(found: explain.WhyNot) -> dict[str, object] | None:
