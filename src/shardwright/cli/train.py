@@ -57,16 +57,14 @@ def finish(session: Session, *, json: bool = False, full: bool = False, brief: b
     if json:
         shared.print_json({"outcome": session.outcome, "measurement": session.measurement})
         return 0
-    from rich.text import Text
-
-    from shardwright.report.table import comparison_summary
+    from shardwright.report.table import comparison_summary, prose
 
     shared.show(comparison_summary(session.comparison, full=full, brief=brief))
     if session.measurement.profile:
         from shardwright.report.table import profile_summary
 
         shared.show(profile_summary(session.measurement.profile, full=full))
-    shared.show(Text("\n".join(result_lines(session))))
+    shared.show(prose("\n".join(result_lines(session))))
     print(f"results in {session.folder}", file=sys.stderr)
     return 0
 

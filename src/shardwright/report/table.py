@@ -49,7 +49,7 @@ def text_of(renderable: RenderableType, *, color: bool = False) -> str:
         console.width = NO_TERMINAL
     with console.capture() as drawn:
         console.print(renderable)
-    return drawn.get()
+    return "\n".join(line.rstrip(" ") for line in drawn.get().split("\n"))
 
 
 FIRST_RANKS, FIRST_FAILURES, FIRST_DIFFERENCES, FIRST_KERNELS = (
