@@ -49,7 +49,10 @@ def test_a_plan_alone_says_what_it_rests_on_and_where_each_rank_peaks(call: Any,
         assert word in answer.out
 
 
-def test_what_was_not_said_is_shown_as_a_default(call: Any, plan: Any) -> None:
+def test_what_was_not_said_is_shown_as_a_default(
+    call: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     lines = call("explain", plan).out.splitlines()
     facts = {line.split("  ")[0]: line for line in lines if line.endswith("]")}
     assert "[tables.dtype not given: the default]" in facts["dtype"]
@@ -109,6 +112,21 @@ def test_the_json_of_a_plan_has_its_ranks(call: Any, plan: Any) -> None:
     found = call("explain", plan, "--json").json
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     assert found["basis"]
+
+
+@pytest.mark.parametrize(
+    "words", ["", "--tensor big", "--unit top", "--statistic lower_bound", "--statistic spread"]
+)
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_left_out(
+    call: Any, plan: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    wide = call("explain", plan, *words.split()).out
+    monkeypatch.setenv("COLUMNS", "80")
+    folded = call("explain", plan, *words.split()).out
+    assert max(map(len, folded.splitlines())) <= 80
+    assert folded.split() == wide.split()
+    assert len(folded.splitlines()) > len(wide.splitlines())
 
 
 def test_why_not_gives_a_reason(call: Any, plan: Any) -> None:

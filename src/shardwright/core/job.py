@@ -258,9 +258,7 @@ def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
 
 def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = None) -> Job:
     """Check a decoded job; every error names the key, what was expected and what was found.
-
-    ``path`` is the job's own, for files that it names.
-    """
+    ``path`` is the job's own, for files that it names."""
     check_type(document, dict, where, "read_job reads a file, parse_job what is read of one.")
     document = _with_kinds(_with_tables(document, where, path), where)
     document = _with_bytes(document, where)
