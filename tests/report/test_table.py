@@ -17,7 +17,7 @@ from shardwright.core.timeline import PHASES
 from shardwright.planner.statistics import statistics
 from shardwright.report.comparison_sheets import time_verdict
 from shardwright.report.plan_report import plan_report
-from shardwright.report.plan_sheets import table_seconds
+from shardwright.report.plan_sheets import fits_line, table_seconds
 from shardwright.report.table import (
     comparison_summary,
     differences,
@@ -98,6 +98,16 @@ def test_placements_are_shown_in_words() -> None:
     text = printed(first_screen(samples.plan()), 120)
     assert "replicated" in text
     assert "sharded (flat)" in text
+
+
+def test_what_lies_in_slower_memory_is_said_beside_what_fits() -> None:
+    plan = samples.plan()
+    assert "Beside it" not in fits_line(plan)
+    ranks = tuple(msgspec.structs.replace(r, ddr_bytes=3 * 2**20) for r in plan.ranks)
+    on_gpus = msgspec.structs.replace(plan.cluster, compute_device="cuda", hbm_cap=2**30)
+    left = msgspec.structs.replace(plan.reserved, hbm_left=2**30)
+    moved = msgspec.structs.replace(plan, ranks=ranks, cluster=on_gpus, reserved=left)
+    assert fits_line(moved).endswith(" Beside it all ranks together have 6.00 MiB in DDR.")
 
 
 def test_a_rank_over_its_budget_says_so_in_words() -> None:

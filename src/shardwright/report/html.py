@@ -198,7 +198,7 @@ def _warnings(
 
 def _figures(plan: Plan, measurement: Measurement | None) -> tuple[Figure, ...]:
     peak = max((totals.peak_bytes for totals in plan.ranks), default=0)
-    budget = plan.cluster.memory_per_rank
+    budget = plan_sheets.budget_of(plan)
     used = f"{percent(peak / budget)} of {format_bytes(budget)}" if budget else ""
     step = format_seconds(plan.max_rank_seconds)
     if measurement is None:
@@ -244,8 +244,7 @@ def _memory_caption(plan: Plan, measurement: Measurement | None) -> str:
     if measurement and measurement.memory_steps:
         steps = ", ".join(str(step) for step in measurement.memory_steps[:8])
         text += f" Measured on step {steps}."
-    budget = format_bytes(plan.cluster.memory_per_rank)
-    return f"{text} The budget is {budget} per rank."
+    return f"{text} {plan_sheets.budget_sentence(plan)}"
 
 
 def _phases_caption(plan: Plan, measurement: Measurement | None) -> str:

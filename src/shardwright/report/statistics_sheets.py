@@ -94,7 +94,7 @@ def _letters(statistics: Statistics) -> str:
 
 
 def evenness_sheet(plan: Plan, statistics: Statistics) -> Sheet:
-    """Least, medians, mean and most of seconds and bytes of the ranks, and the measures of imbalance."""
+    """Least, medians, mean and most of seconds and bytes, and the measures of imbalance."""
     rows = []
     for spread, uneven in zip(statistics.spreads, statistics.unevenness, strict=True):
         rows.append(
