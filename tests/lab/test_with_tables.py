@@ -204,6 +204,9 @@ def test_where_no_plan_fits_it_is_tried_whether_one_with_tables_does() -> None:
     wide = {"rows": 200_000, "dim": 16}
     with pytest.raises(NoPlanError, match=r"What would help: train\.table_optimizer of 'rowwise_"):
         plan(job_of("wide", "16 MiB", arguments=wide, train={"optimizer": "adam"}))
+    with pytest.raises(NoPlanError) as caught:  # as tables that are looked up twice none can be
+        plan(job_of("wide_twice", "16 MiB", arguments=wide, train={"optimizer": "adam"}))
+    assert "table_optimizer" not in str(caught.value)
     with pytest.raises(NoPlanError) as caught:  # a plan with tables does not fit either
         plan(job_of("wide", "2 MiB", arguments=wide, train={"optimizer": "adam"}))
     assert "table_optimizer" not in str(caught.value)

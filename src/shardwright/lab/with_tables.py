@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -59,23 +60,25 @@ def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all
         raise errors[0]
     best = min(searched, key=lambda found: found.seconds)
     if best.draft is None and any(note.startswith(COULD) for note in everything.notes):
-        return _with_way(best, job, recorded, watch)
+        return replace(best, helps=partial(_tables_help, job, recorded))
     return best
 
 
-def _with_way(found: Found, job: Job, recorded: Recorded, watch: Watch) -> Found:
-    """What was ``found`` without a plan, with the word that tables would help, if they do."""
+def _tables_help(job: Job, recorded: Recorded, watch: Watch) -> str:
+    """Says that a plan fits once embeddings are tables; empty where none is found."""
     train = msgspec.structs.replace(job.train, table_optimizer=TRIED)
     its = msgspec.structs.replace(job, train=train)
-    other = find_with_tables(its, recorded, watch.part(SECONDS_FOR_TABLES), found_at_all=True)
-    if other.draft is None:
-        return found
-    helps = f"train.table_optimizer of '{TRIED}' fits, for embeddings are tables then"
-    return replace(found, helps=(helps,))
+    try:
+        found = find_with_tables(its, recorded, watch.part(SECONDS_FOR_TABLES), found_at_all=True)
+    except ShardwrightError:  # as tables they are used as no table can be
+        return ""
+    fits = f"train.table_optimizer of '{TRIED}' fits, for embeddings are tables then"
+    return fits if found.draft is not None else ""
 
 
 def _described(recorded: Recorded, paths: Paths | None, reasons: Paths, said: bool) -> ModelOf:
-    """Describes models with the embeddings at ``paths`` as tables."""
+    """Describes models with the embeddings at ``paths`` as tables; those that could be are not
+    named where a job has ``said`` how tables learn."""
 
     def described(job: Job) -> ModelSpec:
         found = recorded(job, paths)

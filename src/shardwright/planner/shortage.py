@@ -43,8 +43,8 @@ def error(found: Found, watch: Watch) -> NoPlanError:
     whole = Watch(hear=watch.hear)
     whole.begun = watch.begun
     if problem.model.is_trained:
-        draft = smallest(problem)
-        return _refusal(problem, draft, model_of, whole, tried, found.helps, proven=False)
+        draft, helps = smallest(problem), found.helps(whole) if found.helps else ""
+        return _refusal(problem, draft, model_of, whole, tried, helps, proven=False)
     least, proven = _least(problem, whole)
     if least is None:
         return _no_ranks(problem)
@@ -91,7 +91,7 @@ def _refusal(
     model_of: ModelOf,
     whole: Watch,
     tried: Sequence[Tried] = (),
-    helps: Sequence[str] = (),
+    helps: str = "",
     *,
     proven: bool,
 ) -> NoPlanError:
@@ -177,11 +177,9 @@ class _Try:
         return _fits(self.model_of, job, self.whole)
 
 
-def _ways(
-    problem: Problem, short: _Short, model_of: ModelOf, whole: Watch, helps: Sequence[str]
-) -> str:
+def _ways(problem: Problem, short: _Short, model_of: ModelOf, whole: Watch, helps: str) -> str:
     """What would help, each tried before it is named; where nothing was found, what was tried."""
-    found, tried = list(helps), []
+    found, tried = [helps] if helps else [], []
     for way in WAYS:
         attempt = _Try(problem, short, model_of, whole, whole.part(SECONDS_FOR_A_WAY), [])
         text = way(attempt)
