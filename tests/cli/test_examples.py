@@ -55,4 +55,5 @@ def _one_screen(line: list[str]) -> str:
     lines = done.stdout.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
+    assert not any(line.endswith(" ") for line in lines)
     return done.stdout

@@ -49,7 +49,10 @@ def test_a_plan_alone_says_what_it_rests_on_and_where_each_rank_peaks(call: Any,
         assert word in answer.out
 
 
-def test_what_was_not_said_is_shown_as_a_default(call: Any, plan: Any) -> None:
+def test_what_was_not_said_is_shown_as_a_default(
+    call: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     lines = call("explain", plan).out.splitlines()
     facts = {line.split("  ")[0]: line for line in lines if line.endswith("]")}
     assert "[tables.dtype not given: the default]" in facts["dtype"]
@@ -111,14 +114,32 @@ def test_the_json_of_a_plan_has_its_ranks(call: Any, plan: Any) -> None:
     assert found["basis"]
 
 
+@pytest.mark.parametrize(
+    "words", ["", "--tensor big", "--unit top", "--statistic lower_bound", "--statistic spread"]
+)
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_left_out(
+    call: Any, plan: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    wide = call("explain", plan, *words.split()).out
+    monkeypatch.setenv("COLUMNS", "80")
+    folded = call("explain", plan, *words.split()).out
+    assert max(map(len, folded.splitlines())) <= 80
+    assert folded.split() == wide.split()
+    assert len(folded.splitlines()) > len(wide.splitlines())
+
+
 def test_why_not_gives_a_reason(call: Any, plan: Any) -> None:
     answer = call("explain", plan, "--tensor", "big", "--why-not", "data_parallel")
     assert answer.code == 0
-    place = "(fused, 2 x 100,000 x 16) with everything else in place"
-    assert answer.out.startswith(f"big is row_wise. data_parallel {place} does not fit: rank ")
-    assert (
-        "B too much. Planned anew with data_parallel, the rest free to move: no plan " in answer.out
+    first, place, *_ = answer.out.splitlines()
+    assert first == "big is row_wise."
+    assert place.startswith(
+        "data_parallel (fused, 2 x 100,000 x 16) with everything else in place "
     )
+    assert " does not fit: rank " in " ".join(answer.out.split())
+    assert "\ndata_parallel with the rest planned anew has no plan that fits, " in answer.out
+    assert all(len(line) <= 120 for line in answer.out.splitlines())
 
 
 def test_why_not_of_what_was_chosen(call: Any, plan: Any) -> None:
@@ -131,7 +152,7 @@ def test_why_not_of_what_was_chosen(call: Any, plan: Any) -> None:
 def test_why_not_takes_kernels_too(call: Any, plan: Any) -> None:
     answer = call("explain", plan, "--tensor", "big", "--why-not", "fused_uvm")
     assert answer.code == 0
-    assert answer.out.startswith("big is fused. fused_uvm is not possible: this version's runtime ")
+    assert answer.out.startswith("big is fused.\nfused_uvm is not possible: this version's run")
 
 
 def test_why_not_needs_a_table_or_a_unit(call: Any, plan: Any) -> None:
@@ -217,7 +238,7 @@ def test_a_plan_of_tables_alone_is_explained(call: Any, tmp_path: Path) -> None:
     assert "HBM bytes" in call("explain", path, "--tensor", "a").out
     assert "input_dist takes" in call("explain", path, "--tensor", "a").out
     reason = call("explain", path, "--tensor", "a", "--why-not", "fused_uvm").out
-    assert reason.startswith("a is fused. fused_uvm (")
+    assert reason.startswith("a is fused.\nfused_uvm (")
     assert " fits (rank " in reason
 
 

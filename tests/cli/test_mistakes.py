@@ -74,6 +74,16 @@ SET = [
     ("memory.param_dtype=fp61", "memory.param_dtype", "'fp61'"),
     ("tables.big.rows=0", "'big'.rows", "from 1"),
     ("tables.bigger.rows=3", "tables", "bigger"),
+    ("tables.big.min_partition=0", "'big'.min_partition", "from 1"),
+    ("tables.big.sharding_types=[]", "'big'.sharding_types", "Leave it out for any"),
+    ("tables.big.compute_kernels=[]", "'big'.compute_kernels", "one or more"),
+    ('tables.big.sharding_types=["row"]', "sharding_types[0]", "row_wise"),
+    ('tables.big.compute_kernels=["uvm"]', "compute_kernels[0]", "fused_uvm"),
+    ("tables.big.pooling_factors=[-1.0]", "'big'.pooling_factors", "from 0"),
+    ("tables.0.rows=5", "--set tables.0", "big"),
+    ("cluster.ddr_cap=-5MiB", "cluster.ddr_cap", "'48 MiB'"),
+    ("train.learning_rate=nan", "train.learning_rate", "> 0.0"),
+    ("planner.time_limit=0", "planner.time_limit", "> 0.0"),
 ]
 
 
@@ -115,6 +125,20 @@ COMMANDS = [
     ("run plan.json", "RANK", "shardwright train"),
     ("memory job.toml --timeline out.png", "--timeline", ".svg or .json"),
     ("plna job.toml", "'plna'", "plan"),
+    ("plan job.toml -o text.txt/plan.json", "text.txt/plan.json", "no folder"),
+    ("calibrate -o text.txt/cluster.toml", "text.txt/cluster.toml", "no folder"),
+    ("plan job.toml -n two", "-n/--ranks", "'two'"),
+    ("plan", "JOB.toml", "--help"),
+    ("memory plan.json", "a job in TOML, got JSON", "explain, train"),
+    ("fit plan.json", "a job in TOML, got JSON", "explain, train"),
+    ("memory job.toml --rank 7", "--rank", "'all ranks'"),
+    ("explain plan.json --tensor", "--tensor", "--help"),
+    ("explain run --tensor big", "run: expected a plan file", "shardwright plan"),
+    ("reshard run --plan plan.json", "run", "Save a checkpoint there first"),
+    ("compare plan.json", "plan.json: expected the folder of a run", "train --out DIR"),
+    ("report plan.json -o run", "run", "a directory"),
+    ("init llamma", "KIND", "'llama'"),
+    ("init python -o job.toml", "job.toml", "Name another with -o"),
 ]
 
 
@@ -142,6 +166,19 @@ def test_a_job_for_gpus_is_refused_where_there_are_none(
     call("train", job, *words).refuses(2, "2 CUDA devices", "--set cluster.preset=local")
 
 
+def test_tables_alone_say_what_trains_them(call: Any, job: Path) -> None:
+    tables = job.read_text().replace("bottom = [32, 16]\ntop = [32, 1]", 'kind = "tables"')
+    job.write_text(tables.replace('[train]\noptimizer = "adagrad"', ""))
+    answer = call("train", job)
+    answer.refuses(2, "tables alone", "Kind 'dlrm'", "'cat'", "sw.shard_embeddings")
+
+
+def test_a_class_of_ranks_is_named_by_its_number_too(call: Any, job: Path) -> None:
+    named, numbered = (call("memory", job, "--rank", rank) for rank in ("all ranks", "1"))
+    assert named.code == numbered.code == 0, named
+    assert named.out == numbered.out
+
+
 ANY: Any = {"batch": {"size": 3}}
 
 
@@ -153,14 +190,47 @@ ANY: Any = {"batch": {"size": 3}}
         (lambda: sw.explain(ANY, "C3"), "plan: expected a Plan, got dict. read_plan reads a file."),
         (lambda: sw.compare(ANY, ANY), "plan: expected a Plan, got dict. read_plan reads a file."),
         (lambda: sw.apply(ANY, ANY, ANY), "plan: expected a Plan, got dict."),
+        (lambda: sw.shard_embeddings(ANY, ANY, ANY), "plan: expected a Plan, got dict. read_plan"),
+        (lambda: sw.parse_job(None), "job: expected a dict, got NoneType. read_job reads a file"),
+        (lambda: sw.read_job(3), "path: expected that of a job file, got int. Name a job in TOML"),
+        (lambda: sw.read_plan(None), "path: expected that of a plan file, got NoneType. Make one"),
+        (lambda: sw.plan_module(ANY, ANY), "build: expected a function that returns the module, "),
+        (lambda: sw.get_dstorage(ANY), "module: expected a Module, got dict."),
+        (lambda: sw.optimizer_parameters(ANY), "model: expected a Module, got dict."),
+        (lambda: sw.full_state_dict(ANY), "model: expected a Module, got dict."),
+        (lambda: sw.Buckets(ANY, ANY), "model: expected a Module, got dict."),
+        (lambda: sw.Guard(ANY), "mesh: expected a DeviceMesh, got dict. init_device_mesh makes"),
+        (lambda: sw.fully_shard_flat(ANY, ANY), "module: expected a module, or several, got dict."),
+        (lambda: sw.MemoryTracker(ANY), "model: expected a torch.nn.Module, got dict."),
     ],
 )
-def test_a_mapping_is_no_job_or_plan_and_what_makes_one_is_said(
-    asked: Callable[[], object], said: str
-) -> None:
+def test_a_wrong_argument_is_one_line_that_names_it(asked: Callable[[], object], said: str) -> None:
     with pytest.raises(InputError) as caught:
         asked()
     assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("name", ["fully_shard_flat", "Buckets", "plan_module", "explain"])
+def test_a_wrong_argument_beside_right_ones_is_one_line(name: str, plan: Path) -> None:
+    from torch import nn
+
+    module = nn.Linear(2, 2)
+    asked: dict[str, Callable[[], object]] = {
+        "fully_shard_flat": lambda: sw.fully_shard_flat(module, "cpu"),
+        "Buckets": lambda: sw.Buckets(module, None),
+        "plan_module": lambda: sw.plan_module(module, 3),
+        "explain": lambda: sw.explain(sw.read_plan(plan), 3),
+    }
+    said = {
+        "fully_shard_flat": "mesh: expected a DeviceMesh, got str. init_device_mesh makes one.",
+        "Buckets": "mesh: expected a DeviceMesh, got NoneType. init_device_mesh makes one.",
+        "plan_module": "build: expected a function that returns the module, got Linear. Pass one, "
+        "such as lambda: Net(64).",
+        "explain": "name: expected a str, got int.",
+    }
+    with pytest.raises(InputError) as caught:
+        asked[name]()
+    assert str(caught.value) == said[name]
 
 
 def test_a_wrong_function_lists_those_that_are_there(

@@ -184,7 +184,7 @@ def test_a_bad_value_is_named_with_what_was_expected(
         ({"dim": 65537}, "tables[0] 'a'.dim: expected a value from 1 to 65536, got 65537."),
         (
             {"min_partition": 65537},
-            "tables[0] 'a'.min_partition: expected a value from 0 to 65536, got 65537.",
+            "tables[0] 'a'.min_partition: expected a value from 1 to 65536, got 65537.",
         ),
         (
             {"min_partition": 4, "dim": 65536},

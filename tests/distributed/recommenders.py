@@ -151,6 +151,18 @@ def wide(batch: int, rows: int = 40_000, dim: int = 64) -> Any:
     return Wide(rows, dim), torch.randint(rows, (batch,))
 
 
+class WideTwice(Wide):
+    """One whose table is looked up twice."""
+
+    def forward(self, users: Tensor) -> Tensor:
+        return super().forward(users) + super().forward(users)
+
+
+def wide_twice(batch: int, rows: int, dim: int) -> Any:
+    """The mean of its result."""
+    return WideTwice(rows, dim), torch.randint(rows, (batch,))
+
+
 class Uneven(nn.Module):
     """A large table and a small one."""
 

@@ -188,6 +188,30 @@ def test_a_rate_of_tables_that_there_cannot_be_is_refused() -> None:
         job_of("build", train={"optimizer": "adamw", "table_learning_rate": 1.0})
 
 
+LEFT = "could be tables: 'users': train.table_optimizer takes them out of dense units"
+
+
+def test_a_plan_names_large_embeddings_that_could_be_tables_and_are_left_dense() -> None:
+    wide = {"rows": 40_000, "dim": 16}
+    assert LEFT in plan(job_of("wide", arguments=wide, train={"optimizer": "adam"})).assumptions
+    small = plan(job_of("wide", arguments={"rows": 40, "dim": 16}, train={"optimizer": "adam"}))
+    said = {"optimizer": "adam", "table_optimizer": "rowwise_adagrad"}
+    for other in (small, plan(job_of("wide", arguments=wide, train=said))):
+        assert not any("could be tables" in each for each in other.assumptions)
+
+
+def test_where_no_plan_fits_it_is_tried_whether_one_with_tables_does() -> None:
+    wide = {"rows": 200_000, "dim": 16}
+    with pytest.raises(NoPlanError, match=r"What would help: train\.table_optimizer of 'rowwise_"):
+        plan(job_of("wide", "16 MiB", arguments=wide, train={"optimizer": "adam"}))
+    with pytest.raises(NoPlanError) as caught:  # as tables that are looked up twice none can be
+        plan(job_of("wide_twice", "16 MiB", arguments=wide, train={"optimizer": "adam"}))
+    assert "table_optimizer" not in str(caught.value)
+    with pytest.raises(NoPlanError) as caught:  # a plan with tables does not fit either
+        plan(job_of("wide", "2 MiB", arguments=wide, train={"optimizer": "adam"}))
+    assert "table_optimizer" not in str(caught.value)
+
+
 # ---- from Python ---------------------------------------------------------------------------------
 
 

@@ -496,7 +496,7 @@ def test_why_not_shows_what_another_type_would_do(name: str, wanted: str) -> Non
     else:
         assert found.reason.startswith(f"{wanted} (")
         assert " fits (rank " in found.reason
-        assert " s per step (" in found.reason
+        assert "s per step (" in found.reason
         assert found.seconds is not None
         assert (found.seconds > made.max_rank_seconds) == (found.verdict == "slower")
 
@@ -537,7 +537,7 @@ def test_why_not_says_when_another_way_is_as_good() -> None:
     (wanted,) = {"table_wise", "column_wise"} - {made.tables[1].sharding_type}
     found = explain.why_not(made, "tiny", wanted)
     assert found.verdict == "as good"
-    assert "is as good: the slowest rank takes" in found.reason
+    assert " and is as good: " in found.reason
 
 
 def test_numbers_of_why_not_are_those_of_the_plan_that_is_forced() -> None:

@@ -86,6 +86,7 @@ def test_where_nothing_fits_the_largest_categories_and_ways_out_are_named() -> N
     assert "memory.checkpointing = full 60.00 GiB" in text
     assert "Longest sequence with batch 2, none: none fits." in text
     assert "no number is enough" in text
+    assert not any(line.endswith(" ") for line in text.splitlines())
 
 
 def test_a_job_that_fits_names_no_way_out() -> None:

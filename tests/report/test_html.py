@@ -9,6 +9,7 @@ import pytest
 import samples
 
 from shardwright.core.measurement import Line, Quality
+from shardwright.core.model_section import ModelSection
 from shardwright.core.profile import Awaited, Kernel, PhaseTime, Stage
 from shardwright.core.scores import Scores
 from shardwright.report.html import render
@@ -166,10 +167,21 @@ def test_a_run_without_a_comparison_says_so() -> None:
     assert "Measured, but not compared with the plan." in text
 
 
+def test_the_loss_is_called_what_it_is_and_only_lines_that_are_there_are_explained() -> None:
+    plan = samples.plan()
+    held = shown(render(plan, samples.measurement(plan), None))
+    assert "Log-loss of the global batch, in nats. The lines for held-out rows use data" in held
+    job = msgspec.structs.replace(plan.job, model=ModelSection("python", python="mine:build"))
+    own = msgspec.structs.replace(plan, job=job)
+    text = shown(render(own, samples.measurement(own, quality=None), None))
+    assert "The model's own loss of the global batch." in text
+    assert "held-out rows use" not in text
+
+
 def test_a_plan_without_tables_is_a_report() -> None:
     bare = msgspec.structs.replace(samples.plan(), tables=(), units=(), ranks=(), timeline=())
     text = shown(render(bare, None, None))
-    assert "The plan has no tables." in text
+    assert "Sharding map" not in text
     assert "Embedding tables" not in text
 
 

@@ -136,6 +136,10 @@ def test_the_answer_comes_first_and_the_rest_where_it_is_asked_for() -> None:
     ):
         assert title not in text
         assert title in full
+    flat = " ".join(full.split())
+    assert "low high" in flat
+    seconds = flat.partition("Seconds per table")[2].partition("Sums over all")[0]
+    assert sum(map(float, re.findall(r"([\d.]+) %", seconds))) == pytest.approx(100, abs=1)
 
 
 @pytest.mark.parametrize("width", [80, 120])

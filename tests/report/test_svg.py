@@ -77,10 +77,20 @@ def test_memory_bars_are_as_long_as_their_bytes() -> None:
         assert length / lengths[largest] == pytest.approx(nbytes / largest, abs=1e-4)
 
 
+def test_the_budget_is_what_a_reservation_leaves_and_both_are_said() -> None:
+    plan = samples.plan()
+    left = msgspec.structs.replace(plan.reserved, ddr_left=12 * 2**20)
+    svg = memory_chart(msgspec.structs.replace(plan, reserved=left))
+    assert "budget 12.00 MiB" in texts(svg)
+    said = "The budget is 12.00 MiB per rank, what the reservation of 2.00 MiB leaves of 14.00 MiB."
+    assert said in texts(svg, "desc")[0]
+
+
 def test_a_budget_far_beyond_the_bars_is_written_instead_of_drawn() -> None:
     plan = samples.plan()
     wide = msgspec.structs.replace(plan.cluster, ddr_cap=2**40)
-    svg = memory_chart(msgspec.structs.replace(plan, cluster=wide))
+    left = msgspec.structs.replace(plan.reserved, ddr_left=2**40)
+    svg = memory_chart(msgspec.structs.replace(plan, cluster=wide, reserved=left))
     assert not any("budget" in t for t in texts(svg))
     assert "The budget is 1.00 TiB per rank." in texts(svg, "desc")[0]
 

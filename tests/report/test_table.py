@@ -17,7 +17,7 @@ from shardwright.core.timeline import PHASES
 from shardwright.planner.statistics import statistics
 from shardwright.report.comparison_sheets import time_verdict
 from shardwright.report.plan_report import plan_report
-from shardwright.report.plan_sheets import table_seconds
+from shardwright.report.plan_sheets import fits_line, table_seconds
 from shardwright.report.table import (
     comparison_summary,
     differences,
@@ -98,6 +98,16 @@ def test_placements_are_shown_in_words() -> None:
     text = printed(first_screen(samples.plan()), 120)
     assert "replicated" in text
     assert "sharded (flat)" in text
+
+
+def test_what_lies_in_slower_memory_is_said_beside_what_fits() -> None:
+    plan = samples.plan()
+    assert "Beside it" not in fits_line(plan)
+    ranks = tuple(msgspec.structs.replace(r, ddr_bytes=3 * 2**20) for r in plan.ranks)
+    on_gpus = msgspec.structs.replace(plan.cluster, compute_device="cuda", hbm_cap=2**30)
+    left = msgspec.structs.replace(plan.reserved, hbm_left=2**30)
+    moved = msgspec.structs.replace(plan, ranks=ranks, cluster=on_gpus, reserved=left)
+    assert fits_line(moved).endswith(" Beside it all ranks together have 6.00 MiB in DDR.")
 
 
 def test_a_rank_over_its_budget_says_so_in_words() -> None:
@@ -293,6 +303,25 @@ def test_what_changed_alike_is_one_row_of_a_difference() -> None:
     assert "64 ranks seconds, largest 8.1 ms 63 ms" in text
     assert len(printed(plan_difference(a, b)).splitlines()) <= 40
     assert "t799" in printed(plan_difference(a, b, full=True))
+
+
+def test_tables_that_moved_to_many_ranks_are_one_row_beside_what_they_have_in_common() -> None:
+    plan = samples.plan()
+    tables = [samples.table(f"t{k}", 9, "table_wise", (k % 2,)) for k in range(90)]
+    moved = [samples.table(t.name, 9, "table_wise", (2 + k // 4,)) for k, t in enumerate(tables)]
+    moved[50:] = [samples.table(t.name, 9, "table_wise", (7,)) for t in tables[50:]]
+    a = msgspec.structs.replace(plan, tables=tuple(tables))
+    b = msgspec.structs.replace(a, tables=tuple(moved))
+    text = flowed(plan_difference(a, b))
+    assert "22 tables ranks 0 7 22 tables ranks 1 7 46 tables ranks various various" in text
+    assert "t49" in printed(plan_difference(a, b, full=True))
+
+
+def test_keys_of_a_table_that_one_job_has_not_are_no_differences_of_their_own() -> None:
+    job = samples.plan().job
+    a, fewer = samples.plan(job=job), msgspec.structs.replace(job, tables=job.tables[1:])
+    assert job.tables
+    assert differences(a, msgspec.structs.replace(a, job=fewer)) == []
 
 
 def test_printing_a_plan_imports_neither_templates_nor_torch() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.core.cluster import write_calibration
-from shardwright.core.errors import InputError, expected
 from shardwright.core.outputs import CLUSTER, check_output
 
 
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Measure, write, show."""
-    _check_output(options.output)
+    check_output(options.output, CLUSTER)  # before half a minute of work
     from shardwright.lab.calibrate import calibrate
 
     attempt = calibrate(options.ranks, sys.stderr, quick=options.quick)
@@ -53,14 +52,3 @@ def execute(options: argparse.Namespace) -> int:
         shared.show(calibration_summary(attempt.found))
     print(f"cluster written to {options.output}{changed}", file=sys.stderr)
     return 0
-
-
-def _check_output(path: Path) -> None:
-    """Before half a minute of work: the file can be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            expected(str(path), "a file that can be written", f"'{error.strerror}'")
-        ) from None
-    check_output(path, CLUSTER)

@@ -78,7 +78,9 @@ def _show(found: Sequence[explain.Explanation], options: argparse.Namespace) -> 
     if options.json:
         shared.print_json([_as_json(e) for e in found])
     else:
-        print("\n\n".join(_text(e) for e in found))
+        from shardwright.report.table import equations
+
+        print("\n\n".join(equations(_lines(e)) for e in found))
 
 
 def _overview(plan: Plan, options: argparse.Namespace) -> None:
@@ -92,7 +94,9 @@ def _overview(plan: Plan, options: argparse.Namespace) -> None:
     lines = [*_basis(facts), *_constants(plan), "", *_ranks(plan, options.rank), ""]
     lines.append("Every step of one number: shardwright explain plan.json --tensor NAME")
     lines.append("Of a statistic: --statistic NAME. Another way to shard: --tensor NAME --why-not")
-    print("\n".join(lines))
+    from shardwright.report.table import equations
+
+    print(equations(lines))
 
 
 def _basis(facts: Iterable[explain.Fact]) -> list[str]:
@@ -169,12 +173,12 @@ def _bytes(
     return lines
 
 
-def _text(explanation: explain.Explanation) -> str:
+def _lines(explanation: explain.Explanation) -> list[str]:
     lines = [f"{printable(explanation.title, TEXT_LIMIT)} = {_value(explanation)}"]
     lines += [f"  ({printable(note, TEXT_LIMIT)})" for note in explanation.notes]
     width = max(len(step.name) for step in explanation.steps)
     lines += [f"  {printable(_line(step, width), 20 * TEXT_LIMIT)}" for step in explanation.steps]
-    return "\n".join(lines)
+    return lines
 
 
 def _value(explanation: explain.Explanation) -> str:
@@ -252,7 +256,10 @@ def _why_not(plan: Plan, options: argparse.Namespace) -> None:
             }
         )
     else:
-        print(printable(f"{found.name} is {found.chosen}. {found.text}", 2 * TEXT_LIMIT))
+        from shardwright.report.table import prose
+
+        for line in found.lines:
+            shared.show(prose(printable(line, 2 * TEXT_LIMIT)))
 
 
 def _replanned(found: explain.WhyNot) -> dict[str, object] | None:

@@ -10,7 +10,7 @@ import msgspec
 
 from shardwright.cli import options as shared
 from shardwright.core.document import write_atomically
-from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected
+from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected, nearest
 from shardwright.core.footprint import Footprint, RankMemory, Tracked
 from shardwright.core.job import Job, named_files
 from shardwright.core.outputs import PICTURE, TRACE, check_output
@@ -139,9 +139,10 @@ def _chosen(footprint: Footprint, name: str | None) -> RankMemory:
     if name is None:
         return footprint.worst
     for rank in footprint.ranks:
-        if rank.name == name:
+        alone = len(footprint.ranks) == 1 and name in map(str, range(rank.ranks))
+        if alone or name in (rank.name, rank.name.removeprefix("rank ")):
             return rank
-    known = ", ".join(f"'{rank.name}'" for rank in footprint.ranks)
+    known = nearest(name, (rank.name for rank in footprint.ranks))
     raise InputError(expected("--rank", f"one of {known}", f"'{name}'"))
 
 

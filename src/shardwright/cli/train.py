@@ -11,12 +11,14 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.cli import options as shared
+from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import DataSection, Job
 from shardwright.core.measurement import Quality
 from shardwright.core.plan import Plan, read_plan, sealed
 from shardwright.core.scores import scores_text
 from shardwright.core.train_section import TrainSection
+from shardwright.cost import constants
 from shardwright.lab.session import Session, run
 from shardwright.lab.sources import source_of
 from shardwright.launcher.folder import outcome_file, plan_file
@@ -38,7 +40,7 @@ def execute(options: argparse.Namespace) -> int:
     """Plan unless a plan is given, run, compare; the code is the run's."""
     shared.check_profile(options)
     plan = _plan_of(options)
-    _check_device(plan)
+    _check_device(plan.cluster)
     out, begin = Path(plan.job.train.out), {"resume": options.resume, "profile": options.profile}
     session = run(plan, out, sys.stderr, given=options.job, **begin)
     return finish(session, json=options.json, full=options.full)
@@ -57,16 +59,14 @@ def finish(session: Session, *, json: bool = False, full: bool = False, brief: b
     if json:
         shared.print_json({"outcome": session.outcome, "measurement": session.measurement})
         return 0
-    from rich.text import Text
-
-    from shardwright.report.table import comparison_summary
+    from shardwright.report.table import comparison_summary, prose
 
     shared.show(comparison_summary(session.comparison, full=full, brief=brief))
     if session.measurement.profile:
         from shardwright.report.table import profile_summary
 
         shared.show(profile_summary(session.measurement.profile, full=full))
-    shared.show(Text("\n".join(result_lines(session))))
+    shared.show(prose("\n".join(result_lines(session))))
     print(f"results in {session.folder}", file=sys.stderr)
     return 0
 
@@ -131,16 +131,16 @@ def _quality_lines(quality: Quality) -> Iterator[str]:
         )
 
 
-def _check_device(plan: Plan) -> None:
-    """InputError before any rank starts, where the plan is for GPUs that are not here."""
-    if plan.cluster.compute_device == "cpu":
+def _check_device(cluster: Cluster) -> None:
+    """InputError before any rank starts, where a plan or a job is for GPUs that are not here."""
+    if cluster.compute_device == "cpu":
         return
     import torch  # the ranks need it anyway
 
     there = torch.cuda.device_count()
-    if there < plan.world_size:
+    if there < cluster.world_size:
         remedy = "Plan for this machine: --set cluster.preset=local."
-        wanted = f"{plan.world_size} CUDA devices, as the plan"
+        wanted = f"{cluster.world_size} CUDA devices, for it names them"
         raise InputError(expected("cluster", wanted, str(there), remedy))
 
 
@@ -151,6 +151,7 @@ def _plan_of(options: argparse.Namespace) -> Plan:
         if options.out:
             options.set.append(f"train.out={options.out}")
         job = shared.job_of(options)
+        _check_device(constants.cluster(job.cluster)[0])  # before a long search for nothing
         before = _planned_before(job) if options.resume else None
         return before or planned(job)
     if options.set:

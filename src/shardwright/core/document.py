@@ -51,6 +51,8 @@ def _first_screen() -> Any:
 
 def read_bytes(path: Path | str, what: str, remedy: str = "") -> bytes:
     """A file's bytes, or one line that says why not."""
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(expected("path", f"that of a {what} file", type(path).__name__, remedy))
     path = Path(path)
     try:
         if path.is_dir():
@@ -86,7 +88,10 @@ def parse_toml(raw: bytes | str, where: str, what: str) -> dict[str, Any]:
     except InputError:
         raise
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits
-        raise InputError(expected(where, f"{what} in TOML", f"'{error}'")) from None
+        json = raw.lstrip()[:1] in (b"{", "{")
+        remedy = "A plan or a measurement is read by explain, train, compare and report."
+        found = ("JSON", remedy) if json else (f"'{error}'",)
+        raise InputError(expected(where, f"{what} in TOML", *found)) from None
 
 
 def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) -> T:

@@ -14,7 +14,7 @@ from shardwright.core.checkpoint_section import CheckpointSection, every
 from shardwright.core.cluster import MAX_PLANNED, Calibration, Ranks, read_calibration
 from shardwright.core.data_section import READ_BY, Count, DataSection, check_data
 from shardwright.core.document import convert, parse_toml, read_bytes
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of
 from shardwright.core.memory_section import (
     HAVE_BLOCKS,
@@ -258,9 +258,8 @@ def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
 
 def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = None) -> Job:
     """Check a decoded job; every error names the key, what was expected and what was found.
-
-    ``path`` is the job's own, for files that it names.
-    """
+    ``path`` is the job's own, for files that it names."""
+    check_type(document, dict, where, "read_job reads a file, parse_job what is read of one.")
     document = _with_kinds(_with_tables(document, where, path), where)
     document = _with_bytes(document, where)
     tables = document.get("tables", ())

@@ -43,12 +43,23 @@ def check_output(path: Path, kind: Kind, inputs: Iterable[Path] = (), option: st
     if path.is_dir():
         raise InputError(expected(str(path), "a file that can be written", "a directory"))
     if not path.exists():
+        _check_folder(path)
         return
     if not path.is_file():
         raise InputError(expected(str(path), "a file that can be written", "no regular file"))
     if not is_of(path, kind):
         wanted = f"a new file or an earlier {kind.name}"
         raise InputError(expected(str(path), wanted, "a file of another kind", remedy))
+
+
+def _check_folder(path: Path) -> None:
+    """Before minutes of work: the nearest folder above ``path`` that there is can be written to."""
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    wanted = "a file that can be written"
+    if not above.is_dir():
+        raise InputError(expected(str(path), wanted, f"'{above.name}', which is no folder, in it"))
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(expected(str(path), wanted, f"{above}, which may not be written to"))
 
 
 def is_of(path: Path, kind: Kind) -> bool:

@@ -51,11 +51,11 @@ def format_bytes(size: float) -> str:
     return f"{sign}{magnitude:.0f} B"
 
 
-def format_seconds(seconds: float) -> str:
+def format_seconds(seconds: float, digits: int = 3) -> str:
     """A duration for a table."""
     if seconds == 0:
         return "0"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if abs(seconds) >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+            return f"{seconds / scale:.{digits}g} {unit}"
+    return f"{seconds * 1e9:.{digits}g} ns"

@@ -214,8 +214,14 @@ def _check_table(spot: str, table: TableSpec) -> None:
     element_bytes(table.dtype, f"{spot}.dtype")
     if table.output_dtype is not None:
         element_bytes(table.output_dtype, f"{spot}.output_dtype")
-    least = table.min_partition or 0
-    _check_range(f"{spot}.min_partition", least, 0, MAX_DIM)
+    for key in ("sharding_types", "compute_kernels"):
+        if getattr(table, key) == ():
+            raise InputError(
+                expected(f"{spot}.{key}", "one or more", "none", "Leave it out for any.")
+            )
+    least = table.min_partition
+    if least is not None:
+        _check_range(f"{spot}.min_partition", least, 1, MAX_DIM)
     if least and table.dim / least > MAX_COLUMN_SHARDS:
         raise InputError(
             expected(

@@ -93,10 +93,15 @@ def plan_module(
 
     Raises NoPlanError with the shortfall if no plan fits, InputError for what cannot be traced.
     """
+    from torch import nn
+
     from shardwright.lab.footprint.python_model import module_recording
     from shardwright.trace.treatment import Treatment
 
-    name = f"{build.__module__}:{build.__qualname__}"
+    if isinstance(build, nn.Module) or not callable(build):
+        found, remedy = type(build).__name__, "Pass one, such as lambda: Net(64)."
+        raise InputError(expected("build", "a function that returns the module", found, remedy))
+    name = f"{build.__module__}:{getattr(build, '__qualname__', type(build).__name__)}"
     document = {
         "model": {"kind": "python", "python": re.sub(r"[^\w.:]", "", name)},
         "cluster": {"preset": cluster} if isinstance(cluster, str) else dict(cluster),

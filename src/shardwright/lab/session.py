@@ -86,6 +86,9 @@ def run(
             from shardwright.lab.resuming import check_resume
 
             check_resume(plan.job, folder, resume=resume)
+        elif resume:
+            saves = "" if request.saves else ", and none will be: the job has no [checkpoint]"
+            print(f"no checkpoint is there yet{saves}; this run begins anew", file=stream)
         prepare(plan, folder, stream, given)
         where = command_file(folder)
         print(f"{plan.world_size} ranks under torchrun, whose command is in {where}", file=stream)

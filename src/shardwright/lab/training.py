@@ -365,7 +365,7 @@ def check_ranks(plan_path: Path) -> Plan:
         raise MismatchError(
             expected(
                 str(plan_path),
-                f"a plan for {world_size} ranks, as torchrun started",
+                f"a plan for {world_size} rank{'s' * (world_size > 1)}, as torchrun started",
                 f"one for {plan.world_size}",
                 f"Start {plan.world_size} ranks or plan again.",
             )

@@ -7,6 +7,8 @@ is taken. Where a job says how tables are updated, all that can be tables are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -15,6 +17,7 @@ from shardwright.core.errors import InputError, ShardwrightError, UnsupportedErr
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import check_model, model_of, step_dtypes
+from shardwright.core.optimizers import TableOptimizer
 from shardwright.core.recording import Recording
 from shardwright.planner.exchange import small_tables
 from shardwright.planner.planner import find
@@ -25,6 +28,9 @@ from shardwright.planner.strategy.found import Found, ModelOf
 Paths = tuple[str, ...]
 Recorded = Callable[[Job, Paths | None], Recording]
 NOTE = "embedding "  # begins what a recording says of one that can be no table
+COULD = "could be tables:"  # and of those that a job leaves in dense units
+TRIED: TableOptimizer = "rowwise_adagrad"
+SECONDS_FOR_TABLES = 5.0  # of a search that only says what would help
 MOST_REASONS = 3  # of a longer list
 DTYPES = (("", ""), ("fp32", "fp32"))  # that units compute and sum in beside tables
 
@@ -47,20 +53,37 @@ def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all
     for paths in _ways(job, tables, everything):
         given = None if paths == tables and wanted else paths
         try:
-            searched.append(find(job, _described(recorded, given, reasons), watch))
+            searched.append(find(job, _described(recorded, given, reasons, wanted), watch))
         except UnsupportedError as error:  # a sparse gradient goes to a table alone
             errors.append(error)
     if not searched:
         raise errors[0]
-    return min(searched, key=lambda found: found.seconds)
+    best = min(searched, key=lambda found: found.seconds)
+    if best.draft is None and any(note.startswith(COULD) for note in everything.notes):
+        return replace(best, helps=partial(_tables_help, job, recorded))
+    return best
 
 
-def _described(recorded: Recorded, paths: Paths | None, reasons: Paths) -> ModelOf:
-    """Describes models with the embeddings at ``paths`` as tables."""
+def _tables_help(job: Job, recorded: Recorded, watch: Watch) -> str:
+    """Says that a plan fits once embeddings are tables; empty where none is found."""
+    train = msgspec.structs.replace(job.train, table_optimizer=TRIED)
+    its = msgspec.structs.replace(job, train=train)
+    try:
+        found = find_with_tables(its, recorded, watch.part(SECONDS_FOR_TABLES), found_at_all=True)
+    except ShardwrightError:  # as tables they are used as no table can be
+        return ""
+    fits = f"train.table_optimizer of '{TRIED}' fits, for embeddings are tables then"
+    return fits if found.draft is not None else ""
+
+
+def _described(recorded: Recorded, paths: Paths | None, reasons: Paths, said: bool) -> ModelOf:
+    """Describes models with the embeddings at ``paths`` as tables; those that could be are not
+    named where a job has ``said`` how tables learn."""
 
     def described(job: Job) -> ModelSpec:
         found = recorded(job, paths)
         notes = tuple(dict.fromkeys((*found.notes, *reasons)))
+        notes = tuple(note for note in notes if not (said and note.startswith(COULD)))
         return model_of(job, msgspec.structs.replace(found, notes=notes))
 
     return described

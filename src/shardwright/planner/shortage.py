@@ -43,13 +43,14 @@ def error(found: Found, watch: Watch) -> NoPlanError:
     whole = Watch(hear=watch.hear)
     whole.begun = watch.begun
     if problem.model.is_trained:
-        return _refusal(problem, smallest(problem), model_of, whole, tried, proven=False)
-    draft, proven = _least(problem, whole)
-    if draft is None:
+        draft, helps = smallest(problem), found.helps(whole) if found.helps else ""
+        return _refusal(problem, draft, model_of, whole, tried, helps, proven=False)
+    least, proven = _least(problem, whole)
+    if least is None:
         return _no_ranks(problem)
-    if draft.fits:
+    if least.fits:
         return _not_looked_at(found)
-    return _refusal(problem, draft, model_of, whole, proven=proven)
+    return _refusal(problem, least, model_of, whole, proven=proven)
 
 
 def _not_looked_at(found: Found) -> NoPlanError:
@@ -90,6 +91,7 @@ def _refusal(
     model_of: ModelOf,
     whole: Watch,
     tried: Sequence[Tried] = (),
+    helps: str = "",
     *,
     proven: bool,
 ) -> NoPlanError:
@@ -102,7 +104,7 @@ def _refusal(
         f"{what}: rank {short.rank} is the fullest and needs {_size(short.need)} of "
         f"{_size(short.capacity)}{_reserved(problem, short)}, "
         f"{short.need - short.capacity:,} B too much; {_largest(draft, short.rank)}. "
-        f"{text}{_ways(problem, short, model_of, whole)}"
+        f"{text}{_ways(problem, short, model_of, whole, helps)}"
     )
 
 
@@ -175,9 +177,9 @@ class _Try:
         return _fits(self.model_of, job, self.whole)
 
 
-def _ways(problem: Problem, short: _Short, model_of: ModelOf, whole: Watch) -> str:
+def _ways(problem: Problem, short: _Short, model_of: ModelOf, whole: Watch, helps: str) -> str:
     """What would help, each tried before it is named; where nothing was found, what was tried."""
-    found, tried = [], []
+    found, tried = [helps] if helps else [], []
     for way in WAYS:
         attempt = _Try(problem, short, model_of, whole, whole.part(SECONDS_FOR_A_WAY), [])
         text = way(attempt)

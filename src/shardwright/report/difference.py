@@ -17,6 +17,9 @@ Group = Literal["plan", "table", "unit", "rank", "job", "cluster"]
 Unit = Literal["", "bytes", "seconds"]
 Facts = dict[str, tuple[Value, Unit]]
 
+MOST_WAYS = 3  # rows of one key of tables, units or ranks
+VARIOUS = "various"
+
 
 class Difference(msgspec.Struct, frozen=True):
     """``key`` of ``name`` was ``before`` in the first plan and is ``after`` in the second.
@@ -39,22 +42,36 @@ def differences(a: Plan, b: Plan) -> list[Difference]:
         *_group("table", _tables(a), _tables(b)),
         *_group("unit", _units(a), _units(b)),
         *_group("rank", _ranks(a), _ranks(b)),
-        *_changed("job", "", _job_facts(a.job), _job_facts(b.job)),
+        *_changed("job", "", *_job_facts(a.job, b.job)),
         *_changed("cluster", "", _cluster_facts(a), _cluster_facts(b)),
     ]
 
 
 def together(found: Iterable[Difference]) -> list[tuple[int, Difference]]:
-    """Alike differences counted, as one, in the order of their first: words that changed alike, and
-    numbers of one key, added up (of ranks the largest)."""
-    alike: dict[tuple[object, ...], list[Difference]] = {}
+    """Alike differences counted, as one, in the order of their first: words that changed alike,
+    numbers of one key, added up (of ranks the largest), and the rarer ways in which one key changed
+    where there are many."""
+    alike: dict[tuple[str, str], dict[tuple[object, ...], list[Difference]]] = {}
     for each in found:
         of_table = each.group == "job" and each.key.startswith("tables.")
         key = f"tables.*.{each.key.rpartition('.')[2]}" if of_table else each.key
         counted = each.name and isinstance(each.before, int | float)
         values = () if counted and each.after is not None else (each.before, each.after)
-        alike.setdefault((each.group, key, *values), []).append(each)
-    return [(len(several), _merged(several, str(key[1]))) for key, several in alike.items()]
+        alike.setdefault((each.group, key), {}).setdefault(values, []).append(each)
+    return [
+        (len(several), _merged(several, key))
+        for (_, key), ways in alike.items()
+        for several in _commonest(list(ways.values()))
+    ]
+
+
+def _commonest(ways: list[list[Difference]]) -> list[list[Difference]]:
+    """The ways in which a key changed, the rarer ones as one where there are many."""
+    if len(ways) <= MOST_WAYS:
+        return ways
+    ranked = sorted(ways, key=len, reverse=True)
+    usual = [way for way in ranked[: MOST_WAYS - 1] if len(way) > len(ways) / MOST_WAYS]
+    return [*usual, [each for way in ranked[len(usual) :] for each in way]]
 
 
 def _merged(alike: Sequence[Difference], key: str) -> Difference:
@@ -63,6 +80,8 @@ def _merged(alike: Sequence[Difference], key: str) -> Difference:
         return first
     if first.before == alike[-1].before and first.after == alike[-1].after:
         return Difference(first.group, "", key, first.before, first.after, first.unit)
+    if not isinstance(first.before, int | float) or not isinstance(first.after, int | float):
+        return Difference(first.group, "", key, VARIOUS, VARIOUS, first.unit)
     of, word = (max, "largest") if first.group == "rank" else (sum, "together")
     before = of(each.before for each in alike if isinstance(each.before, int | float))
     after = of(each.after for each in alike if isinstance(each.after, int | float))
@@ -146,10 +165,13 @@ def _rank_facts(totals: RankTotals) -> Facts:
     }
 
 
-def _job_facts(job: Job) -> Facts:
-    tree: dict[str, Any] = msgspec.to_builtins(job)
-    tree["tables"] = {table["name"]: table for table in tree["tables"]}
-    return {key: (value, "") for key, value in _leaves("", tree)}
+def _job_facts(*jobs: Job) -> Iterator[Facts]:
+    """Keys of each job; of tables, those that all jobs have."""
+    shared = set.intersection(*({table.name for table in job.tables} for job in jobs))
+    for job in jobs:
+        tree: dict[str, Any] = msgspec.to_builtins(job)
+        tree["tables"] = {t["name"]: t for t in tree["tables"] if t["name"] in shared}
+        yield {key: (value, "") for key, value in _leaves("", tree)}
 
 
 def _cluster_facts(plan: Plan) -> Facts:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from itertools import compress
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from shardwright.core.fit import Fit, Largest
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report.sheet import Column, Sheet
-from shardwright.report.table import assumed_line, drawn, listed, spaced
+from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
 from shardwright.report.wording import (
     TEXT_LIMIT,
     VERDICT_STYLES,
@@ -36,17 +35,17 @@ def fit_report(fit: Fit, *, full: bool = False) -> RenderableType:
     estimates = f"{counted(fit.estimates, 'estimate')} in {format_seconds(fit.seconds)}."
     one = "One of them in detail: shardwright memory JOB.toml."
     return spaced(
-        Text(headline(fit), style="bold"),
-        Text(job_line(fit), style=VERDICT_STYLES[fit.own.estimate.verdict]),
+        prose(headline(fit), style="bold"),
+        prose(job_line(fit), style=VERDICT_STYLES[fit.own.estimate.verdict]),
         drawn(policies_sheet(fit, full=full)),
-        Text("\n".join(answers(fit))),
-        None if fits else Text(refusal(fit), style="bold red"),
+        prose("\n".join(answers(fit))),
+        None if fits else prose(refusal(fit), style="bold red"),
         drawn(remedies_sheet(fit, full=full)) if fit.remedies else None,
         listed("Not looked at", _skipped(fit, full=full)),
         listed("Assumptions", tuple(printable(text, TEXT_LIMIT) for text in fit.assumptions))
         if full
         else assumed_line([printable(text, TEXT_LIMIT) for text in fit.assumptions], FIRST_ASSUMED),
-        Text(f"{HOW if full else MARGIN}\n{estimates} {one}", style="dim"),
+        prose(f"{HOW if full else MARGIN}\n{estimates} {one}", style="dim"),
     )
 
 
@@ -98,7 +97,7 @@ def answers(fit: Fit) -> list[str]:
         words = f"{largest_words(longest)} tokens{unit}" if longest.size else "none fits"
         lines.append(f"Longest sequence with batch {fit.batch}, {fit.checkpointing}: {words}.")
     if fit.fewest_ranks is not None:
-        none = "no number is enough that only shares data"
+        none = "no number is enough, for more ranks only divide the data"
         ranks = counted(fit.fewest_ranks, "rank") if fit.fewest_ranks else none
         lines.append(f"Fewest ranks for {_batch_text(fit)} each, {fit.checkpointing}: {ranks}.")
     if not all(row.largest_batch.even for row in fit.policies):

@@ -139,10 +139,7 @@ def _page(
         loss=Markup(svg.loss_curve(curve, measurement.quality if measurement else None))
         if curve
         else Markup(""),
-        loss_caption="Loss on rank 0 so far."
-        if so_far
-        else "Log-loss of the global batch, in nats. The lines for held-out rows use data "
-        "the model was not trained on.",
+        loss_caption="Loss on rank 0 so far." if so_far else _loss_caption(plan, measurement),
         search=f"{plan_sheets.speed_line(plan)} {plan_sheets.search_line(plan)}",
         tables=plan_sheets.tables_sheet(plan),
         units=plan_sheets.units_sheet(plan),
@@ -152,6 +149,16 @@ def _page(
         versions=_versions_sheet(plan, measurement),
         fingerprint=printable(plan.fingerprint),
     )
+
+
+def _loss_caption(plan: Plan, measurement: Measurement | None) -> str:
+    """What the curve is of, and its lines."""
+    own = plan.job.model.kind == "python"
+    text = "The model's own loss" if own else "Log-loss"
+    text += " of the global batch." if own else " of the global batch, in nats."
+    if measurement is None or not measurement.quality:
+        return text
+    return f"{text} The lines for held-out rows use data the model was not trained on."
 
 
 def _verdict(measurement: Measurement | None, comparison: Comparison | None) -> tuple[str, str]:
@@ -191,7 +198,7 @@ def _warnings(
 
 def _figures(plan: Plan, measurement: Measurement | None) -> tuple[Figure, ...]:
     peak = max((totals.peak_bytes for totals in plan.ranks), default=0)
-    budget = plan.cluster.memory_per_rank
+    budget = plan_sheets.budget_of(plan)
     used = f"{percent(peak / budget)} of {format_bytes(budget)}" if budget else ""
     step = format_seconds(plan.max_rank_seconds)
     if measurement is None:
@@ -237,8 +244,7 @@ def _memory_caption(plan: Plan, measurement: Measurement | None) -> str:
     if measurement and measurement.memory_steps:
         steps = ", ".join(str(step) for step in measurement.memory_steps[:8])
         text += f" Measured on step {steps}."
-    budget = format_bytes(plan.cluster.memory_per_rank)
-    return f"{text} The budget is {budget} per rank."
+    return f"{text} {plan_sheets.budget_sentence(plan)}"
 
 
 def _phases_caption(plan: Plan, measurement: Measurement | None) -> str:

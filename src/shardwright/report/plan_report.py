@@ -181,6 +181,7 @@ ALL_SHARDS = "Sums over all shards of a table, whichever ranks they lie on."
 def seconds_sheet(statistics: Statistics) -> Sheet:
     """What each table takes of each part of a step on all ranks together."""
     tables = statistics.tables
+    total = sum(table.seconds for table in tables)
     parts = [p.part for p in statistics.parts if any(t.parts.get(p.part) for t in tables)]
     return sheet_of(
         "Seconds per table",
@@ -188,6 +189,7 @@ def seconds_sheet(statistics: Statistics) -> Sheet:
         (
             text("name", lambda table: printable(table.name)),
             number("seconds", lambda table: format_seconds(table.seconds)),
+            number("share", lambda table: percent(table.seconds / total if total else 0.0)),
             *(number(PART_TITLES.get(part, part), _seconds_of(part)) for part in parts),
         ),
         ALL_SHARDS,

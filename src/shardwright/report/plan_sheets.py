@@ -73,7 +73,16 @@ def fits_line(plan: Plan) -> str:
     return (
         f"Fits: {format_bytes(getattr(fullest, held))} of {format_bytes(budget)} "
         f"{_decisive(plan).upper()}{share} on rank {fullest.rank}, the fullest{printable(where)}."
+        f"{_elsewhere(plan)}"
     )
+
+
+def _elsewhere(plan: Plan) -> str:
+    """What lies in slower memories."""
+    slower = (f"{tier}_bytes" for tier in TIERS if tier != _decisive(plan))
+    sizes = {held: sum(getattr(totals, held) for totals in plan.ranks) for held in slower}
+    words = [f"{format_bytes(size)} in {held[:3].upper()}" for held, size in sizes.items() if size]
+    return f" Beside it all ranks together have {' and '.join(words)}." if words else ""
 
 
 def speed_line(plan: Plan) -> str:
@@ -344,7 +353,8 @@ def ranks_sheet(plan: Plan, most: int = MOST_RANKS) -> Sheet:
         "Memory and time per rank",
         columns,
         tuple(rows),
-        f"{what}; the budget is {format_bytes(budget)} ({budget:,} B) per rank.{more}",
+        f"{what}; the budget is {format_bytes(budget)} ({budget:,} B) per rank"
+        f"{_of_all(plan)}.{more}",
     )
 
 
@@ -352,6 +362,19 @@ def budget_of(plan: Plan) -> int:
     """Bytes that a rank may fill of the memory that weights live in."""
     on_cpu = plan.cluster.compute_device == "cpu"
     return plan.reserved.ddr_left if on_cpu else plan.reserved.hbm_left
+
+
+def budget_sentence(plan: Plan) -> str:
+    """What a rank may fill, and what the reservation leaves that of."""
+    return f"The budget is {format_bytes(budget_of(plan))} per rank{_of_all(plan)}."
+
+
+def _of_all(plan: Plan) -> str:
+    whole = plan.cluster.memory_per_rank
+    aside = whole - budget_of(plan)
+    if aside <= 0:
+        return ""
+    return f", what the reservation of {format_bytes(aside)} leaves of {format_bytes(whole)}"
 
 
 Groups = list[tuple[tuple[str, ...], list[int]]]

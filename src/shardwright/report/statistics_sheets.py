@@ -94,13 +94,15 @@ def _letters(statistics: Statistics) -> str:
 
 
 def evenness_sheet(plan: Plan, statistics: Statistics) -> Sheet:
-    """Least, mean and most of seconds and bytes of the ranks, and the measures of imbalance."""
+    """Least, medians, mean and most of seconds and bytes, and the measures of imbalance."""
     rows = []
     for spread, uneven in zip(statistics.spreads, statistics.unevenness, strict=True):
         rows.append(
             (
                 MEASURE_WORDS[spread.of],
                 _amount(spread.of, spread.smallest),
+                _amount(spread.of, spread.low_median),
+                _amount(spread.of, spread.high_median),
                 _amount(spread.of, spread.mean),
                 _amount(spread.of, spread.largest),
                 ranks_text(spread.largest_ranks, plan.world_size),
@@ -117,6 +119,8 @@ def evenness_sheet(plan: Plan, statistics: Statistics) -> Sheet:
         (
             Column("of"),
             Column("least", numeric=True),
+            Column("low\nmedian", numeric=True),
+            Column("high\nmedian", numeric=True),
             Column("mean", numeric=True),
             Column("most", numeric=True),
             Column("on rank"),

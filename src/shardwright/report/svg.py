@@ -25,6 +25,7 @@ from shardwright.core.timeline import (
     phase_seconds,
 )
 from shardwright.report.marks import LINE, WIDTH, box, chart, element, label, legend, line, ticks
+from shardwright.report.plan_sheets import budget_of, budget_sentence
 from shardwright.report.sharding_map import sharding_map
 from shardwright.report.wording import printable
 
@@ -114,7 +115,7 @@ def memory_chart(plan: Plan, measurement: Measurement | None = None) -> str:
     ranks = _fullest(predicted, measured)
     if not ranks:
         return ""
-    budget = plan.cluster.memory_per_rank
+    budget = budget_of(plan)
     highest = max(peak.nbytes for side in (predicted, measured) for peak in side.values())
     shown_budget = 0 < budget <= 4 * max(highest, 1)
     scale = (WIDTH - _LEFT - _RIGHT) / max(highest, budget if shown_budget else 0, 1)
@@ -140,7 +141,7 @@ def memory_chart(plan: Plan, measurement: Measurement | None = None) -> str:
     return chart(
         "memory",
         "Memory per rank at the peak",
-        _memory_words(ranks, predicted, measured, budget),
+        _memory_words(ranks, predicted, measured, budget_sentence(plan)),
         bottom + 30 + height,
         (*grid, *parts, swatches),
     )
@@ -180,7 +181,7 @@ def _memory_bar(peak: Peak, side: str, y: float, scale: float, budget_line: floa
 
 
 def _memory_words(
-    ranks: Sequence[int], predicted: Mapping[int, Peak], measured: Mapping[int, Peak], budget: int
+    ranks: Sequence[int], predicted: Mapping[int, Peak], measured: Mapping[int, Peak], budget: str
 ) -> str:
     said = []
     for rank in ranks:
@@ -193,7 +194,7 @@ def _memory_words(
     every = len({*predicted, *measured})
     if every > len(ranks):
         said.append(f"The {len(ranks)} fullest of {every} ranks.")
-    return f"{' '.join(said)} The budget is {format_bytes(budget)} per rank."
+    return f"{' '.join(said)} {budget}"
 
 
 def _tick(x: float, top: float, bottom: float, words: str) -> str:

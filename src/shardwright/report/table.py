@@ -44,12 +44,46 @@ _WRAPPED = 20  # text of a full report is wrapped to no less
 
 def text_of(renderable: RenderableType, *, color: bool = False) -> str:
     """A table in the terminal's width or in ``COLUMNS``, 120 where there is neither."""
+    console = _console(color=color)
+    with console.capture() as drawn:
+        console.print(renderable)
+    return "\n".join(line.rstrip(" ") for line in drawn.get().split("\n"))
+
+
+def _console(*, color: bool = False) -> Console:
     console = Console(color_system="auto" if color else None)
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console.width = NO_TERMINAL
-    with console.capture() as drawn:
-        console.print(renderable)
-    return drawn.get()
+    return console
+
+
+def equations(lines: Sequence[str]) -> str:
+    """Lines as they are where they fit the terminal; else each side of an equation on its own, what
+    follows indented, by words. Nothing is left out."""
+    width = max(_console().width, _WRAPPED)
+    return "\n".join(part for line in lines for part in _sides(line, width))
+
+
+def _sides(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    first, *more = line.split(" = ")
+    margin = len(line) - len(line.lstrip())
+    hanging = min(len(first) + 1 if more else margin + 2, width // 2)
+    folded = []
+    head = f"{first} = {more[0]}" if more else first
+    for number, side in enumerate([head, *(f"= {each}" for each in more[1:])]):
+        lead = "" if number == 0 else " " * hanging
+        folded += textwrap.wrap(
+            side,
+            width,
+            initial_indent=lead,
+            subsequent_indent=" " * (hanging + 2 * bool(more)),
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+        )
+    return folded
 
 
 FIRST_RANKS, FIRST_FAILURES, FIRST_DIFFERENCES, FIRST_KERNELS = (

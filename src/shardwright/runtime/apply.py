@@ -20,7 +20,7 @@ from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.planning import trained_communication
 from shardwright.core.tensor import TensorSpec
-from shardwright.runtime.comm import Comm, fingerprint_of, flat
+from shardwright.runtime.comm import Comm, check_mesh, fingerprint_of, flat
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
@@ -75,6 +75,8 @@ def apply(
     their ranks; any other one is of one dimension.
     """
     check_type(plan, Plan, "plan", "read_plan reads a file.")
+    check_type(model, nn.Module, "model")
+    check_mesh(mesh)
     if mesh.mesh_dim_names == HOSTS:
         mesh = flat(mesh)
     comm = Comm(mesh, probe)

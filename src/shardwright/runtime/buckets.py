@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError, check_type, expected
 from shardwright.core.placement import Replicate, Shard
+from shardwright.runtime.comm import check_mesh
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.units.dstorage import storages_of
 from shardwright.runtime.units.precision import MixedPrecision
@@ -79,6 +80,8 @@ class Buckets:
         **others: Any,
     ) -> None:
         _refuse(others)
+        check_type(model, nn.Module, "model")
+        check_mesh(mesh)
         if overlap_param_gather and not (use_distributed_optimizer and overlap_grad_reduce):
             wanted = "use_distributed_optimizer and overlap_grad_reduce beside it"
             found = f"{use_distributed_optimizer} and {overlap_grad_reduce}"

@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
+from shardwright.core.errors import (
+    InputError,
+    MismatchError,
+    UnsupportedError,
+    check_type,
+    expected,
+)
 from shardwright.runtime.peers import Peers
 from shardwright.runtime.pending import Pending
 from shardwright.runtime.probe import Probe
@@ -109,7 +115,7 @@ class Comm(Peers):
         checked: bool | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        _check_mesh(mesh)
+        check_mesh(mesh)
         last = mesh.ndim - 1
         options: dict[str, Any] = {"paths": paths, "checked": checked, "timeout": timeout}
         super().__init__(
@@ -342,7 +348,9 @@ class CutTwice(Comm):
             target.copy_(values)
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
+def check_mesh(mesh: DeviceMesh) -> None:
+    """InputError unless ``mesh`` is one of one or two dimensions that this rank is in."""
+    check_type(mesh, DeviceMesh, "mesh", "init_device_mesh makes one.")
     names = mesh.mesh_dim_names or [f"dim {index}" for index in range(mesh.ndim)]
     dims = ", ".join(f"{name} {mesh.size(index)}" for index, name in enumerate(names))
     if mesh.ndim > 2:

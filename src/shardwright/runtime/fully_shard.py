@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import balanced_owners
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
-from shardwright.runtime.comm import Comm, CutTwice
+from shardwright.runtime.comm import Comm, CutTwice, check_mesh
 from shardwright.runtime.flat_tensors import TAKEN
 from shardwright.runtime.sharded_module import as_sharded, class_name
 from shardwright.runtime.state import follow_state_dict
@@ -90,7 +90,7 @@ def fully_shard_flat(
         MismatchError: if ranks do not agree.
     """
     modules = _modules(module, register_hooks)
-    comm, zero = _ranks(_checked_mesh(mesh), zero)
+    comm, zero = _ranks(mesh, zero)
     names = [""] if len(modules) == 1 else [str(index) for index in range(len(modules))]
     unit = " + ".join(map(class_name, modules))
     _check_reshard(reshard_after_forward, zero, comm.shards.size, unit)
@@ -137,15 +137,9 @@ def _settle(modules: Sequence[nn.Module], names: Sequence[str]) -> None:
             replicas.level(storage.name, storage.buffers, storage.comm)
 
 
-def _checked_mesh(mesh: Any) -> DeviceMesh:
-    if not isinstance(mesh, DeviceMesh):
-        wanted = "a DeviceMesh, such as init_device_mesh gives"
-        raise InputError(expected("mesh", wanted, repr(mesh)[:60]))
-    return mesh
-
-
 def _ranks(mesh: DeviceMesh, zero: Zero | tuple[Zero, Zero]) -> tuple[Comm, Zero]:
     """The ranks of a mesh and the stage among its shards."""
+    check_mesh(mesh)
     if not isinstance(zero, tuple):
         return Comm(mesh), zero
     if zero not in ((1, 3), (2, 3)) or mesh.ndim != 2:
@@ -168,7 +162,9 @@ def _modules(given: nn.Module | Sequence[nn.Module], hooked: bool) -> list[nn.Mo
     """The modules of a unit; with hooks they need a forward that hooks can follow."""
     modules = list(given) if isinstance(given, Sequence) else [given]
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
-        raise InputError(expected("module", "a module, or several", repr(given)[:60]))
+        strays = [m for m in modules if not isinstance(m, nn.Module)] or [given]
+        found = type(strays[0]).__name__ if modules else "none"
+        raise InputError(expected("module", "a module, or several", found))
     for module in modules if hooked else ():
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise InputError(
@@ -328,8 +324,10 @@ def _placements(
     if strategy not in STRATEGIES:
         known = ", ".join(f"'{s}'" for s in STRATEGIES)
         raise InputError(expected("shard_strategy", f"one of {known}", f"'{strategy}'"))
-    if len(placements) != 1:
-        raise InputError(expected("placements", "one placement", repr(placements)))
+    if not isinstance(placements, Sequence) or len(placements) != 1:
+        remedy = "shard_placement_fn gives single parameters another one."
+        wanted = "one placement in a tuple, such as (Shard(0),)"
+        raise InputError(expected("placements", wanted, repr(placements)[:60], remedy))
     default = ours(placements[0], "placements")
     specs = [member.spec for member in members]
     if isinstance(default, Replicate) or strategy == "per_param":

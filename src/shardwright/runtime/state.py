@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.core.errors import check_type
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.parameter import DTYPES, plain_name
@@ -22,6 +23,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     needs room for the whole model at once. Recomputation and compilation wrappers are not part of
     names, so it loads into the model without them.
     """
+    check_type(model, nn.Module, "model")
     found: dict[str, torch.Tensor] = {}
     for module in model.modules():
         if isinstance(module, ShardedTables):

@@ -133,16 +133,83 @@ def test_tables_of_another_device_group_are_left_out() -> None:
 
 
 def test_another_module_with_a_sharder_is_refused_by_name() -> None:
+    from torchrec.distributed.embeddingbag import EmbeddingBagSharder
+
+    with pytest.raises(UnsupportedError, match=r"module '0'.*got EmbeddingBag\. Leave its sharder"):
+        read_tables(nn.Sequential(nn.EmbeddingBag(10, 8)), [EmbeddingBagSharder()])
+
+
+def config(name: str, rows: int = 10_000, dim: int = 64) -> Any:
+    return EmbeddingBagConfig(
+        name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f_{name}"]
+    )
+
+
+def fused() -> tuple[nn.Module, Any]:
+    """Tables that are updated in their backward."""
     from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
     from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-    config = EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=8, feature_names=["f"])
-    fused = FusedEmbeddingBagCollection(
-        tables=[config], optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 0.1}
+    bags = FusedEmbeddingBagCollection(
+        tables=[config("a"), config("b")],
+        optimizer_type=optim.RowWiseAdagrad,
+        optimizer_kwargs={"lr": 0.1},
+        device=torch.device("cpu"),
     )
-    model = nn.Sequential(fused)
-    with pytest.raises(UnsupportedError, match=r"module '0'.*got FusedEmbeddingBagCollection"):
-        read_tables(model, [FusedEmbeddingBagCollectionSharder()])
+    return nn.ModuleDict({"bags": bags}), FusedEmbeddingBagCollectionSharder()
+
+
+def processed() -> tuple[nn.Module, Any]:
+    """Tables whose ids get weights by their places."""
+    from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+    from torchrec.modules.feature_processor_ import PositionWeightedModule
+    from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+    bags = EmbeddingBagCollection(
+        device=torch.device("meta"), is_weighted=True, tables=[config("a"), config("b")]
+    )
+    processors = {f"f_{name}": PositionWeightedModule(max_feature_length=5) for name in "ab"}
+    both = FeatureProcessedEmbeddingBagCollection(bags, processors)
+    return nn.ModuleDict({"bags": both}), FeatureProcessedEmbeddingBagCollectionSharder()
+
+
+@pytest.mark.parametrize(
+    ("make", "fqn", "optimizer", "weighted"),
+    [
+        (fused, "bags.embedding_bags.a.weight", "rowwise_adagrad", False),
+        (processed, "bags._embedding_bag_collection.embedding_bags.a.weight", None, True),
+    ],
+)
+def test_fused_collections_and_those_with_processors_are_planned_as_torchrec_plans_them(
+    make: Any, fqn: str, optimizer: str | None, weighted: bool
+) -> None:
+    model, sharder = make()
+    tables = read_tables(model, [sharder])
+    first = tables[0].spec
+    assert (first.fqn, first.optimizer, first.module_weighted) == (fqn, optimizer, weighted)
+    assert fqn in dict(model.state_dict())
+    given = topology(4, local_world_size=2)
+    planner = ShardwrightPlanner(given, 64)
+    found = planner.plan(model, [sharder])
+    theirs = EmbeddingShardingPlanner(given, 64).plan(model, [sharder])
+    assert {p: set(t) for p, t in found.plan.items()} == {p: set(t) for p, t in theirs.plan.items()}
+    validate_modules_inclusion_in_sharding_plan(found, model, [sharder])
+    validate_rank_assignment(found, given)
+
+
+def test_ranks_of_uneven_memory_are_planned_by_what_each_of_them_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = topology(4, hbm_cap=GIB)
+    given.devices[2].storage.hbm = GIB // 8
+    given.devices[1].storage.ddr //= 2
+    reservation = FixedPercentageStorageReservation(0.5)
+    planner = ShardwrightPlanner(given, 8, storage_reservation=reservation)
+    validate_rank_assignment(planner.plan(Model(), sharders()), given)
+    assert planner.made is not None
+    assert planner.made.reserved.hbm_left == GIB // 16
+    assert planner.made.reserved.ddr_left == given.devices[1].storage.ddr
+    assert "planned as if each had that of the least" in caplog.text
 
 
 # Plans

@@ -201,7 +201,9 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> Recorded:
         )
         for unit in found.units
     )
-    notes = tuple(dict.fromkeys((*built.notes, *found.notes, *routed.notes)))
+    left = (routed.left_dense(),) if request.planned and not request.dtype else ()
+    said = (*built.notes, *found.notes, *routed.notes, *filter(None, left))
+    notes = tuple(dict.fromkeys(said))
     found = msgspec.structs.replace(found, units=units, notes=notes, **more)
     return Recorded(found, parameters, of.received if of else 0)
 

@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 
 from shardwright.core.recording import RecordedTable, Recording, Unfolded
-from shardwright.lab.with_tables import NOTE
+from shardwright.lab.with_tables import COULD, NOTE
 from shardwright.runtime.embeddings.module import NoTableError, RoutedEmbedding
 from shardwright.trace.tables import Embedding, RoutedRows, embeddings
 
+LARGE = 2**20  # bytes of an embedding that a table may be worth
+MOST_NAMED = 3
 ALONE = "to be looked up once in every step, and trained by it"
 
 
@@ -44,6 +46,16 @@ class Routed:
                 self.tables[path] = part
             elif reason and wanted is None:
                 self._note(path, reason)
+
+    def left_dense(self) -> str:
+        """Where none is a table, the large ones that could be; empty without any."""
+        found = embeddings(self.module)
+        left = [path for path, part, reason in found if not reason and part.weight.nbytes >= LARGE]
+        if not left or self.tables:
+            return ""
+        more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
+        named = ", ".join(f"'{path}'" for path in left[:MOST_NAMED])
+        return f"{COULD} {named}{more}: train.table_optimizer takes them out of dense units"
 
     def drop(self, error: NoTableError) -> None:
         """One of them is none, as its use has shown."""

@@ -50,7 +50,8 @@ def source_of(job: Job) -> Source:
                 "model.kind",
                 "a model to train",
                 "tables alone",
-                "They can be planned and explained; add a [model] with layers to train.",
+                "Kind 'dlrm' puts layers around tables (interaction = 'cat' takes any dims), "
+                "'python' a module of your own; a loop of your own has sw.shard_embeddings.",
             )
         )
     from shardwright.lab.sources import clicks, python, text

@@ -134,7 +134,7 @@ def replanned(
     try:
         found = find(job, _models(plan, forced, again), watch)
     except ShardwrightError as error:
-        text = f"Planned anew with {wanted} there is no plan: {error}"
+        text = f"{wanted} with the rest planned anew has no plan: {error}"
         return Replanned(None, 0.0, "", "", text)
     cut = "stopped" if watch.stopped else f"cut at {limit:g} s" if watch.ended else ""
     bound = 0.0 if found.tried else found.bound
@@ -168,23 +168,33 @@ def _policy(plan: Plan) -> str:
 
 def _reason(plan: Plan, found: Found, wanted: str, option: str, bound: float, key: str) -> str:
     before = plan.max_rank_seconds
-    start = f"Planned anew with {wanted}, the rest free to move"
+    start = f"{wanted} with the rest planned anew"
     if found.draft is None:
-        return f"{start}: no plan was found that fits."
+        return f"{start} has no plan that fits, as far as was searched."
     after = found.seconds
     how = option.replace(f"{wanted}, ", "")
-    how = "" if how == wanted else f" ({how})"
+    start += "" if how == wanted else f" ({how})"
     if abs(after - before) <= SAME_SECONDS * before:
-        return f"{start}{how}, it is as good: {format_seconds(after)} per step."
-    text = f"{start}{how}, the slowest rank takes {instead(before, after)}."
+        return f"{start} is as good: {format_seconds(after)} per step."
     if after < before:
-        return f"{text} That is faster than this plan: have it with {key}."
+        return f"{start} is faster: {instead(before, after)}. To have it: {key}."
+    text = f"{start} is slower: {instead(before, after)}."
     if bound > before * (1 + SAME_SECONDS):
-        return f"{text} No such plan takes less than {bound:.9f} s."
+        return f"{text} No such plan takes less than {_precise(bound, before)}."
     return text
 
 
 def instead(before: float, after: float) -> str:
     """Seconds of a step beside those ``before``, which are 0 where nothing is looked up."""
-    share = f" ({(after - before) / before * 100:+.1f} %)" if before else ""
-    return f"{after:.9f} s instead of {before:.9f} s per step{share}"
+    change = (after - before) / before * 100 if before else 0.0
+    share = f" ({change:+,.{1 if abs(change) >= 0.1 else 3}f} %)" if change else ""
+    return f"{_precise(after, before)} instead of {_precise(before, after)} per step{share}"
+
+
+def _precise(seconds: float, beside: float) -> str:
+    """A duration with as many digits as tell it from another one."""
+    for digits in range(3, 10):
+        text = format_seconds(seconds, digits)
+        if text != format_seconds(beside, digits):
+            break
+    return text

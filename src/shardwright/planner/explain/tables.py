@@ -36,6 +36,7 @@ def explain_tensor(plan: Plan, name: str, again: ModelOf | None = None) -> list[
     ``again`` records the plan's model without checkpointing, which a unit with it is compared with.
     """
     check_type(plan, Plan, "plan", "read_plan reads a file.")
+    check_type(name, str, "name")
     draft = draft_of(plan)
     for table, placed in zip(plan.tables, draft.tables, strict=True):
         if name in (table.name, table.fqn):

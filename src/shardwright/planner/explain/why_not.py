@@ -70,9 +70,10 @@ class WhyNot:
     replanned: Replanned | None = None
 
     @property
-    def text(self) -> str:
-        """Both answers in words."""
-        return f"{self.reason} {self.replanned.reason}" if self.replanned else self.reason
+    def lines(self) -> tuple[str, ...]:
+        """What was chosen, and both answers in words."""
+        anew = (self.replanned.reason,) if self.replanned else ()
+        return (f"{self.name} is {self.chosen}.", self.reason, *anew)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +263,9 @@ def verdict_of(draft: Draft, best: Trial, wanted: str) -> tuple[Verdict, str]:
     before, after = draft.max_rank_seconds, best.draft.max_rank_seconds
     fits = f"{what} fits ({where} is the fullest with {filled})"
     if abs(after - before) <= SAME_SECONDS * before:
-        return "as good", (
-            f"{fits} and is as good: the slowest rank takes {format_seconds(before)} per step "
-            "either way."
-        )
+        return "as good", f"{fits} and is as good: {format_seconds(before)} per step either way."
     verdict: Verdict = "slower" if after > before else "faster"
-    return verdict, f"{fits} and makes the slowest rank take {instead(before, after)}."
+    return verdict, f"{fits} and is {verdict}: {instead(before, after)}."
 
 
 def _words(choice: Choice, before: Option | None = None) -> str:

@@ -13,6 +13,7 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.plan import Search, Tried
 from shardwright.planner.draft import Draft
 from shardwright.planner.problem import Problem
+from shardwright.planner.search.watch import Watch
 
 ModelOf = Callable[[Job], ModelSpec]
 
@@ -23,7 +24,8 @@ class Found:
 
     ``gave_up`` says whether a step's activations kept a draft from being better, ``tried`` what
     each checkpointing policy had where there was a choice. ``model_of`` describes the model that
-    was searched, and that of the same job with another batch.
+    was searched, and that of the same job with another batch; ``helps`` tries a
+    way out that only its giver knows, where nothing fits, and says whether it is one.
     """
 
     problem: Problem
@@ -37,6 +39,7 @@ class Found:
     gave_up: bool = False
     tried: tuple[Tried, ...] = ()
     model_of: ModelOf | None = None
+    helps: Callable[[Watch], str] | None = None
 
     @property
     def seconds(self) -> float:

@@ -13,13 +13,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.block import Block, check_tiling
-from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
+from shardwright.core.errors import (
+    InputError,
+    MismatchError,
+    UnsupportedError,
+    check_type,
+    expected,
+)
 from shardwright.core.model import ON_DISK
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.planning import IN_FULL, Communication, trained_communication
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
-from shardwright.runtime.comm import Comm, flat
+from shardwright.runtime.comm import Comm, check_mesh, flat
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
@@ -104,6 +110,9 @@ def shard_embeddings(
     MismatchError where plan and module do not fit, UnsupportedError for an embedding that no table
     can be.
     """
+    check_type(plan, Plan, "plan", "read_plan reads a file.")
+    check_type(module, nn.Module, "module")
+    check_mesh(mesh)
     check_kernels(plan.tables, mesh)
     if mesh.size() != plan.world_size:
         wanted = f"{plan.world_size} ranks, as the plan"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.placement import describe
 from shardwright.core.quantities import format_bytes
 from shardwright.runtime.comm import CutTwice
@@ -273,6 +273,7 @@ _HOLDERS: weakref.WeakKeyDictionary[nn.Module, DStorage] = weakref.WeakKeyDictio
 
 def get_dstorage(module: nn.Module) -> DStorage | None:
     """The storage attached to ``module`` itself, of buckets the first one, or None."""
+    check_type(module, nn.Module, "module")
     return next(iter(storages_of(module)), None)
 
 
@@ -295,6 +296,7 @@ def holder_of(module: nn.Module) -> DStorage | None:
 
 def storages_in(module: nn.Module) -> Iterator[DStorage]:
     """The storages of ``module`` and of every module below it, each once, in module order."""
+    check_type(module, nn.Module, "model")
     seen: set[int] = set()
     for inner in module.modules():
         for storage in storages_of(inner):

@@ -24,6 +24,7 @@ from shardwright.torchrec.adapter.machine import (
     cluster_section,
     communication,
     default_topology,
+    least_storage,
     reservation_section,
 )
 from shardwright.torchrec.adapter.tables import (
@@ -101,7 +102,7 @@ def document(
         topology.compute_device,
         topology.world_size,
         min(topology.intra_group_size, topology.world_size),
-        topology.devices[0].storage.ssd,
+        least_storage(topology).ssd,
     )
     entries = [_entry(limited(table, ranks, lean=request.lean)) for table in tables]
     modules = (child for _, child, _ in sharded_modules(module, sharders))
@@ -125,7 +126,7 @@ def document(
 def _set_aside(
     request: Request, module: nn.Module, sharders: Sharders, reservation: StorageReservation
 ) -> int:
-    """Bytes of HBM that a reservation takes of every rank, the same of all."""
+    """Bytes of HBM that a reservation takes of what every rank counts as having."""
     try:
         left = reservation.reserve(
             topology=request.topology,
@@ -137,14 +138,12 @@ def _set_aside(
     except PlannerError as error:
         found = " ".join(str(error).split())
         raise NoPlanError(expected("storage_reservation", "HBM left for tables", found)) from error
-    pairs = zip(request.topology.devices, left.devices, strict=True)
-    taken = sorted({before.storage.hbm - after.storage.hbm for before, after in pairs})
-    if len(taken) > 1 or taken[0] < 0:
-        found = " and ".join(f"{nbytes:,} B" for nbytes in (taken[0], taken[-1]))
+    taken = least_storage(request.topology).hbm - least_storage(left).hbm
+    if taken < 0:
         raise UnsupportedError(
-            expected("storage_reservation", "the same bytes taken of every rank", found)
+            expected("storage_reservation", "bytes taken of ranks", f"{-taken:,} B given")
         )
-    return taken[0]
+    return taken
 
 
 def _entry(spec: TableSpec) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,13 +16,15 @@ from torchrec.distributed.planner.storage_reservations import (
     HeuristicalStorageReservation,
     InferenceStorageReservation,
 )
-from torchrec.distributed.planner.types import BasicCommsBandwidths, StorageReservation
+from torchrec.distributed.planner.types import BasicCommsBandwidths, Storage, StorageReservation
 from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec.distributed.utils import get_device_type
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.torchrec.constants import BACKWARD, BANDWIDTHS
 from shardwright.tracker.tensors import NAMES
+
+logger = logging.getLogger(__name__)
 
 DEVICES = ("cpu", "cuda")
 RESERVED_SHARE = 0.15  # of a job that names no reservation, as in TorchRec
@@ -40,9 +43,13 @@ def default_topology() -> Topology:
 
 
 def cluster_section(topology: Topology, *, rates: bool) -> dict[str, Any]:
-    """The ``[cluster]`` of a job; bandwidths, in bytes per millisecond, only with ``rates``."""
+    """The ``[cluster]`` of a job; bandwidths, in bytes per millisecond, only with ``rates``.
+
+    Where ranks differ in memory every rank counts as that with least of each kind: a plan that fits
+    then fits. It is logged.
+    """
     _check(topology)
-    storage = topology.devices[0].storage
+    storage = least_storage(topology)
     capacities = {"hbm_cap": storage.hbm, "ddr_cap": storage.ddr, "ssd_cap": storage.ssd}
     section: dict[str, Any] = {
         "compute_device": topology.compute_device,
@@ -68,11 +75,23 @@ def _check(topology: Topology) -> None:
         raise UnsupportedError(
             expected(where, "one bandwidth inside and one between hosts", found, remedy)
         )
-    first = topology.devices[0]
-    for device in topology.devices:
-        if device.storage != first.storage:
-            found = f"{first.storage} on rank {first.rank}, {device.storage} on rank {device.rank}"
-            raise UnsupportedError(expected(where, "the same memory on every rank", found))
+    least = least_storage(topology)
+    larger = [device.rank for device in topology.devices if device.storage != least]
+    if larger:
+        logger.warning(
+            "topology: ranks differ in memory; planned as if each had that of the least, %s, "
+            "which leaves some of %d ranks unused (rank %d first)",
+            least,
+            len(larger),
+            larger[0],
+        )
+
+
+def least_storage(topology: Topology) -> Storage:
+    """The least of each kind of memory that a rank has."""
+    kinds = ("hbm", "ddr", "ssd")
+    storages = [device.storage for device in topology.devices]
+    return Storage(**{kind: min(getattr(each, kind) for each in storages) for kind in kinds})
 
 
 def reservation_section(

@@ -15,6 +15,11 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+)
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.model import CacheSpec, TableSpec
@@ -37,6 +42,8 @@ FUSED_OPTIMIZERS: dict[str, TableOptimizer] = {
     "exact_row_wise_adagrad": "rowwise_adagrad",
 }
 ONE_STATE: TableOptimizer = "adagrad"  # of any other: a state as large as the table
+BAGS = (EmbeddingBagCollection, FusedEmbeddingBagCollection)
+ROWS = (EmbeddingCollection, FusedEmbeddingCollection)
 
 Constraints = Mapping[str, ParameterConstraints]
 Sharders = Sequence[ModuleSharder[nn.Module]]
@@ -71,11 +78,12 @@ def read_tables(
     only one feature there.
 
     :raises UnsupportedError: a module that can be sharded holds other tables than those of
-        EmbeddingBagCollection and EmbeddingCollection.
+        EmbeddingBagCollection and EmbeddingCollection, fused or with processors of features.
     """
     found = []
-    for path, child, sharder in sharded_modules(module, sharders):
-        parameters = sharder.shardable_parameters(child)
+    for path, outer, sharder in sharded_modules(module, sharders):
+        parameters = sharder.shardable_parameters(outer)
+        child, inside = _collection(outer)
         if parameters:
             configs = _configs(path, child)
             for name, parameter in parameters.items():
@@ -83,7 +91,8 @@ def read_tables(
                 if constraint and constraint.device_group not in (None, device):
                     continue
                 config = configs[name]
-                spec = _spec(path, child, sharder, config, parameter, constraint)
+                place = f"{path}{inside}".lstrip(".")
+                spec = _spec(place, child, sharder, config, parameter, constraint)
                 averaged = len(configs) > 1 and spec.pooled and config.pooling is PoolingType.MEAN
                 found.append(TorchRecTable(spec, name, path, sharder, constraint, averaged))
     return _named_apart(found)
@@ -105,12 +114,19 @@ def sharded_modules(
         waiting.extend(reversed(inner))
 
 
+def _collection(module: nn.Module) -> tuple[nn.Module, str]:
+    """The collection of tables in a module that is sharded, and its path there."""
+    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+        return module._embedding_bag_collection, "._embedding_bag_collection"
+    return module, ""
+
+
 def _configs(path: str, module: nn.Module) -> dict[str, Any]:
     """The configuration of each table of a module by name."""
     where = f"module '{path}'"
-    if isinstance(module, EmbeddingBagCollection):
+    if isinstance(module, BAGS):
         configs = module.embedding_bag_configs()
-    elif isinstance(module, EmbeddingCollection):
+    elif isinstance(module, ROWS):
         configs = module.embedding_configs()
     else:
         wanted = "an EmbeddingBagCollection or an EmbeddingCollection"
@@ -132,7 +148,7 @@ def _spec(
     constraint: ParameterConstraints | None,
 ) -> TableSpec:
     rows, dim = parameter.shape
-    pooled = isinstance(module, EmbeddingBagCollection)
+    pooled = isinstance(module, BAGS)
     part = "embedding_bags" if pooled else "embeddings"
     fused = getattr(sharder, "fused_params", None) or {}
     limits: dict[str, Any] = {}
@@ -153,10 +169,10 @@ def _spec(
         dim=dim,
         fqn=".".join(filter(None, (path, part, config.name, "weight"))),
         dtype=NAMES.get(parameter.dtype, str(parameter.dtype)),
-        optimizer=_optimizer(f"table '{config.name}'", parameter, fused),
+        optimizer=_optimizer(f"table '{config.name}'", module, parameter, fused),
         pooled=pooled,
         pooling_factors=_pooling_factors(constraint, len(config.feature_names) or 1),
-        module_weighted=isinstance(module, EmbeddingBagCollection) and module.is_weighted(),
+        module_weighted=isinstance(module, BAGS) and module.is_weighted(),
         cache=_cache(constraint.cache_params if constraint else None, fused),
         **limits,
     )
@@ -176,9 +192,11 @@ def _pooling_factors(constraint: ParameterConstraints | None, features: int) -> 
 
 
 def _optimizer(
-    where: str, parameter: nn.Parameter, fused: Mapping[str, Any]
+    where: str, module: nn.Module, parameter: nn.Parameter, fused: Mapping[str, Any]
 ) -> TableOptimizer | None:
-    """What updates the table: the parameter's own optimizer, else that of the fused kernel."""
+    """What updates the table: that of a fused module, the parameter's own, else the kernel's."""
+    if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
+        return OPTIMIZER_CLASSES.get(module.optimizer_type(), ONE_STATE)
     classes = [c for c in getattr(parameter, "_optimizer_classes", ()) if c is not None]
     if len(classes) > 1:
         names = ", ".join(c.__name__ for c in classes)
