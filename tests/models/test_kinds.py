@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,7 +22,7 @@ from shardwright.core.kinds import (
 )
 from shardwright.core.model import TableSpec
 from shardwright.models.embeddings import Embeddings
-from shardwright.models.kinds import HashNetwork, Kinds
+from shardwright.models.kinds import HashNetwork, Kinds, SharedArray, mish_
 
 SMALL: dict[str, dict[str, Any]] = {
     "full": {},
@@ -152,6 +153,37 @@ def test_hashes_of_an_id_are_spread_over_their_range_and_differ_from_id_to_id() 
     assert len(torch.unique(found, dim=0)) == 20_000
     correlated = torch.corrcoef(found.t()).fill_diagonal_(0).abs().max().item()
     assert correlated < 0.1
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_rows_without_gradients_are_those_with_them(name: str) -> None:
+    module, ids = Embeddings(_tables(name)), _ids(batch=500)
+    with torch.no_grad():
+        found = module(ids)
+    assert found.shape == (500, 3, 16)
+    assert (found - module(ids)).abs().max().item() <= 1e-6
+
+
+def test_an_array_without_gradients_goes_round_at_its_end() -> None:
+    (table,) = _tables("robe", rows=(9,), collisions=9)
+    array = SharedArray(table, "cpu")
+    assert len(array.weight) == 16
+    nn.init.normal_(array.weight)
+    with torch.no_grad():
+        found = array(torch.arange(9))
+    assert torch.equal(found, array(torch.arange(9)))
+    ring = torch.cat([array.weight, array.weight])
+    blocks = {tuple(ring[k : k + 4].tolist()) for k in range(16)}
+    seen = {tuple(block) for row in found for block in row.view(4, 4).tolist()}
+    assert seen <= blocks
+    assert any(tuple(ring[k : k + 4].tolist()) in seen for k in (13, 14, 15))
+
+
+def test_mish_in_place_is_mish() -> None:
+    values = torch.cat([torch.linspace(-100, 100, 200_001), torch.tensor([1e30, -1e30, 0.0])])
+    wanted = nn.functional.mish(values.double())
+    found = mish_(values.clone().unsqueeze(1)).squeeze(1)
+    assert ((found - wanted).abs() <= 1e-6 * wanted.abs().clamp(min=1)).all()
 
 
 @pytest.mark.parametrize("name", [n for n in SMALL if n not in ("mixed_dim", "dhe")])

@@ -249,7 +249,7 @@ def flops(table: TableSpec) -> int:
         case "tensor_train":
             rank = _int(table.rank)
             _, (a, b, c) = cores_of(table)
-            return 2 * a * b * rank**2 + 2 * a * b * c * rank
+            return 2 * b * c * rank**2 + 2 * a * b * c * rank
         case "network":
             widths = widths_of(table)
             return sum(2 * a * b for a, b in itertools.pairwise(widths))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.kinds import dense_of, kind_of, members_of, parts_of
+from shardwright.core.kinds import dense_of, join_of, kind_of, members_of, parts_of
 from shardwright.core.model import TableSpec
 from shardwright.models.kinds import Kinds
 from shardwright.models.start import generator_of
@@ -35,6 +35,8 @@ class Embeddings(nn.Module):
         super().__init__()
         self.kinds, self.sparse, self.seed = Kinds(tables, device, bags=False), sparse, seed
         self.is_full = all(kind_of(table) == "full" for table in tables)
+        # Parts of a tensor train are wider than its rows: they are best gone before the next ones'.
+        self.is_widened = any(join_of(table) == "tensor_train" for table in tables)
         self.weights = nn.ParameterDict()
         self.bases: dict[str, int] = {}  # the first row of every member in the weight of its width
         ends: dict[int, int] = {}
@@ -73,6 +75,8 @@ class Embeddings(nn.Module):
         self._check(ids)
         if self.is_full:
             return self._looked(ids + self.first, self.kinds.members[0].dim)
+        if self.is_widened and not torch.is_grad_enabled():
+            return torch.stack([self._one(n, own) for n, own in enumerate(ids.unbind(1))], 1)
         asked = self.kinds.asked(ids)
         if isinstance(asked, torch.Tensor):
             found = self._looked(asked.add_(self.first), self.kinds.members[0].dim)
