@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwright.core.errors import InputError
 from shardwright.core.kinds import (
     LINEAR,
+    PACKED,
     EmbeddingsSection,
     dense_of,
     flops,
@@ -37,11 +38,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "dhe": {"kind": "dhe", "hashes": 32, "hidden": 16},
     "robe": {"kind": "robe", "block": 4},
 }
+SERVING: dict[str, dict[str, Any]] = {kind: {"kind": kind} for kind in PACKED}
 ROWS = (1000, 77, 50)
 
 
 def _tables(name: str, rows: tuple[int, ...] = ROWS, **more: Any) -> tuple[TableSpec, ...]:
-    keys = SMALL[name] | more
+    keys = (SMALL | SERVING)[name] | more
     own = [TableSpec(f"t{i}", n, 16, **keys) for i, n in enumerate(rows)]
     return settled(own, EmbeddingsSection())
 
@@ -85,7 +87,7 @@ def test_the_formula_of_operations_is_what_torch_counts(name: str) -> None:
     assert products.get_total_flops() + by_entry.count == 64 * flops(module.kinds.tables[0])
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL | SERVING)
 def test_a_full_table_made_of_another_kind_has_its_rows(name: str) -> None:
     module = Embeddings(_tables(name))
     full = module.materialised()
@@ -155,7 +157,7 @@ def test_hashes_of_an_id_are_spread_over_their_range_and_differ_from_id_to_id() 
     assert correlated < 0.1
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL | SERVING)
 def test_rows_without_gradients_are_those_with_them(name: str) -> None:
     module, ids = Embeddings(_tables(name)), _ids(batch=500)
     with torch.no_grad():
@@ -247,7 +249,7 @@ def _pool(rows: torch.Tensor, lengths: torch.Tensor, weights: Any, mode: str) ->
     return sums / lengths.clamp(min=1).unsqueeze(1) if mode == "mean" else sums
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL | SERVING)
 @pytest.mark.parametrize("bad", [-1, 77, 2**62])
 def test_an_id_that_is_no_row_is_refused_or_handed_on_as_it_is(name: str, bad: int) -> None:
     module, ids = Embeddings(_tables(name)), _ids()

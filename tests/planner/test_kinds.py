@@ -28,7 +28,7 @@ def _job(memory: str, kinds: tuple[str, ...] = ("full", "qr", "hash"), **tables:
             "cluster": {"preset": "cpu-host", "world_size": 2, "ddr_cap": memory},
             "batch": {"size": 32},
             "planner": {"kinds": kinds},
-            "embeddings": {"collisions": 8},
+            "embeddings": {"collisions": 8} if {"qr", "hash"} & {*kinds} else {},
         }
     )
 
@@ -74,6 +74,17 @@ def test_a_later_kind_is_taken_where_an_earlier_one_does_not_fit_for_all() -> No
 def test_what_fits_with_no_kind_is_refused_with_the_shortfall() -> None:
     with pytest.raises(NoPlanError):
         plan(_job("20 KiB"))
+
+
+@pytest.mark.parametrize(("memory", "kind"), [("2 MiB", "int8"), ("1300 KiB", "int4")])
+def test_rows_of_bytes_serve_where_full_tables_do_not_fit(memory: str, kind: str) -> None:
+    made = plan(_job(memory, ("full", "int8", "int4")))
+    assert kind in set(_kinds(made).values())
+    weights = sum(totals.at_peak["weight"] for totals in made.ranks)
+    assert weights == sum(map(nbytes, made.job.tables))
+    kernels = {table.name: table.compute_kernel for table in made.tables}
+    packed = {name for name, found in _kinds(made).items() if found != "full"}
+    assert {name for name, kernel in kernels.items() if kernel == "quant"} == packed
 
 
 def test_a_plan_of_chosen_kinds_is_planned_again_alike() -> None:

@@ -20,6 +20,7 @@ from shardwright.core.kinds import (
     cores_of,
     dense_of,
     join_of,
+    kind_of,
     members_of,
     parts_of,
 )
@@ -219,7 +220,7 @@ class Kinds(nn.Module):
     @property
     def is_uniform(self) -> bool:
         """Whether rows of all members are alike in width and come one for each id."""
-        return not self.bags and len({member.dim for member in self.members}) == 1
+        return not self.bags and len({(m.dim, kind_of(m)) for m in self.members}) == 1
 
     def asked(self, ids: torch.Tensor | Mapping[str, Bag]) -> Asked:
         """What ``ids`` ask of the members: [B, M], or a mapping of their features. An id that is no
