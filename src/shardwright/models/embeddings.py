@@ -21,6 +21,7 @@ from shardwright.core.kinds import (
     parts_of,
 )
 from shardwright.core.model import TableSpec
+from shardwright.core.schedule import BAGS_OF_ONE
 from shardwright.models.kinds import Kinds
 from shardwright.models.packed import looked_up, packed
 from shardwright.models.start import generator_of
@@ -142,7 +143,11 @@ class Embeddings(nn.Module):
         weight = self.weights[_key(member)]
         if is_packed(member):
             return looked_up(weight, ids, kind_of(member), member.dim)
-        return functional.embedding(ids, weight, sparse=self.sparse)
+        if torch.is_grad_enabled() or ids.device.type != "cpu" or ids.numel() < BAGS_OF_ONE:
+            return functional.embedding(ids, weight, sparse=self.sparse)
+        flat = ids.reshape(-1)
+        rows = functional.embedding_bag(flat, weight, torch.arange(len(flat)), mode="sum")
+        return rows.view(*ids.shape, member.dim)
 
     def _check(self, ids: torch.Tensor) -> None:
         tables = self.kinds.tables
