@@ -38,6 +38,7 @@ from shardwright.runtime.embeddings.update import EPSILON
 
 TABLES, ROWS, DIM, BATCH = 26, 1_000_000, 16, 2048
 ZIPF = 1.05
+LAWS = {"uniform": 0.0, "zipf": ZIPF}
 NETWORKS = 4  # tables whose hash networks are measured
 KINDS: dict[str, dict[str, object]] = {
     "full": {},
@@ -156,8 +157,8 @@ def against(seconds: dict[str, list[float]], floor: str) -> dict[str, object]:
     }
 
 
-def lookups(zipf: float, rounds: int) -> dict[str, object]:
-    """Every kind but the hash network, with its peer and floors."""
+def lookups(rounds: int) -> dict[str, dict[str, object]]:
+    """Every kind but the hash network, with its peers and floors, by how ids are spread."""
     modules = {name: Embeddings(tables(**keys)) for name, keys in KINDS.items()}
     (weight,) = modules["full"].weights.values()
     weight = weight.detach()
@@ -171,18 +172,24 @@ def lookups(zipf: float, rounds: int) -> dict[str, object]:
     }
     if (peer := fbgemm(weight, "sgd")) is not None:
         contestants["fbgemm"] = peer
-    found = against(measure(contestants, zipf, rounds), "gather")
-    times = {name: own["milliseconds"] for name, own in found.items()}  # type: ignore[index]
     return {
-        "kinds": found,
-        "qr_of_full": round(times["qr"] / times["full"], 3),
-        **({"full_of_fbgemm": round(times["full"] / times["fbgemm"], 3)} if peer else {}),
+        name: _beside(against(measure(contestants, zipf, rounds), "gather"))
+        for name, zipf in LAWS.items()
     }
 
 
-def steps(optimizer: str, zipf: float, rounds: int) -> dict[str, object]:
-    """A step of full tables, on one rank of our runtime and of FBGEMM: lookup, backward and the
-    exact update of the rows, from the same weights and the same batches."""
+def _beside(found: dict[str, object]) -> dict[str, object]:
+    """Figures of kinds, and those of which something is claimed."""
+    times = {name: own["milliseconds"] for name, own in found.items()}  # type: ignore[index]
+    claimed = {"qr_of_full": round(times["qr"] / times["full"], 3)}
+    if "fbgemm" in times:
+        claimed["full_of_fbgemm"] = round(times["full"] / times["fbgemm"], 3)
+    return {"kinds": found, **claimed}
+
+
+def steps(optimizer: str, rounds: int) -> dict[str, dict[str, object]]:
+    """A step of full tables, on one rank of our runtime and of FBGEMM, by how ids are spread:
+    lookup, backward and the exact update of the rows, from the same weights and batches."""
     weight = torch.rand(TABLES * ROWS, DIM, generator=torch.Generator().manual_seed(0)) * 1e-3
     names = [f"t{i}" for i in range(TABLES)]
     specs = [
@@ -194,6 +201,17 @@ def steps(optimizer: str, zipf: float, rounds: int) -> dict[str, object]:
     ours = build(specs, dict.fromkeys(names, "table_wise"), mesh, optimizer, RATE, whole)
     peer = fbgemm(weight, optimizer)
     del weight, whole
+    found = {name: _stepped(ours, peer, zipf, rounds) for name, zipf in LAWS.items()}
+    if peer is not None:
+        own = sw.full_state_dict(ours)[names[0]]
+        apart = (own - peer.split_embedding_weights()[0]).abs().max().item()
+        assert apart < 1e-6, f"weights are {apart} from FBGEMM's"
+    return found
+
+
+def _stepped(
+    ours: nn.Module, peer: nn.Module | None, zipf: float, rounds: int
+) -> dict[str, object]:
     random, seconds = np.random.default_rng(0), {"ours": [], "fbgemm": []}
     gradient = torch.randn(BATCH, TABLES, DIM, generator=torch.Generator().manual_seed(1)) * 1e-3
     for number in range(rounds + 3):
@@ -206,16 +224,10 @@ def steps(optimizer: str, zipf: float, rounds: int) -> dict[str, object]:
             for name, took in taken.items():
                 seconds[name].append(took)
     found: dict[str, object] = {name: milliseconds(own) for name, own in seconds.items() if own}
-    if peer is None:
-        return found
-    pairs = zip(seconds["ours"], seconds["fbgemm"], strict=True)
-    theirs = peer.split_embedding_weights()[0]
-    apart = (sw.full_state_dict(ours)[names[0]] - theirs).abs().max().item()
-    return {
-        **found,
-        "ours_of_fbgemm": round(statistics.median(a / b for a, b in pairs), 3),
-        "weights_apart": apart,
-    }
+    if peer is not None:
+        pairs = zip(seconds["ours"], seconds["fbgemm"], strict=True)
+        found["ours_of_fbgemm"] = round(statistics.median(a / b for a, b in pairs), 3)
+    return found
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -347,18 +359,13 @@ def main() -> None:
             "parameters": {
                 name: sum(map(parameters, tables(**keys))) for name, keys in kinds.items()
             },
-            "uniform": lookups(0, options.rounds),
-            "zipf": lookups(ZIPF, options.rounds),
+            **lookups(options.rounds),
             "dhe": networks(options.network_rounds),
         }
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-        found["steps"] = {
-            f"{optimizer} {name}": steps(optimizer, zipf, options.rounds)
-            for optimizer in OPTIMIZERS
-            for name, zipf in (("uniform", 0), ("zipf", ZIPF))
-        }
+        found["steps"] = {name: steps(name, options.rounds) for name in OPTIMIZERS}
         dist.destroy_process_group()
     text = json.dumps(found, indent=2) + "\n"
     print(text, end="")

@@ -181,6 +181,16 @@ def test_an_array_without_gradients_goes_round_at_its_end() -> None:
     assert any(tuple(ring[k : k + 4].tolist()) in seen for k in (13, 14, 15))
 
 
+def test_a_hash_network_in_bfloat16_is_near_to_that_in_fp32() -> None:
+    module, ids = Embeddings(_tables("dhe")), _ids()
+    with torch.no_grad():
+        wanted = module(ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = module(ids)
+    assert found.dtype == torch.bfloat16
+    assert (found - wanted).abs().max().item() <= 0.02 * wanted.abs().max().item()
+
+
 def test_mish_in_place_is_mish() -> None:
     values = torch.cat([torch.linspace(-100, 100, 200_001), torch.tensor([1e30, -1e30, 0.0])])
     wanted = nn.functional.mish(values.double())

@@ -112,7 +112,8 @@ class HashNetwork(nn.Module):
         trains = torch.is_grad_enabled()
         for number, layer in enumerate(self.layers):
             if number:
-                rows = functional.mish(rows) if trains else mish_(rows)
+                is_wide = rows.dtype.itemsize >= 4  # narrow ones would be rounded on the way
+                rows = mish_(rows) if is_wide and not trains else functional.mish(rows)
             rows = layer(rows)
         return functional.embedding(places, rows)
 
