@@ -117,7 +117,9 @@ class Embeddings(nn.Module):
         """Rows of every table; InputError for an id that is none."""
         self._check(ids)
         if self.is_plain:
-            return self._looked(ids + self.first, self.kinds.members[0])
+            # table after table, as what a processor knows of where pages lie is soon forgotten
+            places = ids.t().contiguous().add_(self.first.unsqueeze(1))
+            return self._looked(places, self.kinds.members[0]).transpose(0, 1)
         if self.is_widened and not torch.is_grad_enabled():
             return torch.stack([self._one(n, own) for n, own in enumerate(ids.unbind(1))], 1)
         asked = self.kinds.asked(ids)
