@@ -2,12 +2,14 @@
 
     python benchmarks/embeddings.py --output validation/cpu-2-cores/embeddings.json
 
-26 tables of 1,000,000 x 16 fp32, batch 2,048, one id in each bag, forward without gradients. Floors
+26 tables of 1,000,000 x 16 fp32, batch 2,048, one id in each bag: forward without gradients, and a
+step of full tables, which is forward, backward and the exact update, ours on one rank of the
+runtime. Where fbgemm_gpu is installed its CPU kernels take part, with weights of their own. Floors
 are the bare gather of as many rows into memory that is there, a copy of as many bytes, and the
 matrix products that a hash network needs at the speed of a large one. Contestants take turns; each
-has a batch of its own in every round. Figures are medians of the process's CPU time with one
-thread, for the machine may be shared; ratios are medians of the rounds'. Hash networks are measured
-for the first 4 of the 26 tables, which are alike.
+has a batch of its own in every round, in a step the same one as its peer. Figures are medians of
+the process's CPU time with one thread, for the machine may be shared; ratios are medians of the
+rounds'. Hash networks are measured for the first 4 of the 26 tables, which are alike.
 """
 
 from __future__ import annotations
@@ -16,20 +18,27 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from peer_tables import build
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import shardwright as sw
 from shardwright.core.kinds import EmbeddingsSection, flops, parameters, settled
 from shardwright.core.model import TableSpec
 from shardwright.models.embeddings import Embeddings
+from shardwright.runtime.embeddings.update import EPSILON
 
 TABLES, ROWS, DIM, BATCH = 26, 1_000_000, 16, 2048
 ZIPF = 1.05
+LAWS = {"uniform": 0.0, "zipf": ZIPF}
 NETWORKS = 4  # tables whose hash networks are measured
 KINDS: dict[str, dict[str, object]] = {
     "full": {},
@@ -40,8 +49,12 @@ KINDS: dict[str, dict[str, object]] = {
     "mixed_dim": {"kind": "mixed_dim", "width": 4},
     "tt": {"kind": "tt"},
     "robe": {"kind": "robe", "collisions": 200},
+    "int8": {"kind": "int8"},
+    "int4": {"kind": "int4"},
 }
-Call = Callable[[torch.Tensor], object]
+OPTIMIZERS = ("sgd", "rowwise_adagrad")
+RATE = 0.05
+Call = Callable[..., object]
 
 
 def tables(**keys: object) -> tuple[TableSpec, ...]:
@@ -77,6 +90,35 @@ def gather(weight: torch.Tensor) -> Call:
     return lambda places: torch.index_select(weight, 0, places, out=out)
 
 
+def fbgemm(weight: torch.Tensor, optimizer: str) -> nn.Module | None:
+    """The peer: FBGEMM's merged tables with an update of their own, None where it is not there. It
+    takes ids feature by feature."""
+    try:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+            ComputeDevice,
+            SplitTableBatchedEmbeddingBagsCodegen,
+        )
+    except (ImportError, OSError):
+        return None
+    kinds = {"sgd": "EXACT_SGD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD"}
+    found = SplitTableBatchedEmbeddingBagsCodegen(
+        [(ROWS, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)] * TABLES,
+        optimizer=EmbOptimType[kinds[optimizer]],
+        learning_rate=RATE,
+        eps=EPSILON,
+    )
+    for own, part in zip(found.split_embedding_weights(), weight.split(ROWS), strict=True):
+        own.copy_(part)
+    return found
+
+
+def by_feature(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [B, F] as FBGEMM takes them."""
+    return ids.t().reshape(-1), torch.arange(ids.numel() + 1)
+
+
 def measure(contestants: dict[str, Call], zipf: float, rounds: int) -> dict[str, list[float]]:
     """Seconds of every contestant in every round."""
     random, seconds = np.random.default_rng(0), {name: [] for name in contestants}
@@ -84,21 +126,29 @@ def measure(contestants: dict[str, Call], zipf: float, rounds: int) -> dict[str,
     for number in range(rounds + 3):
         for name, run in contestants.items():
             ids = batch(random, zipf)
+            given = (ids,)
             if name == "gather":
-                ids = (ids + first).view(-1)
+                given = ((ids + first).view(-1),)
+            elif name == "fbgemm":
+                given = by_feature(ids)
             begin = time.process_time()
-            run(ids)
+            run(*given)
             if number >= 3:
                 seconds[name].append(time.process_time() - begin)
     return seconds
 
 
+def milliseconds(seconds: list[float]) -> dict[str, float]:
+    """Their median and the least of them."""
+    median, least = statistics.median(seconds), min(seconds)
+    return {"milliseconds": round(median * 1e3, 3), "least": round(least * 1e3, 3)}
+
+
 def against(seconds: dict[str, list[float]], floor: str) -> dict[str, object]:
     """Medians in milliseconds, and each one's median ratio to ``floor`` in the same round."""
     return {
-        name: {
-            "milliseconds": round(statistics.median(own) * 1e3, 3),
-            "least": round(min(own) * 1e3, 3),
+        name: milliseconds(own)
+        | {
             f"of_{floor}": round(
                 statistics.median(a / b for a, b in zip(own, seconds[floor], strict=True)), 3
             ),
@@ -107,8 +157,8 @@ def against(seconds: dict[str, list[float]], floor: str) -> dict[str, object]:
     }
 
 
-def lookups(zipf: float, rounds: int) -> dict[str, object]:
-    """Every kind but the hash network, with its peer and floors."""
+def lookups(rounds: int) -> dict[str, dict[str, object]]:
+    """Every kind but the hash network, with its peers and floors, by how ids are spread."""
     modules = {name: Embeddings(tables(**keys)) for name, keys in KINDS.items()}
     (weight,) = modules["full"].weights.values()
     weight = weight.detach()
@@ -120,9 +170,70 @@ def lookups(zipf: float, rounds: int) -> dict[str, object]:
         "embedding_bags": bags(weight.clone()),
         **modules,
     }
-    found = against(measure(contestants, zipf, rounds), "gather")
-    full = found["full"]["milliseconds"]  # type: ignore[index]
-    return {"kinds": found, "qr_of_full": round(found["qr"]["milliseconds"] / full, 3)}  # type: ignore[index]
+    if (peer := fbgemm(weight, "sgd")) is not None:
+        contestants["fbgemm"] = peer
+    return {
+        name: _beside(against(measure(contestants, zipf, rounds), "gather"))
+        for name, zipf in LAWS.items()
+    }
+
+
+def _beside(found: dict[str, object]) -> dict[str, object]:
+    """Figures of kinds, and those of which something is claimed."""
+    times = {name: own["milliseconds"] for name, own in found.items()}  # type: ignore[index]
+    claimed = {"qr_of_full": round(times["qr"] / times["full"], 3)}
+    if "fbgemm" in times:
+        claimed["full_of_fbgemm"] = round(times["full"] / times["fbgemm"], 3)
+    return {"kinds": found, **claimed}
+
+
+def steps(optimizer: str, rounds: int) -> dict[str, dict[str, object]]:
+    """A step of full tables, on one rank of our runtime and of FBGEMM, by how ids are spread:
+    lookup, backward and the exact update of the rows, from the same weights and batches."""
+    weight = torch.rand(TABLES * ROWS, DIM, generator=torch.Generator().manual_seed(0)) * 1e-3
+    names = [f"t{i}" for i in range(TABLES)]
+    specs = [
+        {"name": name, "rows": ROWS, "dim": DIM, "pooling": "sum", "features": (name,)}
+        for name in names
+    ]
+    whole = dict(zip(names, weight.split(ROWS), strict=True))
+    mesh = init_device_mesh("cpu", (1,))
+    ours = build(specs, dict.fromkeys(names, "table_wise"), mesh, optimizer, RATE, whole)
+    peer = fbgemm(weight, optimizer)
+    del weight, whole
+    found = {name: _stepped(ours, peer, zipf, rounds) for name, zipf in LAWS.items()}
+    if peer is not None:
+        own = sw.full_state_dict(ours)[names[0]]
+        apart = (own - peer.split_embedding_weights()[0]).abs().max().item()
+        assert apart < 1e-6, f"weights are {apart} from FBGEMM's"
+    return found
+
+
+def _stepped(
+    ours: nn.Module, peer: nn.Module | None, zipf: float, rounds: int
+) -> dict[str, object]:
+    random, seconds = np.random.default_rng(0), {"ours": [], "fbgemm": []}
+    gradient = torch.randn(BATCH, TABLES, DIM, generator=torch.Generator().manual_seed(1)) * 1e-3
+    for number in range(rounds + 3):
+        ids, own = batch(random, zipf), gradient.clone()
+        taken = {"ours": _seconds(lambda ids=ids, own=own: ours(ids).backward(own))}
+        if peer is not None:
+            given, own = by_feature(ids), gradient.flatten(1).clone()
+            taken["fbgemm"] = _seconds(lambda given=given, own=own: peer(*given).backward(own))
+        if number >= 3:
+            for name, took in taken.items():
+                seconds[name].append(took)
+    found: dict[str, object] = {name: milliseconds(own) for name, own in seconds.items() if own}
+    if peer is not None:
+        pairs = zip(seconds["ours"], seconds["fbgemm"], strict=True)
+        found["ours_of_fbgemm"] = round(statistics.median(a / b for a, b in pairs), 3)
+    return found
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin = time.process_time()
+    run()
+    return time.process_time() - begin
 
 
 def naive(module: Embeddings) -> Call:
@@ -148,6 +259,28 @@ def naive(module: Embeddings) -> Call:
         return torch.stack(found, 1)
 
     return run
+
+
+def as_published(module: Embeddings, ids: torch.Tensor) -> float:
+    """How many times as long as ours the same takes with Python's integers, one table's ids."""
+    column, own = ids[:, 0], next(iter(module.kinds.of_table.values()))
+    random = np.random.default_rng(1)
+    factors, shifts = random.integers(1, 2**31 - 1, (2, 1024)).tolist()
+    begin = time.process_time()
+    rows = torch.tensor(
+        [
+            [
+                2 * (((a * i + b) % (2**31 - 1)) % 10**6) / (10**6 - 1) - 1
+                for a, b in zip(factors, shifts, strict=True)
+            ]
+            for i in column.tolist()
+        ]
+    )
+    for number, layer in enumerate(own.layers):
+        rows = layer(nn.functional.mish(rows) if number else rows)
+    middle = time.process_time()
+    own(column)
+    return (middle - begin) / (time.process_time() - middle)
 
 
 def networks(rounds: int) -> dict[str, object]:
@@ -187,6 +320,7 @@ def networks(rounds: int) -> dict[str, object]:
     return {
         "forward": found,
         **{name: round(ratio, 3) for name, ratio in times.items()},
+        "python_of_ours": round(as_published(module, batch(random, ZIPF)), 3),
         "different_ids": round(statistics.median(different), 4),
         "gigaflop_of_26_tables": round(gigaflop, 1),
     }
@@ -225,10 +359,14 @@ def main() -> None:
             "parameters": {
                 name: sum(map(parameters, tables(**keys))) for name, keys in kinds.items()
             },
-            "uniform": lookups(0, options.rounds),
-            "zipf": lookups(ZIPF, options.rounds),
+            **lookups(options.rounds),
             "dhe": networks(options.network_rounds),
         }
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+        found["steps"] = {name: steps(name, options.rounds) for name in OPTIMIZERS}
+        dist.destroy_process_group()
     text = json.dumps(found, indent=2) + "\n"
     print(text, end="")
     if options.output:

@@ -15,6 +15,7 @@ from shardwright.core.kinds import (
     kind_of,
     members_of,
     nbytes,
+    packed_bytes,
     parameters,
     parts_of,
     settled,
@@ -151,6 +152,10 @@ def test_rows_that_are_multiplied_come_back_one_by_one_where_bags_are_looked_up(
         ({"kind": "dhe", "sharding_types": ["row_wise"]}, {},
          "sharding_types: expected none for kind 'dhe'"),
         ({"kind": "robe", "optimizer": "sgd"}, {}, "optimizer: expected none for kind 'robe'"),
+        ({"kind": "int8"}, {}, "kind: expected a kind that is trained, got 'int8', for inference. "
+         "Train it full"),
+        ({}, {"planner": {"kinds": ["full", "int4"]}}, "kind: expected a kind that is trained"),
+        ({"kind": "int4", "collisions": 4}, {}, "collisions: expected no such key for kind 'int4'"),
         ({}, {"embeddings": {"above": 5}}, "above: expected none without embeddings.kind"),
         ({}, {"embeddings": {"temperature": 0.5}}, "temperature: expected none without kind"),
         ({}, {"planner": {"kinds": []}}, "planner.kinds: expected different kinds, got []"),
@@ -174,6 +179,35 @@ def test_tables_alone_have_no_kind_with_a_dense_part() -> None:
     tables = [{"name": "t", "rows": 1000, "dim": 8, "kind": "dhe"}]
     with pytest.raises(InputError, match="expected a kind made of tables alone"):
         parse_job({"tables": tables})
+
+
+@pytest.mark.parametrize(
+    ("keys", "planner", "words"),
+    [
+        ({"compute_kernels": ["fused"]}, {}, "compute_kernels: expected quant, quant_uvm, "
+         "quant_uvm_caching for kind 'int4', which serves inference only, got 'fused'"),
+        ({"dtype": "fp16"}, {}, "dtype: expected 'fp32' for kind 'int4', got 'fp16'"),
+        ({}, {"constants": "torchrec-1.9"}, "expected planner.constants = 'cluster' beside kind "
+         "'int4', got 'torchrec-1.9'"),
+    ],
+)  # fmt: skip
+def test_rows_of_bytes_refuse_what_no_cost_knows(
+    keys: dict[str, Any], planner: dict[str, Any], words: str
+) -> None:
+    table = {"name": "t", "rows": 1000, "dim": 8, "kind": "int4", **keys}
+    with pytest.raises(InputError) as error:
+        parse_job({"tables": [table], "planner": planner})
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "wide", "odd"), [("int8", 24, 17), ("int4", 12, 9)])
+def test_a_row_of_bytes_has_its_entries_and_what_reads_them(kind: str, wide: int, odd: int) -> None:
+    tables = _tables((1000, 1000), kind=kind)
+    assert sum(map(nbytes, tables)) == 2000 * wide
+    assert packed_bytes(9, kind) == odd
+    (member,) = members_of(tables[0])
+    assert (member.kind, member.rows, member.dim) == (kind, 1000, 16)
+    assert parameters(tables[0]) == 16_000
 
 
 def test_constraints_name_the_tables_that_are_placed() -> None:

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.core.model import ComputeKernel
+from shardwright.core.kinds import nbytes
+from shardwright.core.model import QUANTIZED, ComputeKernel, TableSpec
 from shardwright.core.optimizers import TABLES
 from shardwright.core.planning import PipelineType
 from shardwright.core.sharding import ShardingType
 from shardwright.cost import embedding
 from shardwright.cost.cache import Cache
-from shardwright.cost.embedding import QUANTIZED, Demand
+from shardwright.cost.embedding import Demand
 
 TYPES = get_args(ShardingType)
 KERNELS = get_args(ComputeKernel)
@@ -157,6 +158,13 @@ def test_inference_keeps_weights_alone() -> None:
 def test_a_quantised_row_has_a_byte_per_column_a_scale_and_an_offset(kernel: str) -> None:
     found = embedding.shard_bytes(10, 16, "fp32", "adam", kernel)
     assert found == {"weight": 10 * (16 + 8)}
+
+
+@pytest.mark.parametrize(("kind", "row"), [("int8", 15 + 8), ("int4", 8 + 4)])
+def test_rows_of_a_kind_of_bytes_take_what_the_kind_says(kind: str, row: int) -> None:
+    assert embedding.shard_bytes(10, 15, kind, "none", "quant") == {"weight": 10 * row}
+    packed = TableSpec("t", 10, 15, kind=kind)  # type: ignore[arg-type]
+    assert nbytes(packed) == 10 * row
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.core.model import ComputeKernel
+from shardwright.core.model import QUANTIZED, ComputeKernel
 from shardwright.core.sharding import ShardingType
 from shardwright.cost import embedding
 from shardwright.cost.cache import Cache
-from shardwright.cost.embedding import CACHED_KERNELS, QUANTIZED, Demand
+from shardwright.cost.embedding import CACHED_KERNELS, Demand
 from shardwright.cost.presets import PRESETS
 
 TYPES = get_args(ShardingType)

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.core.errors import InputError
 from shardwright.core.kinds import (
     LINEAR,
+    PACKED,
     EmbeddingsSection,
     dense_of,
     flops,
@@ -21,7 +23,7 @@ from shardwright.core.kinds import (
 )
 from shardwright.core.model import TableSpec
 from shardwright.models.embeddings import Embeddings
-from shardwright.models.kinds import HashNetwork, Kinds
+from shardwright.models.kinds import HashNetwork, Kinds, SharedArray, mish_
 
 SMALL: dict[str, dict[str, Any]] = {
     "full": {},
@@ -36,11 +38,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "dhe": {"kind": "dhe", "hashes": 32, "hidden": 16},
     "robe": {"kind": "robe", "block": 4},
 }
+SERVING: dict[str, dict[str, Any]] = {kind: {"kind": kind} for kind in PACKED}
 ROWS = (1000, 77, 50)
 
 
 def _tables(name: str, rows: tuple[int, ...] = ROWS, **more: Any) -> tuple[TableSpec, ...]:
-    keys = SMALL[name] | more
+    keys = (SMALL | SERVING)[name] | more
     own = [TableSpec(f"t{i}", n, 16, **keys) for i, n in enumerate(rows)]
     return settled(own, EmbeddingsSection())
 
@@ -84,7 +87,7 @@ def test_the_formula_of_operations_is_what_torch_counts(name: str) -> None:
     assert products.get_total_flops() + by_entry.count == 64 * flops(module.kinds.tables[0])
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL | SERVING)
 def test_a_full_table_made_of_another_kind_has_its_rows(name: str) -> None:
     module = Embeddings(_tables(name))
     full = module.materialised()
@@ -154,6 +157,47 @@ def test_hashes_of_an_id_are_spread_over_their_range_and_differ_from_id_to_id() 
     assert correlated < 0.1
 
 
+@pytest.mark.parametrize("name", SMALL | SERVING)
+def test_rows_without_gradients_are_those_with_them(name: str) -> None:
+    module, ids = Embeddings(_tables(name)), _ids(batch=500)
+    with torch.no_grad():
+        found = module(ids)
+    assert found.shape == (500, 3, 16)
+    assert (found - module(ids)).abs().max().item() <= 1e-6
+
+
+def test_an_array_without_gradients_goes_round_at_its_end() -> None:
+    (table,) = _tables("robe", rows=(9,), collisions=9)
+    array = SharedArray(table, "cpu")
+    assert len(array.weight) == 16
+    nn.init.normal_(array.weight)
+    with torch.no_grad():
+        found = array(torch.arange(9))
+    assert torch.equal(found, array(torch.arange(9)))
+    ring = torch.cat([array.weight, array.weight])
+    blocks = {tuple(ring[k : k + 4].tolist()) for k in range(16)}
+    seen = {tuple(block) for row in found for block in row.view(4, 4).tolist()}
+    assert seen <= blocks
+    assert any(tuple(ring[k : k + 4].tolist()) in seen for k in (13, 14, 15))
+
+
+def test_a_hash_network_in_bfloat16_is_near_to_that_in_fp32() -> None:
+    module, ids = Embeddings(_tables("dhe")), _ids()
+    with torch.no_grad():
+        wanted = module(ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = module(ids)
+    assert found.dtype == torch.bfloat16
+    assert (found - wanted).abs().max().item() <= 0.02 * wanted.abs().max().item()
+
+
+def test_mish_in_place_is_mish() -> None:
+    values = torch.cat([torch.linspace(-100, 100, 200_001), torch.tensor([1e30, -1e30, 0.0])])
+    wanted = nn.functional.mish(values.double())
+    found = mish_(values.clone().unsqueeze(1)).squeeze(1)
+    assert ((found - wanted).abs() <= 1e-6 * wanted.abs().clamp(min=1)).all()
+
+
 @pytest.mark.parametrize("name", [n for n in SMALL if n not in ("mixed_dim", "dhe")])
 def test_an_entry_starts_with_the_variance_of_a_full_tables(name: str) -> None:
     tables = _tables(name, rows=(20_000,), **({"rank": 16} if name == "tt" else {}))
@@ -215,7 +259,7 @@ def _pool(rows: torch.Tensor, lengths: torch.Tensor, weights: Any, mode: str) ->
     return sums / lengths.clamp(min=1).unsqueeze(1) if mode == "mean" else sums
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL | SERVING)
 @pytest.mark.parametrize("bad", [-1, 77, 2**62])
 def test_an_id_that_is_no_row_is_refused_or_handed_on_as_it_is(name: str, bad: int) -> None:
     module, ids = Embeddings(_tables(name)), _ids()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ from msgspec import UNSET
 
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
-from shardwright.core.kinds import kind_of, nbytes
+from shardwright.core.kinds import KNOWN_AUC, SEEDS_VARY, kind_of, nbytes
 from shardwright.core.plan import Plan
+from shardwright.core.study import read_study, spread_of
 from shardwright.lab.recordings import plan
 from shardwright.planner.explain.basis import basis
 
+STUDY = Path(__file__).parents[2] / "validation" / "cpu-2-cores" / "embeddings_study.json"
 ROWS = {"a": 20_000, "b": 60_000, "c": 30_000, "d": 150, "e": 40_000}
 
 
@@ -28,13 +31,37 @@ def _job(memory: str, kinds: tuple[str, ...] = ("full", "qr", "hash"), **tables:
             "cluster": {"preset": "cpu-host", "world_size": 2, "ddr_cap": memory},
             "batch": {"size": 32},
             "planner": {"kinds": kinds},
-            "embeddings": {"collisions": 8},
+            "embeddings": {"collisions": 8} if {"qr", "hash"} & {*kinds} else {},
         }
     )
 
 
 def _kinds(made: Plan) -> dict[str, str]:
     return {table.name: kind_of(table) for table in made.job.tables}
+
+
+def _known(made: Plan) -> list[str]:
+    return [fact.value for fact in basis(made) if fact.what == "AUC beside full tables"]
+
+
+def test_a_plan_says_what_its_kinds_are_known_to_cost_in_quality() -> None:
+    assert _known(plan(_job("20 MiB"))) == []
+    (said,) = _known(plan(_job("2.5 MiB", b={"kind": "tt"})))
+    assert f"qr {KNOWN_AUC['qr']:+.3f} (seeds vary by {SEEDS_VARY})" in said
+    assert "tt not measured" in said
+
+
+def test_what_kinds_are_known_to_cost_is_what_the_study_measured() -> None:
+    study = read_study(STUDY)
+    reached = {}
+    for kind in study.kinds:
+        if kind.section.operation is UNSET or kind.section.operation == "mult":
+            found = spread_of(kind, "all", lambda quality: quality.auc)
+            assert found is not None
+            assert found.deviation == pytest.approx(SEEDS_VARY, abs=0.003)
+            reached[kind.section.kind] = found.mean
+    full = reached.pop("full")
+    assert {kind: round(auc - full, 3) for kind, auc in reached.items()} == KNOWN_AUC
 
 
 def _saved(made: Plan) -> list[str]:
@@ -74,6 +101,17 @@ def test_a_later_kind_is_taken_where_an_earlier_one_does_not_fit_for_all() -> No
 def test_what_fits_with_no_kind_is_refused_with_the_shortfall() -> None:
     with pytest.raises(NoPlanError):
         plan(_job("20 KiB"))
+
+
+@pytest.mark.parametrize(("memory", "kind"), [("2 MiB", "int8"), ("1300 KiB", "int4")])
+def test_rows_of_bytes_serve_where_full_tables_do_not_fit(memory: str, kind: str) -> None:
+    made = plan(_job(memory, ("full", "int8", "int4")))
+    assert kind in set(_kinds(made).values())
+    weights = sum(totals.at_peak["weight"] for totals in made.ranks)
+    assert weights == sum(map(nbytes, made.job.tables))
+    kernels = {table.name: table.compute_kernel for table in made.tables}
+    packed = {name for name, found in _kinds(made).items() if found != "full"}
+    assert {name for name, kernel in kernels.items() if kernel == "quant"} == packed
 
 
 def test_a_plan_of_chosen_kinds_is_planned_again_alike() -> None:

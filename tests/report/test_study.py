@@ -11,7 +11,7 @@ import pytest
 from shardwright.core.kinds import EmbeddingsSection
 from shardwright.core.measurement import Quality
 from shardwright.core.study import SCHEMA, KindStudy, Lookup, Study, Trial
-from shardwright.report.marks import log_ticks
+from shardwright.report.marks import log_ticks, text_width
 from shardwright.report.study_charts import PARAMETERS, SECONDS, scatter
 from shardwright.report.study_page import render_study
 from shardwright.report.study_sheets import AUC, LOG_LOSS, study_sheets, study_summary
@@ -73,6 +73,23 @@ def test_sheets_have_each_kind_the_best_possible_and_the_commoner_label() -> Non
     )
 
 
+def test_a_run_that_learned_nothing_is_named_and_in_no_mean() -> None:
+    full, *others = study().kinds
+    share = quality(0.5).log_loss / quality(0.5).normalized_entropy  # type: ignore[operator]
+    flat = msgspec.structs.replace(quality(0.5), log_loss=share, normalized_entropy=0.9999)
+    dead = Trial(2, dict.fromkeys(("all", "often", "rarely"), flat))
+    with_dead = msgspec.structs.replace(full, trials=(*full.trials, dead))
+    found = study(kinds=(with_dead, *others), seeds=(0, 1, 2))
+    before, after = study_sheets(study()), study_sheets(found)
+    assert after[0].rows == before[0].rows
+    assert after[1].rows == before[1].rows
+    assert "Learned nothing, and in no mean: full, seed 2." in after[0].note
+    assert "Learned nothing" not in before[0].note
+    assert "Learned nothing, and in no mean: 1 of 7 runs" in render_study(found)
+    alone = msgspec.structs.replace(full, trials=(dead,))
+    assert study_sheets(study(kinds=(alone,), seeds=(2,)))[0].rows[0] == ("full", "-", "-", "-")
+
+
 def test_a_best_that_is_not_known_is_said_to_be() -> None:
     bare = kind("full", 10, 1e-3, ())
     trial = Trial(0, {"all": quality(0.8, None)})
@@ -110,6 +127,29 @@ def test_names_in_a_picture_do_not_lie_on_one_another() -> None:
     root = ElementTree.fromstring(scatter(study(), "all", LOG_LOSS, SECONDS, "p"))
     at = {str(t.text): float(t.get("y", "")) for t in root.iter("text")}
     assert abs(at["qr collisions=10"] - at["qr collisions=11"]) >= 14
+
+
+def test_names_of_a_crowd_lie_on_no_point_and_on_no_line() -> None:
+    crowd = tuple(kind(f"qr {n}", 100_000 + n * 1500, 1e-3, (0.83,)) for n in range(5))
+    far = kind("full", 90_000_000, 1e-3, (0.84,))
+    root = ElementTree.fromstring(scatter(study(kinds=(*crowd, far)), "all", AUC, PARAMETERS, "p"))
+    names = [t for t in root.iter("text") if str(t.text).startswith("qr ")]
+    points = [
+        (float(r.get("x", "")), float(r.get("y", "")))
+        for g in root.iter("g")
+        if g.find("title") is not None
+        for r in [g.find("rect")]
+        if r is not None
+    ]
+    assert len(names) == 5
+    assert len(points) == 6
+    (best,) = [t for t in root.iter("text") if str(t.text).startswith("best possible")]
+    for name in names:
+        left, base = float(name.get("x", "")), float(name.get("y", ""))
+        right = left + text_width(str(name.text))
+        for x, y in points:
+            assert right < x or left > x + 10 or not y - 4 < base < y + 18
+        assert abs(float(best.get("y", "")) + 4 - (base - 4)) > 8  # its line
 
 
 def test_a_study_without_a_trial_has_no_picture() -> None:

@@ -2,8 +2,9 @@
 
 Most kinds are compositions. An id of the logical table becomes a row of one or several smaller
 *parts*, which are placed, priced and updated as any table is; what comes back is *joined* to the
-logical row. ``dhe`` and ``robe`` have no part: their rows are computed from dense parameters. The
-starting values give an entry the variance of a full table's, 1 / (3 rows).
+logical row. ``dhe`` and ``robe`` have no part: their rows are computed from dense parameters.
+``int8`` and ``int4`` are full tables of rows of bytes, for inference. The starting values give an
+entry the variance of a full table's, 1 / (3 rows).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET
 
+from shardwright.core.amount import ceil_div, named, noted
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import KindKeys, KindName, TableSpec
+from shardwright.core.model import QUANTIZED, KindKeys, KindName, TableSpec
 from shardwright.core.tensor import element_bytes
 
 # How the rows of the parts become one: the only one, products, sums, side by side, a linear map,
@@ -27,6 +29,17 @@ LINEAR: tuple[Join, ...] = ("one", "add", "concat", "project")  # joined before 
 NEAR_ONE = 0.01  # how far the remainders' rows of a product start from 1
 MAX_HASHED = 2**31  # ids that are hashed in 32 bits
 ABOVE = 200  # rows; smaller tables stay full where a job says nothing
+
+
+class Packed(NamedTuple):
+    """A row of ``bits`` for every entry, whole bytes, and ``ends`` bytes: the scale and the offset
+    of its own with which it is read."""
+
+    bits: int
+    ends: int
+
+
+PACKED: dict[str, Packed] = {"int8": Packed(8, 8), "int4": Packed(4, 4)}
 
 
 class Part(NamedTuple):
@@ -190,6 +203,8 @@ KINDS: dict[KindName, Kind] = {
     "tt": Kind(("rank",), _tt),
     "dhe": Kind(("hashes", "hidden", "layers"), lambda _: (), _network),
     "robe": Kind(("collisions", "block"), lambda _: (), _array),
+    "int8": Kind((), _full),
+    "int4": Kind((), _full),
 }
 _JOINS: dict[KindName, Join] = {
     "double_hash": "add",
@@ -199,6 +214,12 @@ _JOINS: dict[KindName, Join] = {
     "robe": "array",
 }
 _OPERATIONS: dict[Any, Join] = {"mult": "multiply", "add": "add", "concat": "concat"}
+
+
+# AUC on held-out rows less that of full tables, by benchmarks/embeddings_study.toml: made-up rows,
+# 200 ids to a row or remainder (validation/cpu-2-cores/embeddings_study.json, 2026-11-25).
+KNOWN_AUC: dict[KindName, float] = {"hash": -0.003, "qr": -0.003, "dhe": 0.001}
+SEEDS_VARY = 0.003  # by so much, one standard deviation
 
 
 def kind_of(table: TableSpec) -> KindName:
@@ -226,14 +247,28 @@ def dense_of(table: TableSpec) -> tuple[Dense, ...]:
     return KINDS[kind_of(table)].dense(table)
 
 
+def is_packed(table: TableSpec) -> bool:
+    """Whether its rows are bytes, which nothing trains."""
+    return kind_of(table) in PACKED
+
+
+def packed_bytes(columns: Any, kind: str) -> Any:
+    """Bytes of a row of ``columns`` in a kind of ``PACKED``."""
+    values = ceil_div(columns, noted(8 // PACKED[kind].bits, "entries", "", "of a byte", columns))
+    ends = noted(PACKED[kind].ends, "scale_bytes", "B", f"scale and offset of {kind}", columns)
+    return named("row_bytes", values + ends, "B")
+
+
 def parameters(table: TableSpec) -> int:
-    """How many numbers it learns."""
+    """How many numbers it has."""
     dense = sum(math.prod(each.shape) for each in dense_of(table))
     return sum(part.rows * part.dim for part in parts_of(table)) + dense
 
 
 def nbytes(table: TableSpec) -> int:
     """Bytes of its parameters."""
+    if is_packed(table):
+        return table.rows * _int(packed_bytes(table.dim, kind_of(table)))
     return parameters(table) * element_bytes(table.dtype)
 
 
@@ -242,6 +277,8 @@ def flops(table: TableSpec) -> int:
     not those of hashes, activations and biases."""
     dim = table.dim
     match join_of(table):
+        case "one" if is_packed(table):
+            return 2 * dim
         case "multiply" | "add":
             return dim
         case "project":
@@ -249,7 +286,7 @@ def flops(table: TableSpec) -> int:
         case "tensor_train":
             rank = _int(table.rank)
             _, (a, b, c) = cores_of(table)
-            return 2 * a * b * rank**2 + 2 * a * b * c * rank
+            return 2 * b * c * rank**2 + 2 * a * b * c * rank
         case "network":
             widths = widths_of(table)
             return sum(2 * a * b for a, b in itertools.pairwise(widths))
@@ -261,6 +298,8 @@ def members_of(table: TableSpec, *, bags: bool = False) -> tuple[TableSpec, ...]
     looked up whose rows have to be joined before they are pooled, they come back one by one."""
     parts = parts_of(table)
     bare: dict[str, Any] = dict.fromkeys(KindKeys.__struct_fields__, UNSET)
+    if is_packed(table):
+        del bare["kind"]  # how its rows are kept
     if bags and join_of(table) not in LINEAR:
         bare |= {"pooled": False, "pooling_type": UNSET, "module_weighted": False}
     found = []
@@ -347,6 +386,10 @@ def check_settled(table: TableSpec, spot: str) -> None:
     if kind in ("double_hash", "dhe", "robe") and table.rows > MAX_HASHED:
         wanted = f"at most {MAX_HASHED:,} rows of kind '{kind}', whose ids are hashed in 32 bits"
         raise InputError(expected(f"{spot}.rows", wanted, f"{table.rows:,}"))
+    for kernel in table.compute_kernels or ():
+        if kind in PACKED and kernel not in QUANTIZED:
+            wanted = f"{', '.join(QUANTIZED)} for kind '{kind}', which serves inference only"
+            raise InputError(expected(f"{spot}.compute_kernels", wanted, f"'{kernel}'"))
     if kind != "full" and table.dtype != "fp32":
         wanted = f"'fp32' for kind '{kind}'"
         raise InputError(expected(f"{spot}.dtype", wanted, repr(table.dtype)))

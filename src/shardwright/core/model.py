@@ -32,6 +32,7 @@ Zipf = Annotated[float, msgspec.Meta(ge=0, le=10)]
 
 # A cache of rows keeps the slot of every row as int32, and of every slot its row and last use as
 # int64: as fbgemm's.
+QUANTIZED: tuple[ComputeKernel, ...] = ("quant", "quant_uvm", "quant_uvm_caching")  # of inference
 DENSE: ComputeKernel = "dense"  # the kernel of replicas with a dense gradient
 ON_DISK: ComputeKernel = "key_value"  # of tables whose rows lie on disk
 INDEX_BYTES_PER_ROW = 4
@@ -52,7 +53,19 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stats: tuple[float, float, float] | None = None
 
 
-KindName = Literal["full", "hash", "double_hash", "qr", "mixed_dim", "memcom", "tt", "dhe", "robe"]
+KindName = Literal[
+    "full",
+    "hash",
+    "double_hash",
+    "qr",
+    "mixed_dim",
+    "memcom",
+    "tt",
+    "dhe",
+    "robe",
+    "int8",
+    "int4",
+]
 Ids = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 

@@ -17,6 +17,7 @@ from shardwright.core.measurement import Quality
 SCHEMA = "shardwright.study/1"
 Part = Literal["all", "often", "rarely"]
 PARTS: tuple[Part, ...] = ("all", "often", "rarely")
+LEARNED = 0.99  # of normalized entropy; what stays above has learned nothing
 
 
 class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,6 +26,13 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     seed: int
     quality: dict[Part, Quality]
+
+    @property
+    def learned(self) -> bool:
+        """Whether rows are told apart at all: log loss is at least a hundredth below what always
+        giving the share of clicks comes to. A network whose units are all off stays there."""
+        entropy = self.quality["all"].normalized_entropy
+        return entropy is None or entropy <= LEARNED
 
 
 class Lookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,6 +77,13 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: dict[str, str] = {}
 
     @property
+    def untaught(self) -> tuple[str, ...]:
+        """Kind and seed of every trial that learned nothing, which is in no mean."""
+        return tuple(
+            f"{k.name}, seed {t.seed}" for k in self.kinds for t in k.trials if not t.learned
+        )
+
+    @property
     def trials(self) -> int:
         """How many were trained so far."""
         return sum(len(kind.trials) for kind in self.kinds)
@@ -80,7 +95,8 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A figure over seeds: its mean, and its standard deviation, 0 of one alone."""
+    """A figure over seeds with which something was learned: its mean, and its standard deviation, 0
+    of one alone."""
 
     mean: float
     deviation: float
@@ -89,8 +105,9 @@ class Spread(msgspec.Struct, frozen=True):
 def spread_of(
     kind: KindStudy, part: Part, figure: Callable[[Quality], float | None]
 ) -> Spread | None:
-    """A figure of a kind on a part of the held-out rows; None where no trial has it."""
-    found = [figure(t.quality[part]) for t in kind.trials if part in t.quality]
+    """A figure of a kind on a part of the held-out rows; None where no trial has it that learned
+    anything."""
+    found = [figure(t.quality[part]) for t in kind.trials if t.learned and part in t.quality]
     values = [value for value in found if value is not None]
     if not values:
         return None

@@ -18,6 +18,7 @@ from shardwright.core.kinds import (
     check_kind,
     check_settled,
     dense_of,
+    is_packed,
     kind_of,
     parts_of,
     settled,
@@ -148,6 +149,8 @@ def with_kinds(
         if table not in free:
             check_kind(table, spot)
             check_settled(table, spot)
+        if is_packed(table):
+            _check_packed(table, planner, model, spot)
         if model == "tables" and dense_of(table):
             wanted = "a kind made of tables alone, for there is no dense part that is planned"
             remedy = "Name a [model] to train, or plan the table full."
@@ -157,6 +160,18 @@ def with_kinds(
         if table.kind is not UNSET and not parts_of(given[index]):
             _check_dense(table, f"{where}: tables[{index}] '{table.name}'")
     return given
+
+
+def _check_packed(table: TableSpec, planner: PlannerSection, model: str, spot: str) -> None:
+    """Refuse rows of bytes where they would be trained, and where costs do not know them."""
+    kind = kind_of(table)
+    if model != "tables":
+        wanted = "a kind that is trained"
+        remedy = "Train it full; shardwright.lab.serving packs the rows of a checkpoint."
+        raise InputError(expected(f"{spot}.kind", wanted, f"'{kind}', for inference", remedy))
+    if planner.constants != "cluster":
+        wanted = f"planner.constants = 'cluster' beside kind '{kind}'"
+        raise InputError(expected(spot, wanted, f"'{planner.constants}'"))
 
 
 def _check_dense(table: TableSpec, spot: str) -> None:

@@ -17,18 +17,17 @@ from typing import Any, Literal, NamedTuple
 from shardwright.core.amount import ceil, minimum, named, noted, where
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.cluster import Device, Tier
-from shardwright.core.model import DENSE
+from shardwright.core.kinds import PACKED, packed_bytes
+from shardwright.core.model import DENSE, QUANTIZED
 from shardwright.core.schedule import RIDE_BYTES
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import network, optimizer
 from shardwright.cost.cache import Cache, fetched_rows
 
-QUANTIZED = ("quant", "quant_uvm", "quant_uvm_caching")
 HOST_KERNELS = ("fused_uvm", "quant_uvm")
 CACHED_KERNELS = ("fused_uvm_caching", "quant_uvm_caching", "key_value")
-SCALE_BYTES = 8  # of a quantised row: fp32 scale and offset
-QUANTIZED_DTYPE = "int8"
+QUANTIZED_KIND = "int8"  # of a table that names a kernel of quantised ones and no kind
 
 # Batches whose ids are on a rank at once, by input pipeline; rows are those of one batch.
 INPUTS_IN_FLIGHT = {
@@ -70,11 +69,9 @@ def home(kernel: str, device: Device) -> Tier:
 
 def row_bytes(columns: Any, dtype: str, kernel: str) -> Any:
     """Bytes of one row of a shard as it is kept; a quantised row has a scale and an offset."""
-    kept = QUANTIZED_DTYPE if kernel in QUANTIZED else dtype
-    size = noted(ELEMENT_BYTES[kept], "element_bytes", "B", f"dtype {kept}", like=columns)
     if kernel in QUANTIZED:
-        scale = noted(SCALE_BYTES, "scale_bytes", "B", "fp32 scale and offset", like=columns)
-        return named("row_bytes", columns * size + scale, "B")
+        return packed_bytes(columns, dtype if dtype in PACKED else QUANTIZED_KIND)
+    size = noted(ELEMENT_BYTES[dtype], "element_bytes", "B", f"dtype {dtype}", like=columns)
     return named("row_bytes", columns * size, "B")
 
 

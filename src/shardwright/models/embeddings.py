@@ -1,27 +1,52 @@
-"""Embeddings of any kinds on one device, all tables of a width in one tensor."""
+"""Embeddings of any kinds on one device, all tables of a width in one tensor, and what serves their
+rows without training: full tables or rows of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.kinds import dense_of, kind_of, members_of, parts_of
+from shardwright.core.kinds import (
+    dense_of,
+    is_packed,
+    join_of,
+    kind_of,
+    members_of,
+    packed_bytes,
+    parts_of,
+)
 from shardwright.core.model import TableSpec
+from shardwright.core.schedule import BAGS_OF_ONE
 from shardwright.models.kinds import Kinds
+from shardwright.models.packed import looked_up, packed
 from shardwright.models.start import generator_of
 
-AT_A_TIME = 65_536  # rows that are materialised
+AT_A_TIME = 65_536  # rows that are materialised or packed
+
+
+def _key(member: TableSpec) -> str:
+    """The name of the weight that has a member's rows: all of a width that are kept alike."""
+    return f"{member.dim}_{kind_of(member)}" if is_packed(member) else str(member.dim)
+
+
+def _empty(rows: int, member: TableSpec, device: torch.device | str) -> nn.Parameter:
+    if not is_packed(member):
+        return nn.Parameter(torch.empty(rows, member.dim, device=device))
+    width = packed_bytes(member.dim, kind_of(member))
+    found = torch.empty(rows, width, dtype=torch.uint8, device=device)
+    return nn.Parameter(found, requires_grad=False)
 
 
 class Embeddings(nn.Module):
     """Ids [B, F] int64, one for each of F settled ``tables`` of one dim -> rows [B, F, D].
 
     One gather for all parts of a width, then the joins of the kinds. ``sparse`` gradients are those
-    of ``torch.nn.Embedding``.
+    of ``torch.nn.Embedding``. Without ``start`` parameters have no values yet.
     """
 
     def __init__(
@@ -31,24 +56,31 @@ class Embeddings(nn.Module):
         seed: int = 0,
         sparse: bool = False,
         device: torch.device | str = "cpu",
+        start: bool = True,
     ) -> None:
         super().__init__()
         self.kinds, self.sparse, self.seed = Kinds(tables, device, bags=False), sparse, seed
-        self.is_full = all(kind_of(table) == "full" for table in tables)
+        # Parts of a tensor train are wider than its rows: they are best gone before the next ones'.
+        self.is_widened = any(join_of(table) == "tensor_train" for table in tables)
         self.weights = nn.ParameterDict()
-        self.bases: dict[str, int] = {}  # the first row of every member in the weight of its width
-        ends: dict[int, int] = {}
+        self.bases: dict[str, int] = {}  # the first row of every member in its weight
+        ends: dict[str, int] = {}
+        like: dict[str, TableSpec] = {}
         for member in self.kinds.members:
-            self.bases[member.name] = ends.get(member.dim, 0)
-            ends[member.dim] = self.bases[member.name] + member.rows
-        for width, rows in ends.items():
-            self.weights[str(width)] = nn.Parameter(torch.empty(rows, width, device=device))
+            key = _key(member)
+            self.bases[member.name] = ends.get(key, 0)
+            ends[key] = self.bases[member.name] + member.rows
+            like[key] = member
+        for key, rows in ends.items():
+            self.weights[key] = _empty(rows, like[key], device)
+        alone = all(kind_of(table) == "full" or is_packed(table) for table in tables)
+        self.is_plain = alone and len(self.weights) == 1  # one gather, of rows as they are asked
         limits = torch.tensor([table.rows for table in tables], device=device)
         first = torch.tensor(list(self.bases.values()), dtype=torch.int64, device=device)
         self.register_buffer("limits", limits, persistent=False)
         self.register_buffer("first", first, persistent=False)
         self.kinds.to(device)
-        if torch.device(device).type != "meta":
+        if start and torch.device(device).type != "meta":
             self.reset_parameters()
 
     @torch.no_grad()
@@ -58,41 +90,66 @@ class Embeddings(nn.Module):
             for part, member in zip(parts_of(table), members_of(table), strict=True):
                 random = generator_of(self.seed, member.name)
                 low, high = part.centre - part.bound, part.centre + part.bound
-                self.rows_of(member).uniform_(low, high, generator=random)
+                if not is_packed(member):
+                    self.rows_of(member).uniform_(low, high, generator=random)
+                    continue
+                for first in range(0, member.rows, AT_A_TIME):
+                    count = min(AT_A_TIME, member.rows - first)
+                    rows = torch.empty(count, member.dim).uniform_(low, high, generator=random)
+                    self._keep(member, first, rows.to(self.limits.device))
             for each in dense_of(table):
                 random = generator_of(self.seed, table.name, each.name)
                 own = self.kinds.get_submodule(table.name).get_parameter(each.name)
                 own.uniform_(-each.bound, each.bound, generator=random)
 
     def rows_of(self, member: TableSpec) -> torch.Tensor:
-        """The weight [rows, dim] of one of ``kinds.members``."""
-        return self.weights[str(member.dim)].narrow(0, self.bases[member.name], member.rows)
+        """The weight [rows, dim] of one of ``kinds.members``; of packed rows their bytes."""
+        return self.weights[_key(member)].narrow(0, self.bases[member.name], member.rows)
+
+    def _keep(self, member: TableSpec, first: int, rows: torch.Tensor) -> None:
+        """Have ``rows`` [N, dim] for those of a member from ``first`` on."""
+        own = self.rows_of(member).narrow(0, first, len(rows))
+        if is_packed(member):
+            rows = packed(rows, kind_of(member), f"table '{member.name}'")
+        own.copy_(rows)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of every table; InputError for an id that is none."""
         self._check(ids)
-        if self.is_full:
-            return self._looked(ids + self.first, self.kinds.members[0].dim)
+        if self.is_plain:
+            # table after table, as what a processor knows of where pages lie is soon forgotten
+            places = ids.t().contiguous().add_(self.first.unsqueeze(1))
+            return self._looked(places, self.kinds.members[0]).transpose(0, 1)
+        if self.is_widened and not torch.is_grad_enabled():
+            return torch.stack([self._one(n, own) for n, own in enumerate(ids.unbind(1))], 1)
         asked = self.kinds.asked(ids)
         if isinstance(asked, torch.Tensor):
-            found = self._looked(asked.add_(self.first), self.kinds.members[0].dim)
+            found = self._looked(asked.add_(self.first), self.kinds.members[0])
             rows = self.kinds(found, ids)
         else:
             rows = self.kinds(self._by_width(asked), ids)
         return rows if isinstance(rows, torch.Tensor) else torch.stack(list(rows.values()), 1)
 
     def _by_width(self, asked: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Rows [B, dim] of every member, one gather for each width."""
+        """Rows [B, dim] of every member, one gather for each weight."""
         found = {}
-        for width in self.weights:
-            members = [member for member in self.kinds.members if member.dim == int(width)]
+        for key in self.weights:
+            members = [member for member in self.kinds.members if _key(member) == key]
             ids = torch.stack([asked[m.name] + self.bases[m.name] for m in members])
-            rows = self._looked(ids, int(width)).unbind()
+            rows = self._looked(ids, members[0]).unbind()
             found.update(zip((member.name for member in members), rows, strict=True))
         return found
 
-    def _looked(self, ids: torch.Tensor, width: int) -> torch.Tensor:
-        return functional.embedding(ids, self.weights[str(width)], sparse=self.sparse)
+    def _looked(self, ids: torch.Tensor, member: TableSpec) -> torch.Tensor:
+        """Rows of the weight that has those of ``member``."""
+        weight = self.weights[_key(member)]
+        if is_packed(member):
+            return looked_up(weight, ids, kind_of(member), member.dim)
+        if torch.is_grad_enabled() or ids.device.type != "cpu" or ids.numel() < BAGS_OF_ONE:
+            return functional.embedding(ids, weight, sparse=self.sparse)
+        flat = ids.reshape(-1)
+        rows = functional.embedding_bag(flat, weight, torch.arange(len(flat)), mode="sum")
+        return rows.view(*ids.shape, member.dim)
 
     def _check(self, ids: torch.Tensor) -> None:
         tables = self.kinds.tables
@@ -106,28 +163,25 @@ class Embeddings(nn.Module):
         raise InputError(expected(spot, wanted, str(int(ids[sample, place]))))
 
     @torch.no_grad()
-    def materialised(self) -> Embeddings:
-        """Full tables with the rows that these make, for inference: a gather and nothing else.
+    def materialised(self, kind: Literal["full", "int8", "int4"] = "full") -> Embeddings:
+        """Tables of ``kind`` with the rows that these make, for inference: a gather and nothing
+        else.
 
-        Every row is computed once; it takes the bytes of full tables.
+        Every row is computed once; full tables take their bytes whatever these take.
         """
         tables = [
-            TableSpec(table.name, table.rows, table.dim, kind="full") for table in self.kinds.tables
+            TableSpec(table.name, table.rows, table.dim, kind=kind) for table in self.kinds.tables
         ]
         device = self.limits.device
-        full = Embeddings(tables, device="meta").to_empty(device=device)
-        full.limits.copy_(self.limits)
-        full.first.copy_(torch.tensor(list(full.bases.values()), device=device))
+        full = Embeddings(tables, device=device, start=False)
         for place, member in enumerate(full.kinds.members):
-            out = full.rows_of(member)
-            for begin in range(0, member.rows, AT_A_TIME):
-                ids = torch.arange(begin, min(begin + AT_A_TIME, member.rows), device=device)
-                out[begin : begin + len(ids)] = self._one(place, ids)
+            for ids in torch.arange(member.rows, device=device).split(AT_A_TIME):
+                full._keep(member, int(ids[0]), self._one(place, ids))
         return full.eval()
 
     def _one(self, number: int, ids: torch.Tensor) -> torch.Tensor:
         """Rows [N, D] of one table."""
         table = self.kinds.tables[number]
         asked = zip(members_of(table), self.kinds.rows_of(number, ids), strict=True)
-        parts = [self._looked(i + self.bases[m.name], m.dim) for m, i in asked]
+        parts = [self._looked(i + self.bases[m.name], m) for m, i in asked]
         return self.kinds.joined(table, parts, ids)

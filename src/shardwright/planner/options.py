@@ -10,7 +10,8 @@ import msgspec
 from shardwright.core.batch import Batch, lookups
 from shardwright.core.cluster import Cluster, Device
 from shardwright.core.errors import InputError, expected
-from shardwright.core.model import DENSE, ON_DISK, ComputeKernel, TableSpec
+from shardwright.core.kinds import is_packed
+from shardwright.core.model import DENSE, ON_DISK, QUANTIZED, ComputeKernel, TableSpec
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import (
     DEFAULT_MIN_PARTITION,
@@ -30,25 +31,25 @@ SLOW_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching")
 QUANTIZED_TYPES: tuple[ShardingType, ...] = ("table_wise", "row_wise", "column_wise")
 QUANTIZED_KERNELS: dict[Device, tuple[ComputeKernel, ...]] = {
     "cpu": ("quant",),
-    "cuda": ("quant", "quant_uvm", "quant_uvm_caching"),
+    "cuda": QUANTIZED,
 }
 
 MOST_PIECES = 256  # of a table's columns, on few ranks
 
 
 def is_quantized(table: TableSpec) -> bool:
-    """Whether ``table`` names kernels of quantised tables.
+    """Whether the rows of ``table`` are bytes, or it names kernels of quantised tables.
 
     :raises InputError: it names kernels of training as well.
     """
     named = table.compute_kernels or ()
-    quantized = [kernel for kernel in named if kernel in QUANTIZED_KERNELS["cuda"]]
+    quantized = [kernel for kernel in named if kernel in QUANTIZED]
     if quantized and len(quantized) < len(named):
         wanted = "kernels of training or kernels of quantised tables"
         remedy = "A quantised table serves inference only: make it a table of its own."
         where = f"tables '{table.name}'.compute_kernels"
         raise InputError(expected(where, wanted, ", ".join(named), remedy))
-    return bool(quantized)
+    return bool(quantized) or is_packed(table)
 
 
 def replica_kernel(table: TableSpec, cluster: Cluster, batch: Batch) -> ComputeKernel:
@@ -216,10 +217,10 @@ def _kernels(
     slow: bool,
 ) -> tuple[ComputeKernel, ...]:
     named = table.compute_kernels
-    if named is not None and is_quantized(table):
+    if is_quantized(table):
         offered = QUANTIZED_KERNELS[cluster.compute_device]
         known = offered if sharding_type in QUANTIZED_TYPES else ()
-        return tuple(kernel for kernel in known if kernel in named)
+        return tuple(kernel for kernel in known if named is None or kernel in named)
     if traits(sharding_type).replicated:
         return _of_replicas(table, replica)
     if cluster.compute_device == "cpu":

@@ -163,20 +163,34 @@ def _mark(frame: _Frame, point: _Point, figure: Quantity, axis: Axis, prefix: st
 
 
 def _names(frame: _Frame, points: Sequence[_Point], lines: Sequence[_Line]) -> Iterator[str]:
-    """A label beside each point, moved down where it would lie on another one, or on a line's."""
+    """A label beside each point, moved up or down where it would lie on another one, on a point, or
+    on a line or its label."""
     taken = [  # left, right, baseline
         (_END - text_width(f"{words} {value:.4f}"), _END, frame.y(value) - 4)
         for words, value, _ in lines
     ]
+    taken += [(_LEFT, _END, frame.y(each.value) + 4) for each in lines]
+    places = [(frame.x(p.across), frame.y(p.found.mean)) for p in points]
+    taken += [(x - _SIDE / 2, x + _SIDE / 2, y + 4) for x, y in places]
     for point in sorted(points, key=lambda each: frame.y(each.found.mean)):
         x, at, width = frame.x(point.across), frame.y(point.found.mean) + 4, text_width(point.name)
         is_left = x + _SIDE + width > _END
         left = x - _SIDE - width if is_left else x + _SIDE
-        while any(
-            left < right and begin < left + width and abs(at - other) < _NEAR
-            for begin, right, other in taken
-        ):
-            at += 2
+        at = next((y for y in _around(at) if not _meets(taken, left, left + width, y)), at)
         taken.append((left, left + width, at))
         edge, anchor = (x - _SIDE, "end") if is_left else (x + _SIDE, "start")
         yield label(edge, at, point.name, anchor)
+
+
+def _around(at: float) -> Iterator[float]:
+    """Baselines within the chart, the nearest first."""
+    for step in range(0, int(_BOTTOM - _TOP), 2):
+        yield from (y for y in dict.fromkeys((at + step, at - step)) if _TOP + 8 < y < _BOTTOM - 4)
+
+
+def _meets(
+    taken: Sequence[tuple[float, float, float]], left: float, right: float, at: float
+) -> bool:
+    return any(
+        left < end and begin < right and abs(at - other) < _NEAR for begin, end, other in taken
+    )

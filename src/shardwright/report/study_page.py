@@ -51,14 +51,17 @@ class StudyPage(Frame):
 def render_study(study: Study) -> str:
     """The page of a study, finished or not, as a whole HTML document."""
     left = study.left
-    warnings = (f"Not finished: {counted(left, 'run')} left.",) if left else ()
+    warnings = [f"Not finished: {counted(left, 'run')} left."] if left else []
+    if study.untaught:
+        count = f"{len(study.untaught)} of {counted(study.trials, 'run')}"
+        warnings.append(f"Learned nothing, and in no mean: {count}, named below.")
     page = StudyPage(
         title=f"Embeddings of a {printable(study.model)}",
         subtitle=f"{headline(study)}.",
         state="open" if left else "held",
         verdict=f"{counted(study.trials, 'training run')} on the same data.",
         outcome="",
-        warnings=warnings,
+        warnings=tuple(warnings),
         figures=_figures(study),
         sections=_sections(study),
     )

@@ -98,8 +98,15 @@ def _quality_sheet(study: Study) -> Sheet:
         f"On {counted(quality.rows if quality else 0, 'held-out row')}",
         (Column("kind"), *(Column(figure.name, numeric=True) for figure in FIGURES)),
         tuple(rows),
-        f"{note}'{WITHOUT}': always the commoner label, or the share of clicks, or a guess.",
+        f"{note}'{WITHOUT}': always the commoner label, or the share of clicks, or a guess."
+        f"{_untaught(study)}",
     )
+
+
+def _untaught(study: Study) -> str:
+    """Runs that are in no mean."""
+    runs = "; ".join(map(printable, study.untaught))
+    return f" Learned nothing, and in no mean: {runs}." if runs else ""
 
 
 def _quarters_sheet(study: Study, seen: tuple[float, float]) -> Sheet:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.job import Job, checkpointing_of, memory_of
-from shardwright.core.kinds import kind_of
+from shardwright.core.kinds import KNOWN_AUC, PACKED, SEEDS_VARY, kind_of
 from shardwright.core.kinds import nbytes as nbytes_of
 from shardwright.core.model import TableSpec
 from shardwright.core.plan import Plan
@@ -113,6 +113,20 @@ def _kinds(job: Job) -> Iterator[Fact]:
     )
     chosen = "planner.kinds" if job.planner.kinds is not UNSET else "embeddings.kind, tables.kind"
     yield Fact("kinds of embeddings", text, chosen)
+    yield Fact("AUC beside full tables", _known(made), "benchmarks/embeddings_study.toml")
+
+
+def _known(made: list[TableSpec]) -> str:
+    """What kinds are known to cost in quality."""
+    words = []
+    for kind in dict.fromkeys(map(kind_of, made)):
+        if kind in PACKED:
+            words.append(f"{kind} not measured, entries within half a step of their row")
+        elif kind in KNOWN_AUC:
+            words.append(f"{kind} {KNOWN_AUC[kind]:+.3f} (seeds vary by {SEEDS_VARY})")
+        else:
+            words.append(f"{kind} not measured")
+    return "; ".join(words)
 
 
 def _machine(plan: Plan) -> Iterator[Fact]:

@@ -15,7 +15,8 @@ import numpy as np
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job
-from shardwright.core.model import DENSE, ComputeKernel, TableSpec
+from shardwright.core.kinds import is_packed, kind_of
+from shardwright.core.model import DENSE, QUANTIZED, ComputeKernel, TableSpec
 from shardwright.core.model_of_job import key_of
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import (
@@ -28,7 +29,6 @@ from shardwright.core.plan import Plan
 from shardwright.core.quantities import SAME_SECONDS, format_bytes, format_seconds
 from shardwright.core.sharding import TYPES, traits
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
-from shardwright.cost.embedding import QUANTIZED
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables, replica_of, table_choices
 from shardwright.planner.draft import Draft, TablesDraft
@@ -365,7 +365,9 @@ def _of_kernel(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterat
     yield _not_named(problem.job, table, "compute_kernels", wanted)
     types, cluster = table.sharding_types, problem.cluster
     if wanted in QUANTIZED:
-        yield "it serves quantised tables in inference, which this version does not plan"
+        yield "it serves quantised tables in inference: say kind = 'int8' or 'int4'"
+    elif is_packed(table):
+        yield f"rows of kind '{kind_of(table)}' are bytes, which kernels of training do not read"
     if problem.job.planner.constants == "additive" and wanted != "fused":
         yield "the additive costs know fused only"
     replicas = [traits(t).replicated for t in types or ()]

@@ -15,6 +15,7 @@ import numpy as np
 from shardwright.core.amount import Lift, bare, leaf, named, noted, total
 from shardwright.core.batch import distinct_rows, lookups
 from shardwright.core.cluster import Tier
+from shardwright.core.kinds import is_packed, kind_of
 from shardwright.core.model import ON_DISK, TableSpec
 from shardwright.core.option import Option
 from shardwright.core.tensor import ELEMENT_BYTES
@@ -312,7 +313,8 @@ def _scheme(context: PricingContext, table: TableSpec, sharding_type: str, kerne
         prefetch = estimator.pipeline_type == PREFETCHING if asked is None else asked
         limited = kernel == "key_value" and table.kv_l1_mb is not None
     kind = table.optimizer or "none"
-    return Scheme(sharding_type, kernel, table.dtype, kind, prefetch, limited)
+    kept = kind_of(table) if is_packed(table) else table.dtype
+    return Scheme(sharding_type, kernel, kept, kind, prefetch, limited)
 
 
 def _facts(context: PricingContext, table: TableSpec, ranks: Any, c: Any, lift: Lift) -> Facts:

@@ -117,10 +117,7 @@ def read_full(
     folder: Path | str, step: int | None = None, skip: tuple[str, ...] = ()
 ) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole and on the host, but those that start with ``skip``."""
-    folder = Path(folder)
-    step = _chosen(folder, step, 0)
-    stored = open_stored(step_folder(folder, step), step)
-    stored.check_shards(range(stored.manifest.world_size))
+    stored = _verified(folder, step)
     tensors = {
         name: torch.empty(found.shape, dtype=dtype_of(found.dtype, name))
         for name, found in stored.tensors.items()
@@ -128,6 +125,24 @@ def read_full(
     }
     fill(stored, copies_of(stored, checked([whole(n, t) for n, t in tensors.items()]), False))
     return tensors
+
+
+def read_parts(folder: Path | str, parts: Sequence[Held], step: int | None = None) -> None:
+    """Fill ``parts`` of tensors of a checkpoint, whatever else it has, in one process.
+
+    Every byte is verified first; MismatchError for what the checkpoint lacks.
+    """
+    stored = _verified(folder, step)
+    _check_names(stored, [part.name for part in parts], ())
+    fill(stored, copies_of(stored, checked(parts), False))
+
+
+def _verified(folder: Path | str, step: int | None) -> Stored:
+    folder = Path(folder)
+    step = _chosen(folder, step, 0)
+    stored = open_stored(step_folder(folder, step), step)
+    stored.check_shards(range(stored.manifest.world_size))
+    return stored
 
 
 def _chosen(folder: Path, step: int | None, rank: int) -> int:
