@@ -62,7 +62,7 @@ class FSDP2:
     def state(self) -> object:
         """What is gathered, and which buffers are held."""
         sets = (self.present, self.narrow, self.filled, self.left)
-        before = {unit: [each.value for each in its] for unit, its in self.before.items() if its}
+        before = [(unit, [each.value for each in its]) for unit, its in self.before.items()]
         return (
             [frozenset(each) for each in sets],
             dict(self.buffers),

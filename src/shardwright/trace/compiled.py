@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -215,7 +216,9 @@ def _partition(joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> A
     """torch's partition, but that a random operator that is computed again does not have its
     generator's state carried along: a few bytes, and operators that a trace cannot run. Inductor
     takes out before what does nothing, so that a result and its alias are not kept both."""
-    from torch._inductor.fx_passes.post_grad import remove_noop_ops  # a second to import
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch uses what it deprecates
+        from torch._inductor.fx_passes.post_grad import remove_noop_ops  # a second to import
 
     remove_noop_ops(joint.graph)
     asked = partitioners.has_recomputable_rng_ops
