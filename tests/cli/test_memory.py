@@ -156,19 +156,23 @@ def test_a_step_too_large_for_this_machine_is_not_run(call: Any, llama: Path) ->
 def test_ranks_that_share_parameters_take_what_was_predicted(
     call: Any, llama: Path, runtime: str
 ) -> None:
-    answer = call(
-        *("memory", llama, "--real-ranks", 2, "--json", "--set", f"memory.runtime={runtime}")
-    )
-    assert answer.code == 0, answer.err
-    real = answer.json["real"]
-    assert real["predicted"]["settings"]["runtime"] == runtime
-    assert len(real["peak_bytes_of_ranks"]) == 2
-    measured = {phase["phase"]: phase["bytes"] for phase in real["measured"]["phases"]}
     # ours takes a few bytes for what ranks tell one another, which no estimate has
     off = 0 if runtime == "fsdp2" else 1e-3
+    for _ in range(5):  # a thread of gloo's may hold a buffer a moment longer: then once more
+        answer = call(
+            *("memory", llama, "--real-ranks", 2, "--json", "--set", f"memory.runtime={runtime}")
+        )
+        assert answer.code == 0, answer.err
+        real = answer.json["real"]
+        measured = {phase["phase"]: phase["bytes"] for phase in real["measured"]["phases"]}
+        phases = {p["phase"]: p["bytes"] for p in real["predicted"]["ranks"][0]["phases"]}
+        assert all(measured[name] >= nbytes * (1 - off) for name, nbytes in phases.items())
+        if {name: measured[name] for name in phases} == pytest.approx(phases, rel=off):
+            break
+    assert {name: measured[name] for name in phases} == pytest.approx(phases, rel=off)
     assert real["ratio"] == pytest.approx(1, abs=off)
-    for phase in real["predicted"]["ranks"][0]["phases"]:
-        assert phase["bytes"] == pytest.approx(measured[phase["phase"]], rel=off), phase["phase"]
+    assert real["predicted"]["settings"]["runtime"] == runtime
+    assert len(real["peak_bytes_of_ranks"]) == 2
 
 
 @pytest.mark.slow

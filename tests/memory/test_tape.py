@@ -81,6 +81,19 @@ def test_the_allocator_reserves_at_least_what_is_alive(case: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_device_that_is_almost_full_has_the_allocator_give_back_what_it_cached() -> None:
+    size = {"dim": 512, "heads": 8, "kv_heads": 8, "ffn_dim": 1408, "vocab": 8000}
+    rest = {"batch": {"size": 4, "sequence": 512}, "memory": {"runtime": "fsdp2"}}
+    free = _worst(model=size, **rest)
+    between = (free.peak_bytes + free.reserved_bytes) // 2
+    cluster = {"world_size": 8, "compute_device": "cuda", "hbm_cap": f"{between // 2**20} MiB"}
+    tight = _worst(model=size, cluster=cluster, **rest)
+    assert (free.retries, tight.peak_bytes) == (0, free.peak_bytes)
+    assert tight.retries > 0
+    assert free.reserved_bytes > between >= tight.reserved_bytes
+
+
+@pytest.mark.slow
 def test_a_class_that_is_asked_for_is_shown_in_detail(monkeypatch: Any) -> None:
     monkeypatch.setattr("shardwright.lab.footprint.classes.LARGEST", 10_000)
     job = {

@@ -100,6 +100,7 @@ def worst() -> RankMemory:
             Alive("mul", "layers.*.feed_forward", "activation", 4 * 224 * MIB, 4),
         ),
         reserved_bytes=top.bytes + 900 * MIB,
+        retries=3,
         kinds=KINDS,
         timeline=samples(),
     )

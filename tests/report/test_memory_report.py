@@ -144,6 +144,7 @@ def test_what_the_device_needs_is_a_range_from_live_bytes_up() -> None:
     text = flowed(footprint(), full=True)
     assert "rounding, gaps and what is kept 0 B to 900.00 MiB" in text
     assert "CUDA context 286.10 to 476.84 MiB assumed" in text
+    assert "retries 3 modelled: cached memory given back, in two steps" in text
     assert "together 23.44 to 25.25 GiB" in text
     assert "left 14.75 to 16.56 GiB" in text
 

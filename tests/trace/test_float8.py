@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.errors import InputError
@@ -16,6 +21,8 @@ from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.trace.compiled import apply_compile
 from shardwright.trace.float8 import apply_float8, gathered_bytes, table
 from shardwright.trace.lowering import lowering
+from shardwright.trace.lowering.kernels import Kernels
+from shardwright.trace.lowering.lowered import Lowering
 
 Step = Callable[..., tuple[int, int, set[str]]]
 
@@ -87,3 +94,42 @@ def test_an_unknown_recipe_is_refused() -> None:
 
 def test_the_table_says_where_each_rule_is_from() -> None:
     assert table().count("pytorch/ao") == 3
+
+
+def inductor_without_kernels() -> Callable[..., Any]:
+    """Inductor up to its partition; what it leaves runs as it is."""
+
+    def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        joint_graph_passes(joint)
+        return min_cut_rematerialization_partition(joint, inputs, **options)
+
+    def as_it_is(graph: fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(
+        fw_compiler=as_it_is, partition_fn=partition, decompositions=select_decomp_table()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of dynamo's and Inductor's own
+@pytest.mark.parametrize("recipe", ["", "tensorwise", "rowwise"])
+def test_a_compiled_block_keeps_what_torch_compile_keeps(
+    block: Callable[..., nn.Module],
+    stream: Callable[..., tuple[Tensor, ...]],
+    saved: Callable[..., int],
+    recipe: str,
+) -> None:
+    """No fp8 copy of a weight, which dynamo tells the partitioner is free to keep as it is."""
+    model, inputs = block(small=True), stream(sequence=96, small=True)
+    if recipe:
+        apply_float8(model, recipe)
+    with Lowering(Kernels("cpu", rms_norm="composite"), inner=False):  # a compiler takes it apart
+        run = torch.compile(model, backend=inductor_without_kernels())
+        truth = saved(lambda: run(*inputs), but=[*model.parameters(), *inputs])
+    torch._dynamo.reset()
+    with apply_compile([model], kernels=Kernels("cpu")) as done:
+        model(*inputs)  # traced
+        ours = saved(lambda: model(*inputs), but=[*model.parameters(), *inputs])
+    assert not done.notes
+    assert ours == truth

@@ -131,6 +131,7 @@ def as_report(footprint: Footprint, rank: RankMemory) -> dict[str, object]:
         "peak_phase": rank.peak_phase,
         "by_category": rank.by_category,
         "reserved_bytes": rank.reserved_bytes,
+        "retries": rank.retries,
         "ranks": classes,
     }
 

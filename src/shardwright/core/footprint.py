@@ -76,7 +76,8 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One class of ranks. ``coordinates`` are those of its first rank on the mesh; ``reserved`` is
-    what the allocator holds at most (0 where it was not replayed)."""
+    what the allocator holds at most (0 where it was not replayed), ``retries`` how often in two
+    steps it first had to give cached memory back."""
 
     name: str
     ranks: int
@@ -89,6 +90,7 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: tuple[ModuleMemory, ...] = ()
     largest: tuple[Alive, ...] = ()
     reserved_bytes: int = 0
+    retries: int = 0
     kinds: tuple[Kind, ...] = ()
     timeline: tuple[Sample, ...] = ()
 

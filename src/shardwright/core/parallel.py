@@ -18,6 +18,11 @@ MAX_WORLD = 2**20  # ranks in a job whose memory is estimated
 LLAMA_ONLY = ("context", "expert", "sequence", "routing", "expert_load")
 OF_PIPELINES = ("pipeline", "schedule", "chunks")
 DEGREES = ("context", "expert", "pipeline")
+# What a module of the user's own does in place of degrees that only a llama has.
+INSTEAD = {
+    "expert": "Build the experts of one rank in the function, for the tokens that it receives.",
+    "context": "Give one rank's share of the sequence as batch.sequence.",
+}
 DEFAULT_CAPACITY = 1.25
 DEFAULT_SKEW = 0.3
 
@@ -185,7 +190,10 @@ def _check_kind(section: ParallelSection, kind: str, where: str) -> None:
         spot, remedy = f"{where}: parallel.{name}", ""
         wanted = f"no such key for kind '{kind}'"
         if name in DEGREES:
-            wanted, remedy = f"1 for kind '{kind}'", "Only a llama is divided by it."
+            wanted = f"1 for kind '{kind}'"
+            remedy = "Only a llama is divided by it."
+            if kind == "python":
+                remedy = f"{remedy} {INSTEAD[name]}"
         if name == "pipeline":
             remedy = "A llama is divided by it, or a module of your own."
         raise InputError(expected(spot, wanted, repr(value), remedy))

@@ -197,6 +197,11 @@ class UnitFlow:
         """Units that are there after a backward and shall not stay."""
         return [unit for unit in self.gathered if not self.stays(unit)]
 
+    def state(self) -> object:
+        """What it does next follows from it; a value that later passes do not change."""
+        orders = [(tuple(o.expected), tuple(o.seen)) for o in self.orders.values()]
+        return orders, tuple(self.gathered), tuple(self.touched), self.pending, self.in_backward
+
     def begin(self) -> None:
         """A forward begins, or the last one is over."""
         self.orders["forward"].begin()

@@ -18,7 +18,7 @@ from shardwright.core.schedule import Action, Direction, Modes, UnitFlow
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
 from shardwright.memory.ledger import GradientRule, Ledger
-from shardwright.memory.machine import Sharding, Units
+from shardwright.memory.machine import Count, Sharding, Units
 from shardwright.memory.pieces import STAYING
 
 
@@ -57,6 +57,14 @@ class FlatUnits:
             name: unit_sizes(layout, self.sharding, ranks[name])
             for name, layout in self.layouts.items()
         }
+
+    def state(self) -> object:
+        """What the flow of every chunk has under way."""
+        return {units: flow.state() for units, flow in self.flows.items()}
+
+    def depths(self) -> list[Count]:
+        """Nothing."""
+        return []
 
     def resident(self) -> dict[Kind, int]:
         """The parameters' shares; of units that stay what they compute with."""

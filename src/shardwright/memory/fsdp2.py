@@ -16,7 +16,7 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
 from shardwright.memory.fsdp2_sizes import UnitSizes, local_chunk, unit_sizes
 from shardwright.memory.ledger import GradientRule, Ledger
-from shardwright.memory.machine import EXPERTS, Sharding, Units
+from shardwright.memory.machine import EXPERTS, Count, Sharding, Units
 from shardwright.memory.pieces import STAYING
 
 
@@ -24,9 +24,9 @@ from shardwright.memory.pieces import STAYING
 class FSDP2:
     """The state of a rank: which units are gathered, and which buffers are still held.
 
-    ``units`` are in the order in which their modules are registered. ``forwards`` is what torch
-    calls the order after forward: every forward since it was cleared, and by unit the places of
-    its own that no backward has met yet.
+    ``units`` are in the order in which their modules are registered. ``latest`` is the last unit
+    in what torch calls the order after forward, since that was cleared, and ``before`` has by unit
+    those that came before its own forwards, as far as no backward has met these yet.
     """
 
     heap: Ledger
@@ -34,8 +34,8 @@ class FSDP2:
     sharding: Sharding
     frozen: frozenset[str] = frozenset()
     sizes: dict[str, UnitSizes] = field(init=False)
-    forwards: list[str] = field(default_factory=list)
-    places: dict[str, list[int]] = field(default_factory=dict)
+    latest: str | None = None
+    before: dict[str, list[Count]] = field(default_factory=dict)
     chunk: Sequence[str] = ()
     last: bool = True
     adding: bool = False
@@ -58,6 +58,21 @@ class FSDP2:
             )
             for name, tensors in self.units.items()
         }
+
+    def state(self) -> object:
+        """What is gathered, and which buffers are held."""
+        sets = (self.present, self.narrow, self.filled, self.left)
+        before = [(unit, [each.value for each in its]) for unit, its in self.before.items()]
+        return (
+            [frozenset(each) for each in sets],
+            dict(self.buffers),
+            (self.held, self.reducing, self.latest),
+            before,
+        )
+
+    def depths(self) -> list[Count]:
+        """Of every unit, by those that came before its forwards."""
+        return [each for its in self.before.values() for each in its]
 
     def resident(self) -> dict[Kind, int]:
         """The parameters' shares."""
@@ -97,8 +112,13 @@ class FSDP2:
 
     def leave(self, unit: str) -> None:
         """After a forward; the root is left last and lets the last buffer go."""
-        self.places.setdefault(unit, []).append(len(self.forwards))
-        self.forwards.append(unit)
+        ahead = unit if self.latest is None else self.latest
+        its = self.before.setdefault(unit, [])
+        if its and its[-1].value == ahead:
+            its[-1].number += 1
+        else:
+            its.append(Count(ahead))
+        self.latest = unit
         if unit in self.sharding.kept or not self.sharding.reshard_after_forward:
             return
         self._free(unit)
@@ -121,8 +141,7 @@ class FSDP2:
                 self._fill(unit)
             self._copy_out(unit)
             self.heap.free(self.buffers.pop(unit))
-        place = self.places[unit].pop() if self.places.get(unit) else 0
-        ahead = self.forwards[place - 1] if place else unit
+        ahead = self._meet(unit)
         if ahead not in self.present | self.filled:
             self._fill(ahead)
 
@@ -158,8 +177,8 @@ class FSDP2:
         for unit in self.filled:
             self.heap.free(self.buffers.pop(unit))
         self.filled.clear()
-        self.forwards.clear()
-        self.places.clear()
+        self.latest = None
+        self.before.clear()
 
     def zero_grad(self) -> None:
         """Gradients go."""
@@ -167,6 +186,14 @@ class FSDP2:
             self.heap.free(f"{unit}.gradient")
 
     # ---- what they are made of -----------------------------------------------------------------
+
+    def _meet(self, unit: str) -> str:
+        """The unit before the last forward of this one that no backward has met; else itself."""
+        its = self.before.get(unit)
+        if not its:
+            return unit
+        its[-1].number -= 1
+        return its[-1].value if its[-1].number else its.pop().value
 
     def _accumulate(self, unit: str) -> None:
         """Keep a microbatch's gradient whole, in the dtype it will be reduced in."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -54,6 +54,8 @@ class Ledger:
     """Live bytes by kind; ``peaks`` maps a phase to the kinds at its highest total. A ``fine`` one
     has the phases of a run, others forward, backward and step."""
 
+    keeps_events = False
+
     def __init__(self, *, fine: bool = False) -> None:
         self._phases = {} if fine else COARSE
         self.phase: Phase = "setup"
@@ -85,6 +87,16 @@ class Ledger:
         kind, nbytes = self._held.pop(name, ("temporary", 0))
         self._change(kind, -nbytes)
         return nbytes
+
+    def names(self) -> dict[str, tuple[Kind, int]]:
+        """What is held by name, as it is now."""
+        return dict(self._held)
+
+    def skip(self, change: Mapping[Kind, int], times: int) -> None:
+        """Bytes have come and gone so many times, and no peak among them counts."""
+        for kind, nbytes in change.items():
+            self.live[kind] = self.live.get(kind, 0) + times * nbytes
+            self.total += times * nbytes
 
     @contextmanager
     def passing(self, kind: Kind, nbytes: int) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
@@ -11,7 +12,7 @@ from shardwright.core.placement import Zero
 from shardwright.core.schedule import Prefetch
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
-from shardwright.memory.ledger import GradientRule
+from shardwright.memory.ledger import GradientRule, Ledger
 
 EXPERTS = ".moe.experts"  # the end of the name of a unit of experts
 Units = Mapping[str, Sequence[TensorSpec]]
@@ -86,11 +87,29 @@ class Sharding(msgspec.Struct, frozen=True):
         return element_bytes(self.reduce_dtype or self.param_dtype or tensor.dtype)
 
 
+@dataclass(slots=True)
+class Count:
+    """How many times something is there."""
+
+    value: str
+    number: int = 1
+
+
 class Machine(Protocol):
     """A runtime at work on one rank's heap; units are known by name."""
 
     sharding: Sharding
     frozen: frozenset[str]  # tensors without gradients and states
+
+    def state(self) -> object:
+        """What is done next follows from it and from what the heap holds by name; equal values are
+        equal states."""
+        ...
+
+    def depths(self) -> list[Count]:
+        """How many of the same it remembers here and there, in the order of ``state``: passes move
+        these numbers, and none does otherwise for one that is larger."""
+        ...
 
     def resident(self) -> dict[Kind, int]:
         """What is there between steps, apart from optimizer states, in bytes."""
@@ -136,3 +155,28 @@ class Machine(Protocol):
     def zero_grad(self) -> None:
         """After the optimizer's step: gradients go."""
         ...
+
+
+class Mark:
+    """A rank between passes, as it is when made: what repeats from there on can be skipped."""
+
+    def __init__(self, heap: Ledger, machine: Machine) -> None:
+        self.heap, self.machine = heap, machine
+        self.held, self.state, self.live = heap.names(), machine.state(), dict(heap.live)
+        self.counts = [each.number for each in machine.depths()]
+
+    def skip(self, times: int) -> int:
+        """Do again what was done since, ``times`` over, or as often as it does the same; how often
+        that was."""
+        if self.held != self.heap.names() or self.state != self.machine.state():
+            return 0
+        depths = self.machine.depths()
+        changes = [e.number - before for e, before in zip(depths, self.counts, strict=True)]
+        for each, change in zip(depths, changes, strict=True):
+            if change < 0:
+                times = min(times, (each.number + change) // -change)
+        for each, change in zip(depths, changes, strict=True):
+            each.number += times * change
+        live = self.heap.live
+        self.heap.skip({kind: n - self.live.get(kind, 0) for kind, n in live.items()}, times)
+        return times

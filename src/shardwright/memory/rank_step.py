@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwright.core.optimizers import OPTIMIZERS, Optimizer
-from shardwright.core.pipelining.orders import Pass, PassKind
+from shardwright.core.pipelining.orders import Pass, PassKind, Run
 from shardwright.core.recording import Blocks, Moment, Recording, Unfolded
 from shardwright.core.schedule import Merged
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind, Phase
 from shardwright.memory import route
 from shardwright.memory.ledger import GradientRule, Ledger, Scene
-from shardwright.memory.machine import Machine, Sharding
+from shardwright.memory.machine import Machine, Mark, Sharding
 from shardwright.memory.optimizers import Place, state_bytes, step_temporaries
 from shardwright.memory.pieces import STAYING, Slots, Summaries
 from shardwright.memory.route import Traffic
@@ -24,7 +24,7 @@ from shardwright.memory.tape import Tape
 EXCHANGES: dict[str, Phase] = {"lookup": "exchange_rows", "row_gradients": "reduce"}
 EXCHANGES_AND_AFTER = (*EXCHANGES, "rows")
 ENDING: tuple[PassKind, ...] = ("backward", "weight_backward")  # with them a microbatch goes
-ONE_PASS = (Pass("forward", 0, 0), Pass("backward", 0, 0))
+ONE_PASS = Run((Pass("forward", 0, 0), Pass("backward", 0, 0)))
 # A runtime on a heap, with the tensors of every unit and the names of those that are not trained.
 MakeMachine = Callable[[Ledger, dict[str, tuple[TensorSpec, ...]], frozenset[str]], Machine]
 
@@ -76,14 +76,15 @@ class Chunk:
 
 @dataclass
 class RankStep:
-    """What a rank does in a step. ``receives`` are bytes of buffers that a pipeline holds for what
-    its neighbours send, for each microbatch that is in flight. ``merged`` are units of several
-    recorded ones, ``tables`` a rank's share of what modules of tables exchange, by path.
+    """What a rank does in a step: its passes in ``runs``. ``receives`` are bytes of buffers that a
+    pipeline holds for what its neighbours send, for each microbatch that is in flight. ``merged``
+    are units of several recorded ones, ``tables`` a rank's share of what modules of tables
+    exchange, by path.
     ``resident`` is what is there between steps, by kind, where it is known better than by the
     recording."""
 
     chunks: Sequence[Chunk]
-    passes: Sequence[Pass] = ONE_PASS
+    runs: Sequence[Run] = (ONE_PASS,)
     optimizer: Optimizer = OPTIMIZERS["adam"]
     receives: int = 0
     merged: Merged = field(default_factory=Merged)
@@ -108,18 +109,14 @@ class RankStep:
         self._settle(heap, machine)
         with heap.during("load"):
             heap.take("inputs", "input", sum(chunk.recording.inputs for chunk in self.chunks))
-        last = {each.chunk: each for each in self.passes if each.kind in ENDING}
-        for each in self.passes:
-            forward, backward = self._entered[each.chunk]
-            machine.begin(forward, backward, last=each is last.get(each.chunk))
-            if each.kind == "forward":
-                with heap.during("forward"):
-                    self._walk(heap, machine, each, self.chunks[each.chunk].forward)
-            elif each.kind in ENDING:
-                with heap.during("backward"):
-                    self._walk(heap, machine, each, self.chunks[each.chunk].backward)
-                    machine.finish_backward()
-                    self._send(heap, each.chunk)
+        last = {
+            p.chunk: (number, place)
+            for number, run in enumerate(self.runs)
+            for place, p in enumerate(run.passes)
+            if p.kind in ENDING
+        }
+        for number, run in enumerate(self.runs):
+            self._repeat(heap, machine, run, [place for n, place in last.values() if n == number])
         with heap.during("backward"):
             for chunk in range(len(self.chunks)):
                 heap.free(f"sent.{chunk}")
@@ -136,6 +133,36 @@ class RankStep:
             machine.zero_grad()
         heap.peaks.pop("setup", None)  # what is there before a step is no phase of it
         return machine
+
+    def _repeat(self, heap: Ledger, machine: Machine, run: Run, last: Collection[int]) -> None:
+        """Passes over and over; at the last repetition those at places in ``last`` are the last
+        backwards of their chunks.
+
+        Where a repetition leaves all as it was but for more or fewer bytes, those after it do the
+        same, so that the first or the last of them has the highest peak: what lies between is
+        skipped on a heap that keeps peaks alone.
+        """
+        done = 0
+        while done < run.times:
+            left = run.times - done - 2  # between this one and the last
+            before = Mark(heap, machine) if left > 0 and not heap.keeps_events else None
+            done += 1
+            for place, each in enumerate(run.repeated(done - 1)):
+                self._pass(heap, machine, each, done == run.times and place in last)
+            if before is not None:
+                done += before.skip(left)
+
+    def _pass(self, heap: Ledger, machine: Machine, each: Pass, last: bool) -> None:
+        forward, backward = self._entered[each.chunk]
+        machine.begin(forward, backward, last)
+        if each.kind == "forward":
+            with heap.during("forward"):
+                self._walk(heap, machine, each, self.chunks[each.chunk].forward)
+        elif each.kind in ENDING:
+            with heap.during("backward"):
+                self._walk(heap, machine, each, self.chunks[each.chunk].backward)
+                machine.finish_backward()
+                self._send(heap, each.chunk)
 
     def _send(self, heap: Ledger, chunk: int) -> None:
         """The gradient of the stream is on its way; that of the microbatch before is forgotten."""

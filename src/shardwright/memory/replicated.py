@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
 from shardwright.memory.ledger import GradientRule, Ledger
-from shardwright.memory.machine import EXPERTS, Sharding, Units
+from shardwright.memory.machine import EXPERTS, Count, Sharding, Units
 
 
 @dataclass(slots=True)
@@ -28,6 +28,14 @@ class Replicated:
     frozen: frozenset[str] = frozenset()
     backwards: int = 0
     left: list[str] = field(default_factory=list)
+
+    def state(self) -> object:
+        """Whether there was a backward."""
+        return self.backwards > 0
+
+    def depths(self) -> list[Count]:
+        """Nothing."""
+        return []
 
     def resident(self) -> dict[Kind, int]:
         """Whole parameters, and DDP's buckets where there are ranks to average with."""

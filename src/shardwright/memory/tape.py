@@ -15,6 +15,8 @@ from shardwright.memory.pieces import STAYING, Slots
 class Tape(Ledger):
     """A ledger that writes down every change. ``slots`` are those of a rank's chunks."""
 
+    keeps_events = True
+
     def __init__(self, slots: Sequence[Slots]) -> None:
         super().__init__()
         self.changes: list[Change] = []

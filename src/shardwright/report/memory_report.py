@@ -285,6 +285,10 @@ def device_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
                 "modelled: the step's allocations replayed",
             )
         )
+        if rank.retries:
+            rows.append(
+                ("retries", f"{rank.retries:,}", "modelled: cached memory given back, in two steps")
+            )
     rows += [
         (printable(extra.name), range_text(extra.low, extra.high), printable(extra.source, 200))
         for extra in footprint.outside

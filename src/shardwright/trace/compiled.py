@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -181,7 +182,9 @@ def _graphs(run: _Block, state: dict[str, Tensor], leaves: list[Any], tree: Any)
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         if run.chosen is not None:
             _tag(joint, run.chosen, options["num_fwd_outputs"])
-        found["graphs"] = _partition(joint, inputs, options)
+        # dynamo marks parameters and buffers: they are there anyway, so that keeping one is free
+        free = {**options, "static_lifetime_input_indices": list(range(len(names)))}
+        found["graphs"] = _partition(joint, inputs, free)
         return found["graphs"]
 
     tensors = [*state.values(), *(leaves[place] for place in places)]
@@ -211,7 +214,13 @@ def _graphs(run: _Block, state: dict[str, Tensor], leaves: list[Any], tree: Any)
 
 def _partition(joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
     """torch's partition, but that a random operator that is computed again does not have its
-    generator's state carried along: a few bytes, and operators that a trace cannot run."""
+    generator's state carried along: a few bytes, and operators that a trace cannot run. Inductor
+    takes out before what does nothing, so that a result and its alias are not kept both."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch uses what it deprecates
+        from torch._inductor.fx_passes.post_grad import remove_noop_ops  # a second to import
+
+    remove_noop_ops(joint.graph)
     asked = partitioners.has_recomputable_rng_ops
     partitioners.has_recomputable_rng_ops = lambda fx_g: False
     try:

@@ -421,6 +421,21 @@ def attended(
     return Attended(depth, 32, 4, bias, tied), tokens
 
 
+class Remembering(Attended):
+    """A head that reads the embedding once more, past all blocks."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x + first)
+
+
+def remembering(batch: int, sequence: int, depth: int = 6) -> Made:
+    tokens = torch.zeros(batch, sequence, dtype=torch.int64)
+    return Remembering(depth, 32, 4, bias=True, tied=False), tokens
+
+
 def a_llama(batch: int, sequence: int, model: dict[str, int]) -> Made:
     """The built-in llama as a module of a user's own."""
     job = parse_job({"model": {"kind": "llama", **model}, "cluster": {"world_size": 1}})

@@ -105,12 +105,18 @@ def test_fit_tries_stages_of_a_module() -> None:
         (own("translator"), {"pipeline": 2}, "blocks that repeat in one list of modules"),
         (own("skipping"), {"pipeline": 2}, "blocks that"),
         (own("backwards"), {"pipeline": 2}, "in the order of their list, got 'blocks.1' after"),
+        (own("remembering"), {"pipeline": 2}, "got the result of 'words' in a later stage"),
         (
             own("attended"),
             {"pipeline": 8, "chunks": 2, "schedule": "looped_bfs"},
             "at most 8 stages",
         ),
-        (own("attended"), {"expert": 2}, "parallel.expert: expected 1 for kind 'python', got 2"),
+        (
+            own("attended"),
+            {"expert": 2},
+            "parallel.expert: expected 1 for kind 'python', got 2.*Build the experts of one rank",
+        ),
+        (own("attended"), {"context": 2}, "parallel.context: .*one rank's share of the sequence"),
     ],
 )
 def test_what_has_no_stages_is_refused_by_what_is_in_the_way(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwright.core.pipelining import orders
-from shardwright.core.pipelining.orders import Pass
-from shardwright.core.pipelining.schedules import checked, named, order
+from shardwright.core.pipelining.orders import Pass, Run
+from shardwright.core.pipelining.schedules import checked, named, order_in_runs
 
 # After so many pipelines full of microbatches (warm-up, a steady part, the end) nothing new comes.
 STEADY_PIPELINES = 4
@@ -46,16 +46,35 @@ def _highest(
     schedule: str, stages: int, microbatches: int, chunks: int
 ) -> list[dict[tuple[str, int], set[State]]]:
     """Rank by rank and by kind and chunk of a pass: the states before it that no other exceeds."""
-    ranks = order(schedule, stages, microbatches, chunks)
+    ranks = order_in_runs(schedule, stages, microbatches, chunks)
     return [
-        {key: _maximal(states) for key, states in _states(passes, chunks).items()}
-        for passes in ranks
+        {key: _maximal(states) for key, states in _states(runs, chunks).items()} for runs in ranks
     ]
 
 
-def _states(passes: Sequence[Pass], chunks: int) -> dict[tuple[str, int], set[State]]:
+def _states(runs: Sequence[Run], chunks: int) -> dict[tuple[str, int], set[State]]:
+    """By kind and chunk of a pass: the states before it, but for such as others exceed."""
     found: dict[tuple[str, int], set[State]] = {}
     now = [0] * (3 * chunks)
+    for run in runs:
+        done = 0
+        while done < run.times:
+            before = tuple(now)
+            _repeat(run.passes, now, chunks, found)
+            done += 1
+            change = [b - a for a, b in zip(before, now, strict=True)]
+            left = run.times - done - 1  # the last repetition is looked at
+            grows, falls = min(change) >= 0, max(change) <= 0
+            if left > 0 and done > 1 and (grows or falls):  # those between lie between
+                for place, each in enumerate(change):
+                    now[place] += left * each
+                done += left
+    return found
+
+
+def _repeat(
+    passes: Sequence[Pass], now: list[int], chunks: int, found: dict[tuple[str, int], set[State]]
+) -> None:
     for kind, chunk, _ in ((p.kind, p.chunk, p.microbatch) for p in passes):
         found.setdefault((kind, chunk), set()).add(tuple(now))
         if kind == "forward":
@@ -66,7 +85,6 @@ def _states(passes: Sequence[Pass], chunks: int) -> dict[tuple[str, int], set[St
             now[2 * chunks + chunk] = 1
         if kind in ("backward", "input_backward"):
             now[chunks + chunk] -= 1
-    return found
 
 
 def _maximal(states: set[State]) -> set[State]:

@@ -1,5 +1,8 @@
 """The passes of one rank, schedule by schedule; ranks are counted from the input of the model.
 
+A rank repeats itself: an order is written in runs, so that neither it nor the work of who reads it
+grows with the number of microbatches.
+
 The orders are those of ``torch.distributed.pipelining`` where it has the schedule. Its sources:
 GPipe arXiv:1811.06965, 1F1B and interleaved 1F1B arXiv:2104.04473, breadth first arXiv:2211.05953,
 zero bubble arXiv:2401.10241, DualPipe arXiv:2412.19437.
@@ -7,8 +10,10 @@ zero bubble arXiv:2401.10241, DualPipe arXiv:2412.19437.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import msgspec
@@ -26,79 +31,101 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
     microbatch: int
 
 
-Slot = tuple[int, int]  # chunk, microbatch
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """The same passes over and over: at repetition ``k`` each with a microbatch ``k * step``
+    further on."""
+
+    passes: tuple[Pass, ...]
+    times: int = 1
+    step: int = 1
+
+    def repeated(self, k: int) -> tuple[Pass, ...]:
+        """The passes of a repetition."""
+        on = k * self.step
+        return tuple(Pass(p.kind, p.chunk, p.microbatch + on) for p in self.passes)
 
 
-def fill_and_drain(rank: int, stages: int, microbatches: int, chunks: int) -> list[Pass]:
+def expanded(runs: Iterable[Run]) -> Iterator[Pass]:
+    """Pass after pass."""
+    for run in runs:
+        for k in range(run.times):
+            yield from run.repeated(k)
+
+
+Slots = tuple[int, int, int]  # a chunk, the first of its microbatches, and how many follow
+
+
+def fill_and_drain(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
     """GPipe: every forward, then every backward."""
-    return [Pass("forward", 0, m) for m in range(microbatches)] + [
-        Pass("backward", 0, m) for m in range(microbatches)
+    return [
+        Run((Pass("forward", 0, 0),), microbatches),
+        Run((Pass("backward", 0, 0),), microbatches),
     ]
 
 
-def breadth_first(rank: int, stages: int, microbatches: int, chunks: int) -> list[Pass]:
+def breadth_first(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
     """Looped breadth first: all microbatches of a chunk before the next chunk, and back."""
-    slots = [(c, m) for c in range(chunks) for m in range(microbatches)]
-    return [Pass("forward", *slot) for slot in slots] + [
-        Pass("backward", *slot) for slot in reversed(slots)
+    last = microbatches - 1
+    return [Run((Pass("forward", c, 0),), microbatches) for c in range(chunks)] + [
+        Run((Pass("backward", c, last),), microbatches, -1) for c in reversed(range(chunks))
     ]
 
 
-def one_f_one_b(rank: int, stages: int, microbatches: int, chunks: int) -> list[Pass]:
+def one_f_one_b(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
     """1F1B: one forward for every rank behind this one, then forward and backward in turn."""
-    slots = [(0, m) for m in range(microbatches)]
+    slots = [(0, 0, microbatches)]
     return _in_turn(slots, slots, stages - 1 - rank)
 
 
-def zero_bubble_h1(rank: int, stages: int, microbatches: int, chunks: int) -> list[Pass]:
+def zero_bubble_h1(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
     """ZB-H1: 1F1B whose weight gradients wait, as long as it costs no more than rank 0 keeps."""
-    slots = [(0, m) for m in range(microbatches)]
+    slots = [(0, 0, microbatches)]
     return _in_turn(slots, slots, stages - 1 - rank, weights_wait=rank)
 
 
-def zero_bubble_h2(rank: int, stages: int, microbatches: int, chunks: int) -> list[Pass]:
+def zero_bubble_h2(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
     """ZB-H2: twice the warm-up of ZB-H1, which fills the bubble before the first backward too."""
-    slots = [(0, m) for m in range(microbatches)]
+    slots = [(0, 0, microbatches)]
     return _in_turn(slots, slots, 2 * (stages - 1 - rank), weights_wait=2 * rank)
 
 
-def interleaved(rank: int, stages: int, microbatches: int, chunks: int) -> list[Pass]:
+def interleaved(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
     """Interleaved 1F1B: rounds of microbatches through every chunk, as in Megatron and torch."""
     forwards, backwards = _rounds(stages, microbatches, chunks)
     warmup = (chunks - 1) * per_round(stages, microbatches) + 2 * (stages - 1 - rank)
     return _in_turn(forwards, backwards, warmup)
 
 
-def interleaved_zero_bubble(rank: int, stages: int, microbatches: int, chunks: int) -> list[Pass]:
+def interleaved_zero_bubble(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
     """Interleaved 1F1B with half the warm-up and weight gradients that wait."""
     forwards, backwards = _rounds(stages, microbatches, chunks)
     warmup = (chunks - 1) * per_round(stages, microbatches) + stages - 1 - rank
     return _in_turn(forwards, backwards, warmup, weights_wait=rank)
 
 
-def zero_bubble_v(rank: int, stages: int, microbatches: int, chunks: int) -> list[Pass]:
+def zero_bubble_v(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
     """ZB-V: chunk 0 on the way down, chunk 1 on the way up, so rank 0 has both ends."""
     behind = stages - rank
     # With fewer microbatches the order is that of a full pipeline, without the ones there are not.
     full = max(2 * stages - 1, microbatches)
-    work = _Work()
+    work = _Work(microbatches)
     work.run("F0", 2 * behind - 1)
     work.run("F1 F0", rank)
     work.run("F1 I1 W1", behind)
     while work.forwards[1] < work.forwards[0] or work.forwards[0] < full:
-        work.run("F0", int(work.forwards[0] < full))
-        work.run("I0 W0 F1 I1 W1")
+        ahead = "F0 " if work.forwards[0] < full else ""
+        work.run(f"{ahead}I0 W0 F1 I1 W1")
     work.run("I0 I1", rank)
     work.run("I0 W0", behind)
     work.run("W1", rank)
     work.run("W0", rank)
-    return [each for each in work.passes if each.microbatch < microbatches]
+    return work.runs
 
 
-def dual_pipe_v(rank: int, stages: int, microbatches: int, chunks: int) -> list[Pass]:
+def dual_pipe_v(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
     """DualPipeV: ZB-V's pieces; what it runs at the same time stands forward before backward."""
     behind = stages - rank - 1
-    work = _Work()
+    work = _Work(microbatches)
     work.run("F0", 2 * behind)
     work.run("F0 F1", rank + 1)
     work.run("I1 W F1", behind)
@@ -110,7 +137,7 @@ def dual_pipe_v(rank: int, stages: int, microbatches: int, chunks: int) -> list[
     work.run(" ".join(f"I{chunk}" for chunk in ends[whole:]))
     work.run("W I0", behind)
     work.run("W", rank + 1)
-    return work.passes
+    return work.runs
 
 
 def per_round(stages: int, microbatches: int) -> int:
@@ -118,78 +145,100 @@ def per_round(stages: int, microbatches: int) -> int:
     return microbatches // max(1, microbatches // stages)
 
 
-def _rounds(stages: int, microbatches: int, chunks: int) -> tuple[list[Slot], list[Slot]]:
+def _rounds(stages: int, microbatches: int, chunks: int) -> tuple[list[Slots], list[Slots]]:
     size = per_round(stages, microbatches)
     starts = range(0, microbatches, size)
-    forwards = [(c, s + i) for s in starts for c in range(chunks) for i in range(size)]
-    backwards = [(chunks - 1 - c, m) for c, m in forwards]
+    forwards = [(chunk, start, size) for start in starts for chunk in range(chunks)]
+    backwards = [(chunks - 1 - chunk, start, count) for chunk, start, count in forwards]
     return forwards, backwards
 
 
 def _in_turn(
-    forwards: Sequence[Slot],
-    backwards: Sequence[Slot],
+    forwards: Sequence[Slots],
+    backwards: Sequence[Slots],
     warmup: int,
     weights_wait: int | None = None,
-) -> list[Pass]:
+) -> list[Run]:
     """``warmup`` forwards, then a forward and a backward in turn, then the other backwards.
 
     With ``weights_wait`` backwards are split, and the first weight gradients come after so many
     further input gradients; what is left comes last.
     """
-    warmup = min(warmup, len(forwards))
-    passes = [Pass("forward", *slot) for slot in forwards[:warmup]]
-    whole: PassKind = "backward" if weights_wait is None else "input_backward"
-    waiting: deque[Slot] = deque()
-    for done, slot in enumerate(backwards):
-        if warmup + done < len(forwards):
-            passes.append(Pass("forward", *forwards[warmup + done]))
-        passes.append(Pass(whole, *slot))
-        if weights_wait is not None:
-            waiting.append(slot)
-            if done >= weights_wait:
-                passes.append(Pass("weight_backward", *waiting.popleft()))
-    passes.extend(Pass("weight_backward", *slot) for slot in waiting)
-    return passes
+    warmup = min(warmup, sum(count for _, _, count in forwards))
+    lanes = [_Lane("forward", forwards, -warmup)]
+    if weights_wait is None:
+        lanes.append(_Lane("backward", backwards, 0))
+    else:
+        lanes.append(_Lane("input_backward", backwards, 0))
+        lanes.append(_Lane("weight_backward", backwards, weights_wait))
+    turns = sorted({turn for lane in lanes for turn in lane.turns})
+    runs = []
+    for begin, end in pairwise(turns):
+        passes = tuple(found for lane in lanes if (found := lane.at(begin)) is not None)
+        if passes:
+            runs.append(Run(passes, end - begin))
+    return runs
+
+
+class _Lane:
+    """Passes of one kind, one in every turn from ``first`` on; ``turns`` are those in which other
+    slots begin, and the one after the last."""
+
+    def __init__(self, kind: PassKind, slots: Sequence[Slots], first: int) -> None:
+        self.kind, self.slots = kind, slots
+        self.turns = list(accumulate((count for _, _, count in slots), initial=first))
+
+    def at(self, turn: int) -> Pass | None:
+        """The pass of a turn."""
+        place = bisect_right(self.turns, turn) - 1
+        if not 0 <= place < len(self.slots):
+            return None
+        chunk, first, _ = self.slots[place]
+        return Pass(self.kind, chunk, first + turn - self.turns[place])
 
 
 class _Work:
     """Passes named by letter and chunk: F, B (whole backward), I (input), W (weights; without a
-    chunk that of the oldest I). Each takes the next microbatch of its chunk."""
+    chunk that of the oldest I). Each takes the next microbatch of its chunk, and is left out from
+    ``microbatches`` on."""
 
-    def __init__(self) -> None:
-        self.passes: list[Pass] = []
+    def __init__(self, microbatches: int) -> None:
+        self.microbatches = microbatches
+        self.runs: list[Run] = []
         self.forwards: dict[int, int] = defaultdict(int)
         self._backwards: dict[int, int] = defaultdict(int)
-        self._waiting: list[Slot] = []
+        self._waiting: list[tuple[int, int]] = []
 
     def run(self, letters: str, times: int = 1) -> None:
         """The passes of ``letters``, ``times`` over."""
         for _ in range(times):
-            self._each(letters.split())
+            passes = (self._pass(letter) for letter in letters.split())
+            found = tuple(p for p in passes if p and p.microbatch < self.microbatches)
+            if self.runs and self.runs[-1].repeated(self.runs[-1].times) == found:
+                before = self.runs.pop()
+                self.runs.append(Run(before.passes, before.times + 1))
+            elif found:
+                self.runs.append(Run(found))
 
-    def _each(self, letters: Iterable[str]) -> None:
-        for letter in letters:
-            if letter[0] == "W":
-                self._weights(letter[1:])
-                continue
-            chunk = int(letter[1:])
-            if letter[0] == "F":
-                self._add("forward", chunk, self.forwards)
-            elif letter[0] == "B":
-                self._add("backward", chunk, self._backwards)
-            else:
-                self._waiting.append((chunk, self._backwards[chunk]))
-                self._add("input_backward", chunk, self._backwards)
+    def _pass(self, letter: str) -> Pass | None:
+        if letter[0] == "W":
+            return self._weights(letter[1:])
+        chunk = int(letter[1:])
+        if letter[0] == "F":
+            return self._next("forward", chunk, self.forwards)
+        if letter[0] == "B":
+            return self._next("backward", chunk, self._backwards)
+        self._waiting.append((chunk, self._backwards[chunk]))
+        return self._next("input_backward", chunk, self._backwards)
 
-    def _add(self, kind: PassKind, chunk: int, counts: dict[int, int]) -> None:
-        self.passes.append(Pass(kind, chunk, counts[chunk]))
+    def _next(self, kind: PassKind, chunk: int, counts: dict[int, int]) -> Pass:
         counts[chunk] += 1
+        return Pass(kind, chunk, counts[chunk] - 1)
 
-    def _weights(self, chunk: str) -> None:
+    def _weights(self, chunk: str) -> Pass | None:
         """The oldest weight gradient that waits, of any chunk or of this one."""
         for k, slot in enumerate(self._waiting):
             if not chunk or slot[0] == int(chunk):
-                self.passes.append(Pass("weight_backward", *slot))
                 del self._waiting[k]
-                return
+                return Pass("weight_backward", *slot)
+        return None

@@ -9,10 +9,10 @@ import msgspec
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.pipelining import orders
-from shardwright.core.pipelining.orders import Pass
+from shardwright.core.pipelining.orders import Pass, Run, expanded
 
 Shape = Literal["loop", "v"]
-Order = Callable[[int, int, int, int], list[Pass]]
+Order = Callable[[int, int, int, int], list[Run]]
 
 
 class Schedule(msgspec.Struct, frozen=True):
@@ -101,6 +101,15 @@ def order(
     Each rank holds ``chunks`` pieces of the model (by default as many as the schedule usually has).
     Raises InputError where the schedule cannot be run with these numbers.
     """
+    return tuple(
+        tuple(expanded(runs)) for runs in order_in_runs(schedule, stages, microbatches, chunks)
+    )
+
+
+def order_in_runs(
+    schedule: str, stages: int, microbatches: int, chunks: int | None = None
+) -> tuple[tuple[Run, ...], ...]:
+    """The same, as what each rank does over and over."""
     chunks = checked(schedule, stages, microbatches, chunks)
     found = named(schedule)
     return tuple(tuple(found.order(r, stages, microbatches, chunks)) for r in range(stages))

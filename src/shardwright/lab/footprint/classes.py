@@ -92,8 +92,10 @@ def _with_events(
     """A class with what its events show."""
     tape = each.step.taped(setting.make)
     if setting.on_gpu:
-        held = reserved(tape.changes, setting.allocator, setting.capacity).reserved_peak
-        memory = msgspec.structs.replace(memory, reserved_bytes=held)
+        found = reserved(tape.changes, setting.allocator, setting.capacity)
+        memory = msgspec.structs.replace(
+            memory, reserved_bytes=found.reserved_peak, retries=found.retries
+        )
     if not details:
         return memory
     kinds, samples = timeline(tape.changes)

@@ -129,7 +129,7 @@ class _Estimate:
         received = sum(each.received + each.recording.result for each in stages)
         return RankStep(
             [Chunk(each.recording, each.received) for each in stages],
-            rank.passes,
+            rank.runs,
             optimizer_of(self.job),
             received * rank.microbatches,
         )

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.recording import OF_UNITS, Piece, Recording
@@ -84,6 +87,7 @@ class StageOf:
         self.received = 0
         self.ran: set[nn.Module] = set()  # modules of this stage
         self.after: set[nn.Module] = set()  # modules of later ones
+        self.skipped: set[str] = set()  # those of earlier ones to whose results gradients came
 
     @contextmanager
     def cut(self) -> Iterator[None]:
@@ -106,12 +110,17 @@ class StageOf:
 
     def run(self, subject: Subject, recorder: Recorder) -> Any:
         """One forward of the stage under ``recorder``: what it sends on, or its result."""
-        self.ran, self.after = set(), set()
+        self.ran, self.after, self.skipped = set(), set(), set()
         return _Run(self, subject, recorder).result()
 
     def of_stage(self, found: Recording, subject: Subject) -> Recording:
         """A recording without the parameters and inputs of other stages; parameters that nobody
-        runs or trains are the first one's."""
+        runs or trains are the first one's. UnsupportedError where the stage used more of what runs
+        before it than the stream."""
+        if self.skipped:
+            wanted = "stages that use one tensor with a gradient of what runs before them"
+            got = f"the result of '{min(self.skipped)}' in a later stage"
+            raise UnsupportedError(expected(WHERE, wanted, got, REMEDY))
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         touches = (touch for piece in found.pieces for touch in piece.touches)
         kept = {id(parameters[each.name]) for each in touches if each.what == "gradient"}
@@ -205,6 +214,8 @@ class _Run:
         assert last is not None
         hooks = [register_module_forward_pre_hook(self._running)]
         if not self.stage.first:
+            hooks.append(register_module_forward_hook(self._ran))
+        if not self.stage.first:
             if self.of.blocks:
                 begins = first.register_forward_pre_hook(
                     self._begins, with_kwargs=True, prepend=True
@@ -234,6 +245,15 @@ class _Run:
             self.of.ran.add(module)
         elif self.ended:
             self.of.after.add(module)
+
+    def _ran(self, module: nn.Module, _arguments: Any, result: Any) -> None:
+        """What an earlier stage made has no gradient here, for the stream is cut off from it."""
+        if self.seen or self.ended:
+            return
+        name = next((n for n, m in self.of.module.named_modules() if m is module), "")
+        for tensor in tensors_in(result):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.of.skipped.add(name))
 
     def _begins(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
         if self.seen:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.parallel import Degrees
-from shardwright.core.pipelining import Pass, order, representative, stage_of
+from shardwright.core.pipelining import Run, order_in_runs, representative, stage_of
 from shardwright.memory.rank_step import ONE_PASS
 
 # What the embedding and the head weigh, in layers, where layers are dealt out: TorchTitan's default
@@ -29,7 +29,7 @@ class PipelineRank:
 
     rank: int
     stages: tuple[Stage, ...]
-    passes: tuple[Pass, ...]
+    runs: tuple[Run, ...]
     microbatches: int
 
 
@@ -62,12 +62,11 @@ def pipeline_ranks(layers: int, degrees: Degrees) -> list[PipelineRank]:
     count = degrees.pipeline * degrees.chunks
     dealt = stages(layers, count)
     if degrees.pipeline == 1:
-        passes = ONE_PASS
-        if degrees.microbatches > 1:  # what accumulates does so from the second on
-            passes = (*ONE_PASS, Pass("forward", 0, 1), Pass("backward", 0, 1))
-        return [PipelineRank(0, tuple(dealt), passes, degrees.microbatches)]
+        # what accumulates does so from the second on
+        runs = (Run(ONE_PASS.passes, min(degrees.microbatches, 2)),)
+        return [PipelineRank(0, tuple(dealt), runs, degrees.microbatches)]
     few = representative(degrees.schedule, degrees.pipeline, degrees.microbatches, degrees.chunks)
-    passes_of = order(degrees.schedule, degrees.pipeline, few, degrees.chunks)
+    runs_of = order_in_runs(degrees.schedule, degrees.pipeline, few, degrees.chunks)
     return [
         PipelineRank(
             rank,
@@ -75,7 +74,7 @@ def pipeline_ranks(layers: int, degrees: Degrees) -> list[PipelineRank]:
                 dealt[stage_of(degrees.schedule, degrees.pipeline, rank, chunk)]
                 for chunk in range(degrees.chunks)
             ),
-            passes_of[rank],
+            runs_of[rank],
             degrees.microbatches,
         )
         for rank in range(degrees.pipeline)
