@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardwright.planner.search.slopes import hopeful
 from shardwright.planner.search.space import Bools, Floats, Ints
 from shardwright.planner.search.state import State, least_first
 
@@ -196,7 +197,7 @@ def reoption(state: State, items: list[int]) -> bool:
     fits = state.fits
     ways = [(item, option) for item in items for option in _affordable(state, item, fits)]
     found = None
-    hopes = state.hopeful(ways, best)
+    hopes = hopeful(state, ways, best)
     many = max(AT_ONCE // state.space.ranks, 1)
     for start in range(0, len(hopes), many):
         some = [hope.way for hope in hopes[start : start + many] if hope.least < best]

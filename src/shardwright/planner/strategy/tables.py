@@ -54,9 +54,9 @@ def search_tables(job: Job, model: ModelSpec, watch: Watch) -> Found:
     done = _Searched(problem, space, search_widening(space, _narrow(space), watch))
     tried, feasible = done.outcome.tried, done.outcome.feasible
     if offers_slow(model, job, problem.cluster) and _memory_matters(done):
-        problem = make_problem(job, model, slow=True)
+        problem = make_problem(job, model, slow=True, known=done.problem)
         if _options(problem) > _options(done.problem):
-            space = space_of(problem, problem.tables, problem.capacity)
+            space = space_of(problem, problem.tables, problem.capacity, done.space)
             if done.draft is None or done.outcome.best is None:
                 outcome = search_widening(space, _narrow(space), watch)
             else:
