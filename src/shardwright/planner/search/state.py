@@ -28,6 +28,7 @@ from shardwright.planner.search.space import (
 OVERFLOW_PENALTY = 1e9  # times what the slowest rank costs
 MAX_RATIO = 1e3  # of a rank to the target; above it powers overflow
 NEAR_SLOTS, MANY_SLOTS = 32, 4  # the least busy ones, looked at first where there are so many times
+MANY_RANKS = 2048  # ways are weighed one by one where there are so many
 SAME = 1 + 1e-9  # times what is as good
 
 
@@ -270,6 +271,10 @@ class State:
         the rules leave no place, or all ranks would not cost less than ``below``."""
         ranks = self.space.ranks
         found = Weighed(np.zeros((len(ways), ranks)), np.full((len(ways), ranks), np.inf))
+        if ranks >= MANY_RANKS:  # most of which no block is near
+            for index, (item, option) in enumerate(ways):
+                self._weigh_alone(item, option, found, index)
+            return found
         bare = {}
         for item in dict.fromkeys(item for item, _ in ways):
             with self.without(item):
@@ -280,7 +285,7 @@ class State:
             if blocks[0] is blocks[-1]:
                 alike.setdefault(blocks[0].width, []).append(index)
                 continue
-            self._weigh_unlike(item, option, found, index)
+            self._weigh_alone(item, option, found, index)
         for width, own in alike.items():
             some = np.array(own)
             lots = self._lots([ways[index] for index in own], width, bare)
@@ -297,8 +302,8 @@ class State:
                 found.costs[some[opened]] = costs[opened]
         return found
 
-    def _weigh_unlike(self, item: int, option: int, found: Weighed, index: int) -> None:
-        """``weigh`` of an option whose blocks are not alike."""
+    def _weigh_alone(self, item: int, option: int, found: Weighed, index: int) -> None:
+        """``weigh`` of an option whose blocks are not alike, or that lies on few of many ranks."""
         old = self.options[item], self.slots[item]
         with self.without(item):
             spread = self.spread(item, option)
