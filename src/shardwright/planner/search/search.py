@@ -125,10 +125,10 @@ def search(
     fresh: Iterator[tuple[Ints, State]]
     if space.ranks > len(space.items) > MAX_ITEMS:  # the most promising first: the rest is cut
         known = list(filter(worthwhile, chosen))
-        near = [own for own in known if even(own) <= found.seconds * PROMISING]
-        far = [own for own in known if even(own) > found.seconds * PROMISING]
-        first = sorted(map(placed, near), key=lambda own: float(own[1].rank_costs().sum()))
-        fresh = itertools.chain(first, map(placed, filter(worthwhile, far)))
+        lean = [own for own in known if even(own) <= found.seconds * PROMISING]
+        rest = [own for own in known if even(own) > found.seconds * PROMISING]
+        ranked = sorted(map(placed, lean), key=lambda own: float(own[1].rank_costs().sum()))
+        fresh = itertools.chain(ranked, map(placed, filter(worthwhile, rest)))
     else:
         fresh = map(placed, filter(worthwhile, chosen))
     for start in itertools.chain(begun, (state for own, state in fresh if worthwhile(own))):
