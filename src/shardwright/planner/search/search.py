@@ -22,7 +22,7 @@ from shardwright.planner.search.polish import (
     settled,
 )
 from shardwright.planner.search.space import Assignment, Floats, Ints, Space
-from shardwright.planner.search.state import State, restored
+from shardwright.planner.search.state import State, least_first, restored
 from shardwright.planner.search.watch import Watch
 
 POWERS = (8.0, 16.0, 64.0)  # powers of two
@@ -291,7 +291,8 @@ def improve(
 def _step(state: State, stuck: moves.Stuck, reoption: bool) -> bool:
     """One move that helps one of the worst ranks."""
     costs = state.rank_costs()
-    order = np.argsort(-costs, kind="stable")[:RANKS_TRIED]
+    order = least_first(-costs, min(RANKS_TRIED, len(costs)))
+    order = order[np.argsort(-costs[order], kind="stable")]
     near, enough = moves.swap_partners(costs), -moves.EPSILON * costs.sum()
     for rank in order.tolist():
         move = stuck.helped(state, rank, costs, near, enough)
