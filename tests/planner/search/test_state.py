@@ -233,12 +233,12 @@ def test_what_is_reached_somewhere_is_what_putting_an_item_there_reaches(
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "column_wise", "table_row_wise", "grid_shard"])
-@pytest.mark.parametrize("full", [0.0, 0.5])
+@pytest.mark.parametrize("full", ["none", "some", "the least busy"])
 @pytest.mark.parametrize("seed", range(5))
 def test_of_many_ranks_the_least_busy_ones_are_looked_at_first(
     many_ranks: ManyRanks,
     kind: ShardingType,
-    full: float,
+    full: str,
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -248,7 +248,10 @@ def test_of_many_ranks_the_least_busy_ones_are_looked_at_first(
     state = State(space, 1.0)
     busy = draw.uniform(0.2, 1, ranks // group).repeat(group) + draw.uniform(0, 0.02, ranks)
     state.load[:] = busy
-    state.memory[:, 0] = np.where(draw.random(ranks) < full, space.capacity[0], 0)
+    filled = {"none": busy < 0, "some": draw.random(ranks) < 0.5, "the least busy": busy < 0.5}[
+        full
+    ]
+    state.memory[:, 0] = np.where(filled, space.capacity[0], 0)
 
     def found() -> float:
         slots = state.spread(0, 0)
