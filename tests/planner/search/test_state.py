@@ -245,9 +245,9 @@ def test_of_many_ranks_the_least_busy_ones_are_looked_at_first(
     ranks, group = 4096, 4
     draw = np.random.default_rng(seed)
     space = many_ranks(kind, ranks, group)
-    state = State(space, 1.0)
+    state = State(space, 10 * space.items[0].options[0].largest)
     busy = draw.uniform(0.2, 1, ranks // group).repeat(group) + draw.uniform(0, 0.02, ranks)
-    state.load[:] = busy
+    state.load[:] = busy * state.target
     filled = {"none": busy < 0, "some": draw.random(ranks) < 0.5, "the least busy": busy < 0.5}[
         full
     ]
