@@ -174,3 +174,21 @@ def test_every_shard_needs_a_rank() -> None:
     option = Option("t", "table_wise", "fused", shard_runs(table, "table_wise", 2, 2, 8))
     with pytest.raises(ValueError, match="zip"):
         place(option, (0, 1), table)
+
+
+@given(
+    kind=st.sampled_from(TYPES),
+    rows=st.integers(1, 60),
+    blocks=st.sampled_from([1, 2, 4, 8]),
+    hosts=st.integers(1, 4),
+)
+def test_blocks_of_columns_are_cut_alike(
+    kind: ShardingType, rows: int, blocks: int, hosts: int
+) -> None:
+    table = TableSpec("t", rows, 32)
+    option = Option("t", kind, "fused", shard_runs(table, kind, hosts * 4, 4, 32 // blocks))
+    runs, times = option.column_block
+    assert option.count == len(option.shards)
+    assert [(r.rows, r.columns, r.count) for r in runs] * times == [
+        (r.rows, r.columns, r.count) for r in option.runs
+    ]

@@ -133,7 +133,7 @@ def plan(
         ({"x" * 10**5: 3}, ["unknown key"]),
         ({"dtype": "fp31"}, ["tables[0] 't0'.dtype", "fp31"]),
         ({"sharding_types": ["diagonal"]}, ["sharding_types[0]", "diagonal"]),
-        ({"sharding_types": []}, ["sharding type"]),
+        ({"sharding_types": []}, ["sharding_types: expected one or more"]),
         ({"compute_kernels": []}, ["kernel"]),
         ({"compute_kernels": ["quant", "fused"]}, ["kernels", "quant"]),
         (

@@ -13,6 +13,7 @@ from shardwright.core.placement import Flat, Replicate
 from shardwright.lab.recordings import described
 from shardwright.planner.problem import Problem, canonical_order, make_problem, reservation_kind
 from shardwright.planner.statistics.tables import over_shards
+from shardwright.planner.strategy.spacing import space_of
 
 MakeJob = Callable[..., Job]
 
@@ -272,3 +273,37 @@ def test_a_plan_says_that_nothing_is_reserved_and_no_optimizer_known(make_tables
     assert "table t0 names no optimizer: its state is counted as 0 bytes" in one
     named = _problem(make_tables(50, table={"optimizer": "none"})).assumptions
     assert not any("no optimizer" in note for note in named)
+
+
+def _slow_kernels(make_tables: MakeJob) -> Job:
+    cluster = {"preset": "h100-8", "world_size": 16}
+    return make_tables(700, 50, 100_000, dim=32, cluster=cluster)
+
+
+def test_choices_that_are_known_are_those_that_are_made_anew(make_tables: MakeJob) -> None:
+    job = _slow_kernels(make_tables)
+    few = make_problem(job, described(job), slow=False)
+    new = make_problem(job, described(job), slow=True)
+    more = make_problem(job, described(job), slow=True, known=few)
+    assert sum(map(len, few.tables)) < sum(map(len, more.tables))
+    assert more.tables == new.tables
+    space = space_of(few, few.tables, few.capacity)
+    assert space_of(more, more.tables, more.capacity, space) == space_of(
+        new, new.tables, new.capacity
+    )
+
+
+def test_shards_that_kernels_share_are_counted_once(
+    make_tables: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = {"preset": "h100-8", "world_size": 16, "local_world_size": 2}
+    job = make_tables(701, 51, 100_001, dim=64, cluster=cluster)
+    options = [choice.option for choices in _problem(job).tables for choice in choices]
+    listed = sum(len(option.runs) for option in options)
+    shared = sum({id(option.runs): len(option.runs) for option in options}.values())
+    assert listed > 2 * shared
+    monkeypatch.setattr("shardwright.planner.choices.MAX_SHARDS", shared)
+    assert _problem(job).tables
+    monkeypatch.setattr("shardwright.planner.choices.MAX_SHARDS", shared - 1)
+    with pytest.raises(InputError, match="shards to choose from"):
+        _problem(job)

@@ -67,7 +67,17 @@ class Option(msgspec.Struct, frozen=True):
     @property
     def count(self) -> int:
         """Number of shards."""
-        return sum(run.count for run in self.runs)
+        runs, times = self.column_block
+        return sum(run.count for run in runs) * times
+
+    @property
+    def column_block(self) -> tuple[tuple[ShardRun, ...], int]:
+        """The runs of one block of columns, and how many blocks of a grid are cut like it."""
+        if self.partition != "multi_host":
+            return self.runs, 1
+        last = self.runs[-1]
+        blocks = last.column // last.columns + 1
+        return self.runs[: len(self.runs) // blocks], blocks
 
     @property
     def shards(self) -> tuple[ShardShape, ...]:

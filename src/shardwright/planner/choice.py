@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
+
+import msgspec
 
 from shardwright.core.cluster import Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(msgspec.Struct, frozen=True, gc=False):
     """What one shard costs a rank: seconds of a step by part, bytes by memory tier and kind.
 
     ``hidden`` are seconds that are shown but belong to no total.
@@ -60,8 +60,7 @@ def cost(
     )
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, dict=True):
     """A table's option; ``costs[i]`` is what each shard of ``option.runs[i]`` costs.
 
     ``everywhere`` are seconds that every rank spends whoever holds the shards, ``latency`` those

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -26,6 +27,20 @@ Tables = tuple[tuple[Choice, ...], ...]
 Case = tuple[TableSpec, Option]
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """While hundreds of thousands of values are made that all stay: nothing is looked for among
+    them that could be let go, which takes a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@uncollected()
 def table_choices(
     model: ModelSpec,
     job: Job,
@@ -33,15 +48,16 @@ def table_choices(
     *,
     slow: bool,
     capacity: tuple[int, int, int] | None = None,
+    known: Tables = (),
 ) -> Tables:
-    """Every allowed option of every table.
+    """Every allowed option of every table; those of ``known`` choices are not priced again.
 
     Without ``slow`` kernels with weights in host memory are left out where they can only help if
     ranks of ``capacity`` bytes have too little HBM for all tables together. They stay where the
     same shards of a fused kernel are larger than a rank or take longer.
     """
     own = _listed(model, job, context, slow=slow)
-    tables = _priced(job, context, model.tables, own)
+    tables = _priced(job, context, model.tables, own, known)
     if model.is_trained:
         return _with_latencies(tables, model, context)
     if slow or capacity is None:
@@ -56,10 +72,27 @@ def _priced(
     context: PricingContext,
     tables: Sequence[TableSpec],
     options: Sequence[Sequence[Option]],
+    known: Tables = (),
 ) -> Tables:
-    cases = [(t, option) for t, found in zip(tables, options, strict=True) for option in found]
+    priced = [
+        {_way(choice.option): choice for choice in own} for own in known or [()] * len(tables)
+    ]
+    cases = [
+        (table, option)
+        for table, found, its in zip(tables, options, priced, strict=True)
+        for option in found
+        if _way(option) not in its
+    ]
     remaining = iter(price(job, context, cases))
-    return tuple(tuple(next(remaining) for _ in found) for found in options)
+    return tuple(
+        tuple(its[way] if (way := _way(option)) in its else next(remaining) for option in found)
+        for found, its in zip(options, priced, strict=True)
+    )
+
+
+def _way(option: Option) -> tuple[str, str, int]:
+    """What tells the options of one table apart."""
+    return option.sharding_type, option.compute_kernel, option.runs[0].columns
 
 
 def _with_latencies(tables: Tables, model: ModelSpec, context: PricingContext) -> Tables:
@@ -70,7 +103,7 @@ def _with_latencies(tables: Tables, model: ModelSpec, context: PricingContext) -
     return tuple(
         own
         if path in shared
-        else tuple(replace(c, latency=native.latency(context, c)) for c in own)
+        else tuple(msgspec.structs.replace(c, latency=native.latency(context, c)) for c in own)
         for path, own in zip(paths, tables, strict=True)
     )
 
@@ -113,9 +146,10 @@ def _has_slow_kernels(table: TableSpec, job: Job, cluster: Cluster) -> bool:
 
 def _fits(choice: Choice, capacity: tuple[int, int, int]) -> bool:
     """Whether a rank can hold any shard."""
+    runs, _ = choice.option.column_block
     return all(
         size <= most
-        for cost in choice.costs
+        for cost in choice.costs[: len(runs)]
         for size, most in zip(cost.storage, capacity, strict=True)
     )
 
@@ -135,7 +169,8 @@ def _listed(
     for table in model.tables:
         options = _options(table, model, job, context, slow=slow)
         pieces = max((o.count for o in options if o.partition != "uniform"), default=0)
-        shards += max(pieces, sum(len(option.runs) for option in options))
+        listed = {id(option.runs): len(option.runs) for option in options}  # kernels share them
+        shards += max(pieces, sum(listed.values()))
         if shards > MAX_SHARDS:
             raise InputError(
                 expected(

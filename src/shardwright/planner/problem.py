@@ -118,8 +118,11 @@ def canonical_order(tables: Sequence[TableSpec]) -> tuple[int, ...]:
     return tuple(sorted(range(len(tables)), key=key))
 
 
-def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
-    """Enumerate once what each table and unit could be."""
+def make_problem(
+    job: Job, model: ModelSpec, *, slow: bool = True, known: Problem | None = None
+) -> Problem:
+    """Enumerate once what each table and unit could be; ``known`` is the problem of the same job
+    with fewer choices."""
     profile = job.planner.constants
     if model.is_trained and profile != "cluster":
         raise UnsupportedError(
@@ -155,7 +158,8 @@ def make_problem(job: Job, model: ModelSpec, *, slow: bool = True) -> Problem:
     _check_pinned_ranks(job, cluster)
     reserved = reserve(job, model, cluster)
     capacity = reserved.capacities[0]
-    tables = table_choices(model, job, context, slow=slow, capacity=capacity)
+    priced = known.tables if known else ()
+    tables = table_choices(model, job, context, slow=slow, capacity=capacity, known=priced)
     notes = (*assumptions, *_assumptions(job, unit_space))
     return Problem(job, context, model, tables, unit_space, reserved, notes, slow)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -86,7 +85,9 @@ def _enlarged(problem: Problem, choices: tuple[Choice, ...]) -> tuple[Choice, ..
         full.append((msgspec.structs.replace(choice.table, cache=cache), choice.option))
         whole.append((choice.table, msgspec.structs.replace(choice.option, compute_kernel=WHOLE)))
     relaxed = {
-        choice.option: replace(choice, costs=tuple(map(_least, choice.costs, other.costs)))
+        choice.option: msgspec.structs.replace(
+            choice, costs=tuple(map(_least, choice.costs, other.costs))
+        )
         for choice, other in zip(cached, price(problem.job, problem.context, full), strict=True)
     }
     kept = {choice.option for choice in choices}
@@ -98,4 +99,4 @@ def _least(small: Cost, large: Cost) -> Cost:
     """Part by part the lesser seconds of two sizes of a cache, each of which falls or rises from
     one to the other; the bytes of the smaller."""
     seconds = {part: min(value, large.seconds[part]) for part, value in small.seconds.items()}
-    return replace(small, seconds=seconds, total_seconds=sum(seconds.values()))
+    return msgspec.structs.replace(small, seconds=seconds, total_seconds=sum(seconds.values()))

@@ -221,6 +221,20 @@ def space_of_seed() -> Callable[..., Space]:
 
 
 @pytest.fixture(scope="session")
+def many_ranks() -> Callable[[ShardingType, int, int], Space]:
+    """A space of one table that is sharded in one way, on so many ranks in groups."""
+
+    def made(kind: ShardingType, ranks: int, group: int) -> Space:
+        table = TableSpec("t", 1001, 64)
+        parts = 8 if kind in ("column_wise", "grid_shard") else 1
+        choice = _choice(random.Random(1), table, kind, parts, ranks, group)
+        item = Item((0,), (item_option([choice], ranks, group),))
+        return Space((item,), ranks, group, (2**30,) * 3)
+
+    return made
+
+
+@pytest.fixture(scope="session")
 def all_of() -> Callable[[Space], _Everything]:
     """Every assignment of a space."""
     return everything

@@ -79,7 +79,7 @@ def test_like_blocks_lie_as_if_placed_one_after_the_other(
     closed[draw.randrange(len(closed))] = False
     block = _block(draw, width)
     slots, costs = _greedily(state, block, count, closed)
-    (counts,), (opened,) = deal(_lots((state, block, count, closed)), state.cost)
+    (counts,), (opened,), _ = deal(_lots((state, block, count, closed)), state.cost)
     assert opened
     assert np.repeat(np.arange(len(counts)) * width, counts).tolist() == sorted(slots)
     assert _cost(state, block, counts) == pytest.approx(costs.sum(), rel=1e-9)
@@ -94,7 +94,7 @@ def test_lots_are_dealt_as_each_is_alone_and_cost_no_less_than_is_said(
     state = _state(draw, 3 * GROUP, space)
     closed = np.array([draw.random() < 0.3 for _ in range(3 * GROUP // width)])
     dealt = [(state, _block(draw, width), count, closed) for count in (1, 3, 30)]
-    together, opened = deal(_lots(*dealt), state.cost)
+    together, opened, _ = deal(_lots(*dealt), state.cost)
     assert opened.tolist() == [not closed.all()] * 3
     least = at_least(_lots(*dealt), state.cost)
     for one, counts, bound in zip(dealt, together, least, strict=True):
@@ -113,7 +113,7 @@ def test_blocks_that_cost_nothing_are_dealt_as_well(space: Space) -> None:
     state = _state(random.Random(0), 8, space)
     block = Block(1, np.zeros(1), np.zeros((1, 3)))
     for count in (3, 128):
-        (counts,), _ = deal(_lots((state, block, count, np.zeros(8, bool))), state.cost)
+        (counts,), *_ = deal(_lots((state, block, count, np.zeros(8, bool))), state.cost)
         assert counts.sum() == count
 
 
@@ -121,7 +121,7 @@ def test_thousands_of_blocks_on_few_ranks_are_dealt(space: Space) -> None:
     state = _state(random.Random(1), 4, space)
     state.load[:], state.memory[:] = 0, 0
     closed = np.array([False, True, False, False])
-    (counts,), _ = deal(_lots((state, _block(random.Random(2), 1), 4000, closed)), state.cost)
+    (counts,), *_ = deal(_lots((state, _block(random.Random(2), 1), 4000, closed)), state.cost)
     assert counts.sum() == 4000
     assert counts[1] == 0
     assert np.ptp(counts[[0, 2, 3]]) <= 1

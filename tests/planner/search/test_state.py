@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.core.sharding import ShardingType
+from shardwright.planner.search.slopes import hopeful
 from shardwright.planner.search.space import Space
 from shardwright.planner.search.state import State, restored
 
 SpaceOf = Callable[..., Space]
+ManyRanks = Callable[[ShardingType, int, int], Space]
 Totals = Callable[..., Any]
 
 
@@ -187,7 +190,7 @@ def test_what_is_hoped_for_is_never_above_what_is_weighed(
     ways = [(i, o) for i, item in enumerate(space.items) for o in range(len(item.options))]
     costs = dict(zip(ways, state.weigh(ways).costs.sum(axis=1).tolist(), strict=True))
     middle = float(np.median([*costs.values()]))
-    hopes = state.hopeful(ways, middle)
+    hopes = hopeful(state, ways, middle)
     assert hopes == sorted(hopes)
     for hope in hopes:
         assert hope.least <= costs[hope.way] * (1 + 1e-9)
@@ -207,3 +210,56 @@ def test_a_copy_moves_alone(space_of_seed: SpaceOf, seed: int) -> None:
     assert other.load == pytest.approx(0, abs=1e-9)
     assert not any(other.on_rank)
     assert (state.assignment(), state.on_rank) == (before, held)
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(max_examples=40)
+def test_what_is_reached_somewhere_is_what_putting_an_item_there_reaches(
+    space_of_seed: SpaceOf, seed: int
+) -> None:
+    space = space_of_seed(seed, memory="short")
+    state, draw = _wandered(space, seed, 5), random.Random(seed)
+    for item, entry in enumerate(space.items):
+        option = draw.randrange(len(entry.options))
+        slots = _somewhere(draw, space, item, option)
+        with state.without(item):
+            seconds, fits = state.reached(item, option, slots)
+        other = state.copy()
+        other.take(item)
+        others_fit = bool((other.memory <= other.limits).all())
+        other.put(item, option, slots)
+        assert seconds == pytest.approx(other.worst)
+        assert (fits and others_fit) == other.fits
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "column_wise", "table_row_wise", "grid_shard"])
+@pytest.mark.parametrize("full", ["none", "some", "the least busy"])
+@pytest.mark.parametrize("seed", range(5))
+def test_of_many_ranks_the_least_busy_ones_are_looked_at_first(
+    many_ranks: ManyRanks,
+    kind: ShardingType,
+    full: str,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, group = 4096, 4
+    draw = np.random.default_rng(seed)
+    space = many_ranks(kind, ranks, group)
+    state = State(space, 10 * space.items[0].options[0].largest)
+    busy = draw.uniform(0.2, 1, ranks // group).repeat(group) + draw.uniform(0, 0.02, ranks)
+    state.load[:] = busy * state.target
+    filled = {"none": busy < 0, "some": draw.random(ranks) < 0.5, "the least busy": busy < 0.5}[
+        full
+    ]
+    state.memory[:, 0] = np.where(filled, space.capacity[0], 0)
+
+    def found() -> float:
+        slots = state.spread(0, 0)
+        assert slots is not None
+        other = state.copy()
+        other.put(0, 0, slots)
+        return float(other.rank_costs().sum())
+
+    few = found()
+    monkeypatch.setattr("shardwright.planner.search.state.NEAR_SLOTS", ranks)
+    assert few == pytest.approx(found(), rel=1e-9)

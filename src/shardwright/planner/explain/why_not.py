@@ -171,7 +171,7 @@ def _choices(problem: Problem, index: int, wanted: str) -> tuple[tuple[Choice, .
     except InputError as error:
         return (), str(error)
     original = problem.model.tables[index]
-    found = tuple(dataclasses.replace(c, table=original) for c in asked if _is(c, wanted))
+    found = tuple(msgspec.structs.replace(c, table=original) for c in asked if _is(c, wanted))
     return found, "" if found else f"no option of this table is {wanted}"
 
 

@@ -140,7 +140,8 @@ class Group(Generic[S]):
         """Note an option's shards; returns the place of each run, one for equal shapes."""
         seen: dict[tuple[int, int], int] = {}
         slots = []
-        for run in option.runs:
+        runs, times = option.column_block
+        for run in runs:
             shape = run.rows, run.columns
             if shape not in seen:
                 seen[shape] = len(self.tables)
@@ -148,7 +149,7 @@ class Group(Generic[S]):
                 self.rows.append(run.rows)
                 self.columns.append(run.columns)
             slots.append(seen[shape])
-        return slots
+        return slots * times
 
 
 def faster_kernels(

@@ -48,8 +48,17 @@ def at_least(lots: Lots, costs: Costs) -> Floats:
     return least
 
 
-def deal(lots: Lots, costs: Costs) -> tuple[Ints, Bools]:
-    """How many blocks of each lot lie on each slot [lots, slots], and whether any slot was open.
+class Dealt(NamedTuple):
+    """How many blocks of each lot lie on each slot [lots, slots], whether any slot was open, and
+    what the dearest of its blocks adds [lots]."""
+
+    counts: Ints
+    opened: Bools
+    dearest: Floats
+
+
+def deal(lots: Lots, costs: Costs) -> Dealt:
+    """Deals the blocks of each lot.
 
     A block costs its slot more than the one before it, so the cheapest of all steps are taken, in
     as many rows as are needed.
@@ -76,7 +85,7 @@ def deal(lots: Lots, costs: Costs) -> tuple[Ints, Bools]:
         rows = min(2 * rows, most)
     counts: Ints = taken.sum(axis=1)
     opened: Bools = np.logical_or.reduce(~lots.closed, axis=1)
-    return counts, opened
+    return Dealt(counts, opened, last)
 
 
 def _cheapest(added: Floats, counts: Ints) -> tuple[Bools, Floats]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from shardwright.planner.choice import Choice
@@ -104,5 +105,5 @@ def _with_shares(choice: Choice, capacity: tuple[int, int, int]) -> Choice:
         pairs = zip(storage, capacity, strict=True)
         return max((size / max(limit, 1) for size, limit in pairs if size), default=0.0)
 
-    costs = tuple(replace(c, total_seconds=share(c.storage)) for c in choice.costs)
+    costs = tuple(msgspec.structs.replace(c, total_seconds=share(c.storage)) for c in choice.costs)
     return Choice(choice.table, choice.option, costs)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardwright.planner.search.slopes import hopeful
 from shardwright.planner.search.space import Bools, Floats, Ints
 from shardwright.planner.search.state import State, least_first
 
@@ -160,8 +161,10 @@ def host_relocation(state: State, rank: int, costs: Floats, others: Ints) -> Mov
     if width in (1, space.ranks):
         return None
     home = rank // width
-    hosts = np.unique(others // width)
-    hosts = hosts[hosts != home]
+    is_other = np.zeros(space.ranks // width, bool)
+    is_other[others // width] = True
+    is_other[home] = False
+    hosts = np.flatnonzero(is_other)
     found = [
         (item, number, block)
         for item in sorted(state.on_rank[rank])
@@ -173,12 +176,12 @@ def host_relocation(state: State, rank: int, costs: Floats, others: Ints) -> Mov
     if not found or not len(hosts):
         return None
     load, memory = state.load.reshape(-1, width), state.memory.reshape(-1, width, 3)
-    host_costs = costs.reshape(-1, width)[[home, *hosts]].sum(axis=1)
+    host_costs = costs.reshape(-1, width).sum(axis=1)
     seconds = np.array([block.seconds for _, _, block in found])
     storage = np.array([block.storage for _, _, block in found])
     left = state.cost(load[home] - seconds, memory[home] - storage).sum(axis=1)
     joined = state.cost(load[hosts] + seconds[:, None], memory[hosts] + storage[:, None])
-    change = (left - host_costs[0])[:, None] + joined.sum(axis=2) - host_costs[1:]
+    change = (left - host_costs[home])[:, None] + joined.sum(axis=2) - host_costs[hosts]
     if space.constrained:
         for row, (item, _, _) in enumerate(found):
             mask = state.allowed(item)
@@ -196,7 +199,7 @@ def reoption(state: State, items: list[int]) -> bool:
     fits = state.fits
     ways = [(item, option) for item in items for option in _affordable(state, item, fits)]
     found = None
-    hopes = state.hopeful(ways, best)
+    hopes = hopeful(state, ways, best)
     many = max(AT_ONCE // state.space.ranks, 1)
     for start in range(0, len(hopes), many):
         some = [hope.way for hope in hopes[start : start + many] if hope.least < best]

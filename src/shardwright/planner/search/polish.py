@@ -252,29 +252,32 @@ def relieving(state: State, below: float) -> list[int]:
 def changes(state: State, item: int, below: float) -> list[Change]:
     """Ways to place an item, everything else in place, with every rank ``below`` some seconds and
     within its capacity."""
-    old, slots = state.options[item], state.slots[item]
-    state.take(item)
     found = []
-    room = below - state.load
-    if room.min() > 0:
+    with state.without(item):
+        room = below - state.load
         for number, option in enumerate(state.space.items[item].options):
-            if _may_go(option, room - option.everywhere):
-                spread = state.spread(item, number)
-                if spread is not None:
-                    state.put(item, number, spread)
-                    if state.worst < below and state.fits:
-                        found.append(Change(state.worst, number, spread))
-                    state.take(item)
-    state.put(item, old, slots)
+            if not _may_go(option, room):
+                continue
+            spread = state.spread(item, number)
+            if spread is not None:
+                worst, fits = state.reached(item, number, spread)
+                if worst < below and fits:
+                    found.append(Change(worst, number, spread))
     return found
 
 
 def _may_go(option: ItemOption, room: Floats) -> bool:
     """Whether ranks with seconds left, ``room``, could take the blocks if each were alone."""
+    if option.everywhere:
+        room = room - option.everywhere
     if room.min() <= 0:
         return False
+    if option.is_uniform:
+        return all(room[ranks].min() > seconds for ranks, seconds, _ in option.stretches)
     block, count = option.blocks[0], len(option.widths)
-    if block.width > 1 or not block.seconds[0]:
+    if block.width > 1:
+        return bool((room.reshape(-1, block.width) > block.seconds).all(axis=1).any())
+    if not block.seconds[0]:
         return True
     return bool(np.floor(room / block.seconds[0]).sum() >= count)
 
@@ -284,21 +287,19 @@ def coarsened(state: State, worst: float) -> State:
     a table in fewer pieces is easier to live with."""
     cut = [item for item in range(len(state.options)) if len(state.slots[item]) > 1]
     for item in sorted(cut, key=lambda item: (-len(state.slots[item]), item)):
-        old_option, old_slots = state.options[item], state.slots[item]
         options = state.space.items[item].options
-        fewer = [n for n in range(len(options)) if len(options[n].widths) < len(old_slots)]
-        state.take(item)
-        room = worst * ROUNDED_UP + LEAST_ROOM - state.load
-        for number in sorted(fewer, key=lambda n: (len(options[n].widths), n)):
-            if not _may_go(options[number], room - options[number].everywhere):
-                continue
-            spread = state.spread(item, number)
-            if spread is None:
-                continue
-            state.put(item, number, spread)
-            if state.fits and state.worst <= worst:
-                break
+        fewer = [n for n in range(len(options)) if len(options[n].widths) < len(state.slots[item])]
+        found = None
+        with state.without(item):
+            room = worst * ROUNDED_UP + LEAST_ROOM - state.load
+            for number in sorted(fewer, key=lambda n: (len(options[n].widths), n)):
+                spread = state.spread(item, number) if _may_go(options[number], room) else None
+                if spread is not None:
+                    seconds, fits = state.reached(item, number, spread)
+                    if fits and seconds <= worst:
+                        found = number, spread
+                        break
+        if found is not None:
             state.take(item)
-        else:
-            state.put(item, old_option, old_slots)
+            state.put(item, *found)
     return state

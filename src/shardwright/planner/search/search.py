@@ -22,7 +22,7 @@ from shardwright.planner.search.polish import (
     settled,
 )
 from shardwright.planner.search.space import Assignment, Floats, Ints, Space
-from shardwright.planner.search.state import State, restored
+from shardwright.planner.search.state import State, least_first, restored
 from shardwright.planner.search.watch import Watch
 
 POWERS = (8.0, 16.0, 64.0)  # powers of two
@@ -62,6 +62,7 @@ TINY = 1e-12  # a target where the bound is 0
 BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
 CLOSE_ENOUGH = 1e-4  # to the bound for a start to end
 FAR = 0.01  # from the bound, for a small problem's options to be drawn at random
+PROMISING = 1.1  # times the bound that a start's work takes, shared evenly, to be placed at once
 GOOD_ENOUGH = 2e-3  # to the bound, for each start that fitted, for no further start
 
 
@@ -109,17 +110,27 @@ def search(
     improved = functools.partial(improve, bound=found.seconds, watch=watch)
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
 
+    def even(chosen: Ints) -> float:
+        return float(options.seconds[options.starts + chosen].sum()) / space.ranks
+
     def worthwhile(chosen: Ints) -> bool:
         if tuple(chosen.tolist()) == tuple(known_start):
             return False
-        even = float(options.seconds[options.starts + chosen].sum()) / space.ranks
-        return len(space.items) <= MAX_ITEMS or even < seconds
+        return len(space.items) <= MAX_ITEMS or even(chosen) < seconds
 
-    chosen = filter(worthwhile, itertools.islice(starts(space, options, found), 1 if few else None))
+    def placed(chosen: Ints) -> tuple[Ints, State]:
+        return chosen, _placed(space, chosen, target)
+
+    chosen = itertools.islice(starts(space, options, found), 1 if few else None)
     fresh: Iterator[tuple[Ints, State]]
-    fresh = ((own, _placed(space, own, target)) for own in chosen)
     if space.ranks > len(space.items) > MAX_ITEMS:  # the most promising first: the rest is cut
-        fresh = iter(sorted(fresh, key=lambda own: float(own[1].rank_costs().sum())))
+        known = list(filter(worthwhile, chosen))
+        lean = [own for own in known if even(own) <= found.seconds * PROMISING]
+        rest = [own for own in known if even(own) > found.seconds * PROMISING]
+        ranked = sorted(map(placed, lean), key=lambda own: float(own[1].rank_costs().sum()))
+        fresh = itertools.chain(ranked, map(placed, filter(worthwhile, rest)))
+    else:
+        fresh = map(placed, filter(worthwhile, chosen))
     for start in itertools.chain(begun, (state for own, state in fresh if worthwhile(own))):
         tried += 1
         state = improve(start, max(found.seconds, enough), watch, most=most)
@@ -280,7 +291,8 @@ def improve(
 def _step(state: State, stuck: moves.Stuck, reoption: bool) -> bool:
     """One move that helps one of the worst ranks."""
     costs = state.rank_costs()
-    order = np.argsort(-costs, kind="stable")[:RANKS_TRIED]
+    order = least_first(-costs, min(RANKS_TRIED, len(costs)))
+    order = order[np.argsort(-costs[order], kind="stable")]
     near, enough = moves.swap_partners(costs), -moves.EPSILON * costs.sum()
     for rank in order.tolist():
         move = stuck.helped(state, rank, costs, near, enough)

@@ -8,11 +8,13 @@ are interchangeable, so one set of moves serves every sharding type.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,8 +37,15 @@ class Block:
     storage: Floats
 
 
-@dataclass(frozen=True)
-class ItemOption:
+class Stretch(NamedTuple):
+    """Neighbouring ranks, the seconds that an option on all ranks adds to each, and the bytes."""
+
+    ranks: slice
+    seconds: float
+    storage: Storage
+
+
+class ItemOption(msgspec.Struct, frozen=True, dict=True):
     """One way to shard an item: ``choices`` of its tables, and their blocks in order.
 
     Seconds are those of all ranks together, ``everywhere`` included; bytes likewise. Blocks of one
@@ -59,6 +68,16 @@ class ItemOption:
         if not self.choices or len(self.widths) > 1:
             return False
         return self.choices[0].option.partition == "uniform"
+
+    @functools.cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The ranks of the only block of an option that ``is_uniform``, in runs of like shards."""
+        choice = self.choices[0]
+        ends = itertools.accumulate(run.count for run in choice.option.runs)
+        return tuple(
+            Stretch(slice(end - run.count, end), cost.total_seconds, cost.storage)
+            for end, run, cost in zip(ends, choice.option.runs, choice.costs, strict=True)
+        )
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -157,15 +176,16 @@ class _Sums(NamedTuple):
 
 def _sums(choice: Choice) -> _Sums:
     """Costs that are one object are added up once."""
-    runs, costs = choice.option.runs, choice.costs
+    runs, times = choice.option.column_block
+    costs = choice.costs[: len(runs)]
     if len(runs) == 1:
-        cost, count = costs[0], runs[0].count
+        cost, count = costs[0], runs[0].count * times
         hbm, ddr, ssd = own = cost.storage
         storage = hbm * count, ddr * count, ssd * count
         return _Sums(cost.total_seconds * count, storage, cost.total_seconds, own)
     counts: dict[int, int] = {}
     for run, cost in zip(runs, costs, strict=True):
-        counts[id(cost)] = counts.get(id(cost), 0) + run.count
+        counts[id(cost)] = counts.get(id(cost), 0) + run.count * times
     kinds = [(cost, counts.pop(id(cost))) for cost in costs if id(cost) in counts]
     seconds = math.fsum(count * cost.total_seconds for cost, count in kinds)
     hbm, ddr, ssd = (sum(n * cost.storage[tier] for cost, n in kinds) for tier in range(3))

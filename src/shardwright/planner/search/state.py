@@ -8,7 +8,6 @@ is seen too), plus a penalty for the share of its capacity that is exceeded.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,11 +15,21 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.planner.search.dealing import Lots, at_least, deal
-from shardwright.planner.search.slopes import Hope, Slopes, summed
-from shardwright.planner.search.space import Assignment, Block, Bools, Floats, Ints, Space
+from shardwright.planner.search.space import (
+    Assignment,
+    Block,
+    Bools,
+    Floats,
+    Ints,
+    ItemOption,
+    Space,
+)
 
 OVERFLOW_PENALTY = 1e9  # times what the slowest rank costs
 MAX_RATIO = 1e3  # of a rank to the target; above it powers overflow
+NEAR_SLOTS, MANY_SLOTS = 32, 4  # the least busy ones, looked at first where there are so many times
+MANY_RANKS = 2048  # ways are weighed one by one where there are so many
+SAME = 1 + 1e-9  # times what is as good
 
 
 class Weighed(NamedTuple):
@@ -64,7 +73,7 @@ class State:
         self.uniform: set[int] = set()  # items that lie on every rank, and on none in ``on_rank``
         self.changes: Ints = np.zeros(self.space.ranks, np.int64)  # which change was the last
         self.change = 0  # how many there were
-        self._limits = np.array(self.space.capacity, dtype=np.float64)
+        self.limits = np.array(self.space.capacity, dtype=np.float64)
         self._complete = False  # whether every item was seen to lie somewhere, and none was dropped
         self._costs: Floats | None = None  # of ranks, until anything changes
         self._singles: dict[int, Singles] = {}  # of ranks, until something there changes
@@ -95,7 +104,7 @@ class State:
         self.penalty = OVERFLOW_PENALTY * ratio**power
 
     def rank_costs(self) -> Floats:
-        """``cost`` of every rank as it is."""
+        """``cost`` of every rank as it is, until anything changes."""
         if self._costs is None:
             self._costs = self.cost(self.load, self.memory)
         return self._costs
@@ -105,7 +114,7 @@ class State:
         """Whether every item lies somewhere and no rank is over capacity."""
         if not self._complete:
             self._complete = min(self.options, default=0) >= 0
-        return self._complete and bool((self.memory <= self._limits).all())
+        return self._complete and bool((self.memory <= self.limits).all())
 
     @property
     def worst(self) -> float:
@@ -148,7 +157,8 @@ class State:
     def without(self, item: int) -> Iterator[None]:
         """The ranks' load and memory without an item, while it is looked where else it may go."""
         load, memory, costs = self.load, self.memory, self._costs
-        self.load, self.memory, self._costs = load.copy(), memory.copy(), None
+        self.load, self.memory = load.copy(), memory.copy()
+        self._costs = None if costs is None else costs.copy()
         self._add(item, -1)
         yield
         self.load, self.memory, self._costs = load, memory, costs
@@ -169,18 +179,16 @@ class State:
                 self.changes[rank] = self.change
 
     def _add(self, item: int, sign: int) -> None:
-        option = self.space.items[item].options[self.options[item]]
-        if option.everywhere:
-            self.load += sign * option.everywhere
+        option, slots = self.space.items[item].options[self.options[item]], self.slots[item]
+        _fill(option, slots, self.load, self.memory, sign)
+        width = option.widths[0]
+        if option.everywhere or width == self.space.ranks:
             self._costs = None
-        blocks, slots = option.blocks, self.slots[item]
-        if len(blocks) > 1 and blocks[0].width == 1 and blocks[0] is blocks[-1]:
-            np.add.at(self.load, list(slots), sign * blocks[0].seconds[0])
-            np.add.at(self.memory, list(slots), sign * blocks[0].storage[0])
+        elif width == 1:
             self._changed(list(slots))
         else:
-            for block, slot in zip(blocks, slots, strict=True):
-                self._add_block(block, slot, sign)
+            for slot in slots:
+                self._changed(slice(slot, slot + width))
 
     def _add_block(self, block: Block, slot: int, sign: int) -> None:
         ranks = slice(slot, slot + block.width)
@@ -191,8 +199,21 @@ class State:
     def _changed(self, ranks: slice | list[int]) -> None:
         """Costs of ranks, where they are known, are worked out anew."""
         if self._costs is not None:
-            self._costs = self._costs.copy()
             self._costs[ranks] = self.cost(self.load[ranks], self.memory[ranks])
+
+    def reached(self, item: int, option: int, slots: tuple[int, ...]) -> tuple[float, bool]:
+        """Seconds of the slowest rank with an item, which lies nowhere, at ``slots``, and whether
+        the ranks that hold it then have room for that."""
+        chosen = self.space.items[item].options[option]
+        if not chosen.is_uniform:
+            load, memory = self.load.copy(), self.memory.copy()
+            _fill(chosen, slots, load, memory, 1)
+            return float(load.max()), bool((memory <= self.limits).all())
+        worst, fits = 0.0, True
+        for ranks, seconds, storage in chosen.stretches:
+            worst = max(worst, float(self.load[ranks].max()) + chosen.everywhere + seconds)
+            fits = fits and bool((self.memory[ranks].max(axis=0) + storage <= self.limits).all())
+        return worst, fits
 
     def move(self, item: int, number: int, slot: int) -> None:
         """Move one block elsewhere."""
@@ -250,6 +271,10 @@ class State:
         the rules leave no place, or all ranks would not cost less than ``below``."""
         ranks = self.space.ranks
         found = Weighed(np.zeros((len(ways), ranks)), np.full((len(ways), ranks), np.inf))
+        if ranks >= MANY_RANKS:  # most of which no block is near
+            for index, (item, option) in enumerate(ways):
+                self._weigh_alone(item, option, found, index)
+            return found
         bare = {}
         for item in dict.fromkeys(item for item, _ in ways):
             with self.without(item):
@@ -260,7 +285,7 @@ class State:
             if blocks[0] is blocks[-1]:
                 alike.setdefault(blocks[0].width, []).append(index)
                 continue
-            self._weigh_unlike(item, option, found, index)
+            self._weigh_alone(item, option, found, index)
         for width, own in alike.items():
             some = np.array(own)
             lots = self._lots([ways[index] for index in own], width, bare)
@@ -268,7 +293,7 @@ class State:
                 kept = np.flatnonzero(at_least(lots, self.cost) < below)
                 some, lots = some[kept], lots.at(kept)
             if len(some):
-                counts, opened = deal(lots, self.cost)
+                counts, opened, _ = deal(lots, self.cost)
                 many = counts[..., None].astype(np.float64)
                 load = lots.load + many * lots.seconds[:, None]
                 memory = lots.memory + many[..., None] * lots.storage[:, None]
@@ -277,60 +302,8 @@ class State:
                 found.costs[some[opened]] = costs[opened]
         return found
 
-    def hopeful(self, ways: Sequence[tuple[int, int]], below: float) -> list[Hope]:
-        """The ways after which all ranks may cost less than ``below``, and what they cost then at
-        least, the least first.
-
-        What ranks cost is convex: a block on all of them changes it by its seconds and bytes times
-        the slopes there, or by more, and one elsewhere by what it adds to the least busy rank.
-        """
-        found = []
-        slopes = self._slopes()
-        for item, own in itertools.groupby(ways, key=lambda way: way[0]):
-            option = self.space.items[item].options[self.options[item]]
-            if option.is_uniform:
-                total = float(self.rank_costs().sum()) - slopes.of(option)
-                least = float(self.load.min()) - option.largest
-                found += [Hope(total + self._adds(way, slopes, least), way) for way in own]
-                continue
-            with self.without(item):
-                total, bare = float(self.rank_costs().sum()), self._slopes()
-                least = float(self.load.min())
-                found += [Hope(total + self._adds(way, bare, least), way) for way in own]
-        return sorted(hope for hope in found if hope.least < below)
-
-    def _slopes(self) -> Slopes:
-        """What another second costs on the ranks, and another byte."""
-        ratio = self.load / self.target
-        seconds = np.zeros(self.space.ranks)
-        np.divide(
-            self.time_cost(self.load) * (self.power / self.target),
-            ratio,
-            out=seconds,
-            where=(ratio > 0) & (ratio < MAX_RATIO),
-        )
-        storage = []
-        for tier, scale in self.space.used_tiers:
-            over = self.memory[:, tier] > self._limits[tier]
-            if over.any():
-                storage.append((tier, summed(over * (self.penalty * scale))))
-        return Slopes(summed(seconds), tuple(storage))
-
-    def _adds(self, way: tuple[int, int], slopes: Slopes, least: float) -> float:
-        """What an option adds at least to ranks of which the least busy one takes ``least``."""
-        option = self.space.items[way[0]].options[way[1]]
-        if option.is_uniform:
-            return slopes.of(option)
-        added = option.everywhere * float(slopes.seconds[-1])
-        blocks = option.blocks
-        if blocks[0] is not blocks[-1] or option.widths[0] == self.space.ranks:
-            return added
-        before = np.full(1, max(least, 0.0) + option.everywhere)
-        more = self.time_cost(before + blocks[0].seconds) - self.time_cost(before)
-        return added + len(blocks) * float(more.sum())
-
-    def _weigh_unlike(self, item: int, option: int, found: Weighed, index: int) -> None:
-        """``weigh`` of an option whose blocks are not alike."""
+    def _weigh_alone(self, item: int, option: int, found: Weighed, index: int) -> None:
+        """``weigh`` of an option whose blocks are not alike, or that lies on few of many ranks."""
         old = self.options[item], self.slots[item]
         with self.without(item):
             spread = self.spread(item, option)
@@ -374,9 +347,12 @@ class State:
     def spread(self, item: int, option: int) -> tuple[int, ...] | None:
         """Where the blocks of ``option`` would go, one after the other, so that all ranks cost
         least; None if the rules leave no place. The item must lie nowhere."""
-        everywhere = self.space.items[item].options[option].everywhere
+        chosen = self.space.items[item].options[option]
+        if chosen.is_uniform:
+            mask = self.allowed(item)
+            return (0,) if mask is None or mask.all() else None
+        everywhere, blocks = chosen.everywhere, chosen.blocks
         load, memory = self.load + everywhere if everywhere else self.load, self.memory
-        blocks = self.blocks(item, option)
         alike = blocks[0] is blocks[-1]
         if alike and blocks[0].width == 1 and not self.space.constrained:
             near = self._with_room(blocks[0], len(blocks), load)
@@ -409,7 +385,7 @@ class State:
         for all of them: where nothing is full no other rank takes one for less."""
         near = least_first(load, min(count, len(load)))
         filled = self.memory[near] + count * block.storage[0]
-        return near if (filled <= self._limits).all() else None
+        return near if (filled <= self.limits).all() else None
 
     def _dealt(
         self, item: int, block: Block, count: int, load: Floats, near: Ints | None
@@ -417,43 +393,86 @@ class State:
         """``spread`` of ``count`` blocks that are alike, over the ranks ``near`` or over all."""
         if near is not None and count == 1:
             return (int(near[0]),)
-        some = slice(None) if near is None else near
-        load, memory = load[some], self.memory[some]
-        closed = self._closed(item, block.width)
-        lots = Lots(
-            np.array([count]),
-            block.seconds[None],
-            block.storage[None],
-            load.reshape(1, -1, block.width),
-            memory.reshape(1, -1, block.width, 3),
-            closed[None, some],
-        )
-        (counts,), (opened,) = deal(lots, self.cost)
-        if not opened:
-            return None
-        first = np.arange(len(closed))[some] * block.width
-        return tuple(np.repeat(first, counts).tolist())
+        width, others = block.width, np.inf
+        load, memory = load.reshape(-1, width), self.memory.reshape(-1, width, 3)
+        if near is None and not self.space.constrained:
+            near, others = self._nearest(block, count, load)
+        every = np.arange(len(load))
+        closed = self._closed(item, width)
+        for some in (every,) if near is None else (near, every):
+            lots = Lots(
+                np.array([count]),
+                block.seconds[None],
+                block.storage[None],
+                load[None, some],
+                memory[None, some],
+                closed[None, some],
+            )
+            dealt = deal(lots, self.cost)
+            if some is every or float(dealt.dearest[0]) <= others:
+                break
+        return tuple(np.repeat(some * width, dealt.counts[0]).tolist()) if dealt.opened[0] else None
+
+    def _nearest(self, block: Block, count: int, load: Floats) -> tuple[Ints | None, float]:
+        """Slots that are least busy, some more than ``count``, and what a block adds at least to
+        any other one; None where that leaves few out. ``load`` is that of slots [slots, width].
+
+        What a rank costs is convex, and so is what a block adds to it: a slot pays at least as much
+        as if its ranks were all as busy as they are on average.
+        """
+        number, shortest = count + NEAR_SLOTS, float(block.seconds.min())
+        if MANY_SLOTS * number > len(load):
+            return None, np.inf
+        busy = load.sum(axis=1) / block.width
+        near = least_first(busy, number)
+        busy[near] = np.inf
+        least = np.array([busy.min()])
+        if least + shortest >= MAX_RATIO * self.target:
+            return None, np.inf
+        added = self.time_cost(least + shortest) - self.time_cost(least)
+        return near, block.width * float(added[0]) * SAME
 
     def _place(
         self, block: Block, load: Floats, memory: Floats, costs: Floats, mask: Bools | None
     ) -> int | None:
         """The slot where a block adds least to ``costs``, those of the ranks as they are."""
-        width = block.width
-        if width == 1:
-            added = self.cost(load + block.seconds[0], memory + block.storage[0]) - costs
-        else:
-            hosts = self.space.ranks // width
-            after = self.cost(
-                load.reshape(hosts, width) + block.seconds,
-                memory.reshape(hosts, width, 3) + block.storage,
-            )
-            added = (after - costs.reshape(hosts, width)).sum(axis=1)
+        load, memory = load.reshape(-1, block.width), memory.reshape(-1, block.width, 3)
+        costs = costs.reshape(-1, block.width)
+        near, others = (None, np.inf) if mask is not None else self._nearest(block, 1, load)
+        if near is not None:
+            after = self.cost(load[near] + block.seconds, memory[near] + block.storage)
+            added = (after - costs[near]).sum(axis=1)
+            if added.min() <= others:
+                return int(near[added.argmin()]) * block.width
+        added = (self.cost(load + block.seconds, memory + block.storage) - costs).sum(axis=1)
         if mask is not None:
-            open_slots = mask if width == 1 else mask.reshape(-1, width).all(axis=1)
+            open_slots = mask.reshape(-1, block.width).all(axis=1)
             if not open_slots.any():
                 return None
             added = np.where(open_slots, added, np.inf)
-        return int(added.argmin()) * width
+        return int(added.argmin()) * block.width
+
+
+def _fill(
+    option: ItemOption, slots: Sequence[int], load: Floats, memory: Floats, sign: int
+) -> None:
+    """Add an option's seconds and bytes to ranks, or take them off: ``sign`` is 1 or -1."""
+    if option.everywhere:
+        load += sign * option.everywhere
+    if option.is_uniform:
+        for ranks, seconds, storage in option.stretches:
+            load[ranks] += sign * seconds
+            memory[ranks] += [sign * size for size in storage]
+        return
+    blocks = option.blocks
+    if len(blocks) > 1 and blocks[0].width == 1 and blocks[0] is blocks[-1]:
+        np.add.at(load, list(slots), sign * blocks[0].seconds[0])
+        np.add.at(memory, list(slots), sign * blocks[0].storage[0])
+        return
+    for block, slot in zip(blocks, slots, strict=True):
+        ranks = slice(slot, slot + block.width)
+        load[ranks] += sign * block.seconds
+        memory[ranks] += sign * block.storage
 
 
 def least_first(values: Floats, count: int) -> Ints:

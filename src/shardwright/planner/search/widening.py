@@ -17,11 +17,14 @@ def search_widening(
     space: Space,
     narrow: Callable[[Item, ItemOption], bool],
     watch: Watch | None = None,
+    *,
+    quick: bool = False,
 ) -> Outcome:
     """First among the ``narrow`` options, then, from what that found, among all: looking at more
-    never makes a plan worse. Where nothing fits, memory alone is looked at before giving up."""
+    never makes a plan worse. Where nothing fits, memory alone is looked at before giving up.
+    ``quick``: all of it is a start for another search."""
     watch = watch or Watch()
-    outcome = _widened(space, narrow, watch)
+    outcome = _widened(space, narrow, watch, quick=quick)
     if outcome.best is not None or not outcome.bound.usable:
         return outcome
     least = least_memory(space, watch.part())
@@ -36,14 +39,16 @@ def search_widening(
     )
 
 
-def _widened(space: Space, narrow: Callable[[Item, ItemOption], bool], watch: Watch) -> Outcome:
+def _widened(
+    space: Space, narrow: Callable[[Item, ItemOption], bool], watch: Watch, *, quick: bool
+) -> Outcome:
     kept = [
         [number for number, option in enumerate(item.options) if narrow(item, option)]
         or list(range(len(item.options)))
         for item in space.items
     ]
     if all(len(k) == len(i.options) for k, i in zip(kept, space.items, strict=True)):
-        return search(space, watch)
+        return search(space, watch, quick=quick)
     items = tuple(
         replace(item, options=tuple(item.options[number] for number in numbers), floor=None)
         for item, numbers in zip(space.items, kept, strict=True)
@@ -52,7 +57,7 @@ def _widened(space: Space, narrow: Callable[[Item, ItemOption], bool], watch: Wa
     whole, part = relaxed(space), relaxed(small)
     more_helps = whole[1].seconds < part[1].seconds * (1 - SAME_BOUND)
     if more_helps and len(space.items) > MAX_ITEMS:
-        outer = search(space, watch, relaxed=whole)
+        outer = search(space, watch, quick=quick, relaxed=whole)
         if outer.seconds <= part[1].seconds or watch.over():
             return outer
         inner = search(small, watch, quick=True, relaxed=part)
@@ -61,9 +66,11 @@ def _widened(space: Space, narrow: Callable[[Item, ItemOption], bool], watch: Wa
             return outer
         more = search(space, watch, _widely(kept, inner), quick=True, relaxed=whole)
         return _added(more, outer)
-    inner = search(small, watch, quick=more_helps, relaxed=part)
+    inner = search(small, watch, quick=more_helps or quick, relaxed=part)
     known = inner.bound.seconds if inner.best is not None else float("inf")
-    outer = search(space, watch, _widely(kept, inner), known_bound=known, relaxed=whole)
+    outer = search(
+        space, watch, _widely(kept, inner), known_bound=known, quick=quick, relaxed=whole
+    )
     return _added(outer, inner)
 
 

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.option import Option
 from shardwright.planner import profiles
 from shardwright.planner.choice import Choice
-from shardwright.planner.choices import Tables
+from shardwright.planner.choices import Tables, uncollected
 from shardwright.planner.problem import Problem
 from shardwright.planner.search.space import (
     Assignment,
@@ -38,8 +39,15 @@ def bounded_space(problem: Problem) -> Space:
     return space_of(problem, tables, problem.capacity)
 
 
-def space_of(problem: Problem, tables: Tables, capacity: tuple[int, int, int]) -> Space:
-    """The choices of ``tables`` (in the job's order) under the problem's rules."""
+@uncollected()
+def space_of(
+    problem: Problem,
+    tables: Tables,
+    capacity: tuple[int, int, int],
+    known: Space | None = None,
+) -> Space:
+    """The choices of ``tables`` (in the job's order) under the problem's rules; the options of
+    ``known``, a space of the same choices and others, are taken over."""
     cluster, rules = problem.cluster, problem.job.planner.constraints
     number = {table.name: index for index, table in enumerate(problem.model.tables)}
     groups = {number[names[0]]: tuple(number[n] for n in names) for names in rules.together}
@@ -62,7 +70,9 @@ def space_of(problem: Problem, tables: Tables, capacity: tuple[int, int, int]) -
     items = []
     for index, group in enumerate(members):
         allowed = _allowed(problem, group)
-        options, floor = _options([tables[t] for t in group], cluster.world_size, cluster.group)
+        made = known.items[index].options if known else ()
+        its = [tables[table] for table in group]
+        options, floor = _options(its, cluster.world_size, cluster.group, made)
         room = cluster.world_size - crowd.get(index, 1) + 1  # ranks that the others leave
         options = tuple(option for option in options if _may_lie(option, allowed, room))
         if not options:
@@ -101,13 +111,17 @@ def _may_lie(option: ItemOption, allowed: Bools | None, room: int) -> bool:
 
 
 def _options(
-    choices: Sequence[tuple[Choice, ...]], ranks: int, group: int
+    choices: Sequence[tuple[Choice, ...]], ranks: int, group: int, made: Sequence[ItemOption]
 ) -> tuple[tuple[ItemOption, ...], ItemOption | None]:
     """One table's choices, or those that put several whole tables side by side; and what no other
     combination is below where there are too many to list."""
     if len(choices) == 1:
+        known: dict[int, list[ItemOption]] = {}
+        for option in made:
+            known.setdefault(id(option.choices[0]), []).append(option)
         found = _undominated(choices[0])
-        return tuple(option for c in found for option in _ways(c, ranks, group)), None
+        ways = (known.get(id(choice)) or _ways(choice, ranks, group) for choice in found)
+        return tuple(itertools.chain.from_iterable(ways)), None
     whole = [[c for c in own if c.option.traits.whole] for own in choices]
     if math.prod(map(len, whole)) <= MAX_COMBINATIONS:
         return tuple(item_option(c, ranks, group) for c in itertools.product(*whole)), None
@@ -140,7 +154,9 @@ def with_close_columns(space: Space) -> Space:
     items = []
     for item in space.items:
         close = {
-            id(o.choices[0]): replace(o, widths=(1,) * o.choices[0].option.count, close=True)
+            id(o.choices[0]): msgspec.structs.replace(
+                o, widths=(1,) * o.choices[0].option.count, close=True
+            )
             for o in item.options
             if _columns_of_a_host(o.choices[0].option)
         }

@@ -14,6 +14,7 @@ from shardwright.planner.draft import TablesDraft
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, relaxed, table
+from shardwright.planner.search.polish import MAX_ITEMS
 from shardwright.planner.search.search import Outcome, search, starts
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.watch import Watch
@@ -51,29 +52,41 @@ def search_tables(job: Job, model: ModelSpec, watch: Watch) -> Found:
     """
     problem = make_problem(job, model, slow=False)
     space = space_of(problem, problem.tables, problem.capacity)
-    done = _Searched(problem, space, search_widening(space, _narrow(space), watch))
-    tried, feasible = done.outcome.tried, done.outcome.feasible
-    if offers_slow(model, job, problem.cluster) and _memory_matters(done):
-        problem = make_problem(job, model, slow=True)
-        if _options(problem) > _options(done.problem):
-            space = space_of(problem, problem.tables, problem.capacity)
-            if done.draft is None or done.outcome.best is None:
-                outcome = search_widening(space, _narrow(space), watch)
-            else:
-                known = done.outcome.bound.seconds
-                best, begun = done.outcome.best, _first_start(done)
-                again = _again(done.space, space, best.options)
-                outcome = search(
-                    space,
-                    watch,
-                    Assignment(again, best.slots),
-                    known_bound=known,
-                    known_start=_again(done.space, space, begun),
-                )
-            done = _Searched(problem, space, outcome)
-            tried, feasible = tried + done.outcome.tried, feasible + done.outcome.feasible
+    offered = offers_slow(model, job, problem.cluster)
+    short = offered and len(space.items) > MAX_ITEMS and _is_short(space)
+    more = _of_all_kernels(problem) if short else None
+    outcome = search_widening(space, _narrow(space), watch, quick=more is not None)
+    done = _Searched(problem, space, outcome)
+    if more is None and offered and _memory_matters(done):
+        more = _of_all_kernels(problem)
+    tried, feasible = outcome.tried, outcome.feasible
+    if more is not None:
+        done = _widened(done, more, watch)
+        tried, feasible = tried + done.outcome.tried, feasible + done.outcome.feasible
     bound = done.outcome.bound.seconds
     return Found(done.problem, done.draft, bound, "bounded", tried, feasible)
+
+
+def _of_all_kernels(problem: Problem) -> Problem | None:
+    """The problem with all kernels, None where it has them."""
+    more = make_problem(problem.job, problem.model, slow=True, known=problem)
+    return more if _options(more) > _options(problem) else None
+
+
+def _widened(done: _Searched, problem: Problem, watch: Watch) -> _Searched:
+    """The search of the same problem with more options, from what was found."""
+    space = space_of(problem, problem.tables, problem.capacity, done.space)
+    if done.draft is None or done.outcome.best is None:
+        return _Searched(problem, space, search_widening(space, _narrow(space), watch))
+    best = done.outcome.best
+    outcome = search(
+        space,
+        watch,
+        Assignment(_again(done.space, space, best.options), best.slots),
+        known_bound=done.outcome.bound.seconds,
+        known_start=_again(done.space, space, _first_start(done)),
+    )
+    return _Searched(problem, space, outcome)
 
 
 def _options(problem: Problem) -> int:
@@ -81,19 +94,23 @@ def _options(problem: Problem) -> int:
 
 
 def _memory_matters(done: _Searched) -> bool:
-    """Whether the bound, or the plan found, would be another with more memory.
-
-    Where the bound is the same without a limit on the bytes of all ranks together, it holds for
-    slower kernels as well: each takes as long as the fused one that fits, or longer.
-    """
+    """Whether the bound, or the plan found, may be another with more memory."""
     draft, bound = done.draft, done.outcome.bound
-    if draft is None or not bound.usable:
-        return True
-    roomy = lower_bound(done.space, table(done.space), roomy=True)
-    if bound.seconds > roomy.seconds * (1 + SAME_BOUND):
+    if draft is None or not bound.usable or _is_short(done.space):
         return True
     hbm = max(draft.tier_bytes["hbm"]) / max(done.problem.capacity[0], 1)
     return hbm > NEARLY_FULL and done.outcome.seconds > bound.seconds * (1 + WIDE_GAP)
+
+
+def _is_short(space: Space) -> bool:
+    """Whether the bound would be another with more memory.
+
+    Where it is the same without a limit on the bytes of all ranks together, it holds for slower
+    kernels as well: each takes as long as the fused one that fits, or longer.
+    """
+    options, bound = relaxed(space)
+    roomy = lower_bound(space, options, roomy=True)
+    return bound.seconds > roomy.seconds * (1 + SAME_BOUND)
 
 
 def _first_start(done: _Searched) -> list[int]:
