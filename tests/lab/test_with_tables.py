@@ -109,7 +109,7 @@ def test_beside_sgd_the_faster_way_is_taken() -> None:
 def test_latencies_of_every_table_s_own_exchange_are_weighed_and_part_of_the_bound() -> None:
     train = {"optimizer": "adam", "table_optimizer": "rowwise_adagrad"}
     made = plan(job_of("several", train=train))
-    assert {table.sharding_type for table in made.tables} == {"row_wise", "data_parallel"}
+    assert {table.sharding_type for table in made.tables} == {"table_wise", "data_parallel"}
     assert made.gap < 0.01
     for table, kind in itertools.product(made.tables, FREE):
         assert explain.why_not(made, table.name, kind).verdict != "faster"
