@@ -26,7 +26,7 @@ CLUSTER = Kind("cluster file", re.compile(rb'(#[^\n]*\n|\s)*schema = "shardwrigh
 REPORT = Kind("report", re.compile(rb"\s*<!DOCTYPE html>.*Shardwright report</title>", re.DOTALL))
 PICTURE = Kind("timeline", re.compile(rb'<svg [^>]*aria-label="Live memory of a step: '))
 TABLES = Kind(
-    "file of tables", re.compile(rb'.{8}\{"__metadata__":\{"shardwright\.tables"', re.DOTALL)
+    "file of tables", re.compile(rb'.{8}\{"__metadata__":\{"shardwright\.tables/', re.DOTALL)
 )
 TRACE = Kind("timeline", re.compile(rb'\{"traceEvents":'))
 

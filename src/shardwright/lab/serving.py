@@ -19,8 +19,8 @@ from shardwright.runtime.checkpoint.held import whole
 from shardwright.runtime.checkpoint.read import read_parts
 from shardwright.runtime.checkpoint.shard import open_shard
 
-Dim = Annotated[int, msgspec.Meta(ge=1)]
-_TABLES = "shardwright.tables"  # in the file's header: the kind and dim of every table, in order
+_Dim = Annotated[int, msgspec.Meta(ge=1)]
+_TABLES = "shardwright.tables/1"  # in the file's header: the kind and dim of every table, in order
 
 
 def saved_embeddings(
@@ -77,9 +77,9 @@ def packed_embeddings(path: Path | str) -> Embeddings:
     return found.eval()
 
 
-def _looks(text: str) -> dict[str, tuple[Literal["int8", "int4"], Dim]]:
+def _looks(text: str) -> dict[str, tuple[Literal["int8", "int4"], _Dim]]:
     """Kinds and dims by table; none of a header that is not ours."""
     try:
-        return msgspec.json.decode(text, type=dict[str, tuple[Literal["int8", "int4"], Dim]])
+        return msgspec.json.decode(text, type=dict[str, tuple[Literal["int8", "int4"], _Dim]])
     except msgspec.MsgspecError:
         return {}
