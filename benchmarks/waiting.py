@@ -3,9 +3,9 @@
     python benchmarks/waiting.py --output validation/cpu-2-cores/profile.json
 
 26 tables of 1,000,000 rows of 16 numbers, each whole on one rank, 64 samples a rank; 256 steps each
-of training, validation and test are profiled. The study (two GPUs) found exchanges to be 73 % of
-the time of all kernels, with a mean 13 times the median, which is waiting and not bytes; here both
-are measured apart.
+of training, validation and test, all of such batches, are profiled. The study (two GPUs) found
+exchanges to be 73 % of the time of all kernels, with a mean 13 times the median, which is waiting
+and not bytes; here both are measured apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from shardwright.core.profile import Stage, by_phase
 from shardwright.data.synthetic import ClickModel
 from shardwright.lab.recordings import plan
 from shardwright.lab.session import run
-from shardwright.lab.tasks.clicks import EVALUATION_BATCH
 
 STEPS, BATCH, RANKS = 256, 64, 2
 LEFT = 20  # steps before and after those that are profiled
@@ -35,9 +34,9 @@ SHOWN = 12  # kernels that are kept
 
 
 def job(folder: Path, rows: int) -> Job:
-    """Two days of a made-up log; half of the second is 256 batches of 1,024 rows a rank. Rows come
-    again and again, for nobody looks at what is learned."""
-    log, held_out = folder / "log", STEPS * EVALUATION_BATCH * RANKS
+    """Two days of a made-up log; half of the second is 256 batches. Its rows come again and again,
+    for nobody looks at what is learned."""
+    log, held_out = folder / "log", STEPS * BATCH * RANKS
     log.mkdir()
     ClickModel(cardinalities=(rows,) * 26).write(log / "day_0", TRAINED)
     some = (log / "day_0").read_bytes().splitlines(keepends=True)[:BLOCK]
@@ -50,7 +49,12 @@ def job(folder: Path, rows: int) -> Job:
             "tables": [{"name": name, **table} for name in names],
             "cluster": {"preset": "local", "world_size": RANKS},
             "batch": {"size": BATCH},
-            "data": {"kind": "criteo", "path": str(log), "cache": str(folder / "rows")},
+            "data": {
+                "kind": "criteo",
+                "path": str(log),
+                "cache": str(folder / "rows"),
+                "test_batch": BATCH,
+            },
             "train": {"steps": STEPS + LEFT, "out": str(folder / "run"), "timeout": 600.0},
         }
     )

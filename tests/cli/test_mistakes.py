@@ -136,6 +136,8 @@ COMMANDS = [
     ("explain run --tensor big", "run: expected a plan file", "shardwright plan"),
     ("reshard run --plan plan.json", "run", "Save a checkpoint there first"),
     ("compare plan.json", "plan.json: expected the folder of a run", "train --out DIR"),
+    ("pack nope", "nope: expected the folder of a run", "train --out DIR"),
+    ("pack run --kind int2", "--kind", "'int4'"),
     ("report plan.json -o run", "run", "a directory"),
     ("init llamma", "KIND", "'llama'"),
     ("init python -o job.toml", "job.toml", "Name another with -o"),

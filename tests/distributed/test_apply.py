@@ -35,11 +35,20 @@ def test_a_disagreement_is_named_on_every_rank(pool: Pool, what: str, text: str)
         assert text in found
 
 
-def test_a_kernel_that_this_device_lacks_is_named_on_every_rank(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "remedy"),
+    [
+        ("fused_uvm", "Plan it with one of these as its compute_kernels."),
+        ("quant", "One process looks rows of bytes up: shardwright.lab.serving."),
+    ],
+)
+def test_a_kernel_that_does_not_run_here_is_named_on_every_rank(
+    pool: Pool, kernel: str, remedy: str
+) -> None:
     job = small_job(MIXED, UNITS, 2)
-    for found in pool.run(2, tasks.disagreement, job=job, other=job, what="kernel"):
+    for found in pool.run(2, tasks.disagreement, job=job, other=job, what=kernel):
         assert found.startswith("UnsupportedError: tables.t0.weight: expected a kernel of fused, ")
-        assert "dense, key_value on cpu, got fused_uvm. Plan it with one of these" in found
+        assert f"dense, key_value on cpu, got {kernel}. {remedy}" in found
 
 
 @pytest.mark.slow

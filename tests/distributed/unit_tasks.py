@@ -516,8 +516,8 @@ def disagreement(mesh: DeviceMesh, job: Job, other: Job, what: str) -> str:
         model.top.add_module("extra", nn.Linear(1, 1, device="meta"))
     if what == "world":
         made = plan(other)
-    if what == "kernel":
-        tables = [msgspec.structs.replace(t, compute_kernel="fused_uvm") for t in made.tables]
+    if what in ("fused_uvm", "quant"):
+        tables = [msgspec.structs.replace(t, compute_kernel=what) for t in made.tables]
         made = sealed(msgspec.structs.replace(made, tables=tuple(tables)))
     if what == "unit":
         units = [msgspec.structs.replace(unit, modules=("middle",)) for unit in made.units]

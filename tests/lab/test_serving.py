@@ -7,11 +7,15 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.core.errors import MismatchError
+from shardwright.cli.main import main
+from shardwright.core.errors import InputError, MismatchError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model import TableSpec
-from shardwright.lab.serving import saved_embeddings
+from shardwright.core.plan import write_plan
+from shardwright.lab.recordings import plan
+from shardwright.lab.serving import packed_embeddings, saved_embeddings, write_packed
 from shardwright.models.dlrm import DLRM
+from shardwright.models.embeddings import Embeddings
 
 
 def _job(**sections: Any) -> Job:
@@ -44,3 +48,43 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_table(tmp_path: Path) -
     sw.save_checkpoint(tmp_path, DLRM(_job()), None, step=3)
     with pytest.raises(MismatchError, match=r"1 that the checkpoint lacks \(tables.c.weight\)"):
         saved_embeddings(tmp_path, [TableSpec("c", 300, 8)])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_packed_tables_are_read_as_they_were_written(kind: Any, tmp_path: Path) -> None:
+    tables = [TableSpec("b", 300, 7), TableSpec("a", 20, 7)]
+    made, path = Embeddings(tables, seed=3).materialised(kind), tmp_path / "new" / "tables"
+    write_packed(made, path)
+    ids = torch.stack([torch.arange(20) + 280, torch.arange(20)], 1)
+    assert torch.equal(packed_embeddings(path)(ids), made(ids))
+
+
+def test_a_run_is_packed_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = _job(cluster={"preset": "local", "world_size": 1}, embeddings={"kind": "qr"})
+    write_plan(plan(job), tmp_path / "plan.json")
+    command = ["pack", str(tmp_path), "--kind", "int4"]
+    assert main(command) == 2
+    assert "expected the checkpoints of the run, got none" in capsys.readouterr().err
+    model = DLRM(job)
+    sw.save_checkpoint(tmp_path / "checkpoints", model, None, step=3)
+    assert main([*command, "--out", str(tmp_path / "plan.json")]) == 2
+    assert "expected a new file or an earlier file of tables" in capsys.readouterr().err
+    assert main(command) == main(command) == 0  # over the earlier one
+    said = capsys.readouterr().out
+    path = tmp_path / "tables.safetensors"
+    assert f"{path}: 2 tables, 600 rows of int4" in said
+    assert ", replacing the earlier one" in said
+    ids = torch.randint(300, (20, 2))
+    learned = saved_embeddings(tmp_path / "checkpoints", job.tables)
+    assert torch.equal(packed_embeddings(path)(ids), learned.materialised("int4")(ids))
+
+
+def test_a_file_without_packed_tables_is_refused(tmp_path: Path) -> None:
+    sw.save_checkpoint(tmp_path, DLRM(_job()), None, step=3)
+    (saved,) = tmp_path.rglob("rank-0.safetensors")
+    with pytest.raises(InputError, match="expected packed tables, got a file without"):
+        packed_embeddings(saved)
+    text = tmp_path / "text"
+    text.write_text("no tables")
+    with pytest.raises(InputError, match="expected a safetensors file"):
+        packed_embeddings(text)

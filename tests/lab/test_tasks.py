@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec import UNSET
 
 from shardwright.core.job import Job, parse_job
 from shardwright.lab.sources import source_of
@@ -116,6 +117,15 @@ def test_ranks_together_score_every_held_out_row_once(
     shared = shared[np.argsort(shared[:, 0], kind="stable")]
     assert alone[:, 0].tolist() == list(range(len(alone)))
     np.testing.assert_allclose(shared, alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(UNSET, [50]), (20, [20, 20, 10])])
+def test_held_out_rows_come_as_many_at_a_time_as_the_job_says(
+    clicks: Job, rows: Any, sizes: list[int]
+) -> None:
+    data = msgspec.structs.replace(clicks.data, test_batch=rows)
+    task = task_of(msgspec.structs.replace(clicks, data=data))
+    assert [len(numbers) for _, numbers in task.held_out(0, 1)] == sizes
 
 
 def test_without_a_test_file_nothing_is_held_out(clicks: Job, tmp_path: Path) -> None:

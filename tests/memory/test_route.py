@@ -134,6 +134,14 @@ def test_rows_asked_for_arrive_beside_the_rows_found_for_others() -> None:
     assert _left(WHOLE, route.look_up, route.exchange_rows) == 10 * 16 * FLOAT
 
 
+def test_a_rank_alone_has_what_it_asked_for_where_it_found_it() -> None:
+    one = _traffic(UNCUT, served=(Served(10, 10, 16, 9),), alone=True)
+    size = 10 * 16 * FLOAT
+    assert _peak(route.exchange_rows, one, route.exchange_ids, route.look_up) == 0
+    assert _left(one, route.look_up, route.exchange_rows) == size
+    assert _peak(route.return_gradients, one) == size
+
+
 def test_rows_of_a_whole_table_are_in_order_as_they_come() -> None:
     assert _peak(route.assemble, WHOLE, route.exchange_rows) == 0
 
@@ -170,9 +178,9 @@ def test_sgd_of_rows_on_disk_reads_them_and_writes_them_back() -> None:
 
 def test_adagrad_sorts_ids_and_sums_rows_that_occur_more_than_once() -> None:
     few = _traffic(served=(Served(12, 12, 16, 9, optimizer="rowwise_adagrad"),))
-    assert _peak(route.update, few) == 9 * (ID + FLOAT + 2 * 16 * FLOAT)
+    assert _peak(route.update, few) == 12 * ID + 9 * (4 * ID + 16 * FLOAT)
     many = _traffic(served=(Served(80, 80, 16, 9, optimizer="rowwise_adagrad"),))
-    assert _peak(route.update, many) == 80 * ID + 9 * (2 * ID + 16 * FLOAT)
+    assert _peak(route.update, many) == 80 * ID + 9 * (4 * ID + 16 * FLOAT)
     most = _traffic(served=(Served(120, 120, 16, 9, optimizer="rowwise_adagrad"),))
     assert _peak(route.update, most) == 120 * (ID + 2 * route.SORTED)
 
@@ -248,14 +256,14 @@ def test_bags_over_several_ranks_are_summed_where_they_were_asked_for() -> None:
 
 
 def test_sgd_sums_the_rows_of_bags_first() -> None:
-    sort, sums = 2 * 36 * ID, 9 * (2 * ID + 16 * FLOAT)
+    sort, sums = 2 * 36 * ID, 9 * (4 * ID + 16 * FLOAT)
     assert _peak(route.update, BAGS) == BAGS.received_bytes + sort + sums
 
 
 def test_sgd_sums_the_rows_that_carry_weights_first() -> None:
     asked, served = Asked(10, 10, 10, 16, weighted=True), Served(36, 36, 16, 9, weighted=True)
     weighted = _traffic(asked, served=(served,))
-    sort, sums = 36 * (ID + 2 * FLOAT), 9 * (2 * ID + 16 * FLOAT)
+    sort, sums = 36 * (ID + 2 * FLOAT), 9 * (4 * ID + 16 * FLOAT)
     assert _peak(route.update, weighted) == weighted.received_bytes + sort + sums
 
 

@@ -4,12 +4,16 @@ import pytest
 import torch
 
 from shardwright.core.block import Block, GroupKey
+from shardwright.memory import route
+from shardwright.memory.ledger import Ledger
+from shardwright.memory.route import Served, Traffic
 from shardwright.runtime.embeddings.guide import Request
 from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.store import Store
-from shardwright.runtime.embeddings.update import EPSILON, Looked
+from shardwright.runtime.embeddings.update import EPSILON, RULES, Looked
 from shardwright.runtime.embeddings.wire import interleave, joined, pack, regroup, unpack
 from shardwright.runtime.probe import Probe
+from shardwright.tracker.memory import MemoryTracker
 
 RATE = 0.1
 SIZES = [(5, 40, 3), (50, 7, 4), (3, 0, 2), (1, 9, 8)]
@@ -22,10 +26,10 @@ def _case(rows: int, ids: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, to
     return weight, numbers, torch.randn(ids, dim, generator=generator)
 
 
-def _store(optimizer: str, weight: torch.Tensor) -> Store:
+def _store(optimizer: str, weight: torch.Tensor, dtype: str = "fp32") -> Store:
     rows, dim = weight.shape
     block = Block("table", "parameter", (0, 0), (rows, dim), 0)
-    group = Group(GroupKey(dim, optimizer, "fp32", dim), 1, (), {0: (Held(block, 0),)})
+    group = Group(GroupKey(dim, optimizer, dtype, dim), 1, (), {0: (Held(block, 0),)})
     return Store(group, 0, lambda *_: weight, Probe(), torch.device("cpu"))
 
 
@@ -86,6 +90,31 @@ def test_the_dense_form_agrees_with_the_sparse_one(optimizer: str) -> None:
     torch.testing.assert_close(dense.weight, sparse.weight, atol=1e-6, rtol=0)
     for name, state in sparse.states.items():
         torch.testing.assert_close(dense.states[name], state, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.parametrize("repeats", [1, 30])
+def test_an_update_takes_the_memory_that_is_planned(
+    optimizer: str, dtype: str, repeats: int
+) -> None:
+    weight, distinct = torch.randn(900, 16), 300
+    store, ids = _store(optimizer, weight, dtype), torch.arange(distinct).repeat(repeats)
+    gradient = torch.randn(len(ids), 16)
+    tracker = MemoryTracker()
+    with tracker:
+        for tensor in (weight, ids, gradient, store.weight, *store.states.values()):
+            tracker.adopt(tensor, "weight")
+        before = tracker.total
+        with tracker.during("step"):
+            store.update(Looked(ids), gradient, RATE, 1)
+    element = store.weight.element_size()
+    served = Served(len(ids), len(ids), 16, distinct, optimizer=optimizer, element=element)
+    heap = Ledger()
+    with heap.during("step"):
+        route.update(heap, Traffic("tables", (), (served,)))
+    planned = sum(heap.peaks["step"].values())
+    assert planned == pytest.approx(sum(tracker.peaks["step"].values()) - before, rel=0.05)
 
 
 def test_a_segment_is_the_weighted_sum_of_its_rows_and_gives_them_its_gradient() -> None:

@@ -33,6 +33,7 @@ COMMANDS = {
     "report": "one HTML file about a plan or a run",
     "inspect": "how often ids of a click log repeat, as tables of a job",
     "reshard": "a checkpoint cut anew for another plan: ranks, sharding types, units",
+    "pack": "tables that a run learned as rows of bytes, for inference",
     "diff": "two plans side by side",
     "calibrate": "measure this machine's memory, compute and links, for plans that rest on them",
     "doctor": "versions, backends, and what works here",

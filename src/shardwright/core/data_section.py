@@ -21,7 +21,7 @@ READ_BY: dict[str, tuple[str, ...]] = {  # kinds that read a key
     **dict.fromkeys(("label", "dense", "ids"), ("columns",)),
     "drop_negatives": ("criteo", "columns"),
     "drift": ("synthetic",),
-    **dict.fromkeys(("days", "cache", "zipf"), _LOGS),
+    **dict.fromkeys(("days", "cache", "zipf", "test_batch"), _LOGS),
 }
 
 
@@ -34,7 +34,8 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Of ``days`` of a log, or of a folder of days, the last one is held out. Of rows without a click
     the share ``drop_negatives`` is left out. ``cache`` is a folder for rows in binary.
-    ``zipf`` is the exponent of the popularity of ids.
+    ``zipf`` is the exponent of the popularity of ids. A rank gets ``test_batch`` held-out rows at a
+    time.
     """
 
     kind: Literal["criteo", "columns", "synthetic", "text", "python"] = "criteo"
@@ -53,6 +54,7 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache: Annotated[str, msgspec.Meta(min_length=1)] | UnsetType = UNSET
     zipf: Zipf | UnsetType = UNSET
     drift: Drift | UnsetType = UNSET
+    test_batch: Count | UnsetType = UNSET
 
 
 def check_data(data: DataSection, where: str) -> None:

@@ -25,6 +25,9 @@ STUDY = Kind("study", re.compile(rb'\{\s*"schema":\s*"shardwright\.study/'))
 CLUSTER = Kind("cluster file", re.compile(rb'(#[^\n]*\n|\s)*schema = "shardwright\.cluster/'))
 REPORT = Kind("report", re.compile(rb"\s*<!DOCTYPE html>.*Shardwright report</title>", re.DOTALL))
 PICTURE = Kind("timeline", re.compile(rb'<svg [^>]*aria-label="Live memory of a step: '))
+TABLES = Kind(
+    "file of tables", re.compile(rb'.{8}\{"__metadata__":\{"shardwright\.tables/', re.DOTALL)
+)
 TRACE = Kind("timeline", re.compile(rb'\{"traceEvents":'))
 
 

@@ -19,8 +19,14 @@ FLOAT = ELEMENT_BYTES["fp32"]
 BOOL = 1
 OWNER = 1  # of a rank's number, up to 256 ranks
 SORTED = 4  # of a row number that is sorted, up to 2^31 rows
-# States of an element, beside the weight and its gradient while a row is updated.
-STATES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 2, "adam": 4, "partial_rowwise_adam": 3}
+# While a row is updated, its states and what is made of them: of an element and of a row.
+BESIDE = {
+    "sgd": (0, 0),
+    "rowwise_adagrad": (0, 4),
+    "adagrad": (2, 0),
+    "adam": (4, 0),
+    "partial_rowwise_adam": (2, 3),
+}
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -50,7 +56,8 @@ class Asked(msgspec.Struct, frozen=True):
 
 class Served(msgspec.Struct, frozen=True):
     """What a rank serves of one group: ``rows`` for ``ids``, of which ``distinct`` are different,
-    and how they are updated; ``on_disk`` most of these come from there."""
+    and how they are updated; ``on_disk`` most of these come from there. An element of them has
+    ``element`` bytes."""
 
     ids: int
     rows: int
@@ -60,6 +67,7 @@ class Served(msgspec.Struct, frozen=True):
     weighted: bool = False
     optimizer: str = "sgd"
     on_disk: bool = False
+    element: int = FLOAT
 
     @property
     def received_bytes(self) -> int:
@@ -106,7 +114,8 @@ class Traffic(msgspec.Struct, frozen=True):
     lengths of bags that come feature by feature and are put together to be checked. An element of
     a row travels in ``forward_size`` bytes, one of its gradient in ``backward_size``. ``heads`` are
     the counts that travel with ids, of all ranks. With ``as_asked`` what comes back are the results
-    of features, which come each for itself.
+    of features, which come each for itself. A rank that is ``alone`` gets rows and gradients where
+    it has them.
     """
 
     path: str
@@ -119,6 +128,7 @@ class Traffic(msgspec.Struct, frozen=True):
     backward_size: int = FLOAT
     heads: int = 0
     as_asked: bool = False
+    alone: bool = False
 
     @property
     def sent_bytes(self) -> int:
@@ -283,9 +293,12 @@ def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
     if rounded < traffic.served_bytes:
         heap.take(f"{traffic.path}.rounded", "communication", rounded)
         heap.free(f"{traffic.path}.found")
-    heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
+    came = 0 if traffic.alone else traffic.asked_bytes
+    with heap.passing("communication", came):
+        pass
     heap.free(f"{traffic.path}.found")
     heap.free(f"{traffic.path}.rounded")
+    heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
     if traffic.as_asked and traffic.forward_size == FLOAT:
         heap.free(f"{traffic.path}.back")
 
@@ -323,7 +336,7 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
             sent += rounded
     ride = traffic.ride_bytes
     joined = sent + ride if len(traffic.asked) > 1 or ride else 0
-    received = traffic.arrived_bytes + ride
+    received = 0 if traffic.alone else traffic.arrived_bytes + ride
     with heap.passing("communication", sent + ride + joined + received):
         pass
     if joined:  # put group by group again
@@ -395,19 +408,23 @@ def update(heap: Ledger, traffic: Traffic) -> None:
 
 
 def _updating(group: Served) -> int:
-    """Bytes for a moment: ids sorted, each distinct row with the sum of its gradients, its weight
-    and its states, and what the optimizer makes of these."""
-    if group.optimizer == "sgd" and not (group.jagged or group.weighted or group.on_disk):
+    """Bytes for a moment: ids sorted, each distinct row with the sum of its gradients, its states
+    and what the optimizer makes of these, or its weight where that is not changed in its place."""
+    in_place = group.element == FLOAT and not group.on_disk
+    if group.optimizer == "sgd" and in_place and not (group.jagged or group.weighted):
         return 0
-    elements = group.width * FLOAT
     summing = _summing(group, group.distinct)
     if group.weighted:  # weights as they came and as the sort has them
         summing += 2 * group.ids * FLOAT
-    if group.optimizer == "sgd" and not group.on_disk:  # whose rows are read and written
+    if group.optimizer == "sgd" and in_place:
         return summing
-    by_row = FLOAT if group.optimizer in BY_ROW else 0
-    states = STATES[group.optimizer]
-    return max(summing, group.distinct * (INDEX_BYTES + by_row + (2 + states) * elements))
+    elements, numbers = BESIDE[group.optimizer]
+    beside = elements * FLOAT
+    if not in_place:  # in full, and rounded again, beside all but a square root of elements
+        weight = FLOAT + (group.element if group.element < FLOAT else 0)
+        beside = max(beside, (elements if numbers else max(elements - 1, 0)) * FLOAT + weight)
+    row = INDEX_BYTES + numbers * FLOAT + group.width * (FLOAT + beside)
+    return max(summing, group.distinct * row)
 
 
 def _summing(group: Served | Replicas, distinct: int) -> int:
@@ -419,4 +436,5 @@ def _summing(group: Served | Replicas, distinct: int) -> int:
     if group.jagged:  # the segment of every id, before and after the sort
         ordering = summing + 2 * group.ids * INDEX_BYTES
         summing += group.ids * INDEX_BYTES
-    return max(sorting, marking, ordering, summing + distinct * group.width * FLOAT)
+    bags = distinct * (group.width * FLOAT + 2 * INDEX_BYTES)  # and two numbers of each
+    return max(sorting, marking, ordering, summing + bags)

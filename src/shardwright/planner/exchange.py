@@ -94,6 +94,7 @@ class Exchange:
             backward_size=backward,
             heads=self.ranks * (3 * len(self._groups) + 1) if steady else 0,
             as_asked=self._comes_as_asked,
+            alone=self.ranks == 1,
         )
 
     @property
@@ -193,7 +194,10 @@ class Exchange:
         ids, rows, bags, cut = asked
         direct = cut == ids and not jagged and len(members) == len(self.tables) and self._is_even
         return Asked(ids, rows, bags, key.width, cut, jagged, weighted, key.dedup, direct), [
-            Served(ids, rows, key.width, distinct, jagged, weighted, key.optimizer, key.on_disk)
+            Served(
+                *(ids, rows, key.width, distinct, jagged, weighted, key.optimizer, key.on_disk),
+                ELEMENT_BYTES[key.dtype],
+            )
             for ids, rows, distinct in served
         ]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from msgspec import UNSET
 from numpy.typing import NDArray
 from torch import nn
 
@@ -18,7 +19,7 @@ from shardwright.lab.sources.clicks import cache_of, rows_of
 from shardwright.lab.tasks.task import Batch
 from shardwright.models.dlrm import DLRM
 
-EVALUATION_BATCH = 1024  # rows at least; nothing is saved for a backward
+TEST_BATCH = 1024  # rows at least where a job names none; nothing is saved for a backward
 
 
 class Clicks:
@@ -67,7 +68,10 @@ class Clicks:
     def _held_out(
         self, part: Part, rank: int, world_size: int
     ) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
-        place = (max(self.job.batch.size, EVALUATION_BATCH), rank, world_size)
+        rows = self.job.data.test_batch
+        if rows is UNSET:
+            rows = max(self.job.batch.size, TEST_BATCH)
+        place = (rows, rank, world_size)
         folder = cache_of(self.job, part)
         if folder and folder.exists():
             batches = cached_evaluation(CachedRows(folder), *place)

@@ -212,7 +212,7 @@ class DiskStore(Store):
             self.rows.write(name, rows, state)
         del states
         weight = self.rows.read("weight", rows)
-        self.rows.write("weight", rows, weight.copy_(weight.float().sub_(change)))
+        self.rows.write("weight", rows, weight.copy_(weight.float().add_(change)))
 
 
 def disk_for_tables(plan: Plan, comm: Comm, folder: Path | None = None) -> Path:

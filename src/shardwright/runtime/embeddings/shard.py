@@ -20,7 +20,7 @@ from shardwright.core.errors import (
     check_type,
     expected,
 )
-from shardwright.core.model import ON_DISK
+from shardwright.core.model import ON_DISK, QUANTIZED
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.planning import IN_FULL, Communication, trained_communication
 from shardwright.core.sharding import traits
@@ -195,6 +195,8 @@ def check_kernels(tables: Iterable[TablePlan], mesh: DeviceMesh) -> None:
         if table.compute_kernel not in known:
             wanted = f"a kernel of {', '.join(known)} on {mesh.device_type}"
             remedy = "Plan it with one of these as its compute_kernels."
+            if table.compute_kernel in QUANTIZED:
+                remedy = "One process looks rows of bytes up: shardwright.lab.serving."
             raise UnsupportedError(expected(table.fqn, wanted, table.compute_kernel, remedy))
 
 

@@ -140,7 +140,8 @@ class Store:
 
     def squares(self, touched: Touched) -> torch.Tensor:
         """The share of this store's columns in the mean of the squared gradient [M]."""
-        return touched.gradient.square().sum(1).div_(self.dim)
+        norms = torch.linalg.vector_norm(touched.gradient, dim=1)  # in one pass without a copy
+        return norms.square_().div_(self.dim)
 
     def step(
         self, touched: Touched, squares: torch.Tensor | None, rate: float, number: int
@@ -155,9 +156,9 @@ class Store:
             state.index_copy_(0, rows, changed)
         if self.weight.dtype == torch.float32:
             index = rows.unsqueeze(1).expand_as(change)
-            self.weight.scatter_add_(0, index, change.neg_())
+            self.weight.scatter_add_(0, index, change)
         else:
-            weight = self.weight.index_select(0, rows).float().sub_(change)
+            weight = self.weight.index_select(0, rows).float().add_(change)
             self.weight.index_copy_(0, rows, weight.to(self.weight.dtype))
 
     def update_all(
@@ -172,7 +173,7 @@ class Store:
             return
         squares = gradient.square().mean(1) if self.dim else None
         change = self.rule.step([*self.states.values()], gradient, squares, rate, number)
-        self.weight.copy_(self.weight.float().sub_(change))
+        self.weight.copy_(self.weight.float().add_(change))
 
 
 def _fetches_ahead(table: torch.Tensor, rows: torch.Tensor) -> bool:

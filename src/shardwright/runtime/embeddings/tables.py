@@ -339,7 +339,7 @@ class ShardedTables(nn.Module):
             rate = self.learning_rate
             if store.optimizer == "sgd":
                 rate *= scale
-            else:
+            elif scale < 1:
                 gradient.mul_(scale)
             if place in self.strips.groups:
                 touched[place] = rows.summed(gradient, len(store.weight))
@@ -438,8 +438,9 @@ class ShardedTables(nn.Module):
     def _exchange(
         self, label: str, sent: torch.Tensor, out: wire.Counts, into: wire.Counts
     ) -> torch.Tensor:
-        """All-to-all of values that lie by rank, ``out`` and ``into`` [rank][section] of them."""
-        received = sent.new_empty(sum(map(sum, into)))
+        """All-to-all of values that lie by rank, ``out`` and ``into`` [rank][section] of them; one
+        rank gets what it sent, where it lies."""
+        received = sent if self.comm.size == 1 else sent.new_empty(sum(map(sum, into)))
         self.comm.all_to_all(label, received, sent, [*map(sum, into)], [*map(sum, out)])
         return received
 

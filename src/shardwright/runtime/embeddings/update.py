@@ -108,7 +108,7 @@ class Looked(NamedTuple):
 
 
 # Takes states, gradient [M, D], the mean of its squares [M] where it is by row, the learning rate
-# and the number of this update from 1; changes the states and gives what to take off the weight,
+# and the number of this update from 1; changes the states and gives what to add to the weight,
 # which may be in the gradient's memory.
 Step = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor | None, float, int], torch.Tensor]
 
@@ -136,7 +136,7 @@ def _sgd(
     rate: float,
     number: int,
 ) -> torch.Tensor:
-    return gradient.mul_(rate)
+    return gradient.mul_(-rate)
 
 
 def _adagrad(
@@ -149,9 +149,9 @@ def _adagrad(
     (running,) = states
     if squares is None:
         running.addcmul_(gradient, gradient)
-        return gradient.div_(running.sqrt().add_(EPSILON)).mul_(rate)
+        return gradient.div_(running.sqrt().add_(EPSILON)).mul_(-rate)
     running.add_(squares)
-    return gradient.mul_((rate / (running.sqrt() + EPSILON)).unsqueeze(1))
+    return gradient.mul_((-rate / (running.sqrt() + EPSILON)).unsqueeze(1))
 
 
 def _adam(
@@ -167,7 +167,7 @@ def _adam(
     square.mul_(second).add_(gradient.square() if squares is None else squares, alpha=1 - second)
     size = (square / (1 - second**number)).sqrt_().add_(EPSILON)
     return (mean / (size if squares is None else size.unsqueeze(1))).mul_(
-        rate / (1 - first**number)
+        -rate / (1 - first**number)
     )
 
 
