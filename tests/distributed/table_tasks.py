@@ -407,7 +407,7 @@ def _made(mesh: DeviceMesh, tables: Sequence[Table] = TABLES, **options: Any) ->
         whole = torch.arange(100.0).view(10, 10) / 100
         return whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
-    blocks = [b for table in tables for b in blocks_of(table, "row_wise", mesh.size(), 2)]
+    blocks = [b for table in tables for b in _laid_out(table, mesh.size())]
     return make_tables(tables, blocks, mesh, initial, RATE, **options)
 
 
@@ -439,12 +439,17 @@ WRONG: dict[str, Any] = {
 }
 
 
-def refused(mesh: DeviceMesh, wrong: str) -> str:
+def refused(mesh: DeviceMesh, wrong: str, replicated: bool = False) -> str:
     """What every rank says where the last one has ids that are none."""
     given: dict[str, Any] = {name: torch.zeros(2).long() for name in ("t0", "f1", "g1")}
+    tables = [replace(table, replicated=replicated) for table in TABLES]
+    module = _made(mesh, tables)
+    module(given)
+    if replicated and mesh.get_rank() == 0:
+        with torch.no_grad():
+            module(given)  # which needs no other rank
     if mesh.get_rank() == mesh.size() - 1:
         given |= WRONG[wrong]
-    module = _made(mesh)
     try:
         module(given)
     except Exception as error:

@@ -160,8 +160,11 @@ def test_ids_may_come_in_any_form(pool: Pool) -> None:
         ("weights", "ids of table 't0': expected 1 weights, got [2]"),
     ],
 )
-def test_what_is_no_id_is_named_on_every_rank(pool: Pool, wrong: str, text: str) -> None:
-    first, second = pool.run(2, tasks.refused, wrong=wrong)
+@pytest.mark.parametrize("replicated", [False, True])
+def test_what_is_no_id_is_named_on_every_rank(
+    pool: Pool, wrong: str, text: str, replicated: bool
+) -> None:
+    first, second = pool.run(2, tasks.refused, wrong=wrong, replicated=replicated)
     start = "PeerError: ids were refused on rank 1, no rows were moved: "
     assert first.startswith(start + text)
     assert second.startswith(f"InputError: {text}")

@@ -49,16 +49,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def unsharded(ranks: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+def unsharded(
+    ranks: int, what: worker.Trained = worker.OWN
+) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     """Losses of every rank and step, and the weights at the end, of the same model in one piece."""
-    model = worker.Model("cpu")
+    model = what.model("cpu")
     worker.fill(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=worker.RATE)
     losses: list[list[float]] = [[] for _ in range(ranks)]
     for step in range(worker.STEPS):
         optimizer.zero_grad()
         for rank in range(ranks):
-            loss = model(*worker.inputs(rank, step))
+            loss = model(*what.inputs(rank, step))
             (loss / ranks).backward()
             losses[rank].append(loss.item())
         optimizer.step()
@@ -69,28 +71,49 @@ def unsharded(ranks: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
 def test_trained_by_torchrec_a_plan_gives_the_unsharded_weights(
     trained: list[dict[str, Any]], scenario: str
 ) -> None:
-    losses, weights = unsharded(2)
+    _check_theirs([found[scenario] for found in trained], worker.OWN)
+
+
+def test_torchrec_s_collections_train_as_well_on_our_runtime(
+    trained: list[dict[str, Any]],
+) -> None:
+    _check_ours([found["ours"] for found in trained], worker.OWN)
+
+
+@pytest.mark.parametrize("name", list(worker.RECOMMENDERS))
+def test_torchrec_s_recommenders_train_by_our_plan_on_its_runtime_and_on_ours(
+    trained: list[dict[str, Any]], name: str
+) -> None:
+    what = worker.RECOMMENDERS[name]
+    _check_theirs([found[name] for found in trained], what)
+    _check_ours([found[f"{name} ours"] for found in trained], what)
+    types = trained[0][name]["types"]
+    assert {kind for kind, _ in types.values()} == set(worker.TYPES.values())
+
+
+def _check_theirs(trained: list[dict[str, Any]], what: worker.Trained) -> None:
+    """Losses are those of one piece, and so are weights, which are parts that cover each."""
+    losses, weights = unsharded(2, what)
     for rank, found in enumerate(trained):
-        assert found[scenario]["losses"] == pytest.approx(losses[rank], rel=1e-4)
+        assert found["losses"] == pytest.approx(losses[rank], rel=1e-4)
     for name, whole in weights.items():
         covered = torch.zeros_like(whole, dtype=torch.bool)
         for found in trained:
-            for offsets, part in found[scenario]["state"][name]:
+            for offsets, part in found["state"][name]:
                 spot = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
                 torch.testing.assert_close(part, whole[spot], rtol=1e-4, atol=1e-5)
                 covered[spot] = True
         assert covered.all(), name
 
 
-def test_torchrec_s_collections_train_as_well_on_our_runtime(
-    trained: list[dict[str, Any]],
-) -> None:
-    losses, weights = unsharded(2)
+def _check_ours(trained: list[dict[str, Any]], what: worker.Trained) -> None:
+    """Losses and whole weights are those of one piece."""
+    losses, weights = unsharded(2, what)
     for rank, found in enumerate(trained):
-        assert found["ours"]["losses"] == pytest.approx(losses[rank], rel=1e-5)
-        assert set(found["ours"]["state"]) == set(weights)
+        assert found["losses"] == pytest.approx(losses[rank], rel=1e-5)
+        assert set(found["state"]) == set(weights)
         for name, whole in weights.items():
-            torch.testing.assert_close(found["ours"]["state"][name], whole, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found["state"][name], whole, rtol=1e-5, atol=1e-6)
 
 
 def test_what_was_trained_had_every_type_and_several_column_shards_on_a_rank(

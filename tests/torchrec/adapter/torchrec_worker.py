@@ -11,6 +11,9 @@ import datetime
 import logging
 import sys
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ with warnings.catch_warnings():
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import ParameterConstraints, Topology
+    from torchrec.models.dlrm import DLRM, DLRM_DCN
 
 import shardwright as sw
 from shardwright.torchrec import ShardwrightPlanner
@@ -40,6 +44,8 @@ BATCH = 6  # samples per rank
 STEPS = 2
 RATE = 0.1
 SECONDS = 60
+WIDTH = 8  # of every table of a recommender
+DENSE = 3  # its other features
 BAGS = {"tw": (30, 8), "dp": (20, 8), "cw": (21, 16), "rw": (13, 8)}  # rows, dim
 SEQUENCES = {"tw": (30, 8), "cw": (17, 8), "rw": (15, 8)}
 TYPES = {
@@ -110,6 +116,72 @@ def inputs(rank: int, step: int) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
     return made[0], made[1]
 
 
+class Clicks(nn.Module):
+    """A recommender of TorchRec's own and its loss; one table of each sharding type."""
+
+    def __init__(self, device: str, kind: type[DLRM], **options: Any) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(
+                name=f"bag_{name}",
+                num_embeddings=BAGS[name][0],
+                embedding_dim=WIDTH,
+                feature_names=[f"b_{name}"],
+            )
+            for name in TYPES
+        ]
+        bags = EmbeddingBagCollection(tables=tables, device=torch.device(device))
+        self.net = kind(bags, DENSE, [5, WIDTH], [6, 1], dense_device=device, **options)
+
+    def forward(
+        self, dense: torch.Tensor, sparse: KeyedJaggedTensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        logits = self.net(dense, sparse).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+
+def clicks(rank: int, step: int) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]:
+    """The samples of one rank and step; bags of zero to three."""
+    generator = torch.Generator().manual_seed(500 + 1000 * rank + step)
+    lengths = torch.randint(0, 4, (len(TYPES), BATCH), generator=generator)
+    ids = [
+        torch.randint(0, BAGS[name][0], (int(own.sum()),), generator=generator)
+        for name, own in zip(TYPES, lengths, strict=True)
+    ]
+    keys = [f"b_{name}" for name in TYPES]
+    sparse = KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=lengths.view(-1))
+    labels = torch.randint(0, 2, (BATCH,), generator=generator).float()
+    return torch.rand(BATCH, DENSE, generator=generator), sparse, labels
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained: a model on a device, the inputs of a rank and step, and its tables as
+    (kind, name, rows, dim, features)."""
+
+    model: Callable[[str], nn.Module]
+    inputs: Callable[[int, int], tuple[Any, ...]]
+    tables: Sequence[tuple[str, str, int, int, int]]
+
+
+OWN = Trained(
+    Model,
+    inputs,
+    [
+        (kind, name, rows, dim, 2 if (kind, name) == ("bag", "cw") else 1)
+        for kind, sizes in (("bag", BAGS), ("seq", SEQUENCES))
+        for name, (rows, dim) in sizes.items()
+    ],
+)
+_TABLES = [("bag", name, BAGS[name][0], WIDTH, 1) for name in TYPES]
+RECOMMENDERS = {
+    "DLRM": Trained(partial(Clicks, kind=DLRM), clicks, _TABLES),
+    "DLRM_DCN": Trained(
+        partial(Clicks, kind=DLRM_DCN, dcn_num_layers=2, dcn_low_rank_dim=3), clicks, _TABLES
+    ),
+}
+
+
 def start_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """The first value of a parameter: the same for all who know its name."""
     generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -176,12 +248,12 @@ def parts(state: dict[str, Any]) -> dict[str, list[tuple[list[int], torch.Tensor
     return found
 
 
-def train(rank: int, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
+def train(rank: int, ranks: int, given: dict[str, Any], what: Trained = OWN) -> dict[str, Any]:
     """Plan together, shard, train, and tell what became of every parameter."""
     planner = ShardwrightPlanner(Topology(ranks, "cpu"), BATCH, **given)
-    plan = planner.collective_plan(Model("meta"), sharders(), dist.GroupMember.WORLD)
+    plan = planner.collective_plan(what.model("meta"), sharders(), dist.GroupMember.WORLD)
     model = DistributedModelParallel(
-        Model("cpu"), device=torch.device("cpu"), plan=plan, sharders=sharders()
+        what.model("cpu"), device=torch.device("cpu"), plan=plan, sharders=sharders()
     )
     fill(model.state_dict())
     fused = set(dict(model.fused_optimizer.params)) if model.fused_optimizer else set()
@@ -190,7 +262,7 @@ def train(rank: int, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = model(*inputs(rank, step))
+        loss = model(*what.inputs(rank, step))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -199,7 +271,7 @@ def train(rank: int, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "state": parts(model.state_dict()), "types": types}
 
 
-def train_with_ours(rank: int, ranks: int) -> dict[str, Any]:
+def train_with_ours(rank: int, ranks: int, what: Trained = OWN) -> dict[str, Any]:
     """The same model without TorchRec's runtime: its collections become our sharded tables."""
     tables = [
         {
@@ -208,23 +280,22 @@ def train_with_ours(rank: int, ranks: int) -> dict[str, Any]:
             "dim": dim,
             "sharding_types": [TYPES[name]],
             "pooled": kind == "bag",
-            "pooling_factors": [1.5] * (2 if (kind, name) == ("bag", "cw") else 1),
+            "pooling_factors": [1.5] * features,
         }
-        for kind, sizes in (("bag", BAGS), ("seq", SEQUENCES))
-        for name, (rows, dim) in sizes.items()
+        for kind, name, rows, dim, features in what.tables
     ]
     cluster = {"world_size": ranks, "compute_device": "cpu"}
     job = sw.parse_job({"tables": tables, "cluster": cluster, "batch": {"size": BATCH}})
-    model = Model("cpu")
+    model = what.model("cpu")
     fill(model.state_dict())
     mesh = init_device_mesh("cpu", (ranks,))
     model = sw.shard_embeddings(model, sw.plan(job), mesh, optimizer="sgd", learning_rate=RATE)
     losses = []
     for step in range(STEPS):
-        loss = model(*inputs(rank, step))
+        loss = model(*what.inputs(rank, step))
         loss.backward()
         with torch.no_grad():
-            for parameter in model.over.parameters():
+            for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
                 parameter -= RATE / ranks * parameter.grad
                 parameter.grad = None
@@ -255,6 +326,10 @@ def main() -> None:
     )
     found: dict[str, Any] = {name: train(rank, ranks, given) for name, given in scenarios().items()}
     found["ours"] = train_with_ours(rank, ranks)
+    forced = scenarios()["forced"]
+    for name, what in RECOMMENDERS.items():
+        found[name] = train(rank, ranks, forced, what)
+        found[f"{name} ours"] = train_with_ours(rank, ranks, what)
     found["refusal"] = refusal(ranks)
     torch.save(found, folder / f"rank{rank}.pt")
     dist.barrier()

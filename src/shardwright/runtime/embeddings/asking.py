@@ -83,9 +83,7 @@ class Asking:
         """PeerError where a rank announced a fault in place of counts (collective then)."""
         refused = [rank for rank, row in enumerate(served) if min(row) < 0]
         if refused:
-            said = _words_of_all(self.comm, "")[refused[0]]
-            ranks = ", ".join(map(str, refused))
-            raise PeerError(f"ids were refused on rank {ranks}, no rows were moved: {said}")
+            raise _refused(refused, _words_of_all(self.comm, ""))
 
 
 class _Steady:
@@ -140,6 +138,24 @@ class _Steady:
             for now, before in ((sent, self.sent), (received, self.received))
         )
         self.sent, self.received = sent, received
+
+
+def agree_on_ids(comm: Comm, fault: str = "") -> None:
+    """Hear whether ids are rows on all ranks where none are exchanged; a rank with a ``fault`` in
+    its own only says so (collective). PeerError where another rank has one."""
+    number = torch.tensor([int(bool(fault))], device=comm.mesh.device_type)
+    comm.all_reduce("whether ids are rows", number, largest=True)
+    if not int(number):
+        return
+    words = _words_of_all(comm, fault)
+    if not fault:
+        raise _refused([rank for rank, said in enumerate(words) if said], words)
+
+
+def _refused(ranks: list[int], words: list[str]) -> PeerError:
+    """What ranks hear whose own ids are fine; ``words`` are those of every rank."""
+    named = ", ".join(map(str, ranks))
+    return PeerError(f"ids were refused on rank {named}, no rows were moved: {words[ranks[0]]}")
 
 
 def _words_of_all(comm: Comm, own: str) -> list[str]:

@@ -26,7 +26,7 @@ from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import Action
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import wire
-from shardwright.runtime.embeddings.asking import Asking
+from shardwright.runtime.embeddings.asking import Asking, agree_on_ids
 from shardwright.runtime.embeddings.bags import (
     Bags,
     cat,
@@ -159,6 +159,11 @@ class ShardedTables(nn.Module):
         """What updates wait for; without one they are made in the backward."""
         return self.flow.guard
 
+    @property
+    def _meets_in_backward(self) -> bool:
+        """Whether all ranks look up, even where nothing is exchanged: they learn from it."""
+        return self.comm.size > 1 and torch.is_grad_enabled()
+
     @outside_graphs
     def forward(self, given: Any) -> Any:
         """Look up what is ``given``; InputError, and PeerError on the other ranks, that name the
@@ -175,7 +180,11 @@ class ShardedTables(nn.Module):
         except InputError as error:
             if self.asking is not None:
                 self.asking.refuse(str(error))
+            elif self._meets_in_backward:
+                agree_on_ids(self.comm, str(error))
             raise
+        if self.asking is None and self._meets_in_backward:
+            agree_on_ids(self.comm)
         self._refuse_scaling()
         whole = isinstance(given, torch.Tensor)
         found = _Lookup.apply(self.anchor, bags, self, whole)
