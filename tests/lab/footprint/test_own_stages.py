@@ -106,6 +106,7 @@ def test_fit_tries_stages_of_a_module() -> None:
         (own("skipping"), {"pipeline": 2}, "blocks that"),
         (own("backwards"), {"pipeline": 2}, "in the order of their list, got 'blocks.1' after"),
         (own("remembering"), {"pipeline": 2}, "got the result of 'words' in a later stage"),
+        (own("gated"), {"pipeline": 2}, "got the result of its own forward in a later stage"),
         (
             own("attended"),
             {"pipeline": 8, "chunks": 2, "schedule": "looped_bfs"},
