@@ -94,3 +94,19 @@ def test_a_batch_without_rows_keeps_its_shape(tmp_path: Path) -> None:
     assert isinstance(batch.ids, dict)
     for ids, offsets, *_ in batch.ids.values():
         assert (ids.shape, ids.dtype, offsets.tolist()) == ((0,), np.int64, [0])
+
+
+@pytest.mark.parametrize(("word", "found"), [("1 2", "2"), ("", "0")])
+def test_where_every_feature_has_one_id_there_are_no_bags(
+    tmp_path: Path, word: str, found: str
+) -> None:
+    def read(*lines: str) -> ClickBatch:
+        path = log(tmp_path, *lines).path
+        features = (FEATURES[2], FEATURES[0])
+        return one(ColumnLog(path, "click", ["age"], features, bags=False), len(lines))
+
+    batch = read("?,9,1,,-2.5,99", ",0,0,,,1")
+    assert isinstance(batch.ids, np.ndarray)
+    assert (batch.ids.dtype, batch.ids.tolist()) == (np.int64, [[2, 99], [0, 1]])
+    with pytest.raises(InputError, match=f"csv:3, column 'word': expected one id, got {found}"):
+        read("?,9,1,,-2.5,99", f",{word},0,,,1")

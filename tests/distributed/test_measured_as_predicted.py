@@ -12,7 +12,7 @@ from pool import Pool
 from reference import bag_job, small_job
 from tasks import collectives_of_a_step, meter_steps
 
-from shardwright.core.job import Job
+from shardwright.core.job import Job, parse_job
 from shardwright.core.memory_section import PLANNED
 from shardwright.core.model import CacheSpec
 from shardwright.core.optimizers import TRAINED
@@ -20,7 +20,7 @@ from shardwright.core.placement import Zero
 from shardwright.core.plan import Plan
 from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import Action, training_step
-from shardwright.core.timeline import decode, exact_bytes, phase_peaks
+from shardwright.core.timeline import PHASES, decode, exact_bytes, phase_peaks
 from shardwright.cost.embedding import LATENCIES
 from shardwright.lab.recordings import plan
 from shardwright.planner.explain.recompute import draft_of
@@ -299,6 +299,33 @@ def test_large_replicas_have_no_gradient_and_their_peaks_are_within_three_percen
         for phase in ("reduce", "step"):
             most = sum(phase_peaks(predicted)[rank, phase].values())
             assert most == pytest.approx(sum(found[rank, phase].values()), rel=PEAK_TOLERANCE)
+
+
+def test_small_replicas_of_bags_take_what_was_predicted(pool: Pool) -> None:
+    """Rows of few columns, beside which numbers of ids and bags weigh."""
+    lengths = (5.0, 3.0, 1.0)
+    tables = [
+        {
+            "name": f"t{place}",
+            "rows": 900,
+            "dim": 4,
+            "pooling_factors": [length],
+            "sharding_types": ["data_parallel"],
+            "compute_kernels": ["dense"],
+        }
+        for place, length in enumerate(lengths)
+    ]
+    job = parse_job(
+        {
+            "model": {"kind": "dlrm", "dense_features": 1, "bottom": [4], "top": [4, 1]},
+            "batch": {"size": 1024},
+            "cluster": {"preset": "local", "world_size": 2},
+            "tables": tables,
+        }
+    )
+    made = check_bytes(pool, job, 0.02)
+    peaks = phase_peaks(decode(made.timeline))
+    assert max(PHASES, key=lambda phase: sum(peaks.get((0, phase), {}).values())) == "reduce"
 
 
 ROWS = (60_000, 9, 50, 700, 4000, 70)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from msgspec import UNSET
+from torch.utils._pytree import tree_leaves
 
 from shardwright.core.job import Job, parse_job
+from shardwright.lab.recordings import recorded
 from shardwright.lab.sources import source_of
 from shardwright.lab.tasks import Task, task_of
 from shardwright.models.dlrm import DLRM
@@ -132,3 +134,25 @@ def test_without_a_test_file_nothing_is_held_out(clicks: Job, tmp_path: Path) ->
     document = {"model": {"kind": "dlrm"}, "data": {"kind": "synthetic", "test_rows": 0}}
     job = parse_job(document | {"tables": [{"name": "t", "rows": 4, "dim": 16}]})
     assert list(task_of(job).held_out(0, 1)) == []
+
+
+@pytest.mark.parametrize("other", [{}, {"dim": 8}, {"pooling_factors": [3.0]}])
+def test_a_batch_has_the_bytes_that_its_recording_foresees(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    """Three tables, as no log of Criteo's has: given whole where each has one id of one dim."""
+    tables = [{"name": name, "rows": 90, "dim": 16} for name in "abc"]
+    job = parse_job(
+        {
+            "model": {"kind": "dlrm", "dense_features": 3, "interaction": "cat"},
+            "batch": {"size": 8},
+            "data": {"kind": "synthetic", "rows": 60, "zipf": 1.5},
+            "train": {"out": str(tmp_path)},
+            "tables": [*tables[:2], tables[2] | other],
+        }
+    )
+    source_of(job).prepare(job)
+    batch = next(iter(task_of(job).batches(0, 1)))
+    assert isinstance(batch[1], dict) is bool(other)
+    arrays = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, np.ndarray)]
+    assert sum(array.nbytes for array in arrays) == recorded(job).inputs

@@ -20,7 +20,8 @@ OF_PIPELINES = ("pipeline", "schedule", "chunks")
 DEGREES = ("context", "expert", "pipeline")
 # What a module of the user's own does in place of degrees that only a llama has.
 INSTEAD = {
-    "expert": "Build the experts of one rank in the function, for the tokens that it receives.",
+    "expert": "Leave it out: experts that all ranks shard keep as much on each, and gather more. "
+    "Under ddp build those of one rank, for the tokens that it receives.",
     "context": "Give one rank's share of the sequence as batch.sequence.",
 }
 DEFAULT_CAPACITY = 1.25

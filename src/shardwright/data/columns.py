@@ -8,7 +8,7 @@ spaces: none, one or many. An id may be weighted, ``17:0.5``. Other columns are 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,15 +40,22 @@ class ColumnLog(ClickLog):
     """A log whose columns are ``label``, ``dense`` numbers and ``features``.
 
     ``dense`` [B, D] of a batch are the numbers as they stand, ``ids`` a mapping of features to
-    (ids, offsets), and weights of weighted ones. InputError where a column is missing.
+    (ids, offsets), and weights of weighted ones; without ``bags`` they are [B, F], and a row has
+    one id of each feature. InputError where a column is missing.
     """
 
     longest_line = 1 << 20
 
     def __init__(
-        self, path: str | Path, label: str, dense: Sequence[str], features: Sequence[Feature]
+        self,
+        path: str | Path,
+        label: str,
+        dense: Sequence[str],
+        features: Sequence[Feature],
+        *,
+        bags: bool = True,
     ) -> None:
-        self.path = Path(path)
+        self.path, self._in_bags = Path(path), bags
         self._label, self._dense_names, self._features = label, tuple(dense), tuple(features)
         self.header_line, first, second = first_lines(self.path, _FORMS, self.longest_line)
         self._separator = b"\t" if b"\t" in first else b","
@@ -74,9 +81,10 @@ class ColumnLog(ClickLog):
         try:
             clicked = [_CLICKED[row[self._place[self._label]]] for row in rows]
             dense = self._dense(rows)
-            ids = {
+            bags = {
                 f.name: _bags(f, [row[self._place[f.name]] for row in rows]) for f in self._features
             }
+            ids = bags if self._in_bags else _one_each(bags.values())
         except (KeyError, ValueError, OverflowError):
             return None
         return ClickBatch(dense, ids, np.array(clicked, dtype=np.float32))
@@ -104,7 +112,10 @@ class ColumnLog(ClickLog):
             if field and not _is_float(field):
                 return Fault(f"column '{name}'", "a finite number or nothing", shown(field))
         for feature in self._features:
-            for one in fields[self._place[feature.name]].split():
+            words = fields[self._place[feature.name]].split()
+            if not self._in_bags and len(words) != 1:
+                return Fault(f"column '{feature.name}'", "one id", str(len(words)))
+            for one in words:
                 if (wanted := _wrong(feature, one)) is not None:
                     return Fault(f"column '{feature.name}'", wanted, shown(one))
         return None
@@ -143,6 +154,16 @@ def _bags(feature: Feature, fields: Sequence[bytes]) -> Bags:
     elif ids.size and ids.max() >= feature.rows:
         raise ValueError
     return (ids, offsets) if weights is None else (ids, offsets, weights)
+
+
+def _one_each(bags: Iterable[Bags]) -> NDArray[np.int64]:
+    """Ids [B, F]; ValueError where a bag has not one."""
+    columns = []
+    for ids, offsets, *_ in bags:
+        if (np.diff(offsets) != 1).any():
+            raise ValueError
+        columns.append(ids.astype(np.int64, copy=False))
+    return np.stack(columns, 1)
 
 
 def _wrong(feature: Feature, word: bytes) -> str | None:

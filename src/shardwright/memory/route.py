@@ -272,6 +272,9 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
     for index, group in enumerate(traffic.replicas):
         size = group.bags * group.width * FLOAT
         heap.take(f"{traffic.path}.replica_found.{index}", "communication", size)
+        # where bags begin, and what torch gives beside their sums
+        with heap.passing("communication", 3 * group.bags * INDEX_BYTES if group.jagged else 0):
+            pass
 
 
 def _finding(heap: Ledger, traffic: Traffic) -> int:
@@ -368,13 +371,18 @@ def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
         touched = 0
         for group in traffic.replicas:
             if not group.touched:
-                spread = group.ids * group.width * FLOAT if group.jagged else 0
-                with heap.passing("communication", spread):
+                with heap.passing("communication", _spreading(group) if group.jagged else 0):
                     pass
                 continue
             with heap.passing("communication", touched + _summing(group, group.touched)):
                 touched += group.touched * group.row_bytes
         heap.take(f"{traffic.path}.touched", "communication", touched)
+
+
+def _spreading(group: Replicas) -> int:
+    """Bytes for a moment where every id gets the gradient of its bag: the bag's number, made in two
+    steps, and then the gradient."""
+    return group.ids * (INDEX_BYTES + max(INDEX_BYTES, group.width * FLOAT))
 
 
 def forget_trip(heap: Ledger, traffic: Traffic) -> None:

@@ -436,6 +436,25 @@ def remembering(batch: int, sequence: int, depth: int = 6) -> Made:
     return Remembering(depth, 32, 4, bias=True, tied=False), tokens
 
 
+class Gated(Attended):
+    """Behind all blocks a gate made before them from a parameter of the whole module."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth, 32, 4, bias=True, tied=False)
+        self.gate = nn.Parameter(torch.zeros(32))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        gate = self.gate.sigmoid()
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x * gate)
+
+
+def gated(batch: int, sequence: int, depth: int = 6) -> Made:
+    return Gated(depth), torch.zeros(batch, sequence, dtype=torch.int64)
+
+
 def a_llama(batch: int, sequence: int, model: dict[str, int]) -> Made:
     """The built-in llama as a module of a user's own."""
     job = parse_job({"model": {"kind": "llama", **model}, "cluster": {"world_size": 1}})

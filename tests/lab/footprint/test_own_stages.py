@@ -92,6 +92,16 @@ def test_stages_are_cut_over_tensor_ranks_as_well() -> None:
     assert kept[1] < kept[0]
 
 
+def test_experts_divided_by_ranks_keep_what_ranks_that_shard_them_keep() -> None:
+    """What the refusal of parallel.expert beside a module of one's own says, told of a llama."""
+    mixed = {**LLAMA, "layers": 2, "experts": 8, "experts_per_token": 2}
+    model = {"kind": "llama", **mixed}
+    apart, alike = (footprint(job_of(model, p)).worst for p in ({"expert": 2}, {}))
+    for kind in ("weight", "gradient", "optimizer_state"):
+        assert apart.by_category[kind] == pytest.approx(alike.by_category[kind], rel=0.01)
+    assert apart.by_category["gathered_weight"] < alike.by_category["gathered_weight"]
+
+
 @pytest.mark.slow
 def test_fit_tries_stages_of_a_module() -> None:
     job = job_of(own("attended", depth=12), {}, cap="300 KiB")
@@ -106,6 +116,7 @@ def test_fit_tries_stages_of_a_module() -> None:
         (own("skipping"), {"pipeline": 2}, "blocks that"),
         (own("backwards"), {"pipeline": 2}, "in the order of their list, got 'blocks.1' after"),
         (own("remembering"), {"pipeline": 2}, "got the result of 'words' in a later stage"),
+        (own("gated"), {"pipeline": 2}, "got the result of its own forward in a later stage"),
         (
             own("attended"),
             {"pipeline": 8, "chunks": 2, "schedule": "looped_bfs"},
@@ -114,7 +125,7 @@ def test_fit_tries_stages_of_a_module() -> None:
         (
             own("attended"),
             {"expert": 2},
-            "parallel.expert: expected 1 for kind 'python', got 2.*Build the experts of one rank",
+            "parallel.expert: expected 1 for kind 'python', got 2.*Leave it out: experts",
         ),
         (own("attended"), {"context": 2}, "parallel.context: .*one rank's share of the sequence"),
     ],

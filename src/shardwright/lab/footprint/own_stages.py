@@ -4,7 +4,7 @@ with a stream that comes from the stage before, and what only other stages run i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.overrides import TorchFunctionMode
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.recording import OF_UNITS, Piece, Recording
@@ -87,7 +88,8 @@ class StageOf:
         self.received = 0
         self.ran: set[nn.Module] = set()  # modules of this stage
         self.after: set[nn.Module] = set()  # modules of later ones
-        self.skipped: set[str] = set()  # those of earlier ones to whose results gradients came
+        # modules of earlier ones, '' for the whole one, to what they made gradients came
+        self.skipped: set[str] = set()
 
     @contextmanager
     def cut(self) -> Iterator[None]:
@@ -119,7 +121,8 @@ class StageOf:
         before it than the stream."""
         if self.skipped:
             wanted = "stages that use one tensor with a gradient of what runs before them"
-            got = f"the result of '{min(self.skipped)}' in a later stage"
+            maker = next((f"'{name}'" for name in sorted(self.skipped) if name), "its own forward")
+            got = f"the result of {maker} in a later stage"
             raise UnsupportedError(expected(WHERE, wanted, got, REMEDY))
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         touches = (touch for piece in found.pieces for touch in piece.touches)
@@ -179,6 +182,9 @@ class _Run:
         self.ended = False
         self.places: dict[nn.Module, int] = {}  # of the blocks in their list
         self.reached = -1  # the last of them that runs
+        self.names = {part: name for name, part in of.module.named_modules()}
+        self.inside: list[nn.Module] = []  # modules that run before the stage, innermost last
+        self.before = ExitStack()
 
     def result(self) -> Any:
         module: Any = self.of.module
@@ -187,8 +193,10 @@ class _Run:
         def forward(*arguments: Any, **keywords: Any) -> Any:
             with ExitStack() as around:
                 self._watch(around)
+                around.callback(self.before.close)
                 if not self.seen:
                     self.recorder.unseen(True)
+                    self.before.enter_context(_Made(self._made))
                 try:
                     result = own(*arguments, **keywords)
                 finally:
@@ -215,7 +223,6 @@ class _Run:
         hooks = [register_module_forward_pre_hook(self._running)]
         if not self.stage.first:
             hooks.append(register_module_forward_hook(self._ran))
-        if not self.stage.first:
             if self.of.blocks:
                 begins = first.register_forward_pre_hook(
                     self._begins, with_kwargs=True, prepend=True
@@ -245,15 +252,17 @@ class _Run:
             self.of.ran.add(module)
         elif self.ended:
             self.of.after.add(module)
+        else:
+            self.inside.append(module)
 
-    def _ran(self, module: nn.Module, _arguments: Any, result: Any) -> None:
+    def _ran(self, module: nn.Module, _arguments: Any, _result: Any) -> None:
+        if not self.seen and self.inside and self.inside[-1] is module:
+            self.inside.pop()
+
+    def _made(self, tensor: torch.Tensor) -> None:
         """What an earlier stage made has no gradient here, for the stream is cut off from it."""
-        if self.seen or self.ended:
-            return
-        name = next((n for n, m in self.of.module.named_modules() if m is module), "")
-        for tensor in tensors_in(result):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self.of.skipped.add(name))
+        name = self.names.get(self.inside[-1], "") if self.inside else ""
+        tensor.register_hook(lambda gradient: self.of.skipped.add(name))
 
     def _begins(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
         if self.seen:
@@ -277,6 +286,7 @@ class _Run:
         return type(result)(fresh if value is stream else value for value in result)
 
     def _received(self, stream: torch.Tensor) -> torch.Tensor:
+        self.before.close()
         fresh = torch.empty_like(stream.detach()).requires_grad_()
         fresh.register_post_accumulate_grad_hook(self.kept.sent)
         self.recorder.adopt(fresh)
@@ -296,6 +306,23 @@ class _Run:
     def _end(self, stream: torch.Tensor) -> None:
         self.sent, self.seen, self.ended = stream, False, True
         self.recorder.unseen(True)
+
+
+class _Made(TorchFunctionMode):
+    """Tells ``made`` of every tensor that a function makes and that gradients go back through."""
+
+    def __init__(self, made: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.made = made
+
+    def __torch_function__(
+        self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        for tensor in tensors_in(result):
+            if tensor.grad_fn is not None:
+                self.made(tensor)
+        return result
 
 
 def _stream(given: Any, block: str) -> torch.Tensor:

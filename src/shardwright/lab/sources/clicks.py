@@ -17,7 +17,7 @@ from shardwright.core.batch import MADE_UP_ZIPF
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import DataSection, Job, data_files
 from shardwright.core.measurement import Quality
-from shardwright.core.model_of_job import tables_of_bags
+from shardwright.core.model_of_job import reads_bags, tables_of_bags
 from shardwright.data.days import PARTS
 from shardwright.lab.sources.made_up import DIGEST, make_up, read_facts
 from shardwright.planner.problem import batch_of
@@ -75,7 +75,7 @@ def log_of(job: Job, path: str) -> ClickLog:
     ]
     label = LABEL if job.data.label is UNSET else job.data.label
     dense = dense_names(job.model.dense_features) if job.data.dense is UNSET else job.data.dense
-    return ColumnLog(path, label, dense, features)
+    return ColumnLog(path, label, dense, features, bags=reads_bags(job))
 
 
 def _is_criteo(job: Job) -> bool:
@@ -168,7 +168,8 @@ def cache_of(job: Job, part: Part) -> Path | None:
     tables = [(table.rows, table.weighted, table.feature_names) for table in job.tables]
     columns = (data.label, data.dense, data.ids, job.model.dense_features)
     chosen = (data.days, data.drop_negatives, data.seed, data.skip_bad_rows)
-    given = (SCHEMA, data.kind, part, tables, columns, chosen, list(map(_identity, held_out)))
+    bags, logs = reads_bags(job), list(map(_identity, held_out))
+    given = (SCHEMA, data.kind, part, tables, bags, columns, chosen, logs)
     digest = hashlib.sha256(repr(given).encode()).hexdigest()
     return Path(data.cache) / f"{part}-{digest[:32]}"
 
