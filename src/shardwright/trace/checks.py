@@ -42,7 +42,7 @@ def explained(error: Untraceable, module: nn.Module, where: str, called: str) ->
     reason = _reason(error.cause, called)
     if isinstance(error.cause, DataDependentOutputException):
         kind = named(module, error.path).rpartition("(")[2].rstrip(")")
-        reason = reason._replace(remedy=_ABOUT_MASKS.get(kind, reason.remedy))
+        reason = reason._replace(remedy=_REMEDIES.get(kind, reason.remedy))
     place = f"{where}: {named(module, error.path)}"
     return UnsupportedError(expected(place, reason.wanted, reason.found, reason.remedy))
 
@@ -188,8 +188,12 @@ def _reason(error: Exception, called: str) -> _Reason:
     )
 
 
-# Modules of torch that look at a mask, unless the caller says what it is.
-_ABOUT_MASKS = {
+# Modules of torch that look at a mask, unless the caller says what it is, and of TorchRec that look
+# at lengths.
+_COLLECTION = "Plan its tables alone, with model.kind 'tables', and hand it to sw.shard_embeddings."
+_REMEDIES = {
+    "EmbeddingBagCollection": _COLLECTION,
+    "EmbeddingCollection": _COLLECTION,
     "TransformerDecoder": "Call it with tgt_is_causal=True or False, so that torch need not look.",
     "TransformerEncoder": "Call it with is_causal=True or False (src_is_causal of nn.Transformer), "
     "so that torch need not look.",

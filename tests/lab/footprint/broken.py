@@ -86,6 +86,14 @@ def reads() -> Made:
     return Around(Reads())
 
 
+class EmbeddingBagCollection(Reads):
+    """By name one of TorchRec's, which read lengths."""
+
+
+def collects() -> Made:
+    return Around(EmbeddingBagCollection())
+
+
 def branches() -> Made:
     return Around(Branches())
 
