@@ -198,6 +198,19 @@ def test_what_is_hoped_for_is_never_above_what_is_weighed(
         assert costs[way] >= middle * (1 - 1e-9)
 
 
+@given(seed=st.integers(0, 10**9), memory=st.sampled_from(["tight", "plenty"]))
+@settings(deadline=None, max_examples=20)
+def test_what_is_hoped_for_of_many_ways_at_once_is_that_of_each_alone(
+    space_of_seed: SpaceOf, seed: int, memory: str
+) -> None:
+    space = space_of_seed(seed, memory=memory)
+    state = _wandered(space, seed, 5)
+    ways = [(i, o) for i, item in enumerate(space.items) for o in range(len(item.options))]
+    together = {hope.way: hope.least for hope in hopeful(state, ways, np.inf)}
+    alone = {way: hope.least for way in ways for hope in hopeful(state, [way], np.inf)}
+    assert together == pytest.approx(alone)
+
+
 @given(seed=st.integers(0, 10**9))
 @settings(deadline=None, max_examples=20)
 def test_a_copy_moves_alone(space_of_seed: SpaceOf, seed: int) -> None:

@@ -27,8 +27,11 @@ class Slopes(NamedTuple):
     storage: tuple[tuple[int, Floats], ...]
 
     def of(self, option: ItemOption) -> float:
-        """What the only block of an option on all ranks costs at these slopes."""
+        """What an option's seconds on all ranks cost at these slopes, and, where it has one block
+        on all of them, that."""
         found = option.everywhere * float(self.seconds[-1])
+        if not option.is_uniform:
+            return found
         for ranks, seconds, storage in option.stretches:
             found += seconds * _within(self.seconds, ranks)
             for tier, sums in self.storage:
@@ -53,20 +56,23 @@ def hopeful(state: State, ways: Sequence[tuple[int, int]], below: float) -> list
     What ranks cost is convex: a block on all of them changes it by its seconds and bytes times
     the slopes there, or by more, and one elsewhere by what it adds to the least busy rank.
     """
-    found = []
+    options = [state.space.items[item].options[number] for item, number in ways]
+    costs, busy = np.zeros(len(ways)), np.zeros(len(ways))
     slopes = _slopes(state)
-    for item, own in itertools.groupby(ways, key=lambda way: way[0]):
+    for item, own in itertools.groupby(range(len(ways)), key=lambda index: ways[index][0]):
         option = state.space.items[item].options[state.options[item]]
+        some = list(own)
         if option.is_uniform:
-            total = float(state.rank_costs().sum()) - slopes.of(option)
+            bare, total = slopes, float(state.rank_costs().sum()) - slopes.of(option)
             least = float(state.load.min()) - option.largest
-            found += [Hope(total + _adds(state, way, slopes, least), way) for way in own]
-            continue
-        with state.without(item):
-            total, bare = float(state.rank_costs().sum()), _slopes(state)
-            least = float(state.load.min())
-            found += [Hope(total + _adds(state, way, bare, least), way) for way in own]
-    return sorted(hope for hope in found if hope.least < below)
+        else:
+            with state.without(item):
+                bare, total = _slopes(state), float(state.rank_costs().sum())
+                least = float(state.load.min())
+        costs[some] = [total + bare.of(options[index]) for index in some]
+        busy[some] = max(least, 0.0)
+    costs += _joined(state, options, busy)
+    return sorted(map(Hope, costs[costs < below].tolist(), itertools.compress(ways, costs < below)))
 
 
 def _slopes(state: State) -> Slopes:
@@ -87,15 +93,25 @@ def _slopes(state: State) -> Slopes:
     return Slopes(_summed(seconds), tuple(storage))
 
 
-def _adds(state: State, way: tuple[int, int], slopes: Slopes, least: float) -> float:
-    """What an option adds at least to ranks of which the least busy one takes ``least``."""
-    option = state.space.items[way[0]].options[way[1]]
-    if option.is_uniform:
-        return slopes.of(option)
-    added = option.everywhere * float(slopes.seconds[-1])
-    blocks = option.blocks
-    if blocks[0] is not blocks[-1] or option.widths[0] == state.space.ranks:
+def _joined(state: State, options: Sequence[ItemOption], busy: Floats) -> Floats:
+    """What the blocks of each option add at least to ranks of which the least busy one takes
+    ``busy`` [options] seconds; 0 where they are not alike, or lie on all ranks."""
+    added = np.zeros(len(options))
+    alike, first = [], []
+    for index, option in enumerate(options):
+        if not option.is_uniform and option.widths[0] < state.space.ranks:
+            blocks = option.blocks
+            if blocks[0] is blocks[-1]:
+                alike.append(index)
+                first.append(blocks[0])
+    if not alike:
         return added
-    before = np.full(1, max(least, 0.0) + option.everywhere)
-    more = state.time_cost(before + blocks[0].seconds) - state.time_cost(before)
-    return added + len(blocks) * float(more.sum())
+    some = [options[index] for index in alike]
+    widths = np.array([block.width for block in first])
+    before = busy[alike] + [option.everywhere for option in some]
+    seconds = np.concatenate([block.seconds for block in first])
+    more = state.time_cost(np.repeat(before, widths) + seconds)
+    more -= np.repeat(state.time_cost(before), widths)
+    sums = np.add.reduceat(more, widths.cumsum() - widths)
+    added[alike] = sums * [len(option.widths) for option in some]
+    return added
