@@ -137,7 +137,10 @@ def remedies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
         for remedy in shown
     ]
     title = f"What helps, tried with {counted(fit.own.largest_batch.step, 'sample')} per rank"
-    note = f"Each alone, but for a row that names several.{rest}"
+    named = [each.changes for each in fit.remedies if len(each.changes) == 2]
+    pairs = sum(not changes[-1].endswith(" ranks") for changes in named)
+    two = f" ({counted(pairs, 'pair')} tried)" if pairs else ""
+    note = f"Each alone, but for a row that names several{two}.{rest}"
     return _with_columns(title, columns, rows, note)
 
 

@@ -136,6 +136,35 @@ def test_changes_are_joined_where_none_is_enough_alone() -> None:
     assert len(told.remedies[0].changes) > 1
 
 
+def test_pairs_of_what_helps_most_are_tried_where_none_is_enough_alone() -> None:
+    def footprint(job: Job) -> Footprint:
+        """24 GiB of states that tensor ranks share, 24 GiB of tokens that checkpointing spares."""
+        section, world = parallel_of(job), job.cluster.world_size or 8
+        states = 24 * GIB // section.tensor // section.pipeline
+        kept = 24 * GIB // (8 if memory_of(job).policy == "full" else 1)
+        kinds: dict[Any, int] = {"optimizer_state": states, "activation": kept}
+        rank = RankMemory("all ranks", 8, {}, states + kept, "step", kinds, {}, ())
+        return Footprint("llama", 1, world, {}, {}, (rank,), 7 * GIB)
+
+    told = fit(job(memory=FSDP2), footprint)
+    assert told.fewest_ranks == 0
+    fits = [each.changes for each in told.remedies if each.estimate.verdict == "fits"]
+    pair = {"parallel.tensor = 8 (data_shard = 1)", "memory.checkpointing = full"}
+    assert pair in map(set, fits)
+    assert all(len(changes) > 1 for changes in fits)
+    pairs = {frozenset(each.changes) for each in told.remedies if len(each.changes) == 2}
+    assert len(pairs) == sum(len(each.changes) == 2 for each in told.remedies)
+    degrees = {"parallel.tensor = 8", "parallel.pipeline = 8 (data_shard = 1)"}
+    assert degrees not in pairs  # there are not 64 ranks
+    assert told.estimates <= 40
+
+
+def test_two_degrees_say_once_how_far_data_is_shared() -> None:
+    told = found(batch={"size": 1, "sequence": 2**22}, memory=FSDP2, capacity=GIB // 4)
+    sharing = [each for each in told.remedies if str(each.changes).count("data_shard") > 1]
+    assert not sharing
+
+
 def test_nothing_is_named_that_the_job_s_runtime_does_not_run() -> None:
     cluster = {"hbm_cap": "1 GiB"}
     ours = found(batch=LARGE, cluster=cluster, capacity=GIB // 8)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from typing import NamedTuple
 
 from shardwright.core.errors import InputError
@@ -15,8 +17,12 @@ from shardwright.core.model_section import ESTIMATED
 from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.lab.fit.variants import changed_job, on_ranks
 
+PAIRED = 5  # changes, those that help most, each with every other one
+MOST_PAIRS = 6  # that are tried, the likeliest
+PAIR_SECONDS = 30.0  # after so many no further pair is begun
 WORTH = 0.99  # of what was needed: a way out that leaves more is not worth naming
 DEGREES = {"tensor": (2, 4, 8), "pipeline": (2, 4, 8)}  # that are tried
+SHARED = "data_shard"  # how a degree says over how many ranks data is still shared
 TIMES = (2, 4, 8, 16, 32)  # as many ranks, where nothing fits on those there are
 
 Way = tuple[tuple[str, ...], Job]
@@ -26,9 +32,9 @@ Estimates = Callable[[Job], Estimate]
 def remedies(
     estimate: Estimates, job: Job, world_size: int, shards: int | None
 ) -> tuple[Remedy, ...]:
-    """Single changes that make ``job`` smaller, those that fit first; where none of them fits, all
-    that concern memory alone together. Where none fits, or no number of ranks does that only
-    shares data, other degrees are tried on more ranks. None is named that the job's runtime does
+    """Single changes that make ``job`` smaller, those that fit first; where none of them fits, pairs
+    of those that help most, and all that concern memory alone together. Where none fits, or no
+    number of ranks does that only shares data, other degrees are tried on more ranks. None is named that the job's runtime does
     not run. ``shards`` is a degree of data sharding that fits, 0 where there is none, None where it
     cannot be chosen."""
     needs = estimate(job).most_bytes
@@ -38,9 +44,12 @@ def remedies(
         if remedy and remedy.estimate.most_bytes < WORTH * needs:
             found.append(remedy)
     together = _together(job, found)
-    if not _fits(found) and len(together[0]) > 1:
-        joined = _tried(estimate, *together)
-        found += [joined] if joined else []
+    if not _fits(found):
+        pairs = _pairs(estimate, job, found, world_size)
+        found += pairs
+        if len(together[0]) > 1 and set(together[0]) not in [set(each.changes) for each in pairs]:
+            joined = _tried(estimate, *together)
+            found += [joined] if joined else []
     for base in (((), job), together):
         if shards == 0 or not _fits(found):
             found += _on_more_ranks(estimate, base, world_size)
@@ -119,7 +128,7 @@ def _divided(job: Job, world_size: int, name: str, degree: int) -> Iterator[Way]
     shards = world_size // others
     changed = changed_job(job, "parallel", data_shard=shards, **{name: degree})
     text = f"parallel.{name} = {degree}"
-    text += "" if name == "expert" else f" (data_shard = {shards})"
+    text += "" if name == "expert" else f" ({SHARED} = {shards})"
     yield (text,), on_ranks(changed, world_size)
 
 
@@ -156,6 +165,53 @@ class _Key(NamedTuple):
 
     def set_in(self, job: Job) -> Job:
         return changed_job(job, self.section, **{self.name: self.value})
+
+
+def _pairs(
+    estimate: Estimates, job: Job, found: list[Remedy], world_size: int
+) -> list[Remedy]:
+    """Two changes at once, of what helped most of each key, the likeliest first: as if each took
+    its share of what the other leaves."""
+    best: dict[str, Remedy] = {}
+    for remedy in sorted(found, key=lambda each: each.estimate.most_bytes):
+        best.setdefault(_key_of(remedy.changes), remedy)
+    likeliest = combinations(list(best.values())[:PAIRED], 2)
+    pairs = sorted(likeliest, key=lambda two: math.prod(each.estimate.most_bytes for each in two))
+    begun, tried = time.monotonic(), list[Remedy]()
+    for first, second in pairs:
+        way = _both(job, world_size, first.changes, second.changes)
+        if way is None or not _runs(job, way[1]):
+            continue
+        if len(tried) == MOST_PAIRS or time.monotonic() - begun > PAIR_SECONDS:
+            break
+        remedy = _tried(estimate, *way)
+        tried += [remedy] if remedy else []
+    return tried
+
+
+def _both(
+    job: Job, world_size: int, first: tuple[str, ...], second: tuple[str, ...]
+) -> Way | None:
+    """The second change after the first one, None where they cannot be had together. Of two degrees
+    the later one says how far data is still shared."""
+    changed = dict(_ways(job, world_size, None)).get(first)
+    if changed is None:
+        return None
+    wanted = _value_of(second)
+    for texts, both in _ways(changed, world_size, None):
+        if _value_of(texts) == wanted:
+            shared = SHARED in first[0] and SHARED in texts[0]
+            return (_value_of(first) if shared else first[0], *texts), both
+    return None
+
+
+def _value_of(changes: tuple[str, ...]) -> str:
+    """A single change without what follows from it."""
+    return changes[0].split(" (")[0]
+
+
+def _key_of(changes: tuple[str, ...]) -> str:
+    return changes[0].split(" = ")[0]
 
 
 def _memory_keys(job: Job) -> Iterator[_Key]:
