@@ -107,7 +107,6 @@ def search(
     tried = feasible = 0
     most = _most_steps(space)
     patience = PATIENCE if len(space.items) <= MAX_ITEMS else 1
-    improved = functools.partial(improve, bound=found.seconds, watch=watch)
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
 
     def even(chosen: Ints) -> float:
@@ -145,27 +144,36 @@ def search(
             break
         if watch.over():
             break
-    if quick:
-        return Outcome(best, seconds, found, tried, feasible)
-    good = found.seconds * (1 + GOOD_ENOUGH)
-    if best is not None and seconds > max(good, enough) and not space.constrained:
+    if best is not None and not quick:
+        best, seconds = _finished(space, best, seconds, found.seconds, enough, watch)
+    return Outcome(best, seconds, found, tried, feasible)
+
+
+def _finished(
+    space: Space, best: Assignment, seconds: float, bound: float, enough: float, watch: Watch
+) -> tuple[Assignment, float]:
+    """The ``best`` that was found and what it takes, polished until no item alone can do better."""
+    target = max(bound, TINY)
+    improved = functools.partial(improve, bound=bound, watch=watch)
+    good = bound * (1 + GOOD_ENOUGH)
+    if seconds > max(good, enough) and not space.constrained:
         polished = polish(space, best, target, good, functools.partial(improved, reoption=False))
         if polished.worst < seconds:
             best, seconds = polished.assignment(), polished.worst
         is_small = len(space.items) <= MAX_ANNEALED and space.ranks <= MOST_ANNEALED_RANKS
-        if is_small and seconds > max(found.seconds * (1 + FAR), enough):
+        if is_small and seconds > max(bound * (1 + FAR), enough):
             other = annealed(space, best, target, improved, watch.over)
             best, seconds = other.assignment(), other.worst
     near = CLOSE_ENOUGH if len(space.items) <= MAX_ITEMS else GOOD_ENOUGH
-    settling = max(found.seconds * (1 + near), enough)
-    if best is not None and seconds > settling:
+    settling = max(bound * (1 + near), enough)
+    if seconds > settling:
         state = settled(restored(space, target, POWERS[0], best), settling, watch.over)
         if state.fits and state.worst < seconds:
             best, seconds = state.assignment(), state.worst
-    if best is not None and not watch.over():
+    if not watch.over():
         coarse = coarsened(restored(space, target, POWERS[0], best), seconds)
         best, seconds = coarse.assignment(), coarse.worst
-    return Outcome(best, seconds, found, tried, feasible)
+    return best, seconds
 
 
 def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator[Ints]:
