@@ -32,11 +32,11 @@ Estimates = Callable[[Job], Estimate]
 def remedies(
     estimate: Estimates, job: Job, world_size: int, shards: int | None
 ) -> tuple[Remedy, ...]:
-    """Single changes that make ``job`` smaller, those that fit first; where none of them fits, pairs
-    of those that help most, and all that concern memory alone together. Where none fits, or no
-    number of ranks does that only shares data, other degrees are tried on more ranks. None is named that the job's runtime does
-    not run. ``shards`` is a degree of data sharding that fits, 0 where there is none, None where it
-    cannot be chosen."""
+    """Single changes that make ``job`` smaller, those that fit first; where none of them fits,
+    pairs of those that help most, and all that concern memory alone together. Where none fits, or
+    no number of ranks does that only shares data, other degrees are tried on more ranks. None is
+    named that the job's runtime does not run. ``shards`` is a degree of data sharding that fits, 0
+    where there is none, None where it cannot be chosen."""
     needs = estimate(job).most_bytes
     found = []
     for changes, changed in _ways(job, world_size, shards):
@@ -167,9 +167,7 @@ class _Key(NamedTuple):
         return changed_job(job, self.section, **{self.name: self.value})
 
 
-def _pairs(
-    estimate: Estimates, job: Job, found: list[Remedy], world_size: int
-) -> list[Remedy]:
+def _pairs(estimate: Estimates, job: Job, found: list[Remedy], world_size: int) -> list[Remedy]:
     """Two changes at once, of what helped most of each key, the likeliest first: as if each took
     its share of what the other leaves."""
     best: dict[str, Remedy] = {}
@@ -189,11 +187,9 @@ def _pairs(
     return tried
 
 
-def _both(
-    job: Job, world_size: int, first: tuple[str, ...], second: tuple[str, ...]
-) -> Way | None:
-    """The second change after the first one, None where they cannot be had together. Of two degrees
-    the later one says how far data is still shared."""
+def _both(job: Job, world_size: int, first: tuple[str, ...], second: tuple[str, ...]) -> Way | None:
+    """The second change after the first one, None where they cannot be had together. Of two
+    degrees the later one says how far data is still shared."""
     changed = dict(_ways(job, world_size, None)).get(first)
     if changed is None:
         return None
