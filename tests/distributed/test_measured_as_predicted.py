@@ -25,6 +25,7 @@ from shardwright.cost.embedding import LATENCIES
 from shardwright.lab.recordings import plan
 from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.step_draft import StepDraft
+from shardwright.report.svg import parts_of
 
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise", "row_wise", "table_wise")
 ROUTED = ("table_wise", "row_wise", "table_wise", "row_wise", "row_wise", "table_wise")
@@ -178,6 +179,13 @@ def test_peaks_are_within_three_percent(
             phase: (sum(predicted.get((rank, phase), {}).values()), sum(kinds.values()))
             for (_, phase), kinds in measured.items()
         }
+        fullest = max(measured, key=lambda key: sum(measured[key].values()))
+        found, foreseen = measured[fullest], predicted[rank, fullest[1]]
+        if ("reduce_scatter" in found) != ("reduce_scatter" in foreseen):
+            continue  # two moments of a phase are as good as equally full: before a reduce, in it
+        for part, size in parts_of(foreseen).items():
+            tolerance = 2 * PEAK_TOLERANCE * highest
+            assert size == pytest.approx(parts_of(found)[part], abs=tolerance), part
 
 
 @pytest.mark.parametrize("types", [TYPES, ("data_parallel",) * len(TYPES)], ids=["mixed", "copies"])

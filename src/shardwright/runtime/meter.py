@@ -68,6 +68,7 @@ class Meter(Probe):
         self.actions: list[Action] = []
         self.exact: list[Event] = []  # of the first step whose memory was followed
         self.tracker: MemoryTracker | None = None
+        self._around_tracker = ExitStack()
         self.watcher: Watcher | None = (
             None  # of steps that are profiled, whose seconds do not count
         )
@@ -187,12 +188,19 @@ class Meter(Probe):
         tracker = MemoryTracker()
         for tensor, kind in _lasting(self.model, self.optimizer):
             tracker.adopt(tensor, kind)
+        for storage in storages_in(self.model):
+            for handle in storage.gradients.follow(self._left):
+                self._around_tracker.callback(handle.remove)
         tracker.__enter__()
         return tracker
+
+    def _left(self, gradient: torch.Tensor) -> None:
+        self.holds(gradient, "unreduced_gradient")
 
     def _end_tracker(self) -> MemoryTracker:
         tracker, self.tracker = self.tracker, None
         assert tracker is not None
+        self._around_tracker.close()
         tracker.__exit__(None, None, None)
         return tracker
 

@@ -38,6 +38,7 @@ _DEFAULT: dict[str, Kind] = {
     "exchange_ids": "communication",
     "lookup": "communication",
     "exchange_rows": "communication",
+    "reduce": "communication",
     "forward": "activation",
     "load": "input",
 }

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
@@ -248,6 +250,12 @@ class Gradients:
             self.comm.probe.holds(mean, "gradient")
             accept(index, mean, present)
 
+    def follow(self, hear: Callable[[torch.Tensor], None]) -> Iterator[RemovableHandle]:
+        """Call ``hear`` with every gradient that a backward leaves on a whole parameter."""
+        for whole in chain(*(segment.wholes for segment in self.segments)):
+            if whole.requires_grad:
+                yield whole.register_post_accumulate_grad_hook(partial(_tell, hear))
+
     def check(self, *, wait: bool = False) -> None:
         """Look at what ranks sent each other with sums that nothing has waited for yet."""
         self.unchecked = [note for note in self.unchecked if not note.check(wait=wait)]
@@ -285,3 +293,9 @@ def _factors(dtype: torch.dtype, ranks: int, divisor: float | None) -> tuple[flo
     while dtype is torch.float16 and ranks / first > first:
         first *= 2.0
     return 1.0 / first, first / (ranks if divisor is None else divisor)
+
+
+def _tell(hear: Callable[[torch.Tensor], None], whole: torch.Tensor) -> None:
+    gradient = C_GRAD.__get__(whole)
+    if gradient is not None:
+        hear(gradient)
