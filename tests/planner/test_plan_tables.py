@@ -302,11 +302,11 @@ def test_every_search_has_a_plan_that_fits(search: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [1.25, 1.1, 1.05, 1.03])
-def test_many_tables_that_fill_the_memory_are_within_two_percent_of_the_best_possible(
+def test_these_many_tables_that_fill_the_memory_are_within_two_percent_of_the_best_possible(
     room: float,
 ) -> None:
     """800 tables on 128 ranks that have ``room`` times their bytes: no search of any length can
-    find a plan that is more than 2 % faster."""
+    find a plan of these that is more than 2 % faster. Other draws may leave more to the bound."""
     drawn = np.random.default_rng(7)
     rows = np.exp(drawn.normal(13.0, 2.3, 800)).clip(100, 4e7).astype(int)
     ids = np.exp(drawn.normal(1.0, 1.7, 800)).clip(1.0)
