@@ -204,7 +204,10 @@ class Run:
         }
 
 
-_BYTES = {"float": 4, "unsigned char": 1, "long int": 8, "int": 4, "double": 8}
+_BYTES = {  # by the names in torch's traces
+    **{"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2},
+    **{"unsigned char": 1, "int": 4, "long int": 8},
+}
 
 
 def _stored(tensors: Iterable[torch.Tensor]) -> int:
