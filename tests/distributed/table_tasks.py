@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from shardwright.core.model import TableSpec
 from shardwright.core.option import shard_runs
 from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.sharding import TYPES, ShardingType, traits
-from shardwright.core.train_section import Overlap
 from shardwright.runtime.embeddings.route import Pooling, Table
 from shardwright.runtime.embeddings.shard import make_tables
 from shardwright.runtime.embeddings.tables import ShardedTables
@@ -33,6 +32,7 @@ from shardwright.runtime.state import full_state_dict
 STEPS, RATE = 5, 0.05
 FIRST, SECOND = 0.9, 0.999
 Given = dict[str, tuple[torch.Tensor, ...]]
+Overlap = Literal["none", "rows", "ids"]  # also ids of the step to come
 
 
 @dataclass

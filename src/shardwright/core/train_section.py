@@ -12,8 +12,7 @@ from shardwright.core.data_section import Count, Whole
 from shardwright.core.errors import InputError, expected
 from shardwright.core.optimizers import OptimizerName, TableUpdate
 
-# What travels while a rank computes: rows and their gradients, or ids of the next batch, too.
-Overlap = Literal["none", "rows", "ids"]
+Overlap = Literal["none", "rows"]  # what travels while a rank computes: rows and their gradients
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Factor = Annotated[float, msgspec.Meta(ge=0, le=1)]
