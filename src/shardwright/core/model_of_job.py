@@ -10,7 +10,7 @@ from msgspec import UNSET
 from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job, memory_of, parallel_of, table_optimizer
-from shardwright.core.kinds import members_of
+from shardwright.core.kinds import kind_of, members_of
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_section import ESTIMATED
@@ -62,6 +62,14 @@ def tables_of(job: Job, recording: Recording | None = None) -> tuple[TableSpec, 
         )
         for table in placed_tables(job)
     )
+
+
+def early_tables(job: Job, model: ModelSpec) -> tuple[str, ...]:
+    """Modules of tables whose lookups may begin with the forward: they are asked for what it is
+    given, which a DLRM's are where every table is one of rows."""
+    if model.kind != "dlrm":
+        return (model.recording.early or ()) if model.recording else ()
+    return model.step.lookups if all(kind_of(table) == "full" for table in job.tables) else ()
 
 
 def placed_tables(job: Job) -> tuple[TableSpec, ...]:

@@ -19,7 +19,7 @@ from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import MismatchError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
-from shardwright.core.model_of_job import model_of
+from shardwright.core.model_of_job import early_tables, model_of
 from shardwright.core.option import ShardRun
 from shardwright.core.placement import Placement, Replicate, Roles, Zero
 from shardwright.core.quantities import format_seconds
@@ -258,11 +258,14 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         paths = [(step.tables_of(t.fqn), traits(t.sharding_type).replicated) for t in self.tables]
         whole = {u.name for u in self.units if isinstance(u.parameter, Replicate)}
         replicated = {u.name for u in self.units if isinstance(u.optimizer_state, Replicate)}
+        routed = frozenset(path for path, is_replica in paths if not is_replica)
+        overlaps = self.world_size > 1 and self.job.train.overlap not in (UNSET, "none")
         return Modes(
             sharded_units=frozenset(u.name for u in self.units) - replicated,
             resharded_units=frozenset(u.name for u in self.units if u.reshard_after_forward),
-            routed=frozenset(path for path, is_replica in paths if not is_replica),
+            routed=routed,
             replicated_tables=frozenset(path for path, is_replica in paths if is_replica),
+            early=routed.intersection(early_tables(self.job, self.model) if overlaps else ()),
             prefetch=self.prefetch,
             merged=tuple((u.name, u.members) for u in self.units if u.members != (u.name,)),
             staying_units=frozenset(whole - replicated),

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from shardwright.core.model_of_job import early_tables
 from shardwright.core.optimizers import trained
 from shardwright.core.plan import RankTotals
 from shardwright.core.planning import trained_communication
@@ -50,6 +51,7 @@ class StepDraft(Draft):
             self.prefetch,
             routed=frozenset(each.path for each in self.exchanges if each.routed),
             replicated_tables=frozenset(each.path for each in self.exchanges if each.replicas),
+            early=frozenset(each.path for each in self.exchanges if each.early),
         )
 
     @cached_property
@@ -178,7 +180,9 @@ class StepDraft(Draft):
         """Of every module of tables."""
         problem = self.problem
         communication = trained_communication(problem.context.estimator)
-        return tuple(exchanges(self.model, self.tables, self.ranks, problem.batch, communication))
+        early = early_tables(problem.job, self.model)
+        how = (communication, problem.job.train.overlap or "none", early)
+        return tuple(exchanges(self.model, self.tables, self.ranks, problem.batch, *how))
 
     def traffic(self, rank: int) -> dict[str, Traffic]:
         """This rank's share of every exchange, by its path."""

@@ -86,6 +86,7 @@ def dense_modes(
     *,
     routed: frozenset[str] = frozenset(),
     replicated_tables: frozenset[str] = frozenset(),
+    early: frozenset[str] = frozenset(),
 ) -> Modes:
     """What a choice of units means for the order of a step."""
     return Modes(
@@ -93,6 +94,7 @@ def dense_modes(
         resharded_units=frozenset(u.unit.name for u in units if u.reshard),
         routed=routed,
         replicated_tables=replicated_tables,
+        early=early,
         prefetch=prefetch,
         merged=tuple(
             (u.unit.name, u.unit.members) for u in units if u.unit.members != (u.unit.name,)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
+from msgspec import UNSET
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +22,7 @@ from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.planning import trained_communication
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, check_mesh, fingerprint_of, flat
+from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
@@ -103,6 +105,8 @@ def apply(
     if plan.tables:
         _shard_tables(model, plan, blocks, comm, initial_block, flow, folder)
     _shard_units(model, plan, comm, members, initial_block, flow)
+    if plan.job.train.overlap not in (UNSET, "none"):
+        look_ahead(model)
     vars(model).pop("initial_block", None)  # of one model only: what it keeps is needed no more
     _agree_on_replicas(comm, model)
     return model

@@ -6,11 +6,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from msgspec import UNSET
 from torch import nn
 
 from shardwright.core.recording import RecordedTable, Recording, Unfolded
 from shardwright.lab.with_tables import COULD, NOTE
 from shardwright.runtime.embeddings.module import NoTableError, RoutedEmbedding
+from shardwright.trace.arguments import Reached
 from shardwright.trace.tables import Embedding, RoutedRows, embeddings
 
 LARGE = 2**20  # bytes of an embedding that a table may be worth
@@ -41,6 +43,7 @@ class Routed:
         self.tables: dict[str, Embedding] = {}
         self.notes: list[str] = []
         self.asked: dict[str, int] = {}  # ids of a step
+        self.early: tuple[str, ...] = ()  # those asked for what the module is given
         for path, part, reason in () if wanted == () else embeddings(module):
             if not reason and (wanted is None or path in wanted):
                 self.tables[path] = part
@@ -68,14 +71,21 @@ class Routed:
     @contextmanager
     def instead(self) -> Iterator[None]:
         """They are looked up elsewhere inside."""
+        instead_of: dict[str, nn.Module] = {}
+        reached: Reached | None = None
         try:
             for path, part in self.tables.items():
                 rows = RoutedRows(part.embedding_dim, path, self._asking(path))
                 instead = RoutedEmbedding(path, part, rows)
                 vars(instead)["_parameters"] = _Unread(path, rows)
                 self._put(path, instead)
+                instead_of[path] = instead
+            reached = Reached(self.module, instead_of)
             yield
+            self.early = tuple(reached.found)
         finally:
+            if reached is not None:
+                reached.remove()
             for path, part in self.tables.items():
                 self._put(path, part)
 
@@ -103,4 +113,4 @@ class Routed:
             RecordedTable(path, part.num_embeddings, part.embedding_dim, self.asked[path])
             for path, part in self.tables.items()
         )
-        return {"tables": tuple(tables)}
+        return {"tables": tuple(tables), "early": self.early or UNSET}

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.runtime.embeddings.bags import keyed_of
+from shardwright.runtime.embeddings.bags import Keyed, keyed_of
+from shardwright.runtime.embeddings.module import Entrance
 
 
 class Pooled:
@@ -63,7 +64,7 @@ class Sequence:
         """Rows have no weights."""
 
 
-class RoutedCollection(nn.Module):
+class RoutedCollection(Entrance):
     """Stands in for an EmbeddingBagCollection or an EmbeddingCollection: features as a
     KeyedJaggedTensor -> ``Pooled``, or a ``Sequence`` of each. ``rows`` has its tables."""
 
@@ -73,9 +74,7 @@ class RoutedCollection(nn.Module):
 
     def forward(self, features: Any) -> Pooled | dict[str, Sequence]:
         """Look every feature up."""
-        given = keyed_of(features)
-        if not self.weighted:
-            given = replace(given, weights=[None] * len(given.names))
+        given: Keyed = self.given(features)
         found: dict[str, torch.Tensor] = self.rows(given)
         if self.pooled:
             return Pooled(found)
@@ -83,3 +82,13 @@ class RoutedCollection(nn.Module):
         return {
             name: Sequence(rows, lengths[name.partition("@")[0]]) for name, rows in found.items()
         }
+
+    def asks(self, *arguments: Any) -> Keyed:
+        """Features one after the other."""
+        (features,) = arguments
+        given = keyed_of(features)
+        return given if self.weighted else replace(given, weights=[None] * len(given.names))
+
+    def rows_of(self) -> Any:
+        """The module of its tables."""
+        return self.rows
