@@ -8,8 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from shardwright.core.errors import InputError
 from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape
+from shardwright.core.llama_local import LocalShape, check_local
 from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
 from shardwright.models.llama.loss import capped
 
@@ -43,6 +44,7 @@ GEMMA = msgspec.structs.replace(
     post_norms=True,
     scaled_embedding=True,
     logit_cap=3.0,
+    attention_cap=0.1,
 )
 SHAPES = {
     "dense": DENSE,
@@ -103,11 +105,15 @@ def _turned(x: torch.Tensor, theta: float) -> torch.Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cap: float = 0.0
+) -> torch.Tensor:
     """One head [T, width] each: what comes before is averaged by the softmax of products."""
     length, width = query.shape
     later = torch.ones(length, length).triu(1).bool()
-    return (query @ key.T / width**0.5).masked_fill(later, float("-inf")).softmax(-1) @ value
+    scores = query @ key.T / width**0.5
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    return scores.masked_fill(later, float("-inf")).softmax(-1) @ value
 
 
 class Reference:
@@ -159,7 +165,7 @@ class Reference:
             if shape.qk_norm:
                 query, key = self._norm(query, f"{name}q_norm"), self._norm(key, f"{name}k_norm")
             query, key = _turned(query, shape.rope_theta), _turned(key, shape.rope_theta)
-            found.append(_attended(query, key, value))
+            found.append(_attended(query, key, value, shape.attention_cap))
         return self._linear(torch.cat(found, -1), f"{name}wo")
 
     def _latent(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -304,7 +310,10 @@ def test_a_rank_of_a_gemma_or_of_latent_attention_runs_without_data(
     name: str, shape: LlamaShape
 ) -> None:
     local = DIVISIONS[name]
-    if not shape.is_moe(0) or local.layers is None:
+    if local.context > 1 and shape.attention_cap:
+        with pytest.raises(InputError, match=r"context: expected 1 for a model that caps scores"):
+            check_local(shape, local)
+    elif not shape.is_moe(0) or local.layers is None:
         _checked(shape, local, torch.bfloat16)
 
 
