@@ -208,7 +208,7 @@ def test_logits_of_gemma_2_are_capped_unless_the_cap_is_null() -> None:
 
 def test_scores_of_gemma_2_are_capped_unless_the_cap_is_null() -> None:
     caps = [
-        hf_shape({"model_type": family, **given}).attention_cap
+        hf_shape({"model_type": family, **given}).attention_cap or 0.0
         for family, given in (
             ("gemma2", {}),
             ("gemma2", {"attn_logit_softcapping": 20.0}),

@@ -166,7 +166,7 @@ class Reference:
             if shape.qk_norm:
                 query, key = self._norm(query, f"{name}q_norm"), self._norm(key, f"{name}k_norm")
             query, key = _turned(query, shape.rope_theta), _turned(key, shape.rope_theta)
-            found.append(_attended(query, key, value, shape.attention_cap))
+            found.append(_attended(query, key, value, shape.attention_cap or 0.0))
         return self._linear(torch.cat(found, -1), f"{name}wo")
 
     def _latent(self, x: torch.Tensor, name: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, UnsupportedError, expected
@@ -275,7 +276,7 @@ def _shape(read: _Reader, family: Defaults) -> LlamaShape:
         mlp_bias=bool(family.mlp_bias_key) and read.flag(family.mlp_bias_key, False),
         sliding_window=_window(read, family),
         logit_cap=_cap(read, "final_logit_softcapping", family.logit_cap),
-        attention_cap=_cap(read, "attn_logit_softcapping", family.attention_cap),
+        attention_cap=_cap(read, "attn_logit_softcapping", family.attention_cap) or UNSET,
         **family.fixed,
     )
     shape = _with_latent(read, dense) if family.latent else dense

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
 
@@ -70,7 +71,7 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     post_norms: bool = False
     scaled_embedding: bool = False
     logit_cap: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    attention_cap: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    attention_cap: Annotated[float, msgspec.Meta(gt=0)] | UnsetType = UNSET
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""

@@ -127,7 +127,7 @@ class Attention(nn.Module):
         self.wk = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
         self.wv = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
         self.wo = Linear(queries, shape.dim, shape.output_bias, device=device, dtype=dtype)
-        self.inner_attention = CoreAttention(local.context, shape.attention_cap)
+        self.inner_attention = CoreAttention(local.context, shape.attention_cap or 0.0)
         self.q_norm = self.k_norm = None
         if shape.qk_norm:
             self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps, device=device, dtype=dtype)
