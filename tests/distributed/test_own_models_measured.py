@@ -107,13 +107,16 @@ def test_what_is_computed_again_draws_the_same_random_numbers(pool: Pool, world_
 
 
 @pytest.mark.slow_after(1)
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])  # which makes its states at once
 @pytest.mark.parametrize("way", ["shard", "replicate"])
-def test_what_is_frozen_has_neither_gradient_nor_states(pool: Pool, way: str) -> None:
+def test_what_is_frozen_has_neither_gradient_nor_states(
+    pool: Pool, way: str, optimizer: str
+) -> None:
     job = parse_job(
         {
             "model": {"python": "own_models:adapted"},
             "data": {"python": "own_models:batches_of_adapted"},
-            "train": {"steps": 3, "optimizer": "adam", "learning_rate": 0.01},
+            "train": {"steps": 3, "optimizer": optimizer, "learning_rate": 0.01},
             "cluster": {"preset": "local", "world_size": 2},
             "planner": {"units": {"root": way, "1": way}, "dense": {"layers_per_unit": 2}},
         }
