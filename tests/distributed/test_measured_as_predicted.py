@@ -13,7 +13,7 @@ from reference import bag_job, small_job
 from tasks import collectives_of_a_step, meter_steps
 
 from shardwright.core.job import Job, parse_job
-from shardwright.core.memory_section import PLANNED
+from shardwright.core.memory_section import PLANNED, Offload
 from shardwright.core.model import CacheSpec
 from shardwright.core.optimizers import TRAINED
 from shardwright.core.placement import Zero
@@ -84,11 +84,11 @@ def _as_run(action: Action) -> Action:
     return msgspec.structs.replace(action, place=-1)
 
 
-def at_stage(job: Job, zero: Zero) -> Job:
+def at_stage(job: Job, zero: Zero, offload: Offload = "none") -> Job:
     """The same with the job's own word for it, and nothing said of single units."""
     replace = msgspec.structs.replace
     planner = replace(job.planner, units={})
-    return replace(job, planner=planner, memory=replace(PLANNED, zero=zero))
+    return replace(job, planner=planner, memory=replace(PLANNED, zero=zero, offload=offload))
 
 
 def overlapping(job: Job, overlap: Overlap = "rows") -> Job:
@@ -132,11 +132,14 @@ def test_stages_of_zero_are_exact_and_followed(
     check_run(pool, made)
 
 
+@pytest.mark.parametrize("offload", ["none", "all"])
 @pytest.mark.parametrize("zero", [*STAGES, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_units_make_the_calls_that_were_planned(pool: Pool, world_size: int, zero: Zero) -> None:
+def test_units_make_the_calls_that_were_planned(
+    pool: Pool, world_size: int, zero: Zero, offload: Offload
+) -> None:
     job = small_job(ROUTED, MODES["sharded"], world_size)
-    made = plan(at_stage(job, zero) if zero < 3 else job)
+    made = plan(at_stage(job, zero, offload) if zero < 3 or offload == "all" else job)
     for found in pool.run(world_size, collectives_of_a_step, job=made.job, made=made):
         for unit in made.units:
             own = [n for _, label, n in found if label.startswith(f"{unit.name} ")]
@@ -144,13 +147,14 @@ def test_units_make_the_calls_that_were_planned(pool: Pool, world_size: int, zer
             assert sum(own) == unit.bytes_per_step
 
 
+@pytest.mark.parametrize("offload", ["none", "all"])
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_peaks_under_stages_of_zero_are_within_three_percent(
-    pool: Pool, world_size: int, zero: Zero
+    pool: Pool, world_size: int, zero: Zero, offload: Offload
 ) -> None:
     small = small_job(ROUTED, MODES["sharded"], world_size, "adagrad", batch=4)
-    made = plan(at_stage(bigger(small, (64, 8), (512, 512, 1)), zero))
+    made = plan(at_stage(bigger(small, (64, 8), (512, 512, 1)), zero, offload))
     predicted = phase_peaks(decode(made.timeline))
     results = pool.run(world_size, meter_steps, job=made.job, made=made)
     for rank, (_, by_step, _) in enumerate(results):

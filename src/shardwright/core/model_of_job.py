@@ -25,6 +25,7 @@ HONOURED = (
     "param_dtype",
     "reduce_dtype",
     "zero",
+    "offload",
     "allocator",
     "data_shard",
     "parallelize_plan",  # which parallel.tensor reads, that no plan follows

@@ -113,7 +113,8 @@ class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``members`` the units of the recording that it is made of. A step
     makes ``collectives`` calls for the unit; ``bytes_per_step`` are the full buffers of all of
     them. ``bytes_per_rank`` and ``padding_bytes`` are those of its parameters. The modules of it
-    that are ``checkpointed`` run under the policy ``checkpointing``.
+    that are ``checkpointed`` run under the policy ``checkpointing``. Shards, gradients and states
+    of a unit that is ``offloaded`` are in host memory.
     """
 
     name: str
@@ -132,6 +133,7 @@ class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_per_step: int
     checkpointing: str = "none"
     checkpointed: tuple[str, ...] = ()
+    offloaded: bool | UnsetType = UNSET
 
     @property
     def roles(self) -> Roles:

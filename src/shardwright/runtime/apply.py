@@ -29,7 +29,7 @@ from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
 from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.fully_shard import attach, check_members
+from shardwright.runtime.fully_shard import attach, check_members, check_offload
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.dstorage import storages_in
@@ -101,6 +101,7 @@ def apply(
     for unit in plan.units:
         _check_unit_blocks(unit, blocks, comm, [members[fqn] for fqn in unit.tensors])
     initial_block = _initial(model)
+    check_offload(comm, any(unit.offloaded is True for unit in plan.units))
     flow = Flow(plan.prefetch, guard)
     if plan.tables:
         _shard_tables(model, plan, blocks, comm, initial_block, flow, folder)
@@ -147,6 +148,7 @@ def _shard_units(
             reshard_after_forward=unit.reshard_after_forward,
             precision=precision,
             zero=unit.roles.zero or 3,
+            offloaded=unit.offloaded is True,
             initial=initial,
         )
         blocks = [model.get_submodule(path) for path in unit.checkpointed]
