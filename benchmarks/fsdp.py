@@ -205,8 +205,13 @@ class Run:
 
 
 _BYTES = {  # by the names in torch's traces
-    **{"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2},
-    **{"unsigned char": 1, "int": 4, "long int": 8},
+    "unsigned char": 1,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "float": 4,
+    "int": 4,
+    "double": 8,
+    "long int": 8,
 }
 
 
