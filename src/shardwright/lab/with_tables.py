@@ -45,7 +45,7 @@ def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all
     check_model(job)
     wanted = found_at_all and step_dtypes(job) in DTYPES
     everything = recorded(job, None if wanted else ())
-    tables = tuple(table.path for table in everything.tables or ())
+    tables = tuple(table.name for table in everything.tables or ())
     reasons = tuple(note for note in everything.notes if note.startswith(NOTE))
     _check_said(job, tables, reasons)
     searched: list[Found] = []
@@ -91,11 +91,12 @@ def _described(recorded: Recorded, paths: Paths | None, reasons: Paths, said: bo
 
 def _ways(job: Job, tables: Paths, everything: Recording) -> Iterator[Paths]:
     """The embeddings that are tables: all but those that shall be dense; without those that are so
-    small that an exchange takes longer; none that need not be."""
+    small that an exchange takes longer; none that need not be. Those of collections always are."""
     forced = job.planner.tables or {}
     most = tuple(path for path in tables if forced.get(path) != "dense")
     yield most
-    free = set(most) - set(forced)
+    collected = {table.name for table in everything.tables or () if table.collected}
+    free = set(most) - set(forced) - collected
     if free and not is_said(job):
         small = small_tables(make_problem(job, model_of(job, everything))) & free
         for without in dict.fromkeys((small, frozenset(free))):
