@@ -238,7 +238,10 @@ class Bags(nn.Module):
         super().__init__()
         self.pooling = pooling
         self.embedding_bags = nn.ModuleDict(
-            {name: nn.EmbeddingBag(rows, dim, mode=pooling) for name, (rows, dim, _) in BAGS.items()}
+            {
+                name: nn.EmbeddingBag(rows, dim, mode=pooling)
+                for name, (rows, dim, _) in BAGS.items()
+            }
         )
 
     def embedding_bag_configs(self) -> list[Any]:
@@ -310,3 +313,35 @@ def collections_batches(batch: int, rank: int, seed: int) -> Iterator[Any]:
         bags = keyed({"user": USERS, "seen": ITEMS, "bought": ITEMS})
         words, shops = keyed({"said": 997}), torch.randint(SHOPS, (batch,), generator=generator)
         yield (bags, words, shops), torch.randint(2, (batch,), generator=generator).float()
+
+
+class Odd(Keyed):
+    """With weights that learn, or another number of bags of its last feature."""
+
+    weighted = uneven = False
+
+    def weights_or_none(self) -> Tensor | None:
+        return torch.ones(len(self.values()), requires_grad=True) if self.weighted else None
+
+    def stride_per_key(self) -> list[int]:
+        bags = len(self.lengths()) // len(self.keys())
+        return [bags] * (len(self.keys()) - 1) + [2 if self.uneven else bags]
+
+
+def odd_collections(batch: int, change: str) -> Any:
+    """Collections with something that a plan cannot have."""
+    model, inputs, loss, clicks = collections(batch)
+    bags, *others = inputs
+    weight = model.bags.embedding_bags["users"].weight
+    if change == "frozen":
+        weight.requires_grad_(False)
+    elif change == "half":
+        model.bags.embedding_bags["users"].half()
+    elif change in ("weighted", "uneven"):
+        bags = Odd(bags.keys(), bags.values(), bags.lengths())
+        bags.weighted, bags.uneven = change == "weighted", change == "uneven"
+    elif change == "unknown":
+        bags = Keyed(bags.keys()[:2], bags.values(), bags.lengths())
+    else:
+        bags = {"user": bags.values()}
+    return model, (bags, *others), loss, clicks

@@ -115,7 +115,7 @@ class Traffic(msgspec.Struct, frozen=True):
     a row travels in ``forward_size`` bytes, one of its gradient in ``backward_size``. ``heads`` are
     the counts that travel with ids, of all ranks. With ``as_asked`` what comes back are the results
     of features, which come each for itself. A rank that is ``alone`` gets rows and gradients where
-    it has them.
+    it has them. Of ``means`` bags the sums are divided, ``mean_elements`` in all.
     """
 
     path: str
@@ -129,6 +129,8 @@ class Traffic(msgspec.Struct, frozen=True):
     heads: int = 0
     as_asked: bool = False
     alone: bool = False
+    means: int = 0
+    mean_elements: int = 0
 
     @property
     def sent_bytes(self) -> int:
@@ -244,6 +246,7 @@ def _send_ids(heap: Ledger, traffic: Traffic, sent: int) -> None:
 
 
 def _join(heap: Ledger, traffic: Traffic) -> None:
+    heap.take(f"{traffic.path}.shares", "activation", traffic.means * FLOAT)
     heap.take(f"{traffic.path}.joined", "activation", traffic.joined * INDEX_BYTES)
 
 
@@ -325,6 +328,7 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
 
 def return_gradients(heap: Ledger, traffic: Traffic) -> None:
     """Gradients of rows go back to the rows' owners, those of replicas with them if they ride."""
+    heap.take(f"{traffic.path}.divided", "communication", traffic.mean_elements * FLOAT)
     if not traffic.asked:
         return
     _replica_gradient(heap, traffic)
@@ -392,6 +396,8 @@ def forget_trip(heap: Ledger, traffic: Traffic) -> None:
     for index in range(len(traffic.asked)):
         heap.free(f"{traffic.path}.order.{index}")
         heap.free(f"{traffic.path}.lengths.{index}")
+    for name in ("shares", "divided"):
+        heap.free(f"{traffic.path}.{name}")
 
 
 def update(heap: Ledger, traffic: Traffic) -> None:

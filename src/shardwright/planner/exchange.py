@@ -95,6 +95,8 @@ class Exchange:
             heads=self.ranks * (3 * len(self._groups) + 1) if steady else 0,
             as_asked=self._comes_as_asked,
             alone=self.ranks == 1,
+            means=sum(bags for bags, _ in self._means),
+            mean_elements=sum(bags * dim for bags, dim in self._means),
         )
 
     @property
@@ -118,6 +120,16 @@ class Exchange:
             return 0
         ids = sum(round(lookups(table, self.batch)) for table in tables) if features[1:] else 0
         return ids + (sum(round(count * size) for _, count, size in features) if jagged else 0)
+
+    @cached_property
+    def _means(self) -> list[tuple[int, int]]:
+        """Bags of every feature whose sums are divided, and the dim of its table."""
+        return [
+            (round(count * size), table.dim)
+            for table in (placed.choice.table for placed in self.tables)
+            if table.jagged and table.pooling == "mean"
+            for _, count, size in _features(table, self.batch)
+        ]
 
     @cached_property
     def _replicas(self) -> tuple[Replicas, ...]:
