@@ -88,10 +88,10 @@ def key_of(job: Job, name: str, field: str) -> str:
 
 def _found(job: Job, table: RecordedTable) -> TableSpec:
     """An embedding of the user's own: its ids are those of a step, and its rows come back one by
-    one, for bags are pooled where they are used."""
-    forced = (job.planner.tables or {}).get(table.path)
-    return TableSpec(
-        table.path,
+    one, for bags are pooled where they are used. A table of a collection has its bags."""
+    forced = (job.planner.tables or {}).get(table.name)
+    found = TableSpec(
+        table.name,
         table.rows,
         table.dim,
         fqn=table.fqn,
@@ -99,6 +99,18 @@ def _found(job: Job, table: RecordedTable) -> TableSpec:
         pooled=False,
         batch_sizes=(table.ids,),
         sharding_types=None if forced is None or forced == "dense" else (forced,),
+    )
+    of = table.collected
+    if not of:
+        return found
+    return msgspec.structs.replace(
+        found,
+        pooled=of.pooling != "none",
+        pooling_factors=of.lengths,
+        batch_sizes=(of.bags,) * len(of.features),
+        module_weighted=of.weighted,
+        features=of.features,
+        pooling_type="mean" if of.pooling == "mean" else UNSET,
     )
 
 

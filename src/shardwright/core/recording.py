@@ -107,19 +107,37 @@ class Series(msgspec.Struct, frozen=True):
         return self.period + (index - self.period) % self.period
 
 
+class Collected(msgspec.Struct, frozen=True):
+    """What a table in a collection is looked up for: ``features`` with the ids of a bag on average,
+    ``lengths``, in ``bags`` bags of each; its weight is ``weight`` of the collection."""
+
+    weight: str
+    features: tuple[str, ...]
+    lengths: tuple[float, ...]
+    bags: int
+    pooling: Literal["sum", "mean", "none"] = "sum"
+    weighted: bool = False
+
+
 class RecordedTable(msgspec.Struct, frozen=True):
-    """The embedding at ``path``, of ``rows`` x ``dim``, whose rows are routed; a step looks ``ids``
-    of them up."""
+    """A table of ``rows`` x ``dim`` whose rows are routed: the embedding at ``path``, or one of the
+    collection there; a step looks ``ids`` of its rows up."""
 
     path: str
     rows: int
     dim: int
     ids: int
+    collected: Collected | UnsetType = UNSET
 
     @property
     def fqn(self) -> str:
         """Its weight's name."""
-        return f"{self.path}.weight"
+        return f"{self.path}.{self.collected.weight if self.collected else 'weight'}"
+
+    @property
+    def name(self) -> str:
+        """How a job calls it: the path of what has the weight."""
+        return self.fqn.removesuffix(".weight")
 
 
 class Recording(msgspec.Struct, frozen=True):

@@ -116,7 +116,8 @@ class Traffic(msgspec.Struct, frozen=True):
     the counts that travel with ids, of all ranks. With ``as_asked`` what comes back are the results
     of features, which come each for itself. A rank that is ``alone`` gets rows and gradients where
     it has them. ``early``: the lookup begins with the forward, and what travels stays until rows
-    are needed; ``late``: the same of gradients until rows are updated.
+    are needed; ``late``: the same of gradients until rows are updated. Of ``means`` bags the sums
+    are divided, ``mean_elements`` in all.
     """
 
     path: str
@@ -132,6 +133,8 @@ class Traffic(msgspec.Struct, frozen=True):
     alone: bool = False
     early: bool = False
     late: bool = False
+    means: int = 0
+    mean_elements: int = 0
 
     @property
     def sent_bytes(self) -> int:
@@ -247,6 +250,7 @@ def _send_ids(heap: Ledger, traffic: Traffic, sent: int) -> None:
 
 
 def _join(heap: Ledger, traffic: Traffic) -> None:
+    heap.take(f"{traffic.path}.shares", "activation", traffic.means * FLOAT)
     heap.take(f"{traffic.path}.joined", "activation", traffic.joined * INDEX_BYTES)
 
 
@@ -339,6 +343,7 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
 
 def return_gradients(heap: Ledger, traffic: Traffic) -> None:
     """Gradients of rows go back to the rows' owners, those of replicas with them if they ride."""
+    heap.take(f"{traffic.path}.divided", "communication", traffic.mean_elements * FLOAT)
     if not traffic.asked:
         return
     _replica_gradient(heap, traffic)
@@ -425,6 +430,8 @@ def forget_trip(heap: Ledger, traffic: Traffic) -> None:
     for index in range(len(traffic.asked)):
         heap.free(f"{traffic.path}.order.{index}")
         heap.free(f"{traffic.path}.lengths.{index}")
+    for name in ("shares", "divided"):
+        heap.free(f"{traffic.path}.{name}")
 
 
 def update(heap: Ledger, traffic: Traffic) -> None:

@@ -100,6 +100,8 @@ class Exchange:
             alone=self.ranks == 1,
             early=self.early,
             late=self.late,
+            means=sum(bags for bags, _ in self._means),
+            mean_elements=sum(bags * dim for bags, dim in self._means),
         )
 
     @property
@@ -123,6 +125,16 @@ class Exchange:
             return 0
         ids = sum(round(lookups(table, self.batch)) for table in tables) if features[1:] else 0
         return ids + (sum(round(count * size) for _, count, size in features) if jagged else 0)
+
+    @cached_property
+    def _means(self) -> list[tuple[int, int]]:
+        """Bags of every feature whose sums are divided, and the dim of its table."""
+        return [
+            (round(count * size), table.dim)
+            for table in (placed.choice.table for placed in self.tables)
+            if table.jagged and table.pooling == "mean"
+            for _, count, size in _features(table, self.batch)
+        ]
 
     @cached_property
     def _replicas(self) -> tuple[Replicas, ...]:

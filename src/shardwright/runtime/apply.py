@@ -23,6 +23,7 @@ from shardwright.core.planning import trained_communication
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, check_mesh, fingerprint_of, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
+from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
@@ -37,6 +38,7 @@ from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.parameter import DTYPES, Member, find_members
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.trace.checkpointing import apply_checkpointing
+from shardwright.trace.tables import collected
 
 HOSTS = ("host", "device")  # dimensions of a mesh of several hosts
 
@@ -306,6 +308,8 @@ def _shard_tables(
         own = model.get_submodule(path)
         if isinstance(own, (nn.Embedding, nn.EmbeddingBag)):
             sharded = RoutedEmbedding(path, own, sharded)
+        elif collected(own):
+            sharded = RoutedCollection(sharded, own)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, sharded)
 

@@ -5,7 +5,7 @@ TorchRec itself is never imported: what goes in and comes out has the methods of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwright.runtime.embeddings.bags import Keyed, keyed_of
 from shardwright.runtime.embeddings.module import Entrance
+from shardwright.trace.tables import collected, is_weighted
 
 
 class Pooled:
@@ -65,12 +66,15 @@ class Sequence:
 
 
 class RoutedCollection(Entrance):
-    """Stands in for an EmbeddingBagCollection or an EmbeddingCollection: features as a
+    """Stands in for ``like``, an EmbeddingBagCollection or an EmbeddingCollection: features as a
     KeyedJaggedTensor -> ``Pooled``, or a ``Sequence`` of each. ``rows`` has its tables."""
 
-    def __init__(self, rows: nn.Module, *, pooled: bool, weighted: bool) -> None:
+    def __init__(
+        self, rows: nn.Module, like: nn.Module, read: Callable[[Any], Keyed] = keyed_of
+    ) -> None:
         super().__init__()
-        self.rows, self.pooled, self.weighted = rows, pooled, weighted
+        self.rows, self.weighted, self._read = rows, is_weighted(like), read
+        self.pooled = all(table.pooling != "none" for table in collected(like))
 
     def forward(self, features: Any) -> Pooled | dict[str, Sequence]:
         """Look every feature up."""
@@ -86,7 +90,7 @@ class RoutedCollection(Entrance):
     def asks(self, *arguments: Any) -> Keyed:
         """Features one after the other."""
         (features,) = arguments
-        given = keyed_of(features)
+        given = self._read(features)
         return given if self.weighted else replace(given, weights=[None] * len(given.names))
 
     def rows_of(self) -> Any:

@@ -41,11 +41,9 @@ from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.units.flow import Flow
-from shardwright.trace.tables import Embedding, own_reason
+from shardwright.trace.tables import Embedding, collected, own_reason
 from shardwright.tracker.tensors import NAMES
 
-_POOLINGS: dict[str, Pooling] = {"sum": "sum", "mean": "mean", "none": "none"}
-_COLLECTIONS = {"embedding_bag_configs": "embedding_bags", "embedding_configs": "embeddings"}
 _WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -211,22 +209,18 @@ def _tables_in(path: str, part: nn.Module) -> Iterator[_Found]:
     start = f"{path}." if path else ""
     if isinstance(part, Embedding):
         names = (path, f"{start}weight", path.rpartition(".")[2])
-        pooling = _POOLINGS.get(part.mode, "sum") if isinstance(part, nn.EmbeddingBag) else "none"
+        pooling: Pooling = "none"
+        if isinstance(part, nn.EmbeddingBag):
+            pooling = "mean" if part.mode == "mean" else "sum"
         feature = path or "weight"
         yield _Found(
             f"{start}weight", tuple(dict.fromkeys(names)), part.weight, pooling, (feature,)
         )
         return
-    for kind, inside in _COLLECTIONS.items():
-        for config in getattr(part, kind)() if hasattr(part, kind) else ():
-            pooling = getattr(config, "pooling", "none")
-            yield _Found(
-                f"{start}{inside}.{config.name}.weight",
-                (config.name,),
-                part.get_parameter(f"{inside}.{config.name}.weight"),
-                _POOLINGS[str(getattr(pooling, "value", pooling)).lower()],
-                tuple(config.feature_names),
-            )
+    for each in collected(part):
+        yield _Found(
+            f"{start}{each.inside}", (each.name,), each.weight, each.pooling, each.features
+        )
 
 
 def _stand_in(path: str, part: nn.Module, sharded: ShardedTables) -> nn.Module:
@@ -235,9 +229,7 @@ def _stand_in(path: str, part: nn.Module, sharded: ShardedTables) -> nn.Module:
             wanted = "an embedding that a table can be"
             raise UnsupportedError(expected(f"embedding '{path}'", wanted, f"one {reason}"))
         return RoutedEmbedding(path, part, sharded, sharded.features[0].name)
-    weighted = getattr(part, "is_weighted", None)
-    pooled = hasattr(part, "embedding_bag_configs")
-    return RoutedCollection(sharded, pooled=pooled, weighted=bool(weighted and weighted()))
+    return RoutedCollection(sharded, part)
 
 
 def _renamed(plan: Plan, names: Mapping[str, str]) -> Iterator[Block]:
