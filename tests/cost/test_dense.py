@@ -14,6 +14,9 @@ from shardwright.cost import dense
 CASES: dict[str, Callable[[Any], Any]] = {
     "compute_seconds": lambda v: dense.compute_seconds(v.operations, v.flops, v.moved, v.c),
     "update_seconds": lambda v: dense.update_seconds(v.payload, v.c),
+    "update_seconds/away": lambda v: dense.update_seconds(v.payload, v.c, away=True),
+    "copy_seconds": lambda v: dense.copy_seconds(v.payload, v.c, away=False),
+    "copy_seconds/away": lambda v: dense.copy_seconds(v.payload, v.c, away=True),
     "fresh_seconds": lambda v: dense.fresh_seconds(v.payload, v.c),
     "gradient_seconds": lambda v: dense.gradient_seconds(v.payload, v.c),
     "communication_seconds/sharded": lambda v: dense.communication_seconds(
@@ -52,6 +55,8 @@ SAMPLES = st.lists(
 C = {
     "compute_rate": 100.0,
     "memory_rate": 10.0,
+    "ddr_rate": 4.0,
+    "host_link_rate": 2.0,
     "operation_latency": 0.5,
     "all_gather_latency": 1.0,
     "all_gather_rate": 10.0,

@@ -63,6 +63,7 @@ VALUES: dict[str, Any] = {
     "data.drift": 0.5,
     "train.steps": 7,
     "train.optimizer": "adagrad",
+    "train.overlap": "rows",
     "train.learning_rate": 0.5,
     "train.table_learning_rate": 0.5,
     "train.table_optimizer": "rowwise_adagrad",
@@ -128,7 +129,7 @@ VALUES: dict[str, Any] = {
 # What a plan does not depend on, for it acts when a job is run: what is read, and how it learns.
 RUN = (
     *("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout"),
-    *("not_finite", "table_folder", "metrics_every", "log", "schedule"),
+    *("not_finite", "table_folder", "metrics_every", "log", "schedule", "overlap"),
 )
 AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
     f"{name}.{key}"

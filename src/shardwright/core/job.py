@@ -328,7 +328,8 @@ def _refuse_unread(job: Job, where: str) -> None:
         beside = f"model.kind '{kind}'"
         if has_tables:
             beside = f"train.optimizer '{job.train.optimizer}' without train.table_optimizer"
-        unread.append(("train", job.train, "table_learning_rate", beside))
+        for key in ("table_learning_rate", "overlap"):
+            unread.append(("train", job.train, key, beside))
         unread.append(("planner", job.planner, "dedup", beside))
     if not has_tables:
         unread.append(("train", job.train, "table_optimizer", f"model.kind '{kind}'"))

@@ -126,8 +126,13 @@ def _check_said(job: Job, tables: Paths, collected: Set[str], reasons: Paths) ->
     if dense:
         wanted = "a sharding type, for its collection looks its tables up at once"
         raise InputError(expected(f"planner.tables.'{dense[0]}'", wanted, "'dense'"))
-    if is_said(job) and not tables:
-        by_rate = job.train.table_optimizer is UNSET
-        key = "train.table_learning_rate" if by_rate else "train.table_optimizer"
+    train = job.train
+    of_tables = {
+        "table_optimizer": train.table_optimizer is not UNSET,
+        "table_learning_rate": train.table_learning_rate is not None,
+        "overlap": train.overlap not in (UNSET, "none"),
+    }
+    key = next((f"train.{key}" for key, given in of_tables.items() if given), None)
+    if key and not tables:
         wanted = "an embedding that can be a table"
         raise InputError(expected(key, wanted, "none", "; ".join(reasons[:MOST_REASONS])))
