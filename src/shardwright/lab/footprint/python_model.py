@@ -232,9 +232,9 @@ def _composed(request: Request, built: Built, routed: Routed, of: StageOf | None
         found = composer.recording()
     except Untraceable as error:
         raise explained(error, module, built.where, built.called) from error
+    found = of.of_stage(found, subject) if of else found
     about = (*_about_units(composer, request), *_not_trained(module, found))
     notes = (*composer.notes, *about, *found.notes)
-    found = of.of_stage(found, subject) if of else found
     return msgspec.structs.replace(found, buffers=storage_bytes(whole), notes=notes)
 
 
@@ -259,7 +259,7 @@ def _run(request: Request, subject: Subject, routed: Routed) -> Callable[[Shorte
                 cast=dtype,
                 apart=shortened.apart,
                 around=applied.around,
-                freezes=request.planned,
+                freezes=True,
                 checkpointed=applied.checkpointed,
             )
             found = record(here)
@@ -281,7 +281,7 @@ def _not_trained(module: nn.Module, found: Recording) -> Iterator[str]:
     names = [n for n, p in module.named_parameters() if p.requires_grad and n in frozen]
     if names:
         more = " and others get" if names[1:] else " gets"
-        yield f"'{names[0]}'{more} no gradient in a step: planned and run as frozen"
+        yield f"'{names[0]}'{more} no gradient in a step: counted and run as frozen"
 
 
 # ---- tensors of one fake mode --------------------------------------------------------------------
