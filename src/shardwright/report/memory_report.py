@@ -334,9 +334,13 @@ def rehearsal_report(
         prose(f"{text}."),
         drawn(phases_sheet(predicted, fullest)),
         drawn(kinds_sheet(predicted, fullest)),
-        drawn(steps_sheet(fullest)) if full else None,
-        drawn(states_sheet(fullest)) if full else None,
+        *(drawn(sheet) for sheet in (_followed_sheets(fullest) if full else ())),
     )
+
+
+def _followed_sheets(measured: Tracked) -> list[Sheet]:
+    found = (steps_sheet(measured), states_sheet(measured))
+    return [sheet for sheet in found if sheet is not None]
 
 
 def steps_sheet(measured: Tracked) -> Sheet:

@@ -59,13 +59,15 @@ class Composer:
     """Records ``model`` by ``run``, which is called while it is shortened; ``every`` is how often
     a policy picks one of its blocks, ``full`` says that it is not to be shortened at all. Modules
     ``apart`` are units of their own beside the parts that repeat, found by their size where it is
-    None; those whose parameters others use as well are none."""
+    None; those whose parameters others use as well are none. Modules ``within`` others, by their
+    paths, are units beside those that they are in."""
 
     model: nn.Module
     run: Run
     every: int = 1
     full: bool = False
     apart: Sequence[str] | None = ()
+    within: Mapping[nn.Module, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def recording(self) -> Recording:
@@ -147,7 +149,17 @@ class Composer:
         inside = {p for modules in units.values() for p in modules[0].parameters()}
         if any(parameter not in inside for parameter in self.model.parameters()):
             units[ROOT] = [self.model]
+        units = self._with_inner(units)
         return Shortened(units, tuple(series), blocks, places, list(self.apart or ()))
+
+    def _with_inner(self, units: dict[str, Sequence[nn.Module]]) -> dict[str, Sequence[nn.Module]]:
+        """Modules within units as units, each before the one that it is in."""
+        found: dict[str, Sequence[nn.Module]] = {}
+        for name, modules in units.items():
+            parts = [part for module in modules for part in module.modules()]
+            found |= {self.within[part]: [part] for part in parts if part in self.within}
+            found[name] = modules
+        return found
 
     def _titles(self, container: Container) -> Iterator[tuple[int, str]]:
         """The names of stretches that repeat: of the first, their container's."""
