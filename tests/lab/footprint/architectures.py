@@ -513,3 +513,21 @@ def a_llama(batch: int, sequence: int, model: dict[str, int]) -> Made:
     module = Llama(job.model.shape, LocalShape(), sequence=sequence)
     tokens, targets = (torch.zeros(batch, sequence, dtype=torch.int64) for _ in range(2))
     return module, tokens, lambda logits: module.loss(logits, targets)
+
+
+class Halfway(Attended):
+    """The first of its layers alone, by their number."""
+
+    def __init__(self, depth: int, run: int) -> None:
+        super().__init__(depth, 32, 4, bias=True, tied=False)
+        self.run = run
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for layer in self.layers[: self.run]:
+            x = layer(x)
+        return self.output(x)
+
+
+def halfway(batch: int, sequence: int, depth: int = 9, run: int = 5) -> Made:
+    return Halfway(depth, run), torch.zeros(batch, sequence, dtype=torch.int64)

@@ -246,7 +246,13 @@ def _composed(
         parts = of.apart(every)
     full = request.full or bool(parts)
     run = _run(request, subject, routed, experts)
-    composer = Composer(module, run, every, full, parts, experts)
+
+    @torch.no_grad()
+    def forward() -> None:
+        routed.asked.clear()
+        module(*subject.inputs, **subject.keywords)
+
+    composer = Composer(module, run, every, full, parts, experts, None if of else forward)
     try:
         found = composer.recording()
     except Untraceable as error:
