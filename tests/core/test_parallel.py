@@ -160,15 +160,15 @@ def test_keys_that_say_nothing_are_refused(
 
 def test_skewed_routing_loads_one_rank_in_a_hundred_more() -> None:
     section = ParallelSection(expert=4, routing="skewed", skew=0.5)
-    median, high = (expert_load(section, SHAPE, quantile) for quantile in ("p50", "p99"))
+    median, high = (expert_load(section, SHAPE.experts, quantile) for quantile in ("p50", "p99"))
     assert 0.9 < median < 1 < high < 3
     wide = ParallelSection(expert=2, routing="skewed", skew=0.5)
-    assert expert_load(wide, SHAPE, "p99") < high
+    assert expert_load(wide, SHAPE.experts, "p99") < high
 
 
 def test_the_mean_of_skewed_loads_is_even() -> None:
     section = ParallelSection(expert=8, routing="skewed", skew=0.0)
-    assert expert_load(section, SHAPE, "p99") == 1.0
+    assert expert_load(section, SHAPE.experts, "p99") == 1.0
 
 
 def test_a_section_gives_the_part_of_a_rank() -> None:

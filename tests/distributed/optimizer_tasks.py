@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from gradient_tasks import Net, inputs, loss_of, net, shard
+from own_models import spared
 from probe_tasks import MESHES, said, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -384,3 +385,60 @@ def muon_goes_on(mesh: DeviceMesh) -> float:
         models.append(full_state_dict(model))
     one, other = models
     return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+# ---- what gets no gradient -----------------------------------------------------------------------
+
+SPARED: dict[str, Make] = {**OPTIMIZERS, "Muon": lambda p: Muon(_matrices(p), lr=0.02)}
+
+
+def _matrices(parameters: Any) -> list[nn.Parameter]:
+    return [p for p in parameters if p.ndim == 2]
+
+
+def _spared(make: Make, model: nn.Module, given: Any, batches: list[list[torch.Tensor]]) -> None:
+    """Steps, each of a backward for every one of its ``batches``."""
+    optimizer = make(given)
+    for batch in batches:
+        optimizer.zero_grad()
+        for x in batch:
+            (model(x).square().mean() / len(batch)).backward()
+        optimizer.step()
+
+
+def spared_apart(mesh: DeviceMesh, zero: int, strategy: str) -> dict[str, float]:
+    """The largest difference of any weight from one process, per optimizer and what it has, in a
+    model of which much gets no gradient, and is not frozen."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    torch.manual_seed(0)
+    made, x = spared()
+    batches = [[x * (1 + 0.3 * r + 0.1 * step) for r in range(size)] for step in range(STEPS)]
+    trained = {name for name, _ in made.named_parameters() if _learns(name)}
+    found = {}
+    for name, make in SPARED.items():
+        true = copy.deepcopy(made)
+        _spared(make, true, true.parameters(), batches)
+        for way in ("model", "groups") if name != "Muon" else ("model",):
+            model = copy.deepcopy(made)
+            for unit in (*model.layers, model):
+                fully_shard_flat(unit, mesh, zero=zero, shard_strategy=strategy)
+            given: Any = model.parameters()
+            if way == "groups":
+                given = optimizer_parameters(model, lambda n, _: {} if n in trained else None)
+            _spared(make, model, given, [[batch[rank]] for batch in batches])
+            found[f"{name} over {way}"] = furthest(model, true)
+    return found
+
+
+def _learns(name: str) -> bool:
+    """Whether a step of :func:`own_models.spared` trains a parameter."""
+    return name.endswith(("weight", "bias")) and not name.startswith(("layers.4", "other"))
+
+
+def flat_tensors_of_spared(mesh: DeviceMesh, zero: int) -> str:
+    """What a step over flat tensors says, of which a part gets no gradient."""
+    torch.manual_seed(0)
+    model, x = spared()
+    for unit in (*model.layers, model):
+        fully_shard_flat(unit, mesh, zero=zero, shard_strategy="flat")
+    return said(lambda: _spared(OPTIMIZERS["SGD"], model, optimizer_parameters(model), [[x]]))

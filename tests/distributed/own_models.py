@@ -47,11 +47,12 @@ def adapted(width: int = 13, depth: int = 4) -> Any:
 
 
 class Spared(torch.nn.Module):
-    """Layers with a parameter each that nothing uses, the last of them not used at all, and a layer
-    beside them."""
+    """Layers with a parameter each that nothing uses, the last ``idle`` of them not used at all,
+    and a layer beside them."""
 
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, width: int, depth: int, idle: int) -> None:
         super().__init__()
+        self.idle = idle
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
         for layer in self.layers:
             layer.spare = torch.nn.Parameter(torch.ones(3))
@@ -59,14 +60,14 @@ class Spared(torch.nn.Module):
         self.other = torch.nn.Linear(width, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers[:-1]:
+        for layer in self.layers[: len(self.layers) - self.idle]:
             x = torch.tanh(layer(x))
         return self.head(x)
 
 
-def spared(width: int = 13, depth: int = 5) -> Any:
+def spared(width: int = 13, depth: int = 5, idle: int = 1) -> Any:
     """A model of which much gets no gradient."""
-    return Spared(width, depth).double(), torch.randn(4, width, dtype=torch.float64)
+    return Spared(width, depth, idle).double(), torch.randn(4, width, dtype=torch.float64)
 
 
 class Dropping(torch.nn.Module):

@@ -147,3 +147,25 @@ def test_muon_refuses_heads_that_do_not_divide_a_matrix() -> None:
     matrix = torch.nn.Parameter(torch.zeros(6, 4))
     with pytest.raises(InputError, match="head_rows of Muon: expected a number that divides the 6"):
         Muon([matrix], head_rows=4)
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("strategy", ["flat", "per_param"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 1, 3])
+def test_what_gets_no_gradient_and_is_not_frozen_stays_as_on_one_process(
+    pool: Pool, world_size: int, zero: int, strategy: str
+) -> None:
+    for found in pool.run(world_size, tasks.spared_apart, zero=zero, strategy=strategy):
+        for name, error in found.items():
+            assert error <= TOLERANCE[world_size], name
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_flat_tensor_of_which_a_part_gets_no_gradient_is_named(pool: Pool, zero: int) -> None:
+    for message in pool.run(2, tasks.flat_tensors_of_spared, zero=zero):
+        assert message.startswith("InputError: other.weight of unit 'Spared': ")
+        assert (
+            "expected a gradient, as others of its flat optimizer tensor have, got none" in message
+        )
+        assert "Give it a group of its own in optimizer_parameters, freeze it" in message

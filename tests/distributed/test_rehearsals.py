@@ -60,6 +60,38 @@ def test_a_random_job_takes_what_its_estimate_says(pool: Pool, seed: int) -> Non
     given = document(seed)
     if given["model"]["kind"] == "llama":
         del given["data"]
+    _check_as_estimated(pool, given)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        *({"runtime": "shardwright", "zero": zero} for zero in (3, 1, 2)),
+        {"runtime": "fsdp2"},
+    ],
+    ids=str,
+)
+def test_what_gets_no_gradient_is_rehearsed_as_it_is_counted(
+    pool: Pool, memory: dict[str, Any], optimizer: str
+) -> None:
+    """Without gradient and states: in layers, beside them, and one that nothing runs, of which a
+    stage of ZeRO makes no copy for computing."""
+    idle = 0 if memory.get("zero", 3) < 3 else 1
+    _check_as_estimated(
+        pool,
+        {
+            "model": {"python": "own_models:spared", "arguments": {"width": 32, "idle": idle}},
+            "data": {"python": "own_models:batches_of_adapted"},
+            "cluster": {"world_size": 2},
+            "memory": memory,
+            "train": {"optimizer": optimizer},
+        },
+    )
+
+
+def _check_as_estimated(pool: Pool, given: dict[str, Any]) -> None:
     job = among(parse_job(given), given["cluster"]["world_size"])
     predicted = estimated(job).worst
     for _ in range(TRIES):

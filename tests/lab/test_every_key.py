@@ -223,10 +223,10 @@ def test_a_key_that_no_run_of_the_kind_reads_is_refused_by_name(kind: str, key: 
 @pytest.mark.parametrize(
     ("kind", "key"),
     [
+        *itertools.product(["dlrm", "transformer", "python"], ["sequence"]),
         *itertools.product(
-            ["dlrm", "transformer", "python"], ["sequence", "routing", "expert_load"]
+            ["dlrm", "transformer"], ["schedule", "chunks", "routing", "expert_load"]
         ),
-        *itertools.product(["dlrm", "transformer"], ["schedule", "chunks"]),
     ],
 )
 def test_what_divides_a_llama_is_refused_of_other_kinds(kind: str, key: str) -> None:

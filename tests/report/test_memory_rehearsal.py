@@ -6,13 +6,14 @@ import msgspec
 from footprints import MIB, footprint
 from rich.console import Console
 
-from shardwright.core.footprint import PhasePeak, Tracked
+from shardwright.core.footprint import PhasePeak, Snapshot, State, Tracked
 from shardwright.report.memory_report import rehearsal_report
 
 
-def flowed(measured: Tracked) -> str:
+def flowed(measured: Tracked, *, full: bool = False) -> str:
     out = io.StringIO()
-    Console(width=120, no_color=True, file=out).print(rehearsal_report(footprint(), [measured]))
+    shown = rehearsal_report(footprint(), [measured], full=full)
+    Console(width=120, no_color=True, file=out).print(shown)
     return " ".join(out.getvalue().split())
 
 
@@ -48,3 +49,25 @@ def test_a_phase_that_was_not_measured_is_left_out() -> None:
     text = flowed(msgspec.structs.replace(told, phases=told.phases[:2]))
     assert "forward 22.12 GiB" in text
     assert "step 12" not in text
+
+
+def test_a_full_report_has_every_step_and_modules_as_they_are_entered_and_left() -> None:
+    told = measured()
+    moments: dict[State, int] = {
+        "before pre-forward": 1,
+        "peak forward": 3,
+        "after post-forward": 2,
+    }
+    seen = [
+        Snapshot(name, state, step, call, size * more * MIB, {})
+        for name, more in (("", 1), ("head", 10))
+        for step, call in ((1, 1), (2, 1), (2, 2))
+        for state, size in moments.items()
+    ]
+    steps = tuple(PhasePeak(f"iteration {k}", k * MIB, {}, f"at {k}") for k in (1, 2))
+    told = msgspec.structs.replace(told, iterations=steps, snapshots=tuple(seen))
+    text = flowed(told, full=True)
+    assert "1 1.00 MiB at 1 2 2.00 MiB at 2 A step before them" in text
+    assert "around every module, in step 2" in text
+    assert "head 10.00 MiB 30.00 MiB 20.00 MiB - - -" in text
+    assert "every step" not in flowed(told)

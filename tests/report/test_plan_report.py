@@ -317,3 +317,27 @@ def test_a_plan_without_tables_speaks_of_none(full: bool) -> None:
     assert "4 samples of 16 tokens per rank and step" in text
     for words in ("mbedding tables", "Lookups", "kernel", "ids in", "--tensor", "for a table"):
         assert words not in text
+
+
+def test_a_full_report_has_what_each_proposer_did() -> None:
+    made = plan(
+        parse_job(
+            {
+                "tables": [{"name": name, "rows": 1000, "dim": 16} for name in "ab"],
+                "cluster": {"world_size": 2},
+                "planner": {
+                    "search": "proposers",
+                    "proposers": [{"kind": "greedy"}, {"kind": "uniform"}],
+                },
+            }
+        )
+    )
+    assert made.search.attempts
+    greedy, uniform = made.search.attempts
+    assert greedy.proposals + uniform.proposals == made.search.proposals
+    for attempt in (greedy, uniform):
+        assert f"{attempt.name} {attempt.proposals} {attempt.plans} {attempt.repeats}" in flowed(
+            made, full=True
+        )
+    assert "Proposers, in turn" not in flowed(made)
+    assert not tables_plan().search.attempts

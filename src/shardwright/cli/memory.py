@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shared.job_argument(parser)
     parser.add_argument("--rank", metavar="NAME", help="the class of ranks to show in detail")
-    parser.add_argument("--full", action="store_true", help="every class, module and tensor")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every class, module and tensor; of what is measured, every step and module, too",
+    )
     parser.add_argument(
         "--timeline",
         type=Path,
@@ -71,7 +75,7 @@ def execute(options: argparse.Namespace) -> int:
             fullest = max(measured, key=lambda each: each.peak.bytes)
             report["real"] = {
                 "predicted": as_report(predicted, predicted.worst),
-                "measured": msgspec.structs.replace(fullest, snapshots=()),
+                "measured": fullest if options.full else without_states(fullest),
                 "peak_bytes_of_ranks": [each.peak.bytes for each in measured],
                 "ratio": predicted.worst.peak_bytes / fullest.peak.bytes,
             }
@@ -79,6 +83,11 @@ def execute(options: argparse.Namespace) -> int:
     else:
         _show(found, rank, real, full=options.full)
     return EXIT_NO_PLAN if found.verdict == "does not fit" else EXIT_OK
+
+
+def without_states(measured: Tracked) -> Tracked:
+    """What was measured but for every state of every module, which is long."""
+    return msgspec.structs.replace(measured, snapshots=())
 
 
 def _show(
@@ -95,7 +104,7 @@ def _show(
         from shardwright.report.memory_report import rehearsal_report
 
         print()
-        shared.show(rehearsal_report(*real))
+        shared.show(rehearsal_report(*real, full=full))
 
 
 def _rehearsed(job: Job, ranks: int | None) -> tuple[Footprint, list[Tracked]]:

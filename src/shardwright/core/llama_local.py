@@ -85,10 +85,19 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def received_rows(self, shape: LlamaShape, rows: int) -> int:
         """Rows that this rank's experts work on where every rank sends ``rows``."""
-        if self.capacity_factor is not None:
-            each = math.ceil(rows / shape.experts * self.capacity_factor)
-            return each * self.expert * self.experts(shape)
-        return math.ceil(rows * self.expert_load)
+        return received_rows(
+            rows, shape.experts, self.expert, self.expert_load, self.capacity_factor
+        )
+
+
+def received_rows(
+    rows: int, experts: int, degree: int, load: float, capacity_factor: float | None
+) -> int:
+    """Rows that the experts of one of ``degree`` ranks work on where every rank sends ``rows``."""
+    if capacity_factor is not None:
+        each = math.ceil(rows / experts * capacity_factor)
+        return each * degree * (experts // degree)
+    return math.ceil(rows * load)
 
 
 def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Annotated, Literal
 
 import msgspec
@@ -13,17 +16,15 @@ from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape, LossKind, check_local
 from shardwright.core.pipelining import chunk_count
 
+LLAMA_EXPERTS = ("layers.*.moe.experts",)
 MAX_WORLD = 2**20  # ranks in a job whose memory is estimated
 # Degrees, and what says how they divide a model: of a llama alone, and of a user's module as well
-LLAMA_ONLY = ("context", "expert", "sequence", "routing", "expert_load")
+LLAMA_ONLY = ("context", "sequence")
+OF_EXPERTS = ("expert", "routing", "expert_load")
 OF_PIPELINES = ("pipeline", "schedule", "chunks")
 DEGREES = ("context", "expert", "pipeline")
 # What a module of the user's own does in place of degrees that only a llama has.
-INSTEAD = {
-    "expert": "Leave it out: experts that all ranks shard keep as much on each, and gather more. "
-    "Under ddp build those of one rank, for the tokens that it receives.",
-    "context": "Give one rank's share of the sequence as batch.sequence.",
-}
+INSTEAD = {"context": "Give one rank's share of the sequence as batch.sequence."}
 DEFAULT_CAPACITY = 1.25
 DEFAULT_SKEW = 0.3
 
@@ -31,8 +32,9 @@ Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 Rest = Annotated[int, msgspec.Meta(ge=-1, le=MAX_WORLD)]
 Quantile = Literal["p50", "p99"]
 # How a layer of a user's module is cut over tensor ranks: outputs of a Linear or columns of an
-# Embedding, which stay apart or are gathered; or inputs or rows, whose results are summed.
-Style = Literal["colwise", "colwise_rep", "rowwise"]
+# Embedding, which stay apart or are gathered; or inputs or rows, whose results are summed. And of a
+# stack of experts: some of them on each of the ranks that share them.
+Style = Literal["colwise", "colwise_rep", "rowwise", "expert"]
 # Deviations from the mean of a normal distribution below which that share lies.
 QUANTILES: dict[Quantile, float] = {"p50": 0.0, "p99": 2.3263478740408408}
 
@@ -49,8 +51,8 @@ class ParallelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``capacity_factor`` times that, or a random share whose deviation between experts is ``skew``
     times the mean, of which the median is shown, and one in a hundred where ``expert_load`` is p99.
 
-    ``parallelize_plan`` names the layers of a user's module that ``tensor`` cuts, by paths in which
-    ``*`` stands for any part.
+    ``parallelize_plan`` names the layers of a user's module that ``tensor`` cuts and the experts
+    that ``expert`` does, by paths in which ``*`` stands for any part.
     """
 
     data_replicate: Degree = 1
@@ -101,6 +103,22 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.expert == 1:
             return self.shards
         return self.data_shard * self.context * self.tensor // self.expert
+
+
+@lru_cache(maxsize=2**16)
+def fits(path: str, pattern: str) -> bool:
+    """Whether a pattern, in which ``*`` stands for any part of a path, names a module."""
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def experts_of(section: ParallelSection, kind: str) -> tuple[str, ...]:
+    """Patterns of the modules that ``expert`` divides."""
+    if kind == "llama":
+        return LLAMA_EXPERTS
+    return tuple(
+        name for name, style in (section.parallelize_plan or {}).items() if style == "expert"
+    )
 
 
 def fixed_world(section: ParallelSection) -> int | None:
@@ -182,7 +200,7 @@ def check_parallel(section: ParallelSection, kind: str, where: str) -> None:
 
 def _check_kind(section: ParallelSection, kind: str, where: str) -> None:
     """Refuse what does not divide this kind of model."""
-    none = {"llama": (), "python": LLAMA_ONLY}.get(kind, (*LLAMA_ONLY, *OF_PIPELINES))
+    none = {"llama": (), "python": LLAMA_ONLY}.get(kind, (*LLAMA_ONLY, *OF_EXPERTS, *OF_PIPELINES))
     usual = ParallelSection()
     for name in none:
         value, standard = getattr(section, name), getattr(usual, name)
@@ -195,7 +213,7 @@ def _check_kind(section: ParallelSection, kind: str, where: str) -> None:
             remedy = "Only a llama is divided by it."
             if kind == "python":
                 remedy = f"{remedy} {INSTEAD[name]}"
-        if name == "pipeline":
+        if name in ("pipeline", "expert"):
             remedy = "A llama is divided by it, or a module of your own."
         raise InputError(expected(spot, wanted, repr(value), remedy))
 
@@ -206,24 +224,40 @@ def _check_tensor(section: ParallelSection, kind: str, where: str) -> None:
     if plan is not UNSET and kind != "python":
         what = f"no such key for kind '{kind}'"
         raise InputError(expected(f"{where}: parallel.parallelize_plan", what, "one"))
-    if section.tensor == 1 or kind == "llama":
-        return
-    if kind != "python":
+    if kind == "python":
+        _check_python(section, plan or {}, where)
+    elif section.tensor > 1 and kind != "llama":
         remedy = "A llama is divided by it, or a module of your own."
+        found = str(section.tensor)
         raise InputError(
-            expected(
-                f"{where}: parallel.tensor", f"1 for kind '{kind}'", str(section.tensor), remedy
-            )
+            expected(f"{where}: parallel.tensor", f"1 for kind '{kind}'", found, remedy)
         )
-    if not plan:
-        raise InputError(
-            expected(
-                f"{where}: parallel.parallelize_plan",
-                "which layers parallel.tensor cuts",
-                "none",
-                'Such as { "layers.*.up" = "colwise", "layers.*.down" = "rowwise" }.',
-            )
-        )
+
+
+def _check_python(section: ParallelSection, plan: Mapping[str, Style], where: str) -> None:
+    """The job says how a degree divides a module of the user's own; experts on tensor ranks, which
+    all have the same tokens, are not looked at."""
+    for name, value, example, named in (
+        (
+            "tensor",
+            section.tensor,
+            '"layers.*.up" = "colwise", "layers.*.down" = "rowwise"',
+            any(style != "expert" for style in plan.values()),
+        ),
+        (
+            "expert",
+            section.expert,
+            '"layers.*.moe.experts" = "expert"',
+            "expert" in plan.values(),
+        ),
+    ):
+        if value > 1 and not named:
+            spot, what = f"{where}: parallel.parallelize_plan", "modules" if plan else "layers"
+            wanted = f"which {what} parallel.{name} cuts"
+            raise InputError(expected(spot, wanted, "none", f"Such as {{ {example} }}."))
+    if section.expert > 1 and section.tensor > 1:
+        wanted = "1 beside parallel.tensor of a module of your own"
+        raise InputError(expected(f"{where}: parallel.expert", wanted, str(section.expert)))
 
 
 def check_divides(
@@ -257,7 +291,14 @@ def check_divides(
         )
 
 
-def expert_load(section: ParallelSection, shape: LlamaShape, quantile: Quantile) -> float:
+def capacity_of(section: ParallelSection) -> float | None:
+    """How many times their even share experts take, where they take no more; else None."""
+    if section.routing != "capacity" or section.expert == 1:
+        return None
+    return section.capacity_factor or DEFAULT_CAPACITY
+
+
+def expert_load(section: ParallelSection, experts: int, quantile: Quantile) -> float:
     """Rows that a rank's experts receive, relative to even routing, in one rank of a hundred for
     ``p99`` and in every second for ``p50``.
 
@@ -267,7 +308,7 @@ def expert_load(section: ParallelSection, shape: LlamaShape, quantile: Quantile)
     if section.routing != "skewed" or section.expert == 1:
         return 1.0
     skew = DEFAULT_SKEW if section.skew is None else section.skew
-    spread = skew / math.sqrt(shape.experts / section.expert)
+    spread = skew / math.sqrt(experts / section.expert)
     variance = math.log1p(spread**2)
     return math.exp(-variance / 2 + QUANTILES[quantile] * math.sqrt(variance))
 
@@ -284,9 +325,6 @@ def local_shape(
     where: str = "job: parallel",
 ) -> LocalShape:
     """The part of a llama on one rank of the mesh; InputError where it cannot be divided so."""
-    capacity = None
-    if section.routing == "capacity" and found.expert > 1:
-        capacity = section.capacity_factor or DEFAULT_CAPACITY
     local = LocalShape(
         tensor=found.tensor,
         sequence_parallel=found.sequence,
@@ -295,8 +333,8 @@ def local_shape(
         first=first,
         last=last,
         layers=layers,
-        expert_load=expert_load(section, shape, section.expert_load),
-        capacity_factor=capacity,
+        expert_load=expert_load(section, shape.experts, section.expert_load),
+        capacity_factor=capacity_of(section),
         loss=loss,
     )
     check_local(shape, local, where)

@@ -185,13 +185,27 @@ class Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     zero: Zero | UnsetType = UNSET
 
 
+class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a proposer did: new proposals, plans among them, and proposals made before.
+
+    ``stopped`` says why it made none or no more of them; empty if it went to its end.
+    """
+
+    name: str
+    proposals: int
+    plans: int
+    repeats: int
+    stopped: str
+
+
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the plan was found.
 
     ``options`` were looked at, ``slow_kernels`` says whether all kernels with weights in host
     memory were among them, or only those that no faster one replaces. ``proved_seconds`` is a bound
     that the search itself has proved. ``skipped`` says what was not tried, and why. ``tried`` are
-    checkpointing policies, where there was a choice and memory made one.
+    checkpointing policies, where there was a choice and memory made one, ``attempts`` what each
+    proposer did, where there are several.
     """
 
     name: str
@@ -203,6 +217,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proved_seconds: float = 0.0
     skipped: tuple[str, ...] = ()
     tried: tuple[Tried, ...] | UnsetType = UNSET
+    attempts: tuple[Attempt, ...] | UnsetType = UNSET
 
 
 class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):

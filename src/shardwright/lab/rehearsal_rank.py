@@ -83,6 +83,8 @@ def _shard(model: nn.Module, units: list[RecordedUnit], job: Job, mesh: DeviceMe
     section = memory_of(job)
     how = sharding(section, degrees_of(job, mesh.size()), on_gpu=False)
     precision = MixedPrecisionPolicy(DTYPES[section.param_dtype], DTYPES[section.reduce_dtype])
+    for fqn in (name for unit in units for name in unit.frozen):
+        model.get_parameter(fqn).requires_grad_(False)  # what gets no gradient, as a plan runs it
     for unit in units:
         modules = [model.get_submodule(path) for path in unit.modules]
         frees = how.reshard_after_forward and unit.name not in how.kept
@@ -113,7 +115,7 @@ def main() -> int:
         comm.start("gloo", TIMEOUT, rank, world_size, store)
         try:
             found = followed(job, init_device_mesh("cpu", (world_size,)))
-            write_document(msgspec.structs.replace(found, snapshots=()), tracked_file(folder, rank))
+            write_document(found, tracked_file(folder, rank))
             heartbeat.mark("done")
         finally:
             comm.stop()

@@ -16,7 +16,7 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
 from shardwright.memory.fsdp2_sizes import UnitSizes, local_chunk, unit_sizes
 from shardwright.memory.ledger import GradientRule, Ledger
-from shardwright.memory.machine import EXPERTS, Count, Sharding, Units
+from shardwright.memory.machine import Count, Sharding, Units
 from shardwright.memory.pieces import STAYING
 
 
@@ -53,7 +53,7 @@ class FSDP2:
                 tensors,
                 self.sharding,
                 self.sharding.shards_of(name),
-                experts=name.endswith(EXPERTS),
+                experts=self.sharding.is_experts(name),
                 frozen=self.frozen,
             )
             for name, tensors in self.units.items()
@@ -82,7 +82,9 @@ class FSDP2:
     def updated(self) -> list[TensorSpec]:
         """The first rank's chunk of every parameter."""
         return [
-            local_chunk(tensor, self.sharding.shards_of(name), experts=name.endswith(EXPERTS))
+            local_chunk(
+                tensor, self.sharding.shards_of(name), experts=self.sharding.is_experts(name)
+            )
             for name, tensors in self.units.items()
             for tensor in tensors
             if tensor.fqn not in self.frozen

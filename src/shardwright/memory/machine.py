@@ -8,13 +8,13 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from shardwright.core.parallel import LLAMA_EXPERTS, fits
 from shardwright.core.placement import Zero
 from shardwright.core.schedule import Prefetch
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
 from shardwright.memory.ledger import GradientRule, Ledger
 
-EXPERTS = ".moe.experts"  # the end of the name of a unit of experts
 Units = Mapping[str, Sequence[TensorSpec]]
 # When gradients are summed over ranks: after every backward, unit by unit; after that of the last
 # microbatch, unit by unit; or when that is over, as a pipeline does it, which until then also
@@ -34,7 +34,8 @@ class Sharding(msgspec.Struct, frozen=True):
     and ``zero`` are of our own runtime: how many units are on their way while one computes, whether
     a unit is cut as one buffer or each of its parameters by itself, and below 3 that units which
     are shared are whole between steps, too. Shares, gradients and states of all units with
-    ``offload``, or of those in ``offloaded``, are in host memory.
+    ``offload``, or of those in ``offloaded``, are in host memory. ``experts`` name units,
+    with ``*`` for any part.
     """
 
     shards: int = 1
@@ -54,6 +55,11 @@ class Sharding(msgspec.Struct, frozen=True):
     on_gpu: bool = True
     offload: bool = False
     offloaded: frozenset[str] = frozenset()
+    experts: tuple[str, ...] = LLAMA_EXPERTS
+
+    def is_experts(self, unit: str) -> bool:
+        """Whether a unit has nothing but experts that other ranks do not have."""
+        return any(fits(unit, pattern) for pattern in self.experts)
 
     def on_host(self, unit: str) -> bool:
         """Whether a rank's shares of a unit are in host memory."""
@@ -67,7 +73,7 @@ class Sharding(msgspec.Struct, frozen=True):
         """Ranks that share a unit: experts that other ranks do not have are shared by fewer."""
         if unit in self.replicated or self.shares != "all":
             return 1
-        return self.expert_shards if unit.endswith(EXPERTS) else self.shards
+        return self.expert_shards if self.is_experts(unit) else self.shards
 
     def stays(self, unit: str) -> bool:
         """Whether parameters that ranks share are whole between steps."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
 from shardwright.memory.ledger import GradientRule, Ledger
-from shardwright.memory.machine import EXPERTS, Count, Sharding, Units
+from shardwright.memory.machine import Count, Sharding, Units
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class Megatron(Replicated):
         found = []
         for unit, its in self.units.items():
             sharding = self.sharding
-            shards = sharding.expert_shards if unit.endswith(EXPERTS) else sharding.shards
+            shards = sharding.expert_shards if sharding.is_experts(unit) else sharding.shards
             numel = sum(t.numel for t in its if t.fqn not in self.frozen)
             part = math.ceil(numel / (shards if sharding.shares == "states" else 1))
             found.append(TensorSpec(unit, (part,), "fp32"))

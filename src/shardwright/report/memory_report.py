@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from shardwright.core.footprint import Footprint, ModuleMemory, RankMemory, Tracked
+from shardwright.core.footprint import Footprint, ModuleMemory, RankMemory, State, Tracked
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind, category, in_order
 from shardwright.report.sheet import Cell, Column, Sheet, number, sheet_of, text
@@ -316,8 +316,11 @@ AMONG = "Run on this machine: two steps on {} CPU ranks under {}"
 SAME: dict[Kind, Kind] = {"output": "activation", "unreduced_gradient": "gradient"}
 
 
-def rehearsal_report(predicted: Footprint, measured: Sequence[Tracked]) -> RenderableType:
-    """Of the fullest rank phases, and categories at the measured peak."""
+def rehearsal_report(
+    predicted: Footprint, measured: Sequence[Tracked], *, full: bool = False
+) -> RenderableType:
+    """Of the fullest rank phases, and categories at the measured peak; in ``full`` the peak of
+    every step, and modules as they were entered and left."""
     peaks = [each.peak.bytes for each in measured]
     fullest = measured[peaks.index(max(peaks))]
     how = predicted.settings["runtime"]
@@ -331,6 +334,59 @@ def rehearsal_report(predicted: Footprint, measured: Sequence[Tracked]) -> Rende
         prose(f"{text}."),
         drawn(phases_sheet(predicted, fullest)),
         drawn(kinds_sheet(predicted, fullest)),
+        *(drawn(sheet) for sheet in (_followed_sheets(fullest) if full else ())),
+    )
+
+
+def _followed_sheets(measured: Tracked) -> list[Sheet]:
+    found = (steps_sheet(measured), states_sheet(measured))
+    return [sheet for sheet in found if sheet is not None]
+
+
+def steps_sheet(measured: Tracked) -> Sheet:
+    """The measured peak of every step, after one that makes what stays."""
+    return sheet_of(
+        "Measured peak of every step",
+        tuple(enumerate(measured.iterations, 1)),
+        (
+            text("step", lambda each: str(each[0])),
+            number("peak", lambda each: format_bytes(each[1].bytes)),
+            text("at", lambda each: printable(each[1].at)),
+        ),
+        "A step before them made the optimizer's states.",
+    )
+
+
+# Moments of a module's step, and how a table calls them.
+_MOMENTS: dict[State, str] = {
+    "before pre-forward": "before its\nforward",
+    "peak forward": "most in it",
+    "after post-forward": "after it",
+    "before pre-backward": "before its\nbackward",
+    "peak backward": "most in it",
+    "after post-backward": "after it",
+}
+
+
+def states_sheet(measured: Tracked) -> Sheet | None:
+    """Live bytes as every module was entered and left in the last step, in its first call; None
+    where no modules were followed."""
+    if not measured.snapshots:
+        return None
+    last = max(each.iteration for each in measured.snapshots)
+    rows: dict[str, dict[State, int]] = {}
+    for each in measured.snapshots:
+        if each.iteration == last and each.call <= 1:
+            rows.setdefault(each.module, {}).setdefault(each.state, each.bytes)
+    return Sheet(
+        f"Measured live bytes around every module, in step {last}",
+        (Column("module"), *(Column(title, numeric=True) for title in _MOMENTS.values())),
+        tuple(
+            (printable(name), *(_size(states.get(moment, 0)) for moment in _MOMENTS))
+            for name, states in rows.items()
+            if "before pre-forward" in states
+        ),
+        "All that is alive on the rank, with what a unit gathers and reduces around a module.",
     )
 
 

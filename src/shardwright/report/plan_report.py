@@ -97,7 +97,26 @@ def _every_sheet(plan: Plan, statistics: Statistics) -> list[Sheet | None]:
         *(sheets.ledger_sheet(ledger) for ledger in statistics.ledgers),
         sheets.bottlenecks_sheet(plan, statistics) if tabled else None,
         kernels_sheet(statistics) if tabled else None,
+        attempts_sheet(plan),
     ]
+
+
+def attempts_sheet(plan: Plan) -> Sheet | None:
+    """What each proposer proposed; None where no proposers were asked."""
+    if not plan.search.attempts:
+        return None
+    return sheet_of(
+        "Proposers, in turn",
+        plan.search.attempts,
+        (
+            text("proposer", lambda attempt: printable(attempt.name)),
+            number("proposals", lambda attempt: f"{attempt.proposals:,}"),
+            number("that fit", lambda attempt: f"{attempt.plans:,}"),
+            number("made before", lambda attempt: f"{attempt.repeats:,}"),
+            text("ended", lambda attempt: printable(attempt.stopped) or "at its end"),
+        ),
+        "A proposal that was made before is not placed again.",
+    )
 
 
 def kernels_sheet(statistics: Statistics) -> Sheet:

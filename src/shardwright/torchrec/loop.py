@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from shardwright.core.cluster import Cluster
+from shardwright.core.plan import Attempt
 from shardwright.core.planning import PartitionerSection
 from shardwright.planner.choice import Choice
 from shardwright.planner.search.watch import Watch
@@ -27,20 +28,6 @@ from shardwright.torchrec.candidate import (
 )
 from shardwright.torchrec.partitioners import OutOfTimeError, place, rank_ms
 from shardwright.torchrec.room import NoRoomError, Shortfall
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What a proposer did: new proposals, plans among them, and proposals made before.
-
-    ``stopped`` says why it made none or no more of them; empty if it went to its end.
-    """
-
-    name: str
-    proposals: int
-    plans: int
-    repeats: int
-    stopped: str
 
 
 @dataclass(frozen=True, slots=True)

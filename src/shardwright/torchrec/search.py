@@ -57,6 +57,7 @@ def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
         found.proposals,
         found.plans,
         skipped=tuple(f"{name}: {why}" for name, why in found.skipped.items()),
+        attempts=found.attempts,
     )
 
 

@@ -1,8 +1,10 @@
 """A recording of a module made from few of the parts that repeat in it, and checked.
 
 The module runs with three periods of every stretch of parts that are alike, and once more with
-four: unfolded to four, the first recording must say of every piece what the second one does. Where
-it does not, or where the module will not run with fewer parts, it is recorded in full.
+four: unfolded to four, the first recording must say of every piece what the second one does. And in
+a forward of the whole module, in which one part does what it does and those like it hand on what
+that one gave, the same parts must run. Where one of this is not so, or where the module will not
+run with fewer parts, it is recorded in full.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import msgspec
+import torch
 from torch import nn
 
 from shardwright.core.recording import (
@@ -22,6 +26,7 @@ from shardwright.core.recording import (
     Recording,
     Series,
     Touch,
+    Unfolded,
     moments,
 )
 from shardwright.core.tensor import TensorSpec
@@ -30,6 +35,7 @@ from shardwright.trace.checks import Untraceable, first_line
 from shardwright.trace.module import NoUnitsError
 from shardwright.trace.structure import FEW, Container, containers, large_parts, repeats
 from shardwright.tracker.private import own_buffers, own_children
+from shardwright.tracker.tensors import map_tensors
 
 ROOT = ""  # the unit of everything that is in no other
 # The first call of an operator may differ: torch 2.13 remembers of mkldnn's RNN that its gradients
@@ -59,13 +65,16 @@ class Composer:
     """Records ``model`` by ``run``, which is called while it is shortened; ``every`` is how often
     a policy picks one of its blocks, ``full`` says that it is not to be shortened at all. Modules
     ``apart`` are units of their own beside the parts that repeat, found by their size where it is
-    None; those whose parameters others use as well are none."""
+    None; those whose parameters others use as well are none. Modules ``within`` others, by their
+    paths, are units beside those that they are in. ``forward`` runs the whole module once."""
 
     model: nn.Module
     run: Run
     every: int = 1
     full: bool = False
     apart: Sequence[str] | None = ()
+    within: Mapping[nn.Module, str] = field(default_factory=dict)
+    forward: Callable[[], object] | None = None
     notes: list[str] = field(default_factory=list)
 
     def recording(self) -> Recording:
@@ -78,7 +87,7 @@ class Composer:
         for _ in range(ATTEMPTS):
             try:
                 found = self._run(dict.fromkeys(self.left_out, FEW))
-                reason = self._differs(found)
+                reason = self._differs(found) or self._run_otherwise(found)
             except Untraceable as error:
                 reason = f"it does not run with fewer ({first_line(error.cause)})"
                 break
@@ -112,6 +121,28 @@ class Composer:
             if not alike(found, more):
                 return "what they keep does not go up evenly with their number"
         return ""
+
+    def _run_otherwise(self, found: Recording) -> str:
+        """Why parts of the whole module do not run as an unfolded recording has it."""
+        if self.forward is None:
+            return ""
+        ran: set[str] = set()
+        with unchanged(self.model):
+            for container in self.containers:
+                for index, _ in self._titles(container):
+                    cut, gave = container.stretches[index], dict[int, Any]()
+                    for place, k in enumerate(cut.every):
+                        part, name = container.children[k], container.names[k]
+                        passing = _passing(part, name, gave, place % cut.period, ran)
+                        vars(part)["forward"] = passing
+            try:
+                self.forward()
+            except Exception:  # as modules fail that look at what a part of them gave
+                return ""
+        entered = {m.unit for m in Unfolded(found).forward if m.piece.point == "enter"}
+        units = [c.names[k] for c in self.containers for k in c.units]
+        other = [name for name in units if (name in entered) != (name in ran)]
+        return f"'{other[0]}' does not run as it would among few" if other else ""
 
     def _run(self, periods: Mapping[str, int]) -> Recording:
         """A recording with so many periods of each series, of others all there are."""
@@ -147,7 +178,17 @@ class Composer:
         inside = {p for modules in units.values() for p in modules[0].parameters()}
         if any(parameter not in inside for parameter in self.model.parameters()):
             units[ROOT] = [self.model]
+        units = self._with_inner(units)
         return Shortened(units, tuple(series), blocks, places, list(self.apart or ()))
+
+    def _with_inner(self, units: dict[str, Sequence[nn.Module]]) -> dict[str, Sequence[nn.Module]]:
+        """Modules within units as units, each before the one that it is in."""
+        found: dict[str, Sequence[nn.Module]] = {}
+        for name, modules in units.items():
+            parts = [part for module in modules for part in module.modules()]
+            found |= {self.within[part]: [part] for part in parts if part in self.within}
+            found[name] = modules
+        return found
 
     def _titles(self, container: Container) -> Iterator[tuple[int, str]]:
         """The names of stretches that repeat: of the first, their container's."""
@@ -155,6 +196,23 @@ class Composer:
         path = container.path or type(container.module).__name__
         for number, index in enumerate(found):
             yield index, f"{path}+{number}" if number else path
+
+
+def _passing(
+    part: nn.Module, name: str, gave: dict[int, Any], kind: int, ran: set[str]
+) -> Callable[..., Any]:
+    """A forward that says that it runs; after the first of its kind its results are like that
+    one's."""
+    own = part.forward
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        ran.add(name)
+        if kind not in gave:
+            gave[kind] = own(*arguments, **keywords)
+            return gave[kind]
+        return map_tensors(torch.empty_like, gave[kind])
+
+    return forward
 
 
 def alike(few: Recording, more: Recording) -> bool:

@@ -133,6 +133,57 @@ class Experts(nn.Module):
         return x + found.view_as(x)
 
 
+class Stacked(nn.Module):
+    """Experts [experts, ...] alone, given places [experts, places, width]."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(experts, width, 2 * width))
+        self.down = nn.Parameter(torch.empty(experts, 2 * width, width))
+
+    def forward(self, places: Tensor) -> Tensor:
+        return torch.bmm(functional.silu(torch.bmm(places, self.up)), self.down)
+
+
+class Placed(nn.Module):
+    """A router beside its experts, each of which takes the tokens that score highest."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = Stacked(width, experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights, tokens = self.router(flat).softmax(-1).t().topk(flat.shape[0] // 4, -1)
+        found = self.experts(flat[tokens]) * weights[..., None]
+        empty = torch.zeros_like(flat)
+        return x + empty.index_add(0, tokens.flatten(), found.flatten(0, 1)).view_as(x)
+
+
+def placed(batch: int, sequence: int, depth: int = 6, experts: int = 8) -> Made:
+    """Layers of experts with a capacity between an embedding and a head."""
+    layers = [Placed(32, experts) for _ in range(depth)]
+    model = nn.Sequential(nn.Embedding(50, 32), nn.Sequential(*layers), nn.Linear(32, 50))
+    return model, torch.zeros(batch, sequence, dtype=torch.int64)
+
+
+class Listed(nn.Module):
+    """A list of experts, each of which sees every token."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + sum(expert(x) for expert in self.experts)
+
+
+def listed(batch: int, sequence: int) -> Made:
+    model = nn.Sequential(nn.Embedding(50, 32), *(Listed(32, 4) for _ in range(3)))
+    return model, torch.zeros(batch, sequence, dtype=torch.int64)
+
+
 class Dense(nn.Module):
     """An MLP around which the stream goes."""
 
@@ -462,3 +513,21 @@ def a_llama(batch: int, sequence: int, model: dict[str, int]) -> Made:
     module = Llama(job.model.shape, LocalShape(), sequence=sequence)
     tokens, targets = (torch.zeros(batch, sequence, dtype=torch.int64) for _ in range(2))
     return module, tokens, lambda logits: module.loss(logits, targets)
+
+
+class Halfway(Attended):
+    """The first of its layers alone, by their number."""
+
+    def __init__(self, depth: int, run: int) -> None:
+        super().__init__(depth, 32, 4, bias=True, tied=False)
+        self.run = run
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for layer in self.layers[: self.run]:
+            x = layer(x)
+        return self.output(x)
+
+
+def halfway(batch: int, sequence: int, depth: int = 9, run: int = 5) -> Made:
+    return Halfway(depth, run), torch.zeros(batch, sequence, dtype=torch.int64)

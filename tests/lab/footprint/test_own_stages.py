@@ -93,7 +93,7 @@ def test_stages_are_cut_over_tensor_ranks_as_well() -> None:
 
 
 def test_experts_divided_by_ranks_keep_what_ranks_that_shard_them_keep() -> None:
-    """What the refusal of parallel.expert beside a module of one's own says, told of a llama."""
+    """All but what is gathered: what a refusal of parallel.expert says, told of a llama."""
     mixed = {**LLAMA, "layers": 2, "experts": 8, "experts_per_token": 2}
     model = {"kind": "llama", **mixed}
     apart, alike = (footprint(job_of(model, p)).worst for p in ({"expert": 2}, {}))
@@ -121,11 +121,6 @@ def test_fit_tries_stages_of_a_module() -> None:
             own("attended"),
             {"pipeline": 8, "chunks": 2, "schedule": "looped_bfs"},
             "at most 8 stages",
-        ),
-        (
-            own("attended"),
-            {"expert": 2},
-            "parallel.expert: expected 1 for kind 'python', got 2.*Leave it out: experts",
         ),
         (own("attended"), {"context": 2}, "parallel.context: .*one rank's share of the sequence"),
     ],

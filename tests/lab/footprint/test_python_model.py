@@ -85,6 +85,18 @@ def test_few_layers_of_each_kind_add_up_to_what_all_of_them_take(name: str) -> N
     assert peaks(job) == peaks(job, full=True)
 
 
+@pytest.mark.parametrize(("run", "noted"), [(1, 0), (4, 1), (5, 1), (8, 1), (9, 0)])
+def test_layers_that_a_module_picks_by_number_are_those_that_run(run: int, noted: int) -> None:
+    """Of few of them another number would run."""
+    job = job_of("architectures:halfway", {"depth": 9, "run": run})
+    assert peaks(job) == peaks(job, full=True)
+    recording = recorded(job)[0]
+    said = [note for note in recording.notes if "does not run as it would among few" in note]
+    assert len(said) == noted
+    idle = [name for unit in recording.units for name in unit.frozen if ".queries." in name]
+    assert not noted or len(idle) == 2 * (9 - run)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "memory"),

@@ -23,6 +23,7 @@ MOST_PAIRS = 6  # that are tried, the likeliest
 PAIR_SECONDS = 30.0  # after so many no further pair is begun
 WORTH = 0.99  # of what was needed: a way out that leaves more is not worth naming
 DEGREES = {"tensor": (2, 4, 8), "pipeline": (2, 4, 8)}  # that are tried
+OF_EXPERTS = (2, 4, 8)  # of a module of one's own
 SHARED = "data_shard"  # how a degree says over how many ranks data is still shared
 TIMES = (2, 4, 8, 16, 32)  # as many ranks, where nothing fits on those there are
 
@@ -103,14 +104,15 @@ def _ways(job: Job, world_size: int, shards: int | None) -> Iterator[Way]:
 
 def _degrees(job: Job) -> Iterator[tuple[str, int]]:
     """Larger degrees of a llama, by name; of experts all that there are. A module of the user's
-    own has stages, and tensor ranks where the job says how."""
+    own has stages, and tensor and expert ranks where the job says how."""
     shape, section = job.model.shape, parallel_of(job)
     tried: dict[str, tuple[int, ...]] = {}
     if isinstance(shape, LlamaShape):
         tried = {"expert": (shape.experts,), **DEGREES}
     elif job.model.kind == "python":
-        usable = ["tensor"] * bool(section.parallelize_plan) + ["pipeline"]
-        tried = {name: DEGREES[name] for name in usable}
+        styles = (section.parallelize_plan or {}).values()
+        usable = ["expert"] * ("expert" in styles) + ["tensor"] * any(s != "expert" for s in styles)
+        tried = {name: DEGREES.get(name, OF_EXPERTS) for name in (*usable, "pipeline")}
     for name, degrees in tried.items():
         yield from ((name, each) for each in degrees if each > getattr(section, name))
 

@@ -12,7 +12,7 @@ from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
 from shardwright.core.memory_section import check_memory, float8_scaling
 from shardwright.core.model_of_job import unplanned
-from shardwright.core.parallel import Degrees, ParallelSection, Quantile
+from shardwright.core.parallel import Degrees, ParallelSection, Quantile, experts_of
 from shardwright.cost import constants
 from shardwright.lab.footprint.classes import (
     RankClass,
@@ -56,7 +56,8 @@ class _Estimate:
         self.degrees = degrees_of(job, self.world)
         self.parallel: ParallelSection = parallel_of(job)
         self.device = self.section.lowering or self.cluster.compute_device
-        self.sharding = sharding(self.section, self.degrees, self.device == "cuda")
+        experts = experts_of(self.parallel, job.model.kind)
+        self.sharding = sharding(self.section, self.degrees, self.device == "cuda", experts)
         self.treatment = Treatment(
             self.device,
             self.section.policy,
@@ -138,7 +139,8 @@ class _Estimate:
 def _refuse_compiled_experts(job: Job) -> None:
     """A compiled block does not show what the experts in it keep."""
     shape = job.model.shape
-    if memory_of(job).compile and isinstance(shape, LlamaShape) and shape.moe_layers:
+    has_experts = isinstance(shape, LlamaShape) and bool(shape.moe_layers)
+    if memory_of(job).compile and (has_experts or parallel_of(job).expert > 1):
         raise UnsupportedError(
             expected(
                 "memory.compile",

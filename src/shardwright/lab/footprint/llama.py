@@ -14,7 +14,6 @@ from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.recording import Recording
 from shardwright.lab.footprint.stages import Stage
-from shardwright.memory.machine import EXPERTS
 from shardwright.models.llama import Llama
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.module import Subject, record
@@ -139,7 +138,7 @@ def _units(model: Llama, root: bool) -> dict[str, Sequence[nn.Module]]:
         found["tok_embeddings"] = [model.tok_embeddings]
     for name, block in model.layers.items():
         if local.expert > 1 and block.is_moe:
-            found[f"layers.{name}{EXPERTS}"] = [block.moe.experts]
+            found[f"layers.{name}.moe.experts"] = [block.moe.experts]
         found[f"layers.{name}"] = [block]
     if root:
         found[""] = [model]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shardwright.core.job import Job, memory_of
 from shardwright.core.memory_section import WHOLE, MemorySection, Runtime
 from shardwright.core.optimizers import Optimizer, optimizer_named
-from shardwright.core.parallel import Degrees
+from shardwright.core.parallel import LLAMA_EXPERTS, Degrees
 from shardwright.core.tensor import TensorSpec
 from shardwright.lab.footprint.llama import KEPT
 from shardwright.memory.flat import FlatUnits
@@ -18,12 +18,15 @@ from shardwright.memory.rank_step import MakeMachine
 from shardwright.memory.replicated import Megatron, Replicated
 
 
-def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding:
+def sharding(
+    section: MemorySection, degrees: Degrees, on_gpu: bool, experts: tuple[str, ...] = LLAMA_EXPERTS
+) -> Sharding:
     """How a job's parameters lie on its data ranks.
 
     A pipeline keeps its units whole and reduces once, as TorchTitan does it, unless the job says
     otherwise; FSDP alone reduces every microbatch. FSDP2 keeps the root's own parameters, and by
     default TorchTitan the head's, whose backward comes next; our runtime by default the root's.
+    ``experts`` are patterns of the units that the expert degree divides.
     """
     wanted = section.reshard_after_forward
     resharded = degrees.pipeline == 1 if wanted == "default" else bool(wanted)
@@ -45,6 +48,7 @@ def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding
         shares=_shares(section),
         on_gpu=on_gpu,
         offload=section.on_host,
+        experts=experts,
     )
 
 

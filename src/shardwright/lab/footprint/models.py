@@ -110,8 +110,8 @@ class LlamaModel:
 
 
 class PythonModel:
-    """A module that a function returns; tensor ranks have parts of its layers, a pipeline's stages
-    some of its blocks."""
+    """A module that a function returns; tensor ranks have parts of its layers, expert ranks some of
+    its experts, a pipeline's stages some of its blocks."""
 
     def __init__(self, job: Job, degrees: Degrees, treatment: Treatment) -> None:
         self.job, self.treatment, self.several = job, treatment, degrees.microbatches
@@ -121,7 +121,7 @@ class PythonModel:
             self.blocks = python_blocks(job, treatment, self.batch)
         self.layers = len(self.blocks.names) if self.blocks else 1
         ends = stages(self.layers, degrees.pipeline * degrees.chunks)
-        self.parameters = self._of(ends[0]).parameters
+        self.parameters = self._of(ends[0], parallel_of(job)).parameters
 
     def recorded(self, parallel: ParallelSection, stage: Stage) -> RecordedStage:
         """The module, or a stage of its blocks; of those that are alike one stands for others."""
@@ -130,14 +130,14 @@ class PythonModel:
         if self.blocks and self.blocks.alike and not stage.first and not stage.last:
             by = begin - 1  # the blocks of the second stage on, wherever they lie
             stage = Stage((1, end - by), False, False)
-        found, _, received = self._of(stage)
+        found, _, received = self._of(stage, parallel)
         found = moved(found, self.blocks, by) if self.blocks else found
         found = msgspec.structs.replace(found, inputs=found.inputs * self.several)
         return RecordedStage(found, received)
 
-    def _of(self, stage: Stage) -> Recorded:
+    def _of(self, stage: Stage, parallel: ParallelSection) -> Recorded:
         one = stage if self.blocks else None
-        return python_recording(self.job, self.treatment, self.batch, stage=one)
+        return python_recording(self.job, self.treatment, self.batch, stage=one, parallel=parallel)
 
 
 def _stored(unit: RecordedUnit) -> RecordedUnit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.core.job import Job, parallel_of
 from shardwright.core.model_of_job import step_dtypes
-from shardwright.core.parallel import Style
+from shardwright.core.parallel import ParallelSection, Style
 from shardwright.core.recording import Recording
+from shardwright.lab.footprint.expert_parallel import Routing, cut_experts
 from shardwright.lab.footprint.own_stages import Blocks, StageOf, blocks_of
 from shardwright.lab.footprint.routed import Routed
 from shardwright.lab.footprint.stages import Stage
@@ -47,13 +48,14 @@ from shardwright.trace.module import Subject, held_tensors, record, storage_byte
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES, NAMES
 
+PLAN = "parallel.parallelize_plan"
 POINTER = "Accessing the data pointer of FakeTensor"  # torch's words, 2.11 to 2.13
 
 
 class Request(msgspec.Struct, frozen=True):
     """All that a recording of a function's module depends on; ``routed`` are paths of embeddings
-    that are tables, or None for all that can be; ``cut`` are layers that ``tensor`` ranks share;
-    with ``stage`` a pipeline's ranks have one each."""
+    that are tables, or None for all that can be; ``cut`` are layers that ``tensor`` ranks share,
+    and experts that those of ``routing`` do; with ``stage`` a pipeline's ranks have one each."""
 
     call: Call
     dtype: str
@@ -63,6 +65,7 @@ class Request(msgspec.Struct, frozen=True):
     routed: tuple[str, ...] | None = ()
     tensor: int = 1
     cut: tuple[tuple[str, Style], ...] = ()
+    routing: Routing = Routing()
     stage: Stage | None = None
 
 
@@ -95,16 +98,18 @@ def python_recording(
     planned: bool = False,
     routed: tuple[str, ...] | None = (),
     stage: Stage | None = None,
+    parallel: ParallelSection | None = None,
 ) -> Recorded:
     """The recording of a job's own module for ``batch`` samples, or of one ``stage`` of it.
 
     Parameters compute in ``memory.param_dtype``, as they are in a job without the section; the
     units have the dtypes they were made in. With ``full`` every part is recorded, not a few of each
     kind. Of a model to be ``planned`` large parts that do not repeat are units of their own; FSDP2
-    has them in the root's. Embeddings that are ``routed`` are tables of the recording.
+    has them in the root's. Embeddings that are ``routed`` are tables of the recording. ``parallel``
+    stands in for the job's own section.
     InputError where the function or its module cannot be used, in one line that says why.
     """
-    request = _request(job, treatment, batch)
+    request = _request(job, treatment, batch, parallel)
     more = {"full": full, "planned": planned, "routed": routed, "stage": stage}
     request = msgspec.structs.replace(request, **more)
     with importable():
@@ -119,11 +124,14 @@ def python_blocks(job: Job, treatment: Treatment, batch: int) -> Blocks:
         return _blocks(request, python_function(request.call.name, request.call.where))
 
 
-def _request(job: Job, treatment: Treatment, batch: int) -> Request:
-    parallel = parallel_of(job)
+def _request(
+    job: Job, treatment: Treatment, batch: int, parallel: ParallelSection | None = None
+) -> Request:
+    parallel = parallel or parallel_of(job)
     layers = tuple((parallel.parallelize_plan or {}).items())
     call, dtype = Call.of(job, batch), step_dtypes(job)[0]
-    return Request(call, dtype, treatment, tensor=parallel.tensor, cut=layers)
+    routing = Routing.of(parallel)
+    return Request(call, dtype, treatment, tensor=parallel.tensor, cut=layers, routing=routing)
 
 
 @lru_cache(maxsize=64)
@@ -174,7 +182,11 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> Recorded:
     parameters = sum(parameter.numel() for parameter in module.parameters())
     settle(module, mode, DTYPES.get(request.dtype))
     if request.tensor > 1:
-        cut(module, dict(request.cut), request.tensor, "parallel.parallelize_plan")
+        cut(module, dict(request.cut), request.tensor, PLAN)
+    experts: dict[nn.Module, str] = {}
+    if request.routing.degree > 1:
+        paths = cut_experts(module, dict(request.cut), request.routing, PLAN)
+        experts = {module.get_submodule(path): path for path in paths}
     seen: dict[int, Any] = {}  # a task's loss has the inputs among its targets
     given = (built.inputs, built.keywords, built.targets)
     inputs, keywords, targets = tree_map(
@@ -186,7 +198,7 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> Recorded:
     while True:
         try:
             with routed.instead(), of.cut() if of else nullcontext():
-                found = _composed(request, built, routed, of)
+                found = _composed(request, built, routed, of, experts)
                 more = routed.completed(found)
             break
         except NoTableError as error:
@@ -208,8 +220,14 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> Recorded:
     return Recorded(found, parameters, of.received if of else 0)
 
 
-def _composed(request: Request, built: Built, routed: Routed, of: StageOf | None) -> Recording:
-    """A step as the module is just then."""
+def _composed(
+    request: Request,
+    built: Built,
+    routed: Routed,
+    of: StageOf | None,
+    experts: Mapping[nn.Module, str],
+) -> Recording:
+    """A step as the module is just then; ``experts`` that other ranks do not have are units."""
     module = built.module
     whole = [tensor for tensor in held_tensors(module) if not isinstance(tensor, nn.Parameter)]
     subject = Subject(
@@ -227,18 +245,27 @@ def _composed(request: Request, built: Built, routed: Routed, of: StageOf | None
         subject = replace(subject, call=of.run, loss=subject.loss if last else None)
         parts = of.apart(every)
     full = request.full or bool(parts)
-    composer = Composer(module, _run(request, subject, routed), every, full, parts)
+    run = _run(request, subject, routed, experts)
+
+    @torch.no_grad()
+    def forward() -> None:
+        routed.asked.clear()
+        module(*subject.inputs, **subject.keywords)
+
+    composer = Composer(module, run, every, full, parts, experts, None if of else forward)
     try:
         found = composer.recording()
     except Untraceable as error:
         raise explained(error, module, built.where, built.called) from error
+    found = of.of_stage(found, subject) if of else found
     about = (*_about_units(composer, request), *_not_trained(module, found))
     notes = (*composer.notes, *about, *found.notes)
-    found = of.of_stage(found, subject) if of else found
     return msgspec.structs.replace(found, buffers=storage_bytes(whole), notes=notes)
 
 
-def _run(request: Request, subject: Subject, routed: Routed) -> Callable[[Shortened], Recording]:
+def _run(
+    request: Request, subject: Subject, routed: Routed, experts: Collection[nn.Module]
+) -> Callable[[Shortened], Recording]:
     """Records the module with the parts that it has just then."""
     treatment, dtype = request.treatment, DTYPES.get(request.dtype)
     every = policy(treatment.checkpointing).every
@@ -248,7 +275,7 @@ def _run(request: Request, subject: Subject, routed: Routed) -> Callable[[Shorte
         blocks, places = shortened.blocks, shortened.places
         if subject.call and shortened.apart:  # all blocks of a stage, in order
             units = {part for name, parts in shortened.units.items() if name for part in parts}
-            blocks = [part for part in subject.module.modules() if part in units]
+            blocks = [part for part in subject.module.modules() if part in units - set(experts)]
             places = list(range(len(blocks)))
         picked = treated(places, every)
         with treatment.applied(subject.module, blocks, picked) as applied:
@@ -259,7 +286,7 @@ def _run(request: Request, subject: Subject, routed: Routed) -> Callable[[Shorte
                 cast=dtype,
                 apart=shortened.apart,
                 around=applied.around,
-                freezes=request.planned,
+                freezes=True,
                 checkpointed=applied.checkpointed,
             )
             found = record(here)
@@ -281,7 +308,7 @@ def _not_trained(module: nn.Module, found: Recording) -> Iterator[str]:
     names = [n for n, p in module.named_parameters() if p.requires_grad and n in frozen]
     if names:
         more = " and others get" if names[1:] else " gets"
-        yield f"'{names[0]}'{more} no gradient in a step: planned and run as frozen"
+        yield f"'{names[0]}'{more} no gradient in a step: counted and run as frozen"
 
 
 # ---- tensors of one fake mode --------------------------------------------------------------------

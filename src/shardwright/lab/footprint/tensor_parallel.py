@@ -4,14 +4,13 @@ tensors between its layers: what one rank has of it, with stand-ins for the exch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.parallel import Style
+from shardwright.core.parallel import Style, fits
 from shardwright.models.llama.collectives import all_reduce, copy_to_ranks, gather_alike
 from shardwright.models.llama.layers import rows_here
 
@@ -19,13 +18,14 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def cut(module: nn.Module, plan: Mapping[str, Style], degree: int, where: str) -> None:
-    """Leave of every layer that ``plan`` names the part of one of ``degree`` ranks.
+    """Leave of every layer that ``plan`` names, experts apart, the part of one of ``degree`` ranks.
 
     A name may have ``*`` in place of any part of a path. InputError names the layer that is not
     there, is of another class, or cannot be divided.
     """
     done: dict[nn.Parameter, tuple[int, nn.Parameter]] = {}
-    for path, style in _styles(module, plan, where):
+    layers: dict[str, Style] = {name: style for name, style in plan.items() if style != "expert"}
+    for path, style in styles(module, layers, where):
         layer = module.get_submodule(path)
         if not isinstance(layer, nn.Linear | nn.Embedding):
             kind = type(layer).__name__
@@ -42,23 +42,16 @@ def cut(module: nn.Module, plan: Mapping[str, Style], degree: int, where: str) -
             raise InputError(expected(f"{where}: {name}", wanted, "a whole one", "Name both."))
 
 
-def _styles(
-    module: nn.Module, plan: Mapping[str, Style], where: str
-) -> Iterator[tuple[str, Style]]:
+def styles(module: nn.Module, plan: Mapping[str, Style], where: str) -> Iterator[tuple[str, Style]]:
     """The layers that a plan names, each by its path; the last pattern that fits one decides."""
     found: dict[str, Style] = {}
     paths = [path for path, _ in module.named_modules(remove_duplicate=False) if path]
     for pattern, style in plan.items():
-        fitting = [path for path in paths if _fits(path, pattern)]
+        fitting = [path for path in paths if fits(path, pattern)]
         if not fitting:
             raise InputError(expected(where, "names of layers", f"'{pattern}', which is none"))
         found |= dict.fromkeys(fitting, style)
     yield from found.items()
-
-
-def _fits(path: str, pattern: str) -> bool:
-    parts, wanted = path.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def _part(

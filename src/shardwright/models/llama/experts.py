@@ -5,6 +5,7 @@ One product serves many experts: rows are sorted by expert, each group times its
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,18 +147,25 @@ class MixtureOfExperts(nn.Module):
         """What the experts make of ``rows``, which are sorted by expert."""
         counts = torch.zeros(self.shape.experts, dtype=torch.int64, device=rows.device)
         counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
-        if self.local.expert > 1:
-            return self._elsewhere(rows)
-        return self.experts(rows, counts.cumsum(0))
+        local, ends = self.local, counts.cumsum(0)
+        if local.expert == 1:
+            return self.experts(rows, ends)
+        received, here = local.received_rows(self.shape, rows.shape[0]), local.experts(self.shape)
+        return elsewhere(self.experts, rows, received, here, local.expert)
 
-    def _elsewhere(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows go to the ranks of their experts, are sorted by expert there, and come back."""
-        local, sent = self.local, rows.shape[0]
-        received = local.received_rows(self.shape, sent)
-        arrived = all_to_all(rows, received, local.expert)
-        here = local.experts(self.shape)
-        order = torch.arange(received, device=rows.device)
-        ends = (torch.arange(here, device=rows.device) + 1) * (received // here)
-        found = self.experts(arrived[order], ends)
-        sorted_back = torch.empty_like(found).index_copy_(0, order, found)
-        return all_to_all(sorted_back, sent, local.expert)
+
+def elsewhere(
+    experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
+    received: int,
+    here: int,
+    degree: int,
+) -> torch.Tensor:
+    """``rows`` go to the ranks of their experts, are sorted by expert there, and come back: a rank
+    has ``here`` of the experts, which are given ``received`` rows and where those of each end."""
+    arrived = all_to_all(rows, received, degree)
+    order = torch.arange(received, device=rows.device)
+    ends = (torch.arange(here, device=rows.device) + 1) * (received // here)
+    found = experts(arrived[order], ends)
+    sorted_back = torch.empty_like(found).index_copy_(0, order, found)
+    return all_to_all(sorted_back, rows.shape[0], degree)

@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
-from shardwright.core.plan import Search, Tried
+from shardwright.core.plan import Attempt, Search, Tried
 from shardwright.planner.draft import Draft
 from shardwright.planner.problem import Problem
 from shardwright.planner.search.watch import Watch
@@ -25,7 +25,8 @@ class Found:
     ``gave_up`` says whether a step's activations kept a draft from being better, ``tried`` what
     each checkpointing policy had where there was a choice. ``model_of`` describes the model that
     was searched, and that of the same job with another batch; ``helps`` tries a
-    way out that only its giver knows, where nothing fits, and says whether it is one.
+    way out that only its giver knows, where nothing fits, and says whether it is one; ``attempts``
+    are those of its proposers.
     """
 
     problem: Problem
@@ -40,6 +41,7 @@ class Found:
     tried: tuple[Tried, ...] = ()
     model_of: ModelOf | None = None
     helps: Callable[[Watch], str] | None = None
+    attempts: tuple[Attempt, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -58,4 +60,5 @@ class Found:
             proved_seconds=self.proved,
             skipped=(*self.skipped, cut_short) if cut_short else self.skipped,
             tried=self.tried or UNSET,
+            attempts=self.attempts or UNSET,
         )
