@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 USERS, ITEMS, TAGS, SHOPS, SEEN = 6101, 3701, 11, 5, 4
 SIZES = (100_000, 50_000, 20_000, 5_000, 2_000, 1_000, 10)
@@ -201,3 +203,145 @@ def several(batch: int) -> Any:
 def bare(batch: int) -> Any:
     """Without an embedding."""
     return nn.Linear(4, 2), torch.randn(batch, 4)
+
+
+class Keyed:
+    """Ids of features as a KeyedJaggedTensor has them."""
+
+    def __init__(self, keys: list[str], values: Tensor, lengths: Tensor) -> None:
+        self._keys, self._values, self._lengths = keys, values, lengths
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def lengths(self) -> Tensor:
+        return self._lengths
+
+
+register_pytree_node(
+    Keyed,
+    lambda keyed: ([keyed.values(), keyed.lengths()], keyed.keys()),
+    lambda tensors, keys: Keyed(keys, *tensors),
+)
+PAIR = 2  # ids of every bag
+BAGS = {"users": (USERS, 16, ["user"]), "goods": (ITEMS, 16, ["seen", "bought"])}
+ROWS = {"words": (997, 8, ["said"])}
+
+
+class Bags(nn.Module):
+    """Tables of bags as TorchRec's EmbeddingBagCollection has them."""
+
+    def __init__(self, pooling: str) -> None:
+        super().__init__()
+        self.pooling = pooling
+        self.embedding_bags = nn.ModuleDict(
+            {
+                name: nn.EmbeddingBag(rows, dim, mode=pooling)
+                for name, (rows, dim, _) in BAGS.items()
+            }
+        )
+
+    def embedding_bag_configs(self) -> list[Any]:
+        pooling = SimpleNamespace(value=self.pooling.upper())
+        return [
+            SimpleNamespace(name=name, feature_names=features, pooling=pooling)
+            for name, (_, _, features) in BAGS.items()
+        ]
+
+    def forward(self, given: Keyed) -> Any:
+        ids = dict(zip(given.keys(), given.values().view(len(given.keys()), -1, PAIR), strict=True))
+        found = {
+            feature: self.embedding_bags[name](ids[feature])
+            for name, (_, _, features) in BAGS.items()
+            for feature in features
+        }
+        return SimpleNamespace(to_dict=lambda: found)
+
+
+class Words(nn.Module):
+    """Tables of sequences as TorchRec's EmbeddingCollection has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleDict(
+            {name: nn.Embedding(rows, dim) for name, (rows, dim, _) in ROWS.items()}
+        )
+
+    def embedding_configs(self) -> list[Any]:
+        return [SimpleNamespace(name=n, feature_names=f) for n, (_, _, f) in ROWS.items()]
+
+    def forward(self, given: Keyed) -> Any:
+        rows = self.embeddings["words"](given.values())
+        return {"said": SimpleNamespace(values=lambda: rows)}
+
+
+class Collections(nn.Module):
+    """Bags and sequences of collections, and an embedding beside them -> logits [B]."""
+
+    def __init__(self, pooling: str) -> None:
+        super().__init__()
+        self.bags, self.words = Bags(pooling), Words()
+        self.shops = nn.Embedding(SHOPS, 4)
+        self.first = nn.Sequential(nn.Linear(60, 12), nn.Tanh(), nn.Linear(12, 1))
+
+    def forward(self, bags: Keyed, words: Keyed, shops: Tensor) -> Tensor:
+        pooled = self.bags(bags).to_dict()
+        said = self.words(words)["said"].values().view(len(shops), PAIR, -1).sum(1)
+        found = [pooled[name] for name in ("user", "seen", "bought")]
+        return self.first(torch.cat([*found, said, self.shops(shops)], 1)).squeeze(1)
+
+
+def collections(batch: int, pooling: str = "sum") -> Any:
+    """With the loss of clicks."""
+    inputs, clicks = next(collections_batches(batch, 0, 0))
+    return Collections(pooling), inputs, nn.BCEWithLogitsLoss(), clicks
+
+
+def collections_batches(batch: int, rank: int, seed: int) -> Iterator[Any]:
+    """Other ids on every rank; two in each bag."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+
+    def keyed(sizes: dict[str, int]) -> Keyed:
+        ids = [torch.randint(most, (PAIR * batch,), generator=generator) for most in sizes.values()]
+        lengths = torch.full((len(sizes) * batch,), PAIR)
+        return Keyed(list(sizes), torch.cat(ids), lengths)
+
+    while True:
+        bags = keyed({"user": USERS, "seen": ITEMS, "bought": ITEMS})
+        words, shops = keyed({"said": 997}), torch.randint(SHOPS, (batch,), generator=generator)
+        yield (bags, words, shops), torch.randint(2, (batch,), generator=generator).float()
+
+
+class Odd(Keyed):
+    """With weights that learn, or another number of bags of its last feature."""
+
+    weighted = uneven = False
+
+    def weights_or_none(self) -> Tensor | None:
+        return torch.ones(len(self.values()), requires_grad=True) if self.weighted else None
+
+    def stride_per_key(self) -> list[int]:
+        bags = len(self.lengths()) // len(self.keys())
+        return [bags] * (len(self.keys()) - 1) + [2 if self.uneven else bags]
+
+
+def odd_collections(batch: int, change: str) -> Any:
+    """Collections with something that a plan cannot have."""
+    model, inputs, loss, clicks = collections(batch)
+    bags, *others = inputs
+    weight = model.bags.embedding_bags["users"].weight
+    if change == "frozen":
+        weight.requires_grad_(False)
+    elif change == "half":
+        model.bags.embedding_bags["users"].half()
+    elif change in ("weighted", "uneven"):
+        bags = Odd(bags.keys(), bags.values(), bags.lengths())
+        bags.weighted, bags.uneven = change == "weighted", change == "uneven"
+    elif change == "unknown":
+        bags = Keyed(bags.keys()[:2], bags.values(), bags.lengths())
+    else:
+        bags = {"user": bags.values()}
+    return model, (bags, *others), loss, clicks

@@ -164,3 +164,21 @@ def test_what_no_plan_has_seen_is_refused_by_the_embedding_s_name(pool: Pool) ->
     assert ids.startswith(
         "ids of table 'users', sample 0: expected ids from 0 to 6100, got 1000000"
     )
+
+
+COLLECTED = ("bags.embedding_bags.users", "bags.embedding_bags.goods", "words.embeddings.words")
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in TYPES[:4]), TYPES[1:4]])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_torchrec_s_collections_are_tables_of_a_plan(
+    pool: Pool, pooling: str, kinds: tuple[str, ...], world_size: int
+) -> None:
+    named = {name: kinds[i % len(kinds)] for i, name in enumerate(COLLECTED)}
+    model = {"python": "recommenders:collections", "arguments": {"pooling": pooling}}
+    job = tasks.job_of(world_size, "collections", model=model, planner={"tables": named})
+    made = plan(job)
+    assert {name: kind for name, kind in kinds_of(made).items() if name != "shops"} == named
+    _check(made, pool.run(world_size, tasks.trained, job=job, made=made))

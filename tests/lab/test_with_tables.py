@@ -237,3 +237,42 @@ def test_a_module_is_as_it_was_after_it_was_planned() -> None:
     plan_module(lambda: model, inputs, train=learn)
     assert {name: type(part) for name, part in model.named_modules()} == before
     assert isinstance(model.users.weight, torch.nn.Parameter)
+
+
+# ---- TorchRec's collections ----------------------------------------------------------------------
+
+USERS = "bags.embedding_bags.users"
+
+
+def test_tables_of_collections_have_their_features_bags_and_names() -> None:
+    tables = plan(job_of("collections", arguments={"pooling": "mean"})).model.tables
+    assert [
+        (t.name, t.pooled, t.pooling, t.pooling_factors, t.batch_sizes, t.feature_names)
+        for t in tables
+        if t.name != "shops"
+    ] == [
+        (USERS, True, "mean", (2.0,), (8,), ("user",)),
+        ("bags.embedding_bags.goods", True, "mean", (2.0, 2.0), (8, 8), ("seen", "bought")),
+        ("words.embeddings.words", False, "none", (2.0,), (8,), ("said",)),
+    ]
+
+
+def test_a_table_of_a_collection_is_no_dense_unit_s() -> None:
+    with pytest.raises(InputError, match=rf"planner.tables.'{USERS}': expected a sharding type"):
+        plan(job_of("collections", planner={"tables": {USERS: "dense"}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("frozen", "table 'users': expected fp32 weights that learn.* got a frozen one"),
+        ("half", "table 'users': expected fp32 weights.* got float16"),
+        ("weighted", "expected weights that do not learn"),
+        ("uneven", "expected as many bags of each feature, got 2 and 8"),
+        ("unknown", "collection 'bags': expected 'bought', got user, seen"),
+        ("alone", "expected a KeyedJaggedTensor, got dict"),
+    ],
+)
+def test_what_a_plan_cannot_have_of_a_collection_is_refused_by_name(change: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        plan(job_of("odd_collections", arguments={"change": change}))

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job, memory_of, parallel_of, table_optimizer
-from shardwright.core.kinds import members_of
+from shardwright.core.kinds import kind_of, members_of
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_section import ESTIMATED
@@ -25,6 +25,7 @@ HONOURED = (
     "param_dtype",
     "reduce_dtype",
     "zero",
+    "offload",
     "allocator",
     "data_shard",
     "parallelize_plan",  # which parallel.tensor reads, that no plan follows
@@ -64,6 +65,14 @@ def tables_of(job: Job, recording: Recording | None = None) -> tuple[TableSpec, 
     )
 
 
+def early_tables(job: Job, model: ModelSpec) -> tuple[str, ...]:
+    """Modules of tables whose lookups may begin with the forward: they are asked for what it is
+    given, which a DLRM's are where every table is one of rows."""
+    if model.kind != "dlrm":
+        return (model.recording.early or ()) if model.recording else ()
+    return model.step.lookups if all(kind_of(table) == "full" for table in job.tables) else ()
+
+
 def placed_tables(job: Job) -> tuple[TableSpec, ...]:
     """The tables that are placed: a job's, or what those of other kinds are made of."""
     alone = job.model.kind == "tables"
@@ -79,10 +88,10 @@ def key_of(job: Job, name: str, field: str) -> str:
 
 def _found(job: Job, table: RecordedTable) -> TableSpec:
     """An embedding of the user's own: its ids are those of a step, and its rows come back one by
-    one, for bags are pooled where they are used."""
-    forced = (job.planner.tables or {}).get(table.path)
-    return TableSpec(
-        table.path,
+    one, for bags are pooled where they are used. A table of a collection has its bags."""
+    forced = (job.planner.tables or {}).get(table.name)
+    found = TableSpec(
+        table.name,
         table.rows,
         table.dim,
         fqn=table.fqn,
@@ -90,6 +99,18 @@ def _found(job: Job, table: RecordedTable) -> TableSpec:
         pooled=False,
         batch_sizes=(table.ids,),
         sharding_types=None if forced is None or forced == "dense" else (forced,),
+    )
+    of = table.collected
+    if not of:
+        return found
+    return msgspec.structs.replace(
+        found,
+        pooled=of.pooling != "none",
+        pooling_factors=of.lengths,
+        batch_sizes=(of.bags,) * len(of.features),
+        module_weighted=of.weighted,
+        features=of.features,
+        pooling_type="mean" if of.pooling == "mean" else UNSET,
     )
 
 

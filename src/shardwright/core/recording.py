@@ -107,19 +107,37 @@ class Series(msgspec.Struct, frozen=True):
         return self.period + (index - self.period) % self.period
 
 
+class Collected(msgspec.Struct, frozen=True):
+    """What a table in a collection is looked up for: ``features`` with the ids of a bag on average,
+    ``lengths``, in ``bags`` bags of each; its weight is ``weight`` of the collection."""
+
+    weight: str
+    features: tuple[str, ...]
+    lengths: tuple[float, ...]
+    bags: int
+    pooling: Literal["sum", "mean", "none"] = "sum"
+    weighted: bool = False
+
+
 class RecordedTable(msgspec.Struct, frozen=True):
-    """The embedding at ``path``, of ``rows`` x ``dim``, whose rows are routed; a step looks ``ids``
-    of them up."""
+    """A table of ``rows`` x ``dim`` whose rows are routed: the embedding at ``path``, or one of the
+    collection there; a step looks ``ids`` of its rows up."""
 
     path: str
     rows: int
     dim: int
     ids: int
+    collected: Collected | UnsetType = UNSET
 
     @property
     def fqn(self) -> str:
         """Its weight's name."""
-        return f"{self.path}.weight"
+        return f"{self.path}.{self.collected.weight if self.collected else 'weight'}"
+
+    @property
+    def name(self) -> str:
+        """How a job calls it: the path of what has the weight."""
+        return self.fqn.removesuffix(".weight")
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -127,7 +145,8 @@ class Recording(msgspec.Struct, frozen=True):
 
     ``buffers`` and ``inputs`` are bytes, and ``result`` those that a stage sends on. ``operators``
     are what ran; ``notes`` say what is not exact. ``tables`` are embeddings of the user's own that
-    are routed; those of a DLRM stand in its job.
+    are routed; those of a DLRM stand in its job. ``early`` are the paths of those that are asked
+    for what the module itself is given.
     """
 
     pieces: tuple[Piece, ...]
@@ -139,6 +158,7 @@ class Recording(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
     tables: tuple[RecordedTable, ...] | UnsetType = UNSET
+    early: tuple[str, ...] | UnsetType = UNSET
 
 
 def check_recording(recording: Recording) -> None:
@@ -154,8 +174,8 @@ def check_recording(recording: Recording) -> None:
     for name in (name for each in recording.series for name in each.recorded):
         _one_of("recording: block", name, blocks)
     reached = {piece.unit for piece in recording.pieces if piece.point == "lookup"}
-    for table in recording.tables or ():
-        _one_of("recording: table", table.path, reached)
+    for path in (*(table.path for table in recording.tables or ()), *(recording.early or ())):
+        _one_of("recording: table", path, reached)
     policies = {unit.checkpointing for unit in recording.units if unit.checkpointing}
     if len(policies) > 1:
         found = " and ".join(sorted(map(str, policies)))

@@ -6,7 +6,7 @@ is taken. Where a job says how tables are updated, all that can be tables are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from functools import partial
 
@@ -45,12 +45,13 @@ def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all
     check_model(job)
     wanted = found_at_all and step_dtypes(job) in DTYPES
     everything = recorded(job, None if wanted else ())
-    tables = tuple(table.path for table in everything.tables or ())
+    tables = tuple(table.name for table in everything.tables or ())
     reasons = tuple(note for note in everything.notes if note.startswith(NOTE))
-    _check_said(job, tables, reasons)
+    collected = {table.name for table in everything.tables or () if table.collected}
+    _check_said(job, tables, collected, reasons)
     searched: list[Found] = []
     errors: list[ShardwrightError] = []
-    for paths in _ways(job, tables, everything):
+    for paths in _ways(job, tables, collected, everything):
         given = None if paths == tables and wanted else paths
         try:
             searched.append(find(job, _described(recorded, given, reasons, wanted), watch))
@@ -89,13 +90,13 @@ def _described(recorded: Recorded, paths: Paths | None, reasons: Paths, said: bo
     return described
 
 
-def _ways(job: Job, tables: Paths, everything: Recording) -> Iterator[Paths]:
+def _ways(job: Job, tables: Paths, collected: Set[str], everything: Recording) -> Iterator[Paths]:
     """The embeddings that are tables: all but those that shall be dense; without those that are so
-    small that an exchange takes longer; none that need not be."""
+    small that an exchange takes longer; none that need not be. The ``collected`` always are."""
     forced = job.planner.tables or {}
     most = tuple(path for path in tables if forced.get(path) != "dense")
     yield most
-    free = set(most) - set(forced)
+    free = set(most) - set(forced) - collected
     if free and not is_said(job):
         small = small_tables(make_problem(job, model_of(job, everything))) & free
         for without in dict.fromkeys((small, frozenset(free))):
@@ -109,8 +110,9 @@ def is_said(job: Job) -> bool:
     return train.table_optimizer is not UNSET or train.table_learning_rate is not None
 
 
-def _check_said(job: Job, tables: Paths, reasons: Paths) -> None:
-    """InputError where a job speaks of tables that there are not."""
+def _check_said(job: Job, tables: Paths, collected: Set[str], reasons: Paths) -> None:
+    """InputError where a job speaks of tables that there are not, or wants some that are
+    ``collected`` in a unit."""
     names = ", ".join(tables) or "embeddings that can be tables, of which there are none"
     if not tables and step_dtypes(job) not in DTYPES:
         reasons = ("Tables are fp32: let memory.param_dtype and memory.reduce_dtype be that.",)
@@ -120,6 +122,10 @@ def _check_said(job: Job, tables: Paths, reasons: Paths) -> None:
         about = [note for note in reasons if note.startswith(f"{NOTE}'{unknown[0]}'")]
         remedy = "; ".join(about or reasons[:MOST_REASONS])
         raise InputError(expected("planner.tables", names, f"'{unknown[0]}'", remedy))
+    dense = [path for path in forced if path in collected and forced[path] == "dense"]
+    if dense:
+        wanted = "a sharding type, for its collection looks its tables up at once"
+        raise InputError(expected(f"planner.tables.'{dense[0]}'", wanted, "'dense'"))
     if is_said(job) and not tables:
         by_rate = job.train.table_optimizer is UNSET
         key = "train.table_learning_rate" if by_rate else "train.table_optimizer"

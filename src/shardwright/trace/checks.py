@@ -190,7 +190,7 @@ def _reason(error: Exception, called: str) -> _Reason:
 
 # Modules of torch that look at a mask, unless the caller says what it is, and of TorchRec that look
 # at lengths.
-_COLLECTION = "Plan its tables alone, with model.kind 'tables', and hand it to sw.shard_embeddings."
+_COLLECTION = "Give train.table_optimizer: its tables are a plan's then, with an exchange of ids."
 _REMEDIES = {
     "EmbeddingBagCollection": _COLLECTION,
     "EmbeddingCollection": _COLLECTION,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -18,11 +18,49 @@ from shardwright.trace.structure import containers, repeats
 
 Mark = Callable[[str, Point], None]
 Embedding = nn.Embedding | nn.EmbeddingBag
+Pooling = Literal["sum", "mean", "none"]
+# What a collection of TorchRec's tells of its tables, and the module inside that has their weights
+_COLLECTIONS = {"embedding_bag_configs": "embedding_bags", "embedding_configs": "embeddings"}
+_POOLINGS: dict[str, Pooling] = {"sum": "sum", "mean": "mean", "none": "none"}
+
+
+class CollectedTable(NamedTuple):
+    """A table of a collection; ``inside`` is the name of its ``weight`` there."""
+
+    name: str
+    inside: str
+    weight: nn.Parameter
+    pooling: Pooling
+    features: tuple[str, ...]
+
+
+def collected(part: nn.Module) -> list[CollectedTable]:
+    """The tables of an EmbeddingBagCollection or an EmbeddingCollection as TorchRec has them, known
+    by their methods; none of any other module."""
+    kinds = {kind: inside for kind, inside in _COLLECTIONS.items() if hasattr(part, kind)}
+    parameters = dict(part.named_parameters()) if kinds else {}
+    found = []
+    for kind, module in kinds.items():
+        for config in getattr(part, kind)():
+            inside = f"{module}.{config.name}.weight"
+            if inside not in parameters:
+                return []
+            pooling = getattr(config, "pooling", "none")
+            pooling = _POOLINGS[str(getattr(pooling, "value", pooling)).lower()]
+            features = tuple(config.feature_names)
+            found.append(CollectedTable(config.name, inside, parameters[inside], pooling, features))
+    return found
+
+
+def is_weighted(part: nn.Module) -> bool:
+    """Whether ids of a collection have weights."""
+    told = getattr(part, "is_weighted", None)
+    return bool(told and told())
 
 
 def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:
     """Every embedding inside of a module, by its path, and why it cannot be a table; empty where it
-    can, as far as can be said before it is called."""
+    can, as far as can be said before it is called. Those of collections are not among them."""
     places = Counter(  # a module in two places has its weight in two
         id(parameter)
         for _, part in module.named_modules(remove_duplicate=False)
@@ -38,8 +76,9 @@ def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:
         for part in container.children[number].modules()
         if part is not container.children[number]
     }
+    apart = {part for each in module.modules() if collected(each) for part in each.modules()}
     for path, part in module.named_modules():
-        if isinstance(part, Embedding):
+        if isinstance(part, Embedding) and part not in apart:
             shared = places[id(part.weight)] > 1
             inside = "in a part that repeats" if part in repeated else ""
             inside = "the whole module" if not path else inside

@@ -238,8 +238,7 @@ REFUSED = {
         " got aten._local_scalar_dense.default, as of .item(), .tolist() or an if on a tensor."
         " Put a number there for the estimate, or compute with the tensor."
     ),
-    "collects": "an if on a tensor. Plan its tables alone, with model.kind 'tables', and hand it to"
-    " sw.shard_embeddings.",
+    "collects": "an if on a tensor. Give train.table_optimizer: its tables are a plan's then,",
     "branches": "module 'layers.0.1' (Branches): expected a forward that does not read values",
     "masks": (
         "module 'layers.0.1' (Masks): expected shapes that do not depend on values,"

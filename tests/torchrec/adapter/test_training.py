@@ -87,6 +87,7 @@ def test_torchrec_s_recommenders_train_by_our_plan_on_its_runtime_and_on_ours(
     what = worker.RECOMMENDERS[name]
     _check_theirs([found[name] for found in trained], what)
     _check_ours([found[f"{name} ours"] for found in trained], what)
+    _check_ours([found[f"{name} applied"] for found in trained], what)
     types = trained[0][name]["types"]
     assert {kind for kind, _ in types.values()} == set(worker.TYPES.values())
 

@@ -303,6 +303,34 @@ def train_with_ours(rank: int, ranks: int, what: Trained = OWN) -> dict[str, Any
     return {"losses": losses, "state": sw.full_state_dict(model)}
 
 
+def train_applied(rank: int, ranks: int, what: Trained) -> dict[str, Any]:
+    """The same model, unchanged, planned whole and applied: its collections are tables."""
+    bags = "net.sparse_arch.embedding_bag_collection.embedding_bags"
+    named = {f"{bags}.{kind}_{name}": TYPES[name] for kind, name, *_ in what.tables}
+    plan = sw.plan_module(
+        lambda: what.model("cpu"),
+        what.inputs(0, 0),
+        cluster={"preset": "local", "world_size": ranks},
+        optimizer="sgd",
+        train={"table_optimizer": "sgd", "table_learning_rate": RATE},
+        planner={"tables": named},
+        batch={"size": BATCH},
+    )
+    assert {table.name: table.sharding_type for table in plan.tables} == named
+    model = what.model("cpu")
+    fill(model.state_dict())
+    model = sw.apply(model, plan, init_device_mesh("cpu", (ranks,)))
+    optimizer = torch.optim.SGD(sw.optimizer_parameters(model), lr=RATE)
+    losses = []
+    for step in range(STEPS):
+        loss = model(*what.inputs(rank, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "state": sw.full_state_dict(model)}
+
+
 def refusal(ranks: int) -> str:
     """How a rank learns that nothing fits."""
     planner = ShardwrightPlanner(Topology(ranks, "cpu", ddr_cap=1000), BATCH)
@@ -330,6 +358,7 @@ def main() -> None:
     for name, what in RECOMMENDERS.items():
         found[name] = train(rank, ranks, forced, what)
         found[f"{name} ours"] = train_with_ours(rank, ranks, what)
+        found[f"{name} applied"] = train_applied(rank, ranks, what)
     found["refusal"] = refusal(ranks)
     torch.save(found, folder / f"rank{rank}.pt")
     dist.barrier()

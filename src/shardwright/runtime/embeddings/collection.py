@@ -5,14 +5,16 @@ TorchRec itself is never imported: what goes in and comes out has the methods of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwright.runtime.embeddings.bags import keyed_of
+from shardwright.runtime.embeddings.bags import Keyed, keyed_of
+from shardwright.runtime.embeddings.module import Entrance
+from shardwright.trace.tables import collected, is_weighted
 
 
 class Pooled:
@@ -63,19 +65,20 @@ class Sequence:
         """Rows have no weights."""
 
 
-class RoutedCollection(nn.Module):
-    """Stands in for an EmbeddingBagCollection or an EmbeddingCollection: features as a
+class RoutedCollection(Entrance):
+    """Stands in for ``like``, an EmbeddingBagCollection or an EmbeddingCollection: features as a
     KeyedJaggedTensor -> ``Pooled``, or a ``Sequence`` of each. ``rows`` has its tables."""
 
-    def __init__(self, rows: nn.Module, *, pooled: bool, weighted: bool) -> None:
+    def __init__(
+        self, rows: nn.Module, like: nn.Module, read: Callable[[Any], Keyed] = keyed_of
+    ) -> None:
         super().__init__()
-        self.rows, self.pooled, self.weighted = rows, pooled, weighted
+        self.rows, self.weighted, self._read = rows, is_weighted(like), read
+        self.pooled = all(table.pooling != "none" for table in collected(like))
 
     def forward(self, features: Any) -> Pooled | dict[str, Sequence]:
         """Look every feature up."""
-        given = keyed_of(features)
-        if not self.weighted:
-            given = replace(given, weights=[None] * len(given.names))
+        given: Keyed = self.given(features)
         found: dict[str, torch.Tensor] = self.rows(given)
         if self.pooled:
             return Pooled(found)
@@ -83,3 +86,13 @@ class RoutedCollection(nn.Module):
         return {
             name: Sequence(rows, lengths[name.partition("@")[0]]) for name, rows in found.items()
         }
+
+    def asks(self, *arguments: Any) -> Keyed:
+        """Features one after the other."""
+        (features,) = arguments
+        given = self._read(features)
+        return given if self.weighted else replace(given, weights=[None] * len(given.names))
+
+    def rows_of(self) -> Any:
+        """The module of its tables."""
+        return self.rows

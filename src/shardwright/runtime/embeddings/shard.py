@@ -26,6 +26,7 @@ from shardwright.core.planning import IN_FULL, Communication, trained_communicat
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, check_mesh, flat
+from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
@@ -40,11 +41,9 @@ from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.units.flow import Flow
-from shardwright.trace.tables import Embedding, own_reason
+from shardwright.trace.tables import Embedding, collected, own_reason
 from shardwright.tracker.tensors import NAMES
 
-_POOLINGS: dict[str, Pooling] = {"sum": "sum", "mean": "mean", "none": "none"}
-_COLLECTIONS = {"embedding_bag_configs": "embedding_bags", "embedding_configs": "embeddings"}
 _WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -96,6 +95,7 @@ def shard_embeddings(
     optimizer: str = "",
     learning_rate: float | None = None,
     guard: Guard | None = None,
+    overlap: bool = False,
 ) -> nn.Module:
     """Replace the embeddings of ``module`` that ``plan`` has tables for by sharded ones.
 
@@ -105,7 +105,9 @@ def shard_embeddings(
     plan is the k-th of ``mesh``.
     Rows are updated in the backward, by the mean of ranks' gradients, or with a ``guard`` when that
     is settled; ``optimizer`` is that of tables for which the job names none, ``learning_rate`` by
-    default the job's. Everything else of the module stays as it is.
+    default the job's. With ``overlap`` lookups of what ``module`` itself is given begin with its
+    forward, and row gradients travel until its backward ends. Everything else of the module stays
+    as it is.
 
     MismatchError where plan and module do not fit, UnsupportedError for an embedding that no table
     can be.
@@ -151,6 +153,8 @@ def shard_embeddings(
         remedy = "Name tables after the paths of embeddings."
         wanted = "an embedding for every table of the plan"
         raise MismatchError(expected("module", wanted, f"none for '{next(iter(left))}'", remedy))
+    if overlap:
+        look_ahead(module)
     return module
 
 
@@ -205,22 +209,18 @@ def _tables_in(path: str, part: nn.Module) -> Iterator[_Found]:
     start = f"{path}." if path else ""
     if isinstance(part, Embedding):
         names = (path, f"{start}weight", path.rpartition(".")[2])
-        pooling = _POOLINGS.get(part.mode, "sum") if isinstance(part, nn.EmbeddingBag) else "none"
+        pooling: Pooling = "none"
+        if isinstance(part, nn.EmbeddingBag):
+            pooling = "mean" if part.mode == "mean" else "sum"
         feature = path or "weight"
         yield _Found(
             f"{start}weight", tuple(dict.fromkeys(names)), part.weight, pooling, (feature,)
         )
         return
-    for kind, inside in _COLLECTIONS.items():
-        for config in getattr(part, kind)() if hasattr(part, kind) else ():
-            pooling = getattr(config, "pooling", "none")
-            yield _Found(
-                f"{start}{inside}.{config.name}.weight",
-                (config.name,),
-                part.get_parameter(f"{inside}.{config.name}.weight"),
-                _POOLINGS[str(getattr(pooling, "value", pooling)).lower()],
-                tuple(config.feature_names),
-            )
+    for each in collected(part):
+        yield _Found(
+            f"{start}{each.inside}", (each.name,), each.weight, each.pooling, each.features
+        )
 
 
 def _stand_in(path: str, part: nn.Module, sharded: ShardedTables) -> nn.Module:
@@ -229,9 +229,7 @@ def _stand_in(path: str, part: nn.Module, sharded: ShardedTables) -> nn.Module:
             wanted = "an embedding that a table can be"
             raise UnsupportedError(expected(f"embedding '{path}'", wanted, f"one {reason}"))
         return RoutedEmbedding(path, part, sharded, sharded.features[0].name)
-    weighted = getattr(part, "is_weighted", None)
-    pooled = hasattr(part, "embedding_bag_configs")
-    return RoutedCollection(sharded, pooled=pooled, weighted=bool(weighted and weighted()))
+    return RoutedCollection(sharded, part)
 
 
 def _renamed(plan: Plan, names: Mapping[str, str]) -> Iterator[Block]:
