@@ -139,14 +139,16 @@ def plan_module(
 
 def _check_takes_nothing(build: Callable[..., Any]) -> None:
     try:
-        inspect.signature(build).bind()
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):  # one that Python cannot look into
+        return
+    try:
+        signature.bind()
     except TypeError as error:
         remedy = "Bind them, as lambda: Net(64) does."
         raise InputError(
             expected("build", "a function that takes nothing", f"{error}", remedy)
         ) from None
-    except ValueError:  # one that Python cannot look into
-        return
 
 
 def _samples(inputs: Any) -> int:
