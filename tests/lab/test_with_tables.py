@@ -49,7 +49,7 @@ REASONS = {
     "normed": "with max_norm or scale_grad_by_freq",
     "precise": "of float64",
     "offsets": "offsets",
-    "largest": "a bag with mode max, padding_idx or include_last_offset",
+    "largest": "a bag with mode max or include_last_offset",
     **{f"layers.{n}.place": "in a part that repeats" for n in range(5)},
 }
 
