@@ -74,8 +74,8 @@ class RoutedEmbedding(Entrance):
 
     ``rows`` is a module of one table: ids [N, 1] int64 -> rows [N, 1, D]. Bags are pooled here, or
     by ``rows`` if that has a feature of the name ``bags``. Rows at ``padding_idx`` get no gradient,
-    and are in no bag, as in torch. NoTableError where it is called with ``offsets`` and pools bags here, or where
-    somebody reads its weight, which is not here.
+    and are in no bag, as in torch. NoTableError where it is called with ``offsets`` and pools bags
+    here, or where somebody reads its weight, which is not here.
     """
 
     def __init__(
@@ -119,7 +119,8 @@ class RoutedEmbedding(Entrance):
             raise InputError(expected(f"ids of '{self.path}'", "a tensor of int64 or int32", text))
         pools = self.bags and self.mode
         if not pools and (offsets is not None or (self.mode and input.dim() != 2)):
-            raise NoTableError(self.path, "bags of one length, [B, L]", "offsets")
+            found = "offsets, while ids [B, L] with a padding_idx can be one"
+            raise NoTableError(self.path, "bags of one length", found)
         rows: Any = self.rows(self.given(input, offsets, per_sample_weights))
         if pools:
             pooled: torch.Tensor = rows[self.bags]
