@@ -6,12 +6,19 @@ Costs are TorchRec's. Every problem is planned by our search, and by TorchRec's 
 interpreter is given: ours must not be slower by more than 1 %, nor refuse what TorchRec plans. The
 small ones are planned exactly as well where HiGHS is installed: no bound may be above an optimum.
 What breaks either rule is listed, and the call ends with 1.
+
+    python benchmarks/planner_random.py --why-not 200 --output FILE.json
+
+asks so many plans what another sharding type or kernel of one of their tables would do, and plans
+anew with nothing else allowed for it: both must be the same, to the bit. Each call keeps what the
+other has written.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import random
 import statistics
@@ -23,13 +30,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import planner_bound
 from planner import machine, versions
 
-from shardwright.core.errors import NoPlanError
+from shardwright.core.errors import NoPlanError, ShardwrightError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan
 from shardwright.lab.recordings import plan
+from shardwright.planner import explain
 
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
@@ -41,6 +50,10 @@ CUTS = (
     ["column_wise", "table_wise"],
     ["table_wise", "row_wise", "column_wise"],
 )
+FORCED = {
+    "sharding_types": ("table_wise", "row_wise", "column_wise", "data_parallel"),
+    "compute_kernels": ("fused", "fused_uvm", "fused_uvm_caching", "dense"),
+}
 SMALL = 5  # tables at most of a problem that is planned exactly, on the fewest ranks of its kind
 SMALL_EVERY = 4  # problems of a kind, one is small
 SLOWER = 1.01  # than TorchRec's is a defect
@@ -170,6 +183,54 @@ def wrong_with(found: dict[str, Any]) -> Iterator[str]:
         yield f"bound {found['bound_ms']} ms, above a plan of {exact} ms"
 
 
+def asked(made: Plan, draw: random.Random) -> dict[str, Any] | None:
+    """What ``--why-not`` says of one table of a plan, in seconds of the plan with the rest made
+    anew, and what planning with nothing else allowed finds; None where it plans nothing."""
+    table = draw.choice(made.tables)
+    ways = [(field, value) for field, values in FORCED.items() for value in values]
+    for field, wanted in draw.sample(ways, len(ways)):
+        found = explain.why_not(made, table.name, wanted)
+        if found.replanned is None:
+            continue
+        tables = tuple(
+            msgspec.structs.replace(each, **{field: (wanted,)}) if each.name == table.name else each
+            for each in made.job.tables
+        )
+        try:
+            alone = plan(msgspec.structs.replace(made.job, tables=tables)).max_rank_seconds
+        except ShardwrightError:
+            alone = None
+        return {"verdict": found.verdict, "said": found.replanned.seconds, "planned": alone}
+    return None
+
+
+def why_not(count: int, kinds: list[str]) -> dict[str, Any]:
+    """``asked`` of ``count`` plans, as many of each kind."""
+    answers, wrong = [], []
+    each = dict.fromkeys(kinds, 0)
+    for seed in itertools.count():
+        for kind in (kind for kind in kinds if each[kind] * len(kinds) < count):
+            made = planned(job_of(drawn(kind, seed)))
+            found = asked(made, random.Random(f"{kind} {seed}")) if made else None
+            if found is None:
+                continue
+            each[kind] += 1
+            answers.append(found)
+            if found["said"] != found["planned"]:
+                wrong.append(f"{kind} {seed}: {found['said']} s said, {found['planned']} s planned")
+        if len(answers) >= count:
+            break
+    kept = [found for found in answers if found["planned"] is not None]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "asked": len(answers),
+        "equal": len(answers) - len(wrong),
+        "with_a_plan": len(kept),
+        "said_not_to_fit_in_place_but_planned": sum(f["verdict"] == "does not fit" for f in kept),
+        "failures": wrong,
+    }
+
+
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts and ratios of one kind, or of all."""
     both = [r["ms"] / r["torchrec_ms"] for r in results if "ms" in r and "torchrec_ms" in r]
@@ -199,6 +260,12 @@ def _ratios(values: list[float]) -> dict[str, float] | None:
     }
 
 
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Bring these keys of a file up to date."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | found, indent=2) + "\n")
+
+
 def main() -> int:
     """Plan all problems; 1 if a rule is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -206,7 +273,14 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=52, help="problems of every kind")
     parser.add_argument("--kinds", default=",".join(KINDS), help="some of the kinds")
     parser.add_argument("--output", type=Path, help="where the figures go, as JSON")
+    parser.add_argument("--why-not", type=int, default=0, help="so many answers alone")
     options = parser.parse_args()
+    if options.why_not:
+        found = why_not(options.why_not, options.kinds.split(","))
+        print(json.dumps(found))
+        if options.output:
+            write(options.output, {"why_not": found})
+        return 1 if found["failures"] else 0
     where, wrong, kinds, everything = machine(), [], {}, []
     for kind in options.kinds.split(","):
         problems = [drawn(kind, seed) for seed in range(options.each)]
@@ -227,7 +301,7 @@ def main() -> int:
         "failures": wrong,
     }
     if options.output:
-        options.output.write_text(json.dumps(document, indent=2) + "\n")
+        write(options.output, document)
     print("all", json.dumps(document["all"]), *wrong, sep="\n")
     return 1 if wrong else 0
 

@@ -34,10 +34,31 @@ def test_a_name_is_said_in_all_that_is_written(call: Any, tmp_path: Path) -> Non
 
 
 def test_a_file_that_is_there_stays(call: Any, tmp_path: Path) -> None:
-    (tmp_path / "my_model.py").write_text("mine = True\n")
-    call("init", "python").refuses(2, "my_model.py", "no file yet", "-o")
-    assert [path.name for path in tmp_path.iterdir()] == ["my_model.py"]
-    assert (tmp_path / "my_model.py").read_text() == "mine = True\n"
+    (tmp_path / "my_model.toml").write_text("[train]\n")
+    call("init", "python").refuses(2, "my_model.toml", "no file yet", "-o")
+    assert [path.name for path in tmp_path.iterdir()] == ["my_model.toml"]
+    assert (tmp_path / "my_model.toml").read_text() == "[train]\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def build(batch): ...\ndef batches(batch): ...\n", "the job calls its build and batches"),
+        ("def build(batch): ...\n", "the job needs its batches(), as docs/own-model.md"),
+        ("class Net: ...\n", "the job needs its build() and batches(), as docs/own-model.md"),
+        ("def build(\n", "no Python that can be read"),
+        ("\0", "no Python that can be read"),
+    ],
+)
+def test_a_module_that_is_there_stays_and_gets_a_job(
+    call: Any, tmp_path: Path, code: str, said: str
+) -> None:
+    (tmp_path / "recs.py").write_text(code)
+    written = call("init", "python", "-o", "recs.toml")
+    assert written.code == 0
+    assert written.out.startswith(f"wrote recs.toml\nkept recs.py: {said}")
+    assert (tmp_path / "recs.py").read_text() == code
+    assert 'python = "recs:build"' in (tmp_path / "recs.toml").read_text()
 
 
 @pytest.mark.parametrize("name", ["my-model.toml", "models/ranker.toml", "2.toml"])
@@ -109,3 +130,15 @@ def test_what_is_written_is_trained_with_the_memory_of_its_plan(kind: str, tmp_p
     typed("init", kind)
     said = typed("train", f"{NAMES.get(kind, kind)}.toml", "--set", "train.steps=6")
     assert "exact bytes equal on 2 of 2 ranks, peak " in said
+
+
+@pytest.mark.slow
+def test_the_example_of_a_module_learns(tmp_path: Path) -> None:
+    for words in ("init python", "train my_model.toml --set train.steps=40"):
+        line = [sys.executable, "-m", "shardwright", *words.split()]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr
+    found = re.search(r"loss ([\d.]+) at the start, ([\d.]+) at step 40;", done.stdout)
+    assert found is not None
+    first, last = map(float, found.groups())
+    assert last < 0.7 * first

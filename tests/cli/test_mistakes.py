@@ -108,6 +108,7 @@ COMMANDS = [
     ("explain text.txt", "text.txt", "shardwright plan JOB.toml -o plan.json"),
     ("explain plan.json --tensor BIG", "'BIG'", "'big'"),
     ("explain plan.json --tensor smal", "'smal'", "'small'"),
+    ("explain plan.json --unit layers.0 --why-not full", "'layers.0'", "'big'"),
     ("explain plan.json --rank 2", "--rank", "0 to 1"),
     ("explain plan.json --statistic gapp", "--statistic", "gap"),
     ("explain plan.json --why-not row_wise", "--why-not", "--tensor NAME"),
@@ -182,6 +183,8 @@ def test_a_class_of_ranks_is_named_by_its_number_too(call: Any, job: Path) -> No
 
 
 ANY: Any = {"batch": {"size": 3}}
+ANY_NUMBER: Any = 3
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +206,12 @@ ANY: Any = {"batch": {"size": 3}}
         (lambda: sw.Buckets(ANY, ANY), "model: expected a Module, got dict."),
         (lambda: sw.Guard(ANY), "mesh: expected a DeviceMesh, got dict. init_device_mesh makes"),
         (lambda: sw.fully_shard_flat(ANY, ANY), "module: expected a module, or several, got dict."),
+        (lambda: sw.write_plan(ANY, "x"), "plan: expected a Plan, got dict. plan and plan_module"),
+        (lambda: sw.write_measurement(ANY, "x"), "measurement: expected a Measurement, got dict."),
+        (lambda: sw.read_job(DEMO, [ANY]), "override: expected a str, got dict."),
+        (lambda: sw.plan_module(dict, 3, cluster=ANY_NUMBER), "cluster: expected a preset's name"),
+        (lambda: sw.plan_module(dict, 3, planner=ANY_NUMBER), "planner: expected a Mapping, got"),
+        (lambda: sw.plan_module(lambda dim: dim, 3), "build: expected a function that takes noth"),
         (lambda: sw.MemoryTracker(ANY), "model: expected a torch.nn.Module, got dict."),
     ],
 )

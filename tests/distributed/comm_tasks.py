@@ -88,6 +88,27 @@ def sums_in_rank_order(mesh: DeviceMesh, count: int) -> bool:
     return shard.equal(total[comm.rank * count : (comm.rank + 1) * count])
 
 
+class Keeping(Probe):
+    """Holds what it hears of as long as it lives, as a thread of gloo may for a while."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def holds(self, tensor: torch.Tensor, kind: str) -> None:
+        self.kept.append(tensor)
+
+
+def bytes_held_after_a_sum(mesh: DeviceMesh, count: int) -> tuple[list[int], list[int]]:
+    """Bytes of what arrived, before the wait for the all-to-all way and after it."""
+    probe = Keeping()
+    comm = Comm(mesh, paths={"reduce_scatter": "all_to_all"}, probe=probe)
+    full = values(comm.rank, comm.size * count, torch.float32)
+    pending = comm.reduce_scatter("scatter", torch.empty(count), full, wait=False)
+    before = [tensor.untyped_storage().nbytes() for tensor in probe.kept]
+    finish(pending)
+    return before, [tensor.untyped_storage().nbytes() for tensor in probe.kept]
+
+
 def several_at_once(mesh: DeviceMesh, paths: Any) -> list[bool]:
     """Gathers and reductions all issued before the first is waited for, in another order."""
     comm = Comm(mesh, paths=paths)

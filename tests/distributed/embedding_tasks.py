@@ -61,7 +61,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.bags, self.rows = Bags(), Rows()
-        self.seen = nn.EmbeddingBag(11, 4, mode="mean")
+        self.seen = nn.EmbeddingBag(11, 4, mode="mean", padding_idx=2)
         self.user = nn.Embedding(5, 8)
         self.top = nn.Linear(4, 1)
 
@@ -116,8 +116,8 @@ def refused(mesh: DeviceMesh, made: Plan, change: str) -> str:
         model.user = nn.Embedding(6, 8)
     elif change == "missing":
         del model.user
-    elif change == "padding":
-        model.seen = nn.EmbeddingBag(11, 4, mode="mean", padding_idx=0)
+    elif change == "largest":
+        model.seen = nn.EmbeddingBag(11, 4, mode="max")
     try:
         sw.shard_embeddings(model, made, mesh, optimizer="" if change == "optimizer" else "sgd")
     except sw.ShardwrightError as error:

@@ -20,7 +20,7 @@ class Shown(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.items = nn.Embedding(ITEMS, 8, padding_idx=0)
-        self.tags = nn.EmbeddingBag(TAGS, 8, mode="sum")
+        self.tags = nn.EmbeddingBag(TAGS, 8, mode="sum", padding_idx=1)
         self.out = nn.Linear(16, 8)
 
     def forward(self, items: Tensor, weights: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class Recommender(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.users = nn.Embedding(USERS, 16)
-        self.seen = nn.EmbeddingBag(ITEMS, 16, mode="mean")
+        self.seen = nn.EmbeddingBag(ITEMS, 16, mode="mean", padding_idx=0)
         self.shops = nn.Embedding(SHOPS, 4)
         self.old = nn.Embedding(9, 16).requires_grad_(False)
         self.first = nn.Sequential(nn.Linear(36, 12), nn.Tanh(), nn.Linear(12, 8))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import signal
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,19 @@ def train(
     return list(record.losses), {"resumed": record.saved.resumed, "skipped": record.skipped}
 
 
+@contextmanager
+def warned_of() -> Iterator[None]:
+    """Errors in place of warnings, also of those that torch gives once in a process."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    finally:
+        torch.set_warn_always(before)
+
+
 def own_loop(mesh: DeviceMesh, plan: str, folder: str, stop_after: int = 0) -> Any:
     """Losses of a loop of one's own, its weights at the end, and where it went on from."""
     made = read_plan(plan)
@@ -58,7 +73,8 @@ def own_loop(mesh: DeviceMesh, plan: str, folder: str, stop_after: int = 0) -> A
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                run.end(loss)
+                with warned_of():
+                    run.end(loss)
     except sw.StoppedError as stopped:
         return str(stopped)
     found = run.resumed and (run.resumed.step, run.resumed.extra["own"])

@@ -62,6 +62,12 @@ def test_parts_that_were_exchanged_are_summed_in_rank_order(pool: Pool, world_si
         assert all(pool.run(world_size, tasks.sums_in_rank_order, count=count))
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parts_that_were_summed_have_no_memory_after_the_wait(pool: Pool, world_size: int) -> None:
+    for found in pool.run(world_size, tasks.bytes_held_after_a_sum, count=1003):
+        assert found == ([world_size * 1003 * 4], [0])
+
+
 @all_sizes
 @both_ways
 def test_collectives_under_way_own_their_tensors(pool: Pool, world_size: int, paths: Any) -> None:

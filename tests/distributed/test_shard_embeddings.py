@@ -46,7 +46,7 @@ def test_losses_and_rows_are_those_of_one_process(
             "expected an embedding for every table of the plan, got none for 'user",
         ),
         (
-            "padding",
+            "largest",
             "UnsupportedError: embedding 'seen': expected an embedding that a table",
         ),
         ("optimizer", "optimizer of bags.embedding_bags.t0.weight: expected one, got none"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -90,3 +91,13 @@ def test_a_plan_that_does_not_fit_says_so() -> None:
 def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError, match=text):
         made(**given)
+
+
+def test_a_function_whose_signature_cannot_be_read_is_called_as_it_is() -> None:
+    def build() -> torch.nn.Module:
+        return Model()
+
+    build.__signature__ = 3  # type: ignore[attr-defined]  # inspect.signature: a TypeError
+    with pytest.raises(TypeError):
+        inspect.signature(build)
+    assert plan_module(build, X).units

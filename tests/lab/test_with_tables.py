@@ -48,8 +48,8 @@ REASONS = {
     "twice": "looked up several times in a step",
     "normed": "with max_norm or scale_grad_by_freq",
     "precise": "of float64",
-    "offsets": "offsets",
-    "largest": "a bag with mode max, padding_idx or include_last_offset",
+    "offsets": "offsets, while ids [B, L] with a padding_idx can be one",
+    "largest": "a bag with mode max or include_last_offset",
     **{f"layers.{n}.place": "in a part that repeats" for n in range(5)},
 }
 
@@ -58,7 +58,7 @@ def test_what_is_used_as_no_table_can_be_stays_in_a_unit_and_the_plan_says_why()
     made = plan(job_of("uses", planner={"tables": {"fine": "row_wise"}}))
     assert tables_of(made) == {"fine"}
     assert {f"{path}.weight" for path in REASONS} <= units_of(made)
-    told = [re.fullmatch(r"embedding '(.+)' is .*: it is (.+)", each) for each in made.assumptions]
+    told = [re.fullmatch(r"embedding '(.+)' is .*: (.+)", each) for each in made.assumptions]
     assert {found.group(1): found.group(2) for found in told if found} == REASONS
 
 
@@ -166,7 +166,7 @@ def test_every_number_of_a_table_is_explained_by_its_path_and_by_its_weight() ->
     ("function", "sections", "said"),
     [
         ("build", {"planner": {"tables": {"user": "row_wise"}}}, "planner.tables: .*users.*'user'"),
-        ("build", {"planner": {"tables": {"old": "row_wise"}}}, "'old'.* it is frozen"),
+        ("build", {"planner": {"tables": {"old": "row_wise"}}}, "'old'.* table: frozen"),
         ("bare", {"train": {"table_optimizer": "sgd"}}, "train.table_optimizer: .* got none"),
         ("bare", {"train": {"table_learning_rate": 1.0}}, "train.table_learning_rate: .* none"),
         (
@@ -210,6 +210,17 @@ def test_where_no_plan_fits_it_is_tried_whether_one_with_tables_does() -> None:
     with pytest.raises(NoPlanError) as caught:  # a plan with tables does not fit either
         plan(job_of("wide", "2 MiB", arguments=wide, train={"optimizer": "adam"}))
     assert "table_optimizer" not in str(caught.value)
+
+
+def test_where_no_plan_fits_large_embeddings_say_why_they_are_no_tables() -> None:
+    wide = {"rows": 200_000, "dim": 16}
+    with pytest.raises(NoPlanError) as caught:
+        plan(job_of("wide_twice", "2 MiB", arguments=wide))
+    why = "is a dense unit's, not a table: looked up several times in a step"
+    assert f" Embedding 'users' (12.21 MiB) {why}. " in str(caught.value)
+    with pytest.raises(NoPlanError) as caught:  # all of its embeddings are small
+        plan(job_of("uses", "1 KiB"))
+    assert "Embedding" not in str(caught.value)
 
 
 # ---- from Python ---------------------------------------------------------------------------------

@@ -129,6 +129,21 @@ def test_the_headline_is_the_verdict() -> None:
     assert "48,211" in text
 
 
+def test_a_step_is_compared_in_the_phases_that_are_predicted() -> None:
+    whole = samples.plan()
+    run = samples.measurement(whole)
+    text = shown(render(whole, run, samples.comparison(whole)))
+    figure = re.search(r"Step on the slowest rank(\S+ ms)predicted ", text)
+    assert figure is not None
+    left = tuple(run for run in whole.timeline if run.event.phase != "forward")
+    assert len(left) < len(whole.timeline)
+    part = msgspec.structs.replace(whole, timeline=left)
+    text = shown(render(part, run, samples.comparison(part)))
+    compared = re.search(rf"slowest rank{figure[1]}(\S+ ms) of it predicted as ", text)
+    assert compared is not None
+    assert float(compared[1].split()[0]) < float(figure[1].split()[0])
+
+
 @pytest.mark.parametrize(("measured", "state"), [(0.008, "held"), (0.08, "open")])
 def test_a_step_far_from_its_prediction_is_not_called_held(measured: float, state: str) -> None:
     plan = samples.plan()

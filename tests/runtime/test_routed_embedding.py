@@ -42,3 +42,24 @@ def test_what_are_no_ids_is_named(ids: object, kind: str) -> None:
     wanted = f"ids of 'words': expected a tensor of int64 or int32, got {kind}."
     with pytest.raises(InputError, match=wanted):
         routed(ids)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_padding_is_in_no_bag(mode: str, weighted: bool) -> None:
+    if weighted and mode == "mean":
+        pytest.skip("torch has no weighted means")
+    like = nn.EmbeddingBag(5, 3, mode=mode, padding_idx=2)
+    table = like.weight.detach().clone().fill_(7.0).requires_grad_()  # padding is not zeros here
+    like.weight.data.fill_(7.0)
+    routed = RoutedEmbedding("words", like, Rows(table))
+    ids = torch.tensor([[1, 4, 2], [2, 2, 2], [0, 2, 0], [3, 1, 0]])
+    weights = {"per_sample_weights": torch.rand(4, 3)} if weighted else {}
+    found, true = routed(ids, **weights), like(ids, **weights)
+    assert torch.allclose(found, true, rtol=1e-6)
+    scale = torch.rand(4, 3)
+    (found * scale).sum().backward()
+    (true * scale).sum().backward()
+    assert table.grad is not None
+    assert torch.allclose(table.grad, like.weight.grad, rtol=1e-6)
+    assert not table.grad[2].any()

@@ -66,7 +66,8 @@ class _Progress:
     def hear(self, watch: Watch) -> None:
         """Every round of a search."""
         self._patience.end()
-        self._show(f"{self._estimated or 'first estimate'}; planning for {watch.elapsed:.0f} s")
+        since = f" for {watch.elapsed:.0f} s" if watch.elapsed >= 1 else ""
+        self._show(f"{self._estimated or 'first estimate'}; planning{since}")
 
     def __call__(self, text: str) -> None:
         self._patience.end()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
@@ -18,6 +20,7 @@ KINDS = {
     "llama": "a llama on text, to be planned and trained",
     "python": "a module of your own, with a Python file to put it into",
 }
+FUNCTIONS = ("build", "batches")  # of a Python file that the job names
 NAMES = {"python": "my_model"}  # of a file whose kind would be a poor name for a Python module
 SOURCES = {"torchtitan": "TorchTitan", "megatron": "Megatron-LM"}
 NEXT = {"tables": ("plan",)} | dict.fromkeys(SOURCES, ("memory", "fit"))
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Write the job, and what belongs to it, where no such file is."""
+    """Write the job where no such file is, and what belongs to it where it is not there yet."""
     kind = options.kind or (options.source[0] if options.source else "")
     job = options.out or Path(f"{NAMES.get(kind, kind)}.toml")
     if (options.kind is None) is (options.source is None):
@@ -53,9 +56,11 @@ def execute(options: argparse.Namespace) -> int:
         files = {job: _converted(job, *options.source, options.ranks)}
     else:
         files = {job: _template(f"{kind}.toml", job)}
+    module = job.with_suffix(".py")
     if kind == "python":
         _check_module(job)
-        files[job.with_suffix(".py")] = _template("python.py", job)
+        if not module.exists():
+            files[module] = _template("python.py", job)
     for path in files:
         if path.exists():
             raise InputError(
@@ -64,6 +69,8 @@ def execute(options: argparse.Namespace) -> int:
     for path, text in files.items():
         write_atomically(path, text.encode())
         print(f"wrote {path}")
+    if kind == "python" and module not in files:
+        print(f"kept {module}: {_lacking(module)}")
     for command in NEXT.get(kind, ALL):
         print(f"  shardwright {command} {job}")
     return EXIT_OK
@@ -81,6 +88,19 @@ def _check_module(job: Path) -> None:
         found = "'" + str(job) + "'"
         wanted = "a name for a Python module, in this folder, such as my_model.toml"
         raise InputError(expected("--out", wanted, found))
+
+
+def _lacking(module: Path) -> str:
+    """What a Python file that is there already lacks for the job beside it."""
+    with suppress(SyntaxError, ValueError):
+        body = ast.parse(read_bytes(module, "Python file")).body
+        names = {part.name for part in body if isinstance(part, ast.FunctionDef)}
+        if names.issuperset(FUNCTIONS):
+            return f"the job calls its {' and '.join(FUNCTIONS)}"
+        lacking = " and ".join(f"{name}()" for name in FUNCTIONS if name not in names)
+        other = "init python -o OTHER.toml writes an example of both"
+        return f"the job needs its {lacking}, as docs/own-model.md describes them; {other}"
+    return "no Python that can be read"
 
 
 def _converted(job: Path, source: str, path: str, ranks: int | None) -> str:

@@ -449,6 +449,7 @@ def _with_default(document: dict[str, Any], section: str, key: str, value: str) 
 def _override(document: dict[str, Any], text: str) -> None:
     """Set one key at any depth: a step on the way is a section, or the name of an entry of a list
     such as ``tables.C3``."""
+    check_type(text, str, "override", "Write 'section.key=value'.")
     key, equals, value = text.partition("=")
     *way, name = _steps(key)
     if not (equals and way):

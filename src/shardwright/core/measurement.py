@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown, read_document, write_document
+from shardwright.core.errors import check_type
 from shardwright.core.plan import Plan
 from shardwright.core.profile import RankProfile, Stage, stages_of
 from shardwright.core.scores import Scores
@@ -199,6 +200,7 @@ def _curve(losses: Sequence[Sequence[float]], steps: int) -> Curve:
 
 def write_measurement(measurement: Measurement, path: Path | str) -> None:
     """Write ``measurement`` as JSON."""
+    check_type(measurement, Measurement, "measurement", "gather of measure makes one.")
     write_document(measurement, path)
 
 

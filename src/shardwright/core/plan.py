@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.block import Block, BlockRun, check_tiling, decode
 from shardwright.core.cluster import Cluster
 from shardwright.core.document import Shown, read_document, write_document
-from shardwright.core.errors import MismatchError, expected
+from shardwright.core.errors import MismatchError, check_type, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import early_tables, model_of
@@ -308,6 +308,7 @@ def sealed(plan: Plan) -> Plan:
 
 def write_plan(plan: Plan, path: Path | str) -> None:
     """Write ``plan`` as JSON."""
+    check_type(plan, Plan, "plan", "plan and plan_module make one.")
     write_document(plan, path)
 
 

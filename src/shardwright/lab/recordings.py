@@ -8,6 +8,7 @@ batch, how a step is run, the version of torch, and the files of this package th
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -101,6 +102,12 @@ def plan_module(
     if isinstance(build, nn.Module) or not callable(build):
         found, remedy = type(build).__name__, "Pass one, such as lambda: Net(64)."
         raise InputError(expected("build", "a function that returns the module", found, remedy))
+    if not isinstance(cluster, str | Mapping):
+        wanted = "a preset's name or the keys of a job's [cluster]"
+        raise InputError(expected("cluster", wanted, type(cluster).__name__))
+    for section, keys in sections.items():
+        check_type(keys, Mapping, section, "It has the keys of a job's section.")
+    _check_takes_nothing(build)
     name = f"{build.__module__}:{getattr(build, '__qualname__', type(build).__name__)}"
     document = {
         "model": {"kind": "python", "python": re.sub(r"[^\w.:]", "", name)},
@@ -128,6 +135,20 @@ def plan_module(
         job, lambda its, routed: of(routed, checkpointing_of(its)[0]), watch, found_at_all=said
     )
     return written(found, watch)
+
+
+def _check_takes_nothing(build: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):  # one that Python cannot look into
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        remedy = "Bind them, as lambda: Net(64) does."
+        raise InputError(
+            expected("build", "a function that takes nothing", f"{error}", remedy)
+        ) from None
 
 
 def _samples(inputs: Any) -> int:

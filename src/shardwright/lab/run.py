@@ -127,10 +127,14 @@ class Run:
             return
         self._written = now
         for writer in self._writers:
-            writer.update({"step": step, "steps": self._count, "loss": float(loss)})
+            writer.update({"step": step, "steps": self._count, "loss": _plain(loss)})
 
     def _say(self, text: str) -> None:
         for writer in self._writers:
             writer.update({"said": text})
         if self._writers:
             print(text, file=sys.stderr, flush=True)
+
+
+def _plain(loss: torch.Tensor | float) -> float:
+    return loss.item() if isinstance(loss, torch.Tensor) else loss

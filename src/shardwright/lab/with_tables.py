@@ -18,6 +18,7 @@ from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import check_model, model_of, step_dtypes
 from shardwright.core.optimizers import TableOptimizer
+from shardwright.core.quantities import format_bytes
 from shardwright.core.recording import Recording
 from shardwright.planner.exchange import small_tables
 from shardwright.planner.planner import find
@@ -27,6 +28,7 @@ from shardwright.planner.strategy.found import Found, ModelOf
 
 Paths = tuple[str, ...]
 Recorded = Callable[[Job, Paths | None], Recording]
+LARGE = 2**20  # bytes of an embedding that a table may be worth
 NOTE = "embedding "  # begins what a recording says of one that can be no table
 COULD = "could be tables:"  # and of those that a job leaves in dense units
 TRIED: TableOptimizer = "rowwise_adagrad"
@@ -60,9 +62,24 @@ def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all
     if not searched:
         raise errors[0]
     best = min(searched, key=lambda found: found.seconds)
+    if best.draft is None:
+        best = replace(best, remark=_no_tables(everything, reasons))
     if best.draft is None and any(note.startswith(COULD) for note in everything.notes):
         return replace(best, helps=partial(_tables_help, job, recorded))
     return best
+
+
+def _no_tables(recording: Recording, reasons: Paths) -> str:
+    """Says of the largest embeddings that can be no tables why not; empty where all are small."""
+    tensors = (tensor for unit in recording.units for tensor in unit.tensors)
+    sizes = {f"'{tensor.fqn.removesuffix('.weight')}'": tensor.nbytes for tensor in tensors}
+    large = []
+    for note in reasons:
+        path, _, why = note.removeprefix(NOTE).partition(" ")
+        size = sizes.get(path, 0)
+        if size >= LARGE:
+            large.append((size, f"{NOTE.title()}{path} ({format_bytes(size)}) {why}."))
+    return " ".join(text for _, text in sorted(large, reverse=True)[:MOST_REASONS])
 
 
 def _tables_help(job: Job, recorded: Recorded, watch: Watch) -> str:

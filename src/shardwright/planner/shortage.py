@@ -44,7 +44,7 @@ def error(found: Found, watch: Watch) -> NoPlanError:
     whole.begun = watch.begun
     if problem.model.is_trained:
         draft, helps = smallest(problem), found.helps(whole) if found.helps else ""
-        return _refusal(problem, draft, model_of, whole, tried, helps, proven=False)
+        return _refusal(problem, draft, model_of, whole, tried, helps, found.remark, proven=False)
     least, proven = _least(problem, whole)
     if least is None:
         return _no_ranks(problem)
@@ -92,6 +92,7 @@ def _refusal(
     whole: Watch,
     tried: Sequence[Tried] = (),
     helps: str = "",
+    remark: str = "",
     *,
     proven: bool,
 ) -> NoPlanError:
@@ -100,6 +101,7 @@ def _refusal(
     what = f"no plan{known} can fit" if proven else "no plan found that fits"
     needs = ", ".join(f"{each.checkpointing} {_size(each.peak_bytes)}" for each in tried)
     text = f"Needed by checkpointing: {needs}. " if tried else ""
+    text = f"{remark} {text}" if remark else text
     return NoPlanError(
         f"{what}: rank {short.rank} is the fullest and needs {_size(short.need)} of "
         f"{_size(short.capacity)}{_reserved(problem, short)}, "

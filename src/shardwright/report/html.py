@@ -215,8 +215,12 @@ def _figures(plan: Plan, measurement: Measurement | None) -> tuple[Figure, ...]:
     seconds = step_seconds(measurement.timeline)
     rank = slowest(seconds)
     if rank is not None:
-        took = format_seconds(sum(seconds[rank].values()))
-        found.append(Figure("Step on the slowest rank", took, f"predicted {step}"))
+        took = sum(seconds[rank].values())
+        predicted = step_seconds(plan.timeline).get(rank, {})
+        compared = sum(each for phase, each in seconds[rank].items() if phase in predicted)
+        part = f"{format_seconds(compared)} of it " if compared < took else ""
+        remark = f"{part}predicted as {step}" if part else f"predicted {step}"
+        found.append(Figure("Step on the slowest rank", format_seconds(took), remark))
     found.append(Figure("Samples per second", f"{measurement.samples_per_second:,.0f}"))
     if measurement.saved is not UNSET:
         found.append(_saving_figure(measurement.saved))

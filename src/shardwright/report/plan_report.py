@@ -25,9 +25,9 @@ from shardwright.report.wording import percent, printable, ranks_text
 EVERYTHING = 10**6  # rows that a full report may have
 # Rows of a first screen, beside those of smaller tables and faster units.
 FIRST_TABLES, FIRST_UNITS, FIRST_RANKS, FIRST_ASSUMPTIONS = 6, 5, 4, 3
-STEPS = "Every number step by step: shardwright explain plan.json --statistic NAME"
-MORE = ", and --tensor NAME for a table. Every table, column and rank: shardwright plan --full."
-MORE_WITHOUT_TABLES = ". Every column and rank: shardwright plan --full."
+STEPS = "Every number step by step: -o plan.json, then explain plan.json --statistic NAME"
+MORE = ", and --tensor NAME for a table. Every table, column and rank: --full."
+MORE_WITHOUT_TABLES = ". Every column and rank: --full."
 
 
 def plan_report(

@@ -14,6 +14,7 @@ MOST_TABLES = 60
 MOST_RANKS = 64
 _ROW, _CELL = 24, 18
 _NAME, _TYPE, _BYTES = 18, 112, 74
+_GAP = 26  # after names, some of which are wider than they are counted
 _TOP = 26
 
 
@@ -28,7 +29,7 @@ def sharding_map(plan: Plan) -> str:
     if not shown:
         return ""
     names = [shortened(printable(table.name), _NAME) for table in shown]
-    left = max(text_width(name) for name in names) + 16 + _TYPE + _BYTES
+    left = max(text_width(name) for name in names) + _GAP + _TYPE + _BYTES
     pitch = min((WIDTH - left) / ranks, 160)
     by_tensor = _parameter_runs(plan)
     parts = [_header(left, pitch, ranks)]

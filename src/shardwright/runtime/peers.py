@@ -224,7 +224,7 @@ class Peers:
                     self.probe.holds(parts, "communication")
                     work = self._operations.all_to_all(parts, full, (), (), wait)
                     pending.owns(work, shard, full, parts)
-                    pending.then(partial(sum_parts, shard, parts, self.size))
+                    pending.then(partial(_sum_and_free, shard, parts, self.size))
                 else:
                     pending.owns(self._operations.reduce_scatter(shard, full, wait), shard, full)
         except RuntimeError as error:
@@ -407,6 +407,13 @@ class Peers:
 
 
 _knocks: list[dist.Work] = []  # nobody receives them; gloo must not lose their buffers
+
+
+def _sum_and_free(shard: torch.Tensor, parts: torch.Tensor, size: int) -> None:
+    """``sum_parts``, and ``parts`` have no memory any more: gloo's thread drops its hold on what
+    arrived only some time after the wait for it is over."""
+    sum_parts(shard, parts, size)
+    parts.untyped_storage().resize_(0)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

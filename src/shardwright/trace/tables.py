@@ -96,10 +96,8 @@ def own_reason(part: Embedding, dtypes: Container[torch.dtype] = (torch.float32,
         return f"of {str(weight.dtype).removeprefix('torch.')}"
     if part.max_norm is not None or part.scale_grad_by_freq:
         return "with max_norm or scale_grad_by_freq"
-    if isinstance(part, nn.EmbeddingBag) and (
-        part.mode == "max" or part.padding_idx is not None or part.include_last_offset
-    ):
-        return "a bag with mode max, padding_idx or include_last_offset"
+    if isinstance(part, nn.EmbeddingBag) and (part.mode == "max" or part.include_last_offset):
+        return "a bag with mode max or include_last_offset"
     hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
     of_weight = (weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None))
     return "with hooks" if any(hooks) or any(of_weight) else ""

@@ -31,9 +31,11 @@ class Classifier(nn.Module):
 
 
 def example(batch: int, generator: torch.Generator) -> tuple[tuple[Tensor], Tensor]:
-    """Ids, and the class that follows from the first of them."""
-    ids = torch.randint(WORDS, (batch, LENGTH), generator=generator)
-    return (ids,), ids[:, 0] % CLASSES
+    """Ids, some words far commoner than others, and the class to which every second word points."""
+    ids = (WORDS * torch.rand(batch, LENGTH, generator=generator) ** 4).long()
+    classes = torch.randint(CLASSES, (batch,), generator=generator)
+    ids[:, ::2] += classes[:, None] - ids[:, ::2] % CLASSES
+    return (ids,), classes
 
 
 def build(batch: int, dim: int = 64) -> tuple[nn.Module, tuple[Tensor], nn.Module, Tensor]:

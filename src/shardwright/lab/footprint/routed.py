@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.recording import Collected, RecordedTable, Recording, Unfolded
-from shardwright.lab.with_tables import COULD, NOTE
+from shardwright.lab.with_tables import COULD, LARGE, NOTE
 from shardwright.runtime.embeddings.bags import Keyed, features_of
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.module import NoTableError, RoutedEmbedding
@@ -20,7 +20,6 @@ from shardwright.runtime.embeddings.route import Table
 from shardwright.trace.arguments import Reached
 from shardwright.trace.tables import Embedding, RoutedRows, collected, embeddings, is_weighted
 
-LARGE = 2**20  # bytes of an embedding that a table may be worth
 MOST_NAMED = 3
 ALONE = "to be looked up once in every step, and trained by it"
 
@@ -91,7 +90,7 @@ class Routed:
         self._note(error.path, error.found)
 
     def _note(self, path: str, reason: str) -> None:
-        self.notes.append(f"{NOTE}'{path}' is a dense unit's, not a table: it is {reason}")
+        self.notes.append(f"{NOTE}'{path}' is a dense unit's, not a table: {reason}")
 
     @contextmanager
     def instead(self) -> Iterator[None]:

@@ -63,7 +63,7 @@ def draft_of(plan: Plan) -> Draft:
 
 def unknown(plan: Plan, name: str) -> InputError:
     """Of a name that no table and no unit of the plan has."""
-    known = [t.name for t in plan.tables] + [u.name for u in plan.units]
+    known = [u.name for u in plan.units] + [t.name for t in plan.tables]
     remedy = f"There are {nearest(name, known)}."
     wanted = "a table or unit of the plan"
     return InputError(expected("--tensor or --unit", wanted, f"'{name}'", remedy))

@@ -103,12 +103,12 @@ def why_not_table(
 
     :raises InputError: there is no such table, type or kernel.
     """
-    if wanted not in WANTED:
-        raise InputError(expected("--why-not", f"one of {', '.join(WANTED)}", f"'{wanted}'"))
-    draft = draft_of(plan)
     index = next((i for i, t in enumerate(plan.tables) if name in (t.name, t.fqn)), None)
     if index is None:
         raise unknown(plan, name)
+    if wanted not in WANTED:
+        raise InputError(expected("--why-not", f"one of {', '.join(WANTED)}", f"'{wanted}'"))
+    draft = draft_of(plan)
     table = plan.tables[index]
     chosen = table.sharding_type if wanted in TYPES else table.compute_kernel
 

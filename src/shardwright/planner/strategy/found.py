@@ -25,8 +25,8 @@ class Found:
     ``gave_up`` says whether a step's activations kept a draft from being better, ``tried`` what
     each checkpointing policy had where there was a choice. ``model_of`` describes the model that
     was searched, and that of the same job with another batch; ``helps`` tries a
-    way out that only its giver knows, where nothing fits, and says whether it is one; ``attempts``
-    are those of its proposers.
+    way out that only its giver knows, where nothing fits, and says whether it is one; ``remark`` is
+    what its giver has to say then. ``attempts`` are those of its proposers.
     """
 
     problem: Problem
@@ -42,6 +42,7 @@ class Found:
     model_of: ModelOf | None = None
     helps: Callable[[Watch], str] | None = None
     attempts: tuple[Attempt, ...] = ()
+    remark: str = ""
 
     @property
     def seconds(self) -> float:

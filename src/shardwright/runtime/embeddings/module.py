@@ -74,8 +74,8 @@ class RoutedEmbedding(Entrance):
 
     ``rows`` is a module of one table: ids [N, 1] int64 -> rows [N, 1, D]. Bags are pooled here, or
     by ``rows`` if that has a feature of the name ``bags``. Rows at ``padding_idx`` get no gradient,
-    as in torch. NoTableError where it is called with ``offsets`` and pools bags here, or where
-    somebody reads its weight, which is not here.
+    and are in no bag, as in torch. NoTableError where it is called with ``offsets`` and pools bags
+    here, or where somebody reads its weight, which is not here.
     """
 
     def __init__(
@@ -119,16 +119,24 @@ class RoutedEmbedding(Entrance):
             raise InputError(expected(f"ids of '{self.path}'", "a tensor of int64 or int32", text))
         pools = self.bags and self.mode
         if not pools and (offsets is not None or (self.mode and input.dim() != 2)):
-            raise NoTableError(self.path, "bags of one length, [B, L]", "offsets")
+            found = "offsets, while ids [B, L] with a padding_idx can be one"
+            raise NoTableError(self.path, "bags of one length", found)
         rows: Any = self.rows(self.given(input, offsets, per_sample_weights))
         if pools:
             pooled: torch.Tensor = rows[self.bags]
             return pooled
         found: torch.Tensor = rows.squeeze(1)
-        if self.padding_idx is not None and found.requires_grad:
+        if self.padding_idx is not None and not self.mode and found.requires_grad:
             padding = input.reshape(-1, 1) == self.padding_idx
             found.register_hook(lambda gradient: gradient.masked_fill(padding, 0.0))
         found = found.view(*input.shape, self.embedding_dim)
+        if self.mode and self.padding_idx is not None:
+            counted = (input != self.padding_idx).to(found.dtype)
+            if self.mode == "mean":
+                counted = counted / counted.sum(1, keepdim=True).clamp(min=1)
+            elif per_sample_weights is not None:
+                counted = counted * per_sample_weights
+            return torch.bmm(counted.unsqueeze(1), found).squeeze(1)
         if per_sample_weights is not None:
             return torch.bmm(per_sample_weights.unsqueeze(1), found).squeeze(1)
         if self.mode:
@@ -150,7 +158,13 @@ class RoutedEmbedding(Entrance):
         else:
             offsets = torch.cat([offsets, offsets.new_tensor([input.numel()])])
         weights = () if per_sample_weights is None else (per_sample_weights.reshape(-1),)
-        return {self.bags: (input.reshape(-1), offsets, *weights)}
+        ids = input.reshape(-1)
+        if self.padding_idx is not None:  # it is not asked for
+            counted = ids != self.padding_idx
+            before = torch.cat([offsets.new_zeros(1), counted.cumsum(0)])
+            ids, offsets = ids[counted], before[offsets]
+            weights = tuple(weight[counted] for weight in weights)
+        return {self.bags: (ids, offsets, *weights)}
 
     def prepared(
         self,
