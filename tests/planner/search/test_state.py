@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.sharding import ShardingType
+from shardwright.planner.search import moves
 from shardwright.planner.search.slopes import hopeful
 from shardwright.planner.search.space import Space
 from shardwright.planner.search.state import State, restored
@@ -149,11 +150,11 @@ def test_spread_keeps_to_the_rules(space_of_seed: SpaceOf, seed: int) -> None:
 
 def test_a_byte_too_many_costs_more_than_the_slowest_rank(space_of_seed: SpaceOf) -> None:
     space = space_of_seed(3)
-    state = State(Space(space.items, space.ranks, space.group, (2**20,) * 3), 1.0)
+    state = State(Space(space.items, space.ranks, space.group, (64,) * 3), 1.0)
     state.load[:] = 3.0
     for power in (6.0, 16.0, 64.0):
         state.sharpen(power)
-        full, over = np.full((1, 3), 2.0**20), np.array([[2.0**20 + 1, 0.0, 0.0]])
+        full, over = np.full((1, 3), 64.0), np.array([[65.0, 0.0, 0.0]])
         assert state.cost(np.zeros(1), over)[0] > state.cost(np.full(1, 3.0), full)[0]
 
 
@@ -209,6 +210,42 @@ def test_what_is_hoped_for_of_many_ways_at_once_is_that_of_each_alone(
     together = {hope.way: hope.least for hope in hopeful(state, ways, np.inf)}
     alone = {way: hope.least for way in ways for hope in hopeful(state, [way], np.inf)}
     assert together == pytest.approx(alone)
+
+
+@given(seed=st.integers(0, 10**9), memory=st.sampled_from(["tight", "plenty"]))
+@settings(deadline=None, max_examples=20)
+def test_no_tier_that_can_overflow_is_left_out_of_the_costs(
+    space_of_seed: SpaceOf, seed: int, memory: str
+) -> None:
+    space = space_of_seed(seed, memory=memory)
+    state = _wandered(space, seed, 10)
+    over = np.maximum(state.memory / space.capacity_array - 1, 0).sum(axis=1)
+    expected = state.time_cost(state.load) + over * state.penalty
+    assert state.rank_costs() == pytest.approx(expected)
+
+
+@given(seed=st.integers(0, 10**9), memory=st.sampled_from(["tight", "plenty"]))
+@settings(deadline=None, max_examples=20)
+def test_nothing_costs_less_than_what_a_change_and_a_move_promise(
+    space_of_seed: SpaceOf, seed: int, memory: str
+) -> None:
+    state = _wandered(space_of_seed(seed, memory=memory), seed, 5)
+    ways = moves.cheapest_changes(state)
+    promised = {hope.way: hope.least for hope in moves.promising(state, ways, np.inf)}
+    for item, option in ways:
+        other = state.copy()
+        other.take(item)
+        spread = other.spread(item, option)
+        if spread is None:
+            assert (item, option) not in promised
+            continue
+        other.put(item, option, spread)
+        costs = other.rank_costs()
+        move = moves.relocation(other, int(costs.argmax()), costs, np.arange(len(costs)))
+        if move is not None:
+            move.apply(other)
+            least = promised[item, option]
+            assert least <= other.rank_costs().sum() * (1 + 1e-9)
 
 
 @given(seed=st.integers(0, 10**9))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwright.planner.search.slopes import hopeful
+from shardwright.planner.search.slopes import Hope, hopeful
 from shardwright.planner.search.space import Bools, Floats, Ints
 from shardwright.planner.search.state import State, least_first
 
@@ -235,7 +235,9 @@ def reoption_and_relocate(state: State) -> bool:
     best = float(state.rank_costs().sum()) * (1 - EPSILON)
     found: tuple[int, int, tuple[int, ...], Move] | None = None
     trial = state.copy()
-    for item, option in _promising(state, _cheapest_changes(state), best):
+    for least, (item, option) in sorted(promising(state, cheapest_changes(state), best)):
+        if least >= best:
+            break
         trial.take(item)
         spread = trial.spread(item, option)
         if spread is not None:
@@ -257,23 +259,39 @@ def reoption_and_relocate(state: State) -> bool:
     return True
 
 
-def _promising(state: State, ways: Ways, best: float) -> Iterator[tuple[int, int]]:
-    """Those after which the move of a block off the worst rank may cost less than ``best``: that
-    saves at most what it would among ranks with room, if the least busy one took it."""
+def promising(state: State, ways: Ways, best: float) -> Iterator[Hope]:
+    """Those after which the move of a block off the worst rank may cost less than ``best``, and
+    what all ranks cost then at least."""
     for some in _batches(state, ways):
         load, costs = state.weigh(some)
         worst, total = costs.argmax(axis=1), costs.sum(axis=1)
-        block = np.array([state.blocks(*way)[0].seconds[0] for way in some])
         least = np.full(len(some), np.inf)
         for rank in sorted(set(worst.tolist())):
             own = np.flatnonzero((worst == rank) & np.isfinite(total))
-            there = np.tile(state.singles(rank).seconds, (len(own), 1))
-            seconds = np.concatenate([there, block[own, None]], axis=1)
-            room, busy = load[own].min(axis=1)[:, None], load[own, rank][:, None]
-            joined = state.time_cost(room + seconds) - state.time_cost(room)
-            moved = (state.time_cost(busy - seconds) + joined).min(axis=1)
-            least[own] = total[own] - costs[own, rank] + moved
-        yield from (some[index] for index in np.flatnonzero(least < best))
+            if len(own):
+                moved = _least_after_move(state, rank, [some[way] for way in own], load[own])
+                least[own] = total[own] - costs[own, rank] + moved
+        for index in np.flatnonzero(least < best).tolist():
+            yield Hope(float(least[index]), some[index])
+
+
+def _least_after_move(state: State, rank: int, ways: Ways, load: Floats) -> Floats:
+    """What moving one block off a rank leaves there and adds elsewhere at least, where items have
+    other options and ranks that ``load`` [ways, ranks]: as if they held only what they do without
+    these items."""
+    there, blocks = state.singles(rank), [state.blocks(*way)[0] for way in ways]
+    many = (len(ways), len(there.items) + 1)
+    seconds, storage = np.empty(many), np.empty((*many, 3))
+    seconds[:, :-1], storage[:, :-1] = there.seconds, there.storage
+    seconds[:, -1] = [block.seconds[0] for block in blocks]
+    storage[:, -1] = [block.storage[0] for block in blocks]
+    memory = np.array([state.bare(item)[1] for item, _ in ways])
+    joined = state.cost(load[:, None] + seconds[..., None], memory[:, None] + storage[:, :, None])
+    joined -= state.cost(load, memory)[:, None]
+    joined[..., rank] = np.inf
+    left = state.time_cost(load[:, rank, None] - seconds)
+    least: Floats = (left + joined.min(axis=2)).min(axis=1)
+    return least
 
 
 def _batches(state: State, ways: Ways) -> Iterator[Ways]:
@@ -292,7 +310,7 @@ def _cost_after(state: State, move: Move) -> float:
     return after
 
 
-def _cheapest_changes(state: State) -> Ways:
+def cheapest_changes(state: State) -> Ways:
     """Items and options that add least work in all."""
     changes = [
         (option.total_seconds - options[state.options[item]].total_seconds, item, number)

@@ -85,12 +85,17 @@ def _changes(space: Space, state: State, target: float) -> Iterator[tuple[int, i
 
 
 def annealed(
-    space: Space, best: Assignment, target: float, improve: Improve, over: Callable[[], bool]
+    space: Space,
+    best: Assignment,
+    target: float,
+    improve: Improve,
+    over: Callable[[], bool],
+    seed: int = 0,
 ) -> State:
     """The best state found by changes of one or two items' options at a time, judged by a quick
     placement. Changes for the worse are taken too, ever smaller ones; the best few are improved."""
     state = restored(space, target, SHARPEST, best)
-    draw = random.Random(0).random  # the same problem is searched the same way
+    draw = random.Random(seed).random  # the same problem is searched the same way
     most = state.worst * space.ranks  # of all work: no better plan has as much
     work = [np.array([option.total_seconds for option in item.options]) for item in space.items]
     slack = most - sum(own.min() for own in work)

@@ -26,6 +26,7 @@ from shardwright.planner.search.state import State, least_first, restored
 from shardwright.planner.search.watch import Watch
 
 POWERS = (8.0, 16.0, 64.0)  # powers of two
+ALIKE = (16.0,)  # powers at which two changes together rarely help that did not at the one before
 RANKS_TRIED = 6  # the worst ranks that are helped before a round is over
 ITEMS_TRIED = 24  # items of a rank whose other options are looked at
 WITHIN = 1.0001  # of a target, rounding apart
@@ -61,7 +62,8 @@ SAME_BOUND = 1e-6
 TINY = 1e-12  # a target where the bound is 0
 BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
 CLOSE_ENOUGH = 1e-4  # to the bound for a start to end
-FAR = 0.01  # from the bound, for a small problem's options to be drawn at random
+FAR = (0.01, 0.05)  # from the bound, for a small problem's options to be drawn at random (again)
+FAR_BEHIND = 1.2  # times what the best start took
 PROMISING = 1.1  # times the bound that a start's work takes, shared evenly, to be placed at once
 GOOD_ENOUGH = 2e-3  # to the bound, for each start that fitted, for no further start
 
@@ -132,7 +134,7 @@ def search(
         fresh = map(placed, filter(worthwhile, chosen))
     for start in itertools.chain(begun, (state for own, state in fresh if worthwhile(own))):
         tried += 1
-        state = improve(start, max(found.seconds, enough), watch, most=most)
+        state = improve(start, max(found.seconds, enough), watch, most=most, least=seconds)
         if state.fits:
             feasible += 1
             if state.worst < seconds:
@@ -161,8 +163,12 @@ def _finished(
         if polished.worst < seconds:
             best, seconds = polished.assignment(), polished.worst
         is_small = len(space.items) <= MAX_ANNEALED and space.ranks <= MOST_ANNEALED_RANKS
-        if is_small and seconds > max(bound * (1 + FAR), enough):
-            other = annealed(space, best, target, improved, watch.over)
+        for seed in range(len(FAR) if is_small else 0):
+            if seconds <= max(bound * (1 + FAR[seed]), enough):
+                break
+            other = annealed(space, best, target, improved, watch.over, seed)
+            if other.worst >= seconds:
+                break
             best, seconds = other.assignment(), other.worst
     near = CLOSE_ENOUGH if len(space.items) <= MAX_ITEMS else GOOD_ENOUGH
     settling = max(bound * (1 + near), enough)
@@ -264,10 +270,17 @@ def _most_steps(space: Space) -> int:
 
 
 def improve(
-    state: State, bound: float, watch: Watch, *, reoption: bool = True, most: int | None = None
+    state: State,
+    bound: float,
+    watch: Watch,
+    *,
+    reoption: bool = True,
+    most: int | None = None,
+    least: float = float("inf"),
 ) -> State:
     """Rounds of rising power, of at most ``most`` steps in all; the best state that fits, else the
-    last one. Without ``reoption`` every item keeps its option."""
+    last one. Without ``reoption`` every item keeps its option. There is only one round where that
+    stays far behind the ``least`` seconds, of another start."""
     best: Assignment | None = state.assignment() if state.fits else None
     worst = state.worst if state.fits else float("inf")
     most = _most_steps(state.space) if most is None else most
@@ -290,6 +303,8 @@ def improve(
                 best, worst = state.assignment(), state.worst
                 if worst <= bound * (1 + CLOSE_ENOUGH):
                     break
+        if state.fits and worst > least * FAR_BEHIND:
+            break
     if best is not None and not (state.fits and state.worst <= worst):
         steps, state = state.steps, restored(state.space, state.target, state.power, best)
         state.steps = steps
@@ -315,4 +330,4 @@ def _step(state: State, stuck: moves.Stuck, reoption: bool) -> bool:
         if moves.reoption(state, items[:ITEMS_TRIED]):
             return True
         tried.update(items[:ITEMS_TRIED])
-    return moves.reoption_and_relocate(state)
+    return state.power not in ALIKE and moves.reoption_and_relocate(state)

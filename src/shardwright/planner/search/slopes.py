@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search.space import Floats, ItemOption
+from shardwright.planner.search.rows import Rows
+from shardwright.planner.search.space import Floats, Ints, ItemOption
 from shardwright.planner.search.state import MAX_RATIO, State
 
 
@@ -30,8 +31,11 @@ class Slopes(NamedTuple):
         """What an option's seconds on all ranks cost at these slopes, and, where it has one block
         on all of them, that."""
         found = option.everywhere * float(self.seconds[-1])
-        if not option.is_uniform:
-            return found
+        return found + self.of_stretches(option) if option.is_uniform else found
+
+    def of_stretches(self, option: ItemOption) -> float:
+        """What the only block of an option that is uniform costs at these slopes."""
+        found = 0.0
         for ranks, seconds, storage in option.stretches:
             found += seconds * _within(self.seconds, ranks)
             for tier, sums in self.storage:
@@ -44,74 +48,80 @@ def _within(sums: Floats, ranks: slice) -> float:
     return float(sums[ranks.stop] - sums[ranks.start])
 
 
-def _summed(values: Floats) -> Floats:
-    """The sums of all values before each place, and of all."""
-    return np.concatenate([[0.0], values.cumsum()])
-
-
 def hopeful(state: State, ways: Sequence[tuple[int, int]], below: float) -> list[Hope]:
     """The ways after which all ranks may cost less than ``below``, and what they cost then at
-    least, the least first.
+    least, the least first; those of an item follow one another.
 
     What ranks cost is convex: a block on all of them changes it by its seconds and bytes times
     the slopes there, or by more, and one elsewhere by what it adds to the least busy rank.
     """
-    options = [state.space.items[item].options[number] for item, number in ways]
-    costs, busy = np.zeros(len(ways)), np.zeros(len(ways))
-    slopes = _slopes(state)
-    for item, own in itertools.groupby(range(len(ways)), key=lambda index: ways[index][0]):
-        option = state.space.items[item].options[state.options[item]]
-        some = list(own)
+    if not ways:
+        return []
+    items = [item for item, _ in itertools.groupby(item for item, _ in ways)]
+    place = {item: index for index, item in enumerate(items)}
+    owner = np.array([place[item] for item, _ in ways])
+    held = [state.space.items[item].options[state.options[item]] for item in items]
+    bare = [
+        (state.load, state.memory) if option.is_uniform else state.bare(item)
+        for item, option in zip(items, held, strict=True)
+    ]
+    totals, slopes = _slopes(state, bare)
+    least = np.array([load.min() for load, _ in bare])
+    for index, option in enumerate(held):
         if option.is_uniform:
-            bare, total = slopes, float(state.rank_costs().sum()) - slopes.of(option)
-            least = float(state.load.min()) - option.largest
-        else:
-            with state.without(item):
-                bare, total = _slopes(state), float(state.rank_costs().sum())
-                least = float(state.load.min())
-        costs[some] = [total + bare.of(options[index]) for index in some]
-        busy[some] = max(least, 0.0)
-    costs += _joined(state, options, busy)
-    return sorted(map(Hope, costs[costs < below].tolist(), itertools.compress(ways, costs < below)))
+            totals[index] -= slopes[index].of(option)
+            least[index] -= option.largest
+    rows = state.space.rows
+    numbers = rows.numbers(ways)
+    last = np.array([own.seconds[-1] for own in slopes])
+    costs = totals[owner] + rows.everywhere[numbers] * last[owner]
+    for index in np.flatnonzero(rows.is_uniform[numbers]).tolist():
+        item, number = ways[index]
+        chosen = state.space.items[item].options[number]
+        costs[index] += slopes[place[item]].of_stretches(chosen)
+    costs += _joined(state, rows, numbers, np.maximum(least, 0.0)[owner])
+    kept = np.flatnonzero(costs < below).tolist()
+    return sorted(Hope(float(costs[index]), ways[index]) for index in kept)
 
 
-def _slopes(state: State) -> Slopes:
-    """What another second costs on the ranks, and another byte."""
-    ratio = state.load / state.target
-    seconds = np.zeros(state.space.ranks)
-    np.divide(
-        state.time_cost(state.load) * (state.power / state.target),
-        ratio,
-        out=seconds,
-        where=(ratio > 0) & (ratio < MAX_RATIO),
-    )
-    storage = []
-    for tier, scale in state.space.used_tiers:
-        over = state.memory[:, tier] > state.limits[tier]
-        if over.any():
-            storage.append((tier, _summed(over * (state.penalty * scale))))
-    return Slopes(_summed(seconds), tuple(storage))
+def _slopes(state: State, ranks: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, list[Slopes]]:
+    """What all ranks cost in several cases of their load and memory [cases], and what another
+    second costs, and another byte."""
+    load = np.array([own for own, _ in ranks])
+    cost = state.time_cost(load)
+    ratio = load / state.target
+    slope = np.zeros(load.shape)
+    can = (ratio > 0) & (ratio < MAX_RATIO)
+    np.divide(cost * (state.power / state.target), ratio, out=slope, where=can)
+    seconds = _summed(slope)
+    storage: list[list[tuple[int, Floats]]] = [[] for _ in ranks]
+    for tier, scale in state.space.scarce_tiers:
+        if state.memory[:, tier].max() > state.limits[tier]:  # else no case has too much
+            memory = np.array([own[:, tier] for _, own in ranks])
+            cost += np.maximum(memory * scale - 1.0, 0.0) * state.penalty
+            over = memory > state.limits[tier]
+            sums = _summed(over * (state.penalty * scale))
+            for case in np.flatnonzero(over.any(axis=1)).tolist():
+                storage[case].append((tier, sums[case]))
+    slopes = [Slopes(own, tuple(more)) for own, more in zip(seconds, storage, strict=True)]
+    return cost.sum(axis=1), slopes
 
 
-def _joined(state: State, options: Sequence[ItemOption], busy: Floats) -> Floats:
+def _summed(values: Floats) -> Floats:
+    """The sums [cases, ranks + 1] of all values [cases, ranks] before each place, and of all."""
+    sums = np.zeros((len(values), values.shape[1] + 1))
+    np.cumsum(values, axis=1, out=sums[:, 1:])
+    return sums
+
+
+def _joined(state: State, rows: Rows, numbers: Ints, busy: Floats) -> Floats:
     """What the blocks of each option add at least to ranks of which the least busy one takes
     ``busy`` [options] seconds; 0 where they are not alike, or lie on all ranks."""
-    added = np.zeros(len(options))
-    alike, first = [], []
-    for index, option in enumerate(options):
-        if not option.is_uniform and option.widths[0] < state.space.ranks:
-            blocks = option.blocks
-            if blocks[0] is blocks[-1]:
-                alike.append(index)
-                first.append(blocks[0])
-    if not alike:
-        return added
-    some = [options[index] for index in alike]
-    widths = np.array([block.width for block in first])
-    before = busy[alike] + [option.everywhere for option in some]
-    seconds = np.concatenate([block.seconds for block in first])
-    more = state.time_cost(np.repeat(before, widths) + seconds)
-    more -= np.repeat(state.time_cost(before), widths)
-    sums = np.add.reduceat(more, widths.cumsum() - widths)
-    added[alike] = sums * [len(option.widths) for option in some]
-    return added
+    before = busy + rows.everywhere[numbers]
+    added = state.time_cost(before + rows.seconds[numbers]) - state.time_cost(before)
+    wide = np.flatnonzero(rows.wide[numbers])
+    if len(wide):
+        blocks = rows.blocks[rows.wide[numbers[wide]]]
+        there = before[wide, None]
+        added[wide] = (state.time_cost(there + blocks) - state.time_cost(there)).sum(axis=1)
+    return added * rows.counts[numbers]

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.planner.choice import Choice
+from shardwright.planner.search.rows import Rows
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -132,6 +133,21 @@ class Space:
             if option.total_storage[tier]
         }
         return tuple((tier, 1.0 / max(self.capacity[tier], 1)) for tier in sorted(used))
+
+    @functools.cached_property
+    def scarce_tiers(self) -> tuple[tuple[int, float], ...]:
+        """``used_tiers`` that are too small on one rank for all that may ever be there."""
+        return tuple(
+            (tier, scale)
+            for tier, scale in self.used_tiers
+            if sum(max(o.total_storage[tier] for o in item.options) for item in self.items)
+            > self.capacity[tier]
+        )
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The options as arrays."""
+        return Rows(self.items, self.ranks, self.group)
 
     @functools.cached_property
     def capacity_array(self) -> Floats:

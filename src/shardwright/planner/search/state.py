@@ -77,12 +77,17 @@ class State:
         self._complete = False  # whether every item was seen to lie somewhere, and none was dropped
         self._costs: Floats | None = None  # of ranks, until anything changes
         self._singles: dict[int, Singles] = {}  # of ranks, until something there changes
+        self._bare: dict[int, tuple[Floats, Floats]] = {}  # by item, as of the change ``_bare_at``
+        self._bare_at = -1
 
     def cost(self, load: Floats, memory: Floats) -> Floats:
         """What each rank contributes to the sum that is minimised."""
         result = self.time_cost(load)
-        for tier, scale in self.space.used_tiers:
-            over = memory[..., tier] * scale
+        for tier, scale in self.space.scarce_tiers:
+            filled = memory[..., tier]
+            if np.maximum.reduce(filled, axis=None, initial=0.0) <= self.limits[tier]:
+                continue  # no rank has too much
+            over = filled * scale
             over -= 1.0
             np.maximum(over, 0.0, out=over)
             over *= self.penalty
@@ -152,6 +157,17 @@ class State:
         self.take(item)
         self.options[item], self.slots[item] = -1, ()
         self._complete = False
+
+    def bare(self, item: int) -> tuple[Floats, Floats]:
+        """The ranks' load and memory without an item, until anything changes."""
+        if self._bare_at != self.change:
+            self._bare, self._bare_at = {}, self.change
+        if item not in self._bare:
+            load, memory = self.load.copy(), self.memory.copy()
+            option = self.space.items[item].options[self.options[item]]
+            _fill(option, self.slots[item], load, memory, -1)
+            self._bare[item] = load, memory
+        return self._bare[item]
 
     @contextlib.contextmanager
     def without(self, item: int) -> Iterator[None]:
@@ -275,10 +291,7 @@ class State:
             for index, (item, option) in enumerate(ways):
                 self._weigh_alone(item, option, found, index)
             return found
-        bare = {}
-        for item in dict.fromkeys(item for item, _ in ways):
-            with self.without(item):
-                bare[item] = self.load, self.memory
+        bare = {item: self.bare(item) for item in dict.fromkeys(item for item, _ in ways)}
         alike: dict[int, list[int]] = {}
         for index, (item, option) in enumerate(ways):
             blocks = self.blocks(item, option)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,11 +30,12 @@ NEARLY_FULL = 0.8  # of its HBM: other kernels may help though all ranks togethe
 
 @dataclass(frozen=True)
 class _Searched:
-    """A problem's space and what its search brought."""
+    """A problem's space and what its search brought, which may have been a ``quick`` one."""
 
     problem: Problem
     space: Space
     outcome: Outcome
+    quick: bool = False
 
     @cached_property
     def draft(self) -> TablesDraft | None:
@@ -53,10 +55,9 @@ def search_tables(job: Job, model: ModelSpec, watch: Watch) -> Found:
     problem = make_problem(job, model, slow=False)
     space = space_of(problem, problem.tables, problem.capacity)
     offered = offers_slow(model, job, problem.cluster)
-    short = offered and len(space.items) > MAX_ITEMS and _is_short(space)
-    more = _of_all_kernels(problem) if short else None
+    more = _of_all_kernels(problem) if offered and _is_short(space) else None
     outcome = search_widening(space, _narrow(space), watch, quick=more is not None)
-    done = _Searched(problem, space, outcome)
+    done = _Searched(problem, space, outcome, quick=more is not None)
     if more is None and offered and _memory_matters(done):
         more = _of_all_kernels(problem)
     tried, feasible = outcome.tried, outcome.feasible
@@ -79,11 +80,12 @@ def _widened(done: _Searched, problem: Problem, watch: Watch) -> _Searched:
     if done.draft is None or done.outcome.best is None:
         return _Searched(problem, space, search_widening(space, _narrow(space), watch))
     best = done.outcome.best
+    known = math.inf if done.quick and len(space.items) <= MAX_ITEMS else done.outcome.bound.seconds
     outcome = search(
         space,
         watch,
         Assignment(_again(done.space, space, best.options), best.slots),
-        known_bound=done.outcome.bound.seconds,
+        known_bound=known,
         known_start=_again(done.space, space, _first_start(done)),
     )
     return _Searched(problem, space, outcome)
