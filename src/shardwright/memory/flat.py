@@ -98,7 +98,7 @@ class FlatUnits:
         self.last = last or self.sharding.reduces == "each"
         self.adding = any(self.heap.holds(f"{unit}.unreduced") for unit in units)
         if forward not in self.flows:
-            sharded = units - self.sharding.replicated
+            sharded = frozenset(unit for unit in units if self._comes(unit))
             staying = frozenset(filter(self.sharding.stays, units))
             kept = self.sharding.kept if self.sharding.reshard_after_forward else units
             resharded = sharded - kept - staying
@@ -107,6 +107,11 @@ class FlatUnits:
             )
             self.flows[forward] = UnitFlow(forward, modes, backward)
         self.flow = self.flows[forward]
+
+    def _comes(self, unit: str) -> bool:
+        """Whether its whole parameters are filled to compute with them: by ranks that share them,
+        or with a copy of a replica in another dtype."""
+        return unit not in self.sharding.replicated or bool(self.sizes[unit].whole)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -310,11 +315,13 @@ def unit_sizes(
     parts = sum(copied(segment, sharding) for segment in chunked)
     # chunks are put together first: if one is cast, the buffer of all is one more
     joined = sent if parts else 0
+    direct = [copied(s, sharding) for s in others if s.cut != "replicated"]
     after = sharding.ranks_after_forward
     return UnitSizes(
         whole=ceil_div(whole, shards) * shards,
         stage=sent * shards,
-        cast=sum(copied(s, sharding) for s in others if s.cut != "replicated") + joined,
+        # one rank sends nothing: each is let go before the next
+        cast=(sum(direct) if shards > 1 else max(direct, default=0)) + joined,
         parts=parts,
         few=whole // after if after else 0,
         reduced=tuple(_reduced(s, sharding, shards) for s in layout.segments if s.trainable),

@@ -46,7 +46,8 @@ class UnitChoice:
     ``spent`` is what its collectives, gradient and update take, ``computing`` what its modules do.
     ``gathered`` and ``reduced`` are bytes of the whole buffer as it is gathered and summed,
     ``cleared`` those of its gradient before that. The rank's shares of an ``offloaded`` unit, in
-    all roles, are in host memory; they are ``away`` where the device has another one.
+    all roles, are in host memory; they are ``away`` where the device has another one. A unit that
+    is ``cast`` has tensors that compute in another dtype than they are kept in.
     """
 
     unit: UnitSpec
@@ -61,11 +62,18 @@ class UnitChoice:
     reduced: int
     offloaded: bool = False
     away: bool = False
+    cast: bool = False
 
     @property
     def replicated(self) -> bool:
         """Whether every rank keeps the whole unit."""
         return isinstance(self.placement, Replicate)
+
+    @property
+    def comes(self) -> bool:
+        """Whether its whole parameters are other memory than what every rank keeps of it, which a
+        forward fills: ranks send it, or replicas are copied in the dtype of computing."""
+        return self.cast or not self.replicated
 
     @property
     def stays(self) -> bool:
@@ -178,11 +186,13 @@ def unit_choices(
         sizes = _buffers(layout, context, stays=zero < 3)
         sharded = isinstance(placement, Flat)
         spent = _spent(layout, kind, sizes, context, sharded=sharded, stays=zero < 3)
+        if cast and not sharded:
+            spent = spent._replace(gather=dense.copy_seconds(sizes[0], context.c, away=False))
         if offloaded:
             spent = _copied(spent, layout, kind, sizes[0], context)
         away = offloaded and context.on_gpu
         its = (unit, placement, zero, reshard, layout, spent, computing)
-        return UnitChoice(*its, *sizes, offloaded, away)
+        return UnitChoice(*its, *sizes, offloaded, away, bool(cast))
 
     def sharded(*, offloaded: bool) -> Iterator[UnitChoice]:
         yield choice(Flat(), context.zero, offloaded=offloaded)

@@ -130,6 +130,8 @@ class UnitAmounts:
         )
         moved = optimizer.dense_update_bytes(self.trained(choice), choice.unit.optimizer)
         found, away = (gather["gather"], reduce["reduce"]), choice.away
+        if choice.cast and choice.replicated:
+            found = (dense.copy_seconds(gathered, c, away=False), found[1])
         if choice.offloaded:
             share = named("sent_bytes", gathered // self.ranks, "B")
             copied = (share, self.trained(choice))
