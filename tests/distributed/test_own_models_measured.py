@@ -47,16 +47,16 @@ def test_a_module_trains_and_takes_memory_as_planned(
         cluster={"preset": "local", "world_size": world_size},
         planner={"dense": DENSE[world_size], "units": sharded},
     )
-    _check_as_planned(pool, job, plan(job))
+    check_as_planned(pool, job, plan(job))
 
 
-def _check_as_planned(pool: Pool, job: Job, made: Plan) -> None:
+def check_as_planned(pool: Pool, job: Job, made: Plan) -> None:
     results = pool.run(made.world_size, planned, job=job, made=made)
-    _check_bytes(made, results)
+    check_planned_bytes(made, results)
     assert [apart for apart, _ in results] == [{}] * made.world_size
 
 
-def _check_bytes(made: Plan, results: list[Any]) -> None:
+def check_planned_bytes(made: Plan, results: list[Any]) -> None:
     predicted = decode(made.timeline)
     wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
     measured = [event for _, events in results for event in events]
@@ -84,7 +84,7 @@ def test_checkpointed_blocks_train_and_take_memory_as_planned(
     made = plan(job)
     assert sum(len(unit.checkpointed) for unit in made.units) == 3
     assert {unit.checkpointing for unit in made.units if unit.checkpointed} == {policy}
-    _check_as_planned(pool, job, made)
+    check_as_planned(pool, job, made)
 
 
 @pytest.mark.slow_after(1)
@@ -134,7 +134,7 @@ def test_what_is_frozen_has_neither_gradient_nor_states(
     copies = 2 if way == "replicate" else 1
     assert kept[1] == copies * element * 2 * (2 * 13 * 3)
     assert kept[0] == kept[1] + copies * element * 2 * (13 * 13 + 13)
-    _check_as_planned(pool, job, made)
+    check_as_planned(pool, job, made)
 
 
 @pytest.mark.slow_after(2)
@@ -169,7 +169,7 @@ def test_stages_of_zero_take_memory_as_planned(
     made = plan(job)
     assert offload == "all" or zero in {unit.roles.zero for unit in made.units}
     assert {unit.offloaded is True for unit in made.units if unit.roles.zero} <= {offload == "all"}
-    _check_bytes(made, pool.run(world_size, planned, job=job, made=made))
+    check_planned_bytes(made, pool.run(world_size, planned, job=job, made=made))
 
 
 @pytest.mark.slow_after(1)
@@ -194,7 +194,7 @@ def test_units_that_compute_in_another_dtype_take_memory_as_planned(
     )
     made = plan(job)
     assert {unit.name for unit in made.units} == made.modes.sharded_units
-    _check_bytes(made, pool.run(world_size, planned, job=job, made=made))
+    check_planned_bytes(made, pool.run(world_size, planned, job=job, made=made))
 
 
 @pytest.mark.slow_after(1)
@@ -216,7 +216,7 @@ def test_what_gets_no_gradient_stays_as_it_is(pool: Pool, way: str, optimizer: s
     assert trained == layers | {"head.weight", "head.bias"}
     said = "'layers.0.spare' and others get no gradient in a step: planned and run as frozen"
     assert said in made.assumptions
-    _check_as_planned(pool, job, made)
+    check_as_planned(pool, job, made)
 
 
 @pytest.mark.parametrize("name", sorted(UNTRACED))

@@ -17,7 +17,8 @@ from shardwright.core.block import Block, BlockRun, check_tiling, decode
 from shardwright.core.cluster import Cluster
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import MismatchError, expected
-from shardwright.core.job import Job
+from shardwright.core.grid import Grid
+from shardwright.core.job import Job, degrees_of, memory_of
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import early_tables, model_of, step_dtypes
 from shardwright.core.option import ShardRun
@@ -272,6 +273,12 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             merged=tuple((u.name, u.members) for u in self.units if u.members != (u.name,)),
             staying_units=frozenset(whole - replicated),
         )
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks as units that are not replicated lie on them."""
+        degrees, twice = degrees_of(self.job, self.world_size), memory_of(self.job).twice
+        return Grid(degrees.data_replicate, degrees.data_shard, twice)
 
     @property
     def _cast(self) -> set[str]:

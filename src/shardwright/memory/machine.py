@@ -34,7 +34,8 @@ class Sharding(msgspec.Struct, frozen=True):
     and ``zero`` are of our own runtime: how many units are on their way while one computes, whether
     a unit is cut as one buffer or each of its parameters by itself, and below 3 that units which
     are shared are whole between steps, too. Shares, gradients and states of all units with
-    ``offload``, or of those in ``offloaded``, are in host memory.
+    ``offload``, or of those in ``offloaded``, are in host memory. Gradients and states of shards
+    that are cut ``twice`` are cut over ``replicas``, too.
     """
 
     shards: int = 1
@@ -54,6 +55,7 @@ class Sharding(msgspec.Struct, frozen=True):
     on_gpu: bool = True
     offload: bool = False
     offloaded: frozenset[str] = frozenset()
+    twice: bool = False
 
     def on_host(self, unit: str) -> bool:
         """Whether a rank's shares of a unit are in host memory."""
@@ -68,6 +70,10 @@ class Sharding(msgspec.Struct, frozen=True):
         if unit in self.replicated or self.shares != "all":
             return 1
         return self.expert_shards if unit.endswith(EXPERTS) else self.shards
+
+    def kept_of(self, unit: str) -> int:
+        """Neighbouring parts of a unit that a rank keeps, of which it updates one."""
+        return self.replicas if self.twice and unit not in self.replicated else 1
 
     def stays(self, unit: str) -> bool:
         """Whether parameters that ranks share are whole between steps."""
