@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama_local import LossKind
 from shardwright.core.optimizers import Implementation
-from shardwright.core.placement import Zero
+from shardwright.core.placement import TwoZeros, Zero
 
 Runtime = Literal["shardwright", "fsdp2", "ddp", "megatron"]
 WHOLE: tuple[Runtime, ...] = ("ddp", "megatron")  # every rank has all parameters
@@ -33,6 +33,7 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     them. ``zero`` is 3 where a runtime shares parameters, gradients and optimizer states, as all
     but "ddp" and "megatron" do, which share nothing by themselves and with 1 the states. Ours also
     keeps parameters whole with 2, and with 1 shares the states alone; "auto" leaves it to a plan.
+    A pair, (2, 3), is one for replicas and one for shards.
     ``offload`` says what lives in host memory, of ours shards, gradients and states of every unit
     ("all") or of those for which a plan chooses it ("auto").
     ``checkpointing`` is a policy's name; where it is not given, a plan chooses one.
@@ -48,7 +49,7 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reduce_dtype: ReduceDtype = "fp32"
     implementation: Implementation | None = None
     reshard_after_forward: bool | Literal["default"] = "default"
-    zero: Zero | Literal["auto"] = 3
+    zero: Zero | Literal["auto"] | TwoZeros = 3
     compile: bool | Literal["blocks"] = False
     float8: bool | Float8 = False
     offload: Offload = "none"
@@ -69,7 +70,12 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.zero == "auto":
             wanted = "1, 2 or 3 where no plan chooses it"
             raise InputError(expected("memory.zero", wanted, "'auto'", "Name one."))
-        return self.zero
+        return 3 if isinstance(self.zero, tuple) else self.zero
+
+    @property
+    def twice(self) -> bool:
+        """Whether gradients and states are cut over replicas as well as over shards."""
+        return isinstance(self.zero, tuple)
 
     @property
     def on_host(self) -> bool:
@@ -144,11 +150,12 @@ def check_memory(section: MemorySection, where: str) -> None:
     """Refuse what no runtime does; InputError names the key."""
     check_policy(section.policy, f"{where}: memory.checkpointing")
     runtime, zero = section.runtime, section.zero
-    if zero == "auto":
+    if zero == "auto" or isinstance(zero, tuple):
         if runtime != "shardwright":
             remedy = "Plans are those of memory.runtime = 'shardwright'."
             wanted = f"a stage, or nothing, beside runtime = '{runtime}'"
-            raise InputError(expected(f"{where}: memory.zero", wanted, "'auto'", remedy))
+            found = repr(zero) if zero == "auto" else repr(list(zero))
+            raise InputError(expected(f"{where}: memory.zero", wanted, found, remedy))
     elif zero < 3 and runtime == "shardwright":
         if section.reshard_after_forward is True:
             wanted = f"false or nothing beside zero = {zero}, which keeps parameters whole"

@@ -27,6 +27,7 @@ HONOURED = (
     "zero",
     "offload",
     "allocator",
+    "data_replicate",
     "data_shard",
     "parallelize_plan",  # which parallel.tensor reads, that no plan follows
 )

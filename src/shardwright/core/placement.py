@@ -43,6 +43,9 @@ Placement = Replicate | Shard | Owned | BlockShard | Flat
 
 
 Zero = Literal[1, 2, 3]
+# A stage for replicas and one for shards: what shards of parameters have in common, their replicas
+# cut again.
+TwoZeros = tuple[Literal[2], Literal[3]]
 
 
 class Roles(NamedTuple):

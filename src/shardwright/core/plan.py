@@ -17,9 +17,10 @@ from shardwright.core.block import Block, BlockRun, check_tiling, decode
 from shardwright.core.cluster import Cluster
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import MismatchError, check_type, expected
-from shardwright.core.job import Job
+from shardwright.core.grid import Grid
+from shardwright.core.job import Job, degrees_of, memory_of
 from shardwright.core.model import ModelSpec
-from shardwright.core.model_of_job import early_tables, model_of
+from shardwright.core.model_of_job import early_tables, model_of, step_dtypes
 from shardwright.core.option import ShardRun
 from shardwright.core.placement import Placement, Replicate, Roles, Zero
 from shardwright.core.quantities import format_seconds
@@ -278,7 +279,7 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         routed = frozenset(path for path, is_replica in paths if not is_replica)
         overlaps = self.world_size > 1 and self.job.train.overlap not in (UNSET, "none")
         return Modes(
-            sharded_units=frozenset(u.name for u in self.units) - replicated,
+            sharded_units=frozenset(u.name for u in self.units) - (replicated - self._cast),
             resharded_units=frozenset(u.name for u in self.units if u.reshard_after_forward),
             routed=routed,
             replicated_tables=frozenset(path for path, is_replica in paths if is_replica),
@@ -287,6 +288,21 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             merged=tuple((u.name, u.members) for u in self.units if u.members != (u.name,)),
             staying_units=frozenset(whole - replicated),
         )
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks as units that are not replicated lie on them."""
+        degrees, twice = degrees_of(self.job, self.world_size), memory_of(self.job).twice
+        return Grid(degrees.data_replicate, degrees.data_shard, twice)
+
+    @property
+    def _cast(self) -> set[str]:
+        """Units with tensors that compute in another dtype than they are kept in."""
+        dtype = step_dtypes(self.job)[0]
+        if not dtype or self.recording is None:
+            return set()
+        cast = {t.fqn for u in self.model.units for t in u.tensors if t.dtype != dtype}
+        return {u.name for u in self.units if not cast.isdisjoint(u.tensors)}
 
     def expanded(self) -> list[Block]:
         """The block list without run-length encoding."""

@@ -74,6 +74,24 @@ def communication_seconds(
     }
 
 
+def replica_seconds(
+    kept_bytes: Any, reduced_bytes: Any, replicas: Any, *, twice: bool, c: Any, local: Any = None
+) -> dict[str, Any]:
+    """Seconds beside those of :func:`communication_seconds` among shards: replicas of a shard add
+    up its gradient, of ``reduced_bytes``. Where these cut it again, each sums a part, and before
+    the first ``gather`` of a step they send each other the parts of ``kept_bytes`` that they
+    updated. ``local`` of them are on each host."""
+    if not twice:
+        summed = network.collective_seconds("all_reduce", reduced_bytes, replicas, c, local)
+        return {"gather": 0.0, "reduce": named("replicas_reduced_seconds", summed, "s")}
+    filled = network.collective_seconds("all_gather", kept_bytes, replicas, c, local)
+    summed = network.collective_seconds("reduce_scatter", reduced_bytes, replicas, c, local)
+    return {
+        "gather": named("replicas_gathered_seconds", filled, "s"),
+        "reduce": named("replicas_reduced_seconds", summed, "s"),
+    }
+
+
 def gradient_seconds(buffer_bytes: Any, c: Any) -> Any:
     """Seconds to clear the buffer of a unit's gradient and to add up the gradient in it."""
     seconds = buffer_bytes / c["memory_rate"] + fresh_seconds(buffer_bytes, c, "gradient")

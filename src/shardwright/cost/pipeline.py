@@ -22,12 +22,14 @@ Settle = Callable[[str, Any], Any]
 
 
 class UnitSeconds(NamedTuple):
-    """Seconds of one gather, one reduce, the gradient's buffer, and the update of a unit."""
+    """Seconds of one gather, one reduce, the gradient's buffer, and the update of a unit; of its
+    first gather in a step what comes before it, over ``replicas``, where anything does."""
 
     gather: Any
     reduce: Any
     gradient: Any
     update: Any
+    replicas: Any = None
 
 
 class ComputeSeconds(NamedTuple):
@@ -95,6 +97,7 @@ class _Lanes:
         self.overlap = overlap
         self.settle = settle
         self.cleared: set[str] = set()  # units whose backward has begun
+        self.filled: set[str] = set()  # units that were gathered once
         self.computing: Any = 0.0
         self.communicating: Any = 0.0
         self.ready: dict[str, Any] = {}
@@ -120,7 +123,13 @@ class _Lanes:
         return seconds if waited is None else seconds + waited
 
     def _gather(self, action: Action, unit: str) -> Any:
-        return self._communicate(self.units[unit].gather, f"{unit} gathered")
+        its = self.units[unit]
+        first = unit not in self.filled
+        self.filled.add(unit)
+        seconds = its.gather
+        if first and its.replicas is not None:
+            seconds = seconds + its.replicas
+        return self._communicate(seconds, f"{unit} gathered")
 
     def _reduce(self, action: Action, unit: str) -> Any:
         seconds = self._communicate(self.units[unit].reduce, f"{unit} reduced")

@@ -44,9 +44,10 @@ class FlatUnits:
             name: unit_layout(
                 its,
                 Replicate() if name in self.sharding.replicated else cut,
-                ranks[name],
+                ranks[name] * self.sharding.kept_of(name),
                 self.frozen,
                 zero=self.sharding.zero,
+                kept=self.sharding.kept_of(name),
                 cast={
                     t.dtype for t in its if self.sharding.on_host(name) or self.sharding.casts(t)
                 },
@@ -54,9 +55,7 @@ class FlatUnits:
             for name, its in self.units.items()
         }
         self.sizes = {
-            name: unit_sizes(
-                layout, self.sharding, ranks[name], on_host=self.sharding.on_host(name)
-            )
+            name: unit_sizes(layout, self.sharding, on_host=self.sharding.on_host(name))
             for name, layout in self.layouts.items()
         }
 
@@ -98,7 +97,7 @@ class FlatUnits:
         self.last = last or self.sharding.reduces == "each"
         self.adding = any(self.heap.holds(f"{unit}.unreduced") for unit in units)
         if forward not in self.flows:
-            sharded = units - self.sharding.replicated
+            sharded = frozenset(unit for unit in units if self._comes(unit))
             staying = frozenset(filter(self.sharding.stays, units))
             kept = self.sharding.kept if self.sharding.reshard_after_forward else units
             resharded = sharded - kept - staying
@@ -107,6 +106,11 @@ class FlatUnits:
             )
             self.flows[forward] = UnitFlow(forward, modes, backward)
         self.flow = self.flows[forward]
+
+    def _comes(self, unit: str) -> bool:
+        """Whether its whole parameters are filled to compute with them: by ranks that share them,
+        or with a copy of a replica in another dtype."""
+        return unit not in self.sharding.replicated or bool(self.sizes[unit].whole)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -172,7 +176,7 @@ class FlatUnits:
         self.heap.take(f"{unit}.stage", "all_gather", sizes.stage)
         with self.heap.passing("all_gather", sizes.parts):
             self.heap.take(f"{unit}.cast", "all_gather", sizes.cast)
-        if self.sharding.shards_of(unit) == 1:
+        if self.layouts[unit].world_size == 1:
             self.heap.free(f"{unit}.cast")
 
     def _arrive(self, unit: str) -> None:
@@ -219,6 +223,7 @@ class FlatUnits:
             heap.take(f"{name}.row", "gradient", way.row)
             if unit in self.sharding.replicated:  # summed where it lies
                 heap.free(f"{name}.send")
+            heap.take(f"{name}.kept", "communication", way.kept)
             heap.take(f"{name}.received", "communication", way.received)
         if not self.sharding.prefetch:
             self._collect(unit, action)
@@ -228,7 +233,9 @@ class FlatUnits:
         heap = self.heap
         for index, way in enumerate(self.sizes[unit].reduced):
             name = f"{unit}.{index}"
-            heap.free(f"{name}.received")
+            with heap.passing("communication", way.between):
+                heap.free(f"{name}.received")
+            heap.free(f"{name}.kept")
             heap.free(f"{name}.send")
             if self.sharding.on_host(unit):
                 if not self.sharding.away(unit):
@@ -261,8 +268,9 @@ class FlatUnits:
 class Reduced:
     """A segment of a unit while its gradient is summed: what autograd left, the same ``held`` back
     in the dtype of sums (0 where that is the same), what is sent with the ``note`` in it, the
-    ``row`` that comes back, the parts ``received`` where the rank itself sums them, the ``mean``
-    where its dtype is another one, and the same ``landing`` in other memory."""
+    ``row`` that comes back, the parts ``received`` where the rank itself sums them, what replicas
+    cut again, ``kept`` until they sent each other the parts that come ``between`` them, the
+    ``mean`` where its dtype is another one, and the same ``landing`` in other memory."""
 
     gradient: int
     held: int
@@ -270,6 +278,8 @@ class Reduced:
     note: int
     row: int
     received: int
+    kept: int
+    between: int
     mean: int
     landing: int
 
@@ -289,11 +299,10 @@ class UnitSizes:
     stored: int
 
 
-def unit_sizes(
-    layout: UnitLayout, sharding: Sharding, shards: int, *, on_host: bool = False
-) -> UnitSizes:
+def unit_sizes(layout: UnitLayout, sharding: Sharding, *, on_host: bool = False) -> UnitSizes:
     """Bytes that a unit has on a rank, its shares perhaps in host memory, from where they are
     copied to be sent."""
+    all_parts = layout.world_size
     here = [
         s.stays or (s.cut == "replicated" and not on_host and not _cast(s, sharding))
         for s in layout.segments
@@ -305,19 +314,21 @@ def unit_sizes(
     )
     chunked = [segment for segment in layout.segments if segment.cut == "chunks"]
     others = [segment for segment in layout.segments if segment.cut != "chunks"]
-    sent = sum(_sent(segment, sharding) for segment in chunked)
+    row = sum(segment.share * _computed(segment, sharding) for segment in chunked)
     copied = _sent if on_host else _cast
     parts = sum(copied(segment, sharding) for segment in chunked)
     # chunks are put together first: if one is cast, the buffer of all is one more
-    joined = sent if parts else 0
+    joined = sum(_sent(segment, sharding) for segment in chunked) if parts else 0
+    direct = [copied(s, sharding) for s in others if s.cut != "replicated"]
     after = sharding.ranks_after_forward
     return UnitSizes(
-        whole=ceil_div(whole, shards) * shards,
-        stage=sent * shards,
-        cast=sum(copied(s, sharding) for s in others if s.cut != "replicated") + joined,
+        whole=ceil_div(whole, all_parts) * all_parts,
+        stage=row * all_parts,
+        # one rank sends nothing: each is let go before the next
+        cast=(sum(direct) if all_parts > 1 else max(direct, default=0)) + joined,
         parts=parts,
         few=whole // after if after else 0,
-        reduced=tuple(_reduced(s, sharding, shards) for s in layout.segments if s.trainable),
+        reduced=tuple(_reduced(s, sharding, all_parts) for s in layout.segments if s.trainable),
         stored=layout.stored_bytes,
     )
 
@@ -328,8 +339,8 @@ def _computed(segment: Segment, sharding: Sharding) -> int:
 
 
 def _sent(segment: Segment, sharding: Sharding) -> int:
-    """A rank's share as it is sent."""
-    return segment.share * _computed(segment, sharding)
+    """What a rank keeps as it is sent."""
+    return segment.kept * segment.share * _computed(segment, sharding)
 
 
 def _cast(segment: Segment, sharding: Sharding) -> int:
@@ -337,20 +348,24 @@ def _cast(segment: Segment, sharding: Sharding) -> int:
     return _sent(segment, sharding) if sharding.casts(_element(segment)) else 0
 
 
-def _reduced(segment: Segment, sharding: Sharding, shards: int) -> Reduced:
+def _reduced(segment: Segment, sharding: Sharding, parts: int) -> Reduced:
     """The way of a segment's gradient."""
+    again = 1 if segment.stays else segment.kept
     computed, reduced = _computed(segment, sharding), sharding.reduced(_element(segment))
     stored = element_bytes(segment.dtype)
     payload = sum(slot.tensor.numel for slot in segment.slots)
     row = segment.sent * reduced
-    sums_itself = not sharding.on_gpu and shards > 1  # gloo: an all-to-all, and a sum of what came
+    # gloo: an all-to-all, and a sum of what came
+    sums_itself = not sharding.on_gpu and parts > again
     return Reduced(
         gradient=payload * computed,
         held=payload * reduced if computed != reduced else 0,
-        send=row * shards,
+        send=row * parts,
         note=segment.note * reduced,
         row=row,
-        received=row * shards if sums_itself else 0,
+        received=row * parts if sums_itself else 0,
+        kept=row * again if again > 1 else 0,
+        between=row * again if again > 1 and not sharding.on_gpu else 0,
         mean=segment.share * stored if reduced != stored else 0,
         landing=segment.share * stored,
     )

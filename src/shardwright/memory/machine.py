@@ -34,8 +34,9 @@ class Sharding(msgspec.Struct, frozen=True):
     and ``zero`` are of our own runtime: how many units are on their way while one computes, whether
     a unit is cut as one buffer or each of its parameters by itself, and below 3 that units which
     are shared are whole between steps, too. Shares, gradients and states of all units with
-    ``offload``, or of those in ``offloaded``, are in host memory. ``experts`` name units,
-    with ``*`` for any part.
+    ``offload``, or of those in ``offloaded``, are in host memory. Gradients and states of shards
+    that are cut ``twice`` are cut over ``replicas``, too. ``experts`` name units, with ``*`` for
+    any part.
     """
 
     shards: int = 1
@@ -55,6 +56,7 @@ class Sharding(msgspec.Struct, frozen=True):
     on_gpu: bool = True
     offload: bool = False
     offloaded: frozenset[str] = frozenset()
+    twice: bool = False
     experts: tuple[str, ...] = LLAMA_EXPERTS
 
     def is_experts(self, unit: str) -> bool:
@@ -74,6 +76,10 @@ class Sharding(msgspec.Struct, frozen=True):
         if unit in self.replicated or self.shares != "all":
             return 1
         return self.expert_shards if self.is_experts(unit) else self.shards
+
+    def kept_of(self, unit: str) -> int:
+        """Neighbouring parts of a unit that a rank keeps, of which it updates one."""
+        return self.replicas if self.twice and unit not in self.replicated else 1
 
     def stays(self, unit: str) -> bool:
         """Whether parameters that ranks share are whole between steps."""

@@ -142,8 +142,8 @@ def _unit_blocks(draft: Draft) -> Iterator[BlockRun]:
     for choice in draft.units:
         parameters = encode(choice.blocks)
         for role, placement in zip(get_args(Role), choice.roles, strict=True):
-            if choice.unit.frozen or choice.stays:
-                yield from encode(choice.layout.blocks(role, placement))
+            if choice.unit.frozen or choice.stays or choice.grid.twice:
+                yield from encode(choice.grid.blocks(choice.layout, role, placement))
             else:
                 yield from (msgspec.structs.replace(run, role=role) for run in parameters)
 

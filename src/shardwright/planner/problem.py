@@ -13,7 +13,7 @@ from shardwright.core.batch import MADE_UP_ZIPF, Batch
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.data_section import DataSection
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.job import Job, checkpointing_of, memory_of
+from shardwright.core.job import Job, checkpointing_of, degrees_of, memory_of
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_of_job import placed_tables, step_dtypes
 from shardwright.core.planning import EstimatorSection, trained_communication
@@ -152,6 +152,7 @@ def make_problem(
     context = PricingContext(cluster, batch, job.planner.estimator, dedup)
     dtypes = step_dtypes(job)
     section, local = memory_of(job), ranks_per_host(cluster)
+    degrees = degrees_of(job, cluster.world_size)
     dense = DenseContext(
         cluster.world_size,
         local,
@@ -160,6 +161,8 @@ def make_problem(
         section.stage,
         section.offload,
         cluster.compute_device != "cpu",
+        degrees.data_replicate,
+        section.twice,
     )
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
     unit_space.check()

@@ -139,7 +139,7 @@ class StepDraft(Draft):
             ):
                 resident[kind] = resident.get(kind, 0) + size
         beside = sum(
-            unit_sizes(choice.layout, self.sharding, self.ranks, on_host=choice.offloaded).whole
+            unit_sizes(choice.layout, self.sharding, on_host=choice.offloaded).whole
             for choice in self.units
             if choice.stays
         )
@@ -151,7 +151,9 @@ class StepDraft(Draft):
     def sharding(self) -> Sharding:
         """What the units' placements are to whoever runs a step on a heap."""
         return Sharding(
-            shards=self.ranks,
+            shards=self.problem.unit_space.context.grid.shards,
+            replicas=self.problem.unit_space.context.replicas,
+            twice=self.problem.unit_space.context.twice,
             kept=frozenset(u.unit.name for u in self.units if not u.reshard),
             replicated=frozenset(u.unit.name for u in self.units if u.replicated),
             param_dtype=self.problem.unit_space.context.param_dtype,

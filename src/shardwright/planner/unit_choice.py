@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.core.block import Block
+from shardwright.core.grid import Grid
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.memory_section import Offload
 from shardwright.core.model import UnitSpec
@@ -25,7 +27,8 @@ class DenseContext:
     Units compute in ``param_dtype`` and sum gradients in ``reduce_dtype``, each tensor in its own
     where that is empty. Units that are not replicated are shared as a stage of ``zero`` says, and
     their shards, gradients and states may be, or are all, in host memory as ``offload`` says, which
-    is that of the device unless this is an accelerator.
+    is that of the device unless this is an accelerator. They are shared by the shards of as many
+    ``replicas``, which cut gradients and states again where they are cut ``twice``.
     """
 
     ranks: int
@@ -36,6 +39,28 @@ class DenseContext:
     zero: Zero = 3
     offload: Offload = "none"
     on_gpu: bool = False
+    replicas: int = 1
+    twice: bool = False
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks as units that are not replicated lie on them."""
+        return Grid(self.replicas, self.ranks // self.replicas, self.twice)
+
+    @property
+    def shards_local(self) -> int | None:
+        """How many of a group of shards are linked closely."""
+        if self.local is None or self.local % self.grid.shards == 0:
+            return None if self.replicas > 1 else self.local
+        return math.gcd(self.local, self.grid.shards)
+
+    @property
+    def replicas_local(self) -> int | None:
+        """How many replicas of a shard are linked closely."""
+        if self.local is None:
+            return None
+        near = max(self.local // self.grid.shards, 1)
+        return None if near >= self.replicas else near
 
 
 @dataclass(frozen=True)
@@ -46,7 +71,9 @@ class UnitChoice:
     ``spent`` is what its collectives, gradient and update take, ``computing`` what its modules do.
     ``gathered`` and ``reduced`` are bytes of the whole buffer as it is gathered and summed,
     ``cleared`` those of its gradient before that. The rank's shares of an ``offloaded`` unit, in
-    all roles, are in host memory; they are ``away`` where the device has another one.
+    all roles, are in host memory; they are ``away`` where the device has another one. A unit that
+    is ``cast`` has tensors that compute in another dtype than they are kept in. ``grid`` has the
+    ranks of its parts, of a replicated unit all of them alike.
     """
 
     unit: UnitSpec
@@ -61,11 +88,19 @@ class UnitChoice:
     reduced: int
     offloaded: bool = False
     away: bool = False
+    cast: bool = False
+    grid: Grid = Grid()
 
     @property
     def replicated(self) -> bool:
         """Whether every rank keeps the whole unit."""
         return isinstance(self.placement, Replicate)
+
+    @property
+    def comes(self) -> bool:
+        """Whether its whole parameters are other memory than what every rank keeps of it, which a
+        forward fills: ranks send it, or replicas are copied in the dtype of computing."""
+        return self.cast or not self.replicated
 
     @property
     def stays(self) -> bool:
@@ -82,7 +117,7 @@ class UnitChoice:
         """Seconds by phase where nothing overlaps."""
         again = self.spent.gather if self.reshard else 0.0
         return {
-            "forward": self.computing.forward + self.spent.gather,
+            "forward": self.computing.forward + self.spent.gather + (self.spent.replicas or 0.0),
             "backward": self.computing.backward + self.spent.gradient + again,
             "reduce": self.spent.reduce,
             "step": self.spent.update,
@@ -100,35 +135,58 @@ class UnitChoice:
         return int(self.layout.trains)
 
     @property
+    def between(self) -> int:
+        """Calls in a step that replicas of its shards make: to sum, and to have what others of them
+        updated."""
+        return self.reduces * (self.grid.replicas > 1) * (1 + self.grid.twice)
+
+    @property
     def collectives(self) -> int:
         """Calls in a step."""
-        return self.gathers + self.reduces
+        return self.gathers + self.reduces + self.between
+
+    @property
+    def kept_bytes(self) -> int:
+        """Full buffers with which replicas have what others of them updated in a step."""
+        return self.layout.stored_bytes if self.reduces and self.grid.twice else 0
+
+    @property
+    def part_reduced(self) -> int:
+        """Of the gradient what replicas of a shard sum."""
+        return self.reduced // self.grid.shards if self.between else 0
 
     @property
     def moved_bytes(self) -> int:
         """Full buffers of all collectives of a step."""
-        return self.gathers * self.gathered + self.reduced
+        return self.gathers * self.gathered + self.reduced + self.kept_bytes + self.part_reduced
 
     @property
     def note_bytes(self) -> int:
         """Bytes that travel with the gradient to every rank, beside it."""
-        return self.layout.note_bytes * (1 if self.replicated else self.layout.world_size)
+        once = self.grid.kept if self.between else 0
+        return self.layout.note_bytes * (once + (1 if self.replicated else self.layout.world_size))
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Where its parameters live; gradients and states live beside them, but where parts of
         parameters that stay do."""
-        return tuple(self.layout.blocks("parameter", self.roles.parameter))
+        return tuple(self.grid.blocks(self.layout, "parameter", self.roles.parameter))
 
     @cached_property
     def padding(self) -> tuple[int, ...]:
         """Bytes of each rank's buffer that belong to no tensor."""
-        return self.layout.paddings(stored=True)
+        return self._of_ranks(self.layout.paddings(stored=True))
 
     @cached_property
     def trained_padding(self) -> tuple[int, ...]:
         """Bytes of each rank's share of what gets a gradient that belong to no tensor."""
-        return self.layout.trained.paddings(stored=False)
+        return self._of_ranks(self.layout.trained.paddings(stored=False))
+
+    def _of_ranks(self, parts: tuple[int, ...]) -> tuple[int, ...]:
+        """What every rank has of something that is known of each part."""
+        if self.grid.replicas == 1:
+            return parts
+        return tuple(parts[self.grid.part(rank)] for rank in self.grid.ranks)
 
 
 def merged(units: Sequence[UnitSpec]) -> UnitSpec:
@@ -172,17 +230,26 @@ def unit_choices(
         placement: Placement, zero: Zero = 3, *, reshard: bool = False, offloaded: bool = False
     ) -> UnitChoice:
         moved = {tensor.dtype for tensor in unit.tensors} if offloaded else cast
+        sharded = isinstance(placement, Flat)
+        grid = context.grid if sharded else Grid(1, context.ranks)
         layout = unit_layout(
-            unit.tensors, placement, context.ranks, unit.frozen, zero=zero, cast=moved
+            unit.tensors,
+            placement,
+            grid.parts,
+            unit.frozen,
+            zero=zero,
+            kept=grid.kept,
+            cast=moved,
         )
         sizes = _buffers(layout, context, stays=zero < 3)
-        sharded = isinstance(placement, Flat)
-        spent = _spent(layout, kind, sizes, context, sharded=sharded, stays=zero < 3)
+        spent = _spent(layout, kind, sizes, context, grid, sharded=sharded, stays=zero < 3)
+        if cast and not sharded:
+            spent = spent._replace(gather=dense.copy_seconds(sizes[0], context.c, away=False))
         if offloaded:
             spent = _copied(spent, layout, kind, sizes[0], context)
         away = offloaded and context.on_gpu
         its = (unit, placement, zero, reshard, layout, spent, computing)
-        return UnitChoice(*its, *sizes, offloaded, away)
+        return UnitChoice(*its, *sizes, offloaded, away, bool(cast), grid)
 
     def sharded(*, offloaded: bool) -> Iterator[UnitChoice]:
         yield choice(Flat(), context.zero, offloaded=offloaded)
@@ -206,23 +273,39 @@ def _spent(
     kind: OptimizerName,
     sizes: tuple[int, int, int],
     context: DenseContext,
+    grid: Grid,
     *,
     sharded: bool,
     stays: bool,
 ) -> UnitSeconds:
     c, shard, trained = context.c, layout.shard_bytes, layout.trained.shard_bytes
     gathered, cleared, reduced = sizes
+    local = context.shards_local if sharded else context.local
     gather, reduce = (
         dense.communication_seconds(
-            nbytes, shard, context.ranks, sharded=sharded, stays=stays, c=c, local=context.local
+            nbytes, shard, grid.shards, sharded=sharded, stays=stays, c=c, local=local
         )
         for nbytes in (gathered, reduced)
     )
-    return UnitSeconds(
+    found = UnitSeconds(
         gather=gather["gather"],
         reduce=reduce["reduce"] if layout.trains else 0.0,
         gradient=dense.gradient_seconds(cleared, c),
         update=dense.update_seconds(optimizer.dense_update_bytes(trained, kind), c),
+    )
+    if grid.replicas == 1 or not layout.trains:
+        return found
+    between = dense.replica_seconds(
+        layout.stored_bytes,
+        reduced // grid.shards,
+        grid.replicas,
+        twice=grid.twice,
+        c=c,
+        local=context.replicas_local,
+    )
+    return found._replace(
+        reduce=found.reduce + between["reduce"],
+        replicas=between["gather"] if grid.twice else None,
     )
 
 
@@ -236,11 +319,10 @@ def _copied(
     """The same of a unit in host memory: a gather begins with a copy of the rank's share, a reduce
     ends with one of its gradient, and the host updates."""
     c, away, trained = context.c, context.on_gpu, layout.trained.shard_bytes
-    share = gathered // context.ranks
+    share = gathered // context.grid.shards
     moved = optimizer.dense_update_bytes(trained, kind)
-    return UnitSeconds(
+    return spent._replace(
         gather=spent.gather + dense.copy_seconds(share, c, away=away),
         reduce=spent.reduce + dense.copy_seconds(trained, c, away=away) if layout.trains else 0.0,
-        gradient=spent.gradient,
         update=dense.update_seconds(moved, c, away=away),
     )

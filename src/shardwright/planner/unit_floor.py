@@ -49,19 +49,36 @@ def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
         own = sum(choices[0].computing) + dense.gradient_seconds(cleared, context.c)
         yield Floor(unit.name, own + moved, ANYHOW)
     waits = [
-        sum(network.latency_seconds(k, context.ranks, context.c, context.local) for k in kinds)
-        for kinds in map(_calls, space.choices(run[:1]))
+        sum(network.latency_seconds(k, ranks, context.c, local) for k, _, ranks, local in calls)
+        for calls in (_calls(space, choice) for choice in space.choices(run[:1]))
     ]
     once = _shown(space) * min(waits) + dense.update_seconds(0, context.c)
     yield Floor(f"{run[0].series or run[0].name}, once", once, ONCE)
 
 
-def _calls(choice: UnitChoice) -> tuple[Collective, ...]:
+class Call(NamedTuple):
+    """A collective of so many bytes, padding included, among ``ranks`` of which ``local`` are near."""
+
+    kind: Collective
+    nbytes: int
+    ranks: int
+    local: int | None
+
+
+def _calls(space: UnitSpace, choice: UnitChoice) -> Iterator[Call]:
     """The collectives of a step; what is frozen reduces nothing."""
-    kinds: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+    context, grid = space.context, choice.grid
     if choice.replicated:
-        kinds = ("all_reduce",)
-    return kinds if choice.reduces else kinds[:-1]
+        if choice.reduces:
+            yield Call("all_reduce", choice.reduced, context.ranks, context.local)
+        return
+    local = context.shards_local
+    yield Call("all_gather", choice.gathered, grid.shards, local)
+    if choice.reduces:
+        yield Call("reduce_scatter", choice.reduced, grid.shards, local)
+    if choice.between:
+        kind: Collective = "reduce_scatter" if grid.twice else "all_reduce"
+        yield Call(kind, choice.part_reduced, grid.replicas, context.replicas_local)
 
 
 def _shown(space: UnitSpace) -> float:
@@ -73,14 +90,14 @@ def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
     """Transfers and update of a unit that every rank keeps, or that all ranks share."""
     context = space.context
     moved = 0.0
-    for kind in _calls(choice):
-        whole = choice.gathered if kind == "all_gather" else choice.reduced
+    for kind, whole, ranks, local in _calls(space, choice):
         sent = _payload(choice, whole)
-        moved += network.transfer_seconds(kind, sent, context.ranks, context.c, context.local)
-        if not (choice.replicated or (choice.stays and kind == "all_gather")):
+        moved += network.transfer_seconds(kind, sent, ranks, context.c, local)
+        of_parts = choice.replicated or whole == choice.part_reduced
+        if not (of_parts or (choice.stays and kind == "all_gather")):
             moved += dense.fresh_seconds(sent, context.c)
     trained = choice.layout.trained.payload_bytes
-    held = trained if choice.replicated else trained / context.ranks
+    held = trained if choice.replicated else trained / choice.layout.world_size
     updated: float = optimizer.dense_update_bytes(held, choice.unit.optimizer)
     return _shown(space) * moved + updated / context.c["memory_rate"]
 

@@ -70,7 +70,7 @@ class Arrangement:
     def footprint(self) -> int:
         """About how many bytes of a rank it fills at most, activations apart: everything kept, and
         the largest units that are whole at once."""
-        there = [u for u in self.units if not (u.replicated or u.reshard)]
+        there = [u for u in self.units if u.comes and not u.reshard]
         whole = sum(u.gathered for u in there if not u.layout.stays)
         passing = sorted(u.gathered for u in self.units if u.reshard)
         unreduced = sorted(u.reduced for u in self.units if not u.replicated)
@@ -92,7 +92,7 @@ def dense_modes(
 ) -> Modes:
     """What a choice of units means for the order of a step."""
     return Modes(
-        sharded_units=frozenset(u.unit.name for u in units if not u.replicated),
+        sharded_units=frozenset(u.unit.name for u in units if u.comes),
         resharded_units=frozenset(u.unit.name for u in units if u.reshard),
         routed=routed,
         replicated_tables=replicated_tables,

@@ -16,12 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright import __version__
 from shardwright.core.block import Block, Role, check_tiling
 from shardwright.core.errors import InputError, MismatchError, check_type, expected
+from shardwright.core.grid import Grid
 from shardwright.core.layout import unit_layout
 from shardwright.core.model_of_job import step_dtypes
+from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.planning import trained_communication
 from shardwright.core.tensor import TensorSpec
-from shardwright.runtime.comm import Comm, check_mesh, fingerprint_of, flat
+from shardwright.runtime.comm import Comm, CutTwice, check_mesh, fingerprint_of, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
@@ -101,7 +103,7 @@ def apply(
     members = {m.fqn: m for m in find_members([model], [""], (), lambda _: False)}
     _freeze(members, plan, blocks)
     for unit in plan.units:
-        _check_unit_blocks(unit, blocks, comm, [members[fqn] for fqn in unit.tensors])
+        _check_unit_blocks(unit, blocks, plan.grid, [members[fqn] for fqn in unit.tensors])
     initial_block = _initial(model)
     check_offload(comm, any(unit.offloaded is True for unit in plan.units))
     flow = Flow(plan.prefetch, guard)
@@ -128,6 +130,8 @@ def _shard_units(
     if not any(_leads(unit) for unit in plan.units):
         model.register_forward_pre_hook(_Begin(flow), prepend=True)
 
+    shared = _on_grid(comm, plan.grid)
+
     def initial(fqn: str) -> torch.Tensor:
         shape = tuple(members[fqn].shape)
         return initial_block(fqn, (0,) * len(shape), shape)
@@ -140,7 +144,7 @@ def _shard_units(
         attach(
             modules,
             unit.modules,
-            comm,
+            comm if _replicated(unit) else shared,
             own,
             dict.fromkeys(unit.tensors, unit.optimizer_state),
             name=unit.name,
@@ -155,6 +159,19 @@ def _shard_units(
         )
         blocks = [model.get_submodule(path) for path in unit.checkpointed]
         apply_checkpointing(blocks, unit.checkpointing, preserve_rng_state=True)
+
+
+def _on_grid(comm: Comm, grid: Grid) -> Comm:
+    """The same ranks as replicas x shards, where a plan has more than one replica (collective)."""
+    if grid.replicas == 1:
+        return comm
+    ranks = comm.mesh.mesh.view(grid.replicas, grid.shards)
+    mesh = DeviceMesh(comm.mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+    return (CutTwice if grid.twice else Comm)(mesh, comm.probe)
+
+
+def _replicated(unit: UnitPlan) -> bool:
+    return isinstance(unit.optimizer_state, Replicate)
 
 
 def _leads(unit: UnitPlan) -> bool:
@@ -255,7 +272,7 @@ def _freeze(members: Mapping[str, Member], plan: Plan, blocks: list[Block]) -> N
 
 
 def _check_unit_blocks(
-    unit: UnitPlan, blocks: list[Block], comm: Comm, members: Sequence[Member]
+    unit: UnitPlan, blocks: list[Block], grid: Grid, members: Sequence[Member]
 ) -> None:
     """What the unit's layout will do must be what the block list says."""
     frozen = {member.fqn for member in members if not member.parameter.requires_grad}
@@ -264,9 +281,13 @@ def _check_unit_blocks(
         b for b in blocks if b.tensor in own and (b.role == "parameter" or b.tensor not in frozen)
     }
     specs = [member.spec for member in members]
-    layout = unit_layout(specs, unit.optimizer_state, comm.size, frozen, zero=unit.roles.zero or 3)
+    grid = Grid(1, len(grid.ranks)) if _replicated(unit) else grid
+    zero = unit.roles.zero or 3
+    layout = unit_layout(
+        specs, unit.optimizer_state, grid.parts, frozen, zero=zero, kept=grid.kept
+    )
     rows = zip(get_args(Role), unit.roles, strict=True)
-    cut = {b for role, placement in rows for b in layout.blocks(role, placement)}
+    cut = {b for role, placement in rows for b in grid.blocks(layout, role, placement)}
     if planned != cut or unit.roles.zero is None:
         raise MismatchError(
             expected(

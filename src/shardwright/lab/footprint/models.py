@@ -54,13 +54,14 @@ def recorded_whole(
     """The whole model of a job as each of its ranks runs it, divided among data ranks alone; of a
     module of the user's own, embeddings that are ``routed`` are tables, or with None all that can
     be."""
-    degrees = degrees_of(job, 1)
+    section = msgspec.structs.replace(parallel_of(job), data_replicate=1, data_shard=-1)
     if job.model.kind == "python":
         return python_recording(
             job, treatment, job.batch.size, planned=True, routed=routed
         ).recording
-    model = LlamaModel(job, degrees, treatment)
-    return model.recorded(parallel_of(job), Stage((0, model.layers), True, True)).recording
+    alone = msgspec.structs.replace(job, parallel=section)
+    model = LlamaModel(job, degrees_of(alone, 1), treatment)
+    return model.recorded(section, Stage((0, model.layers), True, True)).recording
 
 
 class LlamaModel:

@@ -93,13 +93,16 @@ class UnitAmounts:
         if choice.stays:
             source = "of whole parameters, what a rank updates"
             return leaf(choice.layout.shard_bytes, "slice_bytes", "B", source)
-        count = 1 if choice.replicated else self.draft.ranks
+        count = 1 if choice.replicated else choice.layout.world_size
         slices = leaf(count, "slices", "", "ranks that share it")
         found: Amount = named("slice_bytes", self.buffer(choice) // slices, "B")
         return found
 
     def stored(self, choice: UnitChoice) -> Amount:
         """What a rank keeps of the buffer: its slice, or all of it where that stays."""
+        if choice.grid.twice:
+            source = "the slices of all replicas of a shard"
+            return leaf(choice.layout.stored_bytes, "kept_bytes", "B", source)
         if not choice.stays:
             return self.slice(choice)
         return leaf(choice.layout.stored_bytes, "kept_bytes", "B", "parameters stay whole")
@@ -116,31 +119,67 @@ class UnitAmounts:
         """One gather, one reduce, the gradient's buffer and the update."""
         gathered, reduced = self.gathered(choice), self.reduced(choice)
         own, c = self.slice(choice), self.constants
+        ranks, local = self._shards(choice)
         gather, reduce = (
             dense.communication_seconds(
                 buffer,
                 own,
-                self.ranks,
+                ranks,
                 sharded=not choice.replicated,
                 stays=choice.stays,
                 c=c,
-                local=self.local,
+                local=local,
             )
             for buffer in (gathered, reduced)
         )
         moved = optimizer.dense_update_bytes(self.trained(choice), choice.unit.optimizer)
         found, away = (gather["gather"], reduce["reduce"]), choice.away
+        if choice.cast and choice.replicated:
+            found = (dense.copy_seconds(gathered, c, away=False), found[1])
         if choice.offloaded:
-            share = named("sent_bytes", gathered // self.ranks, "B")
+            share = named("sent_bytes", gathered // ranks, "B")
             copied = (share, self.trained(choice))
             copies = (dense.copy_seconds(nbytes, c, away=away) for nbytes in copied)
             found = tuple(of + copy for of, copy in zip(found, copies, strict=True))
+        between = self._between(choice)
         return UnitSeconds(
             gather=found[0],
-            reduce=found[1] if choice.reduces else 0.0,
+            reduce=found[1] + between["reduce"] if between else found[1] if choice.reduces else 0.0,
             gradient=dense.gradient_seconds(self.cleared(choice), c),
             update=dense.update_seconds(moved, c, away=away),
+            replicas=between["gather"] if between and choice.grid.twice else None,
         )
+
+    def _shards(self, choice: UnitChoice) -> tuple[Amount, Amount | None]:
+        """Ranks among whom a unit is gathered, and how many of them are linked closely."""
+        if choice.grid.replicas == 1:
+            return self.ranks, self.local
+        near = self.draft.problem.unit_space.context.shards_local
+        local = None if near is None else leaf(near, "shards_of_host", "", "of them on one host")
+        return leaf(choice.grid.shards, "shards", "", "ranks / parallel.data_replicate"), local
+
+    def replicas(self, choice: UnitChoice) -> Amount:
+        """How many ranks have the parameters of a shard."""
+        return leaf(choice.grid.replicas, "replicas", "", "parallel.data_replicate")
+
+    def _between(self, choice: UnitChoice) -> dict[str, Any]:
+        """What replicas of a shard do beside the ranks that share the unit."""
+        if not choice.between:
+            return {}
+        near = self.draft.problem.unit_space.context.replicas_local
+        return dense.replica_seconds(
+            self.stored(choice),
+            self.part_reduced(choice),
+            self.replicas(choice),
+            twice=choice.grid.twice,
+            c=self.constants,
+            local=None if near is None else leaf(near, "replicas_of_host", "", "of them on one"),
+        )
+
+    def part_reduced(self, choice: UnitChoice) -> Amount:
+        """Of the gradient what replicas of a shard sum."""
+        found: Amount = named("reduced_of_shard", self.reduced(choice) // self._shards(choice)[0], "B")
+        return found
 
     def spent(self, choice: UnitChoice) -> list[Spent]:
         """What every action of one unit takes; other units are shown by their numbers alone."""
@@ -277,13 +316,20 @@ def _collectives(
         gathers = leaf(1, "gathers_before_forward", "", "a sharded unit")
         again = leaf(int(choice.reshard), "gathers_before_backward", "", "1 if it reshards")
         calls = gathers + again + reduces
+    gathers = calls - leaf(choice.reduces, "the_reduce", "", "the last of them")
+    if choice.between:
+        why = "replicas sum" + (", and fill in what others updated" if choice.grid.twice else "")
+        calls = calls + leaf(choice.between, "calls_of_replicas", "", why)
     calls = named("collectives", calls)
     everyone = range(len(choice.padding))
     yield finished(f"{where}: collectives per step", planned.collectives, calls, ranks=everyone)
     why = "a note for every rank: what ranks did so far, and which tensors have a gradient"
     notes = leaf(choice.note_bytes, "note_bytes", "B", why)
-    gathers = calls - leaf(choice.reduces, "the_reduce", "", "the last of them")
     buffers = gathers * amounts.gathered(choice) + amounts.reduced(choice)
+    if choice.between:
+        buffers = buffers + amounts.part_reduced(choice)
+    if choice.kept_bytes:
+        buffers = buffers + amounts.stored(choice)
     moved = named("bytes_per_step", buffers + notes, "B")
     yield finished(
         f"{where}: full buffers of its collectives per step",
