@@ -10,7 +10,7 @@ import pytest
 from held_against import check_bytes
 from pool import Pool
 from reference import bag_job, small_job
-from tasks import collectives_of_a_step, meter_steps
+from tasks import collectives_of_a_step, compared, meter_steps
 
 from shardwright.core.job import Job, parse_job
 from shardwright.core.memory_section import PLANNED, Offload
@@ -105,6 +105,18 @@ def test_lookups_begin_with_the_forward_as_planned(
     early = [action.verb for action in training_step(made.model.step, made.modes)][1:4]
     assert (early == ["exchange", "lookup", "exchange"]) == (world_size > 1)
     check_run(pool, made)
+
+
+def test_what_travels_while_ranks_compute_is_compared_with_its_plan(pool: Pool) -> None:
+    made = plan(job := overlapping(small_job(ROUTED, MODES["mixed"], 2, "sgd")))
+    for found in pool.run(2, compared, job=job, made=made, steps=7):
+        lines = {(x.rank, x.name, x.kind): x for x in found.exchanges}
+        names, kinds = ("rows", "row_gradients"), ("hidden", "exposed")
+        assert set(lines) == {(r, n, k) for r in range(2) for n in names for k in kinds}
+        for line in lines.values():
+            assert line.predicted is not None
+            assert line.measured is not None
+            assert line.measured > 0
 
 
 @pytest.mark.parametrize("interaction", ["dot", "cat"])

@@ -341,6 +341,12 @@ def replica_part(kernel: str, rides: bool) -> Part:
     return "riding" if rides else "reduced"
 
 
+def exchange_latency(part: Part, phase: str, ranks: Any, c: Any, local: Any = None) -> Any:
+    """Of these, what the collectives of a part take in one phase."""
+    collective, collectives, _ = LATENCIES[part]
+    return collectives[phase] * network.latency_seconds(collective, ranks, c, local)
+
+
 def step_latencies(parts: Iterable[Part], ranks: Any, c: Any, local: Any = None) -> dict[str, Any]:
     """Seconds per step and phase that do not depend on the number of tables."""
     seconds: dict[str, Any] = {}

@@ -64,9 +64,12 @@ class Exchange:
         ]
         if self._has_strips:
             copies = ["strips", *copies]
-        if not self.routed:
-            return copies
-        return ["steady" if self.is_steady else "routed", *copies]
+        return [self.routed_part, *copies] if self.routed else copies
+
+    @property
+    def routed_part(self) -> Part:
+        """That of its routed tables."""
+        return "steady" if self.is_steady else "routed"
 
     @cached_property
     def is_steady(self) -> bool:
