@@ -318,6 +318,22 @@ def test_phases_of_tables_take_what_was_predicted_in_half_precision(
             assert expected == pytest.approx(sum(measured[rank, phase].values()), rel=0.03), phase
 
 
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "partial_rowwise_adam"])
+@pytest.mark.parametrize("kind", ["columns", "mixed"])
+def test_updates_by_sums_over_columns_take_what_was_predicted(
+    pool: Pool, kind: str, optimizer: str
+) -> None:
+    types = ("column_wise",) * 6 if kind == "columns" else BAGS["columns"]
+    small = small_job(types, MODES["mixed"], 2, "sgd", batch=1024, rows=(9000, 700, 500, 10, 90, 7))
+    replace = msgspec.structs.replace
+    made = plan(job := replace(small, train=replace(small.train, table_optimizer=optimizer)))
+    predicted = phase_peaks(decode(made.timeline))
+    for rank, (_, by_step, _) in enumerate(pool.run(2, meter_steps, job=job, made=made)):
+        expected = sum(predicted[rank, "step"].values())
+        measured = sum(phase_peaks(by_step[-1])[rank, "step"].values())
+        assert expected == pytest.approx(measured, rel=0.02)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("kind", ["table_wise", "mixed"])

@@ -23,7 +23,7 @@ from shardwright.memory.flat import FlatUnits, unit_sizes
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding, Units
 from shardwright.memory.rank_step import RankStep
-from shardwright.memory.route import Traffic
+from shardwright.memory.traffic import Traffic
 from shardwright.planner.crossing import Crossing, crossings
 from shardwright.planner.draft import Draft
 from shardwright.planner.exchange import Exchange, exchanges
