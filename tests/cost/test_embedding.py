@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, get_args
@@ -38,12 +39,21 @@ def _seconds(v: Any, sharding_type: str, kernel: str, local: Any, **flags: bool)
     )
 
 
+def _summing(v: Any) -> Demand:
+    """Of a table of several column shards whose updates need sums over all of them."""
+    return dataclasses.replace(_demand(v), dim=v.columns * v.local, swept=v.ids)
+
+
 CASES: dict[str, Callable[[Any], Any]] = {
     "replicated_seconds": lambda v: embedding.replicated_seconds(_demand(v), "dense", v.hosts, v.c),
     "replicated_seconds/by rows": lambda v: embedding.replicated_seconds(
         _demand(v), "fused", v.hosts, v.c
     ),
     "rows_sent_back": lambda v: embedding.rows_sent_back(v.ids, v.bags, v.hosts),
+    "bytes_of_sums": lambda v: embedding.bytes_of_sums(_summing(v), v.hosts),
+    "shard_seconds/with sums over columns": lambda v: embedding.shard_seconds(
+        _summing(v), "grid_shard", "fused", v.hosts * v.local, v.c, local=v.local
+    ),
 }
 for _type in TYPES:
     CASES |= {
@@ -86,6 +96,10 @@ for _kernel in KERNELS:
 for _part in embedding.LATENCIES:
     CASES[f"step_latencies/{_part}"] = lambda v, part=_part: embedding.step_latencies(
         ["routed", part], v.hosts * v.local, v.c, v.local
+    )
+for _part in ("routed", "steady"):
+    CASES[f"exchange_latency/{_part}"] = lambda v, part=_part: embedding.exchange_latency(
+        part, "exchange_ids", v.hosts * v.local, v.c, v.local
     )
 OF_NAMES = {"home", "replica_part", "rows_are_few", "dedup_pays"}
 SAMPLES = st.lists(
@@ -210,3 +224,10 @@ def test_a_shard_buffers_its_share_of_ids_and_a_row_per_bag(
     found = embedding.exchange_bytes(PLAIN, sharding_type, 4, 3, 4, 2)
     assert found == {"input": ids * 8 * 3, "output": rows * 16 * 4}
     assert all(type(value) is int for value in found.values())
+
+
+def test_sums_go_to_every_shard_that_has_other_columns() -> None:
+    demand = Demand(8, 8, 100, 4, 16, 4, 4, 1, dim=16, swept=10)
+    assert embedding.bytes_of_sums(demand, 2) == 5 * 4 * 4
+    whole = dataclasses.replace(demand, columns=16)
+    assert embedding.bytes_of_sums(whole, 2) == 0

@@ -14,8 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
 from shardwright.core.job import Job
+from shardwright.core.measurement import Comparison
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Phase
+from shardwright.lab.compare import compare
+from shardwright.lab.loop import measure
 from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import HOSTS, apply
@@ -125,6 +128,23 @@ def collectives_of_a_step(mesh: DeviceMesh, job: Job, made: Plan) -> list[tuple[
     loss_of(model, own).backward()
     guard.settle()
     return probe.found
+
+
+def compared(mesh: DeviceMesh, job: Job, made: Plan, steps: int) -> Comparison:
+    """Predicted beside what a loop of so many steps measured."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    guard = Guard(mesh)
+    model = apply(DLRM(job, device="meta"), made, mesh, guard=guard)
+    optimizer = torch.optim.SGD(optimizer_parameters(model), job.train.learning_rate)
+    with measure(made, model, optimizer) as measured:
+        for batch in batches(job, steps, job.batch.size * size):
+            loss = loss_of(model, tree_map(torch.clone, share(batch, rank, size)))
+            loss.backward()
+            guard.settle()
+            optimizer.step()
+            optimizer.zero_grad()
+            measured.step(loss)
+    return compare(made, measured.gather())
 
 
 def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:

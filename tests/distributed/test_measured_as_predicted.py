@@ -10,7 +10,7 @@ import pytest
 from held_against import check_bytes
 from pool import Pool
 from reference import bag_job, small_job
-from tasks import collectives_of_a_step, meter_steps
+from tasks import collectives_of_a_step, compared, meter_steps
 
 from shardwright.core.job import Job, parse_job
 from shardwright.core.memory_section import PLANNED, Offload
@@ -105,6 +105,18 @@ def test_lookups_begin_with_the_forward_as_planned(
     early = [action.verb for action in training_step(made.model.step, made.modes)][1:4]
     assert (early == ["exchange", "lookup", "exchange"]) == (world_size > 1)
     check_run(pool, made)
+
+
+def test_what_travels_while_ranks_compute_is_compared_with_its_plan(pool: Pool) -> None:
+    made = plan(job := overlapping(small_job(ROUTED, MODES["mixed"], 2, "sgd")))
+    for found in pool.run(2, compared, job=job, made=made, steps=7):
+        lines = {(x.rank, x.name, x.kind): x for x in found.exchanges}
+        names, kinds = ("rows", "row_gradients"), ("hidden", "exposed")
+        assert set(lines) == {(r, n, k) for r in range(2) for n in names for k in kinds}
+        for line in lines.values():
+            assert line.predicted is not None
+            assert line.measured is not None
+            assert line.measured > 0
 
 
 @pytest.mark.parametrize("interaction", ["dot", "cat"])
@@ -304,6 +316,22 @@ def test_phases_of_tables_take_what_was_predicted_in_half_precision(
         for phase in ("exchange_ids", "lookup", "exchange_rows", "reduce", "step"):
             expected = sum(predicted[rank, phase].values())
             assert expected == pytest.approx(sum(measured[rank, phase].values()), rel=0.03), phase
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "partial_rowwise_adam"])
+@pytest.mark.parametrize("kind", ["columns", "mixed"])
+def test_updates_by_sums_over_columns_take_what_was_predicted(
+    pool: Pool, kind: str, optimizer: str
+) -> None:
+    types = ("column_wise",) * 6 if kind == "columns" else BAGS["columns"]
+    small = small_job(types, MODES["mixed"], 2, "sgd", batch=1024, rows=(9000, 700, 500, 10, 90, 7))
+    replace = msgspec.structs.replace
+    made = plan(job := replace(small, train=replace(small.train, table_optimizer=optimizer)))
+    predicted = phase_peaks(decode(made.timeline))
+    for rank, (_, by_step, _) in enumerate(pool.run(2, meter_steps, job=job, made=made)):
+        expected = sum(predicted[rank, "step"].values())
+        measured = sum(phase_peaks(by_step[-1])[rank, "step"].values())
+        assert expected == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.slow_after(1)

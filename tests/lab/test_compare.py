@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from shardwright.core.errors import MismatchError
 from shardwright.core.job import parse_job
@@ -10,6 +11,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.timeline import PEAK, Event, decode, encode
 from shardwright.lab.compare import compare
 from shardwright.lab.recordings import plan
+from shardwright.report.table import comparison_summary, text_of
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +117,27 @@ def test_a_measurement_of_another_plan_is_refused(made: Plan) -> None:
     other = msgspec.structs.replace(measured(made, []), plan_fingerprint="0" * 64)
     with pytest.raises(MismatchError, match="expected one of plan"):
         compare(made, other)
+
+
+def test_exchanges_beside_compute_are_compared_where_a_job_lets_them_travel(made: Plan) -> None:
+    assert compare(made, measured(made, decode(made.timeline))).exchanges is UNSET
+    replace = msgspec.structs.replace
+    tables = tuple(replace(table, sharding_types=("row_wise",)) for table in made.job.tables)
+    train = replace(made.job.train, overlap="rows")
+    other = plan(replace(made.job, tables=tables, train=train))
+    events = [
+        msgspec.structs.replace(e, duration=2 * e.duration) if e.kind == "exposed" else e
+        for e in decode(other.timeline)
+    ]
+    found = compare(other, measured(other, events))
+    assert isinstance(found.exchanges, tuple)
+    names = {(line.phase, line.name, line.kind) for line in found.exchanges}
+    assert ("exchange_rows", "rows", "hidden") in names
+    for line in found.exchanges:
+        times = 2 if line.kind == "exposed" else 1
+        assert line.measured == times * (line.predicted or 0)
+    shown = text_of(comparison_summary(found))
+    assert "Exchanges while ranks compute" in shown
+    assert "Exchanges while ranks compute" not in text_of(
+        comparison_summary(compare(made, measured(made, decode(made.timeline))))
+    )

@@ -129,7 +129,7 @@ VALUES: dict[str, Any] = {
 # What a plan does not depend on, for it acts when a job is run: what is read, and how it learns.
 RUN = (
     *("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout"),
-    *("not_finite", "table_folder", "metrics_every", "log", "schedule", "overlap"),
+    *("not_finite", "table_folder", "metrics_every", "log", "schedule"),
 )
 AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
     f"{name}.{key}"

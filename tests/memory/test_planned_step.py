@@ -16,7 +16,7 @@ from shardwright.memory.flat import FlatUnits
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding
 from shardwright.memory.rank_step import Chunk, RankStep
-from shardwright.memory.route import Asked, Replicas, Served, Traffic
+from shardwright.memory.traffic import Asked, Replicas, Served, Traffic
 
 Peaks = dict[Phase, dict[Kind, int]]
 

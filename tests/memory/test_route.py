@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.memory import route
 from shardwright.memory.ledger import Ledger
-from shardwright.memory.route import Asked, Replicas, Served, Traffic
+from shardwright.memory.traffic import Asked, Replicas, Served, Traffic
 
 ID, FLOAT = 8, 4
 

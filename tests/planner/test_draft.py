@@ -9,7 +9,7 @@ import pytest
 from shardwright.core.batch import expected_distinct
 from shardwright.core.job import Job
 from shardwright.lab.recordings import described
-from shardwright.memory.route import Asked, Replicas, Served
+from shardwright.memory.traffic import Asked, Replicas, Served
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import make_problem
 from shardwright.planner.step_draft import StepDraft

@@ -357,3 +357,17 @@ def test_a_wider_mesh_costs_the_network() -> None:
         _cost(far, option).seconds["exchange_rows"]
         > 2 * _cost(near, option).seconds["exchange_rows"]
     )
+
+
+@pytest.mark.parametrize("sharding_type", TYPES)
+def test_sums_over_columns_are_priced_where_an_optimizer_has_one_number_a_row(
+    sharding_type: ShardingType,
+) -> None:
+    setting = _setting("local", world_size=4)
+    table = msgspec.structs.replace(TABLE, sharding_types=(sharding_type,))
+    option = _option(setting, table, sharding_type)
+    (found,) = native.price(setting, [(table, option)], exchange=False)
+    derived = native.derive(setting, table, option, 0, exchange=False)
+    assert derived.seconds.value == pytest.approx(found.costs[0].total_seconds, rel=1e-12)
+    names = {step.name for step in derivation(derived.seconds)}
+    assert ("exchange_sums_seconds" in names) == (sharding_type in COLUMN_TYPES)

@@ -6,7 +6,7 @@ import torch
 from shardwright.core.block import Block, GroupKey
 from shardwright.memory import route
 from shardwright.memory.ledger import Ledger
-from shardwright.memory.route import Served, Traffic
+from shardwright.memory.traffic import Served, Traffic
 from shardwright.runtime.embeddings.guide import Request
 from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.store import Store

@@ -236,7 +236,10 @@ class Comparison(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """``exact`` bytes must be equal, ``peaks`` (one per rank) within ``tolerance``.
 
     ``phase_peaks`` and ``seconds`` (per rank and phase) are shown with their error; seconds are
-    gated only on a calibrated cluster. ``failures`` are the reasons why the comparison failed.
+    gated only on a calibrated cluster. ``exchanges`` are seconds of what tables exchange while
+    ranks compute, ``hidden`` and ``exposed``: predicted is what costs a step nothing, measured is
+    how long a rank computed on while an exchange was under way. ``failures`` are the reasons why
+    the comparison failed.
     """
 
     schema: Literal["shardwright.comparison/1"]
@@ -247,6 +250,7 @@ class Comparison(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     phase_peaks: tuple[Line, ...]
     seconds: tuple[Line, ...]
     failures: tuple[str, ...]
+    exchanges: tuple[Line, ...] | UnsetType = UNSET
 
     def __repr__(self) -> str:
         ranks = len({line.rank for line in (*self.exact, *self.peaks)})

@@ -46,7 +46,11 @@ Kind = Literal[
     "buffer",
     "padding",
     "time",
+    "hidden",
+    "exposed",
 ]
+# Of exchanges beside compute, seconds that cost a step nothing, and those that it was held.
+BESIDE: tuple[Kind, ...] = ("hidden", "exposed")
 EXACT_KINDS: tuple[Kind, ...] = ("weight", "gradient", "optimizer_state", "padding")
 
 MAX_EVENTS = 2**21  # of a timeline: a thousand on each of 2,048 ranks
@@ -164,6 +168,11 @@ def phase_seconds(events: Iterable[Event]) -> dict[tuple[int, str], float]:
             key = (e.rank, e.phase)
             seconds[key] = seconds.get(key, 0.0) + e.duration
     return seconds
+
+
+def exchange_seconds(events: Iterable[Event]) -> dict[tuple[int, str, str, str], float]:
+    """Seconds of exchanges beside compute, hidden and exposed, by (rank, phase, name, kind)."""
+    return {(e.rank, e.phase, e.name, e.kind): e.duration for e in events if e.kind in BESIDE}
 
 
 CATEGORIES: dict[str, str] = {

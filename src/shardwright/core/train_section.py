@@ -12,7 +12,8 @@ from shardwright.core.data_section import Count, Whole
 from shardwright.core.errors import InputError, expected
 from shardwright.core.optimizers import OptimizerName, TableUpdate
 
-Overlap = Literal["none", "rows"]  # what travels while a rank computes: rows and their gradients
+# What travels while a rank computes: rows and their gradients, and ids of the next batch.
+Overlap = Literal["none", "rows", "ids_and_rows"]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Factor = Annotated[float, msgspec.Meta(ge=0, le=1)]

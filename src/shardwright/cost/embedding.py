@@ -45,7 +45,8 @@ class Demand:
     ``ids`` are those of one rank's batch and ``bags`` the rows that it gets back for them; an
     element takes ``forward_bytes`` on its way back and its gradient ``backward_bytes``.
     ``passes`` is how many touches of a row its update costs; ``distinct`` are the different rows
-    among a rank's ids, where these alone travel.
+    among a rank's ids, where these alone travel. ``swept`` are those of a table whose update needs
+    sums over all its columns, ``dim``, among all ranks' ids; None where it needs none.
     """
 
     ids: Any
@@ -58,6 +59,8 @@ class Demand:
     passes: Any
     cache: Cache | None = None
     distinct: Any = 0
+    dim: Any = 0
+    swept: Any = None
 
 
 def home(kernel: str, device: Device) -> Tier:
@@ -175,6 +178,14 @@ def dedup_pays(
     return bool((demand.ids - demand.distinct) * row > sorted_ - plain)
 
 
+def bytes_of_sums(demand: Demand, row_parts: Any) -> Any:
+    """Bytes of a shard's sums over its columns, one of each row that is updated, to every shard
+    that has others; of none where it has them all."""
+    shards = named("column_shards", ceil(demand.dim / demand.columns), "shards")
+    each = named("bytes_of_sums", demand.swept / row_parts * ELEMENT_BYTES["fp32"], "B")
+    return named("sums_to_all", where(shards > 1, each * shards, 0), "B")
+
+
 def slow_rate(kernel: str, c: Any) -> Any:
     """Bytes per second of the memory that keeps the rows of a kernel that is not all in HBM."""
     if kernel == "key_value":
@@ -226,6 +237,10 @@ def shard_seconds(
         back = named("bytes_of_gradients", returned * demand.columns * demand.backward_bytes, "B")
         seconds["reduce"] = moved("exchange_gradients_seconds", back)
         seconds["step"] = update
+        if demand.swept is not None:
+            parts = row_parts(sharding_type, ranks, local)
+            sums = moved("exchange_sums_seconds", bytes_of_sums(demand, parts))
+            seconds["step"] = named("step_seconds", update + sums, "s")
     return seconds
 
 
@@ -339,6 +354,12 @@ def replica_part(kernel: str, rides: bool) -> Part:
     if kernel != DENSE:
         return "gathered"
     return "riding" if rides else "reduced"
+
+
+def exchange_latency(part: Part, phase: str, ranks: Any, c: Any, local: Any = None) -> Any:
+    """Of these, what the collectives of a part take in one phase."""
+    collective, collectives, _ = LATENCIES[part]
+    return collectives[phase] * network.latency_seconds(collective, ranks, c, local)
 
 
 def step_latencies(parts: Iterable[Part], ranks: Any, c: Any, local: Any = None) -> dict[str, Any]:

@@ -5,7 +5,8 @@ lane that computes until it is done. With prefetch gathers and reduces run besid
 ``overlap`` of a collective's seconds costs no compute, the rest does, for it needs the same cores.
 Whoever needs what is not there yet waits. Collectives run one after the other.
 
-Numbers give numbers, Amounts derivations. What tables do is not in it.
+Numbers give numbers, Amounts derivations. What tables do is not in it, but for what of their
+exchanges is hidden.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from shardwright.core.amount import maximum, named
+from shardwright.core.amount import maximum, minimum, named
 from shardwright.core.recording import Unfolded
 from shardwright.core.schedule import Action, Modes, training_step
 from shardwright.core.timeline import Phase
@@ -76,6 +77,20 @@ def by_phase(spent: Iterable[Spent]) -> dict[str, dict[Phase, Any]]:
         before = phases.get(action.phase)
         phases[action.phase] = seconds if before is None else before + seconds
     return found
+
+
+def hidden_seconds(exchanges: Iterable[tuple[Any, Any]], overlap: Any) -> Any:
+    """Seconds of exchanges of tables that cost a step nothing: the share ``overlap`` of each, as
+    long as its rank computes meanwhile.
+
+    Of each its seconds, and those that are computed while it may travel. These windows lie one in
+    another, the narrowest first.
+    """
+    hidden: Any = None
+    for seconds, window in exchanges:
+        share = seconds * overlap
+        hidden = minimum(share if hidden is None else hidden + share, window)
+    return 0.0 if hidden is None else hidden
 
 
 class _Lanes:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+from msgspec import UNSET
+
 from shardwright.core.errors import MismatchError, check_type, expected
 from shardwright.core.measurement import COMPARISON_SCHEMA, Comparison, Line, Measurement
 from shardwright.core.plan import Plan
-from shardwright.core.timeline import PEAK, decode, exact_bytes, phase_peaks, phase_seconds
+from shardwright.core.timeline import (
+    PEAK,
+    decode,
+    exact_bytes,
+    exchange_seconds,
+    phase_peaks,
+    phase_seconds,
+)
 
 K = TypeVar("K")
 
@@ -46,6 +55,12 @@ def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Com
         Line(rank, phase, "time", phase, a, b)
         for (rank, phase), a, b in _join(phase_seconds(predicted), phase_seconds(measured))
     )
+    exchanges = tuple(
+        Line(rank, phase, kind, name, a, b)
+        for (rank, phase, name, kind), a, b in _join(
+            exchange_seconds(predicted), exchange_seconds(measured)
+        )
+    )
     return Comparison(
         schema=COMPARISON_SCHEMA,
         plan_fingerprint=plan.fingerprint,
@@ -59,6 +74,7 @@ def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Com
             *_peak_failures(peaks, tolerance),
             *_phase_failures(phase_lines),
         ),
+        exchanges=exchanges or UNSET,
     )
 
 

@@ -119,6 +119,8 @@ def measure(
     comm = comm_of(model)
     if meter is None:
         meter = metered(comm.rank, None, comm.mesh.device_type)
+    events = (run.event for run in plan.timeline)
+    meter.beside = frozenset(event.name for event in events if event.kind == "hidden")
     try:
         with meter.watching(model, optimizer):
             yield Measured(plan, comm, meter)

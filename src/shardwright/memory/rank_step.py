@@ -17,8 +17,8 @@ from shardwright.memory.ledger import GradientRule, Ledger, Scene
 from shardwright.memory.machine import Machine, Mark, Sharding
 from shardwright.memory.optimizers import Place, state_bytes, step_temporaries
 from shardwright.memory.pieces import STAYING, Slots, Summaries
-from shardwright.memory.route import Traffic
 from shardwright.memory.tape import Tape
+from shardwright.memory.traffic import Traffic
 
 # Moments of the exchange with tables, and the phase of what is recorded there.
 EXCHANGES: dict[str, Phase] = {"lookup": "exchange_rows", "row_gradients": "reduce"}

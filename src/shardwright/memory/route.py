@@ -7,15 +7,12 @@ which bounds that from above.
 
 from __future__ import annotations
 
-import msgspec
-
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.schedule import BAGS_OF_ONE
-from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.memory.ledger import Ledger
+from shardwright.memory.traffic import FLOAT, Replicas, Served, Traffic
 
-FLOAT = ELEMENT_BYTES["fp32"]
 BOOL = 1
 OWNER = 1  # of a rank's number, up to 256 ranks
 SORTED = 4  # of a row number that is sorted, up to 2^31 rows
@@ -27,159 +24,6 @@ BESIDE = {
     "adam": (4, 0),
     "partial_rowwise_adam": (2, 3),
 }
-
-
-class Asked(msgspec.Struct, frozen=True):
-    """What a rank asks of one group of a route, whose rows are ``width`` wide.
-
-    ``rows`` come back for ``ids``, of which ``cut`` have to be sorted by owner, and are summed to
-    ``bags``. All are as many where every bag has one id and is not ``jagged``. With ``dedup``
-    ``rows`` are the different ones, and their numbers alone are sent. With ``direct`` they are all
-    that a module asks for, and results are put where they belong without a copy.
-    """
-
-    ids: int
-    rows: int
-    bags: int
-    width: int
-    cut: int = 0
-    jagged: bool = False
-    weighted: bool = False
-    dedup: bool = False
-    direct: bool = False
-
-    @property
-    def sent_bytes(self) -> int:
-        """Row numbers, lengths of segments and weights of rows, each of which takes as much."""
-        return _sent(self.rows if self.dedup else self.ids, self.rows, self.jagged, self.weighted)
-
-
-class Served(msgspec.Struct, frozen=True):
-    """What a rank serves of one group: ``rows`` for ``ids``, of which ``distinct`` are different,
-    and how they are updated; ``on_disk`` most of these come from there. An element of them has
-    ``element`` bytes."""
-
-    ids: int
-    rows: int
-    width: int
-    distinct: int
-    jagged: bool = False
-    weighted: bool = False
-    optimizer: str = "sgd"
-    on_disk: bool = False
-    element: int = FLOAT
-
-    @property
-    def received_bytes(self) -> int:
-        """Row numbers, lengths and weights that came."""
-        return _sent(self.ids, self.rows, self.jagged, self.weighted)
-
-
-def _sent(ids: int, rows: int, jagged: bool, weighted: bool) -> int:
-    return (ids + (rows if jagged else 0) + (ids if weighted else 0)) * INDEX_BYTES
-
-
-class Replicas(msgspec.Struct, frozen=True):
-    """Replicated tables that are kept together: ``size`` rows of all, looked up for ``bags``.
-
-    Of ``touched`` different ones gradients are exchanged row by row, ``gathered`` from all ranks;
-    if there are none, the gradient is dense.
-    """
-
-    ids: int
-    bags: int
-    width: int
-    size: int
-    jagged: bool = False
-    optimizer: str = "sgd"
-    touched: int = 0
-    gathered: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights, and of their gradient."""
-        return self.size * self.width * FLOAT
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row that is exchanged: its number and its gradient."""
-        return INDEX_BYTES + self.width * FLOAT
-
-
-class Traffic(msgspec.Struct, frozen=True):
-    """A rank's share of what the module of tables at ``path`` exchanges; ids are those of one step.
-
-    ``asked`` and ``served`` are of the same groups of the route. Of the replicas' gradient
-    ``ride_bytes`` travel with the row gradients, all ranks' together. ``joined`` are the ids and
-    lengths of bags that come feature by feature and are put together to be checked. An element of
-    a row travels in ``forward_size`` bytes, one of its gradient in ``backward_size``. ``heads`` are
-    the counts that travel with ids, of all ranks. With ``as_asked`` what comes back are the results
-    of features, which come each for itself. A rank that is ``alone`` gets rows and gradients where
-    it has them. ``early``: the lookup begins with the forward, and what travels stays until rows
-    are needed; ``late``: the same of gradients until rows are updated. Of ``means`` bags the sums
-    are divided, ``mean_elements`` in all.
-    """
-
-    path: str
-    asked: tuple[Asked, ...]
-    served: tuple[Served, ...]
-    replicas: tuple[Replicas, ...] = ()
-    ride_bytes: int = 0
-    joined: int = 0
-    forward_size: int = FLOAT
-    backward_size: int = FLOAT
-    heads: int = 0
-    as_asked: bool = False
-    alone: bool = False
-    early: bool = False
-    late: bool = False
-    means: int = 0
-    mean_elements: int = 0
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of the ids asked for, with their counts where these travel with them."""
-        return sum(group.sent_bytes for group in self.asked) + self.heads * INDEX_BYTES
-
-    @property
-    def asked_elements(self) -> int:
-        """Elements of the rows asked for."""
-        return sum(group.rows * group.width for group in self.asked)
-
-    @property
-    def served_elements(self) -> int:
-        """Elements of the rows served."""
-        return sum(group.rows * group.width for group in self.served)
-
-    @property
-    def asked_bytes(self) -> int:
-        """Bytes in which the rows asked for come back."""
-        return self.asked_elements * self.forward_size
-
-    @property
-    def served_bytes(self) -> int:
-        """Bytes of the rows served, as they were found."""
-        return self.served_elements * FLOAT
-
-    @property
-    def returned_bytes(self) -> int:
-        """Bytes in which the gradients of rows go back."""
-        return self.asked_elements * self.backward_size
-
-    @property
-    def arrived_bytes(self) -> int:
-        """Bytes in which gradients arrive at the rows' owners."""
-        return self.served_elements * self.backward_size
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of the ids served, with lengths of segments and weights."""
-        return sum(group.received_bytes for group in self.served)
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether what travels has several sections, which are put by rank and parted again."""
-        return len(self.asked) > 1 or any(g.jagged or g.weighted for g in self.asked)
 
 
 def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
@@ -437,9 +281,18 @@ def forget_trip(heap: Ledger, traffic: Traffic) -> None:
 def update(heap: Ledger, traffic: Traffic) -> None:
     """Owners update their rows; everything of the exchange is gone afterwards."""
     regrouped = traffic.received_bytes if traffic.is_joined else 0
+    cut = [group for group in traffic.served if group.is_cut]
+    kept = regrouped  # with the different rows of those before that are cut, and their gradients
     for group in traffic.served:
         rows = group.rows * group.width * FLOAT if traffic.backward_size < FLOAT else 0
-        with heap.passing("temporary", regrouped + rows + _updating(group)):
+        made = _summed(group) if group.is_cut else _updating(group)
+        with heap.passing("temporary", kept + rows + made):
+            pass
+        kept += _touched(group) if group.is_cut else 0
+    if cut:
+        kept += _add_up(heap, cut, kept)
+    for group in cut:
+        with heap.passing("temporary", kept + _stepping(group) - _touched(group)):
             pass
     for replicas in traffic.replicas:
         if replicas.touched:
@@ -455,24 +308,50 @@ def update(heap: Ledger, traffic: Traffic) -> None:
         heap.free(f"{traffic.path}.{name}")
 
 
+def _touched(group: Served) -> int:
+    """Bytes of the different rows of an update and the sums of their gradients."""
+    return group.distinct * (INDEX_BYTES + group.width * FLOAT)
+
+
+def _add_up(heap: Ledger, cut: list[Served], kept: int) -> int:
+    """Sums of squares over the columns of a rank are sent to those that have the others, beside
+    what is ``kept``; their bytes, which stay."""
+    sums = sum(group.distinct for group in cut) * FLOAT
+    sent = sum(group.sums for group in cut) * FLOAT
+    most = max(group.distinct for group in cut) * FLOAT
+    with heap.passing("temporary", kept + 2 * sums + 2 * sent + most):
+        pass
+    return sums
+
+
 def _updating(group: Served) -> int:
     """Bytes for a moment: ids sorted, each distinct row with the sum of its gradients, its states
     and what the optimizer makes of these, or its weight where that is not changed in its place."""
     in_place = group.element == FLOAT and not group.on_disk
     if group.optimizer == "sgd" and in_place and not (group.jagged or group.weighted):
         return 0
-    summing = _summing(group, group.distinct)
-    if group.weighted:  # weights as they came and as the sort has them
-        summing += 2 * group.ids * FLOAT
+    summing = _summed(group)
     if group.optimizer == "sgd" and in_place:
         return summing
+    return max(summing, _stepping(group))
+
+
+def _summed(group: Served) -> int:
+    """Bytes for a moment where the gradients of each row are summed, weighted if it is."""
+    weights = 2 * group.ids * FLOAT if group.weighted else 0  # as they came and in order
+    return _summing(group, group.distinct) + weights
+
+
+def _stepping(group: Served) -> int:
+    """Bytes of the different rows of an update, and what an optimizer makes of them."""
+    in_place = group.element == FLOAT and not group.on_disk
     elements, numbers = BESIDE[group.optimizer]
     beside = elements * FLOAT
     if not in_place:  # in full, and rounded again, beside all but a square root of elements
         weight = FLOAT + (group.element if group.element < FLOAT else 0)
         beside = max(beside, (elements if numbers else max(elements - 1, 0)) * FLOAT + weight)
     row = INDEX_BYTES + numbers * FLOAT + group.width * (FLOAT + beside)
-    return max(summing, group.distinct * row)
+    return group.distinct * row
 
 
 def _summing(group: Served | Replicas, distinct: int) -> int:

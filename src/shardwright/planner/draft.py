@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.plan import RankTotals
 from shardwright.core.timeline import PHASES, Event
 from shardwright.planner import profiles
+from shardwright.planner.crossing import Crossing
 from shardwright.planner.problem import Problem
 from shardwright.planner.tally import Placed, Tally, tally
 from shardwright.planner.unit_choice import UnitChoice
@@ -47,15 +48,22 @@ class Draft(ABC):
     def shared_seconds(self) -> dict[str, float]:
         """Seconds by part that every rank spends whatever tables it holds."""
 
+    @property
+    def crossings(self) -> Sequence[Crossing]:
+        """Exchanges that travel while ranks compute."""
+        return ()
+
     @cached_property
     def seconds(self) -> tuple[dict[str, float], ...]:
-        """Seconds per step of each rank, by part."""
+        """Seconds per step of each rank, by part; those that are hidden are none."""
         rows = {part: values.tolist() for part, values in self.tally.seconds.items()}
         totals = []
         for rank in range(self.ranks):
             found = dict(self.shared_seconds)
             for part, values in rows.items():
                 found[part] = found.get(part, 0.0) + values[rank]
+            for crossing in self.crossings:
+                found[crossing.phase] -= float(crossing.hidden[rank])
             totals.append(found)
         return tuple(totals)
 
@@ -105,10 +113,17 @@ class Draft(ABC):
             for part, value in parts.items():
                 phase = phase_of.get(part, part)
                 phases[phase] = phases.get(phase, 0.0) + value
-            start = 0.0
+            start, begins = 0.0, {}
             for phase in (p for p in PHASES if p in phases):
+                begins[phase] = start
                 yield Event(rank, 1, phase, "time", phase, 0, start, phases[phase])
                 start += phases[phase]
+            for crossing in self.crossings:
+                phase, name, hidden = crossing.phase, crossing.name, float(crossing.hidden[rank])
+                exposed = float(crossing.seconds[rank]) - hidden
+                began = begins[crossing.behind]
+                yield Event(rank, 1, phase, "hidden", name, 0, began, hidden)
+                yield Event(rank, 1, phase, "exposed", name, 0, begins[phase], exposed)
 
 
 @dataclass(frozen=True)

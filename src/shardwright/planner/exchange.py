@@ -17,7 +17,7 @@ from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.core.train_section import Overlap
 from shardwright.cost import embedding
 from shardwright.cost.embedding import Part
-from shardwright.memory.route import Asked, Replicas, Served, Traffic
+from shardwright.memory.traffic import Asked, Replicas, Served, Traffic
 from shardwright.planner.problem import Problem, ranks_per_host
 from shardwright.planner.tally import Placed
 
@@ -62,11 +62,14 @@ class Exchange:
         copies: list[Part] = [
             embedding.replica_part(kernel, self.rides) for kernel in sorted(kernels)
         ]
-        if self._has_strips:
+        if self.has_strips:
             copies = ["strips", *copies]
-        if not self.routed:
-            return copies
-        return ["steady" if self.is_steady else "routed", *copies]
+        return [self.routed_part, *copies] if self.routed else copies
+
+    @property
+    def routed_part(self) -> Part:
+        """That of its routed tables."""
+        return "steady" if self.is_steady else "routed"
 
     @cached_property
     def is_steady(self) -> bool:
@@ -74,7 +77,7 @@ class Exchange:
         return self.ranks > 1 and all(placed.choice.is_steady for placed in self.routed)
 
     @property
-    def _has_strips(self) -> bool:
+    def has_strips(self) -> bool:
         """Whether updates of some table need sums over columns that lie in several blocks."""
         return any(
             placed.choice.table.optimizer in BY_ROW
@@ -184,7 +187,8 @@ class Exchange:
         self, key: GroupKey, members: Sequence[tuple[Placed, int]]
     ) -> tuple[Asked, list[Served]]:
         asked = [0, 0, 0, 0]  # ids, rows, bags, ids to be sorted by owner
-        served = [[0, 0, 0] for _ in range(self.ranks)]  # ids, rows, distinct
+        served = [[0, 0, 0, 0] for _ in range(self.ranks)]  # ids, rows, distinct, sums
+        is_cut = key.optimizer in BY_ROW and key.width < key.dim
         for placed, column in members:
             table = placed.choice.table
             shards = [
@@ -205,7 +209,10 @@ class Exchange:
             for shard, rank in shards:
                 served[rank][0] += sent * self.ranks // parts
                 served[rank][1] += rows * self.ranks // parts
-                served[rank][2] += expected_distinct(share, shard.rows, zipf, parts)
+                distinct = expected_distinct(share, shard.rows, zipf, parts)
+                served[rank][2] += distinct
+                if is_cut:
+                    served[rank][3] += distinct * len(_beside(placed, shard.row) - {rank})
         jagged = any(placed.choice.table.jagged for placed, _ in members)
         weighted = any(placed.choice.table.weighted for placed, _ in members)
         ids, rows, bags, cut = asked
@@ -214,8 +221,10 @@ class Exchange:
             Served(
                 *(ids, rows, key.width, distinct, jagged, weighted, key.optimizer, key.on_disk),
                 ELEMENT_BYTES[key.dtype],
+                is_cut,
+                sums,
             )
-            for ids, rows, distinct in served
+            for ids, rows, distinct, sums in served
         ]
 
     @cached_property
@@ -242,6 +251,12 @@ class Exchange:
             )
             found += hit * count * size
         return round(found)
+
+
+def _beside(placed: Placed, row: int) -> set[int]:
+    """The ranks that have columns of a table's rows from ``row`` on."""
+    shards = zip(placed.choice.option.shards, placed.ranks, strict=True)
+    return {rank for shard, rank in shards if shard.row == row and shard.rows}
 
 
 def _features(table: TableSpec, batch: Batch) -> Iterator[tuple[float, float, int]]:

@@ -181,7 +181,8 @@ def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
     if job.planner.constants == "cluster":
         if model.tables:
             notes.append("ids spread evenly over the rows of a table cut by rows")
-        if 1 in unit_space.prefetches:
+        travels = model.is_trained and job.train.overlap not in (UNSET, "none")
+        if 1 in unit_space.prefetches or travels:
             notes.append(
                 "of a collective beside compute the share 'overlap' of its seconds costs none of it"
             )

@@ -23,7 +23,8 @@ from shardwright.memory.flat import FlatUnits, unit_sizes
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Sharding, Units
 from shardwright.memory.rank_step import RankStep
-from shardwright.memory.route import Traffic
+from shardwright.memory.traffic import Traffic
+from shardwright.planner.crossing import Crossing, crossings
 from shardwright.planner.draft import Draft
 from shardwright.planner.exchange import Exchange, exchanges
 from shardwright.planner.problem import ranks_per_host
@@ -79,6 +80,10 @@ class StepDraft(Draft):
             totals["exchange_ids"] = requests
         latencies = map(self._latencies, self.exchanges)
         return _added([totals, *latencies, self.dense_seconds.get("", {})])
+
+    @cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        return crossings(self.problem, self.exchanges)
 
     def _latencies(self, exchange: Exchange) -> dict[str, float]:
         """Seconds that an exchange takes whatever its tables."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardwright.core.measurement import Comparison, Line
 from shardwright.core.quantities import format_bytes, format_seconds
-from shardwright.core.timeline import PHASES, category
+from shardwright.core.timeline import BESIDE, PHASES, category
 from shardwright.report.sheet import Column, Sheet, number, sheet_of, text
 from shardwright.report.wording import (
     TEXT_LIMIT,
@@ -182,6 +182,47 @@ def peaks_sheet(comparison: Comparison, most: int = MOST_PEAKS) -> Sheet:
             number("error", _error),
         ),
         f"Within {percent(comparison.tolerance)} is as predicted.{others}",
+    )
+
+
+def exchanges_sheet(comparison: Comparison, most: int = MOST_PEAKS) -> Sheet | None:
+    """What tables exchange while ranks compute: hidden and exposed, rank by rank; None where
+    nothing does."""
+    pairs: dict[tuple[int, str], dict[str, Line]] = {}
+    for line in comparison.exchanges or ():
+        pairs.setdefault((line.rank, line.name), {})[line.kind] = line
+    if not pairs:
+        return None
+    left = len(pairs) - most
+    more = f" And {left:,} more rows." if left > 0 else ""
+    sides = ("predicted", "measured")
+
+    def seconds(kind: str, side: str) -> Column:
+        return Column(f"{kind}\n{side}", numeric=True)
+
+    return Sheet(
+        "Exchanges while ranks compute, seconds per step",
+        (
+            Column("rank"),
+            Column("exchange of"),
+            *(seconds(kind, side) for kind in reversed(BESIDE) for side in sides),
+        ),
+        tuple(
+            (
+                str(rank),
+                printable(name.replace("_", " ")),
+                *(
+                    seconds_text(getattr(lines.get(kind), side, None))
+                    for kind in reversed(BESIDE)
+                    for side in sides
+                ),
+            )
+            for (rank, name), lines in [*pairs.items()][:most]
+        ),
+        "Exposed is predicted as all that an exchange costs a step, the cores that it takes from "
+        "compute among it, and measured as the time that a rank was held. Hidden is predicted as "
+        "what costs nothing, and measured as the time that a rank computed on while the exchange "
+        f"was under way, however long it took.{more}",
     )
 
 

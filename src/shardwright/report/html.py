@@ -266,8 +266,9 @@ def _compared(comparison: Comparison | None) -> tuple[Sheet, ...]:
         *((unequal,) if unequal else ()),
         comparison_sheets.peaks_sheet(comparison),
         *comparison_sheets.phase_sheets(comparison),
+        comparison_sheets.exchanges_sheet(comparison),
     )
-    return tuple(sheet for sheet in sheets if sheet.rows)
+    return tuple(sheet for sheet in sheets if sheet is not None and sheet.rows)
 
 
 def _versions_sheet(plan: Plan, measurement: Measurement | None) -> Sheet:

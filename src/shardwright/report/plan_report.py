@@ -58,6 +58,7 @@ def _verdict(
     lines = [
         plan_sheets.fits_line(plan),
         plan_sheets.speed_line(plan),
+        plan_sheets.hidden_line(plan),
         plan_sheets.checkpointing_line(plan),
         sheets.price_line(prices) if plan.tables else "",
         *more,

@@ -14,7 +14,7 @@ from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.sharding import traits
-from shardwright.core.timeline import EXACT_KINDS, Kind, category
+from shardwright.core.timeline import BESIDE, EXACT_KINDS, Kind, category, decode, exchange_seconds
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import (
     TEXT_LIMIT,
@@ -100,6 +100,25 @@ def speed_line(plan: Plan) -> str:
     if plan.gap < NO_GAP:
         proven = f", and no plan{known} can take less (gap 0 %)."
     return f"{slowest}{proven}"
+
+
+def hidden_line(plan: Plan) -> str:
+    """What of exchanges costs the slowest rank nothing, for it computes meanwhile; empty where
+    nothing travels then."""
+    slowest = max(plan.ranks, key=lambda totals: totals.seconds).rank
+    found = exchange_seconds(decode(plan.timeline))
+    hidden, exposed = (
+        {name: s for (rank, _, name, k), s in found.items() if rank == slowest and k == kind}
+        for kind in BESIDE
+    )
+    if not hidden:
+        return ""
+    parts = ", ".join(
+        f"{format_seconds(seconds)} of {format_seconds(seconds + exposed[name])} of "
+        f"{printable(name.replace('_', ' '))}"
+        for name, seconds in hidden.items()
+    )
+    return f"Rank {slowest}, the slowest, hides exchanges behind compute: {parts}."
 
 
 def search_line(plan: Plan) -> str:

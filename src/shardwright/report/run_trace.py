@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from shardwright.core.measurement import Measurement
 from shardwright.core.plan import Plan
-from shardwright.core.timeline import EventRun, decode
+from shardwright.core.timeline import EventRun, Kind, decode
 from shardwright.report.wording import printable
 
 MOST_RANKS: Final = 64  # of a trace: a viewer shows no more
@@ -19,7 +19,7 @@ _MICROSECONDS: Final = 1e6
 def run_trace(plan: Plan, measurement: Measurement | None = None) -> str:
     """Seconds of the first ``MOST_RANKS`` ranks: a process per rank, with a row for what was
     planned and, where there is a measurement, one for what was measured, its phases one after the
-    other."""
+    other; what tables exchange while a rank computes has rows of its own."""
     sides = [("planned", plan.timeline)]
     if measurement:
         sides.append(("measured", measurement.timeline))
@@ -28,7 +28,8 @@ def run_trace(plan: Plan, measurement: Measurement | None = None) -> str:
         for rank in range(min(plan.world_size, MOST_RANKS))
     ]
     for row, (side, timeline) in enumerate(sides):
-        events.extend(_row(row, side, timeline))
+        events.extend(_row(row, side, timeline, "time"))
+        events.extend(_row(len(sides) + row, f"{side}, beside compute", timeline, "hidden"))
     document = {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -37,10 +38,10 @@ def run_trace(plan: Plan, measurement: Measurement | None = None) -> str:
     return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def _row(row: int, side: str, timeline: Sequence[EventRun]) -> Iterator[dict[str, Any]]:
+def _row(row: int, side: str, timeline: Sequence[EventRun], kind: Kind) -> Iterator[dict[str, Any]]:
     named: set[int] = set()
     for event in decode(run for run in timeline if run.event.rank < MOST_RANKS):
-        if event.kind != "time" or event.duration <= 0 or event.rank >= MOST_RANKS:
+        if event.kind != kind or event.duration <= 0 or event.rank >= MOST_RANKS:
             continue
         start, length = event.start * _MICROSECONDS, event.duration * _MICROSECONDS
         if not math.isfinite(start + length):

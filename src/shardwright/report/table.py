@@ -109,6 +109,7 @@ def comparison_summary(
     unequal = sheets.unequal_sheet(comparison, *(() if full else (FIRST_FAILURES,)))
     peaks = sheets.peaks_sheet(comparison, *(() if full else (FIRST_RANKS,)))
     phases = sheets.phase_sheets(comparison, *(() if full else (1,)))
+    exchanges = sheets.exchanges_sheet(comparison, *(() if full else (FIRST_RANKS,)))
     return spaced(
         Group(
             prose(verdict.sentence, style="bold green" if verdict.held else "bold red"),
@@ -119,6 +120,7 @@ def comparison_summary(
         drawn(unequal, short=not full) if unequal else None,
         drawn(peaks, short=not full) if comparison.peaks and (failed or not brief) else None,
         *(drawn(sheet, short=not full) for sheet in phases),
+        drawn(exchanges, short=not full) if exchanges else None,
     )
 
 

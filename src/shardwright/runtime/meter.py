@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -33,6 +33,24 @@ OUTSIDE = "outside"  # of all phases
 STEADY = 1  # the step number of events that hold for every steady step
 
 
+# What tables exchange, by the label of the collective: how plans name it, and in which phase.
+_TRAVELS: dict[str, tuple[str, Phase]] = {
+    "exchange counts": ("ids", "exchange_ids"),
+    "exchange ids": ("ids", "exchange_ids"),
+    "exchange rows": ("rows", "exchange_rows"),
+    "exchange row gradients": ("row_gradients", "reduce"),
+}
+
+
+class Beside(NamedTuple):
+    """Of exchanges of one name in a step: how long after its begin the first one was on its way,
+    how long this rank computed on meanwhile, and how long it was held by them then."""
+
+    start: float = 0.0
+    hidden: float = 0.0
+    exposed: float = 0.0
+
+
 class Watcher(Protocol):
     """Who follows the phases and collectives of some steps one by one."""
 
@@ -51,7 +69,8 @@ class Meter(Probe):
     Inside of ``watching`` it finds the phases of a loop: a step loads until the model's forward
     begins, and what follows a backward is the optimizer's ``step``. ``begin`` and ``end`` enclose
     one. Memory is followed on ``MEMORY_STEPS``, seconds are those of the steps after them; in a
-    shorter loop of those before them, the first apart.
+    shorter loop of those before them, the first apart. Of what tables exchange, seconds of what is
+    named in ``beside`` are kept, for it travels while the rank computes.
     """
 
     def __init__(
@@ -78,6 +97,9 @@ class Meter(Probe):
         self._waited = 0.0
         self._busy: dict[int, float] = {}  # seconds of a step that were not waited
         self._steps: dict[int, dict[Phase, float]] = {}
+        self.beside: frozenset[str] = frozenset()
+        self._travelled: dict[str, Beside] = {}
+        self._besides: dict[int, dict[str, Beside]] = {}
         self._slowed: set[int] = set()
         self._peaks: dict[Phase, dict[Kind, int]] = {}
 
@@ -102,6 +124,13 @@ class Meter(Probe):
     def met(self, meeting: Meeting) -> None:
         """Add to what the step has waited; on an accelerator nothing is known by that."""
         self._waited += meeting.ended - meeting.began
+        name, _ = _TRAVELS.get(meeting.label, ("", None))
+        if name in self.beside:
+            hidden, exposed = meeting.began - meeting.arrived, meeting.ended - meeting.began
+            before = self._travelled.get(name)
+            start = meeting.arrived - self._began if before is None else before.start
+            before = before or Beside()
+            self._travelled[name] = Beside(start, before.hidden + hidden, before.exposed + exposed)
         if self.watcher is not None:
             self.watcher.met(meeting, self._stack[-1] if self._stack else OUTSIDE)
 
@@ -137,10 +166,10 @@ class Meter(Probe):
         """The next step begins."""
         self.number += 1
         self.actions.clear()
-        self._seconds, self._waited = {}, 0.0
+        self._seconds, self._waited, self._travelled = {}, 0.0, {}
         if self.number - self.first in MEMORY_STEPS:
             self.tracker = self._tracker()
-        self._since = time.perf_counter()
+        self._since = self._began = time.perf_counter()
         self._enter("load")
 
     def end(self) -> None:
@@ -150,6 +179,7 @@ class Meter(Probe):
             self._slowed.add(self.number)
         if self.tracker is None:
             self._steps[self.number] = self._seconds
+            self._besides[self.number] = self._travelled
             self._busy[self.number] = sum(self._seconds.values()) - self._waited
             return
         for phase, kinds in self._end_tracker().peaks.items():
@@ -277,7 +307,18 @@ class Meter(Probe):
             duration = statistics.median(step.get(phase, 0.0) for step in steps)
             events.append(Event(self.rank, STEADY, phase, "time", phase, 0, start, duration))
             start += duration
-        return events
+        return [*events, *self._beside_events()]
+
+    def _beside_events(self) -> Iterator[Event]:
+        """Medians of what exchanges took while this rank computed, and of what it was held."""
+        steps = [self._besides[number] for number in self.time_steps]
+        for name, phase in dict.fromkeys(_TRAVELS.values()):
+            found = [step[name] for step in steps if name in step]
+            if found:
+                start, hidden, exposed = map(statistics.median, zip(*found, strict=True))
+                place = (self.rank, STEADY, phase)
+                yield Event(*place, "hidden", name, 0, start, hidden)
+                yield Event(*place, "exposed", name, 0, start + hidden, exposed)
 
 
 def comm_of(model: nn.Module) -> Comm:

@@ -12,6 +12,7 @@ import numpy as np
 from shardwright.core.amount import Amount, alike, grouped, leaf, named, summed, times
 from shardwright.core.cluster import TIERS
 from shardwright.planner.assemble import gap, proven
+from shardwright.planner.crossing import without_hidden
 from shardwright.planner.explain.explanation import REORDERED, Explanation, Subject, finished
 from shardwright.planner.problem import Problem
 from shardwright.planner.search.bound import (
@@ -81,7 +82,7 @@ def explain_prices(subject: Subject) -> Iterator[Explanation]:
         yield finished(
             f"seconds by which the bound falls with 1 GiB more {memory.tier.upper()} per rank",
             memory.bound_falls,
-            fall(now.seconds, more.seconds),
+            fall(*(without_hidden(problem, found.seconds, leaf) for found in (now, more))),
             relative=REORDERED,
             absolute=REORDERED * max(now.seconds.value, SAME),
             notes=[
@@ -203,6 +204,8 @@ def _with_the_rest(problem: Problem, tables: Any) -> Any:
     """The bound of a whole step: the least of every unit and what every rank spends on top."""
     if not problem.model.is_trained:
         return tables
+    if problem.tables:
+        tables = without_hidden(problem, tables, leaf)
     units: list[Any] = []
     floors = list(unit_floors(problem.unit_space))
     for why in dict.fromkeys(floor.why for floor in floors):

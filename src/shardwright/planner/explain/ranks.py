@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from shardwright.core.amount import alike, leaf, named, sum_of, summed
 from shardwright.core.cluster import TIERS
 from shardwright.core.statistics import CriticalTerm, RankStatistics
+from shardwright.cost.pipeline import hidden_seconds
 from shardwright.planner import profiles
+from shardwright.planner.crossing import Crossing
 from shardwright.planner.explain.explanation import (
     REORDERED,
     Explanation,
@@ -18,6 +21,7 @@ from shardwright.planner.explain.explanation import (
     finished,
     ranks_label,
 )
+from shardwright.planner.pricing.evaluate import constants_of
 from shardwright.planner.statistics.memory import decisive, filled
 from shardwright.planner.statistics.ranks import idle_seconds, share_filled
 from shardwright.planner.statistics.tables import STORED, on_rank, traffic
@@ -61,8 +65,9 @@ def _table_parts(subject: Subject, rank: int, part: str) -> dict[str, float]:
     return found
 
 
-def _shared_parts(subject: Subject, part: str) -> list[Any]:
-    """Seconds of one part that every rank spends: each unit's, and what no unit takes."""
+def _shared_parts(subject: Subject, rank: int, part: str) -> list[Any]:
+    """Seconds of one part that every rank spends: each unit's, and what no unit takes; less what of
+    an exchange is hidden on ``rank``."""
     draft, terms = subject.draft, []
     others = draft.shared_seconds
     if isinstance(draft, StepDraft):
@@ -76,7 +81,28 @@ def _shared_parts(subject: Subject, part: str) -> list[Any]:
     if part in others:
         source = "of every rank, whatever it holds"
         terms.append(leaf(others[part], f"{part}[every rank]", "s", source))
+    for crossing in draft.crossings:
+        if crossing.phase == part:
+            less = -1 * _hidden(subject, rank, crossing)
+            terms.append(named(f"less_hidden_{crossing.name}", less, "s"))
     return terms
+
+
+def _hidden(subject: Subject, rank: int, crossing: Crossing) -> Any:
+    """What of an exchange costs a rank nothing, by the function of the plan."""
+    share = constants_of(subject.plan.cluster)["overlap"]
+    pairs = []
+    for leg in crossing.legs:
+        path, what = leg.exchange.path, f"[{crossing.name} of {leg.exchange.path}]"
+        moved = leaf(float(leg.moved[rank]), f"moved{what}", "s", "the tables of this rank, above")
+        latency = leaf(leg.latency, f"latency{what}", "s", "of its collectives")
+        units = alike(f"computed_beside{what}", leg.window, "s", f"while {path or 'it'} may travel")
+        window = _sum(f"computed{what}", units)
+        if np.ndim(crossing.taken) and units:
+            taken = float(crossing.taken[rank])
+            window = window - leaf(taken, f"taken{what}", "s", "hides rows and their gradients")
+        pairs.append((named(f"seconds{what}", moved + latency, "s"), window))
+    return named(f"hidden_{crossing.name}", hidden_seconds(pairs, share), "s")
 
 
 def _sum(name: str, terms: list[Any]) -> Any:
@@ -87,7 +113,7 @@ def _seconds(subject: Subject, record: RankStatistics) -> Explanation:
     parts = []
     for part in parts_of(subject.plan):
         terms = alike(part, _table_parts(subject, record.rank, part), "s", TABLE)
-        terms += _shared_parts(subject, part)
+        terms += _shared_parts(subject, record.rank, part)
         parts.append(_sum(part, terms))
     return finished(
         f"rank {record.rank}: seconds per step",
@@ -210,5 +236,5 @@ def _term(subject: Subject, record: CriticalTerm) -> Any:
         inside = {placed.choice.table.name for placed in members}
         tables = {name: value for name, value in tables.items() if name in inside}
     where = {f"{name} on rank {record.rank}": value for name, value in tables.items()}
-    terms = [*alike(part, where, "s", TABLE), *_shared_parts(subject, part)]
+    terms = [*alike(part, where, "s", TABLE), *_shared_parts(subject, record.rank, part)]
     return _sum(record.name, terms)

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwright.core.amount import Lift, bare, leaf, named, noted, total
-from shardwright.core.batch import distinct_rows, lookups
+from shardwright.core.batch import distinct_rows, expected_distinct, lookups
 from shardwright.core.cluster import Tier
 from shardwright.core.kinds import is_packed, kind_of
 from shardwright.core.model import ON_DISK, TableSpec
+from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import Option
+from shardwright.core.sharding import traits
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding, optimizer
 from shardwright.cost.cache import Cache, cache_bytes, cached_rows
@@ -43,7 +45,8 @@ class Scheme(NamedTuple):
     """The names and flags that formulas branch on.
 
     ``prefetch``: rows are in the cache before a step asks for them. ``limited``: the cache has a
-    largest size. ``dedup``: a row travels once to a rank that asks for it several times.
+    largest size. ``dedup``: a row travels once to a rank that asks for it several times. ``sums``:
+    an update needs sums over columns that lie in several shards.
     """
 
     sharding_type: str
@@ -53,6 +56,7 @@ class Scheme(NamedTuple):
     prefetch: bool
     limited: bool
     dedup: bool = False
+    sums: bool = False
 
 
 class Facts(NamedTuple):
@@ -71,6 +75,8 @@ class Facts(NamedTuple):
     miss_rate: Any
     distinct: Any
     touched: Any
+    dim: Any
+    swept: Any
 
 
 class Mesh(NamedTuple):
@@ -199,7 +205,12 @@ def _demand(scheme: Scheme, rows: Any, columns: Any, facts: Facts, c: Any) -> De
     distinct = facts.touched
     if scheme.dedup:
         ids = bags = distinct
-    return Demand(ids, bags, rows, columns, row, forward, backward, passes, cache, distinct)
+    swept = facts.swept if scheme.sums else None
+    return Demand(
+        *(ids, bags, rows, columns, row, forward, backward, passes, cache, distinct),
+        facts.dim,
+        swept,
+    )
 
 
 def _cached_row_bytes(scheme: Scheme, columns: Any, row_bytes: Any) -> Any:
@@ -314,7 +325,8 @@ def _scheme(context: PricingContext, table: TableSpec, sharding_type: str, kerne
         limited = kernel == "key_value" and table.kv_l1_mb is not None
     kind = table.optimizer or "none"
     kept = kind_of(table) if is_packed(table) else table.dtype
-    return Scheme(sharding_type, kernel, kept, kind, prefetch, limited)
+    sums = kind in BY_ROW and traits(sharding_type).cuts_columns
+    return Scheme(sharding_type, kernel, kept, kind, prefetch, limited, sums=sums)
 
 
 def _facts(context: PricingContext, table: TableSpec, ranks: Any, c: Any, lift: Lift) -> Facts:
@@ -342,7 +354,21 @@ def _facts(context: PricingContext, table: TableSpec, ranks: Any, c: Any, lift: 
         "rows",
         f"{where}: expected of its ids",
     )
-    return Facts(ids, bags, forward, backward, output, *cache, touched)
+    dim = lift(table.dim, "dim", "columns", f"{where}.dim")
+    source = f"{where}: expected of all ranks' ids"
+    swept = lift(_swept(context, table), "different_rows_of_all_ranks", "rows", source)
+    return Facts(ids, bags, forward, backward, output, *cache, touched, dim, swept)
+
+
+def _swept(context: PricingContext, table: TableSpec) -> int:
+    """Different rows among all ranks' ids, where columns may be cut beside an optimizer that has
+    one number a row."""
+    if table.optimizer not in BY_ROW or not any(
+        traits(kind).cuts_columns for kind in table.sharding_types or ()
+    ):
+        return 0
+    ids = round(lookups(table, context.batch) * context.cluster.world_size)
+    return expected_distinct(ids, table.rows, context.batch.zipf_of(table))
 
 
 def _touched(context: PricingContext, table: TableSpec) -> int:

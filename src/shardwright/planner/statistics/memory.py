@@ -13,6 +13,7 @@ from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.plan import Plan
 from shardwright.core.statistics import Ledger, LedgerLine, MemoryPrice, PeakTier
 from shardwright.core.timeline import Kind, decode
+from shardwright.planner.crossing import without_hidden
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import Bound, lower_bound, table
 from shardwright.planner.search.space import Space
@@ -127,7 +128,7 @@ def prices_of(problem: Problem) -> tuple[MemoryPrice, ...]:
     for index, tier in enumerate(TIERS):
         if problem.cluster.capacity[index]:
             more = bound_at(space, with_more(problem.capacity, index))
-            falls = fall(now.seconds, more.seconds)
+            falls = fall(*(without_hidden(problem, each.seconds) for each in (now, more)))
             found.append(MemoryPrice(tier, falls, float(now.prices[index]) * GIB if falls else 0.0))
     return tuple(found)
 

@@ -22,6 +22,7 @@ from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.schedule import Prefetch
 from shardwright.core.sharding import TYPES, ShardingType, traits
 from shardwright.planner.choices import Tables
+from shardwright.planner.crossing import without_hidden
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.least import least_memory
@@ -107,7 +108,7 @@ def _faster(draft: StepDraft, space: Space) -> Iterator[StepDraft]:
 
 def step_bound(problem: Problem) -> float:
     """No plan of this problem can be faster: tables relaxed, and the least of every unit."""
-    least = _least(problem) if problem.tables else 0.0
+    least = without_hidden(problem, _least(problem)) if problem.tables else 0.0
     floors = [floor.seconds for floor in unit_floors(problem.unit_space)]
     found: float = step_seconds(least, floors, [*shared_seconds(problem).values()])
     return found
@@ -276,7 +277,8 @@ class _Seeker:
     @cached_property
     def least(self) -> list[float]:
         """Seconds that the tables take at least, by what is left out."""
-        return [_least(self.problem, left_out) for left_out in self.left_out]
+        least = (_least(self.problem, left_out) for left_out in self.left_out)
+        return [without_hidden(self.problem, seconds) for seconds in least]
 
     @cached_property
     def left_out(self) -> tuple[tuple[ShardingType, ...], ...]:
