@@ -283,9 +283,7 @@ def _check_unit_blocks(
     specs = [member.spec for member in members]
     grid = Grid(1, len(grid.ranks)) if _replicated(unit) else grid
     zero = unit.roles.zero or 3
-    layout = unit_layout(
-        specs, unit.optimizer_state, grid.parts, frozen, zero=zero, kept=grid.kept
-    )
+    layout = unit_layout(specs, unit.optimizer_state, grid.parts, frozen, zero=zero, kept=grid.kept)
     rows = zip(get_args(Role), unit.roles, strict=True)
     cut = {b for role, placement in rows for b in grid.blocks(layout, role, placement)}
     if planned != cut or unit.roles.zero is None:
