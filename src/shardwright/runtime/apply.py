@@ -165,9 +165,7 @@ def _on_grid(comm: Comm, grid: Grid) -> Comm:
     """The same ranks as replicas x shards, where a plan has more than one replica (collective)."""
     if grid.replicas == 1:
         return comm
-    ranks = comm.mesh.mesh.view(grid.replicas, grid.shards)
-    mesh = DeviceMesh(comm.mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
-    return (CutTwice if grid.twice else Comm)(mesh, comm.probe)
+    return (CutTwice if grid.twice else Comm)(comm.as_replicas(grid.replicas), comm.probe)
 
 
 def _replicated(unit: UnitPlan) -> bool:
