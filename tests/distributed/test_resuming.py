@@ -41,6 +41,16 @@ JOBS: dict[str, dict[str, Any]] = {
         },
     },
     "transformer": {"model": {"kind": "transformer", **BLOCKS}, "train": ADAM},
+    **{
+        name: {
+            "model": {"kind": "transformer", **BLOCKS},
+            "train": ADAM,
+            "parallel": {"data_replicate": 2},
+            "memory": {"zero": zero},
+            "planner": {"units": {"layers": "shard", "head": "shard"}},
+        }
+        for name, zero in (("hsdp", 3), ("hfsdp", [2, 3]))
+    },
     "llama": {
         "model": {"kind": "llama", **BLOCKS, "ffn_dim": 32, "vocab": 256},
         "memory": {"param_dtype": "fp32"},
@@ -76,7 +86,7 @@ def planned(
     """A plan of the job for so many ranks, whose data are in ``folder``."""
     document = {**JOBS[kind], "cluster": {"preset": "local", "world_size": ranks}}
     document["batch"] = {"size": batch}
-    if kind in ("transformer", "llama"):
+    if kind in ("transformer", "llama", "hsdp", "hfsdp"):
         document["batch"]["sequence"] = 8
     document["train"] = {**JOBS[kind]["train"], "steps": steps, "out": str(folder)} | more
     document["checkpoint"] = {"every": "5 steps"}
@@ -111,6 +121,25 @@ def test_a_training_that_a_signal_stopped_goes_on_bit_by_bit(
     assert [losses for losses, _ in again] == [losses for losses, _ in whole]
     assert len(again[0][0]) == 12
     assert again[0][1]["resumed"] == (7,)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("kind", ["hsdp", "hfsdp"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_replicas_of_shards_go_on_from_each_other_s_checkpoints(
+    pool: Pool, tmp_path: Path, kind: str, ranks: int
+) -> None:
+    """Beside units on all ranks, from those of other shards, and as one rank."""
+    made = planned(tmp_path / "data", kind, ranks, 16 // ranks)
+    whole = trained(pool, made, tmp_path / "whole")
+    trained(pool, made, tmp_path / "run", stop_after=7)
+    again = trained(pool, made, tmp_path / "run", resume=True)
+    assert [losses for losses, _ in again] == [losses for losses, _ in whole]
+    trained(pool, made, tmp_path / "one", stop_after=7)
+    alone = planned(tmp_path / "data", "transformer", 1, 16)
+    ((losses, _),) = trained(pool, alone, tmp_path / "one", resume=True)
+    means = [sum(step) / ranks for step in zip(*(found[0] for found in whole), strict=True)]
+    assert losses == pytest.approx(means, rel=1e-5)
 
 
 @pytest.mark.slow_after(1)

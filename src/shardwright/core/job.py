@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -42,7 +42,7 @@ from shardwright.core.parallel import (
     degrees,
     fixed_world,
 )
-from shardwright.core.placement import Zero
+from shardwright.core.placement import TwoZeros, Zero
 from shardwright.core.planning import ESTIMATOR_UNREAD, PlannerSection
 from shardwright.core.quantities import parse_bytes
 from shardwright.core.study_section import StudySection, check_study
@@ -176,17 +176,37 @@ def with_checkpointing(job: Job, policy: str) -> Job:
     return msgspec.structs.replace(job, planner=msgspec.structs.replace(job.planner, dense=dense))
 
 
-def stages_of(job: Job) -> tuple[Zero, ...]:
-    """The stages of ZeRO that a plan of the job may have; of those as fast the first is taken."""
-    zero = memory_of(job).zero
-    if zero != "auto":
-        return (zero,)
-    return (3,) if job.planner.dense.reshard else (3, 2, 1)
+class Sharing(NamedTuple):
+    """A stage of ZeRO, or one for replicas and one for shards, and how many replicas there are."""
+
+    zero: Zero | TwoZeros
+    replicas: int = 1
 
 
-def with_stage(job: Job, zero: Zero) -> Job:
-    """The job at a stage of ZeRO."""
-    return msgspec.structs.replace(job, memory=msgspec.structs.replace(memory_of(job), zero=zero))
+def sharings_of(job: Job, hosts: int) -> tuple[Sharing, ...]:
+    """What a plan of the job may share, and among whom; of those as fast the first is taken. A job
+    that leaves it open on several ``hosts`` may share units within each of them."""
+    section, given = memory_of(job), parallel_of(job)
+    replicas = given.data_replicate
+    if section.zero != "auto":
+        return (Sharing(section.zero, replicas),)
+    stages: tuple[Zero, ...] = (3,) if job.planner.dense.reshard else (3, 2, 1)
+    found = [Sharing(zero, replicas) for zero in stages]
+    if replicas == 1 and hosts > 1 and given.data_shard == -1:
+        found += [Sharing(3, hosts), Sharing((2, 3), hosts)]
+    elif replicas > 1:
+        found.append(Sharing((2, 3), replicas))
+    return tuple(found)
+
+
+def with_sharing(job: Job, sharing: Sharing) -> Job:
+    """The job at a stage of ZeRO, over so many replicas."""
+    section, replicas = parallel_of(job), sharing.replicas
+    if replicas != section.data_replicate:
+        section = msgspec.structs.replace(section, data_replicate=replicas, data_shard=-1)
+        job = msgspec.structs.replace(job, parallel=section)
+    memory = msgspec.structs.replace(memory_of(job), zero=sharing.zero)
+    return msgspec.structs.replace(job, memory=memory)
 
 
 class DataFiles(msgspec.Struct, frozen=True):
@@ -293,6 +313,10 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
         if job.model.kind not in ESTIMATED:
             check_planned(job.memory, job.model.kind, where)
         check_memory(job.memory, where)
+        if isinstance(job.memory.zero, tuple) and parallel_of(job).data_replicate == 1:
+            wanted = "one stage, or a pair beside parallel.data_replicate of 2 or more"
+            found = repr(list(job.memory.zero))
+            raise InputError(expected(f"{where}: memory.zero", wanted, found))
     _check_checkpointing(job, where)
     chosen = {"embeddings": job.embeddings, "planner.kinds": job.planner.kinds}
     check_study(job.study, {key: value is not UNSET for key, value in chosen.items()}, where)

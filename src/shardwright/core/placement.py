@@ -48,6 +48,15 @@ Zero = Literal[1, 2, 3]
 TwoZeros = tuple[Literal[2], Literal[3]]
 
 
+def shared_words(zero: Zero | TwoZeros, replicas: int = 1) -> str:
+    """What the field calls a stage of ZeRO among the shards of so many replicas."""
+    if isinstance(zero, tuple):
+        return "HFSDP"
+    if replicas == 1:
+        return f"ZeRO-{zero}"
+    return "HSDP" if zero == 3 else f"ZeRO-{zero} in replicas"
+
+
 class Roles(NamedTuple):
     """Where a unit's parameters, gradients and optimizer states live between steps."""
 

@@ -22,7 +22,7 @@ from shardwright.core.job import Job, degrees_of, memory_of
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import early_tables, model_of, step_dtypes
 from shardwright.core.option import ShardRun
-from shardwright.core.placement import Placement, Replicate, Roles, Zero
+from shardwright.core.placement import Placement, Replicate, Roles, TwoZeros, Zero
 from shardwright.core.quantities import format_seconds
 from shardwright.core.recording import Recording
 from shardwright.core.schedule import Modes
@@ -176,14 +176,16 @@ class Reserved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The best plan that was found with a checkpointing policy, and a stage of ZeRO where that was
-    left open: the seconds of its slowest rank and the bytes of its fullest. ``max_rank_seconds`` is
-    None where none fits; the bytes are then the least that were found."""
+    """The best plan that was found with a checkpointing policy, and a stage of ZeRO and several
+    ``replicas`` where that was left open: the seconds of its slowest rank and the bytes of its
+    fullest. ``max_rank_seconds`` is None where none fits; the bytes are then the least that were
+    found."""
 
     checkpointing: str
     max_rank_seconds: float | None
     peak_bytes: int
-    zero: Zero | UnsetType = UNSET
+    zero: Zero | TwoZeros | UnsetType = UNSET
+    replicas: int | UnsetType = UNSET
 
 
 class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

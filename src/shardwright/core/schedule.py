@@ -64,9 +64,9 @@ class Modes(msgspec.Struct, frozen=True):
     with replicas; some are both. Lookups of ``early`` ones begin with the forward. ``merged`` are
     the units of several recorded ones: a name, and these as they follow one another.
     With ``prefetch`` 1 a unit is gathered while the one before it computes, and gradients are
-    reduced while the next ones are computed. Of the sharded units, among which are replicas that are
-    copied to be computed with, those that stay are whole between steps too, and are gathered again
-    when they were updated.
+    reduced while the next ones are computed. Of the sharded units, among which are replicas that
+    are copied to be computed with, those that stay are whole between steps too, and are gathered
+    again when they were updated.
     """
 
     sharded_units: frozenset[str]

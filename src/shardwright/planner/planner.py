@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from msgspec import UNSET
 from msgspec.structs import replace as replaced
 
 from shardwright.core.errors import UnsupportedError, expected
@@ -12,14 +13,16 @@ from shardwright.core.job import (
     Job,
     checkpointing_of,
     memory_of,
-    stages_of,
+    sharings_of,
     with_checkpointing,
-    with_stage,
+    with_sharing,
 )
 from shardwright.core.model import ModelSpec
 from shardwright.core.plan import Plan, Tried
+from shardwright.cost import constants
 from shardwright.planner import shortage
 from shardwright.planner.assemble import assemble
+from shardwright.planner.problem import hosts_of
 from shardwright.planner.search.watch import Hear, Watch
 from shardwright.planner.strategy import search
 from shardwright.planner.strategy.found import Found, ModelOf
@@ -51,18 +54,21 @@ def written(found: Found, watch: Watch) -> Plan:
 
 
 def find(job: Job, model_of: ModelOf, watch: Watch) -> Found:
-    """What the search of a job brings back, at the stage of ZeRO and with the checkpointing policy
-    of the fastest plan that fits; where nothing does, with those that ask least. A stage that was
-    left open is that of the job of what was found."""
-    stages = stages_of(job)
-    if stages == (memory_of(job).zero,):
+    """What the search of a job brings back, at the stage of ZeRO, over the replicas and with the
+    checkpointing policy of the fastest plan that fits; where nothing does, with those that ask
+    least. What was left open is as the job of what was found has it."""
+    cluster, _ = constants.cluster(job.cluster)
+    sharings = sharings_of(job, hosts_of(cluster))
+    if memory_of(job).zero != "auto":
         return _find(job, model_of, watch)
     usual = min(checkpointing_of(job), key=lambda name: name != "none")
     best: Found | None = None
     least, rows = 0, []
-    for zero in stages:
-        found = _find(with_stage(job, zero), model_of, watch)
-        its = [replaced(row, zero=zero) for row in found.tried or (_tried(usual, found),)]
+    for sharing in sharings:
+        found = _find(with_sharing(job, sharing), model_of, watch)
+        zero, replicas = sharing.zero, sharing.replicas if sharing.replicas > 1 else UNSET
+        tried = found.tried or (_tried(usual, found),)
+        its = [replaced(row, zero=zero, replicas=replicas) for row in tried]
         rows += its
         bytes_ = min(row.peak_bytes for row in its)
         smaller = best is not None and best.draft is None is found.draft and bytes_ < least

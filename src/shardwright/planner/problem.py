@@ -286,6 +286,11 @@ def _check_pinned_ranks(job: Job, cluster: Cluster) -> None:
             )
 
 
+def hosts_of(cluster: Cluster) -> int:
+    """How many groups of ranks are linked closely."""
+    return max(cluster.world_size // cluster.group, 1)
+
+
 def ranks_per_host(cluster: Cluster) -> int | None:
     """Ranks that are linked closely; None where all are."""
     return None if cluster.group >= cluster.world_size else cluster.group

@@ -18,6 +18,8 @@ from shardwright.core.timeline import Phase
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import ComputeSeconds, UnitSeconds
 
+ALONE = Grid()
+
 
 @dataclass(frozen=True, slots=True)
 class DenseContext:
@@ -50,9 +52,10 @@ class DenseContext:
     @property
     def shards_local(self) -> int | None:
         """How many of a group of shards are linked closely."""
-        if self.local is None or self.local % self.grid.shards == 0:
-            return None if self.replicas > 1 else self.local
-        return math.gcd(self.local, self.grid.shards)
+        shards = self.grid.shards
+        if self.local is None or (self.replicas > 1 and self.local % shards == 0):
+            return None
+        return math.gcd(self.local, shards)
 
     @property
     def replicas_local(self) -> int | None:
@@ -89,7 +92,7 @@ class UnitChoice:
     offloaded: bool = False
     away: bool = False
     cast: bool = False
-    grid: Grid = Grid()
+    grid: Grid = ALONE
 
     @property
     def replicated(self) -> bool:

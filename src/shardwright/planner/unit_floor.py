@@ -57,7 +57,7 @@ def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
 
 
 class Call(NamedTuple):
-    """A collective of so many bytes, padding included, among ``ranks`` of which ``local`` are near."""
+    """A collective of ``nbytes``, padding included, among ``ranks`` of which ``local`` are near."""
 
     kind: Collective
     nbytes: int

@@ -10,7 +10,7 @@ from itertools import groupby
 from msgspec import UNSET
 
 from shardwright.core.cluster import TIERS
-from shardwright.core.placement import Replicate
+from shardwright.core.placement import Replicate, shared_words
 from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.sharding import traits
@@ -330,7 +330,7 @@ def checkpointing_line(plan: Plan) -> str:
         else:
             seconds = format_seconds(tried.max_rank_seconds)
             text = f"{seconds} at a peak of {format_bytes(tried.peak_bytes)}"
-        stage = "" if tried.zero is UNSET else f"ZeRO-{tried.zero}, "
+        stage = "" if tried.zero is UNSET else f"{shared_words(tried.zero, tried.replicas or 1)}, "
         found.append(f"{stage}{printable(tried.checkpointing)} {text}")
     by = "checkpointing" if plan.search.tried[0].zero is UNSET else "stage and checkpointing"
     return f"By {by}: {'; '.join(found)}."

@@ -165,9 +165,7 @@ def _on_grid(comm: Comm, grid: Grid) -> Comm:
     """The same ranks as replicas x shards, where a plan has more than one replica (collective)."""
     if grid.replicas == 1:
         return comm
-    ranks = comm.mesh.mesh.view(grid.replicas, grid.shards)
-    mesh = DeviceMesh(comm.mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
-    return (CutTwice if grid.twice else Comm)(mesh, comm.probe)
+    return (CutTwice if grid.twice else Comm)(comm.as_replicas(grid.replicas), comm.probe)
 
 
 def _replicated(unit: UnitPlan) -> bool:
@@ -283,9 +281,7 @@ def _check_unit_blocks(
     specs = [member.spec for member in members]
     grid = Grid(1, len(grid.ranks)) if _replicated(unit) else grid
     zero = unit.roles.zero or 3
-    layout = unit_layout(
-        specs, unit.optimizer_state, grid.parts, frozen, zero=zero, kept=grid.kept
-    )
+    layout = unit_layout(specs, unit.optimizer_state, grid.parts, frozen, zero=zero, kept=grid.kept)
     rows = zip(get_args(Role), unit.roles, strict=True)
     cut = {b for role, placement in rows for b in grid.blocks(layout, role, placement)}
     if planned != cut or unit.roles.zero is None:

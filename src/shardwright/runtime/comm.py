@@ -150,6 +150,19 @@ class Comm(Peers):
         """The ranks among whom whole parameters are gathered."""
         return self
 
+    def as_replicas(self, replicas: int) -> DeviceMesh:
+        """The ranks of a mesh of one dimension as (replicate, shard) (collective)."""
+        shards = self.size // replicas
+        shard = self.rank % shards
+        first = self.rank - shard
+        groups = [range(shard, self.size, shards), range(first, first + shards)]
+        return DeviceMesh.from_group(
+            [self._sub_group(own) for own in groups],
+            self.mesh.device_type,
+            mesh=self.mesh.mesh.view(replicas, shards),
+            mesh_dim_names=("replicate", "shard"),
+        )
+
     def gather_kept(self, label: str, kept: torch.Tensor, part: torch.Tensor) -> None:
         """``kept`` [kept*n] becomes the parts [n] of the ranks that keep the same ones."""
         assert self._twins is not None

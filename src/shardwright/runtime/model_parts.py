@@ -80,6 +80,8 @@ def comm_of(model: nn.Module, mesh: DeviceMesh | None = None) -> Comm | None:
         return joint.grid.comm
     found = [unit.comm for unit in units]
     found += [module.comm for module in model.modules() if isinstance(module, ShardedTables)]
+    if len({tuple(comm.mesh.mesh.flatten().tolist()) for comm in found}) == 1:
+        found = [comm for comm in found if comm.mesh.ndim == 1] or found  # some on a grid of them
     if any(comm.mesh != found[0].mesh for comm in found):
         raise InputError(
             expected("mesh", "one of all ranks, for units are on several", "none", "Pass mesh=...")

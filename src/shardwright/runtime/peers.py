@@ -60,7 +60,7 @@ class _Channel:
         self.step: int | None = None
         self.paths: Paths | None = None
         self.limit: timedelta | None = None
-        self.narrowed: dict[int, dist.ProcessGroup] = {}
+        self.narrowed: dict[range, dist.ProcessGroup] = {}
         self.absence: desync.Absence | None = None
 
 
@@ -326,22 +326,24 @@ class Peers:
         if ranks == self.size:
             return self
         if ranks not in self._blocks:
-            group = None if ranks == 1 else self._block(ranks)
+            first = self.rank // ranks * ranks
+            group = None if ranks == 1 else self._sub_group(range(first, first + ranks))
             made = Peers(group, self.rank % ranks, ranks, self._device_type, self.probe)
             made._forced = self._forced
             made._checked = self._checked and group is not None
             self._blocks[ranks] = made
         return self._blocks[ranks]
 
-    def _block(self, ranks: int) -> dist.ProcessGroup:
+    def _sub_group(self, own: range) -> dist.ProcessGroup:
+        """Those of this group's ranks, this one among them, as a group that is made once."""
         groups = self._channel.narrowed
-        if ranks not in groups:
+        if own not in groups:
             assert self.group is not None
-            first = self.rank // ranks * ranks
-            members = dist.get_process_group_ranks(self.group)[first : first + ranks]
-            name = f"{self.group.group_name}/{first}-{first + ranks - 1}"
-            groups[ranks] = sub_group(self.group, members, name, self.limit)
-        return groups[ranks]
+            members = dist.get_process_group_ranks(self.group)[own.start : own.stop : own.step]
+            apart = f" by {own.step}" if own.step > 1 else ""
+            name = f"{self.group.group_name}/{own[0]}-{own[-1]}{apart}"
+            groups[own] = sub_group(self.group, members, name, self.limit)
+        return groups[own]
 
     def _begin(self, label: str, kind: str, nbytes: int, alike: bool = True) -> Pending:
         """Count and announce a collective; ``alike``: all ranks name the same bytes."""

@@ -12,22 +12,31 @@ from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.core.job import (
     CHOSEN_FROM,
     Job,
+    Sharing,
     checkpointing_of,
     with_checkpointing,
-    with_stage,
+    with_sharing,
 )
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import key_of, model_of
-from shardwright.core.placement import Zero
+from shardwright.core.placement import TwoZeros, Zero
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.quantities import SAME_SECONDS, format_seconds
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import model_recorded
 from shardwright.planner.planner import find
+from shardwright.planner.problem import hosts_of
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy.found import Found, ModelOf
 
-STAGES: dict[str, Zero] = {"zero1": 1, "zero2": 2, "zero3": 3}
+STAGES: dict[str, Zero | TwoZeros] = {
+    "zero1": 1,
+    "zero2": 2,
+    "zero3": 3,
+    "hsdp": 3,
+    "hfsdp": (2, 3),
+}
+HYBRIDS = ("hsdp", "hfsdp")
 SECONDS = 30.0  # of search, where a job gives its own no limit
 
 
@@ -95,9 +104,28 @@ def forced_unit(plan: Plan, unit: UnitPlan, wanted: str) -> Forced:
     units = {**planner.units, **dict.fromkeys(own, place)}
     job = _with_planner(plan.job, units=units, dense=dense)
     if wanted in STAGES:
-        job = with_stage(job, STAGES[wanted])
-        key += f" and memory.zero = {STAGES[wanted]}, which is of all units"
+        sharing = sharing_of(plan, wanted)
+        job, zero = with_sharing(job, sharing), sharing.zero
+        key += f" and memory.zero = {list(zero) if isinstance(zero, tuple) else zero}"
+        if sharing.replicas > 1:
+            key += f" and parallel.data_replicate = {sharing.replicas}"
+        key += ", which is of all units"
     return Forced(job, key)
+
+
+def sharing_of(plan: Plan, wanted: str) -> Sharing:
+    """A stage of ZeRO among the plan's shards; or among those of replicas, of which there are as
+    many as in the plan, or as hosts, or as few as can be. InputError where ranks are too few."""
+    world, replicas = plan.world_size, plan.grid.replicas
+    if wanted not in HYBRIDS:
+        return Sharing(STAGES[wanted], replicas)
+    if replicas == 1:
+        replicas = hosts_of(plan.cluster)
+    if replicas == 1:
+        replicas = next((n for n in range(2, world) if world % n == 0), 1)
+    if replicas == 1:
+        raise InputError(expected(wanted, "ranks that are replicas of several shards", f"{world}"))
+    return Sharing(STAGES[wanted], replicas)
 
 
 def check_dtypes(plan: Plan) -> None:

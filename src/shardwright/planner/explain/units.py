@@ -178,7 +178,8 @@ class UnitAmounts:
 
     def part_reduced(self, choice: UnitChoice) -> Amount:
         """Of the gradient what replicas of a shard sum."""
-        found: Amount = named("reduced_of_shard", self.reduced(choice) // self._shards(choice)[0], "B")
+        shards, _ = self._shards(choice)
+        found: Amount = named("reduced_of_shard", self.reduced(choice) // shards, "B")
         return found
 
     def spent(self, choice: UnitChoice) -> list[Spent]:

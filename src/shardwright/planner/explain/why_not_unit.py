@@ -7,12 +7,17 @@ import dataclasses
 from collections.abc import Iterator
 
 from shardwright.core.errors import InputError, ShardwrightError, expected
-from shardwright.core.job import CHOSEN_FROM, with_stage
-from shardwright.core.placement import Zero
+from shardwright.core.job import CHOSEN_FROM, Sharing, with_sharing
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import choice_of, draft_of, recorded_with
-from shardwright.planner.explain.replan import STAGES, check_dtypes, forced_unit, replanned
+from shardwright.planner.explain.replan import (
+    STAGES,
+    check_dtypes,
+    forced_unit,
+    replanned,
+    sharing_of,
+)
 from shardwright.planner.explain.why_not import Trial, WhyNot, trial, verdict_of
 from shardwright.planner.problem import make_problem
 from shardwright.planner.search.watch import Watch
@@ -46,7 +51,7 @@ def why_not_unit(
         **dict.fromkeys(placed.split(", "), True),
         "checkpointed": bool(unit.checkpointed),
         unit.checkpointing: True,
-        f"zero{choice.zero}": not choice.replicated,
+        f"zero{choice.zero}": not (choice.replicated or choice.grid.twice),
     }
     if is_chosen.get(wanted):
         return WhyNot(unit.name, chosen, wanted, "chosen", f"{wanted} is what was chosen.")
@@ -56,7 +61,7 @@ def why_not_unit(
         if wanted in PLACEMENTS:
             trials += _placed(draft, choice, wanted)
         elif wanted in STAGES:
-            trials += _staged(plan, unit, draft, STAGES[wanted])
+            trials += _staged(plan, unit, draft, sharing_of(plan, wanted))
         else:
             trials += _checkpointed(plan, unit, draft, wanted, again)
     except ShardwrightError as error:
@@ -87,6 +92,8 @@ def words(choice: UnitChoice) -> str:
     if choice.replicated:
         return "replicated"
     where = ", offloaded" if choice.offloaded else ""
+    if choice.grid.replicas > 1 and choice.zero == 3:
+        where = f", {'hfsdp' if choice.grid.twice else 'hsdp'}{where}"
     if choice.stays:
         return f"sharded, ZeRO-{choice.zero}{where}"
     return f"sharded, {'resharded' if choice.reshard else 'kept'}{where}"
@@ -103,12 +110,13 @@ def _placed(draft: StepDraft, choice: UnitChoice, wanted: str) -> Iterator[Trial
             yield trial(dataclasses.replace(draft, units=units), words(other))
 
 
-def _staged(plan: Plan, unit: UnitPlan, draft: StepDraft, zero: Zero) -> Iterator[Trial]:
+def _staged(plan: Plan, unit: UnitPlan, draft: StepDraft, sharing: Sharing) -> Iterator[Trial]:
     """The unit and all that are sharded at another stage, the rest as it is."""
     check_dtypes(plan)
-    problem = make_problem(with_stage(plan.job, zero), plan.model, slow=plan.search.slow_kernels)
+    job = with_sharing(plan.job, sharing)
+    problem = make_problem(job, plan.model, slow=plan.search.slow_kernels)
     space = problem.unit_space
-    for reshard in (False, True) if zero == 3 else (False,):
+    for reshard in (False, True) if space.context.zero == 3 else (False,):
         units = []
         for own, each in zip(plan.units, draft.units, strict=True):
             members = tuple(u for u in space.model.units if set(u.members) <= set(own.members))
