@@ -329,6 +329,7 @@ def _refuse_unread(job: Job, where: str) -> None:
         if has_tables:
             beside = f"train.optimizer '{job.train.optimizer}' without train.table_optimizer"
         unread.append(("train", job.train, "table_learning_rate", beside))
+        unread.append(("train", job.train, "overlap", beside))
         unread.append(("planner", job.planner, "dedup", beside))
     if not has_tables:
         unread.append(("train", job.train, "table_optimizer", f"model.kind '{kind}'"))
