@@ -24,21 +24,32 @@ def steps_measured(
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Any],
     loss_of: LossOf,
+    ask: Callable[[nn.Module, Any], None] | None = None,
 ) -> tuple[list[Event], list[list[Event]]]:
     """Exact events, and the events of each step whose memory was followed.
 
     Peaks are kept apart by step: gloo's threads may hold a buffer for a moment after the wait, so
-    on a busy machine a step can show more than it needs.
+    on a busy machine a step can show more than it needs. ``ask`` lets ids of the next batch travel.
     """
-    by_step = []
+    by_step: list[list[Event]] = []
+    following = None
+
+    def loaded() -> Any:
+        batch = next(batches)
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, torch.Tensor):
+                meter.holds(leaf, "input")
+        return batch
+
     with meter.watching(model, optimizer):
         for step in range(1, STEPS + 1):
             meter.begin()
-            batch = next(batches)
-            for leaf in tree_leaves(batch):
-                if isinstance(leaf, torch.Tensor):
-                    meter.holds(leaf, "input")
+            batch, following = loaded() if following is None else following, None
             loss = loss_of(model, batch)
+            if ask is not None:
+                with meter.phase("load"):
+                    following = loaded()
+                ask(model, following)
             loss.backward()
             guard.settle()
             optimizer.step()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
-from shardwright.core.errors import InputError, PeerError
+from shardwright.core.errors import InputError, PeerError, RunError
 from shardwright.core.plan import Plan
 from shardwright.core.profile import Meeting
 from shardwright.runtime.embeddings.tables import ShardedTables
@@ -227,3 +227,30 @@ def without_overlap(mesh: DeviceMesh, made: Plan) -> str:
     except InputError as error:
         return str(error)
     return "accepted"
+
+
+def not_finite(mesh: DeviceMesh, made: Plan, guarded: bool) -> tuple[str, float]:
+    """What is said of gradients of one rank that are not finite, and how far a step after that is
+    from that of a model which never had them."""
+    rank = mesh.get_rank()
+    options: dict[str, Any] = {"optimizer": "sgd", "overlap": True}
+    guard = Guard(mesh) if guarded else None
+    model, _ = _sharded(mesh, made, guard=guard, **options)
+    plain, _ = _sharded(mesh, made, **options)
+    said = ""
+    try:
+        (called(model, batch(rank, 0)) * (float("inf") if rank else 1.0)).backward()
+        if guard is not None:
+            guard.settle()
+    except RunError as error:
+        said = str(error)
+    model.zero_grad()
+    losses = []
+    for step in (1, 2):
+        for each in (model, plain):
+            loss = called(each, batch(rank, step))
+            loss.backward()
+            if each is model and guard is not None:
+                guard.settle()
+            losses.append(loss.detach())
+    return said, max(apart(a, b) for a, b in zip(losses[::2], losses[1::2], strict=True))

@@ -25,6 +25,26 @@ def deep(width: int = 96, depth: int = 12) -> Any:
     return torch.nn.Sequential(*layers), torch.randn(2, width)
 
 
+class Recommender(torch.nn.Module):
+    """A dense part that runs before an embedding is looked up, which gets what the model got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = torch.nn.Sequential(
+            torch.nn.Linear(3, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16)
+        )
+        self.user = torch.nn.Embedding(40_000, 16)
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return (self.bottom(dense) * self.user(ids)).sum(1).square().mean()
+
+
+def recommender(batch: int = 256) -> Any:
+    """One embedding that is worth a table."""
+    inputs = (torch.randn(batch, 3), torch.randint(40_000, (batch,)))
+    return Recommender(), inputs
+
+
 class Adapted(torch.nn.Module):
     """A frozen layer with a small trained one beside it."""
 

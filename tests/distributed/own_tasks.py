@@ -21,6 +21,7 @@ from shardwright.lab.python_model import Built, Call, as_tensors, python_functio
 from shardwright.lab.tasks import Task, task_of
 from shardwright.lab.tasks.python import Given, really
 from shardwright.runtime.apply import apply
+from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter, exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
@@ -166,14 +167,25 @@ def apart_by_plan(mesh: DeviceMesh, job: Job, plans: list[Plan]) -> dict[str, fl
 
 def measured(job: Job, made: Plan, mesh: DeviceMesh) -> list[Event]:
     """Exact bytes, and peaks by phase of the step that showed least."""
-    train = msgspec.structs.replace(job.train, steps=metering.STEPS)
+    train = msgspec.structs.replace(job.train, steps=metering.STEPS + 1)
     task, rank = task_of(msgspec.structs.replace(job, train=train)), mesh.get_local_rank()
     meter, guard = Meter(rank), Guard(mesh)
     model = apply(task.model(CPU), made, mesh, probe=meter, guard=guard)
     optimizer = make_optimizer(train.optimizer, optimizer_parameters(model), train.learning_rate)
     batches = map(as_tensors, task.batches(rank, mesh.size()))
-    exact, steps = steps_measured(meter, guard, model, optimizer, batches, task.loss)
+
+    def ask(model: nn.Module, batch: Any) -> None:
+        arguments, keywords = task.inputs(batch)  # type: ignore[attr-defined]
+        start_sparse_data_dist(model, *arguments, **keywords)
+
+    asks = ask if made.modes.asked else None
+    exact, steps = steps_measured(meter, guard, model, optimizer, batches, task.loss, asks)
     return exact + min(steps, key=_highest)
+
+
+def bytes_of_steps(mesh: DeviceMesh, job: Job, made: Plan) -> list[Event]:
+    """The same for a pool."""
+    return measured(job, made, mesh)
 
 
 def _highest(events: list[Event]) -> int:

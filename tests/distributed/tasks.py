@@ -10,6 +10,7 @@ import metering
 import torch
 from metering import steps_measured
 from reference import batches, loss_of
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
@@ -22,6 +23,7 @@ from shardwright.lab.loop import measure
 from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import HOSTS, apply
+from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
@@ -147,6 +149,11 @@ def compared(mesh: DeviceMesh, job: Job, made: Plan, steps: int) -> Comparison:
     return compare(made, measured.gather())
 
 
+def _ask(model: nn.Module, batch: Any) -> None:
+    dense, ids, _ = batch
+    start_sparse_data_dist(model, dense, ids)
+
+
 def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
     """Exact events, the events of each metered step, and the actions of a steady step."""
     rank, size = mesh.get_local_rank(), mesh.size()
@@ -154,8 +161,9 @@ def meter_steps(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
     model = apply(DLRM(job, device="meta"), made, mesh, probe=meter, guard=guard)
     rate = job.train.learning_rate
     optimizer = make_optimizer(job.train.optimizer, optimizer_parameters(model), rate)
-    total = batches(job, metering.STEPS, job.batch.size * size)
+    total = batches(job, metering.STEPS + 1, job.batch.size * size)
     shares = [share(batch, rank, size) for batch in total]
     own = (tree_map(torch.clone, each) for each in shares)
-    exact, by_step = steps_measured(meter, guard, model, optimizer, own, loss_of)
+    ask = _ask if made.modes.asked else None
+    exact, by_step = steps_measured(meter, guard, model, optimizer, own, loss_of, ask)
     return exact, by_step, list(meter.actions)

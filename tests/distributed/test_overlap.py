@@ -61,3 +61,13 @@ def test_bad_ids_of_a_batch_to_come_are_named_with_that_batch(pool: Pool) -> Non
 def test_a_module_that_does_not_overlap_is_refused_by_name(pool: Pool) -> None:
     (said,) = pool.run(1, tasks.without_overlap, made=plan_of(1))
     assert said.startswith("model: expected one that overlaps its exchanges, got Late")
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_gradients_that_are_not_finite_are_named_on_every_rank_and_update_nothing(
+    pool: Pool, guarded: bool
+) -> None:
+    for said, far in pool.run(2, tasks.not_finite, made=plan_of(2), guarded=guarded):
+        assert "finite" in said
+        assert "rank 1" in said
+        assert far <= CLOSE

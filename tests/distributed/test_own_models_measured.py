@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from own_tasks import apart_by_plan, own_job, planned
+from own_tasks import apart_by_plan, bytes_of_steps, own_job, planned
 from pool import Pool
 from public_models import MODELS
 
@@ -68,6 +68,22 @@ def check_planned_bytes(made: Plan, results: list[Any]) -> None:
             for peaks in (foreseen, seen)
         ]
         assert highest[0] == pytest.approx(highest[1], rel=MOST_APART)
+
+
+@pytest.mark.parametrize("overlap", ["none", "rows", "ids_and_rows"])
+def test_an_embedding_looked_up_early_takes_memory_as_planned(pool: Pool, overlap: str) -> None:
+    job = parse_job(
+        {
+            "model": {"python": "own_models:recommender"},
+            "train": {"overlap": overlap, "table_optimizer": "sgd"},
+            "cluster": {"preset": "local", "world_size": 2, "ddr_cap": "2 MiB"},
+        }
+    )
+    made = plan(job)
+    assert made.modes.routed == {"user"}
+    assert made.modes.early == (set() if overlap == "none" else {"user"})
+    found = pool.run(2, bytes_of_steps, job=job, made=made)
+    _check_bytes(made, [({}, events) for events in found])
 
 
 @pytest.mark.slow_after(1)

@@ -63,7 +63,6 @@ VALUES: dict[str, Any] = {
     "data.drift": 0.5,
     "train.steps": 7,
     "train.optimizer": "adagrad",
-    "train.overlap": "rows",
     "train.learning_rate": 0.5,
     "train.table_learning_rate": 0.5,
     "train.table_optimizer": "rowwise_adagrad",
@@ -74,6 +73,7 @@ VALUES: dict[str, Any] = {
     "train.metrics_every": 3,
     "train.log": ["wandb"],
     "train.schedule": {"warmup_steps": 2},
+    "train.overlap": "rows",
     "train.table_folder": "elsewhere",
     "planner.constants": "torchrec-1.9",
     "planner.search": "proposers",
@@ -137,7 +137,9 @@ AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
     for key in section.__struct_fields__
 }
 # What is a limit, or a choice that a small job has no use for.
-OF_LARGER_JOBS = {"planner.time_limit", "planner.options", "planner.dense", "planner.dedup"}
+OF_LARGER_JOBS = {
+    *("planner.time_limit", "planner.options", "planner.dense", "planner.dedup", "train.overlap")
+}
 # What an estimate of memory shows, not a plan.
 IN_AN_ESTIMATE = {"memory.allocator", "parallel.parallelize_plan"}
 # Keys that a run of the kind does not read are no excuse: they are refused.
@@ -146,6 +148,7 @@ UNREAD = {
     "dlrm": ("data.label", "data.dense", "data.ids"),
     "transformer": (
         "train.table_learning_rate",
+        "train.overlap",
         "data.ids",
         "data.rows",
         "data.test_rows",
@@ -153,7 +156,13 @@ UNREAD = {
         "data.python",
     ),
     "llama": ("train.table_learning_rate", "data.rows", "data.skip_bad_rows", "data.test_path"),
-    "python": ("train.table_learning_rate", "data.rows", "data.test_rows", "data.path"),
+    "python": (
+        "train.table_learning_rate",
+        "train.overlap",
+        "data.rows",
+        "data.test_rows",
+        "data.path",
+    ),
 }
 
 

@@ -279,13 +279,15 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         whole = {u.name for u in self.units if isinstance(u.parameter, Replicate)}
         replicated = {u.name for u in self.units if isinstance(u.optimizer_state, Replicate)}
         routed = frozenset(path for path, is_replica in paths if not is_replica)
-        overlaps = self.world_size > 1 and self.job.train.overlap not in (UNSET, "none")
+        overlap = "none" if self.world_size == 1 else self.job.train.overlap or "none"
+        early = early_tables(self.job, self.model) if overlap != "none" else ()
         return Modes(
             sharded_units=frozenset(u.name for u in self.units) - (replicated - self._cast),
             resharded_units=frozenset(u.name for u in self.units if u.reshard_after_forward),
             routed=routed,
             replicated_tables=frozenset(path for path, is_replica in paths if is_replica),
-            early=routed.intersection(early_tables(self.job, self.model) if overlaps else ()),
+            early=routed.intersection(early),
+            asked=routed.intersection(early if overlap == "ids_and_rows" else ()),
             prefetch=self.prefetch,
             merged=tuple((u.name, u.members) for u in self.units if u.members != (u.name,)),
             staying_units=frozenset(whole - replicated),

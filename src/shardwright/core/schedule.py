@@ -21,6 +21,7 @@ Verb = Literal[
     "free",
     "compute",
     "exchange",
+    "ask",
     "lookup",
     "assemble",
     "reduce",
@@ -61,8 +62,9 @@ class Modes(msgspec.Struct, frozen=True):
     """What a plan decided that changes the order of a step.
 
     ``routed`` are the modules of tables that exchange ids and rows, ``replicated_tables`` those
-    with replicas; some are both. Lookups of ``early`` ones begin with the forward. ``merged`` are
-    the units of several recorded ones: a name, and these as they follow one another.
+    with replicas; some are both. Lookups of ``early`` ones begin with the forward, and those of
+    ``asked`` ones are asked for when the forward of the step before is over. ``merged`` are the
+    units of several recorded ones: a name, and these as they follow one another.
     With ``prefetch`` 1 a unit is gathered while the one before it computes, and gradients are
     reduced while the next ones are computed. Of the sharded units, among which are replicas that
     are copied to be computed with, those that stay are whole between steps too, and are gathered
@@ -74,6 +76,7 @@ class Modes(msgspec.Struct, frozen=True):
     routed: frozenset[str] = frozenset()
     replicated_tables: frozenset[str] = frozenset()
     early: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()
     prefetch: Prefetch = 0
     merged: tuple[tuple[str, tuple[str, ...]], ...] = ()
     staying_units: frozenset[str] = frozenset()
@@ -119,7 +122,7 @@ class Merged:
 
 
 def training_step(step: Unfolded, modes: Modes) -> tuple[Action, ...]:
-    """One step: load, forward through the recorded pieces that compute, backward, then update.
+    """One steady step: load, forward through the recorded pieces that compute, backward, update.
 
     A sharded unit is gathered before its first forward, freed after its last one if it reshards,
     gathered again before its backward, and freed, unless it stays, and reduced right after. With
@@ -305,6 +308,8 @@ class _Walk:
             yield from self._reach(moment.piece.point, moment.unit)
             if moment.piece.work.calls:
                 yield self._compute(place, "forward")
+        for tables in filter(self.modes.asked.__contains__, self.step.lookups):
+            yield Action("ask", tables, "exchange_ids")
         self.flow.begin_backward()
         for place, moment in enumerate(self.step.backward):
             yield from self._reach_backward(moment.piece.point, moment.unit)

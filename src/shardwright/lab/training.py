@@ -9,10 +9,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ from shardwright.core.errors import (
     ShardwrightError,
     expected,
 )
-from shardwright.core.job import checkpoint_folder, named_files, run_in, table_folder
+from shardwright.core.job import Job, checkpoint_folder, named_files, run_in, table_folder
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.scores import Scores, scores_text
 from shardwright.core.timeline import Phase
@@ -51,7 +51,7 @@ from shardwright.lab.resuming import (
 from shardwright.lab.room import check_room, out_of_memory_at
 from shardwright.lab.scoring import Scoring
 from shardwright.lab.tasks import task_of
-from shardwright.lab.tasks.task import Batch
+from shardwright.lab.tasks.task import Batch, Task
 from shardwright.lab.writers import PROGRESS_SECONDS, writers
 from shardwright.launcher.folder import (
     check_inputs,
@@ -66,6 +66,7 @@ from shardwright.runtime.apply import apply
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
@@ -110,6 +111,8 @@ class Training:
         self.profile = profile  # steps
         self.profiler: Profiler | None = None
         self.scoring: Scoring | None = None
+        self._asks = bool(plan.modes.asked)
+        self._following: _Following | None = None  # the batch whose ids are under way
 
     def run(self) -> None:
         """Train to the end and leave a record, and scores of what is held out."""
@@ -191,7 +194,8 @@ class Training:
 
         def extra() -> dict[str, Any]:
             ranks = (self.rank, self.plan.world_size)
-            found = (measured.losses, self.task.bad_rows)
+            read = self._following  # not trained on yet
+            found = (measured.losses, self.task.bad_rows if read is None else read.bad_rows)
             scores = self.scoring.found if self.scoring else ()
             return self.start.place(self.job.batch.size, *ranks, *found, scores)
 
@@ -227,7 +231,8 @@ class Training:
             self._set_rates(optimizer, step)
             try:
                 with self._errors():
-                    loss, words = self._one_step(model, optimizer, batches, saves)
+                    is_last = step == steps
+                    loss, words = self._one_step(model, optimizer, batches, saves, is_last=is_last)
             except Exception as error:
                 if not out_of_memory(error):
                     raise
@@ -244,7 +249,8 @@ class Training:
                     self.profiler.after(step, steps)
                 new = self._scored(step)
                 if saves:
-                    saves.after(step, words)
+                    with self._before_following():
+                        saves.after(step, words)
             now = time.monotonic()
             if self.writers and (new or now - shown > PROGRESS_SECONDS or step == steps):
                 took = (now - shown) / (step - before)
@@ -283,10 +289,17 @@ class Training:
         optimizer: torch.optim.Optimizer,
         batches: Iterator[Batch],
         saves: Saves | None,
+        *,
+        is_last: bool,
     ) -> tuple[float, Sequence[int]]:
         """The loss of this rank, and what all ranks wish for at the end of the step."""
-        batch = self._tensors(next(batches))  # kept to the end of the step, as a plan counts it
+        following, self._following = self._following, None
+        # kept to the end of the step, as a plan counts it
+        batch = self._tensors(next(batches)) if following is None else following.batch
+        del following
         loss = self.task.loss(model, batch)
+        if self._asks and not is_last:
+            self._following = self._asked(model, batches)
         value = loss.item()
         self.guard.look([loss.detach()], ["loss"], lambda: [loss.detach()])
         loss.backward()
@@ -298,6 +311,28 @@ class Training:
             self._say(f"{self.guard.fault} Skipped {self.guard.skipped} steps so far.")
         optimizer.zero_grad()
         return value, words
+
+    def _asked(self, model: nn.Module, batches: Iterator[Batch]) -> _Following:
+        """The next batch, whose ids travel while this one is computed (collective)."""
+        with self.meter.phase("load"):
+            states = random_states() if self.job.checkpoint is not UNSET else None
+            bad_rows = self.task.bad_rows
+            batch = self._tensors(next(batches))
+        arguments, keywords = inputs_of(self.task, self.job)(batch)
+        start_sparse_data_dist(model, *arguments, **keywords)
+        return _Following(batch, bad_rows, states)
+
+    @contextmanager
+    def _before_following(self) -> Iterator[None]:
+        """Random states are those of before the next batch was made, which a run that goes on from
+        here makes again."""
+        if self._following is None or self._following.states is None:
+            yield
+            return
+        now = random_states()
+        set_random_states(self._following.states)
+        yield
+        set_random_states(now)
 
     def _tensors(self, batch: Batch) -> Batch:
         """The batch as tensors on the device."""
@@ -343,6 +378,27 @@ class Training:
                 profiler.counted()
         if profiler and profiler.is_on:
             profiler.stop()
+
+
+class _Following(NamedTuple):
+    """The batch of the next step; rows that were left out, and random states, before it was
+    made."""
+
+    batch: Batch
+    bad_rows: int
+    states: Any
+
+
+def inputs_of(task: Task, job: Job) -> Callable[[Batch], tuple[Any, Any]]:
+    """How a task calls its model; InputError where it does not say, for ids are to travel ahead."""
+    found: Callable[[Batch], tuple[Any, Any]] | None = getattr(task, "inputs", None)
+    if found is None:
+        wanted = "'rows' or 'none' for a task without a function inputs"
+        remedy = (
+            "Let inputs(batch) return the (arguments, keywords) that loss calls the model with."
+        )
+        raise InputError(expected("train.overlap", wanted, f"'{job.train.overlap}'", remedy))
+    return found
 
 
 def _unmeasured(_: Phase) -> AbstractContextManager[None]:

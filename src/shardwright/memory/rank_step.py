@@ -107,8 +107,15 @@ class RankStep:
         frozen = frozenset(name for unit in units for name in unit.frozen)
         machine = make(heap, self.units, frozen)
         self._settle(heap, machine)
+        ahead = [tables for tables in self.tables.values() if tables.ahead]
+        inputs = sum(chunk.recording.inputs for chunk in self.chunks)
+        if ahead:  # came in the step before
+            heap.take("inputs of before", "input", inputs)
+            for tables in ahead:
+                route.ask(heap, tables)
+                route.advance(heap, tables)
         with heap.during("load"):
-            heap.take("inputs", "input", sum(chunk.recording.inputs for chunk in self.chunks))
+            heap.take("inputs", "input", 0 if ahead else inputs)
         last = {
             p.chunk: (number, place)
             for number, run in enumerate(self.runs)
@@ -164,6 +171,7 @@ class RankStep:
                     if path in self.tables and self.tables[path].early:
                         self._look_up(heap, self.tables[path])
                 self._walk(heap, machine, each, self.chunks[each.chunk].forward)
+                self._look_ahead(heap)
         elif each.kind in ENDING:
             with heap.during("backward"):
                 self._walk(heap, machine, each, self.chunks[each.chunk].backward)
@@ -270,16 +278,33 @@ class RankStep:
             with heap.during("exchange_rows"):
                 route.assemble(heap, tables)
         else:
+            if tables.ahead:
+                with heap.during("exchange_ids"):
+                    route.advance(heap, route.next_batch(tables))
             with heap.during("reduce"):
                 route.return_gradients(heap, tables)
                 route.reduce_replicas(heap, tables)
                 route.forget_trip(heap, tables)
 
+    def _look_ahead(self, heap: Ledger) -> None:
+        """The next batch is loaded, and its ids go out."""
+        ahead = [tables for tables in self.tables.values() if tables.ahead]
+        if ahead:
+            with heap.during("load"):
+                inputs = sum(chunk.recording.inputs for chunk in self.chunks)
+                heap.take("inputs of the next batch", "input", inputs)
+        for tables in ahead:
+            with heap.during("exchange_ids"):
+                route.ask(heap, route.next_batch(tables))
+
     def _look_up(self, heap: Ledger, tables: Traffic) -> None:
-        """Ids go out, rows are looked up and sent."""
+        """Ids go out, or are under way, rows are looked up and sent."""
         if tables.asked:
             with heap.during("exchange_ids"):
-                route.exchange_ids(heap, tables)
+                if tables.ahead:
+                    route.hear(heap, tables)
+                else:
+                    route.exchange_ids(heap, tables)
         with heap.during("lookup"):
             route.look_up(heap, tables)
         if tables.asked:

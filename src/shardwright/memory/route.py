@@ -7,6 +7,8 @@ which bounds that from above.
 
 from __future__ import annotations
 
+import msgspec
+
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.schedule import BAGS_OF_ONE
@@ -27,7 +29,19 @@ BESIDE = {
 
 
 def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
-    """Sort by owner, send; the order stays until backward, the rows served until the update."""
+    """Ids go out, and what is asked for comes."""
+    ask(heap, traffic)
+    advance(heap, traffic)
+    hear(heap, traffic)
+
+
+def next_batch(traffic: Traffic) -> Traffic:
+    """What the lookup of a batch to come leaves, which is as large under names of its own."""
+    return msgspec.structs.replace(traffic, path=f"{traffic.path}, next batch")
+
+
+def ask(heap: Ledger, traffic: Traffic) -> None:
+    """Sort by owner, send; the order stays until backward."""
     if not traffic.asked:
         return
     _join(heap, traffic)
@@ -61,36 +75,46 @@ def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
             with heap.passing("communication", 3 * rows):
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", lengths)
     _ask_replicas(heap, traffic)
-    _send_ids(heap, traffic, sent)
+    _send(heap, traffic, sent)
 
 
-def _send_ids(heap: Ledger, traffic: Traffic, sent: int) -> None:
+def _send(heap: Ledger, traffic: Traffic, sent: int) -> None:
     """Sections are joined to ``sent`` bytes, with counts beside them if these travel with ids."""
-
-    def forget() -> None:
-        for index in range(len(traffic.asked)):
-            heap.free(f"{traffic.path}.sent.{index}")
-            heap.free(f"{traffic.path}.weights.{index}")
-        heap.free(f"{traffic.path}.sent")
-
     if traffic.is_joined:
         with heap.passing("communication", sent):
             pass
-        forget()
+        _forget_sent(heap, traffic)
         heap.take(f"{traffic.path}.sent", "communication", sent)
     if traffic.heads:
         heads = traffic.heads * INDEX_BYTES
         with heap.passing("communication", sent + heads):
             pass
-        forget()
-        received = traffic.received_bytes + heads
-        with heap.passing("communication", received + sent + heads):
-            pass
-        with heap.passing("communication", received):
-            heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
+        _forget_sent(heap, traffic)
+        heap.take(f"{traffic.path}.sent", "communication", sent + heads)
+        heap.take(f"{traffic.path}.came", "communication", traffic.received_bytes + heads)
+
+
+def _forget_sent(heap: Ledger, traffic: Traffic) -> None:
+    for index in range(len(traffic.asked)):
+        heap.free(f"{traffic.path}.sent.{index}")
+        heap.free(f"{traffic.path}.weights.{index}")
+    heap.free(f"{traffic.path}.sent")
+
+
+def advance(heap: Ledger, traffic: Traffic) -> None:
+    """Ids follow their counts, where these went first."""
+    if traffic.asked and not traffic.heads:
+        heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
+
+
+def hear(heap: Ledger, traffic: Traffic) -> None:
+    """The rows that others ask for are here, and stay until the update."""
+    if not traffic.asked:
         return
-    heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
-    forget()
+    _forget_sent(heap, traffic)
+    if traffic.heads:
+        heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
+        heap.free(f"{traffic.path}.came")
 
 
 def _join(heap: Ledger, traffic: Traffic) -> None:

@@ -99,8 +99,9 @@ class Traffic(msgspec.Struct, frozen=True):
     the counts that travel with ids, of all ranks. With ``as_asked`` what comes back are the results
     of features, which come each for itself. A rank that is ``alone`` gets rows and gradients where
     it has them. ``early``: the lookup begins with the forward, and what travels stays until rows
-    are needed; ``late``: the same of gradients until rows are updated. Of ``means`` bags the sums
-    are divided, ``mean_elements`` in all.
+    are needed; ``late``: the same of gradients until rows are updated; ``ahead``: the ids of its
+    next batch are under way from a forward's end to the next one. Of ``means`` bags the sums are
+    divided, ``mean_elements`` in all.
     """
 
     path: str
@@ -116,6 +117,7 @@ class Traffic(msgspec.Struct, frozen=True):
     alone: bool = False
     early: bool = False
     late: bool = False
+    ahead: bool = False
     means: int = 0
     mean_elements: int = 0
 

@@ -34,6 +34,7 @@ class Exchange:
     communication: Communication = IN_FULL
     early: bool = False  # its lookup begins with the forward
     late: bool = False  # gradients are waited for when rows are updated
+    ahead: bool = False  # ids of its next batch travel while this one is computed
 
     @cached_property
     def routed(self) -> tuple[Placed, ...]:
@@ -103,6 +104,7 @@ class Exchange:
             alone=self.ranks == 1,
             early=self.early,
             late=self.late,
+            ahead=self.ahead,
             means=sum(bags for bags, _ in self._means),
             mean_elements=sum(bags * dim for bags, dim in self._means),
         )
@@ -293,7 +295,8 @@ def exchanges(
     early: Container[str] = (),
 ) -> Iterator[Exchange]:
     """The placed tables by the modules that have them, in the order of their first ones. With
-    ``overlap`` those at the paths of ``early`` are looked up as a forward begins."""
+    ``overlap`` those at the paths of ``early`` are looked up as a forward begins, and maybe asked
+    for in the step before."""
     members: dict[str, list[Placed]] = {}
     for each in placed:
         members.setdefault(model.step.tables_of(each.choice.table.tensor.fqn), []).append(each)
@@ -301,7 +304,8 @@ def exchanges(
         routed = any(not placed.choice.option.traits.replicated for placed in its)
         late = overlap != "none" and ranks > 1 and routed
         first = late and path in early
-        yield Exchange(path, tuple(its), ranks, batch, communication, first, late)
+        ahead = first and overlap == "ids_and_rows"
+        yield Exchange(path, tuple(its), ranks, batch, communication, first, late, ahead)
 
 
 def small_tables(problem: Problem) -> frozenset[str]:

@@ -54,6 +54,7 @@ class StepDraft(Draft):
             routed=frozenset(each.path for each in self.exchanges if each.routed),
             replicated_tables=frozenset(each.path for each in self.exchanges if each.replicas),
             early=frozenset(each.path for each in self.exchanges if each.early),
+            asked=frozenset(each.path for each in self.exchanges if each.ahead),
         )
 
     @cached_property

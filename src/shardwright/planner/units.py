@@ -89,6 +89,7 @@ def dense_modes(
     routed: frozenset[str] = frozenset(),
     replicated_tables: frozenset[str] = frozenset(),
     early: frozenset[str] = frozenset(),
+    asked: frozenset[str] = frozenset(),
 ) -> Modes:
     """What a choice of units means for the order of a step."""
     return Modes(
@@ -97,6 +98,7 @@ def dense_modes(
         routed=routed,
         replicated_tables=replicated_tables,
         early=early,
+        asked=asked,
         prefetch=prefetch,
         merged=tuple(
             (u.unit.name, u.unit.members) for u in units if u.unit.members != (u.unit.name,)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -91,6 +92,7 @@ class Meter(Probe):
         self.watcher: Watcher | None = (
             None  # of steps that are profiled, whose seconds do not count
         )
+        self._inputs: list[weakref.ref[torch.Tensor]] = []
         self._stack: list[Phase] = []
         self._since = 0.0
         self._seconds: dict[Phase, float] = {}
@@ -138,6 +140,8 @@ class Meter(Probe):
         """Let the tracker know."""
         if self.tracker is not None:
             self.tracker.adopt(tensor, kind)
+        if kind == "input":
+            self._inputs.append(weakref.ref(tensor))
 
     def did(self, action: Action) -> None:
         """Keep what was done since the step began."""
@@ -169,6 +173,7 @@ class Meter(Probe):
         self._seconds, self._waited, self._travelled = {}, 0.0, {}
         if self.number - self.first in MEMORY_STEPS:
             self.tracker = self._tracker()
+        self._inputs = [reference for reference in self._inputs if reference() is not None]
         self._since = self._began = time.perf_counter()
         self._enter("load")
 
@@ -218,6 +223,9 @@ class Meter(Probe):
         tracker = MemoryTracker()
         for tensor, kind in _lasting(self.model, self.optimizer):
             tracker.adopt(tensor, kind)
+        for reference in self._inputs:  # of the batch that was loaded in the step before
+            if (loaded := reference()) is not None:
+                tracker.adopt(loaded, "input")
         for storage in storages_in(self.model):
             for handle in storage.gradients.follow(self._left):
                 self._around_tracker.callback(handle.remove)
@@ -340,6 +348,8 @@ def _lasting(
         if isinstance(module, ShardedTables):
             for store in (*module.stores, *module.replicas.stores):
                 yield from store.lasting()
+            for lookup in module.ahead:
+                yield from ((tensor, "communication") for tensor in lookup.under_way())
     for storage in storages_in(model):
         yield from storage.lasting()
     for buffer in model.buffers():

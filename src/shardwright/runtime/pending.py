@@ -83,6 +83,11 @@ class Pending:
         place = (peers.name, self._sequence, self._what[0], self._label, self._what[1])
         peers.settle(Meeting(*place, self._arrived, began, ended))
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What it touches, until it is done."""
+        return self._tensors
+
     def returned(self, wait: bool) -> Pending | None:
         """What a call with ``wait`` gives its caller."""
         if wait:

@@ -48,7 +48,7 @@ class Routed:
         self.tables: dict[str, Embedding] = {}
         self.notes: list[str] = []
         self.asked: dict[str, int] = {}  # ids of a step
-        self.early: tuple[str, ...] = ()  # those asked for what the module is given
+        self._reached: Reached | None = None  # which of them are asked for what the module is given
         self.spread: dict[str, Keyed] = {}  # what collections are asked for
         self.collections: dict[str, nn.Module] = {}
         if wanted != ():
@@ -96,7 +96,6 @@ class Routed:
     def instead(self) -> Iterator[None]:
         """They are looked up elsewhere inside."""
         instead_of: dict[str, nn.Module] = {}
-        reached: Reached | None = None
         try:
             for path, part in self.tables.items():
                 rows = RoutedRows(part.embedding_dim, path, self._asking(path))
@@ -108,12 +107,11 @@ class Routed:
                 rows = _Rows(path, part, self._asking(path), self.spread)
                 instead_of[path] = RoutedCollection(rows, part, rows.read)
                 self._put(path, instead_of[path])
-            reached = Reached(self.module, instead_of)
+            self._reached = Reached(self.module, instead_of)
             yield
-            self.early = tuple(reached.found)
         finally:
-            if reached is not None:
-                reached.remove()
+            if self._reached is not None:
+                self._reached.remove()
             for path, own in (*self.tables.items(), *self.collections.items()):
                 self._put(path, own)
 
@@ -149,7 +147,8 @@ class Routed:
                 lengths = tuple(size / bags for size in sizes)
                 of = Collected(each.inside, each.features, lengths, bags, each.pooling, weighted)
                 tables.append(RecordedTable(path, *each.weight.shape, sum(sizes), of))
-        return {"tables": tuple(tables), "early": self.early or UNSET} if tables else {}
+        early = () if self._reached is None else tuple(self._reached.found)
+        return {"tables": tuple(tables), "early": early or UNSET} if tables else {}
 
 
 class _Rows(RoutedRows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,11 @@ class Clicks:
             assert log is not None
             self._reader = ClickReader(log, *place, skip_bad_rows=skip, dealt=dealt)
         return map(_arrays, self._reader)
+
+    def inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with."""
+        dense, ids, _ = batch
+        return (dense, ids), {}
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Mean binary cross-entropy."""

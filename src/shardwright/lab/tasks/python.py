@@ -108,6 +108,11 @@ class Given:
         self.built = self.built._replace(loss=drawn.loss)  # which may have targets of its own
         return drawn
 
+    def inputs(self, batch: Batch) -> tuple[Any, Any]:
+        """What the module is called with."""
+        arguments, keywords, _ = batch
+        return arguments, keywords
+
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Of the module's result, and of the batch's targets where there are any."""
         arguments, keywords, targets = batch

@@ -16,7 +16,8 @@ Batch = Any  # tensors or arrays, alone or in tuples, lists and dictionaries
 @runtime_checkable
 class Task(Protocol):
     """A model, its batches, and its loss; rows of scores for what is held out. One that holds rows
-    out for validation too has ``validation``, called as ``held_out``.
+    out for validation too has ``validation``, called as ``held_out``; one whose ids may travel
+    ahead has ``inputs``: the (arguments, keywords) of a batch with which ``loss`` calls the model.
 
     Every rank has a task of its own. A batch is made of tensors or arrays, alone or in tuples,
     lists and dictionaries; ``loss`` and ``scores`` get it as tensors on the model's device. The

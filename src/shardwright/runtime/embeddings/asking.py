@@ -143,29 +143,40 @@ class _SentAlong(Sent):
         else:
             self._sent = sent.new_full((sum(self._sizes[1]),), -1)
         self._received: torch.Tensor | None = None
+        self._heard: tuple[wire.Counts, list[torch.Tensor], bool] | None = None
 
     def send(self) -> None:
         message, self._sent = self._sent, None
         assert message is not None
         self._received = self._exchange("exchange ids", message, *self._sizes)
 
-    def finish(self) -> tuple[wire.Counts, wire.Counts, torch.Tensor]:
+    def advance(self) -> None:
+        if self._heard is not None:
+            return
         steady, received = self.asking.steady, self._received
         assert steady is not None
         assert received is not None
         self._wait()
-        self._raise()
+        served, came, more = self._heard = steady.unpack(received, self._sizes[0])
         self._received = None
-        served, came, more = steady.unpack(received, self._sizes[0])
-        self.asking.check_refused(served)
-        if more:
+        if more and self.error is None and all(min(row) >= 0 for row in served):
             rest, left = self._rest
-            missing = [sum(row) - len(part) for row, part in zip(served, came, strict=True)]
-            others = self._exchange("exchange more ids", rest, missing, left)
-            self._wait()
-            pairs = zip(came, others.split(missing), strict=True)
+            self._missing = [sum(row) - len(part) for row, part in zip(served, came, strict=True)]
+            self._received = self._exchange("exchange more ids", rest, self._missing, left)
+
+    def finish(self) -> tuple[wire.Counts, wire.Counts, torch.Tensor]:
+        self.advance()
+        assert self._heard is not None
+        assert self.asking.steady is not None
+        served, came, _ = self._heard
+        self._wait()
+        self._raise()
+        self.asking.check_refused(served)
+        others, self._received, self._heard = self._received, None, None
+        if others is not None:
+            pairs = zip(came, others.split(self._missing), strict=True)
             came = [part for pair in pairs for part in pair]
-        steady.learn(self.counts, served)
+        self.asking.steady.learn(self.counts, served)
         return self.counts, served, torch.cat(came)
 
 

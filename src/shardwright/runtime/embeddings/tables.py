@@ -100,7 +100,7 @@ class ShardedTables(Entrance):
         self.learning_rate = learning_rate
         self.flow = flow  # of the units beside them
         self.overlap = overlap
-        self._ahead: list[Lookup] = []  # of forwards to come
+        self.ahead: list[Lookup] = []  # of forwards to come
         self._waiting: weakref.ref[Waiting] | None = None
         self._updated = -1  # steps of optimizers before the last update
         self.updates = torch.zeros(())  # how many were made, for optimizers that use it
@@ -156,6 +156,7 @@ class ShardedTables(Entrance):
         """Let the ids of a later ``forward`` travel (collective); nothing is raised before that."""
         if self.travels:
             self._remember(given, self._ask(given, later=True))
+            self.comm.probe.did(Action("ask", self.path, "exchange_ids"))
 
     @outside_graphs
     def start(self, given: Any) -> None:
@@ -166,10 +167,11 @@ class ShardedTables(Entrance):
             self._remember(given, lookup)
 
     def advance(self) -> None:
-        """Let ids that were asked for follow their counts, once these are there."""
-        for lookup in self._ahead:
+        """Let ids that were asked for follow their counts, once these are there (collective)."""
+        for lookup in self.ahead:
             if lookup.sent is not None:
-                lookup.sent.advance()
+                with self.comm.probe.phase("exchange_ids"):
+                    lookup.sent.advance()
 
     @property
     def travels(self) -> bool:
@@ -178,13 +180,13 @@ class ShardedTables(Entrance):
 
     def _remember(self, given: Any, lookup: Lookup) -> None:
         lookup.versions = versions_of(given)
-        self._ahead.append(lookup)
+        self.ahead.append(lookup)
 
     def _ahead_of(self, given: Any) -> Lookup | None:
         """The lookup of what is ``given`` that is under way; those before it are forgotten."""
-        for place, lookup in enumerate(self._ahead):
+        for place, lookup in enumerate(self.ahead):
             if lookup.is_for(given):
-                del self._ahead[: place + 1]
+                del self.ahead[: place + 1]
                 return lookup
         return None
 
@@ -327,6 +329,7 @@ class ShardedTables(Entrance):
         one of them is not finite.
         """
         self._refuse_accumulation(trip)
+        self.advance()
         if any(share is not None for share in trip.shares):
             pairs = zip(gradient, trip.shares, strict=True)
             gradient = [rows if share is None else rows * share for rows, share in pairs]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -66,6 +66,26 @@ class Lookup:
     def is_for(self, given: Any) -> bool:
         """Whether it is of these ids, unchanged since."""
         return self.given is given and self.versions == versions_of(given)
+
+    def under_way(self) -> Iterator[torch.Tensor]:
+        """What it has beside what it was given."""
+        trip = self.trip
+        yield from _tensors_in((trip.shares, trip.asked, trip.replicas, self.sent))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors_in(part)
+    elif isinstance(value, Request):
+        for field in fields(value):
+            yield from _tensors_in(getattr(value, field.name))
+    elif isinstance(value, Sent):
+        yield from _tensors_in(list(vars(value).values()))
+    elif isinstance(value, Pending):
+        yield from value.tensors
 
 
 @dataclass(slots=True)
