@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import pytest
@@ -88,6 +90,16 @@ def test_an_unforeseen_error_is_called_a_bug(call: Any, job: Any, monkeypatch: A
     monkeypatch.setenv("SHARDWRIGHT_LOG", "debug")
     with pytest.raises(ZeroDivisionError):
         call("plan", job)
+
+
+def test_a_full_disk_is_the_user_s_to_mend(call: Any, job: Any, monkeypatch: Any) -> None:
+    import shardwright.cli.plan
+
+    def full(_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shardwright.cli.plan, "planned", full)
+    call("plan", job).refuses(2, "disk: expected room", "'No space left on device'", "--out")
 
 
 def test_ctrl_c_is_130(call: Any, job: Any, monkeypatch: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,13 @@ from shardwright.core.errors import InputError
 from shardwright.launcher import launch as launching
 from shardwright.launcher.folder import MARK
 from shardwright.launcher.heartbeat import PHASES, Beat, Heartbeat, read_heartbeat
-from shardwright.launcher.launch import Launch, launch, loopback_environment, torchrun_command
+from shardwright.launcher.launch import (
+    Launch,
+    hold,
+    launch,
+    loopback_environment,
+    torchrun_command,
+)
 from shardwright.launcher.outcome import (
     OUTCOME_SCHEMA,
     Outcome,
@@ -134,6 +141,17 @@ def test_the_last_words_of_a_log_are_no_ornament() -> None:
     log = "Traceback (most recent call last):\nImportError: no x\n    ^^^^\n======\n"
     assert last_words(log) == "ImportError: no x"
     assert last_words("") == ""
+
+
+def test_a_folder_on_a_full_disk_is_none_to_write_in(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(InputError) as caught, hold(tmp_path, 12 * "0"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value) == f"{tmp_path}: expected a folder to write in, got File too large."
 
 
 def test_the_command_names_the_module_last_and_rendezvous_by_file(tmp_path: Path) -> None:

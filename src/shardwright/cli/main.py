@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -18,6 +19,7 @@ from shardwright.core.errors import (
     expected,
 )
 
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 LONGEST_MESSAGE = 4000  # characters; a list of known names may be long
 
 COMMANDS = {
@@ -97,10 +99,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _unforeseen(error: Exception) -> int:
-    """A path that the system refuses is the user's to mend; everything else is ours."""
+    """A path that the system refuses is the user's to mend, and so is a disk without room;
+    everything else is ours."""
     if isinstance(error, OSError) and error.filename:
         found = f"'{error.strerror or type(error).__name__}'"
         text = expected(str(error.filename), "a path that can be used", found)
+        print(f"shardwright: {_line(text)}", file=sys.stderr)
+        return EXIT_INPUT
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        remedy = "Free some, or name another place with -o or --out."
+        text = expected("disk", "room for what is written", f"'{error.strerror}'", remedy)
         print(f"shardwright: {_line(text)}", file=sys.stderr)
         return EXIT_INPUT
     text = f"internal error: {type(error).__name__}: {error}. This is a bug; "

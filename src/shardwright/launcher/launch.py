@@ -211,9 +211,7 @@ def hold(folder: Path, mark: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise InputError(
-            expected(str(folder), "a folder to write in", error.strerror or "none")
-        ) from None
+        raise _not_to_write_in(folder, error) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -221,10 +219,17 @@ def hold(folder: Path, mark: str) -> Iterator[None]:
         text = expected(str(folder), "a folder no run is using", "one with a run in progress")
         raise InputError(f"{text} Wait for it or choose another folder.") from None
     try:
-        _take_over(folder, descriptor, mark)
+        try:
+            _take_over(folder, descriptor, mark)
+        except OSError as error:
+            raise _not_to_write_in(folder, error) from None
         yield
     finally:
         os.close(descriptor)
+
+
+def _not_to_write_in(folder: Path, error: OSError) -> InputError:
+    return InputError(expected(str(folder), "a folder to write in", error.strerror or "none"))
 
 
 def _take_over(folder: Path, descriptor: int, mark: str) -> None:
