@@ -197,6 +197,32 @@ def test_a_module_of_one_s_own_is_measured_on_ranks_too(
 
 
 @pytest.mark.slow
+def test_the_log_of_a_rank_that_failed_is_where_the_error_says(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model_that_fails.py").write_text(
+        "import os, torch\n"
+        "class Late(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        if os.environ.get('RANK') == '1' and type(x) is torch.Tensor:\n"
+        "            raise ValueError('late on rank 1')\n"
+        "        return super().forward(x)\n"
+        "def build(batch):\n"
+        "    return torch.nn.Sequential(Late(9, 9), torch.nn.Linear(9, 3)), torch.ones(batch, 9)\n"
+    )
+    (tmp_path / "own.toml").write_text(
+        'model.python = "model_that_fails:build"\nmemory.runtime = "fsdp2"\n'
+    )
+    monkeypatch.syspath_prepend(os.fspath(tmp_path))
+    monkeypatch.setenv("TMPDIR", os.fspath(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    answer = call("memory", "own.toml", "--real-ranks", 2)
+    answer.refuses(5, "--real: expected ranks that finish, got rank 1: ValueError: late on rank 1")
+    log = Path(answer.err.rpartition("(see ")[2].partition(")")[0])
+    assert "late on rank 1" in log.read_text()
+
+
+@pytest.mark.slow
 def test_ranks_that_cannot_be_rehearsed_are_refused(call: Any, llama: Path, job: Path) -> None:
     call("memory", llama, "--real-ranks", 65).refuses(2, "--real", "from 1 to 64 ranks")
     ddp = call("memory", llama, "--real-ranks", 2, "--set", "memory.runtime=ddp")

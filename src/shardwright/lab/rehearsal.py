@@ -117,7 +117,8 @@ def rehearse(job: Job, predicted: Footprint) -> Tracked:
 
 def rehearse_among(job: Job, predicted: Footprint, stream: TextIO) -> list[Tracked]:
     """Run what :func:`among` gave; what each rank took. InputError where it is too large for this
-    machine, RunError where the ranks fail; what they say goes to ``stream``."""
+    machine, RunError where the ranks fail; what they say goes to ``stream``, and a log that the
+    error names stays."""
     _check_size(predicted)
     world_size = predicted.world_size
     folder = Path(tempfile.mkdtemp(prefix="shardwright-memory-"))
@@ -128,17 +129,20 @@ def rehearse_among(job: Job, predicted: Footprint, stream: TextIO) -> list[Track
         folder=folder,
         stop_grace=2.0,
     )
+    named = False
     try:
         (folder / JOB).write_bytes(msgspec.json.encode(job))
         outcome = launch(request, stream)
         if outcome.code:
+            named = str(folder) in outcome.reason
             raise RunError(expected("--real", "ranks that finish", outcome.reason.rstrip(".")))
         files = [tracked_file(folder, rank) for rank in range(world_size)]
         return [
             read_document(file, Tracked, TRACKED_SCHEMA, "shardwright memory") for file in files
         ]
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not named:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def tracked_file(folder: Path, rank: int) -> Path:
