@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from held_against import check_bytes
 from pool import Pool
-from reference import bag_job, small_job
+from reference import bag_job, in_half, small_job
 from tasks import collectives_of_a_step, meter_steps
 
 from shardwright.core.job import Job, parse_job
@@ -56,6 +56,18 @@ def test_bytes_are_exact_and_the_schedule_is_followed(
     types = TYPES if optimizer == "sgd" else ROUTED
     job = small_job(types, MODES[units], world_size, optimizer)
     made = plan(job)
+    check_run(pool, made)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_bytes_of_tables_in_half_precision_are_exact(
+    pool: Pool, world_size: int, optimizer: str
+) -> None:
+    types = TYPES if optimizer == "sgd" else ROUTED
+    made = plan(in_half(small_job(types, MODES["mixed"], world_size, optimizer)))
+    assert {table.dtype for table in made.model.tables} == {"bf16", "fp16", "fp32"}
     check_run(pool, made)
 
 

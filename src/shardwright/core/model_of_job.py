@@ -10,7 +10,7 @@ from msgspec import UNSET
 from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job, memory_of, parallel_of, table_optimizer
-from shardwright.core.kinds import members_of
+from shardwright.core.kinds import kind_of, members_of
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_section import ESTIMATED
@@ -29,9 +29,9 @@ HONOURED = (
     "data_shard",
     "parallelize_plan",  # which parallel.tensor reads, that no plan follows
 )
+HALVES = ("fp16", "bf16")  # of weights of tables, whose states and updates are fp32
 # What a DLRM's tables do not have: a bag of each feature for every sample, straight from memory.
 PLAIN: dict[str, object] = {
-    "dtype": "fp32",
     "pooled": True,
     "num_poolings": None,
     "batch_sizes": None,
@@ -198,6 +198,12 @@ def _check_table(table: TableSpec) -> None:
                 str(table.optimizer),
             )
         )
+    if table.dtype not in ("fp32", *HALVES):
+        wanted = f"fp32, {' or '.join(HALVES)} for dlrm"
+        raise InputError(expected(f"tables '{table.name}'.dtype", wanted, table.dtype))
+    if table.dtype != "fp32" and kind_of(table) != "full":
+        wanted = f"fp32 for tables of kind '{kind_of(table)}'"
+        raise InputError(expected(f"tables '{table.name}'.dtype", wanted, table.dtype))
     for key, plain in PLAIN.items():
         if getattr(table, key) != plain:
             raise InputError(
