@@ -204,7 +204,15 @@ class Run:
         }
 
 
-_BYTES = {"float": 4, "unsigned char": 1, "long int": 8, "int": 4, "double": 8}
+_BYTES = {  # by the names in torch's traces
+    "unsigned char": 1,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "float": 4,
+    "int": 4,
+    "double": 8,
+    "long int": 8,
+}
 
 
 def _stored(tensors: Iterable[torch.Tensor]) -> int:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardwright.runtime.apply import apply
     from shardwright.runtime.buckets import Buckets
     from shardwright.runtime.clip import clip_grad_norm_
+    from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
     from shardwright.runtime.embeddings.shard import shard_embeddings
     from shardwright.runtime.fully_shard import fully_shard_flat
     from shardwright.runtime.guard import Guard
@@ -104,6 +105,7 @@ _HOMES = {
     "read_measurement": "core.measurement",
     "read_plan": "core.plan",
     "shard_embeddings": "runtime.embeddings.shard",
+    "start_sparse_data_dist": "runtime.embeddings.ahead",
     "shard_buffer": "runtime.units.buffers",
     "save_checkpoint": "runtime.saving",
     "write_measurement": "core.measurement",
@@ -166,6 +168,7 @@ __all__ = [
     "save_checkpoint",
     "shard_buffer",
     "shard_embeddings",
+    "start_sparse_data_dist",
     "write_measurement",
     "write_plan",
 ]

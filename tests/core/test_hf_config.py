@@ -206,6 +206,29 @@ def test_logits_of_gemma_2_are_capped_unless_the_cap_is_null() -> None:
     assert caps == [30.0, 20.0, 0.0, 0.0]
 
 
+def test_scores_of_gemma_2_are_capped_unless_the_cap_is_null() -> None:
+    caps = [
+        hf_shape({"model_type": family, **given}).attention_cap or 0.0
+        for family, given in (
+            ("gemma2", {}),
+            ("gemma2", {"attn_logit_softcapping": 20.0}),
+            ("gemma2", {"attn_logit_softcapping": None}),
+            ("gemma", {"attn_logit_softcapping": 20.0}),
+        )
+    ]
+    assert caps == [50.0, 20.0, 0.0, 0.0]
+
+
+def test_deepseek_v2_without_the_number_of_experts_for_a_token_says_what_is_missing() -> None:
+    said = (
+        "config.json: num_experts_per_tok: expected how many experts see a token, got none. Its "
+        "class has no default: set it."
+    )
+    with pytest.raises(InputError) as refused:
+        hf_shape({"model_type": "deepseek_v2"})
+    assert str(refused.value) == said
+
+
 def test_the_first_layers_of_deepseek_have_no_experts_and_a_shared_one_follows_the_routed() -> None:
     shape = hf_shape({"model_type": "deepseek_v3", "n_shared_experts": 2})
     assert shape.moe_layers == tuple(range(3, 61))

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from shardwright.core.errors import InputError
 from shardwright.core.memory_section import (
     MemorySection,
+    Offload,
     Runtime,
     check_memory,
     float8_scaling,
@@ -51,12 +54,30 @@ def test_parameters_that_stay_whole_are_not_freed(zero: Zero) -> None:
         check_memory(MemorySection(zero=zero, reshard_after_forward=True), "job")
 
 
-@pytest.mark.parametrize("runtime", ["shardwright", "ddp"])
-def test_only_fsdp2_has_parameters_on_the_host(runtime: Runtime) -> None:
-    with pytest.raises(InputError, match=r"memory\.offload: expected 'none' or 'states' beside"):
-        check_memory(MemorySection(runtime=runtime, offload="all"), "job")
-    check_memory(MemorySection(runtime="fsdp2", offload="all"), "job")
-    check_memory(MemorySection(runtime=runtime, offload="states"), "job")
+@pytest.mark.parametrize(
+    ("runtime", "ways"),
+    [
+        ("shardwright", ("none", "all", "auto")),
+        ("fsdp2", ("none", "states", "all")),
+        ("ddp", ("none", "states")),
+        ("megatron", ("none", "states")),
+    ],
+)
+def test_a_runtime_has_on_the_host_what_it_can(runtime: Runtime, ways: tuple[Offload, ...]) -> None:
+    for way in get_args(Offload):
+        section = MemorySection(runtime=runtime, offload=way)
+        if way in ways:
+            check_memory(section, "job")
+        else:
+            with pytest.raises(InputError, match=r"memory\.offload: expected 'none' or '"):
+                check_memory(section, "job")
+
+
+def test_what_is_left_to_a_plan_is_not_estimated_without_one() -> None:
+    assert MemorySection(offload="all").on_host
+    assert not MemorySection(offload="none").on_host
+    with pytest.raises(InputError, match=r"offload: expected 'none' or 'all' where no plan"):
+        MemorySection(offload="auto").on_host  # noqa: B018
 
 
 def test_eight_bit_products_have_one_scale_per_tensor_unless_rows_are_named() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.core.placement import Replicate
@@ -137,10 +139,15 @@ def weights_alone(size: int) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def train(mesh: DeviceMesh, way: str, *, flat: bool, holds: bool) -> dict[str, Any]:
+def train(
+    mesh: DeviceMesh, way: str, *, flat: bool, holds: bool, again: bool = False
+) -> dict[str, Any]:
     """Weights beside those of one process after steps of several backwards, collectives of each
-    step and bytes by role. ``holds`` sums the gradients of a step once."""
+    step and bytes by role. ``holds`` sums the gradients of a step once; forwards of blocks, inside
+    of their hooks, run ``again`` in a backward."""
     model, units, calls = sharded(mesh, **WAYS[way])
+    for block in model.blocks if again else ():
+        vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
     optimizer = optimizer_over(model, flat=flat)
     rank, by_step, between = mesh.get_local_rank(), [], []
     for step in range(STEPS):

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from shardwright.runtime.state import full_state_dict
 STEPS, RATE = 5, 0.05
 FIRST, SECOND = 0.9, 0.999
 Given = dict[str, tuple[torch.Tensor, ...]]
+Overlap = Literal["none", "rows", "ids"]  # also ids of the step to come
 
 
 @dataclass
@@ -156,8 +157,11 @@ class Beside:
         tables: Sequence[Table],
         blocks: Sequence[Block],
         communication: Communication = IN_FULL,
+        overlap: Overlap = "none",
     ) -> None:
         self.rank, self.size, self.tables = mesh.get_rank(), mesh.size(), tables
+        self.overlap = overlap
+        self.coming: tuple[int, Given] = (-1, {})
         start = torch.Generator().manual_seed(len(tables))
         weights = {t.fqn: torch.randn(t.rows, t.dim, generator=start) for t in tables}
         self.whole = {t.fqn: Whole(t, weights[t.fqn].double()) for t in tables}
@@ -170,6 +174,21 @@ class Beside:
         self.sharded = make_tables(
             tables, blocks, mesh, initial, RATE, folder=folder, communication=communication
         )
+        self.sharded.overlap = overlap != "none"
+
+    def found(self, given: Given, seed: int, longest: int, weighted: bool) -> Any:
+        """What the sharded tables give; the ids of the step to come may travel from then on."""
+        if self.coming[0] == seed:
+            given = self.coming[1]
+        if self.overlap != "none":
+            self.sharded.start(given)
+        found = self.sharded(given)
+        if self.overlap == "ids":
+            draw = (seed + 1) * self.size + self.rank
+            self.coming = (seed + 1, batch_of(self.tables, draw, longest, weighted))
+            self.sharded.ask(self.coming[1])
+            self.sharded.advance()
+        return found
 
     def step(self, seed: int, longest: int, weighted: bool, alone: int = 0) -> float:
         """One step of both, or of the whole tables ``alone`` with batches of so many ranks; how far
@@ -179,7 +198,8 @@ class Beside:
         looked: dict[str, list[torch.Tensor]] = {t.fqn: [] for t in self.tables}
         for rank in range(ranks):
             given = batch_of(self.tables, seed * ranks + rank, longest, weighted)
-            found = self.sharded(given) if rank == self.rank and not alone else None
+            own_turn = rank == self.rank and not alone
+            found = self.found(given, seed, longest, weighted) if own_turn else None
             loss = torch.zeros(())
             for table in self.tables:
                 whole = self.whole[table.fqn]
@@ -243,6 +263,7 @@ def random_cuts(
     seeds: Sequence[int],
     disk: bool = False,
     communication: Communication = IN_FULL,
+    overlap: Overlap = "none",
 ) -> list[float]:
     """How far random tables under random cuts are from whole ones after some steps."""
     found = []
@@ -251,7 +272,7 @@ def random_cuts(
         tables = drawn_tables(rnd, optimizer)
         blocks = [block for table in tables for block in drawn_blocks(table, rnd, mesh.size())]
         tables = on_disk(tables, blocks, rnd) if disk else tables
-        beside = Beside(mesh, tables, blocks, communication)
+        beside = Beside(mesh, tables, blocks, communication, overlap)
         longest, weighted = rnd.choice([1, 4]), rnd.random() < 0.5
         rows = [beside.step(100 * seed + step, longest, weighted) for step in range(STEPS)]
         found.append(max(*rows, beside.apart()))
@@ -259,7 +280,12 @@ def random_cuts(
 
 
 def typed_cuts(
-    mesh: DeviceMesh, optimizer: str, kind: ShardingType, local: int, dedup: bool = False
+    mesh: DeviceMesh,
+    optimizer: str,
+    kind: ShardingType,
+    local: int,
+    dedup: bool = False,
+    overlap: Overlap = "none",
 ) -> float:
     """How far tables cut as a sharding type does are from whole ones; with ``dedup`` every bag has
     one id, as rows that travel once need it."""
@@ -271,9 +297,10 @@ def typed_cuts(
     ]
     tables = [replace(table, dedup=dedup) for table in tables]
     blocks = [b for table in tables for b in blocks_of(table, kind, mesh.size(), local)]
-    beside = Beside(mesh, tables, blocks)
+    beside = Beside(mesh, tables, blocks, overlap=overlap)
     longest = 1 if dedup else 4
-    rows = [beside.step(s, longest, weighted=s % 2 == 0 and not dedup) for s in range(STEPS)]
+    weights = [not dedup and (overlap == "ids" or s % 2 == 0) for s in range(STEPS)]
+    rows = [beside.step(s, longest, weighted) for s, weighted in enumerate(weights)]
     return max(*rows, beside.apart())
 
 
@@ -455,6 +482,22 @@ def refused(mesh: DeviceMesh, wrong: str, replicated: bool = False) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
+
+
+def refused_ahead(mesh: DeviceMesh, wrong: str) -> tuple[list[float], str]:
+    """Where the last rank has ids that are none in the batch to come: rows of the batch before it,
+    which is looked up after these were asked for, and what every rank says of it then."""
+    fine: dict[str, Any] = {name: torch.zeros(2).long() for name in ("t0", "f1", "g1")}
+    module = _made(mesh)
+    coming = fine | (WRONG[wrong] if mesh.get_rank() == mesh.size() - 1 else {})
+    module(fine)
+    module.ask(coming)
+    found = module(fine)["t0"].flatten().tolist()
+    try:
+        module(coming)
+    except Exception as error:
+        return found, f"{type(error).__name__}: {error}"
+    return found, "accepted"
 
 
 def learning_weights(mesh: DeviceMesh) -> list[float]:

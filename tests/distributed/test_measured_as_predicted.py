@@ -13,7 +13,7 @@ from reference import bag_job, in_half, small_job
 from tasks import collectives_of_a_step, meter_steps
 
 from shardwright.core.job import Job, parse_job
-from shardwright.core.memory_section import PLANNED
+from shardwright.core.memory_section import PLANNED, Offload
 from shardwright.core.model import CacheSpec
 from shardwright.core.optimizers import TRAINED
 from shardwright.core.placement import Zero
@@ -21,6 +21,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import Action, training_step
 from shardwright.core.timeline import PHASES, decode, exact_bytes, phase_peaks
+from shardwright.core.train_section import Overlap
 from shardwright.cost.embedding import LATENCIES
 from shardwright.lab.recordings import plan
 from shardwright.planner.explain.recompute import draft_of
@@ -95,11 +96,40 @@ def _as_run(action: Action) -> Action:
     return msgspec.structs.replace(action, place=-1)
 
 
-def at_stage(job: Job, zero: Zero) -> Job:
+def at_stage(job: Job, zero: Zero, offload: Offload = "none") -> Job:
     """The same with the job's own word for it, and nothing said of single units."""
     replace = msgspec.structs.replace
     planner = replace(job.planner, units={})
-    return replace(job, planner=planner, memory=replace(PLANNED, zero=zero))
+    return replace(job, planner=planner, memory=replace(PLANNED, zero=zero, offload=offload))
+
+
+def overlapping(job: Job, overlap: Overlap = "rows") -> Job:
+    """The same with rows that travel while the bottom computes."""
+    return msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, overlap=overlap))
+
+
+@pytest.mark.parametrize("types", [TYPES, ROUTED], ids=["mixed", "routed"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_lookups_begin_with_the_forward_as_planned(
+    pool: Pool, world_size: int, types: tuple[str, ...]
+) -> None:
+    made = plan(overlapping(small_job(types, MODES["mixed"], world_size, "sgd")))
+    early = [action.verb for action in training_step(made.model.step, made.modes)][1:4]
+    assert (early == ["exchange", "lookup", "exchange"]) == (world_size > 1)
+    check_run(pool, made)
+
+
+@pytest.mark.parametrize("interaction", ["dot", "cat"])
+def test_phases_with_rows_under_way_take_what_was_predicted(pool: Pool, interaction: str) -> None:
+    rows = (30, 20, 5, 10, 40, 7)
+    small = small_job(ROUTED, MODES["mixed"], 2, "sgd", batch=512, rows=rows)
+    made = plan(job := overlapping(bigger(small, (64, 8), (2, 1), interaction)))
+    predicted = phase_peaks(decode(made.timeline))
+    for rank, (_, by_step, _) in enumerate(pool.run(2, meter_steps, job=job, made=made)):
+        measured = phase_peaks(by_step[-1])
+        for phase in ("load", "lookup", "exchange_rows", "forward", "reduce", "backward", "step"):
+            expected = sum(predicted[rank, phase].values())
+            assert expected == pytest.approx(sum(measured[rank, phase].values()), rel=0.05), phase
 
 
 @pytest.mark.parametrize("zero", STAGES)
@@ -114,11 +144,14 @@ def test_stages_of_zero_are_exact_and_followed(
     check_run(pool, made)
 
 
+@pytest.mark.parametrize("offload", ["none", "all"])
 @pytest.mark.parametrize("zero", [*STAGES, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_units_make_the_calls_that_were_planned(pool: Pool, world_size: int, zero: Zero) -> None:
+def test_units_make_the_calls_that_were_planned(
+    pool: Pool, world_size: int, zero: Zero, offload: Offload
+) -> None:
     job = small_job(ROUTED, MODES["sharded"], world_size)
-    made = plan(at_stage(job, zero) if zero < 3 else job)
+    made = plan(at_stage(job, zero, offload) if zero < 3 or offload == "all" else job)
     for found in pool.run(world_size, collectives_of_a_step, job=made.job, made=made):
         for unit in made.units:
             own = [n for _, label, n in found if label.startswith(f"{unit.name} ")]
@@ -126,13 +159,14 @@ def test_units_make_the_calls_that_were_planned(pool: Pool, world_size: int, zer
             assert sum(own) == unit.bytes_per_step
 
 
+@pytest.mark.parametrize("offload", ["none", "all"])
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_peaks_under_stages_of_zero_are_within_three_percent(
-    pool: Pool, world_size: int, zero: Zero
+    pool: Pool, world_size: int, zero: Zero, offload: Offload
 ) -> None:
     small = small_job(ROUTED, MODES["sharded"], world_size, "adagrad", batch=4)
-    made = plan(at_stage(bigger(small, (64, 8), (512, 512, 1)), zero))
+    made = plan(at_stage(bigger(small, (64, 8), (512, 512, 1)), zero, offload))
     predicted = phase_peaks(decode(made.timeline))
     results = pool.run(world_size, meter_steps, job=made.job, made=made)
     for rank, (_, by_step, _) in enumerate(results):
@@ -239,6 +273,15 @@ def test_peaks_of_bags_are_within_one_percent(pool: Pool, kind: str, optimizer: 
     check_bags(pool, BAGS[kind], optimizer, ("dense", "fused"))
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("kind", BAGS)
+def test_peaks_of_bags_under_way_are_within_one_percent(
+    pool: Pool, kind: str, optimizer: str
+) -> None:
+    check_bags(pool, BAGS[kind], optimizer, ("dense", "fused"), overlap="rows")
+
+
 HALF: Communication = ("fp16", "bf16")
 
 
@@ -293,10 +336,11 @@ def check_bags(
     optimizer: str,
     kernels: tuple[str, ...],
     dtypes: Communication = IN_FULL,
+    overlap: Overlap = "none",
 ) -> Plan:
     rows = (3000, 900, 500, 10, 2000, 700)
     job = bag_job(types, 2, optimizer, batch=256, rows=rows, kernels=kernels)
-    return check_bytes(pool, travelling(job, dtypes), 0.01)
+    return check_bytes(pool, travelling(overlapping(job, overlap), dtypes), 0.01)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

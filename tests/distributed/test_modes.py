@@ -21,6 +21,15 @@ def test_every_row_trains_as_one_process(
     assert max(rank["apart"] for rank in found) <= 2e-6
 
 
+@pytest.mark.parametrize("way", tasks.WAYS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_forwards_that_run_again_inside_of_their_hooks_have_whole_parameters(
+    pool: Pool, world_size: int, way: str
+) -> None:
+    found = pool.run(world_size, tasks.train, way=way, flat=True, holds=False, again=True)
+    assert max(rank["apart"] for rank in found) <= 2e-6
+
+
 # Per unit and step of three backwards: gathers, sums of gradients where they are held back.
 CALLS = {
     "ddp": (0, 1),

@@ -107,13 +107,16 @@ def test_what_is_computed_again_draws_the_same_random_numbers(pool: Pool, world_
 
 
 @pytest.mark.slow_after(1)
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])  # which makes its states at once
 @pytest.mark.parametrize("way", ["shard", "replicate"])
-def test_what_is_frozen_has_neither_gradient_nor_states(pool: Pool, way: str) -> None:
+def test_what_is_frozen_has_neither_gradient_nor_states(
+    pool: Pool, way: str, optimizer: str
+) -> None:
     job = parse_job(
         {
             "model": {"python": "own_models:adapted"},
             "data": {"python": "own_models:batches_of_adapted"},
-            "train": {"steps": 3, "optimizer": "adam", "learning_rate": 0.01},
+            "train": {"steps": 3, "optimizer": optimizer, "learning_rate": 0.01},
             "cluster": {"preset": "local", "world_size": 2},
             "planner": {"units": {"root": way, "1": way}, "dense": {"layers_per_unit": 2}},
         }
@@ -134,21 +137,35 @@ def test_what_is_frozen_has_neither_gradient_nor_states(pool: Pool, way: str) ->
     _check_as_planned(pool, job, made)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_stages_of_zero_take_memory_as_planned(pool: Pool, world_size: int, zero: int) -> None:
-    """Frozen layers beside others, in fp64, computed in fp32."""
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("world_size", "zero", "offload"),
+    [
+        *((world, zero, way) for world in (1, 2, 4) for zero in (1, 2) for way in ("none", "all")),
+        *((world, 3, "all") for world in (2, 4)),
+    ],
+)
+def test_stages_of_zero_take_memory_as_planned(
+    pool: Pool, world_size: int, zero: int, offload: str
+) -> None:
+    """Frozen layers beside others, in fp64, computed in fp32; also in host memory."""
     job = parse_job(
         {
             "model": {"python": "own_models:adapted"},
             "data": {"python": "own_models:batches_of_adapted"},
             "train": {"steps": 3, "optimizer": "adam", "learning_rate": 0.01},
             "cluster": {"preset": "local", "world_size": world_size},
-            "memory": {"zero": zero, "param_dtype": "fp32", "reduce_dtype": "fp32"},
+            "memory": {
+                "zero": zero,
+                "offload": offload,
+                "param_dtype": "fp32",
+                "reduce_dtype": "fp32",
+            },
         }
     )
     made = plan(job)
-    assert zero in {unit.roles.zero for unit in made.units}
+    assert offload == "all" or zero in {unit.roles.zero for unit in made.units}
+    assert {unit.offloaded is True for unit in made.units if unit.roles.zero} <= {offload == "all"}
     _check_bytes(made, pool.run(world_size, planned, job=job, made=made))
 
 

@@ -26,6 +26,29 @@ def test_tables_under_random_cuts_train_as_whole_ones(
         assert max(found) <= CLOSE, found
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("overlap", ["rows", "ids"])
+@pytest.mark.parametrize("optimizer", RULES)
+def test_tables_whose_rows_travel_ahead_train_as_whole_ones(
+    pool: Pool, optimizer: str, overlap: str, world_size: int
+) -> None:
+    options = {"optimizer": optimizer, "seeds": range(6), "overlap": overlap}
+    for found in pool.run(world_size, tasks.random_cuts, **options):
+        assert max(found) <= CLOSE, found
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("dedup", [False, True])
+@pytest.mark.parametrize("overlap", ["rows", "ids"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_of_every_sharding_type_travel_ahead(
+    pool: Pool, kind: ShardingType, overlap: str, dedup: bool
+) -> None:
+    options = {"optimizer": "rowwise_adagrad", "kind": kind, "local": 2}
+    assert max(pool.run(4, tasks.typed_cuts, **options, overlap=overlap, dedup=dedup)) <= CLOSE
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", RULES)
 def test_tables_on_disk_train_as_whole_ones_in_memory(
@@ -146,20 +169,20 @@ def test_ids_may_come_in_any_form(pool: Pool) -> None:
             assert all(torch.equal(other[name], rows) for name, rows in first.items())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        (
-            "too large",
-            "ids of table 't1', feature 'f1', position 2: expected ids from 0 to 4",
-        ),
-        ("negative", "ids of table 't0', position 1: expected ids from 0 to 6, got -1"),
-        ("float", "ids of table 't0': expected int64 or int32, got float32"),
-        ("offsets", "ids of table 't0': expected offsets [B + 1] from 0 to its 2 values"),
-        ("none", "ids of table 't0': expected ids [B] or [B, L], or (values, offsets [B + 1])"),
-        ("weights", "ids of table 't0': expected 1 weights, got [2]"),
-    ],
-)
+WRONG = [
+    (
+        "too large",
+        "ids of table 't1', feature 'f1', position 2: expected ids from 0 to 4",
+    ),
+    ("negative", "ids of table 't0', position 1: expected ids from 0 to 6, got -1"),
+    ("float", "ids of table 't0': expected int64 or int32, got float32"),
+    ("offsets", "ids of table 't0': expected offsets [B + 1] from 0 to its 2 values"),
+    ("none", "ids of table 't0': expected ids [B] or [B, L], or (values, offsets [B + 1])"),
+    ("weights", "ids of table 't0': expected 1 weights, got [2]"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), WRONG)
 @pytest.mark.parametrize("replicated", [False, True])
 def test_what_is_no_id_is_named_on_every_rank(
     pool: Pool, wrong: str, text: str, replicated: bool
@@ -167,6 +190,17 @@ def test_what_is_no_id_is_named_on_every_rank(
     first, second = pool.run(2, tasks.refused, wrong=wrong, replicated=replicated)
     start = "PeerError: ids were refused on rank 1, no rows were moved: "
     assert first.startswith(start + text)
+    assert second.startswith(f"InputError: {text}")
+
+
+@pytest.mark.parametrize(("wrong", "text"), WRONG)
+def test_what_is_no_id_of_a_batch_to_come_is_named_when_that_is_looked_up(
+    pool: Pool, wrong: str, text: str
+) -> None:
+    (before, first), (same, second) = pool.run(2, tasks.refused_ahead, wrong=wrong)
+    assert before == same
+    assert any(before)
+    assert first.startswith(f"PeerError: ids were refused on rank 1, no rows were moved: {text}")
     assert second.startswith(f"InputError: {text}")
 
 

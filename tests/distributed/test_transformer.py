@@ -35,6 +35,11 @@ PLANNERS: dict[str, dict[str, Any]] = {
         "units": {"embed": "shard", "layers": "shard", "head": "shard"},
         "dense": {"reshard": False},
     },
+    "offloaded": {"units": {"embed": "offload", "layers": "offload", "head": "offload"}},
+    "in part": {
+        "units": {"embed": "replicate", "layers": "offload", "head": "shard"},
+        "dense": {"prefetch": 1, "reshard": True},
+    },
     "checkpointed": {
         "units": {"embed": "shard", "layers": "shard", "head": "shard"},
         "dense": {"checkpointing": ["full"], "prefetch": 1},
@@ -72,7 +77,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("planner", ["sharded", "prefetched", "kept", "checkpointed"])
+@pytest.mark.parametrize("planner", ["sharded", "prefetched", "kept", "offloaded", "checkpointed"])
 @pytest.mark.parametrize("kind", LLAMAS)
 def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) -> None:
     layers = [f"layers.{layer}" for layer in range(3)]
@@ -89,6 +94,7 @@ def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) 
         *((1, name) for name in ("free", "merged", "prefetched")),
         *((2, name) for name in PLANNERS),
         *((3, name) for name in ("mixed", "merged", "prefetched", "kept", "checkpointed")),
+        *((world, name) for world in (1, 3, 4) for name in ("offloaded", "in part")),
     ],
 )
 def test_the_loss_curve_is_that_of_one_process(

@@ -8,10 +8,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from shardwright.core.errors import InputError
 from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape
+from shardwright.core.llama_local import LocalShape, check_local
 from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
 from shardwright.models.llama.loss import capped
+from shardwright.trace.treatment import Treatment
 
 DENSE = LlamaShape(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, vocab=64)
 EXPERTS = msgspec.structs.replace(
@@ -43,6 +45,7 @@ GEMMA = msgspec.structs.replace(
     post_norms=True,
     scaled_embedding=True,
     logit_cap=3.0,
+    attention_cap=0.1,
 )
 SHAPES = {
     "dense": DENSE,
@@ -103,11 +106,15 @@ def _turned(x: torch.Tensor, theta: float) -> torch.Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cap: float = 0.0
+) -> torch.Tensor:
     """One head [T, width] each: what comes before is averaged by the softmax of products."""
     length, width = query.shape
     later = torch.ones(length, length).triu(1).bool()
-    return (query @ key.T / width**0.5).masked_fill(later, float("-inf")).softmax(-1) @ value
+    scores = query @ key.T / width**0.5
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    return scores.masked_fill(later, float("-inf")).softmax(-1) @ value
 
 
 class Reference:
@@ -159,7 +166,7 @@ class Reference:
             if shape.qk_norm:
                 query, key = self._norm(query, f"{name}q_norm"), self._norm(key, f"{name}k_norm")
             query, key = _turned(query, shape.rope_theta), _turned(key, shape.rope_theta)
-            found.append(_attended(query, key, value))
+            found.append(_attended(query, key, value, shape.attention_cap or 0.0))
         return self._linear(torch.cat(found, -1), f"{name}wo")
 
     def _latent(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -224,6 +231,23 @@ def test_gradients_are_those_of_a_model_computed_by_hand(name: str) -> None:
     value = functional.cross_entropy(by_hand.flatten(0, 1), targets.flatten())
     expected = torch.autograd.grad(value, tuple(model.parameters()))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("policy", ["full", "selective", "selective_op", "core_attention"])
+def test_what_is_computed_again_gives_the_same_gradients(name: str, policy: str) -> None:
+    model = Llama(SHAPES[name], sequence=LENGTH)
+    tokens, targets = _tokens(), _tokens(1)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        value = model.loss(model(tokens), targets)
+        return torch.autograd.grad(value, tuple(model.parameters()))
+
+    wanted = gradients()
+    blocks = list(model.layers.values())
+    with Treatment("cpu", policy).applied(model, blocks, range(len(blocks))):
+        torch.testing.assert_close(gradients(), wanted)
 
 
 @pytest.mark.slow_after(1)
@@ -304,7 +328,10 @@ def test_a_rank_of_a_gemma_or_of_latent_attention_runs_without_data(
     name: str, shape: LlamaShape
 ) -> None:
     local = DIVISIONS[name]
-    if not shape.is_moe(0) or local.layers is None:
+    if local.context > 1 and shape.attention_cap:
+        with pytest.raises(InputError, match=r"context: expected 1 for a model that caps scores"):
+            check_local(shape, local)
+    elif not shape.is_moe(0) or local.layers is None:
         _checked(shape, local, torch.bfloat16)
 
 
@@ -336,7 +363,8 @@ def test_a_divided_model_runs_on_tensors_with_data_too() -> None:
 def test_an_undivided_model_calls_no_collective() -> None:
     with torch.profiler.profile(acc_events=True) as profile:
         _step(Llama(EXPERTS, sequence=LENGTH))
-    assert [e.key for e in profile.key_averages() if "shardwright::" in e.key] == []
+    ours = {event.key for event in profile.key_averages() if "shardwright::" in event.key}
+    assert ours == {"shardwright::grouped_product"}
 
 
 def test_a_model_is_built_on_the_meta_device_and_started_later() -> None:

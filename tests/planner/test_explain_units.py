@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "on demand": {"units": {"layers": "shard", "head": "shard"}, "dense": {"prefetch": 0}},
     "alone": {"dense": {"layers_per_unit": 1, "prefetch": 1}, "units": {"embed": "shard"}},
     "checkpointed": {"dense": {"checkpointing": ["full"]}},
+    "offloaded": {"units": {"layers": "offload"}, "dense": {"prefetch": 1}},
 }
 # What no number depends on, and what only a new search could tell.
 NOT_FELT = (

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, UnsupportedError, expected
@@ -46,6 +47,7 @@ class Defaults(msgspec.Struct, frozen=True):
     output_follows: bool = False
     mlp_bias_key: str = ""
     logit_cap: float = 0.0
+    attention_cap: float = 0.0
     fixed: dict[str, Any] = {}
     latent: bool = False
     experts_key: str = ""
@@ -109,6 +111,7 @@ FAMILIES: dict[str, Defaults] = {
         tied=True,
         window=4096,
         logit_cap=30.0,
+        attention_cap=50.0,
         fixed={**_GEMMA, "post_norms": True},
         **_BIASED,
     ),
@@ -257,7 +260,6 @@ def _shape(read: _Reader, family: Defaults) -> LlamaShape:
     dim = read.size("hidden_size", family.dim)
     heads = read.size("num_attention_heads", family.heads)
     bias = read.flag(family.bias_key, family.biased) if family.bias_key else family.biased
-    capped = family.logit_cap and read.document.get("final_logit_softcapping", True) is not None
     dense = LlamaShape(
         layers=read.size("num_hidden_layers", family.layers),
         dim=dim,
@@ -273,7 +275,8 @@ def _shape(read: _Reader, family: Defaults) -> LlamaShape:
         output_bias=bias and family.output_follows,
         mlp_bias=bool(family.mlp_bias_key) and read.flag(family.mlp_bias_key, False),
         sliding_window=_window(read, family),
-        logit_cap=read.real("final_logit_softcapping", family.logit_cap) if capped else 0.0,
+        logit_cap=_cap(read, "final_logit_softcapping", family.logit_cap),
+        attention_cap=_cap(read, "attn_logit_softcapping", family.attention_cap) or UNSET,
         **family.fixed,
     )
     shape = _with_latent(read, dense) if family.latent else dense
@@ -291,6 +294,13 @@ def _head_dim(read: _Reader, family: Defaults, dim: int, heads: int) -> int:
             )
         )
     return read.size("head_dim", family.head_dim or dim // heads)
+
+
+def _cap(read: _Reader, key: str, usual: float) -> float:
+    """What a tanh keeps numbers below, 0 for nothing: null in the file, or no such family."""
+    if not usual or read.document.get(key, True) is None:
+        return 0.0
+    return read.real(key, usual)
 
 
 def _window(read: _Reader, family: Defaults) -> int | None:
@@ -322,6 +332,10 @@ def _with_experts(read: _Reader, family: Defaults, dense: LlamaShape) -> LlamaSh
     first = read.size("first_k_dense_replace", family.dense_layers, 0)
     layers = [i for i in range(first, dense.layers) if (i + 1) % step == 0 and i not in plain]
     wide = read.size("moe_intermediate_size", family.expert_ffn_dim or dense.ffn_dim)
+    chosen = read.document.get("num_experts_per_tok")
+    if layers and chosen is None and not family.experts_per_token:
+        wanted, remedy = "how many experts see a token", "Its class has no default: set it."
+        raise InputError(expected(f"{read.where}: num_experts_per_tok", wanted, "none", remedy))
     shared = 0
     if family.shared_ffn_dim:
         shared = read.size("shared_expert_intermediate_size", family.shared_ffn_dim)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
 
@@ -37,8 +38,8 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head of values where it is not ``head_dim``.
 
     As Gemma 2 has them: ``activation`` of the gate, a norm after each sublayer (``post_norms``), an
-    embedding times the root of ``dim`` (``scaled_embedding``) and logits that ``logit_cap`` times a
-    tanh keeps below it.
+    embedding times the root of ``dim`` (``scaled_embedding``), and logits and scores of attention
+    that a tanh keeps below ``logit_cap`` and ``attention_cap``.
     """
 
     layers: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_DEPTH)]
@@ -70,6 +71,7 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     post_norms: bool = False
     scaled_embedding: bool = False
     logit_cap: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    attention_cap: Annotated[float, msgspec.Meta(gt=0)] | UnsetType = UNSET
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""

@@ -17,7 +17,7 @@ Runtime = Literal["shardwright", "fsdp2", "ddp", "megatron"]
 WHOLE: tuple[Runtime, ...] = ("ddp", "megatron")  # every rank has all parameters
 ComputeDtype = Literal["bf16", "fp16", "fp32"]
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
-Offload = Literal["none", "states", "all"]
+Offload = Literal["none", "states", "all", "auto"]
 Float8 = Literal["tensorwise", "rowwise"]
 
 # What is kept of a block for its backward. "layers:N" computes every Nth block again as a whole,
@@ -33,6 +33,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     them. ``zero`` is 3 where a runtime shares parameters, gradients and optimizer states, as all
     but "ddp" and "megatron" do, which share nothing by themselves and with 1 the states. Ours also
     keeps parameters whole with 2, and with 1 shares the states alone; "auto" leaves it to a plan.
+    ``offload`` says what lives in host memory, of ours shards, gradients and states of every unit
+    ("all") or of those for which a plan chooses it ("auto").
     ``checkpointing`` is a policy's name; where it is not given, a plan chooses one.
     ``lowering`` is the device whose kernels are assumed, by default the cluster's.
     ``implementation`` is the optimizer's; without one it is PyTorch's choice. ``compile`` takes the
@@ -69,6 +71,15 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError(expected("memory.zero", wanted, "'auto'", "Name one."))
         return self.zero
 
+    @property
+    def on_host(self) -> bool:
+        """Whether every parameter's share, gradient and states live in host memory; InputError
+        where that is left to a plan that there is not."""
+        if self.offload == "auto":
+            wanted = "'none' or 'all' where no plan chooses it"
+            raise InputError(expected("memory.offload", wanted, "'auto'", "Name one."))
+        return self.offload == "all"
+
 
 def float8_scaling(section: MemorySection) -> Float8 | None:
     """How products are scaled to 8 bits: one scale per tensor unless the job says otherwise."""
@@ -86,7 +97,7 @@ def check_planned(section: MemorySection, kind: str, where: str) -> None:
     """Refuse what steps of a model that is planned and trained are not run with."""
     for field in msgspec.structs.fields(section):
         value, run = getattr(section, field.name), getattr(PLANNED, field.name)
-        if field.name == "zero" and kind != "tables":
+        if field.name in ("zero", "offload") and kind != "tables":
             continue
         if field.name == "checkpointing":
             if kind in HAVE_BLOCKS:
@@ -113,6 +124,22 @@ NO_ZERO = {
 }
 
 
+# What each runtime can have in host memory, and what to do for something else.
+_WHOLE_ON_DEVICE = (
+    "It keeps parameters and gradients on the device; memory.runtime = 'shardwright' can have them "
+    "on the host."
+)
+OFFLOADS: dict[Runtime, tuple[tuple[Offload, ...], str]] = {
+    "shardwright": (
+        ("none", "all", "auto"),
+        "Its shards, gradients and states are in one memory, unit by unit.",
+    ),
+    "fsdp2": (("none", "states", "all"), "Plans are those of memory.runtime = 'shardwright'."),
+    "ddp": (("none", "states"), _WHOLE_ON_DEVICE),
+    "megatron": (("none", "states"), _WHOLE_ON_DEVICE),
+}
+
+
 def check_memory(section: MemorySection, where: str) -> None:
     """Refuse what no runtime does; InputError names the key."""
     check_policy(section.policy, f"{where}: memory.checkpointing")
@@ -131,15 +158,12 @@ def check_memory(section: MemorySection, where: str) -> None:
         raise InputError(
             expected(f"{where}: memory.zero", f"{wanted} runtime = '{runtime}'", *NO_ZERO[zero])
         )
-    if section.offload == "all" and runtime != "fsdp2":
+    ways, remedy = OFFLOADS[runtime]
+    if section.offload not in ways:
+        wanted = " or ".join(map(repr, ways))
+        wanted = f"{wanted} beside runtime = '{runtime}'"
         raise InputError(
-            expected(
-                f"{where}: memory.offload",
-                f"'none' or 'states' beside runtime = '{runtime}', which keeps its parameters and "
-                "gradients on the device",
-                "'all'",
-                "memory.runtime = 'fsdp2' can have them on the host.",
-            )
+            expected(f"{where}: memory.offload", wanted, repr(section.offload), remedy)
         )
 
 

@@ -25,6 +25,7 @@ HONOURED = (
     "param_dtype",
     "reduce_dtype",
     "zero",
+    "offload",
     "allocator",
     "data_shard",
     "parallelize_plan",  # which parallel.tensor reads, that no plan follows
@@ -62,6 +63,14 @@ def tables_of(job: Job, recording: Recording | None = None) -> tuple[TableSpec, 
         )
         for table in placed_tables(job)
     )
+
+
+def early_tables(job: Job, model: ModelSpec) -> tuple[str, ...]:
+    """Modules of tables whose lookups may begin with the forward: they are asked for what it is
+    given, which a DLRM's are where every table is one of rows."""
+    if model.kind != "dlrm":
+        return (model.recording.early or ()) if model.recording else ()
+    return model.step.lookups if all(kind_of(table) == "full" for table in job.tables) else ()
 
 
 def placed_tables(job: Job) -> tuple[TableSpec, ...]:

@@ -19,7 +19,7 @@ from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import MismatchError, expected
 from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
-from shardwright.core.model_of_job import model_of
+from shardwright.core.model_of_job import early_tables, model_of
 from shardwright.core.option import ShardRun
 from shardwright.core.placement import Placement, Replicate, Roles, Zero
 from shardwright.core.quantities import format_seconds
@@ -113,7 +113,8 @@ class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``members`` the units of the recording that it is made of. A step
     makes ``collectives`` calls for the unit; ``bytes_per_step`` are the full buffers of all of
     them. ``bytes_per_rank`` and ``padding_bytes`` are those of its parameters. The modules of it
-    that are ``checkpointed`` run under the policy ``checkpointing``.
+    that are ``checkpointed`` run under the policy ``checkpointing``. Shards, gradients and states
+    of a unit that is ``offloaded`` are in host memory.
     """
 
     name: str
@@ -132,6 +133,7 @@ class UnitPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_per_step: int
     checkpointing: str = "none"
     checkpointed: tuple[str, ...] = ()
+    offloaded: bool | UnsetType = UNSET
 
     @property
     def roles(self) -> Roles:
@@ -258,11 +260,14 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         paths = [(step.tables_of(t.fqn), traits(t.sharding_type).replicated) for t in self.tables]
         whole = {u.name for u in self.units if isinstance(u.parameter, Replicate)}
         replicated = {u.name for u in self.units if isinstance(u.optimizer_state, Replicate)}
+        routed = frozenset(path for path, is_replica in paths if not is_replica)
+        overlaps = self.world_size > 1 and self.job.train.overlap not in (UNSET, "none")
         return Modes(
             sharded_units=frozenset(u.name for u in self.units) - replicated,
             resharded_units=frozenset(u.name for u in self.units if u.reshard_after_forward),
-            routed=frozenset(path for path, is_replica in paths if not is_replica),
+            routed=routed,
             replicated_tables=frozenset(path for path, is_replica in paths if is_replica),
+            early=routed.intersection(early_tables(self.job, self.model) if overlaps else ()),
             prefetch=self.prefetch,
             merged=tuple((u.name, u.members) for u in self.units if u.members != (u.name,)),
             staying_units=frozenset(whole - replicated),

@@ -114,7 +114,8 @@ class DenseSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How plans are priced and searched, and what is forced.
 
-    ``units`` maps the name of a unit, or of a series of layers, to ``shard`` or ``replicate``,
+    ``units`` maps the name of a unit, or of a series of layers, to ``shard``, ``replicate`` or
+    ``offload``: it is sharded, with its shards, gradients and states in host memory,
     ``tables`` the path of an embedding in a module of the user's own to a sharding type, or to
     ``dense``: it stays in a unit.
     ``kinds`` are those that a plan may choose for tables that name none, in the order in which it
@@ -133,7 +134,7 @@ class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proposers: tuple[ProposerSection, ...] = ()
     partitioner: PartitionerSection = PartitionerSection()
     constraints: ConstraintsSection = ConstraintsSection()
-    units: dict[str, Literal["shard", "replicate"]] = {}
+    units: dict[str, Literal["shard", "replicate", "offload"]] = {}
     dense: DenseSection = DenseSection()
     tables: dict[str, Literal[ShardingType, "dense"]] | UnsetType = UNSET
     kinds: tuple[KindName, ...] | UnsetType = UNSET

@@ -145,7 +145,8 @@ class Recording(msgspec.Struct, frozen=True):
 
     ``buffers`` and ``inputs`` are bytes, and ``result`` those that a stage sends on. ``operators``
     are what ran; ``notes`` say what is not exact. ``tables`` are embeddings of the user's own that
-    are routed; those of a DLRM stand in its job.
+    are routed; those of a DLRM stand in its job. ``early`` are the paths of those that are asked
+    for what the module itself is given.
     """
 
     pieces: tuple[Piece, ...]
@@ -157,6 +158,7 @@ class Recording(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
     tables: tuple[RecordedTable, ...] | UnsetType = UNSET
+    early: tuple[str, ...] | UnsetType = UNSET
 
 
 def check_recording(recording: Recording) -> None:
@@ -172,8 +174,8 @@ def check_recording(recording: Recording) -> None:
     for name in (name for each in recording.series for name in each.recorded):
         _one_of("recording: block", name, blocks)
     reached = {piece.unit for piece in recording.pieces if piece.point == "lookup"}
-    for table in recording.tables or ():
-        _one_of("recording: table", table.path, reached)
+    for path in (*(table.path for table in recording.tables or ()), *(recording.early or ())):
+        _one_of("recording: table", path, reached)
     policies = {unit.checkpointing for unit in recording.units if unit.checkpointing}
     if len(policies) > 1:
         found = " and ".join(sorted(map(str, policies)))

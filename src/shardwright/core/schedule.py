@@ -61,8 +61,8 @@ class Modes(msgspec.Struct, frozen=True):
     """What a plan decided that changes the order of a step.
 
     ``routed`` are the modules of tables that exchange ids and rows, ``replicated_tables`` those
-    with replicas; some are both. ``merged`` are the units of several recorded ones: a name, and
-    these as they follow one another.
+    with replicas; some are both. Lookups of ``early`` ones begin with the forward. ``merged`` are
+    the units of several recorded ones: a name, and these as they follow one another.
     With ``prefetch`` 1 a unit is gathered while the one before it computes, and gradients are
     reduced while the next ones are computed. Of the sharded units those that stay are whole between
     steps too, and are gathered again when they were updated.
@@ -72,6 +72,7 @@ class Modes(msgspec.Struct, frozen=True):
     resharded_units: frozenset[str]
     routed: frozenset[str] = frozenset()
     replicated_tables: frozenset[str] = frozenset()
+    early: frozenset[str] = frozenset()
     prefetch: Prefetch = 0
     merged: tuple[tuple[str, tuple[str, ...]], ...] = ()
     staying_units: frozenset[str] = frozenset()
@@ -297,6 +298,8 @@ class _Walk:
 
     def actions(self) -> Iterator[Action]:
         yield Action("load", "batch", "load")
+        for tables in filter(self.modes.early.__contains__, self.step.lookups):
+            yield from self._look_up(tables)
         for place, moment in enumerate(self.step.forward):
             yield from self._reach(moment.piece.point, moment.unit)
             if moment.piece.work.calls:
@@ -320,11 +323,8 @@ class _Walk:
 
     def _reach(self, point: Point, unit: str) -> Iterator[Action]:
         if point == "lookup":
-            if unit in self.modes.routed:
-                yield Action("exchange", "ids", "exchange_ids")
-            yield Action("lookup", unit, "lookup")
-            if unit in self.modes.routed:
-                yield Action("exchange", "rows", "exchange_rows")
+            if unit not in self.modes.early:
+                yield from self._look_up(unit)
         elif point == "rows":
             yield Action("assemble", unit, "exchange_rows")
         elif point in ("enter", "leave"):
@@ -335,6 +335,13 @@ class _Walk:
                 yield from self.flow.enter(name, "forward")
             else:
                 yield from self.flow.leave(name)
+
+    def _look_up(self, tables: str) -> Iterator[Action]:
+        if tables in self.modes.routed:
+            yield Action("exchange", "ids", "exchange_ids")
+        yield Action("lookup", tables, "lookup")
+        if tables in self.modes.routed:
+            yield Action("exchange", "rows", "exchange_rows")
 
     def _reach_backward(self, point: Point, unit: str) -> Iterator[Action]:
         if point == "row_gradients":

@@ -12,6 +12,7 @@ from shardwright.core.data_section import Count, Whole
 from shardwright.core.errors import InputError, expected
 from shardwright.core.optimizers import OptimizerName, TableUpdate
 
+Overlap = Literal["none", "rows"]  # what travels while a rank computes: rows and their gradients
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Factor = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -42,7 +43,8 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``optimizer`` is that of dense parameters, AdamW by default for a llama and the user's own.
     Tables are updated by ``table_optimizer``, SGD beside SGD, where they do not name one
     themselves, and learn at ``table_learning_rate``, or like the units where it is not given. Those
-    on disk lie in ``table_folder``, while a run lasts; in the run folder by default.
+    on disk lie in ``table_folder``, while a run lasts; in the run folder by default. ``overlap`` is
+    what of their exchange travels while a rank computes, by default nothing.
     """
 
     steps: Count = 100
@@ -57,6 +59,7 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log: tuple[Literal["tensorboard", "wandb"], ...] | UnsetType = UNSET
     table_folder: str | UnsetType = UNSET
     metrics_every: Count | UnsetType = UNSET  # steps
+    overlap: Overlap | UnsetType = UNSET
     schedule: ScheduleSection | UnsetType = UNSET
 
 

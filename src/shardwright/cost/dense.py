@@ -80,6 +80,15 @@ def gradient_seconds(buffer_bytes: Any, c: Any) -> Any:
     return named("gradient_seconds", seconds, "s")
 
 
-def update_seconds(state_bytes: Any, c: Any) -> Any:
-    """Seconds of the optimizer over ``state_bytes`` (weights, gradients and states together)."""
-    return named("update_seconds", state_bytes / c["memory_rate"] + c["operation_latency"], "s")
+def copy_seconds(nbytes: Any, c: Any, *, away: bool) -> Any:
+    """Seconds to copy a share between host memory and that of the device, which is another one
+    where it is ``away``."""
+    rate = c["host_link_rate" if away else "memory_rate"]
+    return named("host_copy_seconds", nbytes / rate, "s")
+
+
+def update_seconds(state_bytes: Any, c: Any, *, away: bool = False) -> Any:
+    """Seconds of the optimizer over ``state_bytes`` (weights, gradients and states together), which
+    are ``away`` in the host's memory."""
+    rate = c["ddr_rate" if away else "memory_rate"]
+    return named("update_seconds", state_bytes / rate + c["operation_latency"], "s")

@@ -31,7 +31,7 @@ from shardwright.core.quantities import format_bytes
 from shardwright.lab.footprint.machines import optimizer_of
 from shardwright.launcher.launch import Launch, launch
 from shardwright.models.llama import Llama
-from shardwright.runtime.optimizer import make_optimizer
+from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.trace.checkpointing import policy, treated
 from shardwright.trace.treatment import Applied, Treatment
 from shardwright.tracker.memory import MemoryTracker
@@ -164,10 +164,13 @@ def _check_size(predicted: Footprint) -> None:
 def tracked(
     model: nn.Module, job: Job, batch: Any, loss: Callable[[], torch.Tensor], treatment: Applied
 ) -> Tracked:
-    """Steps under the tracker, after one that makes what stays."""
+    """Steps under the tracker, after one that makes what stays. The optimizer has what a run of
+    ours gives it, of another runtime the model's parameters."""
     how = optimizer_of(job)
     implementation = how.implementation or how.first
-    optimizer = make_optimizer(how.name, model.parameters(), RATE, implementation)
+    ours = memory_of(job).runtime == "shardwright"
+    parameters = optimizer_parameters(model) if ours else model.parameters()
+    optimizer = make_optimizer(how.name, parameters, RATE, implementation)
 
     def step() -> None:
         loss().backward()

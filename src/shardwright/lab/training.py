@@ -389,7 +389,10 @@ def train_rank(
     rank = int(os.environ["RANK"])
     plan = msgspec.structs.replace(plan, job=run_in(plan.job, folder))  # its fingerprint stays
     check_inputs(folder, named_files(plan.job), plan_path)
-    backend = "nccl" if plan.cluster.compute_device == "cuda" else "gloo"
+    backend = "gloo"
+    if plan.cluster.compute_device == "cuda":  # shards in host memory travel from there
+        on_host = any(unit.offloaded is True for unit in plan.units)
+        backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"
     comm.start(backend, plan.job.train.timeout, rank, plan.world_size, store)
     try:
         shown = hosts is not None

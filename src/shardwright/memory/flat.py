@@ -40,8 +40,6 @@ class FlatUnits:
     def __post_init__(self) -> None:
         cut = Flat() if self.sharding.flat else Shard(0)
         ranks = {name: self.sharding.shards_of(name) for name in self.units}
-        tensors = [tensor for its in self.units.values() for tensor in its]
-        cast = {tensor.dtype for tensor in tensors if self.sharding.casts(tensor)}
         self.layouts = {
             name: unit_layout(
                 its,
@@ -49,12 +47,16 @@ class FlatUnits:
                 ranks[name],
                 self.frozen,
                 zero=self.sharding.zero,
-                cast=cast,
+                cast={
+                    t.dtype for t in its if self.sharding.on_host(name) or self.sharding.casts(t)
+                },
             )
             for name, its in self.units.items()
         }
         self.sizes = {
-            name: unit_sizes(layout, self.sharding, ranks[name])
+            name: unit_sizes(
+                layout, self.sharding, ranks[name], on_host=self.sharding.on_host(name)
+            )
             for name, layout in self.layouts.items()
         }
 
@@ -68,19 +70,21 @@ class FlatUnits:
 
     def resident(self) -> dict[Kind, int]:
         """The parameters' shares; of units that stay what they compute with."""
-        found: dict[Kind, int] = {"weight": sum(sizes.stored for sizes in self.sizes.values())}
+        here = [sizes.stored for name, sizes in self.sizes.items() if not self.sharding.away(name)]
+        found: dict[Kind, int] = {"weight": sum(here)}
         staying = sum(
             sizes.whole for name, sizes in self.sizes.items() if self.sharding.stays(name)
         )
         return found | {"gathered_weight": staying} if staying else found
 
     def updated(self) -> list[TensorSpec]:
-        """One flat tensor per stretch of one dtype, for that is what the optimizer is given."""
+        """One flat tensor per stretch of one dtype, for that is what the optimizer is given; what
+        is in another memory is updated there."""
         return [
             TensorSpec(f"{name}.{index}", (segment.share,), segment.dtype)
             for name, layout in self.layouts.items()
             for index, segment in enumerate(layout.segments)
-            if segment.trainable
+            if segment.trainable and not self.sharding.away(name)
         ]
 
     def rule(self) -> GradientRule:
@@ -139,6 +143,7 @@ class FlatUnits:
         for unit in list(self.flow.touched):
             self.leave_backward(unit)
         self._run(self.flow.collect())
+        self._land()
         self._run(self.flow.finish())
 
     def zero_grad(self) -> None:
@@ -225,6 +230,12 @@ class FlatUnits:
             name = f"{unit}.{index}"
             heap.free(f"{name}.received")
             heap.free(f"{name}.send")
+            if self.sharding.on_host(unit):
+                if not self.sharding.away(unit):
+                    heap.take(f"{name}.landing", "gradient", way.landing)
+                with heap.passing("gradient", way.mean):
+                    heap.free(f"{name}.row")
+                continue
             if heap.holds(f"{name}.gradient"):  # of an earlier microbatch, to which it is added
                 with heap.passing("gradient", way.mean):
                     heap.free(f"{name}.row")
@@ -236,13 +247,22 @@ class FlatUnits:
                 heap.free(f"{name}.row")
                 heap.take(f"{name}.gradient", "gradient", way.row)
 
+    def _land(self) -> None:
+        """After a backward: means that went to host memory are the gradients there, or are added
+        to those of an earlier microbatch."""
+        for unit, sizes in self.sizes.items():
+            for index, way in enumerate(sizes.reduced):
+                name = f"{unit}.{index}"
+                if self.heap.free(f"{name}.landing") and not self.heap.holds(f"{name}.gradient"):
+                    self.heap.take(f"{name}.gradient", "gradient", way.landing)
+
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
     """A segment of a unit while its gradient is summed: what autograd left, the same ``held`` back
     in the dtype of sums (0 where that is the same), what is sent with the ``note`` in it, the
-    ``row`` that comes back, the parts ``received`` where the rank itself sums them, and the
-    ``mean`` where its dtype is another one."""
+    ``row`` that comes back, the parts ``received`` where the rank itself sums them, the ``mean``
+    where its dtype is another one, and the same ``landing`` in other memory."""
 
     gradient: int
     held: int
@@ -251,6 +271,7 @@ class Reduced:
     row: int
     received: int
     mean: int
+    landing: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +289,15 @@ class UnitSizes:
     stored: int
 
 
-def unit_sizes(layout: UnitLayout, sharding: Sharding, shards: int) -> UnitSizes:
-    """Bytes that a unit has on a rank."""
-    here = [s.stays or (s.cut == "replicated" and not _cast(s, sharding)) for s in layout.segments]
+def unit_sizes(
+    layout: UnitLayout, sharding: Sharding, shards: int, *, on_host: bool = False
+) -> UnitSizes:
+    """Bytes that a unit has on a rank, its shares perhaps in host memory, from where they are
+    copied to be sent."""
+    here = [
+        s.stays or (s.cut == "replicated" and not on_host and not _cast(s, sharding))
+        for s in layout.segments
+    ]
     whole = sum(
         segment.whole * _computed(segment, sharding)
         for segment, is_here in zip(layout.segments, here, strict=True)
@@ -279,14 +306,15 @@ def unit_sizes(layout: UnitLayout, sharding: Sharding, shards: int) -> UnitSizes
     chunked = [segment for segment in layout.segments if segment.cut == "chunks"]
     others = [segment for segment in layout.segments if segment.cut != "chunks"]
     sent = sum(_sent(segment, sharding) for segment in chunked)
-    parts = sum(_cast(segment, sharding) for segment in chunked)
+    copied = _sent if on_host else _cast
+    parts = sum(copied(segment, sharding) for segment in chunked)
     # chunks are put together first: if one is cast, the buffer of all is one more
     joined = sent if parts else 0
     after = sharding.ranks_after_forward
     return UnitSizes(
         whole=ceil_div(whole, shards) * shards,
         stage=sent * shards,
-        cast=sum(_cast(segment, sharding) for segment in others) + joined,
+        cast=sum(copied(s, sharding) for s in others if s.cut != "replicated") + joined,
         parts=parts,
         few=whole // after if after else 0,
         reduced=tuple(_reduced(s, sharding, shards) for s in layout.segments if s.trainable),
@@ -324,6 +352,7 @@ def _reduced(segment: Segment, sharding: Sharding, shards: int) -> Reduced:
         row=row,
         received=row * shards if sums_itself else 0,
         mean=segment.share * stored if reduced != stored else 0,
+        landing=segment.share * stored,
     )
 
 

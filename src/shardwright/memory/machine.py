@@ -33,7 +33,8 @@ class Sharding(msgspec.Struct, frozen=True):
     ``ranks_after_forward`` share the others meanwhile, where it is not 0. ``prefetch``, ``flat``
     and ``zero`` are of our own runtime: how many units are on their way while one computes, whether
     a unit is cut as one buffer or each of its parameters by itself, and below 3 that units which
-    are shared are whole between steps, too.
+    are shared are whole between steps, too. Shares, gradients and states of all units with
+    ``offload``, or of those in ``offloaded``, are in host memory.
     """
 
     shards: int = 1
@@ -52,6 +53,15 @@ class Sharding(msgspec.Struct, frozen=True):
     shares: Shares = "all"
     on_gpu: bool = True
     offload: bool = False
+    offloaded: frozenset[str] = frozenset()
+
+    def on_host(self, unit: str) -> bool:
+        """Whether a rank's shares of a unit are in host memory."""
+        return self.offload or unit in self.offloaded
+
+    def away(self, unit: str) -> bool:
+        """Whether that is another memory than the device's."""
+        return self.on_gpu and self.on_host(unit)
 
     def shards_of(self, unit: str) -> int:
         """Ranks that share a unit: experts that other ranks do not have are shared by fewer."""
@@ -66,9 +76,11 @@ class Sharding(msgspec.Struct, frozen=True):
     def parameter_bytes(self, unit: str, tensor: TensorSpec) -> int:
         """What a rank keeps of a parameter, padding apart."""
         share = -(-tensor.numel // self.shards_of(unit)) * self.stored(tensor)
+        here = 0 if self.away(unit) else share
         if not self.stays(unit):
-            return share
-        return tensor.numel * self.computed(tensor) + (share if self.casts(tensor) else 0)
+            return here
+        apart = self.casts(tensor) or self.on_host(unit)
+        return tensor.numel * self.computed(tensor) + (here if apart else 0)
 
     def stored(self, tensor: TensorSpec) -> int:
         """Bytes of an element between steps: whole parameters are kept as they compute."""

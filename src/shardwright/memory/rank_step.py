@@ -124,6 +124,9 @@ class RankStep:
         with heap.during("step"):
             returned = [path for chunk in self.chunks for path in chunk.step.returned]
             for path in filter(self.tables.__contains__, returned):
+                if self.tables[path].late:
+                    with heap.during("reduce"):
+                        route.receive_gradients(heap, self.tables[path])
                 route.update(heap, self.tables[path])
             for change in step_temporaries(self.optimizer, machine.updated()):
                 if change.bytes > 0:
@@ -157,6 +160,9 @@ class RankStep:
         machine.begin(forward, backward, last)
         if each.kind == "forward":
             with heap.during("forward"):
+                for path in self.chunks[each.chunk].step.lookups:
+                    if path in self.tables and self.tables[path].early:
+                        self._look_up(heap, self.tables[path])
                 self._walk(heap, machine, each, self.chunks[each.chunk].forward)
         elif each.kind in ENDING:
             with heap.during("backward"):
@@ -255,15 +261,11 @@ class RankStep:
 
     def _exchange(self, heap: Ledger, point: str, tables: Traffic) -> None:
         """What is between modules and tables when a forward or a backward gets there."""
-        if point == "lookup":
-            if tables.asked:
-                with heap.during("exchange_ids"):
-                    route.exchange_ids(heap, tables)
-            with heap.during("lookup"):
-                route.look_up(heap, tables)
-            if tables.asked:
-                with heap.during("exchange_rows"):
-                    route.exchange_rows(heap, tables)
+        if point == "lookup" and tables.early:
+            with heap.during("exchange_rows"):
+                route.arrive(heap, tables)
+        elif point == "lookup":
+            self._look_up(heap, tables)
         elif point == "rows":
             with heap.during("exchange_rows"):
                 route.assemble(heap, tables)
@@ -272,3 +274,14 @@ class RankStep:
                 route.return_gradients(heap, tables)
                 route.reduce_replicas(heap, tables)
                 route.forget_trip(heap, tables)
+
+    def _look_up(self, heap: Ledger, tables: Traffic) -> None:
+        """Ids go out, rows are looked up and sent."""
+        if tables.asked:
+            with heap.during("exchange_ids"):
+                route.exchange_ids(heap, tables)
+        with heap.during("lookup"):
+            route.look_up(heap, tables)
+        if tables.asked:
+            with heap.during("exchange_rows"):
+                route.exchange_rows(heap, tables)

@@ -115,7 +115,9 @@ class Traffic(msgspec.Struct, frozen=True):
     a row travels in ``forward_size`` bytes, one of its gradient in ``backward_size``. ``heads`` are
     the counts that travel with ids, of all ranks. With ``as_asked`` what comes back are the results
     of features, which come each for itself. A rank that is ``alone`` gets rows and gradients where
-    it has them. Of ``means`` bags the sums are divided, ``mean_elements`` in all.
+    it has them. ``early``: the lookup begins with the forward, and what travels stays until rows
+    are needed; ``late``: the same of gradients until rows are updated. Of ``means`` bags the sums
+    are divided, ``mean_elements`` in all.
     """
 
     path: str
@@ -129,6 +131,8 @@ class Traffic(msgspec.Struct, frozen=True):
     heads: int = 0
     as_asked: bool = False
     alone: bool = False
+    early: bool = False
+    late: bool = False
     means: int = 0
     mean_elements: int = 0
 
@@ -299,12 +303,23 @@ def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
     if rounded < traffic.served_bytes:
         heap.take(f"{traffic.path}.rounded", "communication", rounded)
         heap.free(f"{traffic.path}.found")
+    if traffic.early:
+        heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
+        return
     came = 0 if traffic.alone else traffic.asked_bytes
     with heap.passing("communication", came):
         pass
     heap.free(f"{traffic.path}.found")
     heap.free(f"{traffic.path}.rounded")
     heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
+    if traffic.as_asked and traffic.forward_size == FLOAT:
+        heap.free(f"{traffic.path}.back")
+
+
+def arrive(heap: Ledger, traffic: Traffic) -> None:
+    """Rows that were on their way are here, and what was sent is forgotten."""
+    heap.free(f"{traffic.path}.found")
+    heap.free(f"{traffic.path}.rounded")
     if traffic.as_asked and traffic.forward_size == FLOAT:
         heap.free(f"{traffic.path}.back")
 
@@ -344,11 +359,30 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
     ride = traffic.ride_bytes
     joined = sent + ride if len(traffic.asked) > 1 or ride else 0
     received = 0 if traffic.alone else traffic.arrived_bytes + ride
+    if traffic.late:
+        with heap.passing("communication", sent + ride if joined else 0):
+            heap.take(f"{traffic.path}.returned", "communication", joined or sent)
+            heap.take(f"{traffic.path}.received", "communication", received)
+        return
     with heap.passing("communication", sent + ride + joined + received):
         pass
-    if joined:  # put group by group again
-        with heap.passing("communication", 2 * received):
-            pass
+    _regroup(heap, traffic, received if joined else 0)
+
+
+def receive_gradients(heap: Ledger, traffic: Traffic) -> None:
+    """Gradients that were on their way are here."""
+    if traffic.late and traffic.asked:
+        heap.free(f"{traffic.path}.returned")
+        heap.free(f"{traffic.path}.received")
+        ride = traffic.ride_bytes
+        joined = len(traffic.asked) > 1 or ride
+        _regroup(heap, traffic, traffic.arrived_bytes + ride if joined else 0)
+
+
+def _regroup(heap: Ledger, traffic: Traffic, joined: int) -> None:
+    """Gradients of ``joined`` bytes are put group by group again."""
+    with heap.passing("communication", 2 * joined):
+        pass
     heap.take(f"{traffic.path}.arrived", "communication", traffic.arrived_bytes)
 
 

@@ -121,6 +121,7 @@ def _unit_plan(choice: UnitChoice, seconds: float) -> UnitPlan:
         bytes_per_step=choice.moved_bytes + choice.note_bytes,
         checkpointing=choice.unit.checkpointing,
         checkpointed=choice.unit.checkpointed,
+        offloaded=True if choice.offloaded else UNSET,
     )
 
 

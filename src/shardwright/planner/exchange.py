@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from shardwright.core.optimizers import BY_ROW
 from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import replicas_ride
 from shardwright.core.tensor import ELEMENT_BYTES
+from shardwright.core.train_section import Overlap
 from shardwright.cost import embedding
 from shardwright.cost.embedding import Part
 from shardwright.memory.route import Asked, Replicas, Served, Traffic
@@ -31,6 +32,8 @@ class Exchange:
     ranks: int
     batch: Batch
     communication: Communication = IN_FULL
+    early: bool = False  # its lookup begins with the forward
+    late: bool = False  # gradients are waited for when rows are updated
 
     @cached_property
     def routed(self) -> tuple[Placed, ...]:
@@ -95,6 +98,8 @@ class Exchange:
             heads=self.ranks * (3 * len(self._groups) + 1) if steady else 0,
             as_asked=self._comes_as_asked,
             alone=self.ranks == 1,
+            early=self.early,
+            late=self.late,
             means=sum(bags for bags, _ in self._means),
             mean_elements=sum(bags * dim for bags, dim in self._means),
         )
@@ -269,13 +274,19 @@ def exchanges(
     ranks: int,
     batch: Batch,
     communication: Communication = IN_FULL,
+    overlap: Overlap = "none",
+    early: Container[str] = (),
 ) -> Iterator[Exchange]:
-    """The placed tables by the modules that have them, in the order of their first ones."""
+    """The placed tables by the modules that have them, in the order of their first ones. With
+    ``overlap`` those at the paths of ``early`` are looked up as a forward begins."""
     members: dict[str, list[Placed]] = {}
     for each in placed:
         members.setdefault(model.step.tables_of(each.choice.table.tensor.fqn), []).append(each)
     for path, its in members.items():
-        yield Exchange(path, tuple(its), ranks, batch, communication)
+        routed = any(not placed.choice.option.traits.replicated for placed in its)
+        late = overlap != "none" and ranks > 1 and routed
+        first = late and path in early
+        yield Exchange(path, tuple(its), ranks, batch, communication, first, late)
 
 
 def small_tables(problem: Problem) -> frozenset[str]:

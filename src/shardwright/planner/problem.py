@@ -151,8 +151,16 @@ def make_problem(
     dedup = None if job.planner.dedup is UNSET else job.planner.dedup
     context = PricingContext(cluster, batch, job.planner.estimator, dedup)
     dtypes = step_dtypes(job)
-    zero, local = memory_of(job).stage, ranks_per_host(cluster)
-    dense = DenseContext(cluster.world_size, local, context.values, *dtypes, zero)
+    section, local = memory_of(job), ranks_per_host(cluster)
+    dense = DenseContext(
+        cluster.world_size,
+        local,
+        context.values,
+        *dtypes,
+        section.stage,
+        section.offload,
+        cluster.compute_device != "cpu",
+    )
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
     unit_space.check()
     _check_pinned_ranks(job, cluster)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
+from shardwright.core.block import Role
+from shardwright.core.model_of_job import early_tables
 from shardwright.core.optimizers import trained
 from shardwright.core.plan import RankTotals
 from shardwright.core.planning import trained_communication
@@ -50,6 +52,7 @@ class StepDraft(Draft):
             self.prefetch,
             routed=frozenset(each.path for each in self.exchanges if each.routed),
             replicated_tables=frozenset(each.path for each in self.exchanges if each.replicas),
+            early=frozenset(each.path for each in self.exchanges if each.early),
         )
 
     @cached_property
@@ -127,11 +130,16 @@ class StepDraft(Draft):
 
     def _load(self, exact: Exact, traffic: dict[str, Traffic]) -> RankLoad:
         resident: dict[Kind, int] = {}
-        for (phase, kind, _), size in exact.items():
-            if kind != "gradient" and not (kind == "padding" and phase == "reduce"):
+        away = {name for choice in self.units if choice.away for name in _names(choice)}
+        for (phase, kind, name), size in exact.items():
+            if (
+                name not in away
+                and kind != "gradient"
+                and not (kind == "padding" and phase == "reduce")
+            ):
                 resident[kind] = resident.get(kind, 0) + size
         beside = sum(
-            unit_sizes(choice.layout, self.sharding, self.ranks).whole
+            unit_sizes(choice.layout, self.sharding, self.ranks, on_host=choice.offloaded).whole
             for choice in self.units
             if choice.stays
         )
@@ -151,6 +159,7 @@ class StepDraft(Draft):
             prefetch=self.prefetch,
             zero=self.problem.unit_space.context.zero,
             on_gpu=self.problem.cluster.compute_device != "cpu",
+            offloaded=frozenset(u.unit.name for u in self.units if u.offloaded),
         )
 
     def rank_step(self, load: RankLoad) -> RankStep:
@@ -178,7 +187,9 @@ class StepDraft(Draft):
         """Of every module of tables."""
         problem = self.problem
         communication = trained_communication(problem.context.estimator)
-        return tuple(exchanges(self.model, self.tables, self.ranks, problem.batch, communication))
+        early = early_tables(problem.job, self.model)
+        how = (communication, problem.job.train.overlap or "none", early)
+        return tuple(exchanges(self.model, self.tables, self.ranks, problem.batch, *how))
 
     def traffic(self, rank: int) -> dict[str, Traffic]:
         """This rank's share of every exchange, by its path."""
@@ -222,9 +233,14 @@ class StepDraft(Draft):
     @property
     def fits(self) -> bool:
         """Whether every rank's peak is within its memory."""
-        _, _, ssd = self.problem.capacity
-        within = max(self.disk_bytes, default=0) <= ssd
+        _, ddr, ssd = self.problem.capacity
+        within = max(self.disk_bytes, default=0) <= ssd and self.host_bytes <= ddr
         return within and self.highest_peak <= self.problem.decisive_capacity
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Bytes of units that every rank of an accelerator has in its host's memory."""
+        return sum(_unit_total(choice) for choice in self.units if choice.away)
 
     @cached_property
     def disk_bytes(self) -> list[int]:
@@ -242,7 +258,7 @@ class StepDraft(Draft):
     @property
     def kept_bytes(self) -> tuple[int, ...]:
         """Bytes a rank keeps, gradients included, whatever the batch."""
-        units = sum(_unit_total(choice) for choice in self.units)
+        units = sum(_unit_total(choice) for choice in self.units if not choice.away)
         return tuple(units + sum(events.values()) for events in self.tables_exact)
 
     def totals(self, rank: int) -> RankTotals:
@@ -262,7 +278,7 @@ class StepDraft(Draft):
             seconds=self.rank_seconds[rank],
             parts=self.seconds[rank],
             hbm_bytes=peak if self.problem.decisive_tier == "hbm" else 0,
-            ddr_bytes=peak if self.problem.decisive_tier == "ddr" else 0,
+            ddr_bytes=peak if self.problem.decisive_tier == "ddr" else self.host_bytes,
             ssd_bytes=self.disk_bytes[rank],
         )
 
@@ -298,6 +314,12 @@ Exact = dict[tuple[Phase, Kind, str], int]
 def _unit_total(choice: UnitChoice) -> int:
     """Bytes of a unit in all roles: the same on every rank, for padding is stored like weights."""
     return sum(unit_events(choice, None).values())
+
+
+def _names(choice: UnitChoice) -> Iterator[str]:
+    """Under which the exact bytes of a unit are told."""
+    yield choice.unit.name
+    yield from (f"{choice.unit.name}.{role}" for role in get_args(Role))
 
 
 def unit_events(choice: UnitChoice, rank: int | None) -> Exact:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.core.block import Block
 from shardwright.core.layout import UnitLayout, unit_layout
+from shardwright.core.memory_section import Offload
 from shardwright.core.model import UnitSpec
 from shardwright.core.optimizers import OptimizerName
 from shardwright.core.placement import Flat, Placement, Replicate, Roles, Zero, roles
@@ -22,7 +23,9 @@ class DenseContext:
 
     ``local`` of the ranks are linked closely, all where it is None; ``c`` are constants by name.
     Units compute in ``param_dtype`` and sum gradients in ``reduce_dtype``, each tensor in its own
-    where that is empty. Units that are not replicated are shared as a stage of ``zero`` says.
+    where that is empty. Units that are not replicated are shared as a stage of ``zero`` says, and
+    their shards, gradients and states may be, or are all, in host memory as ``offload`` says, which
+    is that of the device unless this is an accelerator.
     """
 
     ranks: int
@@ -31,6 +34,8 @@ class DenseContext:
     param_dtype: str = ""
     reduce_dtype: str = ""
     zero: Zero = 3
+    offload: Offload = "none"
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class UnitChoice:
 
     ``spent`` is what its collectives, gradient and update take, ``computing`` what its modules do.
     ``gathered`` and ``reduced`` are bytes of the whole buffer as it is gathered and summed,
-    ``cleared`` those of its gradient before that.
+    ``cleared`` those of its gradient before that. The rank's shares of an ``offloaded`` unit, in
+    all roles, are in host memory; they are ``away`` where the device has another one.
     """
 
     unit: UnitSpec
@@ -53,6 +59,8 @@ class UnitChoice:
     gathered: int
     cleared: int
     reduced: int
+    offloaded: bool = False
+    away: bool = False
 
     @property
     def replicated(self) -> bool:
@@ -147,7 +155,8 @@ def unit_choices(
     units: Sequence[UnitSpec], computed: Mapping[str, ComputeSeconds], context: DenseContext
 ) -> tuple[UnitChoice, ...]:
     """Neighbours as one unit: replicated, sharded and kept after forward, sharded and resharded;
-    below ZeRO's stage 3 replicated or sharded and whole between steps.
+    below ZeRO's stage 3 replicated or sharded and whole between steps. Those that are sharded once
+    more in host memory.
 
     Where two cost the same, the earlier one is the simpler one.
     """
@@ -159,19 +168,28 @@ def unit_choices(
     kind, dtype = unit.optimizer, context.param_dtype
     cast = {tensor.dtype for tensor in unit.tensors} - {dtype} if dtype else set()
 
-    def choice(placement: Placement, zero: Zero = 3, *, reshard: bool = False) -> UnitChoice:
+    def choice(
+        placement: Placement, zero: Zero = 3, *, reshard: bool = False, offloaded: bool = False
+    ) -> UnitChoice:
+        moved = {tensor.dtype for tensor in unit.tensors} if offloaded else cast
         layout = unit_layout(
-            unit.tensors, placement, context.ranks, unit.frozen, zero=zero, cast=cast
+            unit.tensors, placement, context.ranks, unit.frozen, zero=zero, cast=moved
         )
         sizes = _buffers(layout, context, stays=zero < 3)
         sharded = isinstance(placement, Flat)
         spent = _spent(layout, kind, sizes, context, sharded=sharded, stays=zero < 3)
-        return UnitChoice(unit, placement, zero, reshard, layout, spent, computing, *sizes)
+        if offloaded:
+            spent = _copied(spent, layout, kind, sizes[0], context)
+        away = offloaded and context.on_gpu
+        its = (unit, placement, zero, reshard, layout, spent, computing)
+        return UnitChoice(*its, *sizes, offloaded, away)
 
-    kept = choice(Flat(), context.zero)
-    if context.zero < 3:
-        return choice(Replicate()), kept
-    return choice(Replicate()), kept, choice(Flat(), reshard=True)
+    def sharded(*, offloaded: bool) -> Iterator[UnitChoice]:
+        yield choice(Flat(), context.zero, offloaded=offloaded)
+        if context.zero == 3:
+            yield choice(Flat(), reshard=True, offloaded=offloaded)
+
+    return choice(Replicate()), *sharded(offloaded=False), *sharded(offloaded=True)
 
 
 def _buffers(layout: UnitLayout, context: DenseContext, *, stays: bool) -> tuple[int, int, int]:
@@ -205,4 +223,24 @@ def _spent(
         reduce=reduce["reduce"] if layout.trains else 0.0,
         gradient=dense.gradient_seconds(cleared, c),
         update=dense.update_seconds(optimizer.dense_update_bytes(trained, kind), c),
+    )
+
+
+def _copied(
+    spent: UnitSeconds,
+    layout: UnitLayout,
+    kind: OptimizerName,
+    gathered: int,
+    context: DenseContext,
+) -> UnitSeconds:
+    """The same of a unit in host memory: a gather begins with a copy of the rank's share, a reduce
+    ends with one of its gradient, and the host updates."""
+    c, away, trained = context.c, context.on_gpu, layout.trained.shard_bytes
+    share = gathered // context.ranks
+    moved = optimizer.dense_update_bytes(trained, kind)
+    return UnitSeconds(
+        gather=spent.gather + dense.copy_seconds(share, c, away=away),
+        reduce=spent.reduce + dense.copy_seconds(trained, c, away=away) if layout.trains else 0.0,
+        gradient=spent.gradient,
+        update=dense.update_seconds(moved, c, away=away),
     )

@@ -23,7 +23,7 @@ from shardwright.cost import dense
 from shardwright.cost.pipeline import ComputeSeconds, Spent, walk
 from shardwright.planner.unit_choice import DenseContext, UnitChoice, unit_choices
 
-MAX_COMBINATIONS = 81  # of ways to place each run of units; beyond, all runs are placed alike
+MAX_COMBINATIONS = 125  # of ways to place each run of units; beyond, all runs are placed alike
 # Constants are not known better: larger units, or units gathered ahead, have to save this share
 # of a step's seconds.
 WORTH = 0.02
@@ -59,9 +59,11 @@ class Arrangement:
 
     @cached_property
     def kept(self) -> int:
-        """Bytes of a rank's weights, gradients and states."""
+        """Bytes of a rank's weights, gradients and states in the memory that decides."""
         return sum(
-            u.layout.stored_bytes + u.layout.shard_bytes * (1 + _states(u)) for u in self.units
+            u.layout.stored_bytes + u.layout.shard_bytes * (1 + _states(u))
+            for u in self.units
+            if not u.away
         )
 
     @cached_property
@@ -86,6 +88,7 @@ def dense_modes(
     *,
     routed: frozenset[str] = frozenset(),
     replicated_tables: frozenset[str] = frozenset(),
+    early: frozenset[str] = frozenset(),
 ) -> Modes:
     """What a choice of units means for the order of a step."""
     return Modes(
@@ -93,6 +96,7 @@ def dense_modes(
         resharded_units=frozenset(u.unit.name for u in units if u.reshard),
         routed=routed,
         replicated_tables=replicated_tables,
+        early=early,
         prefetch=prefetch,
         merged=tuple(
             (u.unit.name, u.unit.members) for u in units if u.unit.members != (u.unit.name,)
@@ -104,7 +108,7 @@ def dense_modes(
 @dataclass(frozen=True)
 class UnitSpace:
     """What may be chosen of a model's units. ``forced`` says by unit or series whether it is to
-    "shard" or to "replicate"."""
+    "shard", to "replicate" or to "offload"."""
 
     model: ModelSpec
     context: DenseContext
@@ -183,11 +187,17 @@ class UnitSpace:
 
     def _allowed(self, units: Unit) -> Iterator[UnitChoice]:
         wanted, reshard = self._wanted(units[0]), self.section.reshard
+        offload = "all" if wanted == "offload" else self.context.offload
         for choice in unit_choices(units, self.computed, self.context):
             if wanted is None and self.context.zero < 3:  # whose states are shared, or nothing is
                 wanted = "shard" if choice.layout.trains else "replicate"
-            if wanted in (None, "replicate" if choice.replicated else "shard") and (
-                choice.replicated or reshard in (None, choice.reshard)
+            if choice.replicated:
+                if wanted in (None, "replicate") and offload != "all":
+                    yield choice
+            elif (
+                wanted != "replicate"
+                and reshard in (None, choice.reshard)
+                and offload in ("auto", "all" if choice.offloaded else "none")
             ):
                 yield choice
 
@@ -226,10 +236,13 @@ class UnitSpace:
         known = {name for unit in units for name in (unit.name, unit.series) if name}
         text = ", ".join(dict.fromkeys(unit.series or unit.name for unit in units))
         alone = ", or one layer of a series" if any(unit.series for unit in units) else ""
-        for name in self.forced:
+        for name, wanted in self.forced.items():
+            if wanted == "replicate" and self.context.offload == "all":
+                want = "'shard', 'offload' or nothing beside memory.offload = 'all'"
+                raise InputError(expected(f"planner.units.{name}", want, "'replicate'"))
             if name not in known:
-                wanted = f"units {text}{alone}" if known else "no unit: tables alone"
-                raise InputError(expected("planner.units", wanted, f"'{name}'"))
+                want = f"units {text}{alone}" if known else "no unit: tables alone"
+                raise InputError(expected("planner.units", want, f"'{name}'"))
         if not self.model.units and self.section != FREE:
             wanted = "nothing: tables alone have no units"
             raise InputError(expected("planner.dense", wanted, "a section", "Leave it out."))

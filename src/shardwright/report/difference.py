@@ -144,6 +144,7 @@ def _unit_facts(unit: UnitPlan) -> Facts:
         "optimizer states": (placement_text(unit.optimizer_state), ""),
         "optimizer": (unit.optimizer, ""),
         "freed after forward": ("yes" if unit.reshard_after_forward else "no", ""),
+        "in host memory": ("yes" if unit.offloaded is True else "no", ""),
         "checkpointing": (unit.checkpointing, ""),
         "bytes per rank": (unit.bytes_per_rank, "bytes"),
         "padding": (unit.padding_bytes, "bytes"),

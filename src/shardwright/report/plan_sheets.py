@@ -283,13 +283,13 @@ def _seconds(units: Iterable[UnitPlan]) -> float:
 def _placements(unit: UnitPlan) -> str:
     """Where weights, gradients and states live, at once where they live alike."""
     each = [placement_text(p) for p in (unit.parameter, unit.gradient, unit.optimizer_state)]
+    where = ", on the host" if unit.offloaded is True else ""
     if len(set(each)) == 1:
-        return each[0]
+        return each[0] + where
     if each[0] == each[1]:
-        return f"{each[0]}, states {each[2]}"
-    return ", ".join(
-        f"{a} {b}" for a, b in zip(("weights", "gradients", "states"), each, strict=True)
-    )
+        return f"{each[0]}, states {each[2]}{where}"
+    roles = zip(("weights", "gradients", "states"), each, strict=True)
+    return ", ".join(f"{a} {b}" for a, b in roles) + where
 
 
 def _checkpointing(unit: UnitPlan) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
+from msgspec import UNSET
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +22,7 @@ from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.planning import trained_communication
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, check_mesh, fingerprint_of, flat
+from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
@@ -28,7 +30,7 @@ from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
 from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.fully_shard import attach, check_members
+from shardwright.runtime.fully_shard import attach, check_members, check_offload
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.dstorage import storages_in
@@ -101,10 +103,13 @@ def apply(
     for unit in plan.units:
         _check_unit_blocks(unit, blocks, comm, [members[fqn] for fqn in unit.tensors])
     initial_block = _initial(model)
+    check_offload(comm, any(unit.offloaded is True for unit in plan.units))
     flow = Flow(plan.prefetch, guard)
     if plan.tables:
         _shard_tables(model, plan, blocks, comm, initial_block, flow, folder)
     _shard_units(model, plan, comm, members, initial_block, flow)
+    if plan.job.train.overlap not in (UNSET, "none"):
+        look_ahead(model)
     vars(model).pop("initial_block", None)  # of one model only: what it keeps is needed no more
     _agree_on_replicas(comm, model)
     return model
@@ -145,6 +150,7 @@ def _shard_units(
             reshard_after_forward=unit.reshard_after_forward,
             precision=precision,
             zero=unit.roles.zero or 3,
+            offloaded=unit.offloaded is True,
             initial=initial,
         )
         blocks = [model.get_submodule(path) for path in unit.checkpointed]

@@ -321,7 +321,9 @@ class CutTwice(Comm):
         sent: torch.Tensor,
         received_splits: Sequence[int] | None = None,
         sent_splits: Sequence[int] | None = None,
-    ) -> None:
+        *,
+        wait: bool = True,
+    ) -> Pending | None:
         """Send the k-th split of ``sent`` to who has part k, in one group of all ranks."""
         if self._every is None:
             whole = flat(self.mesh)
@@ -334,18 +336,23 @@ class CutTwice(Comm):
             for tensor, splits in ((sent, sent_splits), (received, received_splits))
         )
         arrived = torch.empty_like(received)
-        self._every.all_to_all(
+        targets = [wanted[part] for part in order]
+        pending = self._every.all_to_all(
             label,
             arrived,
             torch.cat([given[part] for part in order]),
-            [wanted[part].numel() for part in order],
+            [target.numel() for target in targets],
             [given[part].numel() for part in order],
+            wait=False,
         )
-        targets = [wanted[part] for part in order]
-        for target, values in zip(
-            targets, arrived.split([t.numel() for t in targets]), strict=True
-        ):
-            target.copy_(values)
+        assert pending is not None
+        pending.then(partial(_parted, arrived, targets))
+        return pending.returned(wait)
+
+
+def _parted(values: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    for target, part in zip(targets, values.split([t.numel() for t in targets]), strict=True):
+        target.copy_(part)
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

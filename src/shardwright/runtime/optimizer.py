@@ -235,7 +235,8 @@ def make_optimizer(
     learning_rate: float,
     implementation: Implementation | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a name over ``parameters``, fused where it can be if nothing is said.
+    """The optimizer of a name over those of ``parameters`` that train, for Adagrad makes states of
+    all that it is given; fused where it can be if nothing is said.
 
     Raises InputError for a name that is unknown or that no single class stands for.
     """
@@ -246,5 +247,6 @@ def make_optimizer(
         options |= {each: each == how for each in row.steps if each != "for_loop"}
     module, _, kind = row.make.partition(":")
     made: torch.optim.Optimizer
-    made = getattr(importlib.import_module(module), kind)(parameters, lr=learning_rate, **options)
+    trained = [part for part in parameters if getattr(part, "requires_grad", True)]  # or a group
+    made = getattr(importlib.import_module(module), kind)(trained, lr=learning_rate, **options)
     return made

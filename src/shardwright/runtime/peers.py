@@ -250,7 +250,9 @@ class Peers:
         sent: torch.Tensor,
         received_splits: Sequence[int] | None = None,
         sent_splits: Sequence[int] | None = None,
-    ) -> None:
+        *,
+        wait: bool = True,
+    ) -> Pending | None:
         """Send the k-th split of ``sent`` to rank k; equal splits where none are given."""
         pending = self._begin(label, "all_to_all", sent.nbytes, alike=False)
         splits = (received_splits or (), sent_splits or ())
@@ -258,10 +260,11 @@ class Peers:
             if self.size == 1:
                 _copy(received, sent)
             else:
-                pending.owns(self._operations.all_to_all(received, sent, *splits, True))
+                work = self._operations.all_to_all(received, sent, *splits, wait)
+                pending.owns(work, received, sent)
         except RuntimeError as error:
             pending.blame(error)
-        pending.wait()
+        return pending.returned(wait)
 
     def broadcast(self, label: str, tensor: torch.Tensor, source: int) -> None:
         """``tensor`` becomes what it is on rank ``source`` of this group; contiguous, any dtype."""

@@ -12,6 +12,7 @@ from shardwright.core.errors import InputError
 from shardwright.core.fit import Estimate, Remedy
 from shardwright.core.job import Job, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
+from shardwright.core.memory_section import OFFLOADS
 from shardwright.core.model_of_job import unplanned
 from shardwright.core.model_section import ESTIMATED
 from shardwright.core.optimizers import OPTIMIZERS
@@ -224,10 +225,10 @@ def _memory_keys(job: Job) -> Iterator[_Key]:
         yield _Key("memory", "loss", "chunked")
     if smaller := OPTIMIZERS[job.train.optimizer].smaller:
         yield _Key("train", "optimizer", smaller)
-    if section.offload == "none":
-        yield _Key("memory", "offload", "states")
-    if section.offload != "all":
-        yield _Key("memory", "offload", "all")
+    ways, _ = OFFLOADS[section.runtime]
+    for way in ("states", "all"):
+        if way in ways and section.offload in ("none", "states") and section.offload != way:
+            yield _Key("memory", "offload", way)
     if section.reduce_dtype == "fp32" and section.param_dtype != "fp32":
         yield _Key("memory", "reduce_dtype", section.param_dtype)
 

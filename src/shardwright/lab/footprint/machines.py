@@ -44,7 +44,7 @@ def sharding(section: MemorySection, degrees: Degrees, on_gpu: bool) -> Sharding
         reduces=_reduces(section, degrees),
         shares=_shares(section),
         on_gpu=on_gpu,
-        offload=section.offload == "all",
+        offload=section.on_host,
     )
 
 
@@ -82,8 +82,8 @@ MACHINES: dict[Runtime, Callable[..., Machine]] = {
 
 
 def optimizer_of(job: Job) -> Optimizer:
-    """The optimizer of a job; on whole parameters in less than fp32 it has no copies."""
+    """The optimizer of a job; on whole parameters in less than fp32 it has no copies. Ours updates
+    what is on the host there, as it does elsewhere."""
     section = memory_of(job)
-    return optimizer_named(
-        job.train.optimizer, section.implementation, offload=section.offload != "none"
-    )
+    apart = section.offload != "none" and section.runtime != "shardwright"
+    return optimizer_named(job.train.optimizer, section.implementation, offload=apart)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
@@ -16,6 +17,7 @@ from shardwright.runtime.embeddings.bags import Keyed, features_of
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.module import NoTableError, RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table
+from shardwright.trace.arguments import Reached
 from shardwright.trace.tables import Embedding, RoutedRows, collected, embeddings, is_weighted
 
 LARGE = 2**20  # bytes of an embedding that a table may be worth
@@ -47,6 +49,7 @@ class Routed:
         self.tables: dict[str, Embedding] = {}
         self.notes: list[str] = []
         self.asked: dict[str, int] = {}  # ids of a step
+        self.early: tuple[str, ...] = ()  # those asked for what the module is given
         self.spread: dict[str, Keyed] = {}  # what collections are asked for
         self.collections: dict[str, nn.Module] = {}
         if wanted != ():
@@ -93,17 +96,25 @@ class Routed:
     @contextmanager
     def instead(self) -> Iterator[None]:
         """They are looked up elsewhere inside."""
+        instead_of: dict[str, nn.Module] = {}
+        reached: Reached | None = None
         try:
             for path, part in self.tables.items():
                 rows = RoutedRows(part.embedding_dim, path, self._asking(path))
                 instead = RoutedEmbedding(path, part, rows)
                 vars(instead)["_parameters"] = _Unread(path, rows)
                 self._put(path, instead)
+                instead_of[path] = instead
             for path, part in self.collections.items():
                 rows = _Rows(path, part, self._asking(path), self.spread)
-                self._put(path, RoutedCollection(rows, part, rows.read))
+                instead_of[path] = RoutedCollection(rows, part, rows.read)
+                self._put(path, instead_of[path])
+            reached = Reached(self.module, instead_of)
             yield
+            self.early = tuple(reached.found)
         finally:
+            if reached is not None:
+                reached.remove()
             for path, own in (*self.tables.items(), *self.collections.items()):
                 self._put(path, own)
 
@@ -139,7 +150,7 @@ class Routed:
                 lengths = tuple(size / bags for size in sizes)
                 of = Collected(each.inside, each.features, lengths, bags, each.pooling, weighted)
                 tables.append(RecordedTable(path, *each.weight.shape, sum(sizes), of))
-        return {"tables": tuple(tables)} if tables else {}
+        return {"tables": tuple(tables), "early": self.early or UNSET} if tables else {}
 
 
 class _Rows(RoutedRows):

@@ -9,6 +9,7 @@ three are enough for the largest total; the rank is the last one, whose steps se
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.models.llama.collectives import copy_to_ranks, exchanged, gather_alike, gathered
 from shardwright.models.llama.layers import TOKENS, Device, Linear, RMSNorm, enter, leave
+from shardwright.models.llama.loss import capped
 
 
 def rotations(
@@ -125,7 +127,7 @@ class Attention(nn.Module):
         self.wk = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
         self.wv = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
         self.wo = Linear(queries, shape.dim, shape.output_bias, device=device, dtype=dtype)
-        self.inner_attention = CoreAttention(local.context)
+        self.inner_attention = CoreAttention(local.context, shape.attention_cap or 0.0)
         self.q_norm = self.k_norm = None
         if shape.qk_norm:
             self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps, device=device, dtype=dtype)
@@ -203,15 +205,32 @@ class CoreAttention(nn.Module):
     """Queries, keys, values [B, heads, T, head_dim] -> [B, heads, T, head_dim] (of a value's), over
     the tokens of all context ranks. A module of its own, so that a policy can compute it again."""
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, context: int, cap: float = 0.0) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.cap = context, cap
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Causal attention; the kernel forms no [T, T] matrix."""
+        """Causal attention; the kernel forms no [T, T] matrix, but caps no scores either."""
+        if self.cap:
+            return capped_attention(query, key, value, self.cap)
         if self.context > 1:
             return ring_attention(query, key, value, self.context)
         return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def capped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cap: float
+) -> torch.Tensor:
+    """Causal attention, [B, heads, T, head_dim] each, whose scores ``cap`` times a tanh keeps below
+    it: operator by operator, as ``transformers`` has it (``eager_attention_forward`` of Gemma 2,
+    5.24). Of its scores [B, heads, T, T] a backward has the tanh, the softmax in fp32, and that in
+    the dtype of values."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * query.shape[-1] ** -0.5
+    scores = capped(scores, cap)
+    length = scores.shape[-1]
+    later = torch.full((length, length), -math.inf, dtype=scores.dtype, device=scores.device)
+    shares = torch.softmax(scores + later.triu(1), dim=-1, dtype=torch.float32)
+    return torch.matmul(shares.to(value.dtype), value)
 
 
 def repeat_heads(x: torch.Tensor, repeats: int) -> torch.Tensor:

@@ -35,6 +35,16 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
     return _GroupedProduct.apply(x, weight, ends)
 
 
+@torch.library.custom_op("shardwright::grouped_product", mutates_args=("result",))
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, result: torch.Tensor
+) -> None:
+    """Fill ``result``: one operator, for a policy of checkpointing that keeps the results of
+    products would find each expert's written to again, in the buffer of all."""
+    for expert, group in _groups(x, ends):
+        torch.mm(x[group], weight[expert].T, out=result[group])
+
+
 class _GroupedProduct(torch.autograd.Function):
     """A loop over experts that writes into one buffer; without data only the buffer is made."""
 
@@ -44,8 +54,8 @@ class _GroupedProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, ends)
         result = x.new_empty(x.shape[0], weight.shape[1])
-        for expert, group in _groups(x, ends):
-            torch.mm(x[group], weight[expert].T, out=result[group])
+        if has_data(x):
+            _multiply(x, weight, ends, result)
         return result
 
     @staticmethod

@@ -160,11 +160,11 @@ def choice_of(unit: UnitPlan, space: UnitSpace) -> UnitChoice:
         got = " and ".join(repr(name) for name in unit.members[:3]) or "none"
         raise MismatchError(expected(f"{where} members", "layers of one series", got, AGAIN))
     choices = space.choices(members)
-    wanted = _way(unit.roles, reshard=unit.reshard_after_forward)
+    wanted = _way(unit.roles, unit.reshard_after_forward, unit.offloaded is True)
     for choice in choices:
-        if _way(choice.roles, reshard=choice.reshard) == wanted:
+        if _way_of(choice) == wanted:
             return choice
-    known = " or ".join(_way(c.roles, reshard=c.reshard) for c in choices)
+    known = " or ".join(map(_way_of, choices))
     raise MismatchError(expected(where, known, wanted, AGAIN))
 
 
@@ -188,9 +188,13 @@ def _check_cut(plan: Plan, space: UnitSpace) -> None:
         raise MismatchError(expected("plan: checkpointing", wanted, ", ".join(sorted(ran)), AGAIN))
 
 
-def _way(roles: Roles, *, reshard: bool) -> str:
+def _way_of(choice: UnitChoice) -> str:
+    return _way(choice.roles, choice.reshard, choice.offloaded)
+
+
+def _way(roles: Roles, reshard: bool, offloaded: bool) -> str:
     found = ", ".join(dict.fromkeys(map(describe, roles)))
-    return f"{found}{', resharded' if reshard else ''}"
+    return f"{found}{', resharded' if reshard else ''}{', offloaded' if offloaded else ''}"
 
 
 def _check(plan: Plan, draft: Draft) -> None:

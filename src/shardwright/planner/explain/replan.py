@@ -77,15 +77,15 @@ def forced_table(plan: Plan, index: int, field: str, wanted: str) -> Forced:
 
 
 def forced_unit(plan: Plan, unit: UnitPlan, wanted: str) -> Forced:
-    """A unit that is sharded or replicated, all sharded units resharded or kept or at a stage of
-    ZeRO, or all blocks checkpointed."""
+    """A unit that is sharded, replicated or in host memory, all sharded units resharded or kept or
+    at a stage of ZeRO, or all blocks checkpointed."""
     planner, dense = plan.job.planner, plan.job.planner.dense
     if wanted in ("checkpointed", *CHOSEN_FROM):
         policies = CHOSEN_FROM[1:] if wanted == "checkpointed" else (wanted,)
         dense = msgspec.structs.replace(dense, checkpointing=policies)
         key = f"planner.dense.checkpointing = {list(policies)}"
         return Forced(_with_planner(plan.job, dense=dense), key)
-    place = "replicate" if wanted == "replicated" else "shard"
+    place = {"replicated": "replicate", "offloaded": "offload"}.get(wanted, "shard")
     own = [u.name for u in plan.model.units if set(u.members) <= set(unit.members)]
     key = "planner.units = {" + ", ".join(f'"{name}" = "{place}"' for name in own) + "}"
     if wanted in ("resharded", "kept"):

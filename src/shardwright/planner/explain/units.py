@@ -129,11 +129,17 @@ class UnitAmounts:
             for buffer in (gathered, reduced)
         )
         moved = optimizer.dense_update_bytes(self.trained(choice), choice.unit.optimizer)
+        found, away = (gather["gather"], reduce["reduce"]), choice.away
+        if choice.offloaded:
+            share = named("sent_bytes", gathered // self.ranks, "B")
+            copied = (share, self.trained(choice))
+            copies = (dense.copy_seconds(nbytes, c, away=away) for nbytes in copied)
+            found = tuple(of + copy for of, copy in zip(found, copies, strict=True))
         return UnitSeconds(
-            gather=gather["gather"],
-            reduce=reduce["reduce"] if choice.reduces else 0.0,
+            gather=found[0],
+            reduce=found[1] if choice.reduces else 0.0,
             gradient=dense.gradient_seconds(self.cleared(choice), c),
-            update=dense.update_seconds(moved, c),
+            update=dense.update_seconds(moved, c, away=away),
         )
 
     def spent(self, choice: UnitChoice) -> list[Spent]:

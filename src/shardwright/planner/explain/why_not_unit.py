@@ -20,7 +20,7 @@ from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.unit_choice import UnitChoice, unit_choices
 
-PLACEMENTS = ("replicated", "sharded", "resharded", "kept")
+PLACEMENTS = ("replicated", "sharded", "resharded", "kept", "offloaded")
 WAYS = (*PLACEMENTS, *STAGES, "checkpointed", *CHOSEN_FROM)
 
 
@@ -83,12 +83,13 @@ def _lies(unit: UnitPlan, draft: Draft) -> str:
 
 
 def words(choice: UnitChoice) -> str:
-    """How a unit is placed: ``replicated``, or sharded and whether it reshards or stays."""
+    """How a unit is placed: ``replicated``, or sharded, whether it reshards or stays, and where."""
     if choice.replicated:
         return "replicated"
+    where = ", offloaded" if choice.offloaded else ""
     if choice.stays:
-        return f"sharded, ZeRO-{choice.zero}"
-    return f"sharded, {'resharded' if choice.reshard else 'kept'}"
+        return f"sharded, ZeRO-{choice.zero}{where}"
+    return f"sharded, {'resharded' if choice.reshard else 'kept'}{where}"
 
 
 def _placed(draft: StepDraft, choice: UnitChoice, wanted: str) -> Iterator[Trial]:
@@ -96,7 +97,8 @@ def _placed(draft: StepDraft, choice: UnitChoice, wanted: str) -> Iterator[Trial
     space = draft.problem.unit_space
     members = tuple(u for u in space.model.units if set(u.members) <= set(choice.unit.members))
     for other in unit_choices(members, space.computed, space.context):
-        if wanted in words(other).split(", "):
+        elsewhere = other.offloaded != (wanted == "offloaded" or choice.offloaded)
+        if wanted in words(other).split(", ") and (other.replicated or not elsewhere):
             units = tuple(other if each is choice else each for each in draft.units)
             yield trial(dataclasses.replace(draft, units=units), words(other))
 
@@ -112,10 +114,14 @@ def _staged(plan: Plan, unit: UnitPlan, draft: StepDraft, zero: Zero) -> Iterato
             members = tuple(u for u in space.model.units if set(u.members) <= set(own.members))
             replicated = each.replicated and own is not unit
             found = unit_choices(members, space.computed, space.context)
-            wanted = (replicated, reshard and not replicated)
-            units.append(next(c for c in found if (c.replicated, c.reshard) == wanted))
+            wanted = (replicated, reshard and not replicated, each.offloaded and not replicated)
+            units.append(next(c for c in found if _ways(c) == wanted))
         changed = StepDraft(problem, draft.tables, tuple(units), draft.prefetch)
         yield trial(changed, f"all sharded units: {words(units[plan.units.index(unit)])}")
+
+
+def _ways(choice: UnitChoice) -> tuple[bool, bool, bool]:
+    return choice.replicated, choice.reshard, choice.offloaded
 
 
 def _checkpointed(

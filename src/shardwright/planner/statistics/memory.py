@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from shardwright.core.amount import maximum, named, summed
+from shardwright.core.block import Role
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.plan import Plan
 from shardwright.core.statistics import Ledger, LedgerLine, MemoryPrice, PeakTier
-from shardwright.core.timeline import Kind
+from shardwright.core.timeline import Kind, decode
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import Bound, lower_bound, table
 from shardwright.planner.search.space import Space
@@ -80,10 +81,26 @@ def _lines(
 ) -> tuple[LedgerLine, ...]:
     totals = plan.ranks[rank]
     kinds = totals.at_peak if tier == decisive(plan) else held.tally.kinds(tier, rank)
+    if tier == "ddr" != decisive(plan):
+        kinds = _with_units(plan, kinds, rank)
     lines = [LedgerLine(what, n) for what, n in set_aside(plan, tier).items() if n]
     ordered = sorted(kinds.items(), key=lambda entry: KINDS.index(entry[0]))
     lines += [LedgerLine(kind, n) for kind, n in ordered if n]
     return (*lines, LedgerLine(FREE, free(capacity, [line.nbytes for line in lines])))
+
+
+def _with_units(plan: Plan, kinds: dict[str, int], rank: int) -> dict[str, int]:
+    """With what a rank of an accelerator has of offloaded units, kind by kind."""
+    found = dict(kinds)
+    own = {unit.name for unit in plan.units if unit.offloaded is True}
+    if not own:
+        return found
+    for event in decode(plan.timeline):
+        name, _, role = event.name.rpartition(".")
+        padding = event.kind == "padding" and role in get_args(Role)
+        if event.rank == rank and (name if padding else event.name) in own:
+            found[event.kind] = found.get(event.kind, 0) + event.bytes
+    return found
 
 
 def free(capacity: Any, taken: Sequence[Any]) -> Any:

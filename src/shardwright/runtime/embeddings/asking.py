@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from shardwright.core.errors import PeerError
+from shardwright.core.errors import InputError, PeerError
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import wire
 from shardwright.runtime.embeddings.guide import Guide, Request
+from shardwright.runtime.pending import Pending
 
 _WORDS = 512  # bytes of what a rank says
 
@@ -24,66 +27,146 @@ class Asking:
         steady = comm.size > 1 and all(guide.is_steady for guide in guides)
         self.steady = _Steady(comm.size, self.sections) if steady else None
 
-    def ask(self, asked: list[Request]) -> tuple[wire.Counts, wire.Counts, torch.Tensor]:
-        """Send what is ``asked`` of each group, which keep what is left to do then: counts sent to
-        each rank, received from each, and what came with these (collective).
+    def begin(self, asked: list[Request], error: InputError | None = None) -> Sent:
+        """Send what is ``asked`` of each group, which keep what is left to do then; or an ``error``
+        in this rank's ids in place of it, so that all ranks raise (collective)."""
+        if error is not None:
+            sent, counts = torch.zeros(0, dtype=torch.int64, device=self.device), []
+        else:
+            sent, counts = wire.pack(asked, self.comm.size)
+            asked[:] = [each.without_rows() for each in asked]
+        way = (_SentAlong if self.steady else _SentAfter)(self, sent, counts, error)
+        del sent
+        way.send()
+        return way
 
-        PeerError where another rank refuses its ids.
-        """
-        sent, counts = wire.pack(asked, self.comm.size)
-        asked[:] = [each.without_rows() for each in asked]
-        if self.steady is not None:
-            message, (rest, left) = self.steady.pack(sent, counts), self.steady.rest(sent, counts)
-            del sent
-            received = self._exchange(self.steady, message)
-            del message
-            served, came, more = self.steady.unpack(received)
-            self._check_refused(served)
-            if more:
-                missing = [sum(row) - len(part) for row, part in zip(served, came, strict=True)]
-                others = received.new_empty(sum(missing))
-                self.comm.all_to_all("exchange more ids", others, rest, missing, left)
-                pairs = zip(came, others.split(missing), strict=True)
-                came = [part for pair in pairs for part in pair]
-            self.steady.learn(counts, served)
-            return counts, served, torch.cat(came)
-        served = self._announced(torch.tensor(counts, device=self.device).view(-1))
-        into, out = [*map(sum, served)], [*map(sum, counts)]
-        received = sent.new_empty(sum(into))
-        self.comm.all_to_all("exchange ids", received, sent, into, out)
-        return counts, served, received
-
-    def refuse(self, fault: str) -> None:
-        """Announce a ``fault`` in this rank's ids in place of counts, so that all ranks raise."""
-        with self.comm.probe.phase("exchange_ids"):
-            if self.steady is None:
-                size = self.comm.size * self.sections
-                refusal = torch.full((size,), -1, device=self.device)
-                self.comm.all_to_all("exchange counts", torch.empty_like(refusal), refusal)
-            else:
-                _, out = self.steady.sizes()
-                self._exchange(self.steady, torch.full((sum(out),), -1, device=self.device))
-            _words_of_all(self.comm, fault)
-
-    def _exchange(self, steady: _Steady, message: torch.Tensor) -> torch.Tensor:
-        into, out = steady.sizes()
-        received = message.new_empty(sum(into))
-        self.comm.all_to_all("exchange ids", received, message, into, out)
-        return received
-
-    def _announced(self, counts: torch.Tensor) -> wire.Counts:
-        """Exchange how much of each section every rank will send to every other."""
-        heard = torch.empty_like(counts)
-        self.comm.all_to_all("exchange counts", heard, counts)
-        served: wire.Counts = heard.view(self.comm.size, -1).tolist()
-        self._check_refused(served)
+    def heard(self, received: torch.Tensor) -> wire.Counts:
+        """How much of each section every rank sends, of their announcements."""
+        served: wire.Counts = received.view(self.comm.size, -1).tolist()
         return served
 
-    def _check_refused(self, served: wire.Counts) -> None:
+    def check_refused(self, served: wire.Counts) -> None:
         """PeerError where a rank announced a fault in place of counts (collective then)."""
         refused = [rank for rank, row in enumerate(served) if min(row) < 0]
         if refused:
             raise _refused(refused, _words_of_all(self.comm, ""))
+
+
+class Sent:
+    """Ids on their way, or the ``error`` in them. ``finish`` gives counts sent to each rank,
+    received from each, and what came with these.
+
+    It raises the error, or PeerError where another rank has one.
+    """
+
+    def __init__(
+        self, asking: Asking, sent: torch.Tensor, counts: wire.Counts, error: InputError | None
+    ) -> None:
+        self.asking, self.counts, self.error = asking, counts, error
+        self._sent: torch.Tensor | None = sent
+        self._pending: Pending | None = None
+
+    def send(self) -> None:
+        """Let it be on its way."""
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """Let what has to wait for other ranks' counts be on its way."""
+
+    def finish(self) -> tuple[wire.Counts, wire.Counts, torch.Tensor]:
+        """Wait for everything; once."""
+        raise NotImplementedError
+
+    def _exchange(
+        self, label: str, values: torch.Tensor, into: list[int] | None, out: list[int] | None
+    ) -> torch.Tensor:
+        received = values.new_empty(len(values) if into is None else sum(into))
+        comm = self.asking.comm
+        self._pending = comm.all_to_all(label, received, values, into, out, wait=False)
+        return received
+
+    def _wait(self) -> None:
+        """The message is there; the error is raised once every rank has heard of it."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            _words_of_all(self.asking.comm, str(self.error))
+            raise self.error
+
+
+class _SentAfter(Sent):
+    """Counts go first."""
+
+    def send(self) -> None:
+        asking = self.asking
+        if self.error is None:
+            counts = torch.tensor(self.counts, device=asking.device).view(-1)
+        else:
+            counts = torch.full((asking.comm.size * asking.sections,), -1, device=asking.device)
+        self._received = self._exchange("exchange counts", counts, None, None)
+        self._served: wire.Counts | None = None
+
+    def advance(self) -> None:
+        if self._served is not None:
+            return
+        self._wait()
+        self._served = served = self.asking.heard(self._received)
+        sent, self._sent = self._sent, None
+        if sent is None or self.error is not None or any(min(row) < 0 for row in served):
+            return
+        into, out = [*map(sum, served)], [*map(sum, self.counts)]
+        self._received = self._exchange("exchange ids", sent, into, out)
+
+    def finish(self) -> tuple[wire.Counts, wire.Counts, torch.Tensor]:
+        self.advance()
+        self._wait()
+        self._raise()
+        assert self._served is not None
+        self.asking.check_refused(self._served)
+        return self.counts, self._served, self._received
+
+
+class _SentAlong(Sent):
+    """Counts and ids go together, as many of these as were sent the last times."""
+
+    def __init__(self, *what: Any) -> None:
+        super().__init__(*what)
+        steady, sent = self.asking.steady, self._sent
+        assert steady is not None
+        assert sent is not None
+        self._sizes = steady.sizes()
+        if self.error is None:
+            self._sent, self._rest = steady.pack(sent, self.counts), steady.rest(sent, self.counts)
+        else:
+            self._sent = sent.new_full((sum(self._sizes[1]),), -1)
+        self._received: torch.Tensor | None = None
+
+    def send(self) -> None:
+        message, self._sent = self._sent, None
+        assert message is not None
+        self._received = self._exchange("exchange ids", message, *self._sizes)
+
+    def finish(self) -> tuple[wire.Counts, wire.Counts, torch.Tensor]:
+        steady, received = self.asking.steady, self._received
+        assert steady is not None
+        assert received is not None
+        self._wait()
+        self._raise()
+        self._received = None
+        served, came, more = steady.unpack(received, self._sizes[0])
+        self.asking.check_refused(served)
+        if more:
+            rest, left = self._rest
+            missing = [sum(row) - len(part) for row, part in zip(served, came, strict=True)]
+            others = self._exchange("exchange more ids", rest, missing, left)
+            self._wait()
+            pairs = zip(came, others.split(missing), strict=True)
+            came = [part for pair in pairs for part in pair]
+        steady.learn(self.counts, served)
+        return self.counts, served, torch.cat(came)
 
 
 class _Steady:
@@ -115,9 +198,11 @@ class _Steady:
         into, out = ([self.head + room for room in rooms] for rooms in (self.into, self.out))
         return into, out
 
-    def unpack(self, received: torch.Tensor) -> tuple[wire.Counts, list[torch.Tensor], bool]:
+    def unpack(
+        self, received: torch.Tensor, sizes: list[int]
+    ) -> tuple[wire.Counts, list[torch.Tensor], bool]:
         """Counts of every rank, what of its values came with them, and whether there is more."""
-        parts = received.split(self.sizes()[0])
+        parts = received.split(sizes)
         heads = torch.stack([part[: self.head] for part in parts]).tolist()
         counts = [row[:-1] for row in heads]
         ends = [self.head + max(sum(row), 0) for row in counts]

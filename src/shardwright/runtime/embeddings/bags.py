@@ -8,7 +8,7 @@ as TorchRec's KeyedJaggedTensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -305,6 +305,28 @@ def keyed_of(given: Any) -> Keyed:
     given = given.weights_or_none() if hasattr(given, "weights_or_none") else None
     weights = [None] * len(keys) if given is None else given.split(sizes)
     return Keyed(keys, values, sizes, bags, lengths, weights, ends)
+
+
+def versions_of(given: Any) -> tuple[int, ...]:
+    """How often the tensors of what is looked up were changed in place."""
+    return tuple(0 if t.is_inference() else t._version for t in _tensors(given))
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, Mapping):
+        for part in given.values():
+            yield from _tensors(part)
+    elif isinstance(given, (tuple, list)):
+        for part in given:
+            yield from _tensors(part)
+    elif isinstance(given, Keyed):
+        yield from _tensors((given.values, given.lengths, *given.weights))
+    elif given is not None:
+        for name in ("values", "lengths", "weights_or_none"):
+            part = getattr(given, name, None)
+            yield from _tensors(part() if callable(part) else None)
 
 
 class _Part(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwright.runtime.embeddings.bags import Keyed, keyed_of
+from shardwright.runtime.embeddings.module import Entrance
 from shardwright.trace.tables import collected, is_weighted
 
 
@@ -64,7 +65,7 @@ class Sequence:
         """Rows have no weights."""
 
 
-class RoutedCollection(nn.Module):
+class RoutedCollection(Entrance):
     """Stands in for ``like``, an EmbeddingBagCollection or an EmbeddingCollection: features as a
     KeyedJaggedTensor -> ``Pooled``, or a ``Sequence`` of each. ``rows`` has its tables."""
 
@@ -77,9 +78,7 @@ class RoutedCollection(nn.Module):
 
     def forward(self, features: Any) -> Pooled | dict[str, Sequence]:
         """Look every feature up."""
-        given = self._read(features)
-        if not self.weighted:
-            given = replace(given, weights=[None] * len(given.names))
+        given: Keyed = self.given(features)
         found: dict[str, torch.Tensor] = self.rows(given)
         if self.pooled:
             return Pooled(found)
@@ -87,3 +86,13 @@ class RoutedCollection(nn.Module):
         return {
             name: Sequence(rows, lengths[name.partition("@")[0]]) for name, rows in found.items()
         }
+
+    def asks(self, *arguments: Any) -> Keyed:
+        """Features one after the other."""
+        (features,) = arguments
+        given = self._read(features)
+        return given if self.weighted else replace(given, weights=[None] * len(given.names))
+
+    def rows_of(self) -> Any:
+        """The module of its tables."""
+        return self.rows

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.runtime.embeddings.bags import INTEGERS
+from shardwright.runtime.embeddings.bags import INTEGERS, versions_of
 
 
 class NoTableError(UnsupportedError, AttributeError):
@@ -19,7 +19,57 @@ class NoTableError(UnsupportedError, AttributeError):
         self.path, self.found = path, found
 
 
-class RoutedEmbedding(nn.Module):
+class _Prepared(NamedTuple):
+    """What tables are ``given`` for the ``arguments`` of a forward."""
+
+    arguments: tuple[Any, ...]
+    versions: tuple[int, ...]
+    given: Any
+
+    def is_of(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether it is of these, unchanged since."""
+        if len(arguments) != len(self.arguments):
+            return False
+        same = all(a is b for a, b in zip(self.arguments, arguments, strict=True))
+        return same and self.versions == versions_of(arguments)
+
+
+class Entrance(nn.Module):
+    """What a model calls to look rows up; ``asks`` says what its tables are given then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._prepared: list[_Prepared] = []  # for forwards to come
+
+    def asks(self, *arguments: Any) -> Any:
+        """What the tables take, of what a forward is given."""
+        (given,) = arguments
+        return given
+
+    def rows_of(self) -> Any:
+        """The module of tables."""
+        return self
+
+    def prepared(self, *arguments: Any) -> Any:
+        """The same for a forward to come, which gets no other."""
+        found = next((each for each in self._prepared if each.is_of(arguments)), None)
+        if found is not None:
+            return found.given
+        given = self.asks(*arguments)
+        if all(given is not argument for argument in arguments):
+            self._prepared.append(_Prepared(arguments, versions_of(arguments), given))
+        return given
+
+    def given(self, *arguments: Any) -> Any:
+        """The same for a forward, which forgets all that was prepared before it."""
+        for place, each in enumerate(self._prepared):
+            if each.is_of(arguments):
+                del self._prepared[: place + 1]
+                return each.given
+        return self.asks(*arguments)
+
+
+class RoutedEmbedding(Entrance):
     """Stands in for ``like`` at ``path``: called as it is, and gives what it gives.
 
     ``rows`` is a module of one table: ids [N, 1] int64 -> rows [N, 1, D]. Bags are pooled here, or
@@ -67,22 +117,16 @@ class RoutedEmbedding(nn.Module):
             kind = getattr(input, "dtype", type(input).__name__)
             text = str(kind).removeprefix("torch.")
             raise InputError(expected(f"ids of '{self.path}'", "a tensor of int64 or int32", text))
-        if self.bags and self.mode:
-            if offsets is None:
-                offsets = torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
-            else:
-                offsets = torch.cat([offsets, offsets.new_tensor([input.numel()])])
-            weights = () if per_sample_weights is None else (per_sample_weights.reshape(-1),)
-            pooled: dict[str, torch.Tensor] = self.rows(
-                {self.bags: (input.reshape(-1), offsets, *weights)}
-            )
-            return pooled[self.bags]
-        if offsets is not None or (self.mode and input.dim() != 2):
+        pools = self.bags and self.mode
+        if not pools and (offsets is not None or (self.mode and input.dim() != 2)):
             raise NoTableError(self.path, "bags of one length, [B, L]", "offsets")
-        ids = input.reshape(-1, 1).long()
-        found: torch.Tensor = self.rows(ids).squeeze(1)
+        rows: Any = self.rows(self.given(input, offsets, per_sample_weights))
+        if pools:
+            pooled: torch.Tensor = rows[self.bags]
+            return pooled
+        found: torch.Tensor = rows.squeeze(1)
         if self.padding_idx is not None and found.requires_grad:
-            padding = ids == self.padding_idx
+            padding = input.reshape(-1, 1) == self.padding_idx
             found.register_hook(lambda gradient: gradient.masked_fill(padding, 0.0))
         found = found.view(*input.shape, self.embedding_dim)
         if per_sample_weights is not None:
@@ -91,3 +135,32 @@ class RoutedEmbedding(nn.Module):
             is_mean = self.mode == "mean" and input.shape[1]  # of no ids torch gives zeros
             return found.mean(1) if is_mean else found.sum(1)
         return found
+
+    def asks(
+        self,
+        input: torch.Tensor,  # noqa: A002 - torch's name
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> Any:
+        """Bags of one feature, or ids [N, 1]."""
+        if not (self.bags and self.mode):
+            return input.reshape(-1, 1).long()
+        if offsets is None:
+            offsets = torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
+        else:
+            offsets = torch.cat([offsets, offsets.new_tensor([input.numel()])])
+        weights = () if per_sample_weights is None else (per_sample_weights.reshape(-1),)
+        return {self.bags: (input.reshape(-1), offsets, *weights)}
+
+    def prepared(
+        self,
+        input: torch.Tensor,  # noqa: A002 - torch's name
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> Any:
+        """As ``forward`` is called."""
+        return super().prepared(input, offsets, per_sample_weights)
+
+    def rows_of(self) -> Any:
+        """The module of its table."""
+        return self.rows

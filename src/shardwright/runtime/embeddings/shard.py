@@ -26,6 +26,7 @@ from shardwright.core.planning import IN_FULL, Communication, trained_communicat
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, check_mesh, flat
+from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
@@ -94,6 +95,7 @@ def shard_embeddings(
     optimizer: str = "",
     learning_rate: float | None = None,
     guard: Guard | None = None,
+    overlap: bool = False,
 ) -> nn.Module:
     """Replace the embeddings of ``module`` that ``plan`` has tables for by sharded ones.
 
@@ -103,7 +105,9 @@ def shard_embeddings(
     plan is the k-th of ``mesh``.
     Rows are updated in the backward, by the mean of ranks' gradients, or with a ``guard`` when that
     is settled; ``optimizer`` is that of tables for which the job names none, ``learning_rate`` by
-    default the job's. Everything else of the module stays as it is.
+    default the job's. With ``overlap`` lookups of what ``module`` itself is given begin with its
+    forward, and row gradients travel until its backward ends. Everything else of the module stays
+    as it is.
 
     MismatchError where plan and module do not fit, UnsupportedError for an embedding that no table
     can be.
@@ -149,6 +153,8 @@ def shard_embeddings(
         remedy = "Name tables after the paths of embeddings."
         wanted = "an embedding for every table of the plan"
         raise MismatchError(expected("module", wanted, f"none for '{next(iter(left))}'", remedy))
+    if overlap:
+        look_ahead(module)
     return module
 
 

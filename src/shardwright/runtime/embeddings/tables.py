@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, expected
 from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import Action
 from shardwright.runtime.comm import Comm
@@ -29,80 +26,51 @@ from shardwright.runtime.embeddings import wire
 from shardwright.runtime.embeddings.asking import Asking, agree_on_ids
 from shardwright.runtime.embeddings.bags import (
     Bags,
+    Pool,
     cat,
     check_columns,
     features_of,
     one_each,
     read_bags,
+    versions_of,
 )
 from shardwright.runtime.embeddings.disk import make_store
-from shardwright.runtime.embeddings.guide import Guide, Request, Rows
+from shardwright.runtime.embeddings.guide import Guide, Rows
+from shardwright.runtime.embeddings.module import Entrance
 from shardwright.runtime.embeddings.replicas import Learnt, Replicas
 from shardwright.runtime.embeddings.route import Held, Route, Table
 from shardwright.runtime.embeddings.store import InitialBlock, Store
 from shardwright.runtime.embeddings.strips import Strips
+from shardwright.runtime.embeddings.trip import (
+    Arrived,
+    Lookup,
+    Returning,
+    Travelling,
+    Trip,
+    Waiting,
+    follow_steps,
+    refuse_accumulation,
+    refuse_many_lookups,
+    refuse_scaling,
+    refuse_second_backward,
+    steps,
+)
 from shardwright.runtime.embeddings.update import Touched, check_rule
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import outside_graphs
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.parameter import DTYPES
+from shardwright.tracker.private import after_backward
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Trip:
-    """What one forward leaves for its backward: how ids were sent and which rows were served."""
-
-    shares: Sequence[torch.Tensor | None]  # of each feature's pooled rows
-    asked: list[Request]  # per group, without its rows
-    counts: wire.Counts  # sent to each rank
-    served: wire.Counts  # received from each rank
-    rows: torch.Tensor  # what was served, as it came
-    replicas: list[Request]  # per group of replicas
-    adds: bool  # whether units had gradients then, of a backward that no step came after
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """What a backward brought to the owners of rows, summed over ranks."""
-
-    rows: torch.Tensor  # what was served, as it came
-    served: wire.Counts
-    gradients: list[torch.Tensor]  # by group, flat
-    learnt: Learnt | None  # of replicas
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Waiting:
-    """Backwards whose rows are updated when a guard is settled, which alone keeps them."""
-
-    backwards: list[_Arrived]
-
-
-class _Steps:
-    """Counts the steps of every optimizer in this process."""
-
-    def __init__(self) -> None:
-        self.made = 0
-
-    def __call__(self, *_: Any) -> None:
-        self.made += 1
-
-
-_steps = _Steps()
-
-
-@cache
-def _follow_steps() -> None:
-    register_optimizer_step_post_hook(_steps)
-
-
-class ShardedTables(nn.Module):
+class ShardedTables(Entrance):
     """Tables whose rows lie as a route says.
 
     Features as ``read_bags`` takes them -> a mapping of each to rows [B, dim], pooled, or [values,
     dim]. Ids [B, F] of tables of one dim -> rows [B, F, dim]. ``learning_rate`` is that of the next
     update; set it to follow a schedule. Tables on disk lie in ``folder``. Rows travel in the first
-    of the dtypes of ``communication``, their gradients in the second; sums are made in fp32.
+    of the dtypes of ``communication``, their gradients in the second; sums are made in fp32. With
+    ``overlap`` a backward computes on while gradients travel.
     """
 
     def __init__(
@@ -117,6 +85,7 @@ class ShardedTables(nn.Module):
         path: str,
         folder: Path,
         communication: Communication = IN_FULL,
+        overlap: bool = False,
     ) -> None:
         super().__init__()
         for table in tables:
@@ -130,10 +99,12 @@ class ShardedTables(nn.Module):
         self.comm = comm
         self.learning_rate = learning_rate
         self.flow = flow  # of the units beside them
-        self._waiting: weakref.ref[_Waiting] | None = None
+        self.overlap = overlap
+        self._ahead: list[Lookup] = []  # of forwards to come
+        self._waiting: weakref.ref[Waiting] | None = None
         self._updated = -1  # steps of optimizers before the last update
         self.updates = torch.zeros(())  # how many were made, for optimizers that use it
-        _follow_steps()
+        follow_steps()
         dims = {table.dim for table in tables}
         self.dim = dims.pop() if len(dims) == 1 else None
         self.gradient_names = [f"gradient of {feature.table.fqn}" for feature in self.features]
@@ -151,7 +122,7 @@ class ShardedTables(nn.Module):
             and self.guides[0].is_steady
             and self.guides[0].width == self.dim
         )
-        self._open: weakref.WeakSet[_Trip] = weakref.WeakSet()  # lookups that wait for backward
+        self._open: weakref.WeakSet[Trip] = weakref.WeakSet()  # lookups that wait for backward
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
 
     @property
@@ -168,34 +139,54 @@ class ShardedTables(nn.Module):
     def forward(self, given: Any) -> Any:
         """Look up what is ``given``; InputError, and PeerError on the other ranks, that name the
         first id that is no row, before any row moves."""
-        try:
-            if isinstance(given, torch.Tensor):
-                if self.dim is None:
-                    wanted = "a mapping of features, for their tables have different dims"
-                    raise InputError(expected("ids", wanted, "a tensor"))
-                check_columns(given, self.features, self.limits)
-                bags, pools = one_each(given.t().long()), {}
-            else:
-                bags, pools = read_bags(given, self.features, self.limits)
-        except InputError as error:
-            if self.asking is not None:
-                self.asking.refuse(str(error))
-            elif self._meets_in_backward:
-                agree_on_ids(self.comm, str(error))
-            raise
-        if self.asking is None and self._meets_in_backward:
-            agree_on_ids(self.comm)
-        self._refuse_scaling()
-        whole = isinstance(given, torch.Tensor)
-        found = _Lookup.apply(self.anchor, bags, self, whole)
-        if whole:
+        lookup = self._ahead_of(given) or self._ask(given)
+        self._start(lookup)
+        found = _Lookup.apply(self.anchor, lookup, self)
+        if lookup.whole:
             return found.to(self.dtypes[0]).transpose(0, 1)
         rows = {}
         named = zip(self.outputs, self.dtypes, found, strict=True)
         for number, (name, dtype, part) in enumerate(named):
-            pooled = pools[number](part) if number in pools else part
+            pooled = lookup.pools[number](part) if number in lookup.pools else part
             rows[name] = pooled if pooled.dtype == dtype else pooled.to(dtype)
         return rows
+
+    @outside_graphs
+    def ask(self, given: Any) -> None:
+        """Let the ids of a later ``forward`` travel (collective); nothing is raised before that."""
+        if self.travels:
+            self._remember(given, self._ask(given, later=True))
+
+    @outside_graphs
+    def start(self, given: Any) -> None:
+        """Let the rows of a later ``forward`` travel, with the weights of now (collective)."""
+        if self.travels:
+            lookup = self._ahead_of(given) or self._ask(given)
+            self._start(lookup)
+            self._remember(given, lookup)
+
+    def advance(self) -> None:
+        """Let ids that were asked for follow their counts, once these are there."""
+        for lookup in self._ahead:
+            if lookup.sent is not None:
+                lookup.sent.advance()
+
+    @property
+    def travels(self) -> bool:
+        """Whether anything can be on its way while this rank computes."""
+        return self.asking is not None and self.comm.size > 1
+
+    def _remember(self, given: Any, lookup: Lookup) -> None:
+        lookup.versions = versions_of(given)
+        self._ahead.append(lookup)
+
+    def _ahead_of(self, given: Any) -> Lookup | None:
+        """The lookup of what is ``given`` that is under way; those before it are forgotten."""
+        for place, lookup in enumerate(self._ahead):
+            if lookup.is_for(given):
+                del self._ahead[: place + 1]
+                return lookup
+        return None
 
     def holdings(self) -> list[tuple[Store, Held]]:
         """Every block this rank keeps, with the store it lies in."""
@@ -204,49 +195,89 @@ class ShardedTables(nn.Module):
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def look_up(self, bags: Bags, whole: bool) -> tuple[Rows, _Trip]:
-        """Rows of every feature, one tensor if they are ``whole``, and the trip that its backward
-        retraces."""
-        probe = self.comm.probe
-        adds = self._updated == _steps.made and self.flow.has_gradients
-        trip = _Trip(bags.shares, [], [], [], self.limits[:0], [], adds)
-        back = None
-        with probe.phase("exchange_ids" if self.stores else "lookup"):
-            self._request(bags, trip)
-        if self.stores:
+    def _ask(self, given: Any, *, later: bool = False) -> Lookup:
+        """Sort ids by owner and send every owner its row numbers; of a wrong one all ranks hear,
+        and ``later`` it is raised by ``_start``."""
+        error, whole = None, isinstance(given, torch.Tensor)
+        try:
+            bags, pools = self._read(given)
+        except InputError as found:
+            error = found
+        if self.asking is None and self._meets_in_backward:
+            agree_on_ids(self.comm, str(error or ""))
+        if error is not None and self.asking is None:
+            raise error
+        refuse_scaling(self.path, self.device.type)
+        adds = self._updated == steps.made and self.flow.has_gradients
+        trip = Trip((), [], [], [], self.limits[:0], [], adds)
+        sent, results = None, ()
+        with torch.no_grad(), self.comm.probe.phase("exchange_ids" if self.stores else "lookup"):
+            if error is None:
+                trip.shares, results = bags.shares, bags.results
+                trip.asked = [guide.request(bags) for guide in self.guides]
+                trip.replicas = [guide.request(bags) for guide in self.replicas.guides]
+                bags.forget()
+            if self.asking is not None:
+                sent = self.asking.begin(trip.asked, error)
+                if error is not None and not later:
+                    sent.finish()
+        return Lookup(given, whole, results, {} if error else pools, trip, sent)
+
+    def _read(self, given: Any) -> tuple[Bags, dict[int, Pool]]:
+        """What is asked for, and how some of it is pooled here."""
+        if not isinstance(given, torch.Tensor):
+            return read_bags(given, self.features, self.limits)
+        if self.dim is None:
+            wanted = "a mapping of features, for their tables have different dims"
+            raise InputError(expected("ids", wanted, "a tensor"))
+        check_columns(given, self.features, self.limits)
+        return one_each(given.t().long()), {}
+
+    @torch.no_grad()
+    def _start(self, lookup: Lookup) -> None:
+        """Look rows up for the others, and let them travel."""
+        if lookup.started:
+            return
+        lookup.started = True
+        probe, trip = self.comm.probe, lookup.trip
+        if lookup.sent is not None:
+            with probe.phase("exchange_ids"):
+                sent, lookup.sent = lookup.sent, None
+                trip.counts, trip.served, trip.rows = sent.finish()
+                del sent
             probe.did(Action("exchange", "ids", "exchange_ids"))
         with probe.phase("lookup"):
             rows = self._serve(trip) if self.stores else None
             pairs = zip(self.replicas.stores, trip.replicas, strict=True)
-            found = [store.look_up(request.looked) for store, request in pairs]
+            lookup.found = [store.look_up(request.looked) for store, request in pairs]
         probe.did(Action("lookup", self.path, "lookup"))
-        with probe.phase("exchange_rows"):
-            if rows is not None:
+        if rows is not None:
+            with probe.phase("exchange_rows"):
                 served, came = self._floats(trip.served), self._floats(trip.counts)
                 rows = rows.to(self.row_dtype)
-                back = self._exchange("exchange rows", rows, served, came)
+                lookup.back = self._exchange("exchange rows", rows, served, came)
                 del rows
-                probe.did(Action("exchange", "rows", "exchange_rows"))
-            if back is not None and self.comes_as_asked and not whole:
-                out = self._views(bags.results, back)
+            probe.did(Action("exchange", "rows", "exchange_rows"))
+
+    def arrive(self, lookup: Lookup) -> Rows:
+        """Rows of every feature, one tensor if they are whole, once they are here."""
+        trip, results = lookup.trip, lookup.results
+        probe = self.comm.probe
+        with probe.phase("exchange_rows"):
+            back = None if lookup.back is None else lookup.back.arrive()
+            lookup.back, found, lookup.found = None, lookup.found, ()
+            if back is not None and self.comes_as_asked and not lookup.whole:
+                out = self._views(results, back)
             else:
-                out = self._out(bags.results)
+                out = self._out(results)
                 self._assemble(out, back, found, trip)
             for place, share in enumerate(trip.shares):
                 if share is not None:
                     out[place].mul_(share)
         probe.did(Action("assemble", self.path, "exchange_rows"))
-        return out, trip
+        return out
 
-    def _request(self, bags: Bags, trip: _Trip) -> None:
-        """Sort ids by owner and send every owner its row numbers; nothing else needs ``bags``."""
-        trip.asked = [guide.request(bags) for guide in self.guides]
-        trip.replicas = [guide.request(bags) for guide in self.replicas.guides]
-        bags.forget()
-        if self.asking is not None:
-            trip.counts, trip.served, trip.rows = self.asking.ask(trip.asked)
-
-    def _serve(self, trip: _Trip) -> torch.Tensor:
+    def _serve(self, trip: Trip) -> torch.Tensor:
         """The rows asked for, flat, by rank then group."""
         groups = len(self.stores)
         if groups == 1:
@@ -261,7 +292,7 @@ class ShardedTables(nn.Module):
         return torch.cat(found)
 
     def _assemble(
-        self, out: Rows, back: torch.Tensor | None, found: list[torch.Tensor], trip: _Trip
+        self, out: Rows, back: torch.Tensor | None, found: list[torch.Tensor], trip: Trip
     ) -> None:
         """Put everything found into ``out``, in feature order."""
         for guide, rows, asked in zip(self.replicas.guides, found, trip.replicas, strict=True):
@@ -288,8 +319,9 @@ class ShardedTables(nn.Module):
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def retrace(self, gradient: Rows, trip: _Trip) -> None:
-        """Send gradients of rows back along ``trip`` and update the rows they belong to.
+    def retrace(self, gradient: Rows, trip: Trip) -> None:
+        """Send gradients of rows back along ``trip`` and update the rows they belong to, at the end
+        of the backward if they may travel until then.
 
         RunError on every rank, before any row is updated, where there is no guard to wait for and
         one of them is not finite.
@@ -300,35 +332,42 @@ class ShardedTables(nn.Module):
             gradient = [rows if share is None else rows * share for rows, share in pairs]
         probe = self.comm.probe
         guard = self.guard or Guard(self.comm)
-        learnt, parts = None, []
+        arrived = Arrived(trip.rows, trip.served, None, None)
         with probe.phase("reduce"):
             if trip.replicas:
-                learnt = self._learnt(gradient, trip, guard)
+                arrived.learnt = self._learnt(gradient, trip, guard)
             if self.stores:
-                rides = learnt is not None and self.replicas.rides
-                parts = self._return(gradient, trip, learnt.dense if rides else None, guard)
+                rides = arrived.learnt is not None and self.replicas.rides
+                dense = arrived.learnt.dense if arrived.learnt is not None and rides else None
+                arrived.returning = self._return(gradient, trip, dense, guard)
                 probe.did(Action("exchange", "row_gradients", "reduce", "backward"))
             elif self.guard is None:
                 guard.settle()
-            if learnt is not None:
-                self.replicas.reduce(learnt)
+            if not (self.overlap and self.travels):
+                self._receive(arrived)
+            if arrived.learnt is not None:
+                self.replicas.reduce(arrived.learnt)
                 probe.did(Action("reduce", self.path, "reduce", "backward"))
-        arrived = _Arrived(trip.rows, trip.served, parts, learnt)
         waiting = None if self._waiting is None else self._waiting()
         if self.guard is None:
-            self._update(_Waiting([arrived]))
-            self._updated = _steps.made
+            self._updated = steps.made
+            update = partial(self._update, Waiting([arrived]))
+            update() if arrived.returning is None else after_backward(update)
         elif waiting is not None:
             waiting.backwards.append(arrived)
         else:
-            waiting = _Waiting([arrived])
+            waiting = Waiting([arrived])
             self._waiting = weakref.ref(waiting)
             guard.defer(partial(self._update, waiting))
 
     @torch.no_grad()
-    def _update(self, waiting: _Waiting) -> None:
+    def _update(self, waiting: Waiting) -> None:
         """Change rows by the mean over ranks of what all backwards brought."""
         probe, backwards = self.comm.probe, waiting.backwards
+        for arrived in backwards:
+            if arrived.returning is not None:
+                with probe.phase("reduce"):
+                    self._receive(arrived)
         self.updates += 1
         number = int(self.updates)
         with probe.phase("step"):
@@ -338,7 +377,7 @@ class ShardedTables(nn.Module):
                 self.replicas.update(learnt, self.learning_rate, number)
         probe.did(Action("update", self.path, "step", "backward"))
 
-    def _update_routed(self, backwards: Sequence[_Arrived], number: int) -> None:
+    def _update_routed(self, backwards: Sequence[Arrived], number: int) -> None:
         groups, scale = len(self.stores), 1.0 / self.comm.size  # of each rank's own mean loss
         looked = [wire.unpack(a.rows, a.served, groups) for a in backwards]
         touched: dict[int, Touched] = {}
@@ -360,53 +399,19 @@ class ShardedTables(nn.Module):
             for place, each in touched.items():
                 self.stores[place].step(each, squares[place], self.learning_rate, number)
 
-    def _refuse_accumulation(self, trip: _Trip) -> None:
-        """Rows have no gradient that a later backward could add to, and what is not linear is exact
-        on a step's whole gradient only: without a guard there is one backward to an optimizer's
-        step, and one lookup to a backward."""
+    def _refuse_accumulation(self, trip: Trip) -> None:
         if self.guard is not None:
             return
-        others = [other for other in self._open if other is not trip]
+        others = sum(other is not trip for other in self._open)
         optimizer = next((t.optimizer for t in self.tables if t.optimizer != "sgd"), "")
-        if others and optimizer:
-            raise UnsupportedError(
-                expected(
-                    f"lookups before a backward of {optimizer} tables",
-                    "one",
-                    f"{len(others) + 1}",
-                    "Look up once per backward, under no_grad otherwise, train with sgd, or hand a "
-                    "guard to apply.",
-                )
-            )
-        if self.flow.holds_back or (trip.adds and _steps.made == self._updated):
-            raise UnsupportedError(
-                expected(
-                    f"gradients of tables in '{self.path}'",
-                    "one backward before the optimizer's step, for it updates their rows",
-                    "gradients that are accumulated over several",
-                    "Hand a sw.Guard to apply and settle it once, before the optimizer's step.",
-                )
-            )
-
-    def _refuse_scaling(self) -> None:
-        """Gradients of float16 are scaled by a factor that rows would be updated with."""
-        kind = self.device.type
-        if torch.is_grad_enabled() and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            if dtype == torch.float16:
-                raise UnsupportedError(
-                    expected(
-                        f"tables in '{self.path}' under autocast",
-                        "bfloat16, whose gradients need no GradScaler",
-                        "float16",
-                        "Keep these embeddings dense, or use bfloat16.",
-                    )
-                )
+        refuse_many_lookups(optimizer, others)
+        if self.flow.holds_back or (trip.adds and steps.made == self._updated):
+            refuse_accumulation(self.path)
 
     def _return(
-        self, gradient: Rows, trip: _Trip, dense: torch.Tensor | None, guard: Guard
-    ) -> list[torch.Tensor]:
-        """Row gradients at the rows' owners, group by group; ``dense`` rides and is summed."""
+        self, gradient: Rows, trip: Trip, dense: torch.Tensor | None, guard: Guard
+    ) -> Returning:
+        """Send row gradients to the rows' owners; ``dense`` rides."""
         dtype = self.gradient_dtype
         ordered = [
             guide.take(gradient, asked).view(-1).to(dtype)
@@ -425,17 +430,25 @@ class ShardedTables(nn.Module):
         sent = wire.interleave(ordered, out)
         if self.guard is None and not guard.is_fine:
             wire.spoil(sent, out)
-        received = self._exchange("exchange row gradients", sent, out, into)
-        del ordered, sent
-        if self.guard is None and wire.is_spoilt(received, into):
-            guard.settle()
-        arrived = wire.regroup(received, into)
-        if dense is not None:
-            every = arrived[-1] if dtype == dense.dtype else arrived[-1].clone().view(dense.dtype)
-            torch.sum(every.view(self.comm.size, -1), 0, out=dense)
-        return arrived[: len(self.stores)]
+        came = self._exchange("exchange row gradients", sent, out, into)
+        return Returning(came, into, dense, None if self.guard is not None else guard)
 
-    def _learnt(self, gradient: Rows, trip: _Trip, guard: Guard) -> Learnt:
+    def _receive(self, arrived: Arrived) -> None:
+        """Wait for row gradients, group by group; what rode along is summed."""
+        returning, arrived.returning = arrived.returning, None
+        if returning is None:
+            return
+        received, into, dense = returning.came.arrive(), returning.into, returning.dense
+        if returning.guard is not None and wire.is_spoilt(received, into):
+            returning.guard.settle()
+        parts = wire.regroup(received, into)
+        if dense is not None:
+            same = self.gradient_dtype == dense.dtype
+            every = parts[-1] if same else parts[-1].clone().view(dense.dtype)
+            torch.sum(every.view(self.comm.size, -1), 0, out=dense)
+        arrived.gradients = parts[: len(self.stores)]
+
+    def _learnt(self, gradient: Rows, trip: Trip, guard: Guard) -> Learnt:
         """What this rank's backward brings to the replicas."""
         pairs = zip(self.replicas.guides, trip.replicas, strict=True)
         own = [guide.take(gradient, asked) for guide, asked in pairs]
@@ -446,12 +459,12 @@ class ShardedTables(nn.Module):
 
     def _exchange(
         self, label: str, sent: torch.Tensor, out: wire.Counts, into: wire.Counts
-    ) -> torch.Tensor:
+    ) -> Travelling:
         """All-to-all of values that lie by rank, ``out`` and ``into`` [rank][section] of them; one
         rank gets what it sent, where it lies."""
         received = sent if self.comm.size == 1 else sent.new_empty(sum(map(sum, into)))
-        self.comm.all_to_all(label, received, sent, [*map(sum, into)], [*map(sum, out)])
-        return received
+        sizes = ([*map(sum, into)], [*map(sum, out)])
+        return Travelling(received, self.comm.all_to_all(label, received, sent, *sizes, wait=False))
 
     def _floats(self, counts: wire.Counts) -> wire.Counts:
         """Floats [rank][group] of the rows that come back for ``counts`` of sections."""
@@ -468,26 +481,17 @@ class _Lookup(torch.autograd.Function):
     """Joins the route to autograd; table weights themselves never carry a gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, bags: Bags, tables: ShardedTables, whole: bool
-    ) -> Any:
-        out, trip = tables.look_up(bags, whole)
+    def forward(ctx: Any, anchor: torch.Tensor, lookup: Lookup, tables: ShardedTables) -> Any:
+        out, trip = tables.arrive(lookup), lookup.trip
         tables._open.add(trip)  # until its graph is gone
-        ctx.trip, ctx.tables, ctx.whole = trip, tables, whole
+        ctx.trip, ctx.tables, ctx.whole = trip, tables, lookup.whole
         # tensors of their own for autograd, which may be changed in place
-        return out if whole else tuple(rows.data for rows in _each(out))
+        return out if lookup.whole else tuple(rows.data for rows in _each(out))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         trip, ctx.trip = ctx.trip, None
         if trip is None:
-            raise UnsupportedError(
-                expected(
-                    "backward of tables",
-                    "one per lookup, for rows are updated in it",
-                    "a second one",
-                    "Look up again.",
-                )
-            )
+            refuse_second_backward()
         ctx.tables.retrace(gradients[0] if ctx.whole else gradients, trip)
-        return None, None, None, None
+        return None, None, None

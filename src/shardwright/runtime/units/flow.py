@@ -232,10 +232,9 @@ class Flow(UnitFlow):
             if any(adds_to(parameter) is not False for parameter in trains):
                 raise asked_for(unit.name)
         self._begin_backward()
-        if unit.keeps_whole and unit.arrivals is None:
-            if unit.writes.is_changed:
-                raise _changed(unit.name)
-        elif unit.unshard_in_backward:
+        if unit.keeps_whole and unit.arrivals is None and unit.writes.is_changed:
+            raise _changed(unit.name)
+        if unit.unshard_in_backward:  # also for a forward that a checkpoint runs again inside
             self.need(unit, "backward")
         if unit.arrivals is not None and unit.key not in self.touched:
             wholes = enumerate(unit.buffers.parameters)
