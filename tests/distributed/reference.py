@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from typing import Any
 
@@ -100,8 +99,8 @@ def bag_job(
 
 def in_half(job: Job) -> Job:
     """With the weights of tables in bf16, fp16 and fp32 in turn."""
-    dtypes = itertools.cycle(("bf16", "fp16", "fp32"))
-    tables = [msgspec.structs.replace(t, dtype=dtype) for t, dtype in zip(job.tables, dtypes)]
+    dtypes = ("bf16", "fp16", "fp32")
+    tables = [msgspec.structs.replace(t, dtype=dtypes[i % 3]) for i, t in enumerate(job.tables)]
     return msgspec.structs.replace(job, tables=tuple(tables))
 
 

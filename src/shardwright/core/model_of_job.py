@@ -210,9 +210,6 @@ def _check_table(table: TableSpec) -> None:
     if table.dtype not in ("fp32", *HALVES):
         wanted = f"fp32, {' or '.join(HALVES)} for dlrm"
         raise InputError(expected(f"tables '{table.name}'.dtype", wanted, table.dtype))
-    if table.dtype != "fp32" and kind_of(table) != "full":
-        wanted = f"fp32 for tables of kind '{kind_of(table)}'"
-        raise InputError(expected(f"tables '{table.name}'.dtype", wanted, table.dtype))
     for key, plain in PLAIN.items():
         if getattr(table, key) != plain:
             raise InputError(
