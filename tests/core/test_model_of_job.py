@@ -55,10 +55,22 @@ def test_tensors_are_those_of_tables_then_of_units() -> None:
     assert [t.fqn for t in made.tensors] == ["tables.t0.weight", "bottom.w", "top.w"]
 
 
-def test_a_table_of_another_dtype_than_the_run_has_is_refused() -> None:
-    tables = [{"name": "t", "rows": 3, "dim": 16, "dtype": "bf16"}]
-    with pytest.raises(InputError, match=r"tables 't'\.dtype: expected fp32 for dlrm, got bf16"):
-        check_model(_job(tables=tables))
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"dtype": "fp64"}, "'t'.dtype: expected fp32, fp16 or bf16 for dlrm, got fp64."),
+        ({"dtype": "bf16", "kind": "hash"}, "expected 'fp32' for kind 'hash', got 'bf16'."),
+    ],
+)
+def test_a_table_of_another_dtype_than_a_run_has_is_refused(keys: Any, text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_model(_job(tables=[{"name": "t", "rows": 3, "dim": 16, **keys}]))
+    assert str(caught.value).endswith(text)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_tables_of_a_run_may_be_in_half_precision(dtype: str) -> None:
+    check_model(_job(tables=[{"name": "t", "rows": 3, "dim": 16, "dtype": dtype}]))
 
 
 @pytest.mark.parametrize(

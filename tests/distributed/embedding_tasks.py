@@ -5,13 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 from table_tasks import Given, Keyed, apart
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
-from shardwright.core.plan import Plan
+from shardwright.core.plan import Plan, sealed
 
 RATE = 0.1
 
@@ -118,6 +119,9 @@ def refused(mesh: DeviceMesh, made: Plan, change: str) -> str:
         del model.user
     elif change == "largest":
         model.seen = nn.EmbeddingBag(11, 4, mode="max")
+    elif change.startswith("fused_uvm"):
+        tables = [msgspec.structs.replace(t, compute_kernel=change) for t in made.tables]
+        made = sealed(msgspec.structs.replace(made, tables=tuple(tables)))
     try:
         sw.shard_embeddings(model, made, mesh, optimizer="" if change == "optimizer" else "sgd")
     except sw.ShardwrightError as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from own_tasks import CPU, STEPS, built, measured, on_ranks
+from recommenders import wrong_keyed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 from worlds import apart
@@ -141,6 +142,26 @@ def refused(mesh: DeviceMesh, job: Job, made: Plan) -> list[str]:
         except Exception as error:
             said.append(str(error))
     return said
+
+
+def wrong_collections(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[dict[str, str], float]:
+    """What every rank says where the last one's bags are none, case by case, and how far a lookup
+    after all of them is from one before."""
+    task = task_of(job)
+    model = apply(task.model(CPU), made, mesh)
+    batches = task.batches(mesh.get_local_rank(), mesh.size())
+    bags, *others = as_tensors(next(batches))[0]
+    said: dict[str, str] = {}
+    with torch.no_grad():
+        before = model(bags, *others)
+        for case, wrong in wrong_keyed(bags).items():
+            given = wrong if mesh.get_rank() == mesh.size() - 1 else bags
+            try:
+                model(given, *others)
+                said[case] = "accepted"
+            except Exception as error:
+                said[case] = f"{type(error).__name__}: {error}"
+        return said, apart(model(bags, *others), before)
 
 
 def accumulated(

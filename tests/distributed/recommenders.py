@@ -345,3 +345,41 @@ def odd_collections(batch: int, change: str) -> Any:
     else:
         bags = {"user": bags.values()}
     return model, (bags, *others), loss, clicks
+
+
+def wrong_keyed(right: Keyed) -> dict[str, Any]:
+    """What is no KeyedJaggedTensor of the bags of ``right``, by what is wrong with it."""
+    keys, values, lengths = right.keys(), right.values(), right.lengths()
+    high, low = values.clone(), values.clone()
+    high[-1], low[0] = 10**6, -1
+    less = torch.cat([lengths[:-1], lengths[-1:] - 1])
+    fewer = torch.cat([lengths[:1] - 2 * PAIR, lengths[1:-1], lengths[-1:] + 2 * PAIR])
+    uneven, unfit = Odd(keys, values, lengths[:-1]), Odd(keys, values, lengths)
+    unfit.stride_per_key = lambda: [len(lengths)]  # type: ignore[method-assign]
+    short, text, complex_ = (Odd(keys, values, lengths) for _ in range(3))
+    short.weights_or_none = lambda: torch.ones(1)  # type: ignore[method-assign]
+    text.weights_or_none = lambda: "heavy"  # type: ignore[method-assign,assign,return-value]
+    complex_.weights_or_none = lambda: torch.ones(len(values), dtype=torch.complex64)  # type: ignore[method-assign]
+    whatever: Any = Keyed
+    return {
+        "high": Keyed(keys, high, lengths),
+        "low": Keyed(keys, low, lengths),
+        "float values": Keyed(keys, values.float(), lengths),
+        "square values": Keyed(keys, values.view(-1, PAIR), lengths),
+        "list of values": whatever(keys, values.tolist(), lengths),
+        "no values": whatever(keys, None, lengths),
+        "float lengths": Keyed(keys, values, lengths.float()),
+        "list of lengths": whatever(keys, values, lengths.tolist()),
+        "too few": Keyed(keys, values, less),
+        "negative": Keyed(keys, values, fewer),
+        "odd lengths": Keyed(keys, values, lengths[:-1]),
+        "unknown": Keyed(["user", "seen", "sold"], values, lengths),
+        "uneven": uneven,
+        "stride": unfit,
+        "weights": short,
+        "text": text,
+        "complex": complex_,
+        "meta": Keyed(keys, values.to("meta"), lengths),
+        "none": None,
+        "mapping": {"user": values},
+    }

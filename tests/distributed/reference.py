@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model_of_job import reads_bags
 from shardwright.models.dlrm import DLRM
+from shardwright.tracker.tensors import DTYPES
 
 ROWS = (7, 13, 5, 1, 30, 64)
 GLOBAL_BATCH = 12
@@ -95,6 +97,13 @@ def bag_job(
     )
 
 
+def in_half(job: Job) -> Job:
+    """With the weights of tables in bf16, fp16 and fp32 in turn."""
+    dtypes = ("bf16", "fp16", "fp32")
+    tables = [msgspec.structs.replace(t, dtype=dtypes[i % 3]) for i, t in enumerate(job.tables)]
+    return msgspec.structs.replace(job, tables=tuple(tables))
+
+
 def batches(job: Job, steps: int = STEPS, total: int = GLOBAL_BATCH) -> list[Any]:
     """The same global batches on every rank: dense [B, 3], ids [B, F] or bags, labels [B]."""
     generator = torch.Generator().manual_seed(7)
@@ -134,7 +143,9 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 def train_unsharded(
     job: Job, dtype: torch.dtype = torch.float32
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and final weights of one process on the whole batch."""
+    """Losses and final weights of one process on the whole batch; of tables in half precision rows
+    are rounded after each step."""
+    stored = {f"{table.name}.weight": DTYPES[table.dtype] for table in job.tables}
     model = DLRM(job).to(dtype)
     adagrad = job.train.optimizer == "adagrad"
     tables = dict(model.tables.named_parameters())
@@ -155,6 +166,8 @@ def train_unsharded(
                     sums[name] += step.square().mean(1)
                     step = step / (sums[name].sqrt() + EPSILON).unsqueeze(1)
                 table -= RATE * step
+                if name in stored and stored[name] != torch.float32:
+                    table.copy_(table.to(stored[name]))
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 

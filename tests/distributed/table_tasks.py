@@ -463,13 +463,17 @@ WRONG: dict[str, Any] = {
     "offsets": {"t0": (torch.tensor([1, 2]), torch.tensor([0, 1]))},
     "none": {"t0": None},
     "weights": {"t0": (torch.tensor([1]), torch.tensor([0, 1]), torch.ones(2))},
+    "no weights": {"t0": (torch.tensor([1]), torch.tensor([0, 1]), [1.0])},
+    "float offsets": {"t0": (torch.tensor([1]), torch.tensor([0.0, 1.0]))},
+    "cube": {"t0": torch.zeros(2, 2, 2).long()},
+    "meta": {"t0": torch.zeros(2, device="meta").long()},
 }
 
 
-def refused(mesh: DeviceMesh, wrong: str, replicated: bool = False) -> str:
+def refused(mesh: DeviceMesh, wrong: str, replicated: bool = False, dtype: str = "fp32") -> str:
     """What every rank says where the last one has ids that are none."""
     given: dict[str, Any] = {name: torch.zeros(2).long() for name in ("t0", "f1", "g1")}
-    tables = [replace(table, replicated=replicated) for table in TABLES]
+    tables = [replace(table, replicated=replicated, dtype=dtype) for table in TABLES]
     module = _made(mesh, tables)
     module(given)
     if replicated and mesh.get_rank() == 0:

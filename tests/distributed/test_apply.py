@@ -39,6 +39,7 @@ def test_a_disagreement_is_named_on_every_rank(pool: Pool, what: str, text: str)
     ("kernel", "remedy"),
     [
         ("fused_uvm", "Plan it with one of these as its compute_kernels."),
+        ("fused_uvm_caching", "Plan it with one of these as its compute_kernels."),
         ("quant", "One process looks rows of bytes up: shardwright.lab.serving."),
     ],
 )

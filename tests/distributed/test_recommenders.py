@@ -182,3 +182,47 @@ def test_torchrec_s_collections_are_tables_of_a_plan(
     made = plan(job)
     assert {name: kind for name, kind in kinds_of(made).items() if name != "shops"} == named
     _check(made, pool.run(world_size, tasks.trained, job=job, made=made))
+
+
+FORMED = "expected a mapping of features to ids, or a KeyedJaggedTensor, got "
+USERS, GOODS = (f"ids of table 'bags.embedding_bags.{name}'" for name in ("users", "goods"))
+WRONG = {
+    "high": f"{GOODS}, feature 'bought', position 11: expected ids from 0 to ",
+    "low": f"{USERS}, feature 'user', position 0: expected ids from 0 to ",
+    "float values": f"{USERS}, feature 'user': expected int64 or int32, got float32.",
+    "square values": "values of features: expected a tensor [N], got [18, 2].",
+    "list of values": "values of features: expected a tensor [N], got list.",
+    "no values": "values of features: expected a tensor [N], got NoneType.",
+    "float lengths": "lengths of features: expected int64 or int32, got float32.",
+    "list of lengths": "lengths of features: expected a tensor, got list.",
+    "too few": "values of features: expected 35, got 36.",
+    "negative": f"{USERS}, feature 'user': expected lengths from 0 that add up to",
+    "odd lengths": "features: expected as many bags of each of 3 features as lengths, got 17 ",
+    "unknown": "features: expected 'bought', got user, seen, sold. Pass every feature.",
+    "uneven": "features: expected as many bags of each of 3 features as lengths, got 17 ",
+    "stride": "features: expected as many bags of each of 3 features as lengths, got 18 ",
+    "weights": "features: expected 36 weights, got [1].",
+    "text": "weights of features: expected a tensor, got str.",
+    "complex": "weights of features: expected real numbers, got complex ones.",
+    "meta": "ids of 'bags': expected tensors that can be looked up, got '",
+    "none": f"features: {FORMED}NoneType.",
+    "mapping": f"features: {FORMED}dict.",
+}
+
+
+@pytest.mark.parametrize("overlap", ["none", "rows"])
+def test_bags_of_a_collection_that_are_none_are_one_line_on_every_rank(
+    pool: Pool, overlap: str
+) -> None:
+    """And none of them hangs: the others hear of it, and look up again."""
+    named = dict(zip(COLLECTED, ("row_wise", "table_wise", "row_wise"), strict=True))
+    options = {"planner": {"tables": named}, "train": {"overlap": overlap}}
+    job = tasks.job_of(2, "collections", **options)
+    (first, apart), (second, too) = pool.run(2, tasks.wrong_collections, job=job, made=plan(job))
+    assert apart == too == 0
+    for case, text in WRONG.items():
+        assert second[case].startswith(f"InputError: {text}"), second[case]
+        start = f"PeerError: ids were refused on rank 1, no rows were moved: {text}"
+        assert first[case].startswith(start), first[case]
+        assert "\n" not in first[case] + second[case]
+    assert set(first) == set(WRONG)

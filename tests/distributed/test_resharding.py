@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pool import Pool
-from reference import bag_job
+from reference import bag_job, in_half
 from tasks import go_on
 
 from shardwright.cli.main import main
@@ -30,18 +30,21 @@ def reshard(folder: Path, job: Job, out: Path, *more: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
 def test_a_checkpoint_of_two_ranks_is_that_of_three_under_other_types(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, half: bool
 ) -> None:
     saved, out = tmp_path / "saved", tmp_path / "out"
-    pool.run(2, go_on, job=bag_job(BEFORE, 2, optimizer), steps=range(STEPS), save=str(saved))
-    job = bag_job(AFTER, 3, optimizer)
+    jobs = [bag_job(BEFORE, 2, optimizer), bag_job(AFTER, 3, optimizer)]
+    first, job = map(in_half, jobs) if half else jobs
+    pool.run(2, go_on, job=first, steps=range(STEPS), save=str(saved))
     assert reshard(saved, job, out, "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["saved"], said["world_size"], said["step"]) == (2, 3, STEPS)
     before, after = read_full(saved), read_full(out)
     assert before.keys() == after.keys()
+    assert (before["tables.t1.weight"].dtype == torch.float16) == half
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor), name
     stored = open_stored(out / f"step-{STEPS}", STEPS)

@@ -13,6 +13,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.sharding import TYPES
 from shardwright.lab.recordings import plan
 
+KERNELS = "UnsupportedError: t0: expected a kernel of fused, dense, key_value on cpu, got"
 SHAPES = {"t0": (9, 4), "t1": (7, 8), "s0": (6, 4), "seen": (11, 4), "user.weight": (5, 8)}
 
 
@@ -49,6 +50,8 @@ def test_losses_and_rows_are_those_of_one_process(
             "largest",
             "UnsupportedError: embedding 'seen': expected an embedding that a table",
         ),
+        ("fused_uvm", f"{KERNELS} fused_uvm."),
+        ("fused_uvm_caching", f"{KERNELS} fused_uvm_caching."),
         ("optimizer", "optimizer of bags.embedding_bags.t0.weight: expected one, got none"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pool import Pool
-from reference import bag_job, small_job, train_unsharded
+from reference import bag_job, in_half, small_job, train_unsharded
 from tasks import train_sharded
 
 from shardwright.core.schedule import RIDE_BYTES
@@ -17,6 +17,7 @@ CASES["routed mixture"] = ("column_wise", "row_wise", "table_wise") * 2
 CASES["replicas and rows"] = ("data_parallel", "row_wise") * 3
 UNITS = {"sharded": ("shard", "shard"), "mixed": ("replicate", "shard")}
 TOLERANCE = 1e-6
+ROUNDED = 2**-8  # of weights up to 1 in bf16: where sums differ in their last bit, so may roundings
 
 
 @pytest.mark.slow_after(1)
@@ -41,6 +42,24 @@ def test_adagrad_is_exact_row_wise_on_tables_and_element_wise_on_units(
     results = pool.run(world_size, train_sharded, job=job, meta=True)
     losses, weights = train_unsharded(job, torch.float64)
     _hold(results, losses, weights, tolerance=5e-6)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", [*TYPES, "all four"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_tables_in_half_precision_are_rounded_once_in_a_step(
+    pool: Pool, optimizer: str, case: str, world_size: int
+) -> None:
+    if optimizer == "adagrad" and case in ("column_wise", "all four"):
+        optimizer = "sgd"
+    job = in_half(small_job(CASES[case], UNITS["mixed"], world_size, optimizer=optimizer))
+    results = pool.run(world_size, train_sharded, job=job, meta=True)
+    losses, weights = train_unsharded(job, torch.float64)
+    _hold(results, losses, weights, tolerance=ROUNDED)
+    for _, found in results:
+        kept = [found[f"tables.t{i}.weight"].dtype for i in range(3)]
+        assert kept == [torch.bfloat16, torch.float16, torch.float32]
 
 
 def test_replicated_units_train_like_sharded_ones(pool: Pool) -> None:

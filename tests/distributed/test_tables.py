@@ -179,15 +179,22 @@ WRONG = [
     ("offsets", "ids of table 't0': expected offsets [B + 1] from 0 to its 2 values"),
     ("none", "ids of table 't0': expected ids [B] or [B, L], or (values, offsets [B + 1])"),
     ("weights", "ids of table 't0': expected 1 weights, got [2]"),
+    ("no weights", "weights of ids of table 't0': expected a tensor, got list"),
+    ("float offsets", "offsets of ids of table 't0': expected int64 or int32, got float32"),
+    ("cube", "ids of table 't0': expected ids [B] or [B, L], or (values, offsets [B + 1])"),
+    ("meta", "ids of 'tables': expected tensors that can be looked up, got 'Tensor on device "),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "text"), WRONG)
-@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize(
+    ("replicated", "dtype"), [(False, "fp32"), (True, "fp32"), (False, "fp16"), (True, "bf16")]
+)
 def test_what_is_no_id_is_named_on_every_rank(
-    pool: Pool, wrong: str, text: str, replicated: bool
+    pool: Pool, wrong: str, text: str, replicated: bool, dtype: str
 ) -> None:
-    first, second = pool.run(2, tasks.refused, wrong=wrong, replicated=replicated)
+    options = {"wrong": wrong, "replicated": replicated, "dtype": dtype}
+    first, second = pool.run(2, tasks.refused, **options)
     start = "PeerError: ids were refused on rank 1, no rows were moved: "
     assert first.startswith(start + text)
     assert second.startswith(f"InputError: {text}")

@@ -516,7 +516,7 @@ def disagreement(mesh: DeviceMesh, job: Job, other: Job, what: str) -> str:
         model.top.add_module("extra", nn.Linear(1, 1, device="meta"))
     if what == "world":
         made = plan(other)
-    if what in ("fused_uvm", "quant"):
+    if what in ("fused_uvm", "fused_uvm_caching", "quant"):
         tables = [msgspec.structs.replace(t, compute_kernel=what) for t in made.tables]
         made = sealed(msgspec.structs.replace(made, tables=tuple(tables)))
     if what == "unit":

@@ -31,9 +31,9 @@ HONOURED = (
     "data_shard",
     "parallelize_plan",  # which parallel.tensor reads, that no plan follows
 )
+HALVES = ("fp16", "bf16")  # of weights of tables, whose states and updates are fp32
 # What a DLRM's tables do not have: a bag of each feature for every sample, straight from memory.
 PLAIN: dict[str, object] = {
-    "dtype": "fp32",
     "pooled": True,
     "num_poolings": None,
     "batch_sizes": None,
@@ -208,6 +208,9 @@ def _check_table(table: TableSpec) -> None:
                 str(table.optimizer),
             )
         )
+    if table.dtype not in ("fp32", *HALVES):
+        wanted = f"fp32, {' or '.join(HALVES)} for dlrm"
+        raise InputError(expected(f"tables '{table.name}'.dtype", wanted, table.dtype))
     for key, plain in PLAIN.items():
         if getattr(table, key) != plain:
             raise InputError(

@@ -83,14 +83,15 @@ def shard_bytes(
 ) -> dict[str, Any]:
     """Bytes that a shard keeps, by kind; optimizer ``kind`` has its states only in training.
 
-    The gradient of a dense kernel is as large as the shard; others update rows in backward.
+    The gradient of a dense kernel is as large as the shard in fp32; others update rows in backward.
     """
     weight = named("weight_bytes", rows * row_bytes(columns, dtype, kernel), "B")
     if not training or kernel in QUANTIZED:
         return {"weight": weight}
     gradient = noted(0, "gradient_bytes", "B", "fused: rows are updated in backward", like=rows)
     if kernel == DENSE:
-        gradient = named("gradient_bytes", weight, "B")
+        in_full = weight if dtype == "fp32" else rows * row_bytes(columns, "fp32", kernel)
+        gradient = named("gradient_bytes", in_full, "B")
     return {
         "weight": weight,
         "gradient": gradient,

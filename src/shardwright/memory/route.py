@@ -125,8 +125,9 @@ def _join(heap: Ledger, traffic: Traffic) -> None:
 def _ask_replicas(heap: Ledger, traffic: Traffic) -> None:
     """Ids of the replicas' rows, after which nothing needs what is given any more."""
     for index, group in enumerate(traffic.replicas):
-        kept = group.ids + (group.bags if group.jagged else 0)
-        heap.take(f"{traffic.path}.replica_rows.{index}", "communication", kept * INDEX_BYTES)
+        kept = (group.ids + (group.bags if group.jagged else 0)) * INDEX_BYTES
+        kept += group.ids * FLOAT if group.weighted else 0
+        heap.take(f"{traffic.path}.replica_rows.{index}", "communication", kept)
     heap.free(f"{traffic.path}.joined")
 
 
@@ -145,16 +146,16 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("communication", max(joined + parted, starts) + beside):
             heap.take(f"{traffic.path}.found", "communication", traffic.served_bytes)
     for index, group in enumerate(traffic.replicas):
-        size = group.bags * group.width * FLOAT
-        heap.take(f"{traffic.path}.replica_found.{index}", "communication", size)
-        # where bags begin, and what torch gives beside their sums
-        with heap.passing("communication", 3 * group.bags * INDEX_BYTES if group.jagged else 0):
+        found = group.bags * group.width * FLOAT
+        heap.take(f"{traffic.path}.replica_found.{index}", "communication", found)
+        starts = 3 * group.bags * INDEX_BYTES if group.jagged else 0  # and torch's beside sums
+        with heap.passing("communication", max(starts, _in_full(group))):
             pass
 
 
 def _finding(heap: Ledger, traffic: Traffic) -> int:
     """Different rows are found in memory and on disk; bytes that are beside what they come to."""
-    most = 0
+    most = max(map(_in_full, traffic.served), default=0)
     for group in traffic.served:
         if group.on_disk:  # sorted, with the place of each id, then rows to be summed
             distinct = group.distinct * INDEX_BYTES
@@ -163,6 +164,15 @@ def _finding(heap: Ledger, traffic: Traffic) -> int:
             rows = group.distinct * group.width * FLOAT
             most = max(most, group.ids * INDEX_BYTES + distinct + rows)
     return most
+
+
+def _in_full(group: Served | Replicas) -> int:
+    """Bytes beside rows that were rounded: of bags, whose sums are made in full, all rows in full
+    with their places."""
+    size = group.width * group.element if group.element < FLOAT else 0
+    if size and (group.jagged or group.weighted):
+        size = group.width * FLOAT + max(size, INDEX_BYTES)
+    return group.ids * size
 
 
 def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
@@ -186,8 +196,8 @@ def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
 
 def arrive(heap: Ledger, traffic: Traffic) -> None:
     """Rows that were on their way are here, and what was sent is forgotten."""
-    heap.free(f"{traffic.path}.found")
-    heap.free(f"{traffic.path}.rounded")
+    for name in ("found", "rounded"):
+        heap.free(f"{traffic.path}.{name}")
     if traffic.as_asked and traffic.forward_size == FLOAT:
         heap.free(f"{traffic.path}.back")
 
@@ -240,11 +250,10 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
 def receive_gradients(heap: Ledger, traffic: Traffic) -> None:
     """Gradients that were on their way are here."""
     if traffic.late and traffic.asked:
-        heap.free(f"{traffic.path}.returned")
-        heap.free(f"{traffic.path}.received")
-        ride = traffic.ride_bytes
-        joined = len(traffic.asked) > 1 or ride
-        _regroup(heap, traffic, traffic.arrived_bytes + ride if joined else 0)
+        for name in ("returned", "received"):
+            heap.free(f"{traffic.path}.{name}")
+        joined = len(traffic.asked) > 1 or traffic.ride_bytes
+        _regroup(heap, traffic, traffic.arrived_bytes + traffic.ride_bytes if joined else 0)
 
 
 def _regroup(heap: Ledger, traffic: Traffic, joined: int) -> None:
@@ -277,7 +286,7 @@ def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
         touched = 0
         for group in traffic.replicas:
             if not group.touched:
-                with heap.passing("communication", _spreading(group) if group.jagged else 0):
+                with heap.passing("communication", _spreading(group)):
                     pass
                 continue
             with heap.passing("communication", touched + _summing(group, group.touched)):
@@ -286,9 +295,11 @@ def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
 
 
 def _spreading(group: Replicas) -> int:
-    """Bytes for a moment where every id gets the gradient of its bag: the bag's number, made in two
-    steps, and then the gradient."""
-    return group.ids * (INDEX_BYTES + max(INDEX_BYTES, group.width * FLOAT))
+    """Bytes for a moment where every id gets its bag's gradient: the bag's number, made in two
+    steps, and then the gradient; its weight times that."""
+    one = group.width * FLOAT
+    spread = INDEX_BYTES + max(INDEX_BYTES, one) if group.jagged else 0
+    return group.ids * max(spread, (1 + group.jagged) * one if group.weighted else 0)
 
 
 def forget_trip(heap: Ledger, traffic: Traffic) -> None:
@@ -324,7 +335,7 @@ def update(heap: Ledger, traffic: Traffic) -> None:
             found = Served(replicas.gathered, 0, replicas.width, most, optimizer=replicas.optimizer)
             with heap.passing("temporary", _updating(found)):
                 pass
-        elif replicas.optimizer != "sgd":
+        elif replicas.optimizer != "sgd" or replicas.element < FLOAT:  # not all in its place
             rows = replicas.size * FLOAT if replicas.optimizer in BY_ROW else 0
             with heap.passing("temporary", replicas.nbytes + rows):
                 pass

@@ -66,8 +66,7 @@ class Replicas(msgspec.Struct, frozen=True):
     """Replicated tables that are kept together: ``size`` rows of all, looked up for ``bags``.
 
     Of ``touched`` different ones gradients are exchanged row by row, ``gathered`` from all ranks;
-    if there are none, the gradient is dense.
-    """
+    if there are none, the gradient is dense. An element of a weight takes ``element``."""
 
     ids: int
     bags: int
@@ -77,10 +76,12 @@ class Replicas(msgspec.Struct, frozen=True):
     optimizer: str = "sgd"
     touched: int = 0
     gathered: int = 0
+    weighted: bool = False
+    element: int = FLOAT
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights, and of their gradient."""
+        """Bytes of the weights in full, and of their gradient."""
         return self.size * self.width * FLOAT
 
     @property

@@ -22,6 +22,7 @@ from shardwright.core.model_of_job import reads_bags
 from shardwright.core.model_section import cross_of
 from shardwright.models.kinds import Bag, Kinds, pooled_rows
 from shardwright.models.start import Started, generator_of
+from shardwright.tracker.tensors import DTYPES
 
 ROWS_PER_GENERATOR = 4096
 Bags = Mapping[str, Bag]  # of each feature: ids, offsets, perhaps weights
@@ -39,7 +40,8 @@ class Tables(nn.Module):
     def __init__(self, tables: Sequence[TableSpec], device: torch.device | str | None) -> None:
         super().__init__()
         for table in tables:
-            embedding = nn.Embedding(table.rows, table.dim, device="meta")
+            dtype = DTYPES[table.dtype]
+            embedding = nn.Embedding(table.rows, table.dim, device="meta", dtype=dtype)
             *above, name = table.name.split(".")
             parent: nn.Module = self
             for part in above:  # the parts of a table lie in a module of its name
@@ -60,7 +62,7 @@ class Tables(nn.Module):
 
     def _rows(self, table: TableSpec, ids: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = self.get_submodule(table.name)(ids)
-        return rows
+        return rows.float()
 
     def _pooled(self, table: TableSpec, bag: torch.Tensor | Bag) -> torch.Tensor:
         if isinstance(bag, torch.Tensor):

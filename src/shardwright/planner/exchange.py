@@ -48,8 +48,9 @@ class Exchange:
 
     @cached_property
     def replica_bytes(self) -> int:
-        """Bytes of the replicas that have a dense gradient, and of that."""
-        return sum(p.choice.table.nbytes for p in self.replicas if not _is_by_rows(p))
+        """Bytes in full of the replicas that have a dense gradient, and of that."""
+        tables = [p.choice.table for p in self.replicas if not _is_by_rows(p)]
+        return sum(table.rows * table.dim for table in tables) * ELEMENT_BYTES["fp32"]
 
     @property
     def rides(self) -> bool:
@@ -162,6 +163,8 @@ class Exchange:
                 key.optimizer,
                 touched[key],
                 self.ranks * touched[key],
+                any(table.weighted for table in groups[key]),
+                ELEMENT_BYTES[key.dtype],
             )
             for key in sorted(groups)
         )

@@ -332,9 +332,10 @@ def _shard_tables(
 
 
 def _looked_up(plan: Plan, table: TablePlan) -> Table:
-    """A table with its features, as the plan's job has them."""
+    """A table with its features and dtype, as the plan's job has them."""
     spec = plan.model.table(table.fqn)
-    return dataclasses.replace(Table.of(table), features=spec.feature_names, pooling=spec.pooling)
+    own = {"features": spec.feature_names, "pooling": spec.pooling, "dtype": spec.dtype}
+    return dataclasses.replace(Table.of(table), **own)
 
 
 def _initial(model: nn.Module) -> InitialBlock:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwright.core.errors import InputError, PeerError
+from shardwright.core.errors import PeerError, ShardwrightError
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import wire
 from shardwright.runtime.embeddings.guide import Guide, Request
@@ -27,7 +27,7 @@ class Asking:
         steady = comm.size > 1 and all(guide.is_steady for guide in guides)
         self.steady = _Steady(comm.size, self.sections) if steady else None
 
-    def begin(self, asked: list[Request], error: InputError | None = None) -> Sent:
+    def begin(self, asked: list[Request], error: ShardwrightError | None = None) -> Sent:
         """Send what is ``asked`` of each group, which keep what is left to do then; or an ``error``
         in this rank's ids in place of it, so that all ranks raise (collective)."""
         if error is not None:
@@ -60,7 +60,11 @@ class Sent:
     """
 
     def __init__(
-        self, asking: Asking, sent: torch.Tensor, counts: wire.Counts, error: InputError | None
+        self,
+        asking: Asking,
+        sent: torch.Tensor,
+        counts: wire.Counts,
+        error: ShardwrightError | None,
     ) -> None:
         self.asking, self.counts, self.error = asking, counts, error
         self._sent: torch.Tensor | None = sent

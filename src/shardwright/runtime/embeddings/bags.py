@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.runtime.embeddings.route import Table
 
 INTEGERS = (torch.int64, torch.int32)
 Ends = tuple[int, int, int]  # of a feature's lengths of bags: their sum, least and largest
+_METHODS = ("values", "lengths")  # of what a feature's ids may be, as a JaggedTensor has them
 _FORMS = "ids [B] or [B, L], or (values, offsets [B + 1]), or (values, offsets, weights)"
 
 
@@ -293,18 +295,54 @@ def keyed_of(given: Any) -> Keyed:
     if not all(hasattr(given, name) for name in ("keys", "values", "lengths")):
         wanted = "a mapping of features to ids, or a KeyedJaggedTensor"
         raise InputError(expected("features", wanted, type(given).__name__))
-    keys, values, lengths = list(given.keys()), given.values(), given.lengths()
-    bags = [lengths.numel() // max(len(keys), 1)] * len(keys)
+    keys = [*map(str, given.keys())]
+    values = _checked(given.values(), "values of features", flat=True)
+    lengths = _checked(given.lengths(), "lengths of features").reshape(-1)
+    _check_dtype(lengths, "lengths of features")
+    bags = [len(lengths) // max(len(keys), 1)] * len(keys)
     if hasattr(given, "stride_per_key"):
         bags = list(given.stride_per_key())
-    lengths = lengths.view(-1)
+    if len(bags) != len(keys) or sum(bags) != len(lengths):
+        wanted = f"as many bags of each of {len(keys)} features as lengths"
+        raise InputError(expected("features", wanted, f"{len(lengths)} lengths"))
     ends = _ends(lengths, bags)
     sizes = [total for total, _, _ in ends]
-    if sum(sizes) != len(values):
+    if sum(sizes) != len(values) or min(sizes, default=0) < 0:
         raise InputError(expected("values of features", str(sum(sizes)), str(len(values))))
     given = given.weights_or_none() if hasattr(given, "weights_or_none") else None
-    weights = [None] * len(keys) if given is None else given.split(sizes)
+    weights: Sequence[torch.Tensor | None] = [None] * len(keys)
+    if given is not None:
+        weights = _weights(given, values, "features").split(sizes)
     return Keyed(keys, values, sizes, bags, lengths, weights, ends)
+
+
+def _checked(part: Any, spot: str, *, flat: bool = False) -> torch.Tensor:
+    """``part``, which has to be a tensor, a ``flat`` one [N]."""
+    if isinstance(part, torch.Tensor) and (part.dim() == 1 or not flat):
+        return part
+    found = list(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
+    raise InputError(expected(spot, "a tensor [N]" if flat else "a tensor", str(found)))
+
+
+def _weights(given: Any, ids: torch.Tensor, spot: str) -> torch.Tensor:
+    """The weights ``given`` for ids [N]; InputError for what are none."""
+    weights = _checked(given, f"weights of {spot}")
+    if weights.shape != ids.shape:
+        raise InputError(expected(spot, f"{len(ids)} weights", str(list(weights.shape))))
+    if weights.is_complex():
+        raise InputError(expected(f"weights of {spot}", "real numbers", "complex ones"))
+    return weights
+
+
+def refusal(error: Exception, path: str) -> ShardwrightError:
+    """What to say of an ``error`` in what the tables at ``path`` were given: torch's own is one of
+    what it was given, too."""
+    if isinstance(error, ShardwrightError):
+        return error
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    found = InputError(expected(f"ids of '{path}'", "tensors that can be looked up", f"'{line}'"))
+    found.__cause__ = error
+    return found
 
 
 def versions_of(given: Any) -> tuple[int, ...]:
@@ -346,9 +384,8 @@ def _joined(given: Mapping[str, Any], features: Sequence[Feature]) -> Keyed:
     for part, feature in zip(parts, features, strict=True):
         if part.ids.dtype not in INTEGERS:
             _check_dtype(part.ids, feature.spot)
-        if part.weights is not None and part.weights.shape != part.ids.shape:
-            found = f"{list(part.weights.shape)}"
-            raise InputError(expected(feature.spot, f"{len(part.ids)} weights", found))
+        if part.weights is not None:
+            _weights(part.weights, part.ids, feature.spot)
     sizes = [part.ids.shape[0] for part in parts]
     lengths, bags = None, sizes
     if any(part.offsets is not None or part.lengths is not None for part in parts):
@@ -402,8 +439,12 @@ def _part(feature: Feature, given: Any) -> _Part:
         values, offsets, *rest = given
         if not all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in given[:2]):
             raise InputError(expected(feature.spot, _FORMS, "something else"))
+        _check_dtype(offsets, f"offsets of {feature.spot}")
         return _Part(values, offsets, None, rest[0] if rest else None)
-    if not hasattr(given, "values") or not hasattr(given, "lengths"):
+    if isinstance(given, torch.Tensor) or not all(map(partial(hasattr, given), _METHODS)):
         raise InputError(expected(feature.spot, _FORMS, type(given).__name__))
     weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
-    return _Part(given.values(), None, given.lengths(), weights)
+    values = _checked(given.values(), feature.spot, flat=True)
+    lengths = _checked(given.lengths(), f"lengths of {feature.spot}", flat=True)
+    _check_dtype(lengths, f"lengths of {feature.spot}")
+    return _Part(values, None, lengths, weights)

@@ -78,8 +78,8 @@ class RoutedCollection(Entrance):
 
     def forward(self, features: Any) -> Pooled | dict[str, Sequence]:
         """Look every feature up."""
-        given: Keyed = self.given(features)
-        found: dict[str, torch.Tensor] = self.rows(given)
+        given: Any = self.given(features)
+        found: dict[str, torch.Tensor] = self._looked_up(self.rows, given)
         if self.pooled:
             return Pooled(found)
         lengths = dict(zip(given.names, given.lengths.split(given.bags), strict=True))

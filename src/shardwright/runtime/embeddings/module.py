@@ -46,6 +46,19 @@ class Entrance(nn.Module):
         (given,) = arguments
         return given
 
+    def _asked(self, *arguments: Any) -> Any:
+        """The same, or why there is nothing they can take, which they say on all ranks."""
+        try:
+            return self.asks(*arguments)
+        except Exception as error:
+            return error
+
+    def _looked_up(self, rows: nn.Module, given: Any) -> Any:
+        """What ``rows`` gives for what it is ``given``; InputError where that is why not."""
+        if isinstance(given, Exception) and not isinstance(rows, Entrance):
+            raise given  # a stand-in of one process
+        return rows(given)
+
     def rows_of(self) -> Any:
         """The module of tables."""
         return self
@@ -55,7 +68,7 @@ class Entrance(nn.Module):
         found = next((each for each in self._prepared if each.is_of(arguments)), None)
         if found is not None:
             return found.given
-        given = self.asks(*arguments)
+        given = self._asked(*arguments)
         if all(given is not argument for argument in arguments):
             self._prepared.append(_Prepared(arguments, versions_of(arguments), given))
         return given
@@ -66,7 +79,7 @@ class Entrance(nn.Module):
             if each.is_of(arguments):
                 del self._prepared[: place + 1]
                 return each.given
-        return self.asks(*arguments)
+        return self._asked(*arguments)
 
 
 class RoutedEmbedding(Entrance):
@@ -113,16 +126,8 @@ class RoutedEmbedding(Entrance):
     ) -> torch.Tensor:
         """Ids of any shape -> rows [..., D]; of a bag ids [B, L] -> [B, D]. InputError for what are
         no integers."""
-        if not isinstance(input, torch.Tensor) or input.dtype not in INTEGERS:
-            kind = getattr(input, "dtype", type(input).__name__)
-            text = str(kind).removeprefix("torch.")
-            raise InputError(expected(f"ids of '{self.path}'", "a tensor of int64 or int32", text))
-        pools = self.bags and self.mode
-        if not pools and (offsets is not None or (self.mode and input.dim() != 2)):
-            found = "offsets, while ids [B, L] with a padding_idx can be one"
-            raise NoTableError(self.path, "bags of one length", found)
-        rows: Any = self.rows(self.given(input, offsets, per_sample_weights))
-        if pools:
+        rows = self._looked_up(self.rows, self.given(input, offsets, per_sample_weights))
+        if self.bags and self.mode:
             pooled: torch.Tensor = rows[self.bags]
             return pooled
         found: torch.Tensor = rows.squeeze(1)
@@ -151,7 +156,14 @@ class RoutedEmbedding(Entrance):
         per_sample_weights: torch.Tensor | None = None,
     ) -> Any:
         """Bags of one feature, or ids [N, 1]."""
+        if not isinstance(input, torch.Tensor) or input.dtype not in INTEGERS:
+            kind = getattr(input, "dtype", type(input).__name__)
+            text = str(kind).removeprefix("torch.")
+            raise InputError(expected(f"ids of '{self.path}'", "a tensor of int64 or int32", text))
         if not (self.bags and self.mode):
+            if offsets is not None or (self.mode and input.dim() != 2):
+                found = "offsets, while ids [B, L] with a padding_idx can be one"
+                raise NoTableError(self.path, "bags of one length", found)
             return input.reshape(-1, 1).long()
         if offsets is None:
             offsets = torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]

@@ -32,6 +32,7 @@ from shardwright.runtime.embeddings.bags import (
     features_of,
     one_each,
     read_bags,
+    refusal,
     versions_of,
 )
 from shardwright.runtime.embeddings.disk import make_store
@@ -108,8 +109,7 @@ class ShardedTables(Entrance):
         dims = {table.dim for table in tables}
         self.dim = dims.pop() if len(dims) == 1 else None
         self.gradient_names = [f"gradient of {feature.table.fqn}" for feature in self.features]
-        device = torch.device(comm.mesh.device_type)
-        self.device = device
+        self.device = device = torch.device(comm.mesh.device_type)
         self.limits = torch.tensor([f.table.rows for f in self.features], device=device)
         self.stores = [make_store(group, comm, initial, folder) for group in route.groups]
         self.guides = [Guide.of(group, comm.size, device) for group in route.groups]
@@ -200,11 +200,12 @@ class ShardedTables(Entrance):
     def _ask(self, given: Any, *, later: bool = False) -> Lookup:
         """Sort ids by owner and send every owner its row numbers; of a wrong one all ranks hear,
         and ``later`` it is raised by ``_start``."""
-        error, whole = None, isinstance(given, torch.Tensor)
+        error = None
+        whole = isinstance(given, torch.Tensor)
         try:
             bags, pools = self._read(given)
-        except InputError as found:
-            error = found
+        except Exception as found:  # whatever it is, the others wait for this rank
+            error = refusal(found, self.path)
         if self.asking is None and self._meets_in_backward:
             agree_on_ids(self.comm, str(error or ""))
         if error is not None and self.asking is None:
@@ -227,6 +228,8 @@ class ShardedTables(Entrance):
 
     def _read(self, given: Any) -> tuple[Bags, dict[int, Pool]]:
         """What is asked for, and how some of it is pooled here."""
+        if isinstance(given, Exception):  # its entrance found why it cannot be
+            raise given
         if not isinstance(given, torch.Tensor):
             return read_bags(given, self.features, self.limits)
         if self.dim is None:
