@@ -19,7 +19,6 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "copy_seconds/away": lambda v: dense.copy_seconds(v.payload, v.c, away=True),
     "fresh_seconds": lambda v: dense.fresh_seconds(v.payload, v.c),
     "gradient_seconds": lambda v: dense.gradient_seconds(v.payload, v.c),
-    "copy_seconds": lambda v: dense.copy_seconds(v.payload, v.c, away=False),
     "replica_seconds/hsdp": lambda v: dense.replica_seconds(
         v.payload, v.shard, v.ranks, twice=False, c=v.c
     ),

@@ -83,7 +83,7 @@ def test_an_embedding_looked_up_early_takes_memory_as_planned(pool: Pool, overla
     assert made.modes.routed == {"user"}
     assert made.modes.early == (set() if overlap == "none" else {"user"})
     found = pool.run(2, bytes_of_steps, job=job, made=made)
-    _check_bytes(made, [({}, events) for events in found])
+    check_planned_bytes(made, [({}, events) for events in found])
 
 
 @pytest.mark.slow_after(1)

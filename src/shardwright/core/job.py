@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -33,6 +32,7 @@ from shardwright.core.model_section import (
     completed,
     with_kind,
 )
+from shardwright.core.overrides import set_key
 from shardwright.core.parallel import (
     MAX_WORLD,
     Degrees,
@@ -272,7 +272,7 @@ def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
     raw = read_bytes(path, "job", "Name a job in TOML, such as examples/demo.toml.")
     document = parse_toml(raw, str(path), "a job")
     for override in overrides:
-        _override(document, override)
+        set_key(document, override)
     return parse_job(document, str(path), Path(path))
 
 
@@ -468,58 +468,3 @@ def _with_default(document: dict[str, Any], section: str, key: str, value: str) 
     if not isinstance(found, dict):
         return document
     return {**document, section: {key: value, **found}}
-
-
-def _override(document: dict[str, Any], text: str) -> None:
-    """Set one key at any depth: a step on the way is a section, or the name of an entry of a list
-    such as ``tables.C3``."""
-    check_type(text, str, "override", "Write 'section.key=value'.")
-    key, equals, value = text.partition("=")
-    *way, name = _steps(key)
-    if not (equals and way):
-        raise InputError(expected("--set", "section.key=value", f"'{text}'"))
-    try:
-        parsed = parse_toml(f"value = {value}", "--set", "a value")["value"]
-    except InputError:
-        parsed = value
-    model = document.get("model", {})
-    if way[0] == "tables" and "tables" not in document and isinstance(model, dict):
-        wanted = f"[[tables]] in the job, not in {model['tables']}" if "tables" in model else ""
-        raise InputError(expected(f"--set {key.strip()}", wanted or "a job with tables", "none"))
-    target: Any = document
-    for depth, step in enumerate(way):
-        target = _inside(target, step, ".".join(way[: depth + 1]))
-    if isinstance(target, list):
-        named = expected(f"--set {key.strip()}", "the name of an entry first", f"'{name}'")
-        raise InputError(f"{named} Write {'.'.join(way)}.NAME.{name}=VALUE.")
-    if not isinstance(target, dict):
-        raise InputError(expected(f"--set {'.'.join(way)}", "a section", repr(target)))
-    target[name] = parsed
-
-
-def _steps(key: str) -> list[str]:
-    """The steps of a dotted key as TOML writes it, quotes around steps with dots of their own."""
-    try:
-        found: Any = parse_toml(f"{key} = 0", "--set", "a key")
-    except InputError:
-        return [""]
-    steps = []
-    while isinstance(found, dict) and len(found) == 1:
-        (step,) = found
-        steps.append(step)
-        found = found[step]
-    return steps or [""]
-
-
-def _inside(target: Any, step: str, spot: str) -> Any:
-    """The section ``step`` of a section, made where there is none, or a list's entry of a name."""
-    if isinstance(target, dict):
-        return target.setdefault(step, {})
-    if isinstance(target, list):
-        entries = {str(e["name"]): e for e in target if isinstance(e, dict) and "name" in e}
-        if step in entries:
-            return entries[step]
-        near = difflib.get_close_matches(step, entries, n=3, cutoff=0.0)
-        wanted = f"the name of an entry, such as {', '.join(near)}" if near else "an entry"
-        raise InputError(expected(f"--set {spot}", wanted, f"'{step}'"))
-    raise InputError(expected(f"--set {spot}", "a section", repr(target)))
