@@ -73,7 +73,7 @@ class Case:
 CASES = [
     *(Case("A", kind) for kind in ("table_wise", "row_wise", "column_wise", "data_parallel")),
     *(Case("A", kind, "rowwise_adagrad") for kind in ("table_wise", "row_wise", "column_wise")),
-    Case("A", "table_wise", ids="uniform"),
+    *(Case("A", kind, ids="uniform") for kind in ("table_wise", "row_wise")),
     Case("A", "row_wise", ranks=4),
     *(Case("B", kind) for kind in ("table_wise", "row_wise")),
     *(Case("B", kind, "rowwise_adagrad") for kind in ("table_wise", "row_wise")),

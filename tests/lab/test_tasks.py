@@ -11,10 +11,12 @@ import torch
 from msgspec import UNSET
 from torch.utils._pytree import tree_leaves
 
+from shardwright.core.errors import InputError
 from shardwright.core.job import Job, parse_job
 from shardwright.lab.recordings import recorded
 from shardwright.lab.sources import source_of
 from shardwright.lab.tasks import Task, task_of
+from shardwright.lab.training import inputs_of
 from shardwright.models.dlrm import DLRM
 from shardwright.models.transformer import Transformer, next_token_loss
 
@@ -156,3 +158,18 @@ def test_a_batch_has_the_bytes_that_its_recording_foresees(
     assert isinstance(batch[1], dict) is bool(other)
     arrays = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, np.ndarray)]
     assert sum(array.nbytes for array in arrays) == recorded(job).inputs
+
+
+def test_a_task_that_does_not_say_what_its_model_is_called_with_lets_no_ids_travel_ahead() -> None:
+    job = parse_job(
+        {"train": {"overlap": "ids_and_rows"}, "tables": [{"name": "t", "rows": 9, "dim": 16}]}
+    )
+
+    class Silent:
+        pass
+
+    with pytest.raises(InputError, match=r"train\.overlap: expected 'rows' or 'none' for a task"):
+        inputs_of(Silent(), job)  # type: ignore[arg-type]
+    task = task_of(job)
+    batch = (1, 2, 3)
+    assert inputs_of(task, job)(batch) == ((1, 2), {})

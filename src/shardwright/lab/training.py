@@ -111,7 +111,8 @@ class Training:
         self.profile = profile  # steps
         self.profiler: Profiler | None = None
         self.scoring: Scoring | None = None
-        self._asks = bool(plan.modes.asked)
+        # how the task calls its model, where ids of a next batch travel
+        self._inputs_of = inputs_of(self.task, self.job) if plan.modes.asked else None
         self._following: _Following | None = None  # the batch whose ids are under way
 
     def run(self) -> None:
@@ -298,8 +299,8 @@ class Training:
         batch = self._tensors(next(batches)) if following is None else following.batch
         del following
         loss = self.task.loss(model, batch)
-        if self._asks and not is_last:
-            self._following = self._asked(model, batches)
+        if self._inputs_of is not None and not is_last:
+            self._following = self._asked(model, batches, self._inputs_of)
         value = loss.item()
         self.guard.look([loss.detach()], ["loss"], lambda: [loss.detach()])
         loss.backward()
@@ -312,13 +313,13 @@ class Training:
         optimizer.zero_grad()
         return value, words
 
-    def _asked(self, model: nn.Module, batches: Iterator[Batch]) -> _Following:
+    def _asked(self, model: nn.Module, batches: Iterator[Batch], inputs: InputsOf) -> _Following:
         """The next batch, whose ids travel while this one is computed (collective)."""
         with self.meter.phase("load"):
             states = random_states() if self.job.checkpoint is not UNSET else None
             bad_rows = self.task.bad_rows
             batch = self._tensors(next(batches))
-        arguments, keywords = inputs_of(self.task, self.job)(batch)
+        arguments, keywords = inputs(batch)
         start_sparse_data_dist(model, *arguments, **keywords)
         return _Following(batch, bad_rows, states)
 
@@ -389,9 +390,12 @@ class _Following(NamedTuple):
     states: Any
 
 
-def inputs_of(task: Task, job: Job) -> Callable[[Batch], tuple[Any, Any]]:
+InputsOf = Callable[[Batch], tuple[Any, Any]]
+
+
+def inputs_of(task: Task, job: Job) -> InputsOf:
     """How a task calls its model; InputError where it does not say, for ids are to travel ahead."""
-    found: Callable[[Batch], tuple[Any, Any]] | None = getattr(task, "inputs", None)
+    found: InputsOf | None = getattr(task, "inputs", None)
     if found is None:
         wanted = "'rows' or 'none' for a task without a function inputs"
         remedy = (
