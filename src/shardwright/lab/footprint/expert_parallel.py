@@ -53,12 +53,11 @@ def cut_experts(
     that is called with something else than rows that are sorted by expert.
     """
     wanted = {name: style for name, style in plan.items() if style == "expert"}
-    if not wanted:
-        remedy = f'Such as {{ "{_guess(module)}" = "expert" }}.'
-        raise InputError(expected(where, "which modules parallel.expert divides", "none", remedy))
     paths = [path for path, _ in styles(module, wanted, where)]
     for path in paths:
         part = module.get_submodule(path)
+        if "_elsewhere" in vars(part):  # the very module stands in several places
+            continue
         spot = f"{where} '{path}'"
         experts = _stacked(part, spot)
         if experts % routing.degree:
@@ -85,16 +84,6 @@ def _stacked(part: nn.Module, spot: str) -> int:
     raise InputError(
         expected(spot, "a module whose parameters are all [experts, ...]", found, remedy)
     )
-
-
-def _guess(module: nn.Module) -> str:
-    """A name for what look like stacked experts, with stars for numbers."""
-    for path, part in module.named_modules():
-        own = list(part.parameters())
-        stacked = own and all(p.ndim > 2 for p in own) and len({p.shape[0] for p in own}) == 1
-        if path and stacked and own[0].shape[0] > 1:
-            return ".".join("*" if step.isdigit() else step for step in path.split("."))
-    return "layers.*.moe.experts"
 
 
 @cache

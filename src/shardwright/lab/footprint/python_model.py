@@ -249,8 +249,12 @@ def _composed(
 
     @torch.no_grad()
     def forward() -> None:
+        asked = dict(routed.asked)
         routed.asked.clear()
-        module(*subject.inputs, **subject.keywords)
+        try:
+            module(*subject.inputs, **subject.keywords)
+        finally:
+            routed.asked = asked
 
     composer = Composer(module, run, every, full, parts, experts, None if of else forward)
     try:
