@@ -44,6 +44,7 @@ def test_a_file_that_is_there_stays(call: Any, tmp_path: Path) -> None:
     ("code", "said"),
     [
         ("def build(batch): ...\ndef batches(batch): ...\n", "the job calls its build and batches"),
+        ("from net import build\nbatches = build\n", "the job calls its build and batches"),
         ("def build(batch): ...\n", "the job needs its batches(), as docs/own-model.md"),
         ("class Net: ...\n", "the job needs its build() and batches(), as docs/own-model.md"),
         ("def build(\n", "no Python that can be read"),

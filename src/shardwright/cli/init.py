@@ -93,8 +93,17 @@ def _check_module(job: Path) -> None:
 def _lacking(module: Path) -> str:
     """What a Python file that is there already lacks for the job beside it."""
     with suppress(SyntaxError, ValueError):
-        body = ast.parse(read_bytes(module, "Python file")).body
-        names = {part.name for part in body if isinstance(part, ast.FunctionDef)}
+        names = set()
+        for part in ast.parse(read_bytes(module, "Python file")).body:
+            names |= {getattr(part, "name", "")}  # of a function or a class
+            names |= {
+                each.asname or each.name
+                for each in getattr(part, "names", ())
+                if isinstance(each, ast.alias)
+            }
+            names |= {
+                each.id for each in getattr(part, "targets", ()) if isinstance(each, ast.Name)
+            }
         if names.issuperset(FUNCTIONS):
             return f"the job calls its {' and '.join(FUNCTIONS)}"
         lacking = " and ".join(f"{name}()" for name in FUNCTIONS if name not in names)

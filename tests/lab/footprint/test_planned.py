@@ -140,3 +140,16 @@ def test_the_search_of_a_plan_is_heard_and_one_that_was_stopped_is_not_called_it
     assert "searched" not in footprint(job, hear=lambda watch: None).source
     stopped = footprint(job, hear=lambda watch: watch.stop() if watch.best else None)
     assert stopped.source.endswith("Not searched to its end: the search, which was stopped.")
+
+
+def test_tables_alone_are_held_against_what_the_reservation_leaves() -> None:
+    job = parse_job(
+        {
+            "tables": [{"name": "t", "rows": 1000, "dim": 8}],
+            "cluster": {"preset": "h100-8", "hbm_cap": 2**30},
+            "planner": {"reservation": {"kind": "percentage", "percentage": 0.25}},
+        }
+    )
+    found = footprint(job)
+    assert found.capacity == plan(job).reserved.hbm_left == 3 * 2**28
+    assert found.source.endswith("what the reservation leaves of 1.00 GiB.")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from shardwright.core.footprint import Footprint, RankMemory
 from shardwright.core.job import Job, degrees_of, memory_of
 from shardwright.core.optimizers import trained
+from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import EXACT_KINDS, Kind, stretches
 from shardwright.lab.footprint.classes import (
     RankClass,
@@ -48,7 +49,11 @@ def planned(
         draft = smallest(problem)
     if draft is None:
         raise shortage.error(found, watch)
-    room = problem.cluster.memory_per_rank if found.draft else problem.decisive_capacity
+    whole, room = problem.cluster.memory_per_rank, problem.decisive_capacity
+    if found.draft is not None and isinstance(draft, StepDraft):
+        room = whole
+    elif room < whole:
+        source += f" Its budget is what the reservation leaves of {format_bytes(whole)}."
     world, assumptions = problem.cluster.world_size, list(problem.assumptions)
     device = memory_of(problem.job).lowering or problem.cluster.compute_device
     units = problem.model.units
