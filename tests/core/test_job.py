@@ -103,7 +103,8 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
         ),
         (
             {"tables": [TABLE], "planner": {"units": {"top": "shrd"}}},
-            "job: planner.units[...]: expected one of shard, replicate, offload, got {'top': 'shrd'}.",
+            "job: planner.units[...]: expected one of shard, replicate, offload, "
+            "got {'top': 'shrd'}.",
         ),
         (
             {"tables": [TABLE], "cluster": {"compute_device": "gpu"}},
