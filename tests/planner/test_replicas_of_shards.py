@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwright.core.block import check_tiling
-from shardwright.core.errors import InputError
+from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan
 from shardwright.lab.recordings import plan
@@ -98,3 +98,14 @@ def test_why_not_says_what_to_write(wanted: str, zero: str) -> None:
 def test_a_pair_of_stages_needs_replicas() -> None:
     with pytest.raises(InputError, match=r"memory\.zero: expected one stage, or a pair beside"):
         _job([2, 3])
+
+
+def test_what_does_not_fit_is_said_to_fit_with_fewer_replicas_or_in_host_memory() -> None:
+    least = {"layers_per_unit": 1, "prefetch": 0, "reshard": True, "checkpointing": ["none"]}
+    frugal = {**SHARED, "dense": least}
+    everywhere = _peak(plan(_job(3, units=frugal)))
+    within = _peak(plan(_job(3, units=frugal, data_replicate=4)))
+    with pytest.raises(NoPlanError) as refused:
+        plan(_job(3, (everywhere + within) // 2, units=frugal, data_replicate=4))
+    assert "parallel.data_replicate = 1 fits" in str(refused.value)
+    assert "memory.offload = 'auto' fits" in str(refused.value)
