@@ -13,12 +13,11 @@ from shardwright.core.job import (
     Job,
     checkpointing_of,
     memory_of,
-    sharings_of,
     with_checkpointing,
-    with_sharing,
 )
 from shardwright.core.model import ModelSpec
 from shardwright.core.plan import Plan, Tried
+from shardwright.core.sharing import sharings_of, with_sharing
 from shardwright.cost import constants
 from shardwright.planner import shortage
 from shardwright.planner.assemble import assemble

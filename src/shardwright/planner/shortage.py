@@ -11,11 +11,19 @@ import msgspec
 
 from shardwright.core.cluster import MAX_PLANNED, TIERS, Tier
 from shardwright.core.errors import NoPlanError, ShardwrightError
-from shardwright.core.job import CHOSEN_FROM, Job, checkpointing_of, with_checkpointing
+from shardwright.core.job import (
+    CHOSEN_FROM,
+    Job,
+    checkpointing_of,
+    memory_of,
+    parallel_of,
+    with_checkpointing,
+)
 from shardwright.core.memory_section import HAVE_BLOCKS
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.plan import Tried
 from shardwright.core.quantities import format_bytes
+from shardwright.core.sharing import Sharing, with_sharing
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.problem import Problem, make_problem, reserve
 from shardwright.planner.search.bound import ROUNDING
@@ -314,6 +322,29 @@ def _offloaded(table: TableSpec) -> TableSpec:
     return msgspec.structs.replace(table, compute_kernels=("fused_uvm",))
 
 
+def _units_on_host(attempt: _Try) -> str:
+    """Whether units of an accelerator fit with their shards in its host's memory."""
+    job, problem = attempt.job, attempt.problem
+    on_cpu = problem.cluster.compute_device == "cpu"
+    if on_cpu or not problem.model.units or memory_of(job).offload != "none":
+        return ""
+    memory = msgspec.structs.replace(memory_of(job), offload="auto")
+    what = "memory.offload = 'auto'"
+    fits = attempt.fits(msgspec.structs.replace(job, memory=memory), what)
+    return f"{what} fits" if fits else ""
+
+
+def _fewer_replicas(attempt: _Try) -> str:
+    """Whether units fit that all ranks share."""
+    job = attempt.job
+    if parallel_of(job).data_replicate == 1:
+        return ""
+    zero = memory_of(job).zero
+    what = "parallel.data_replicate = 1"
+    shared = with_sharing(job, Sharing(3 if isinstance(zero, tuple) or zero == "auto" else zero))
+    return f"{what} fits" if attempt.fits(shared, what) else ""
+
+
 def _fewer_limits(attempt: _Try) -> str:
     """Whether the limits on types and widths are what is in the way."""
     job = attempt.job
@@ -337,6 +368,8 @@ WAYS: tuple[Callable[[_Try], str], ...] = (
     _more_ranks,
     _smaller_batch,
     _host_memory,
+    _units_on_host,
+    _fewer_replicas,
     _fewer_limits,
 )
 

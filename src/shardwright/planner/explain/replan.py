@@ -12,16 +12,15 @@ from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.core.job import (
     CHOSEN_FROM,
     Job,
-    Sharing,
     checkpointing_of,
     with_checkpointing,
-    with_sharing,
 )
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import key_of, model_of
 from shardwright.core.placement import TwoZeros, Zero
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.quantities import SAME_SECONDS, format_seconds
+from shardwright.core.sharing import Sharing, with_sharing
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import model_recorded
 from shardwright.planner.planner import find

@@ -228,7 +228,7 @@ def _bytes(amounts: UnitAmounts, choice: UnitChoice, where: str) -> Iterator[Exp
         gap = leaf(padding, "padding_of_slice", "B", source)
         own = named("payload_of_slice", amounts.stored(choice) - gap, "B")
         learns, its_gap = own, gap
-        if trained is not choice.layout or choice.stays:
+        if trained is not choice.layout or choice.stays or choice.grid.twice:
             its_gap = leaf(trained_padding, "padding_of_trained", "B", source)
             learns = named("trained_payload", amounts.trained(choice) - its_gap, "B")
         kind, count = choice.unit.optimizer, len(trained.segments)

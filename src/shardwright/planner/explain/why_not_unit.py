@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from shardwright.core.errors import InputError, ShardwrightError, expected
-from shardwright.core.job import CHOSEN_FROM, Sharing, with_sharing
+from shardwright.core.job import CHOSEN_FROM
 from shardwright.core.plan import Plan, UnitPlan
+from shardwright.core.sharing import Sharing, with_sharing
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import choice_of, draft_of, recorded_with
 from shardwright.planner.explain.replan import (
