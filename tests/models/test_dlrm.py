@@ -11,6 +11,7 @@ from shardwright.core.model_of_job import tables_of
 from shardwright.models.dlrm import (
     DLRM,
     ROWS_PER_GENERATOR,
+    Dot,
     interaction,
     mlp,
 )
@@ -95,6 +96,28 @@ def test_the_interaction_is_the_products_of_all_pairs(model: DLRM) -> None:
     stack = [dense, *sparse.unbind(1)]
     pairs = [(stack[i] * stack[j]).sum(1) for i in range(4) for j in range(i)]
     torch.testing.assert_close(found, torch.cat([dense, torch.stack(pairs, 1)], 1))
+
+
+@pytest.mark.parametrize("features", [1, 2, 7])
+def test_products_have_the_gradients_of_torch(features: int) -> None:
+    torch.manual_seed(0)
+    n = features + 1
+    dot = Dot(features, 4).double()
+    dense, sparse = torch.randn(3, 4).double(), torch.randn(3, features, 4).double()
+    given = [dense.requires_grad_(), sparse.requires_grad_()]
+
+    def plain(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        stack = torch.cat([dense.unsqueeze(1), sparse], 1)
+        products = torch.einsum("bik,bjk->bij", stack, stack)
+        rows, columns = torch.tril_indices(n, n, -1)
+        return torch.cat([dense, products[:, rows, columns]], 1)
+
+    weights = torch.randn(3, dot.width).double()
+    found, true = (
+        torch.autograd.grad((each(*given) * weights).sum(), given) for each in (dot, plain)
+    )
+    for ours, torchs in zip(found, true, strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

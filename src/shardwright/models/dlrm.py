@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from shardwright.core.job import Job
 from shardwright.core.kinds import dense_of, kind_of, members_of, parts_of
@@ -75,14 +77,24 @@ class Tables(nn.Module):
 
 
 class Dot(nn.Module):
-    """Products of all pairs, behind the dense part."""
+    """Products of all pairs, behind the dense part.
+
+    Of the products [n, n] of a sample those at ``pairs`` are taken; of their gradients
+    ``places`` is the one of every product.
+    """
+
+    pairs: torch.Tensor
+    places: torch.Tensor
 
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
-        self.width = dim + features * (features + 1) // 2
-        rows, columns = torch.tril_indices(features + 1, features + 1, -1, device="cpu")
-        self.register_buffer("pair_rows", rows.clone(), persistent=False)
-        self.register_buffer("pair_columns", columns.clone(), persistent=False)
+        n = features + 1
+        self.width = dim + features * n // 2
+        rows, columns = torch.tril_indices(n, n, -1, device="cpu")
+        places = torch.zeros(n, n, dtype=torch.int64, device="cpu")
+        places[rows, columns] = places[columns, rows] = torch.arange(len(rows), device="cpu")
+        self.register_buffer("pairs", rows * n + columns, persistent=False)
+        self.register_buffer("places", places.view(-1), persistent=False)
 
     def forward(self, dense: torch.Tensor, sparse: Found) -> torch.Tensor:
         """Bottom output [B, D] and embeddings [B, F, D], or [B, D] each, -> [B, width]."""
@@ -90,8 +102,28 @@ class Dot(nn.Module):
             stack = torch.cat([dense.unsqueeze(1), sparse], 1)
         else:
             stack = torch.stack([dense, *sparse], 1)
-        pairs = torch.bmm(stack, stack.transpose(1, 2))[:, self.pair_rows, self.pair_columns]
+        pairs: torch.Tensor = _Pairs.apply(stack, self.pairs, self.places)
         return torch.cat([dense, pairs], 1)
+
+
+class _Pairs(torch.autograd.Function):
+    """Products of pairs of ``stack`` [B, n, D] -> [B, pairs]. A product of two is one of the
+    transposed, too, so one multiplication gives the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: torch.Tensor, pairs: torch.Tensor, places: torch.Tensor) -> Any:
+        ctx.save_for_backward(stack, places)
+        products = torch.bmm(stack, stack.transpose(1, 2))
+        return products.flatten(1).index_select(1, pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        stack, places = ctx.saved_tensors
+        n = stack.shape[1]
+        products = gradient.index_select(1, places).view(-1, n, n)
+        products.diagonal(dim1=1, dim2=2).zero_()
+        return torch.bmm(products, stack), None, None
 
 
 class Cat(nn.Module):
