@@ -79,6 +79,9 @@ class State:
         self._singles: dict[int, Singles] = {}  # of ranks, until something there changes
         self._bare: dict[int, tuple[Floats, Floats]] = {}  # by item, as of the change ``_bare_at``
         self._bare_at = -1
+        self._room, self._room_at = False, -1  # whether no rank held too much as of that change
+        self._idle: tuple[Ints, float] | None = None  # until anything changes
+        self._idle_at = -1
 
     def cost(self, load: Floats, memory: Floats) -> Floats:
         """What each rank contributes to the sum that is minimised."""
@@ -119,7 +122,9 @@ class State:
         """Whether every item lies somewhere and no rank is over capacity."""
         if not self._complete:
             self._complete = min(self.options, default=0) >= 0
-        return self._complete and bool((self.memory <= self.limits).all())
+        if self._room_at != self.change:
+            self._room, self._room_at = bool((self.memory <= self.limits).all()), self.change
+        return self._complete and self._room
 
     @property
     def worst(self) -> float:
@@ -157,6 +162,15 @@ class State:
         self.take(item)
         self.options[item], self.slots[item] = -1, ()
         self._complete = False
+
+    @property
+    def idle(self) -> tuple[Ints, float]:
+        """The ranks that are least busy, and what any other one takes at least."""
+        if self._idle is None or self._idle_at != self.change:
+            order = np.argpartition(self.load, NEAR_SLOTS)
+            near = np.sort(order[:NEAR_SLOTS])
+            self._idle, self._idle_at = (near, float(self.load[order[NEAR_SLOTS]])), self.change
+        return self._idle
 
     def bare(self, item: int) -> tuple[Floats, Floats]:
         """The ranks' load and memory without an item, until anything changes."""
