@@ -6,20 +6,21 @@ better), or None.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from shardwright.planner.search.slopes import Hope, hopeful
-from shardwright.planner.search.space import Bools, Floats, Ints
-from shardwright.planner.search.state import State, least_first
+from shardwright.planner.search.space import Block, Bools, Floats, Ints
+from shardwright.planner.search.state import MANY_RANKS, MAX_RATIO, NEAR_SLOTS, State, least_first
 
 FOLLOWED = 40  # cheapest changes of option that are tried with a relocation after them
 MAX_FOLLOWED_ITEMS = 400
 MAX_WORK, WORK_SLACK = 1.5, 0.5  # times an option's cheapest work, and of the target
 SWAP_PARTNERS = 64  # ranks of lowest cost whose blocks are looked at
 EPSILON = 1e-12
+MANY_HOSTS = 256  # of which the least busy ones are looked at first
 AT_ONCE = 2**15  # ranks, each as often as there are ways that are weighed together
 
 Ways = list[tuple[int, int]]  # items, and an option of each
@@ -87,15 +88,28 @@ def swap_partners(costs: Floats) -> Ints:
 
 def relocation(state: State, rank: int, costs: Floats, others: Ints) -> Move | None:
     """The best place for one of the rank's single blocks among ``others``."""
+    if len(others) < MANY_RANKS or state.space.constrained:
+        return _relocation(state, rank, costs, others)[0]
+    idle, busy = state.idle  # of many ranks, most are too busy
+    move, least = _relocation(state, rank, costs, idle, busy)
+    if move is not None and move.change <= least:
+        return move
+    return _relocation(state, rank, costs, others)[0]
+
+
+def _relocation(
+    state: State, rank: int, costs: Floats, others: Ints, busy: float = np.inf
+) -> tuple[Move | None, float]:
+    """``relocation``, and what it changes at least if a block goes to a rank that is ``busy``."""
     items, seconds, storage = state.singles(rank)
     others = others[others != rank]
     if not items or not len(others):
-        return None
-    left = state.cost(state.load[rank] - seconds, state.memory[rank] - storage)
+        return None, -np.inf
+    left = state.cost(state.load[rank] - seconds, state.memory[rank] - storage) - costs[rank]
     joined = state.cost(
         state.load[others] + seconds[:, None], state.memory[others] + storage[:, None, :]
     )
-    change = (left - costs[rank])[:, None] + joined - costs[others]
+    change = left[:, None] + joined - costs[others]
     if state.space.constrained:
         for row, item in enumerate(items):
             mask = state.allowed(item)
@@ -104,7 +118,17 @@ def relocation(state: State, rank: int, costs: Floats, others: Ints) -> Move | N
     best = int(change.argmin())
     row, column = divmod(best, len(others))
     moved = _moved(state, items[row], rank, int(others[column]))
-    return Move(float(change.flat[best]), (moved,))
+    return Move(float(change.flat[best]), (moved,)), _least_added(state, left, seconds, busy)
+
+
+def _least_added(state: State, left: Floats, seconds: Floats, busy: float, ranks: int = 1) -> float:
+    """The least of what is ``left`` with what ``seconds`` add to ranks that are ``busy``: costs are
+    convex, so none that are busier, or that are as busy on average, take them for less."""
+    if busy + seconds.max() >= MAX_RATIO * state.target:
+        return -np.inf
+    there = np.array([busy])
+    added = state.time_cost(there + seconds) - state.time_cost(there)
+    return float((left + added * ranks).min())
 
 
 def _moved(state: State, item: int, rank: int, slot: int) -> tuple[int, int, int]:
@@ -175,13 +199,36 @@ def host_relocation(state: State, rank: int, costs: Floats, others: Ints) -> Mov
     ]
     if not found or not len(hosts):
         return None
+    if len(hosts) >= MANY_HOSTS and not space.constrained:  # most are too busy
+        busy = state.load.reshape(-1, width).sum(axis=1)[hosts] / width
+        order = np.argpartition(busy, NEAR_SLOTS)
+        near, least = hosts[np.sort(order[:NEAR_SLOTS])], float(busy[order[NEAR_SLOTS]])
+        move, others_change = _host_relocation(state, home, costs, near, found, least)
+        if move.change <= others_change:
+            return move
+    return _host_relocation(state, home, costs, hosts, found)[0]
+
+
+def _host_relocation(
+    state: State,
+    home: int,
+    costs: Floats,
+    hosts: Ints,
+    found: Sequence[tuple[int, int, Block]],
+    busy: float = np.inf,
+) -> tuple[Move, float]:
+    """The best of ``hosts`` for one of the blocks that were ``found`` on the host ``home``, and
+    what it changes at least on a host whose ranks are as ``busy`` on average."""
+    space = state.space
+    width = space.group
     load, memory = state.load.reshape(-1, width), state.memory.reshape(-1, width, 3)
-    host_costs = costs.reshape(-1, width).sum(axis=1)
+    by_host = costs.reshape(-1, width)
     seconds = np.array([block.seconds for _, _, block in found])
     storage = np.array([block.storage for _, _, block in found])
     left = state.cost(load[home] - seconds, memory[home] - storage).sum(axis=1)
+    left -= by_host[home].sum()
     joined = state.cost(load[hosts] + seconds[:, None], memory[hosts] + storage[:, None])
-    change = (left - host_costs[home])[:, None] + joined.sum(axis=2) - host_costs[hosts]
+    change = left[:, None] + joined.sum(axis=2) - by_host[hosts].sum(axis=1)
     if space.constrained:
         for row, (item, _, _) in enumerate(found):
             mask = state.allowed(item)
@@ -190,7 +237,8 @@ def host_relocation(state: State, rank: int, costs: Floats, others: Ints) -> Mov
     best = int(change.argmin())
     row, column = divmod(best, len(hosts))
     item, number, _ = found[row]
-    return Move(float(change.flat[best]), ((item, number, int(hosts[column]) * width),))
+    move = Move(float(change.flat[best]), ((item, number, int(hosts[column]) * width),))
+    return move, _least_added(state, left, seconds.min(axis=1), busy, width)
 
 
 def reoption(state: State, items: list[int]) -> bool:

@@ -61,12 +61,15 @@ def hopeful(state: State, ways: Sequence[tuple[int, int]], below: float) -> list
     place = {item: index for index, item in enumerate(items)}
     owner = np.array([place[item] for item, _ in ways])
     held = [state.space.items[item].options[state.options[item]] for item in items]
-    bare = [
-        (state.load, state.memory) if option.is_uniform else state.bare(item)
-        for item, option in zip(items, held, strict=True)
-    ]
-    totals, slopes = _slopes(state, bare)
-    least = np.array([load.min() for load, _ in bare])
+    cases = [(state.load, state.memory)]  # as they are, and without each item that is not uniform
+    case = [0] * len(items)
+    for index, (item, option) in enumerate(zip(items, held, strict=True)):
+        if not option.is_uniform:
+            case[index] = len(cases)
+            cases.append(state.bare(item))
+    costs_of, slopes_of = _slopes(state, cases)
+    totals, slopes = costs_of[case], [slopes_of[own] for own in case]
+    least = np.array([load.min() for load, _ in cases])[case]
     for index, option in enumerate(held):
         if option.is_uniform:
             totals[index] -= slopes[index].of(option)

@@ -287,6 +287,26 @@ def _folded(seconds: Floats, storage: Floats, width: int) -> tuple[Floats, Float
     return folded
 
 
+def fill(option: ItemOption, slots: Sequence[int], load: Floats, memory: Floats, sign: int) -> None:
+    """Add an option's seconds and bytes to ranks, or take them off: ``sign`` is 1 or -1."""
+    if option.everywhere:
+        load += sign * option.everywhere
+    if option.is_uniform:
+        for ranks, seconds, storage in option.stretches:
+            load[ranks] += sign * seconds
+            memory[ranks] += [sign * size for size in storage]
+        return
+    blocks = option.blocks
+    if len(blocks) > 1 and blocks[0].width == 1 and blocks[0] is blocks[-1]:
+        np.add.at(load, list(slots), sign * blocks[0].seconds[0])
+        np.add.at(memory, list(slots), sign * blocks[0].storage[0])
+        return
+    for block, slot in zip(blocks, slots, strict=True):
+        ranks = slice(slot, slot + block.width)
+        load[ranks] += sign * block.seconds
+        memory[ranks] += sign * block.storage
+
+
 def shard_ranks(option: ItemOption, member: int, slots: Sequence[int]) -> Sequence[int]:
     """The rank of every shard of one member table of an item that lies at ``slots``."""
     count = option.choices[member].option.count

@@ -21,8 +21,8 @@ from shardwright.planner.search.space import (
     Bools,
     Floats,
     Ints,
-    ItemOption,
     Space,
+    fill,
 )
 
 OVERFLOW_PENALTY = 1e9  # times what the slowest rank costs
@@ -79,6 +79,9 @@ class State:
         self._singles: dict[int, Singles] = {}  # of ranks, until something there changes
         self._bare: dict[int, tuple[Floats, Floats]] = {}  # by item, as of the change ``_bare_at``
         self._bare_at = -1
+        self._room, self._room_at = False, -1  # whether no rank held too much as of that change
+        self._idle: tuple[Ints, float] | None = None  # until anything changes
+        self._idle_at = -1
 
     def cost(self, load: Floats, memory: Floats) -> Floats:
         """What each rank contributes to the sum that is minimised."""
@@ -119,7 +122,9 @@ class State:
         """Whether every item lies somewhere and no rank is over capacity."""
         if not self._complete:
             self._complete = min(self.options, default=0) >= 0
-        return self._complete and bool((self.memory <= self.limits).all())
+        if self._room_at != self.change:
+            self._room, self._room_at = bool((self.memory <= self.limits).all()), self.change
+        return self._complete and self._room
 
     @property
     def worst(self) -> float:
@@ -158,6 +163,15 @@ class State:
         self.options[item], self.slots[item] = -1, ()
         self._complete = False
 
+    @property
+    def idle(self) -> tuple[Ints, float]:
+        """The ranks that are least busy, and what any other one takes at least."""
+        if self._idle is None or self._idle_at != self.change:
+            order = np.argpartition(self.load, NEAR_SLOTS)
+            near = np.sort(order[:NEAR_SLOTS])
+            self._idle, self._idle_at = (near, float(self.load[order[NEAR_SLOTS]])), self.change
+        return self._idle
+
     def bare(self, item: int) -> tuple[Floats, Floats]:
         """The ranks' load and memory without an item, until anything changes."""
         if self._bare_at != self.change:
@@ -165,7 +179,7 @@ class State:
         if item not in self._bare:
             load, memory = self.load.copy(), self.memory.copy()
             option = self.space.items[item].options[self.options[item]]
-            _fill(option, self.slots[item], load, memory, -1)
+            fill(option, self.slots[item], load, memory, -1)
             self._bare[item] = load, memory
         return self._bare[item]
 
@@ -196,7 +210,7 @@ class State:
 
     def _add(self, item: int, sign: int) -> None:
         option, slots = self.space.items[item].options[self.options[item]], self.slots[item]
-        _fill(option, slots, self.load, self.memory, sign)
+        fill(option, slots, self.load, self.memory, sign)
         width = option.widths[0]
         if option.everywhere or width == self.space.ranks:
             self._costs = None
@@ -223,7 +237,7 @@ class State:
         chosen = self.space.items[item].options[option]
         if not chosen.is_uniform:
             load, memory = self.load.copy(), self.memory.copy()
-            _fill(chosen, slots, load, memory, 1)
+            fill(chosen, slots, load, memory, 1)
             return float(load.max()), bool((memory <= self.limits).all())
         worst, fits = 0.0, True
         for ranks, seconds, storage in chosen.stretches:
@@ -464,28 +478,6 @@ class State:
                 return None
             added = np.where(open_slots, added, np.inf)
         return int(added.argmin()) * block.width
-
-
-def _fill(
-    option: ItemOption, slots: Sequence[int], load: Floats, memory: Floats, sign: int
-) -> None:
-    """Add an option's seconds and bytes to ranks, or take them off: ``sign`` is 1 or -1."""
-    if option.everywhere:
-        load += sign * option.everywhere
-    if option.is_uniform:
-        for ranks, seconds, storage in option.stretches:
-            load[ranks] += sign * seconds
-            memory[ranks] += [sign * size for size in storage]
-        return
-    blocks = option.blocks
-    if len(blocks) > 1 and blocks[0].width == 1 and blocks[0] is blocks[-1]:
-        np.add.at(load, list(slots), sign * blocks[0].seconds[0])
-        np.add.at(memory, list(slots), sign * blocks[0].storage[0])
-        return
-    for block, slot in zip(blocks, slots, strict=True):
-        ranks = slice(slot, slot + block.width)
-        load[ranks] += sign * block.seconds
-        memory[ranks] += sign * block.storage
 
 
 def least_first(values: Floats, count: int) -> Ints:

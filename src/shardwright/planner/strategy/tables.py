@@ -24,7 +24,7 @@ from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import bounded_space, placed_tables, space_of
 
 SAME_BOUND = 1e-12
-WIDE_GAP = 0.01  # above the bound, where a rank is
+WIDE_GAP, WIDE_GAP_OF_MANY = 0.01, 0.02  # above the bound (of many tables), where a rank is
 NEARLY_FULL = 0.8  # of its HBM: other kernels may help though all ranks together have room
 
 
@@ -101,7 +101,8 @@ def _memory_matters(done: _Searched) -> bool:
     if draft is None or not bound.usable or _is_short(done.space):
         return True
     hbm = max(draft.tier_bytes["hbm"]) / max(done.problem.capacity[0], 1)
-    return hbm > NEARLY_FULL and done.outcome.seconds > bound.seconds * (1 + WIDE_GAP)
+    gap = WIDE_GAP if len(done.space.items) <= MAX_ITEMS else WIDE_GAP_OF_MANY
+    return hbm > NEARLY_FULL and done.outcome.seconds > bound.seconds * (1 + gap)
 
 
 def _is_short(space: Space) -> bool:
