@@ -233,8 +233,9 @@ class FlatUnits:
         heap = self.heap
         for index, way in enumerate(self.sizes[unit].reduced):
             name = f"{unit}.{index}"
+            heap.free(f"{name}.received")
             with heap.passing("communication", way.between):
-                heap.free(f"{name}.received")
+                pass
             heap.free(f"{name}.kept")
             heap.free(f"{name}.send")
             if self.sharding.on_host(unit):
