@@ -64,7 +64,7 @@ class Tables(nn.Module):
 
     def _rows(self, table: TableSpec, ids: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = self.get_submodule(table.name)(ids)
-        return rows.float()
+        return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
 
     def _pooled(self, table: TableSpec, bag: torch.Tensor | Bag) -> torch.Tensor:
         if isinstance(bag, torch.Tensor):
