@@ -271,7 +271,8 @@ def unknown_ranks(mesh: DeviceMesh, folder: str, what: str) -> Any:
     model: nn.Module = network(1)
     if what == "several meshes":
         sw.fully_shard_flat(model.first, mesh)
-        sw.fully_shard_flat(model.last, DeviceMesh("cpu", [[0, 1], [2, 3]]))
+        pairs = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+        sw.fully_shard_flat(model.last, pairs["shard"])
     text = _error(lambda: sw.save_checkpoint(folder, model, step=1))
     sw.save_checkpoint(folder, model, step=1, mesh=mesh)
     return text, sorted(read_full(folder))

@@ -112,6 +112,7 @@ class ShardedTables(Entrance):
         self.device = device = torch.device(comm.mesh.device_type)
         self.limits = torch.tensor([f.table.rows for f in self.features], device=device)
         self.stores = [make_store(group, comm, initial, folder) for group in route.groups]
+        self.widths = [store.width for store in self.stores]
         self.guides = [Guide.of(group, comm.size, device) for group in route.groups]
         self.asking = Asking(comm, self.guides, device) if self.guides else None
         self.replicas = Replicas(route.replicas, comm, initial, bool(self.stores))
@@ -258,7 +259,7 @@ class ShardedTables(Entrance):
         probe.did(Action("lookup", self.path, "lookup"))
         if rows is not None:
             with probe.phase("exchange_rows"):
-                served, came = self._floats(trip.served), self._floats(trip.counts)
+                served, came = (wire.floats(self.widths, n) for n in (trip.served, trip.counts))
                 rows = rows.to(self.row_dtype)
                 lookup.back = self._exchange("exchange rows", rows, served, came)
                 del rows
@@ -303,7 +304,7 @@ class ShardedTables(Entrance):
         for guide, rows, asked in zip(self.replicas.guides, found, trip.replicas, strict=True):
             guide.put(out, rows, asked)
         if back is not None:
-            groups = wire.regroup(back, self._floats(trip.counts))
+            groups = wire.regroup(back, wire.floats(self.widths, trip.counts))
             for guide, asked, rows in zip(self.guides, trip.asked, groups, strict=True):
                 guide.put(out, rows.view(-1, guide.width).float(), asked)
 
@@ -424,7 +425,7 @@ class ShardedTables(Entrance):
             for guide, asked in zip(self.guides, trip.asked, strict=True)
         ]
         guard.look(ordered, self.gradient_names, partial(_each, gradient))
-        out, into = self._floats(trip.counts), self._floats(trip.served)
+        out, into = wire.floats(self.widths, trip.counts), wire.floats(self.widths, trip.served)
         if self.guard is None and (dense is None or dtype != dense.dtype):
             if heads := sum(not any(row) for row in out):
                 ordered.append(ordered[0].new_zeros(heads))
@@ -471,12 +472,6 @@ class ShardedTables(Entrance):
         received = sent if self.comm.size == 1 else sent.new_empty(sum(map(sum, into)))
         sizes = ([*map(sum, into)], [*map(sum, out)])
         return Travelling(received, self.comm.all_to_all(label, received, sent, *sizes, wait=False))
-
-    def _floats(self, counts: wire.Counts) -> wire.Counts:
-        """Floats [rank][group] of the rows that come back for ``counts`` of sections."""
-        widths = [store.width for store in self.stores]
-        rows = wire.segments(counts, len(widths))
-        return [[n * w for n, w in zip(row, widths, strict=True)] for row in rows]
 
 
 def _each(gradient: Rows) -> Sequence[torch.Tensor]:

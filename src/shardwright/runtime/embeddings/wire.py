@@ -70,6 +70,12 @@ def segments(counts: Counts, groups: int) -> Counts:
     return [[row[groups + g] or row[g] for g in range(groups)] for row in counts]
 
 
+def floats(widths: Sequence[int], counts: Counts) -> Counts:
+    """Floats [rank][group] of the rows, so wide in each group, that come back for ``counts``."""
+    rows = segments(counts, len(widths))
+    return [[n * w for n, w in zip(row, widths, strict=True)] for row in rows]
+
+
 def joined(looked: Sequence[Looked]) -> Looked:
     """What several backwards looked up, one after the other."""
     if len(looked) == 1:
