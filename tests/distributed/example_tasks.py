@@ -60,6 +60,28 @@ def train_own(mesh: DeviceMesh, steps: int) -> tuple[sw.Plan, sw.Measurement]:
     return found
 
 
+def measured_on_a_grid(mesh: DeviceMesh) -> tuple[sw.Plan, sw.Measurement]:
+    """The plan of two replicas of shards, and what a loop of three steps measured."""
+    x = torch.ones(4, 6)
+    plan = sw.plan_module(
+        lambda: torch.nn.Linear(6, 6),
+        x,
+        cluster={"world_size": mesh.size()},
+        parallel={"data_replicate": 2},
+        planner={"units": {"root": "shard"}},
+    )
+    torch.manual_seed(0)
+    model = sw.apply(torch.nn.Linear(6, 6), plan, mesh)
+    optimizer = torch.optim.AdamW(sw.optimizer_parameters(model))
+    with sw.measure(plan, model, optimizer) as measured:
+        for _ in range(3):
+            model(x.clone()).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            measured.step()
+    return plan, measured.gather()
+
+
 def measured_twice(mesh: DeviceMesh) -> tuple[sw.Plan, sw.Measurement, sw.Measurement]:
     """What a loop of two steps measured, and after one that raised in a step that is followed, a
     loop of three."""

@@ -47,6 +47,15 @@ def test_a_loop_that_raised_leaves_nothing_behind_and_a_short_one_says_so(pool: 
     assert whole.curve.loss == ()
 
 
+def test_every_rank_of_replicas_of_shards_is_measured(pool: Pool) -> None:
+    found = pool.run(4, tasks.measured_on_a_grid)
+    plan, measured = found[0]
+    assert [other for _, other in found] == [measured] * 4
+    compared = sw.compare(plan, measured)
+    assert compared.failures == ()
+    assert {line.rank for line in compared.exact if line.measured} == {0, 1, 2, 3}
+
+
 @pytest.mark.slow
 def test_it_prints_the_comparison_under_torchrun() -> None:
     done = tasks.under_torchrun(tasks.OWN_LOOP)

@@ -17,7 +17,8 @@ from shardwright.core.measurement import RECORD_SCHEMA, Measurement, Record, Sav
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Phase
 from shardwright.launcher.heartbeat import Heartbeat
-from shardwright.runtime.comm import Comm
+from shardwright.runtime.checkpoint.agreement import rank_and_size
+from shardwright.runtime.comm import Comm, flat
 from shardwright.runtime.meter import Meter, comm_of
 
 
@@ -82,7 +83,8 @@ class Measured:
 
     def gather(self) -> Measurement:
         """What all ranks measured (collective), the same on every rank."""
-        comm, text = self._comm, msgspec.json.encode(self.record())
+        mesh, text = self._comm.mesh, msgspec.json.encode(self.record())
+        comm = self._comm if mesh.ndim == 1 else Comm(flat(mesh))  # replicas, too
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(comm.mesh.device_type)
         sizes = own.new_empty(comm.size, dtype=torch.int64)
         comm.all_gather("sizes of records", sizes, sizes.new_tensor([len(text)]))
@@ -118,7 +120,7 @@ def measure(
     """
     comm = comm_of(model)
     if meter is None:
-        meter = metered(comm.rank, None, comm.mesh.device_type)
+        meter = metered(rank_and_size(comm)[0], None, comm.mesh.device_type)
     events = (run.event for run in plan.timeline)
     meter.beside = frozenset(event.name for event in events if event.kind == "hidden")
     try:

@@ -19,6 +19,7 @@ from shardwright.lab.loop import measure, metered
 from shardwright.lab.writers import PROGRESS_SECONDS, check_log, writers
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.progress import Writer
+from shardwright.runtime.checkpoint.agreement import rank_and_size
 from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.meter import comm_of
 from shardwright.runtime.saves import Saves
@@ -70,15 +71,16 @@ class Run:
     def __enter__(self) -> Run:
         model, optimizer = self._what
         comm = comm_of(model)
+        rank, _ = rank_and_size(comm)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._heartbeat = Heartbeat.create(self.folder, comm.rank)
-        self.meter = metered(comm.rank, self._heartbeat, comm.mesh.device_type)
+        self._heartbeat = Heartbeat.create(self.folder, rank)
+        self.meter = metered(rank, self._heartbeat, comm.mesh.device_type)
         saved = self.folder / "checkpoints"
         if complete_steps(saved):
             self.resumed = load_checkpoint(saved, model, optimizer, random_state=True)
             self.meter.number = self.meter.first = self.resumed.step
         with ExitStack() as around:
-            if comm.rank == 0:
+            if rank == 0:
                 self._writers = writers(self.folder, self._log, step=self.meter.first)
                 for writer in self._writers:
                     around.callback(writer.close)
