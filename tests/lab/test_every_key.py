@@ -138,7 +138,8 @@ AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
 }
 # What is a limit, or a choice that a small job has no use for.
 OF_LARGER_JOBS = {
-    *("planner.time_limit", "planner.options", "planner.dense", "planner.dedup", "train.overlap")
+    *("planner.time_limit", "planner.options", "planner.dense", "planner.dedup", "train.overlap"),
+    "parallel.data_replicate",
 }
 # What an estimate of memory shows, not a plan.
 IN_AN_ESTIMATE = {"memory.allocator", "parallel.parallelize_plan"}
