@@ -20,7 +20,7 @@ from shardwright.core.optimizers import BY_ROW
 from shardwright.core.tensor import TensorSpec
 
 Role = Literal["parameter", "gradient", "optimizer_state"]
-MAX_RUN = 2**20  # ranks in one run
+MAX_RUN = 2**20  # ranks or shards in one run
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, order=True):

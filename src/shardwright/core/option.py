@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import msgspec
 
-from shardwright.core.block import Block
+from shardwright.core.block import MAX_RUN, Block
 from shardwright.core.model import TableSpec
 from shardwright.core.sharding import Partition, ShardingType, Traits, traits
 
@@ -33,7 +34,7 @@ class ShardRun(msgspec.Struct, frozen=True, array_like=True):
 
     rows: int
     columns: int
-    count: int = 1
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_RUN)] = 1
     row: int = 0
     column: int = 0
     row_step: int = 0

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from shardwright.core.block import MAX_RUN
 from shardwright.core.errors import InputError, expected
 
 Phase = Literal[
@@ -54,7 +55,6 @@ BESIDE: tuple[Kind, ...] = ("hidden", "exposed")
 EXACT_KINDS: tuple[Kind, ...] = ("weight", "gradient", "optimizer_state", "padding")
 
 MAX_EVENTS = 2**21  # of a timeline: a thousand on each of 2,048 ranks
-MAX_RUN = 2**20  # ranks in one run
 PEAK = "peak"  # the name of an event with a kind's live bytes at a phase's peak
 
 
