@@ -312,9 +312,8 @@ TAMPERED: dict[str, tuple[Path_, Callable[[Any], Any]]] = {
     "cached share": (("tables", 1, "cache_load_factor"), lambda _: 0.5),
     "shard rows": (("tables", 2, "shards", 0, 1, 0), _raised()),
     "shard columns": (("tables", 3, "shards", 0, 1, 1), _raised()),
-    "number of shards": (("tables", 2, "shards", 0, 1, 2), lambda _: 2**40),
+    "number of shards": (("tables", 2, "shards", 0, 1, 2), lambda _: 2**20),
     "no shards": (("tables", 2, "shards"), lambda _: []),
-    "a run of no shards": (("tables", 2, "shards", 0, 1, 2), lambda _: 0),
     "owner": (("tables", 1, "shards", 0, 0), lambda rank: (rank + 1) % 3),
     "owner out of range": (("tables", 1, "shards", 0, 0), lambda _: 3),
     "owner below zero": (("tables", 1, "shards", 0, 0), lambda _: -1),
@@ -361,7 +360,14 @@ TAMPERED: dict[str, tuple[Path_, Callable[[Any], Any]]] = {
 }  # fmt: skip
 
 
-def _tampered(made: Plan, path: Path_, change: Callable[[Any], Any]) -> Plan:
+# Changes of one number that no plan has: its format says no.
+MALFORMED: dict[str, tuple[Path_, int, str]] = {
+    "more shards than a run may have": (("tables", 2, "shards", 0, 1, 2), 2**40, "<= 1048576"),
+    "a run of no shards": (("tables", 2, "shards", 0, 1, 2), 0, ">= 1"),
+}
+
+
+def _edited(made: Plan, path: Path_, change: Callable[[Any], Any]) -> str:
     document = json.loads(msgspec.json.encode(made))
     spot = document
     for key in path[:-1]:
@@ -369,7 +375,11 @@ def _tampered(made: Plan, path: Path_, change: Callable[[Any], Any]) -> Plan:
     before = spot[path[-1]]
     spot[path[-1]] = change(before)
     assert spot[path[-1]] != before
-    return msgspec.json.decode(json.dumps(document), type=Plan)
+    return json.dumps(document)
+
+
+def _tampered(made: Plan, path: Path_, change: Callable[[Any], Any]) -> Plan:
+    return msgspec.json.decode(_edited(made, path, change), type=Plan)
 
 
 def test_a_plan_as_it_was_made_is_explained(made: Plan, tmp_path: Path) -> None:
@@ -385,6 +395,18 @@ def test_an_edited_plan_is_not_read(made: Plan, tmp_path: Path, case: str) -> No
     write_plan(_tampered(made, *TAMPERED[case]), path)
     with pytest.raises(MismatchError, match="The file was edited after planning"):
         read_plan(path)
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_plan_edited_to_what_none_can_be_is_not_read(
+    made: Plan, tmp_path: Path, case: str
+) -> None:
+    place, value, wanted = MALFORMED[case]
+    path = tmp_path / "plan.json"
+    path.write_text(_edited(made, place, lambda _: value))
+    with pytest.raises(InputError, match=r"tables\[2\].shards\[0\]\[1\]\[2\]") as caught:
+        read_plan(path)
+    assert wanted in str(caught.value)
 
 
 @pytest.mark.parametrize("case", TAMPERED)
