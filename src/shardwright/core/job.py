@@ -46,7 +46,7 @@ from shardwright.core.planning import ESTIMATOR_UNREAD, PlannerSection
 from shardwright.core.quantities import parse_bytes
 from shardwright.core.study_section import StudySection, check_study
 from shardwright.core.tables import check_constraints, check_tables, read_tables, with_kinds
-from shardwright.core.train_section import TrainSection, check_schedule
+from shardwright.core.train_section import Overlap, TrainSection, check_schedule
 
 ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 MAX_TABLES = 100_000
@@ -157,6 +157,11 @@ def table_optimizer(job: Job) -> str:
 
 
 CHOSEN_FROM = ("none", "selective", "full")  # where a job says nothing of checkpointing
+
+
+def overlap_of(job: Job, ranks: int) -> Overlap:
+    """What of the tables travels while one of ``ranks`` computes."""
+    return job.train.overlap or "none" if ranks > 1 else "none"
 
 
 def checkpointing_of(job: Job) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.optimizers import OptimizerName, TableOptimizer
-from shardwright.core.recording import Recording, Unfolded
+from shardwright.core.recording import Pooling, Recording, Unfolded
 from shardwright.core.sharding import ShardingType
 from shardwright.core.tensor import TensorSpec, element_bytes
 
@@ -134,7 +134,7 @@ class TableSpec(KindKeys, frozen=True, forbid_unknown_fields=True):
         )
 
     @property
-    def pooling(self) -> PoolingType | Literal["none"]:
+    def pooling(self) -> Pooling:
         """What becomes of the rows of a bag; without one each stays."""
         if not self.pooled:
             return "none"

@@ -18,7 +18,7 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import MismatchError, check_type, expected
 from shardwright.core.grid import Grid
-from shardwright.core.job import Job, degrees_of, memory_of
+from shardwright.core.job import Job, degrees_of, memory_of, overlap_of
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import early_tables, model_of, step_dtypes
 from shardwright.core.option import ShardRun
@@ -279,7 +279,7 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         whole = {u.name for u in self.units if isinstance(u.parameter, Replicate)}
         replicated = {u.name for u in self.units if isinstance(u.optimizer_state, Replicate)}
         routed = frozenset(path for path, is_replica in paths if not is_replica)
-        overlap = "none" if self.world_size == 1 else self.job.train.overlap or "none"
+        overlap = overlap_of(self.job, self.world_size)
         early = early_tables(self.job, self.model) if overlap != "none" else ()
         return Modes(
             sharded_units=frozenset(u.name for u in self.units) - (replicated - self._cast),

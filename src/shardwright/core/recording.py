@@ -20,6 +20,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
 
+Pooling = Literal["sum", "mean", "none"]
 # Of a unit's forward and backward, of the whole module's, and of a module of tables, whose path is
 # the piece's unit: rows are looked up (``lookup``) and put in place (``rows``), and their gradients
 # go back (``row_gradients``).
@@ -115,7 +116,7 @@ class Collected(msgspec.Struct, frozen=True):
     features: tuple[str, ...]
     lengths: tuple[float, ...]
     bags: int
-    pooling: Literal["sum", "mean", "none"] = "sum"
+    pooling: Pooling = "sum"
     weighted: bool = False
 
 

@@ -18,12 +18,10 @@ class Sharing(NamedTuple):
 
 
 def sharings_of(job: Job, hosts: int) -> tuple[Sharing, ...]:
-    """What a plan of the job may share, and among whom; of those as fast the first is taken. A job
-    that leaves it open on several ``hosts`` may share units within each of them."""
-    section, given = memory_of(job), parallel_of(job)
+    """What a plan may share, and among whom, where the job leaves its stage open; of those as fast
+    the first is taken. On several ``hosts`` it may share units within each of them."""
+    given = parallel_of(job)
     replicas = given.data_replicate
-    if section.zero != "auto":
-        return (Sharing(section.zero, replicas),)
     stages: tuple[Zero, ...] = (3,) if job.planner.dense.reshard else (3, 2, 1)
     found = [Sharing(zero, replicas) for zero in stages]
     if replicas == 1 and hosts > 1 and given.data_shard == -1:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.amount import minimum, named
+from shardwright.core.job import overlap_of
 from shardwright.core.model_of_job import early_tables
 from shardwright.core.schedule import Direction
 from shardwright.core.timeline import Phase
@@ -85,8 +86,8 @@ class Crossing:
 
 def windows_of(problem: Problem) -> Windows | None:
     """Those of a job; None where nothing travels while a rank computes."""
-    overlap = problem.job.train.overlap or "none"
-    if overlap == "none" or problem.cluster.world_size == 1 or not problem.model.is_trained:
+    overlap = overlap_of(problem.job, problem.cluster.world_size)
+    if overlap == "none" or not problem.model.is_trained:
         return None
     step = problem.model.step
     early = early_tables(problem.job, problem.model)

@@ -56,14 +56,13 @@ def find(job: Job, model_of: ModelOf, watch: Watch) -> Found:
     """What the search of a job brings back, at the stage of ZeRO, over the replicas and with the
     checkpointing policy of the fastest plan that fits; where nothing does, with those that ask
     least. What was left open is as the job of what was found has it."""
-    cluster, _ = constants.cluster(job.cluster)
-    sharings = sharings_of(job, hosts_of(cluster))
     if memory_of(job).zero != "auto":
         return _find(job, model_of, watch)
+    cluster, _ = constants.cluster(job.cluster)
     usual = min(checkpointing_of(job), key=lambda name: name != "none")
     best: Found | None = None
     least, rows = 0, []
-    for sharing in sharings:
+    for sharing in sharings_of(job, hosts_of(cluster)):
         found = _find(with_sharing(job, sharing), model_of, watch)
         zero, replicas = sharing.zero, sharing.replicas if sharing.replicas > 1 else UNSET
         tried = found.tried or (_tried(usual, found),)

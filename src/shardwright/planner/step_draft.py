@@ -11,6 +11,7 @@ from typing import Any, get_args
 import msgspec
 
 from shardwright.core.block import Role
+from shardwright.core.job import overlap_of
 from shardwright.core.model_of_job import early_tables
 from shardwright.core.optimizers import trained
 from shardwright.core.plan import RankTotals
@@ -196,7 +197,7 @@ class StepDraft(Draft):
         problem = self.problem
         communication = trained_communication(problem.context.estimator)
         early = early_tables(problem.job, self.model)
-        how = (communication, problem.job.train.overlap or "none", early)
+        how = (communication, overlap_of(problem.job, self.ranks), early)
         return tuple(exchanges(self.model, self.tables, self.ranks, problem.batch, *how))
 
     def traffic(self, rank: int) -> dict[str, Traffic]:

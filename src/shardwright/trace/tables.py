@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwright.core.recording import Point
+from shardwright.core.recording import Point, Pooling
 from shardwright.trace.structure import containers, repeats
 
 Mark = Callable[[str, Point], None]
 Embedding = nn.Embedding | nn.EmbeddingBag
-Pooling = Literal["sum", "mean", "none"]
 # What a collection of TorchRec's tells of its tables, and the module inside that has their weights
 _COLLECTIONS = {"embedding_bag_configs": "embedding_bags", "embedding_configs": "embeddings"}
 _POOLINGS: dict[str, Pooling] = {"sum": "sum", "mean": "mean", "none": "none"}
@@ -54,8 +53,8 @@ def collected(part: nn.Module) -> list[CollectedTable]:
 
 def is_weighted(part: nn.Module) -> bool:
     """Whether ids of a collection have weights."""
-    told = getattr(part, "is_weighted", None)
-    return bool(told and told())
+    asked = getattr(part, "is_weighted", None)
+    return bool(asked and asked())
 
 
 def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:

@@ -142,9 +142,12 @@ class UnitAmounts:
             copies = (dense.copy_seconds(nbytes, c, away=away) for nbytes in copied)
             found = tuple(of + copy for of, copy in zip(found, copies, strict=True))
         between = self._between(choice)
+        summed_up = found[1] if choice.reduces else 0.0
+        if between:
+            summed_up = found[1] + between["reduce"]
         return UnitSeconds(
             gather=found[0],
-            reduce=found[1] + between["reduce"] if between else found[1] if choice.reduces else 0.0,
+            reduce=summed_up,
             gradient=dense.gradient_seconds(self.cleared(choice), c),
             update=dense.update_seconds(moved, c, away=away),
             replicas=between["gather"] if between and choice.grid.twice else None,

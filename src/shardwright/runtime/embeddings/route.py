@@ -14,16 +14,14 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from shardwright.core.block import Block, GroupKey
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import DENSE, ON_DISK
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.plan import TablePlan
+from shardwright.core.recording import Pooling
 from shardwright.core.sharding import traits
-
-Pooling = Literal["sum", "mean", "none"]
 
 
 @dataclass(frozen=True, slots=True)

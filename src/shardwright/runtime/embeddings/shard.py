@@ -23,6 +23,7 @@ from shardwright.core.errors import (
 from shardwright.core.model import ON_DISK, QUANTIZED
 from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.planning import IN_FULL, Communication, trained_communication
+from shardwright.core.recording import Pooling
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, check_mesh, flat
@@ -31,7 +32,6 @@ from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import (
-    Pooling,
     Table,
     cache_of,
     is_by_rows,
