@@ -54,6 +54,21 @@ def test_sections_of_a_job_may_be_given() -> None:
     assert {kind for name, kind in kinds.items() if name.startswith("layers")} == {"Flat"}
 
 
+def test_what_is_frozen_does_not_stand_in_the_way_of_what_is_faster() -> None:
+    def build() -> nn.Module:
+        return (
+            nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 6))
+            .requires_grad_(False)
+            .append(nn.Linear(6, 1))
+        )
+
+    fastest = plan_module(build, X)
+    assert {type(unit.parameter).__name__ for unit in fastest.units} == {"Replicate"}
+    needed = fastest.ranks[0].peak_bytes
+    tight = plan_module(build, X, cluster={"preset": "local", "ddr_cap": needed})
+    assert tight.units == fastest.units
+
+
 @pytest.mark.parametrize("way", ["shard", "replicate"])
 def test_what_is_frozen_and_what_is_narrower_explain_their_bytes(way: str) -> None:
     cluster = {"preset": "local", "world_size": 2}

@@ -20,8 +20,9 @@ from shardwright.lab.recordings import described, plan
 from shardwright.planner.explain import draft_of
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.watch import Watch
+from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
-from shardwright.planner.strategy.steps import search_steps, step_bound
+from shardwright.planner.strategy.steps import _Seeker, search_steps, step_bound
 from shardwright.planner.unit_choice import DenseContext, merged
 from shardwright.planner.unit_floor import unit_floors
 from shardwright.planner.units import WORTH, Arrangement, UnitSpace, cut_evenly
@@ -58,6 +59,26 @@ def _found(job: Job) -> Found:
 
 def _problem(job: Job) -> Problem:
     return make_problem(job, described(job))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["transformer", "llama"])
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("memory", [{}, {"param_dtype": "bf16"}, {"zero": 1}, {"zero": 2}], ids=str)
+def test_no_arrangement_takes_less_than_what_spares_its_step(
+    kind: str, policy: str, memory: dict[str, Any]
+) -> None:
+    model = {"kind": kind, "layers": 3, "dim": 32, "heads": 2, "vocab": 96}
+    sections = {"model": model, "memory": {"checkpointing": policy} | memory}
+    problem = _problem(make_layers(train={"optimizer": "adamw"}, **sections))
+    activations = _Seeker(problem, Watch(), 0.0).activations
+    left = [
+        StepDraft(problem, (), a.units, a.prefetch).highest_peak
+        - max(a.kept, a.at_rest + activations)
+        for a in problem.unit_space.arrangements()
+    ]
+    assert activations > 0
+    assert min(left) >= 0
 
 
 def _sizes(arrangement: Arrangement | None) -> list[int]:

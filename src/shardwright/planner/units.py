@@ -60,8 +60,13 @@ class Arrangement:
     @cached_property
     def kept(self) -> int:
         """Bytes of a rank's weights, gradients and states in the memory that decides."""
+        return self.at_rest + sum(u.layout.trained.shard_bytes for u in self.units if not u.away)
+
+    @cached_property
+    def at_rest(self) -> int:
+        """Of them weights and states, which are there at every moment of a step."""
         return sum(
-            u.layout.stored_bytes + u.layout.shard_bytes * (1 + _states(u))
+            u.layout.stored_bytes + u.layout.trained.shard_bytes * _states(u)
             for u in self.units
             if not u.away
         )

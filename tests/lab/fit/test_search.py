@@ -20,7 +20,7 @@ DOUBT = 20  # between the least and the most of an estimate
 def estimate(point: Point) -> Estimate:
     """States that ranks share, and tokens that each has of its own."""
     if point.policy not in KEPT:
-        raise UnsupportedError(f"no policy {point.policy}")
+        raise UnsupportedError(f"no such policy, got '{point.policy}'")
     most = 800 // point.shards + KEPT[point.policy] * point.batch * point.sequence
     verdict = "fits" if most <= CAPACITY else "perhaps"
     if most - DOUBT > CAPACITY:
@@ -83,11 +83,16 @@ def test_a_job_without_tokens_has_no_longest_sequence() -> None:
 def test_a_policy_that_cannot_be_followed_is_skipped_with_its_reason() -> None:
     told = found(space=replace(SPACE, policies=("none", "magic")))
     assert [row.checkpointing for row in told.rows] == ["none"]
-    assert told.skipped == ("magic: no policy magic",)
+    assert told.skipped == ("magic: no such policy",)
+
+
+def test_policies_that_are_skipped_for_one_reason_are_named_together() -> None:
+    told = found(space=replace(SPACE, policies=("none", "magic", "witchcraft")))
+    assert told.skipped == ("magic, witchcraft: no such policy",)
 
 
 def test_the_jobs_own_policy_is_not_skipped() -> None:
-    with pytest.raises(UnsupportedError, match="no policy magic"):
+    with pytest.raises(UnsupportedError, match="no such policy"):
         found(replace(AT, policy="magic"), replace(SPACE, policies=("magic",)))
 
 

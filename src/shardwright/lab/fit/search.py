@@ -193,7 +193,8 @@ Ask = Callable[[Point], Estimate]
 def search(ask: Ask, at: Point, space: Space, capacity: int) -> Findings:
     """All answers around the job, which is ``at``. A policy that ``ask`` refuses as unsupported is
     skipped, but not the job's own."""
-    rows, skipped = [], []
+    rows: list[PolicyFit] = []
+    skipped: dict[str, list[str]] = {}  # policies by the reason
     for policy in space.policies:
         here = replace(at, policy=policy)
         try:
@@ -201,12 +202,12 @@ def search(ask: Ask, at: Point, space: Space, capacity: int) -> Findings:
         except UnsupportedError as error:
             if policy == at.policy:
                 raise
-            skipped.append(f"{policy}: {error}")
+            skipped.setdefault(str(error).replace(f", got '{policy}'", ""), []).append(policy)
             continue
         rows.append(PolicyFit(policy, estimate, _batch(ask, here, space, capacity)))
     return Findings(
         tuple(rows),
-        tuple(skipped),
+        tuple(f"{', '.join(policies)}: {reason}" for reason, policies in skipped.items()),
         _sequence(ask, at, space, capacity),
         _shards(ask, at, space, capacity),
     )

@@ -21,6 +21,7 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.schedule import Prefetch
 from shardwright.core.sharding import TYPES, ShardingType, traits
+from shardwright.core.timeline import Kind, Phase
 from shardwright.planner.choices import Tables
 from shardwright.planner.crossing import without_hidden
 from shardwright.planner.problem import Problem, make_problem
@@ -41,6 +42,8 @@ from shardwright.planner.units import Arrangement, worthwhile
 
 MAX_BUDGET_ROUNDS = 6
 MAX_CHANGES = 100  # of single tables, at the end
+PASSES: tuple[Phase, ...] = ("forward", "backward")
+OF_MODEL: tuple[Kind, ...] = ("activation", "temporary", "input", "buffer")  # not of its units
 
 # The first replica and the first routed table cost collectives of their own, which the search of
 # tables does not see: so plans that avoid either are proposed as well.
@@ -195,8 +198,10 @@ class _Seeker:
             self._take(self._draft(next(filter(self._fits, near), fastest)))
 
     def _fits(self, arrangement: Arrangement) -> bool:
-        """Whether its peak fits; not asked where less of the same placement did not."""
-        if arrangement.kept > self.problem.decisive_capacity:
+        """Whether its peak fits; not asked where less does not: what a rank keeps, alone or beside
+        the activations, or the same placement with less of it at once."""
+        capacity = self.problem.decisive_capacity
+        if max(arrangement.kept, arrangement.at_rest + self.activations) > capacity:
             return False
         if arrangement.footprint > self.too_much.get(arrangement.placed, math.inf):
             return False
@@ -206,6 +211,12 @@ class _Seeker:
         if not fits:
             self.too_much[arrangement.placed] = arrangement.footprint
         return fits
+
+    @cached_property
+    def activations(self) -> int:
+        """Bytes that a forward and backward take at their peak however the units are placed."""
+        peaks = StepDraft(self.problem, (), ()).peaks[0]
+        return max(sum(peaks[phase].get(kind, 0) for kind in OF_MODEL) for phase in PASSES)
 
     def _draft(self, arrangement: Arrangement) -> StepDraft:
         return StepDraft(self.problem, (), arrangement.units, arrangement.prefetch)
