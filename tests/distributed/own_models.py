@@ -109,6 +109,33 @@ def dropping(width: int = 13, depth: int = 4) -> Any:
     return model.double(), torch.randn(4, width, dtype=torch.float64)
 
 
+class Paired(torch.nn.Module):
+    """Layers that are lists of two parts, which the whole model calls, each its own way round."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        layers = (
+            torch.nn.ModuleList([torch.nn.Linear(width, width), Dropping(width)])
+            for _ in range(depth)
+        )
+        self.layers = torch.nn.ModuleList(layers)
+        self.out = torch.nn.Linear(width, 1)
+        for part in self.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second in self.layers:
+            x = torch.tanh(first(x)) + x
+            x = second(x) + x
+        return self.out(x)
+
+
+def paired(width: int = 13, depth: int = 6) -> Any:
+    """Of the mean of the result."""
+    return Paired(width, depth).double(), torch.randn(4, width, dtype=torch.float64)
+
+
 def batches_of_adapted(rank: int, seed: int) -> Iterator[Any]:
     """Inputs that differ from rank to rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)

@@ -122,6 +122,32 @@ def test_what_is_computed_again_draws_the_same_random_numbers(pool: Pool, world_
     assert found == [{}] * world_size
 
 
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+@pytest.mark.parametrize("way", ["shard", "replicate"])
+@pytest.mark.parametrize(("world_size", "prefetch"), [(1, 0), (2, 0), (2, 1), (4, 0)])
+def test_layers_that_are_lists_are_units_of_the_parts_that_run(
+    pool: Pool, world_size: int, prefetch: int, way: str, policy: str
+) -> None:
+    dense = {"prefetch": prefetch, "checkpointing": [policy], "layers_per_unit": 1}
+    job = parse_job(
+        {
+            "model": {"python": "own_models:paired"},
+            "data": {"python": "own_models:batches_of_adapted"},
+            "train": {"steps": 3, "optimizer": "adam", "learning_rate": 0.01},
+            "cluster": {"preset": "local", "world_size": world_size},
+            "planner": {
+                "units": {f"layers.{k}": way for k in range(6)},
+                "dense": dense,
+            },
+        }
+    )
+    made = plan(job)
+    units = {unit.name: unit.modules for unit in made.units}
+    assert units["layers.3"] == ("layers.3.0", "layers.3.1")
+    check_as_planned(pool, job, made)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])  # which makes its states at once
 @pytest.mark.parametrize("way", ["shard", "replicate"])

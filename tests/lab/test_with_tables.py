@@ -15,9 +15,11 @@ from torch import nn
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan
+from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.sharding import FREE
-from shardwright.lab.recordings import plan, plan_module
+from shardwright.lab.recordings import found_for, plan, plan_module
 from shardwright.planner import explain
+from shardwright.planner.planner import watch_of
 
 TABLES = {"users", "seen", "shops", "shown.items", "shown.tags"}
 
@@ -37,6 +39,18 @@ def tables_of(made: Plan) -> set[str]:
 
 def units_of(made: Plan) -> set[str]:
     return {name for unit in made.units for name in unit.tensors}
+
+
+@pytest.mark.parametrize("function", ["build", "uses"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_no_plan_can_beat_counts_what_a_module_computes_by_itself_once(
+    function: str, prefetch: int, ranks: int
+) -> None:
+    job = job_of(function, ranks=ranks, planner={"dense": {"prefetch": prefetch}})
+    found = found_for(job, watch_of(job))
+    assert found.draft is not None
+    assert 0 < found.bound <= found.draft.max_rank_seconds * (1 + SAME_SECONDS)
 
 
 # ---- which can be --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from shardwright.core.job import Job
 from shardwright.core.quantities import SAME_SECONDS
 from shardwright.lab.recordings import described
+from shardwright.planner.choice import Choice
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.search import search
 from shardwright.planner.search.watch import Watch
@@ -16,7 +17,7 @@ from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import (
-    LEFT_OUT,
+    AVOIDED,
     search_steps,
     smallest,
     smallest_tables,
@@ -49,6 +50,19 @@ def test_the_draft_that_is_found_keeps_within_the_memory(random_job: MakeJob, se
         assert max(draft.peak_bytes) <= draft.problem.decisive_capacity
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_in_the_memory_that_the_fastest_draft_needs_it_is_found_again(
+    random_job: MakeJob, seed: int
+) -> None:
+    job = _with_memory(random_job(seed, tables=2 + seed % 4), 2**33)
+    free = _found(job).draft
+    assert free is not None
+    tight = _found(_with_memory(job, free.highest_peak)).draft
+    assert tight is not None
+    assert tight.max_rank_seconds <= free.max_rank_seconds * (1 + 1e-4)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_draft_that_is_found_places_every_shard_on_a_rank(
     random_job: MakeJob, seed: int
@@ -71,19 +85,19 @@ def test_memory_below_every_unit_has_no_draft(make_job: MakeJob) -> None:
     assert (found.draft, found.feasible) == (None, 0)
 
 
-@pytest.mark.parametrize("types", LEFT_OUT)
-def test_types_are_left_out_where_a_table_has_others(
-    make_job: MakeJob, types: tuple[str, ...]
+@pytest.mark.parametrize("avoided", AVOIDED)
+def test_choices_are_left_out_where_a_table_has_others(
+    make_job: MakeJob, avoided: Callable[[Choice], bool]
 ) -> None:
     problem = _problem(make_job(50, 60))
-    for choices, left in zip(problem.tables, without(problem.tables, types), strict=True):
-        assert left == tuple(c for c in choices if c.option.sharding_type not in types)
+    for choices, left in zip(problem.tables, without(problem.tables, avoided), strict=True):
+        assert left == tuple(c for c in choices if not avoided(c))
         assert left
 
 
 def test_a_table_keeps_the_only_types_it_has(make_job: MakeJob) -> None:
     problem = _problem(make_job(50, table={"sharding_types": ["data_parallel"]}))
-    assert without(problem.tables, ("data_parallel",)) == problem.tables
+    assert without(problem.tables, AVOIDED[0]) == problem.tables
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -141,8 +155,8 @@ def test_no_arrangement_of_units_with_tables_placed_for_it_is_faster(
 ) -> None:
     found = _found(_with_memory(random_job(seed), 2**33))
     problem = found.problem
-    for left_out in LEFT_OUT:
-        tables = without(problem.tables, left_out)
+    for avoided in (lambda choice: False, *AVOIDED):
+        tables = without(problem.tables, avoided)
         space = space_of(problem, tables, problem.capacity)
         best = search(space).best
         assert best is not None

@@ -111,7 +111,7 @@ class _Lanes:
         self.pieces = pieces
         self.overlap = overlap
         self.settle = settle
-        self.cleared: set[str] = set()  # units whose backward has begun
+        self.cleared: set[str] = set()  # units whose gradient was seen
         self.filled: set[str] = set()  # units that were gathered once
         self.computing: Any = 0.0
         self.communicating: Any = 0.0
@@ -132,10 +132,16 @@ class _Lanes:
 
     def _compute(self, action: Action, unit: str) -> Any:
         seconds, waited = self.pieces(action), self._wait(f"{unit} gathered")
-        if action.direction == "backward" and unit and unit not in self.cleared:
-            self.cleared.add(unit)
-            seconds = self.units[unit].gradient + seconds
+        if action.direction == "backward" and unit:
+            seconds = self._with_gradient(unit, seconds)
         return seconds if waited is None else seconds + waited
+
+    def _with_gradient(self, unit: str, seconds: Any) -> Any:
+        """With what the gradient's buffer takes: once, where a unit's gradient is first seen."""
+        if unit in self.cleared:
+            return seconds
+        self.cleared.add(unit)
+        return self.units[unit].gradient + seconds
 
     def _gather(self, action: Action, unit: str) -> Any:
         its = self.units[unit]
@@ -148,13 +154,13 @@ class _Lanes:
 
     def _reduce(self, action: Action, unit: str) -> Any:
         seconds = self._communicate(self.units[unit].reduce, f"{unit} reduced")
-        return seconds if unit in self.cleared else self.units[unit].gradient + seconds
+        return self._with_gradient(unit, seconds)
 
     def _collect(self, action: Action, unit: str) -> Any:
         return self._wait(f"{unit} reduced")
 
     def _update(self, action: Action, unit: str) -> Any:
-        return self.units[unit].update
+        return self._with_gradient(unit, self.units[unit].update)
 
     def _communicate(self, seconds: Any, what: str) -> Any:
         """Everything at once, or what cannot hide; then ``what`` is ready later."""

@@ -8,6 +8,7 @@ import msgspec
 
 from shardwright.core.cluster import Tier
 from shardwright.core.model import TableSpec
+from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import Option
 
 
@@ -86,6 +87,12 @@ class Choice(msgspec.Struct, frozen=True, dict=True):
         """Whether as many ids go to every rank in each step: one of each bag, all to one rank."""
         cut = self.option.traits.cuts_rows and self.option.runs[0].rows < self.table.rows
         return not (cut or self.dedup or self.table.jagged)
+
+    @property
+    def has_strips(self) -> bool:
+        """Whether its update needs sums over columns that lie in several blocks."""
+        routed = not self.option.traits.replicated and self.table.optimizer in BY_ROW
+        return routed and any(run.columns < self.table.dim for run in self.option.runs)
 
     @cached_property
     def total_storage(self) -> tuple[int, int, int]:

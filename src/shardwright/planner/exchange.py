@@ -18,6 +18,8 @@ from shardwright.core.train_section import Overlap
 from shardwright.cost import embedding
 from shardwright.cost.embedding import Part
 from shardwright.memory.traffic import Asked, Replicas, Served, Traffic
+from shardwright.planner.choice import Choice
+from shardwright.planner.choices import Tables
 from shardwright.planner.problem import Problem, ranks_per_host
 from shardwright.planner.tally import Placed
 
@@ -81,11 +83,7 @@ class Exchange:
     @property
     def has_strips(self) -> bool:
         """Whether updates of some table need sums over columns that lie in several blocks."""
-        return any(
-            placed.choice.table.optimizer in BY_ROW
-            and any(run.columns < placed.choice.table.dim for run in placed.choice.option.runs)
-            for placed in self.routed
-        )
+        return any(placed.choice.has_strips for placed in self.routed)
 
     def traffic(self, rank: int) -> Traffic:
         """The share of ``rank``."""
@@ -309,6 +307,34 @@ def exchanges(
         first = late and path in early
         ahead = first and overlap == "ids_and_rows"
         yield Exchange(path, tuple(its), ranks, batch, communication, first, late, ahead)
+
+
+def least_latencies(problem: Problem, tables: Tables) -> dict[str, float]:
+    """Seconds by phase that the exchanges of several tables, placed by any of their choices, take
+    at least whatever these are: those of a routed table, or of replicas where all may be some."""
+    ranks, local = problem.cluster.world_size, ranks_per_host(problem.cluster)
+    members: dict[str, list[tuple[Choice, ...]]] = {}
+    for choices in tables:
+        path = problem.model.step.tables_of(choices[0].table.tensor.fqn)
+        members.setdefault(path, []).append(choices)
+    found: dict[str, float] = {}
+    for its in members.values():
+        if len(its) == 1:
+            continue  # its own choices have them
+        parts: set[Part] = set()
+        for choices in its:
+            routed = [c for c in choices if not c.option.traits.replicated]
+            parts |= {"steady" if ranks > 1 and c.is_steady else "routed" for c in routed}
+        kernels = [
+            {c.option.compute_kernel for c in choices if c.option.traits.replicated}
+            for choices in its
+        ]
+        if all(kernels):
+            parts |= {embedding.replica_part(kernel, False) for of in kernels for kernel in of}
+        ways = [embedding.step_latencies([part], ranks, problem.values, local) for part in parts]
+        for phase, seconds in min(ways, key=lambda way: math.fsum(way.values())).items():
+            found[phase] = found.get(phase, 0.0) + seconds
+    return found
 
 
 def small_tables(problem: Problem) -> frozenset[str]:

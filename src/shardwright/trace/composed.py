@@ -33,7 +33,7 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.memory.pieces import Summaries
 from shardwright.trace.checks import Untraceable, first_line
 from shardwright.trace.module import NoUnitsError
-from shardwright.trace.structure import FEW, Container, containers, large_parts, repeats
+from shardwright.trace.structure import FEW, Container, called, containers, large_parts, repeats
 from shardwright.tracker.private import own_buffers, own_children
 from shardwright.tracker.tensors import map_tensors
 
@@ -130,11 +130,12 @@ class Composer:
         with unchanged(self.model):
             for container in self.containers:
                 for index, _ in self._titles(container):
-                    cut, gave = container.stretches[index], dict[int, Any]()
+                    cut, gave = container.stretches[index], dict[tuple[int, int], Any]()
                     for place, k in enumerate(cut.every):
-                        part, name = container.children[k], container.names[k]
-                        passing = _passing(part, name, gave, place % cut.period, ran)
-                        vars(part)["forward"] = passing
+                        for number, part in enumerate(called(container.children[k])):
+                            kind = place % cut.period, number
+                            passing = _passing(part, container.names[k], gave, kind, ran)
+                            vars(part)["forward"] = passing
             try:
                 self.forward()
             except Exception:  # as modules fail that look at what a part of them gave
@@ -169,13 +170,14 @@ class Composer:
                     series.append(Series(titles[index], tuple(every), tuple(some), cut.period))
             for number, child in enumerate(container.units):
                 if child in kept:
-                    units[container.names[child]] = [container.children[child]]
-                    places.append(begin + number)
+                    parts = called(container.children[child])
+                    units[container.names[child]] = parts
+                    places += [begin + number] * len(parts)
             begin += len(container.units)
             _keep(container, kept)
-        blocks = [modules[0] for modules in units.values()]
+        blocks = [part for parts in units.values() for part in parts]
         units |= {name: [self.model.get_submodule(name)] for name in self.apart or ()}
-        inside = {p for modules in units.values() for p in modules[0].parameters()}
+        inside = {p for parts in units.values() for part in parts for p in part.parameters()}
         if any(parameter not in inside for parameter in self.model.parameters()):
             units[ROOT] = [self.model]
         units = self._with_inner(units)
@@ -199,7 +201,11 @@ class Composer:
 
 
 def _passing(
-    part: nn.Module, name: str, gave: dict[int, Any], kind: int, ran: set[str]
+    part: nn.Module,
+    name: str,
+    gave: dict[tuple[int, int], Any],
+    kind: tuple[int, int],
+    ran: set[str],
 ) -> Callable[..., Any]:
     """A forward that says that it runs; after the first of its kind its results are like that
     one's."""

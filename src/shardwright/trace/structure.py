@@ -79,7 +79,7 @@ def _large(
         if child in blocks or _bytes(child) < max(least, 1):
             continue
         inside = any(part in blocks for part in child.modules())
-        if inside or isinstance(child, (nn.ModuleList, nn.ModuleDict)) or sharing.is_bound(child):
+        if inside or called(child) != [child] or sharing.is_bound(child):
             yield from _large(child, _joined(path, name), blocks, least, sharing)
         else:
             yield _joined(path, name)
@@ -140,6 +140,14 @@ def _container(module: nn.Module, path: str, sharing: _Sharing) -> Container | N
 def repeats(cut: Stretch) -> bool:
     """Whether a stretch comes at least twice."""
     return cut.length >= 2 * cut.period
+
+
+def called(part: nn.Module) -> list[nn.Module]:
+    """What of a part runs: itself, or where it has no forward, as lists have none, what is in it,
+    as far as that has parameters."""
+    if type(part).forward is not nn.Module.forward:
+        return [part]
+    return [p for child in part.children() if _has_parameters(child) for p in called(child)]
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -251,7 +259,7 @@ def _called(value: Any, into: Callable[[Any], Hashable]) -> Hashable:
     return None
 
 
-__all__ = ["CONTAINERS", "Container", "containers", "large_parts", "repeats"]
+__all__ = ["CONTAINERS", "Container", "called", "containers", "large_parts", "repeats"]
 
 
 LONGEST_PERIOD = 8

@@ -1,14 +1,14 @@
 """The bounded search over tables and dense units together, inside one budget per rank.
 
 Tables are placed by the bytes they keep. What a step adds to them is found by running the step, so
-the second round leaves room for what the first draft added, and further rounds for what still broke
-the budget. Units alone need no rounds: their arrangements are tried from the fastest on.
+of drafts that it takes over the budget a further round leaves room for that. Units alone need no
+rounds: their arrangements are tried from the fastest on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
@@ -20,10 +20,11 @@ from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.schedule import Prefetch
-from shardwright.core.sharding import TYPES, ShardingType, traits
 from shardwright.core.timeline import Kind, Phase
+from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables
-from shardwright.planner.crossing import without_hidden
+from shardwright.planner.crossing import windows_of, without_hidden
+from shardwright.planner.exchange import least_latencies
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.least import least_memory
@@ -45,12 +46,14 @@ MAX_CHANGES = 100  # of single tables, at the end
 PASSES: tuple[Phase, ...] = ("forward", "backward")
 OF_MODEL: tuple[Kind, ...] = ("activation", "temporary", "input", "buffer")  # not of its units
 
-# The first replica and the first routed table cost collectives of their own, which the search of
-# tables does not see: so plans that avoid either are proposed as well.
-LEFT_OUT: tuple[tuple[ShardingType, ...], ...] = (
-    (),
-    tuple(t for t in TYPES if traits(t).replicated),
-    tuple(t for t in TYPES if not traits(t).replicated),
+# The first replica, the first routed table, the first whose ids have to be counted and the first
+# with sums over columns cost collectives of their own, which the search of tables does not see: so
+# plans that avoid any of them are proposed as well.
+AVOIDED: tuple[Callable[[Choice], bool], ...] = (
+    lambda choice: choice.option.traits.replicated,
+    lambda choice: not choice.option.traits.replicated,
+    lambda choice: not (choice.option.traits.replicated or choice.is_steady),
+    lambda choice: choice.has_strips,
 )
 
 
@@ -111,26 +114,32 @@ def _faster(draft: StepDraft, space: Space) -> Iterator[StepDraft]:
 
 def step_bound(problem: Problem) -> float:
     """No plan of this problem can be faster: tables relaxed, and the least of every unit."""
-    least = without_hidden(problem, _least(problem)) if problem.tables else 0.0
+    least = without_hidden(problem, _least(problem, problem.tables)) if problem.tables else 0.0
     floors = [floor.seconds for floor in unit_floors(problem.unit_space)]
     found: float = step_seconds(least, floors, [*shared_seconds(problem).values()])
     return found
 
 
-def _least(problem: Problem, left_out: tuple[ShardingType, ...] = ()) -> float:
-    """Seconds that the tables take at least, where some types are left out."""
+def _least(problem: Problem, tables: Tables) -> float:
+    """Seconds that the tables take at least, by any of their choices."""
     try:
-        space = space_of(problem, without(problem.tables, left_out), problem.capacity)
+        space = space_of(problem, tables, problem.capacity)
     except InputError:
-        if left_out:  # what is left breaks the job's rules
+        if tables is not problem.tables:  # what is left breaks the job's rules
             return math.inf
         raise
     return lower_bound(space, table(space)).seconds
 
 
 def shared_seconds(problem: Problem) -> dict[str, float]:
-    """Seconds by part that every rank spends beside the units, whatever is placed where."""
-    return StepDraft(problem, (), ()).shared_seconds
+    """Seconds by part that every rank spends at least beside the units and what the tables take one
+    by one, whatever is placed where."""
+    units = tuple(choices[0] for choices in problem.units)
+    found = dict(StepDraft(problem, (), units).other_seconds)
+    if windows_of(problem) is None:  # else some may be hidden
+        for part, seconds in least_latencies(problem, problem.tables).items():
+            found[part] = found.get(part, 0.0) + seconds
+    return found
 
 
 def step_seconds(tables: Any, units: Sequence[Any], shared: Sequence[Any]) -> Any:
@@ -169,7 +178,7 @@ class _Known(NamedTuple):
 
 @dataclass
 class _Seeker:
-    """The best draft so far; table placements are remembered by what was left out.
+    """The best draft so far; table placements are remembered by the choices that they are from.
     ``gave_up``: something faster would fit but for what a step adds to what a rank keeps."""
 
     problem: Problem
@@ -222,35 +231,47 @@ class _Seeker:
         return StepDraft(self.problem, (), arrangement.units, arrangement.prefetch)
 
     def run(self) -> None:
-        """Rounds of shrinking budgets until no fast draft is over."""
+        """Rounds of drafts with tables; those over the budget are made anew with less room."""
+        drafts = [StepDraft(self.problem, (), *its) for its in self.arrangements]
         capacity = self.problem.decisive_capacity
-        budget = capacity
-        for round_number in range(MAX_BUDGET_ROUNDS):
-            overshoot = transient = 0
-            for draft in self._drafts(budget):
+        ways = [
+            (draft, variant, capacity - max(draft.kept_bytes))
+            for draft in drafts
+            for variant in range(len(self.variants))
+        ]
+        for _ in range(MAX_BUDGET_ROUNDS):
+            again = []
+            for draft, variant, room in ways:
                 if self.watch.over() and self.best is not None:
                     return
-                self.tried += 1
-                transient = transient or max(draft.peak_bytes) - max(draft.kept_bytes)
-                if self.best is not None and draft.max_rank_seconds >= self.best.max_rank_seconds:
-                    continue
-                if draft.fits:
-                    self.feasible += 1
-                    self._take(draft)
-                    if draft.max_rank_seconds <= self.bound * (1 + SAME_SECONDS):
-                        return
-                else:
-                    excess = max(draft.peak_bytes) - capacity
-                    overshoot = min(overshoot, excess) if overshoot else excess
-            self.gave_up |= overshoot > 0
-            if round_number == 0:
-                budget -= max(transient, overshoot)
-            elif overshoot:
-                budget -= overshoot
-            else:
-                break
+                less = self._propose(draft, variant, room)
+                if less is not None:
+                    again.append((draft, variant, less))
+                if self.best and self.best.max_rank_seconds <= self.bound * (1 + SAME_SECONDS):
+                    return
+            ways = again
         if self.best is None:
             self._take_smallest()
+
+    def _propose(self, alone: StepDraft, variant: int, room: int) -> int | None:
+        """Take the draft with tables in so much room where it is better; how much room to look at
+        next where only its peak stands in the way."""
+        fastest = math.inf if self.best is None else self.best.max_rank_seconds
+        if alone.max_rank_seconds + self.least[variant] >= fastest:
+            return None
+        known = self._tables(variant, room)
+        if known is None or known.placed is None:
+            return None
+        self.tried += 1
+        draft = replace(alone, tables=known.placed)
+        if draft.max_rank_seconds >= fastest:
+            return None
+        if draft.fits:
+            self.feasible += 1
+            self._take(draft)
+            return None
+        self.gave_up = True
+        return known.filled - max(1, max(draft.peak_bytes) - self.problem.decisive_capacity)
 
     def _take_smallest(self) -> None:
         self.tried += 1
@@ -262,18 +283,6 @@ class _Seeker:
     def _take(self, draft: StepDraft) -> None:
         self.best = draft
         self.watch.found(draft.max_rank_seconds)
-
-    def _drafts(self, budget: int) -> Iterator[StepDraft]:
-        for units, prefetch in self.arrangements:
-            alone = StepDraft(self.problem, (), units, prefetch)
-            kept = max(alone.kept_bytes)
-            for variant, left_out in enumerate(self.left_out):
-                least = alone.max_rank_seconds + self.least[variant]
-                if self.best is not None and least >= self.best.max_rank_seconds:
-                    continue
-                placed = self._tables(variant, left_out, budget - kept)
-                if placed is not None:
-                    yield replace(alone, tables=placed)
 
     @cached_property
     def arrangements(self) -> list[tuple[tuple[UnitChoice, ...], Prefetch]]:
@@ -287,46 +296,58 @@ class _Seeker:
 
     @cached_property
     def least(self) -> list[float]:
-        """Seconds that the tables take at least, by what is left out."""
-        least = (_least(self.problem, left_out) for left_out in self.left_out)
-        return [without_hidden(self.problem, seconds) for seconds in least]
+        """Seconds that the tables take at least, by any of the choices of each variant."""
+        found = []
+        for tables in self.variants:
+            seconds = without_hidden(self.problem, _least(self.problem, tables))
+            if windows_of(self.problem) is None:
+                seconds += math.fsum(least_latencies(self.problem, tables).values())
+            found.append(seconds)
+        return found
 
     @cached_property
-    def left_out(self) -> tuple[tuple[ShardingType, ...], ...]:
-        """What is left out in turn; nothing where every table's search knows its own exchange."""
-        alone = all(choice.latency for choices in self.problem.tables for choice in choices)
-        return LEFT_OUT[:1] if alone else LEFT_OUT
+    def variants(self) -> list[Tables]:
+        """All choices, and without some; all alone where the search of tables knows the exchange of
+        each."""
+        tables = self.problem.tables
+        if all(choice.latency for choices in tables for choice in choices):
+            return [tables]
+        found = [tables]
+        for avoided in AVOIDED:
+            some = without(tables, avoided)
+            if not any(_same(some, other) for other in found):
+                found.append(some)
+        return found
 
-    def _tables(
-        self, variant: int, left_out: tuple[ShardingType, ...], room: int
-    ) -> tuple[Placed, ...] | None:
+    def _tables(self, variant: int, room: int) -> _Known | None:
+        """What the search of tables finds in ``room``; None in none."""
         if room <= 0:
             return None
         ranks, tier = self.problem.cluster.world_size, self.problem.decisive_tier
         known = self.known.setdefault(variant, [])
         for before in known:
             if before.filled <= room <= before.room:  # found with more room, it fits this as well
-                return before.placed
-        placed = self._placed(left_out, room)
+                return before
+        placed = self._placed(self.variants[variant], room)
         filled = 0 if placed is None else max(tally(placed, ranks).tier_bytes(tier, ranks))
         known.append(_Known(room, filled, placed))
-        return placed
+        return known[-1]
 
-    def _placed(self, left_out: tuple[ShardingType, ...], room: int) -> tuple[Placed, ...] | None:
-        tables = without(self.problem.tables, left_out)
+    def _placed(self, tables: Tables, room: int) -> tuple[Placed, ...] | None:
         try:
             space = space_of(self.problem, tables, self.problem.capacity_with(room))
         except InputError:
-            if left_out:  # what is left breaks the job's rules
+            if tables is not self.problem.tables:  # what is left breaks the job's rules
                 return None
             raise
         found = search(space, self.watch.part()).best
         return None if found is None else placed_tables(space, found)
 
 
-def without(tables: Tables, types: tuple[ShardingType, ...]) -> Tables:
-    """The choices that are not of ``types``, for tables that have any."""
-    return tuple(
-        tuple(c for c in choices if c.option.sharding_type not in types) or choices
-        for choices in tables
-    )
+def _same(tables: Tables, others: Tables) -> bool:
+    return all(list(map(id, a)) == list(map(id, b)) for a, b in zip(tables, others, strict=True))
+
+
+def without(tables: Tables, avoided: Callable[[Choice], bool]) -> Tables:
+    """The choices that are not ``avoided``, for tables that have any."""
+    return tuple(tuple(c for c in choices if not avoided(c)) or choices for choices in tables)
