@@ -32,10 +32,10 @@ from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
 from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.fully_shard import attach, check_members, check_offload
+from shardwright.runtime.fully_shard import attach, check_members, check_offload, taking
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
-from shardwright.runtime.units.dstorage import storages_in
+from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.parameter import DTYPES, Member, find_members
 from shardwright.runtime.units.precision import MixedPrecision
@@ -137,28 +137,44 @@ def _shard_units(
         return initial_block(fqn, (0,) * len(shape), shape)
 
     precision = MixedPrecision(*(DTYPES.get(name) for name in step_dtypes(plan.job)))
-    for unit in _inner_first(plan.units):
-        modules = [model.get_submodule(path) for path in unit.modules]
-        own = [members[fqn] for fqn in unit.tensors]
-        check_members(own, modules, unit.name)
-        attach(
-            modules,
-            unit.modules,
-            comm if _replicated(unit) else shared,
-            own,
-            dict.fromkeys(unit.tensors, unit.optimizer_state),
-            name=unit.name,
-            flow=flow,
-            module_names=unit.modules,
-            leads=_leads(unit),
-            reshard_after_forward=unit.reshard_after_forward,
-            precision=precision,
-            zero=unit.roles.zero or 3,
-            offloaded=unit.offloaded is True,
-            initial=initial,
-        )
-        blocks = [model.get_submodule(path) for path in unit.checkpointed]
-        apply_checkpointing(blocks, unit.checkpointing, preserve_rng_state=True)
+    for units in _inner_first(_together(plan)):
+        modules = [model.get_submodule(path) for path in units[0].modules]
+        storages = []
+        for unit in units:
+            own = [members[fqn] for fqn in unit.tensors]
+            check_members(own, modules, unit.name)
+            taken = taking(own, unit.name)
+            storages.append(
+                DStorage(
+                    own,
+                    comm if _replicated(unit) else shared,
+                    dict.fromkeys(unit.tensors, unit.optimizer_state),
+                    name="" if plan.model.bucket_size else unit.name,
+                    module_names=unit.modules,
+                    bucket=unit.name if plan.model.bucket_size else "",
+                    reshard_after_forward=unit.reshard_after_forward,
+                    precision=precision,
+                    zero=unit.roles.zero or 3,
+                    offloaded=unit.offloaded is True,
+                    initial=initial,
+                )
+            )
+            taken()
+        attach(modules, units[0].modules, storages, flow, leads=_leads(units[0]))
+        for unit in units:
+            blocks = [model.get_submodule(path) for path in unit.checkpointed]
+            apply_checkpointing(blocks, unit.checkpointing, preserve_rng_state=True)
+
+
+def _together(plan: Plan) -> list[tuple[UnitPlan, ...]]:
+    """Units that have hooks in common: each alone, or all buckets, in the order in which their
+    gradients come."""
+    if not plan.model.bucket_size:
+        return [(unit,) for unit in plan.units]
+    units = {unit.name: unit for unit in plan.units}
+    moments = plan.model.step.backward
+    done = [m.unit for m in moments if m.piece.point == "leave_backward"]
+    return [tuple(units[name] for name in dict.fromkeys((*done, *units)))]
 
 
 def _on_grid(comm: Comm, grid: Grid) -> Comm:
@@ -177,14 +193,15 @@ def _leads(unit: UnitPlan) -> bool:
     return unit.modules == ("",)
 
 
-def _inner_first(units: Sequence[UnitPlan]) -> list[UnitPlan]:
+def _inner_first(units: Sequence[tuple[UnitPlan, ...]]) -> list[tuple[UnitPlan, ...]]:
     """The units in their order, but for those around others, which come after these."""
 
-    def around(outer: UnitPlan, inner: UnitPlan) -> bool:
-        starts = tuple(f"{path}." if path else "" for path in outer.modules)
-        return outer is not inner and any(path.startswith(starts) for path in inner.modules)
+    def around(outer: tuple[UnitPlan, ...], inner: tuple[UnitPlan, ...]) -> bool:
+        starts = tuple(f"{path}." if path else "" for path in outer[0].modules)
+        paths = inner[0].modules
+        return outer is not inner and any(path.startswith(starts) for path in paths)
 
-    def depth(unit: UnitPlan) -> int:
+    def depth(unit: tuple[UnitPlan, ...]) -> int:
         return max((1 + depth(inner) for inner in units if around(unit, inner)), default=0)
 
     return sorted(units, key=depth)

@@ -31,7 +31,6 @@ from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.hooks import UnitHooks
 from shardwright.runtime.units.parameter import Member, check_materials, find_members
 from shardwright.runtime.units.precision import as_precision
-from shardwright.runtime.units.unit import Initial
 from shardwright.tracker.private import own_parameters
 
 STRATEGIES = ("per_param", "param_boundary", "flat")
@@ -102,24 +101,30 @@ def fully_shard_flat(
     _check_buckets(bucket_size, chosen, zero, register_hooks)
     cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload)
     _agree(comm, members, (*cut, register_hooks, precision, prefetch))
-    storage = attach(
-        modules,
-        names,
-        comm,
-        members,
-        chosen,
-        name=unit,
-        flow=Flow(prefetch),
-        reshard_after_forward=reshard_after_forward,
-        register_hooks=register_hooks,
-        precision=precision,
-        zero=zero,
-        bucket_size=bucket_size,
-        offloaded=cpu_offload,
-        ignored=[n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params)],
-    )
+    ignored = [n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params)]
+    taken = taking(members, unit)
+    parts = [members] if bucket_size is None else _buckets(members, bucket_size)
+    storages = [
+        DStorage(
+            part,
+            comm,
+            chosen,
+            name=unit,
+            module_names=[unit] * len(modules),
+            bucket="" if bucket_size is None else f"bucket {number}",
+            reshard_after_forward=reshard_after_forward,
+            driven_by_hand=not register_hooks,
+            precision=precision,
+            zero=zero,
+            offloaded=cpu_offload,
+            ignored=() if number else ignored,
+        )
+        for number, part in enumerate(parts)
+    ]
+    taken()
+    attach(modules, names, storages, Flow(prefetch), register_hooks=register_hooks)
     _settle(modules, names)
-    return storage
+    return storages[0]
 
 
 def _agree(comm: Comm, members: Sequence[Member], options: tuple[Any, ...]) -> None:
@@ -386,50 +391,17 @@ def _check_fits(member: Member, placement: Placement, size: int) -> None:
 def attach(
     modules: Sequence[nn.Module],
     prefixes: Sequence[str],
-    comm: Comm,
-    members: Sequence[Member],
-    placements: Mapping[str, Placement],
-    *,
-    name: str,
+    storages: Sequence[DStorage],
     flow: Flow,
-    module_names: Sequence[str] = (),
+    *,
     leads: bool = True,
-    reshard_after_forward: bool | int | None = None,
     register_hooks: bool = True,
-    precision: Any = None,
-    zero: Zero = 3,
-    bucket_size: int | None = None,
-    offloaded: bool = False,
-    initial: Initial | None = None,
-    ignored: Sequence[str] = (),
-) -> DStorage:
-    """What ``fully_shard_flat`` and ``apply`` share: build the storage, or one for each bucket, and
-    the hooks. The first is returned."""
-    originals = [(member.parameter, member.fqn) for member in members]
-    parts = [members] if bucket_size is None else _buckets(members, bucket_size)
-    storages = [
-        DStorage(
-            part,
-            comm,
-            placements,
-            name=name,
-            module_names=module_names or [name] * len(modules),
-            bucket=None if bucket_size is None else number,
-            reshard_after_forward=reshard_after_forward,
-            driven_by_hand=not register_hooks,
-            precision=as_precision(precision),
-            zero=zero,
-            offloaded=offloaded,
-            initial=initial,
-            ignored=() if number else ignored,
-        )
-        for number, part in enumerate(parts)
-    ]
+) -> None:
+    """What ``fully_shard_flat`` and ``apply`` share: give modules their storage, or one for each
+    bucket, and the hooks."""
     storage = storages[0]
     for each in storages:
         flow.add(each)
-    for parameter, fqn in originals:
-        setattr(parameter, TAKEN, (fqn, name))
     inner = [s for module in modules for s in storages_in(module)]
     for module, prefix in zip(modules, prefixes, strict=True):
         storage.structure.add(module, prefix, _is_unit)
@@ -444,4 +416,14 @@ def attach(
         if leads:
             flow.lead(storage)
         hooks.register(modules)
-    return storage
+
+
+def taking(members: Sequence[Member], unit: str) -> Callable[[], None]:
+    """Marks the members' parameters as those of ``unit``, which they are when it has been made."""
+    originals = [(member.parameter, member.fqn) for member in members]
+
+    def taken() -> None:
+        for parameter, fqn in originals:
+            setattr(parameter, TAKEN, (fqn, unit))
+
+    return taken

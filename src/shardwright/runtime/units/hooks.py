@@ -182,7 +182,7 @@ class _Before:
                 storage.flow.begin_forward()
             else:
                 storage.flow.enter_forward()
-        for each in hooks.early:
+        for each in reversed(hooks.early):  # as a forward comes to them
             each.flow.need(each, "backward" if recomputed else "forward")
         if not self.first:
             return None
