@@ -3,7 +3,7 @@ they are of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -16,7 +16,6 @@ from shardwright.core.recording import (
     Point,
     RecordedUnit,
     Recording,
-    Touch,
     Unfolded,
     Work,
 )
@@ -146,34 +145,30 @@ class _Buckets:
         return Piece(point, moment.unit, tuple(touches), piece.work)
 
     def _cut(self, piece: Piece) -> Iterator[Piece]:
-        """A piece of a backward, cut where buckets are complete. Autograd holds the gradient that
-        came last until whoever hears of it returns."""
+        """A piece of a backward, cut where buckets are complete."""
         ends = [
             place
             for place, touch in enumerate(piece.touches)
             if touch.what == "gradient" and touch.name in self.closing
         ]
-        if not ends:
-            yield piece
-            return
-        point, held, begin = piece.point, (), 0
-        works = _shared(piece.work, [*ends, len(piece.touches)])
-        for end, work in zip(ends, works, strict=False):
-            last = piece.touches[end]
-            yield Piece(point, piece.unit, (*held, *piece.touches[begin:end]), work)
-            yield Piece("leave_backward", self.units[self.closing[last.name]].name, ())
-            point, begin = "begin", end + 1
-            held = (Touch("free", last.slot, last.nbytes, last.kind),)
-        yield Piece(point, piece.unit, (*held, *piece.touches[begin:]), works[-1])
+        marks = [0, *(end + 1 for end in ends), len(piece.touches)]
+        point = piece.point
+        for (begin, end), work in zip(pairwise(marks), _shared(piece.work, marks), strict=True):
+            touches = piece.touches[begin:end]
+            yield Piece(point, piece.unit, touches, work)
+            point = "begin"
+            if end - 1 in ends:
+                yield Piece("leave_backward", self.units[self.closing[touches[-1].name]].name, ())
 
 
-def _shared(work: Work, ends: list[int]) -> list[Work]:
-    """Work of a piece for its parts, by how much each touches."""
-    whole = max(ends[-1], 1)
-    marks = [tuple(int(n * end / whole) for n in _numbers(work)) for end in (0, *ends)]
+def _shared(work: Work, marks: Sequence[int]) -> list[Work]:
+    """Work of a piece for its parts between ``marks``, by how much each touches."""
+    whole = max(marks[-1], 1)
+    until = [tuple(n * mark // whole for n in _numbers(work)) for mark in marks[:-1]]
+    until.append(_numbers(work))
     return [
         Work(*(after - before for before, after in zip(*pair, strict=True)))
-        for pair in pairwise(marks)
+        for pair in pairwise(until)
     ]
 
 

@@ -1,0 +1,141 @@
+"""Plans whose units are buckets: they train as one process does, take the bytes that were predicted
+and make the calls that were counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from own_tasks import own_job, planned
+from pool import Pool
+from reference import small_job
+from test_hybrids import check_calls
+from test_measured_as_predicted import ROUTED, TYPES
+from test_own_models_measured import check_as_planned, check_planned_bytes
+from test_transformer import LLAMAS, check_curve, check_step_bytes, text_job
+from transformer_tasks import moved_by_units
+
+from shardwright.core.job import Job, parse_job
+from shardwright.core.memory_section import PLANNED
+from shardwright.data.tokens import write_text
+from shardwright.lab.recordings import plan
+
+SIZE = 5_000  # elements, of 24,000 or so
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    write_text(path, 3000)
+    return path
+
+
+def bucketed(job: Job, size: int | str = SIZE, zero: Any = 2, **dense: Any) -> Job:
+    """The same in buckets, with nothing said of single units."""
+    replace = msgspec.structs.replace
+    section = replace(job.planner.dense, bucket_size=size, **dense)
+    memory = replace(PLANNED, zero=zero)
+    return replace(job, planner=replace(job.planner, units={}, dense=section), memory=memory)
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_transformer_trains_as_on_one_process(
+    pool: Pool, text: Path, world_size: int, zero: int, prefetch: int
+) -> None:
+    job = bucketed(text_job(text, world_size, {}), zero=zero, prefetch=prefetch)
+    made = plan(job)
+    assert len(made.units) > 2
+    assert made.prefetch == prefetch
+    check_curve(pool, job, world_size)
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("kind", LLAMAS)
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+def test_so_does_a_llama_whose_blocks_are_checkpointed(
+    pool: Pool, text: Path, policy: str, kind: str
+) -> None:
+    widths = {"kind": "llama", "dim": 16, "kv_heads": 2, "ffn_dim": 24, **LLAMAS[kind]}
+    job = text_job(text, 2, {}, model=widths, train={"learning_rate": 0.15})
+    job = bucketed(job, 3_000, checkpointing=(policy,))
+    check_curve(pool, job, 2)
+    check_step_bytes(pool, job, 2)
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("size", [500, SIZE, 1_000_000])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_bytes_are_exact_and_peaks_near(
+    pool: Pool, text: Path, world_size: int, size: int, prefetch: int
+) -> None:
+    changes = {"train": {"optimizer": "adam", "learning_rate": 0.01}}
+    job = bucketed(text_job(text, world_size, {}, **changes), size, prefetch=prefetch)
+    check_step_bytes(pool, job, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_a_bucket_moves_is_what_the_plan_says(pool: Pool, text: Path, world_size: int) -> None:
+    made = plan(bucketed(text_job(text, world_size, {})))
+    told = {unit.name: (unit.collectives, unit.bytes_per_step) for unit in made.units}
+    for rank, found in enumerate(pool.run(world_size, moved_by_units, made=made)):
+        assert found == told, rank
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("types", [TYPES, ROUTED], ids=["mixed", "routed"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_calls_beside_tables_are_as_planned(
+    pool: Pool, world_size: int, types: tuple[str, ...]
+) -> None:
+    made = plan(bucketed(small_job(types, ("shard", "shard"), world_size, "sgd"), 100))
+    assert len(made.units) > 2
+    check_calls(pool, made)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", ["GPT2", "T5"])
+def test_a_module_trains_and_takes_memory_as_planned(pool: Pool, name: str, replicas: int) -> None:
+    cluster = {"preset": "local", "world_size": 4}
+    job = own_job(name, "sgd", cluster=cluster, parallel={"data_replicate": replicas})
+    job = bucketed(job, 4_000)
+    made = plan(job)
+    assert len(made.units) > 2
+    results = pool.run(4, planned, job=job, made=made)
+    check_planned_bytes(made, results)
+    nearly = 2e-6  # of fp32, in which the job computes; the module is one of fp64
+    assert max(by for apart, _ in results for by in apart.values()) < nearly
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", ["none", "all"])
+def test_frozen_layers_in_another_dtype_take_memory_as_planned(
+    pool: Pool, offload: str, dtype: str
+) -> None:
+    job = parse_job(
+        {
+            "model": {"python": "own_models:adapted"},
+            "data": {"python": "own_models:batches_of_adapted"},
+            "train": {"steps": 3, "optimizer": "adam", "learning_rate": 0.01},
+            "cluster": {"preset": "local", "world_size": 2},
+            "memory": {"zero": 2, "param_dtype": dtype, "reduce_dtype": "fp32", "offload": offload},
+            "planner": {"dense": {"bucket_size": 300}},
+        }
+    )
+    made = plan(job)
+    check_planned_bytes(made, pool.run(2, planned, job=job, made=made))
+
+
+def test_a_module_of_fp64_trains_as_on_one_process(pool: Pool) -> None:
+    cluster = {"preset": "local", "world_size": 2}
+    dense = {"bucket_size": 4_000}
+    job = own_job("GPT2", "adam", cluster=cluster, planner={"dense": dense})
+    memory = {"zero": 2, "param_dtype": "fp32"}
+    check_as_planned(pool, job, plan(job)) if not memory else None
