@@ -8,21 +8,30 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from held_against import check_bytes
+from msgspec import UNSET
 from own_tasks import own_job, planned
 from pool import Pool
-from reference import small_job
+from reference import bag_job, small_job, train_unsharded
+from tasks import train_sharded
 from test_hybrids import check_calls
-from test_measured_as_predicted import ROUTED, TYPES
-from test_own_models_measured import check_as_planned, check_planned_bytes
+from test_measured_as_predicted import BAG_ROWS, ROUTED, TYPES
+from test_own_models_measured import check_planned_bytes
+from test_sharded_equals_unsharded import hold
 from test_transformer import LLAMAS, check_curve, check_step_bytes, text_job
-from transformer_tasks import moved_by_units
+from transformer_tasks import actions_of_a_step, moved_by_units
 
+from shardwright.core.errors import InputError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.memory_section import PLANNED
+from shardwright.core.parallel import ParallelSection
+from shardwright.core.schedule import training_step
 from shardwright.data.tokens import write_text
 from shardwright.lab.recordings import plan
 
 SIZE = 5_000  # elements, of 24,000 or so
+ALONE: dict[Any, dict[str, int]] = {UNSET: {"layers_per_unit": 1}, SIZE: {}}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +41,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def bucketed(job: Job, size: int | str = SIZE, zero: Any = 2, **dense: Any) -> Job:
+def bucketed(job: Job, size: Any = SIZE, zero: Any = 2, **dense: Any) -> Job:
     """The same in buckets, with nothing said of single units."""
     replace = msgspec.structs.replace
     section = replace(job.planner.dense, bucket_size=size, **dense)
@@ -88,14 +97,29 @@ def test_what_a_bucket_moves_is_what_the_plan_says(pool: Pool, text: Path, world
 
 
 @pytest.mark.slow_after(1)
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("types", [TYPES, ROUTED], ids=["mixed", "routed"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_dlrm_trains_beside_its_tables_as_on_one_process(
+    pool: Pool, world_size: int, types: tuple[str, ...], prefetch: int
+) -> None:
+    job = bucketed(small_job(types, ("shard", "shard"), world_size), 100, prefetch=prefetch)
+    assert len(plan(job).units) == 2
+    results = pool.run(world_size, train_sharded, job=job, meta=world_size % 2 == 0)
+    hold(results, *train_unsharded(job, torch.float64))
+
+
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("types", [TYPES, ROUTED], ids=["mixed", "routed"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_calls_beside_tables_are_as_planned(
     pool: Pool, world_size: int, types: tuple[str, ...]
 ) -> None:
-    made = plan(bucketed(small_job(types, ("shard", "shard"), world_size, "sgd"), 100))
-    assert len(made.units) > 2
-    check_calls(pool, made)
+    check_calls(pool, plan(bucketed(small_job(types, ("shard", "shard"), world_size), 100)))
+
+
+def test_bytes_beside_tables_are_exact(pool: Pool) -> None:
+    check_bytes(pool, bucketed(bag_job(ROUTED, 2, "sgd", batch=256, rows=BAG_ROWS), 100), 0.01)
 
 
 @pytest.mark.slow_after(1)
@@ -104,7 +128,7 @@ def test_calls_beside_tables_are_as_planned(
 def test_a_module_trains_and_takes_memory_as_planned(pool: Pool, name: str, replicas: int) -> None:
     cluster = {"preset": "local", "world_size": 4}
     job = own_job(name, "sgd", cluster=cluster, parallel={"data_replicate": replicas})
-    job = bucketed(job, 4_000)
+    job = bucketed(job, 1_500)
     made = plan(job)
     assert len(made.units) > 2
     results = pool.run(4, planned, job=job, made=made)
@@ -133,9 +157,24 @@ def test_frozen_layers_in_another_dtype_take_memory_as_planned(
     check_planned_bytes(made, pool.run(2, planned, job=job, made=made))
 
 
-def test_a_module_of_fp64_trains_as_on_one_process(pool: Pool) -> None:
-    cluster = {"preset": "local", "world_size": 2}
-    dense = {"bucket_size": 4_000}
-    job = own_job("GPT2", "adam", cluster=cluster, planner={"dense": dense})
-    memory = {"zero": 2, "param_dtype": "fp32"}
-    check_as_planned(pool, job, plan(job)) if not memory else None
+@pytest.mark.parametrize("size", [UNSET, SIZE], ids=["modules", "buckets"])
+def test_units_are_gathered_ahead_and_reduced_while_a_backward_goes_on(
+    pool: Pool, text: Path, size: Any
+) -> None:
+    made = plan(bucketed(text_job(text, 2, {}), size, prefetch=1, **ALONE[size]))
+    for found in pool.run(2, actions_of_a_step, made=made):
+        verbs = [(action.verb, action.target) for action in found]
+        planned = training_step(made.model.step, made.modes)
+        own = ("gather", "reduce", "collect")
+        assert verbs == [(a.verb, a.target) for a in planned if a.verb in own]
+        last = max(place for place, (verb, _) in enumerate(verbs) if verb == "reduce")
+        assert any(verb == "collect" for verb, _ in verbs[:last])
+
+
+def test_where_parameters_do_not_stay_whole_buckets_are_refused(text: Path) -> None:
+    job = text_job(text, 2, {})
+    for zero, words in ((3, "3"), ((2, 3), r"\[2, 3\]")):
+        replicas = ParallelSection(data_replicate=2) if zero != 3 else UNSET
+        refused = msgspec.structs.replace(bucketed(job, zero=zero), parallel=replicas)
+        with pytest.raises(InputError, match=f"bucket_size: expected nothing beside .*{words}"):
+            plan(refused)

@@ -155,9 +155,10 @@ class _Buckets:
         point = piece.point
         for (begin, end), work in zip(pairwise(marks), _shared(piece.work, marks), strict=True):
             touches = piece.touches[begin:end]
-            yield Piece(point, piece.unit, touches, work)
+            if touches or point != "begin":
+                yield Piece(point, piece.unit, touches, work)
             point = "begin"
-            if end - 1 in ends:
+            if touches and end - 1 in ends:
                 yield Piece("leave_backward", self.units[self.closing[touches[-1].name]].name, ())
 
 

@@ -305,6 +305,11 @@ class Unit:
         nothing has to travel."""
         return self.is_replicated or (self.keeps_whole and not self.writes.is_changed)
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether something of the whole unit travels."""
+        return bool(self._gathering)
+
     def start_gather(self) -> None:
         """Begin to gather (collective), or only to show what is current."""
         if self.buffers.shard.is_meta:
