@@ -31,7 +31,7 @@ from shardwright.data.tokens import write_text
 from shardwright.lab.recordings import plan
 
 SIZE = 5_000  # elements, of 24,000 or so
-ALONE: dict[Any, dict[str, int]] = {UNSET: {"layers_per_unit": 1}, SIZE: {}}
+UNITS: dict[str, Any] = {"modules": {"size": UNSET, "layers_per_unit": 1}, "buckets": {}}
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +78,13 @@ def test_so_does_a_llama_whose_blocks_are_checkpointed(
 
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("size", [500, SIZE, 1_000_000])
+@pytest.mark.parametrize("elements", [500, SIZE, 1_000_000])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_bytes_are_exact_and_peaks_near(
-    pool: Pool, text: Path, world_size: int, size: int, prefetch: int
+    pool: Pool, text: Path, world_size: int, elements: int, prefetch: int
 ) -> None:
     changes = {"train": {"optimizer": "adam", "learning_rate": 0.01}}
-    job = bucketed(text_job(text, world_size, {}, **changes), size, prefetch=prefetch)
+    job = bucketed(text_job(text, world_size, {}, **changes), elements, prefetch=prefetch)
     check_step_bytes(pool, job, world_size)
 
 
@@ -157,11 +157,11 @@ def test_frozen_layers_in_another_dtype_take_memory_as_planned(
     check_planned_bytes(made, pool.run(2, planned, job=job, made=made))
 
 
-@pytest.mark.parametrize("size", [UNSET, SIZE], ids=["modules", "buckets"])
+@pytest.mark.parametrize("units", UNITS)
 def test_units_are_gathered_ahead_and_reduced_while_a_backward_goes_on(
-    pool: Pool, text: Path, size: Any
+    pool: Pool, text: Path, units: str
 ) -> None:
-    made = plan(bucketed(text_job(text, 2, {}), size, prefetch=1, **ALONE[size]))
+    made = plan(bucketed(text_job(text, 2, {}), prefetch=1, **UNITS[units]))
     for found in pool.run(2, actions_of_a_step, made=made):
         verbs = [(action.verb, action.target) for action in found]
         planned = training_step(made.model.step, made.modes)
