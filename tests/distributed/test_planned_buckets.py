@@ -178,3 +178,14 @@ def test_where_parameters_do_not_stay_whole_buckets_are_refused(text: Path) -> N
         refused = msgspec.structs.replace(bucketed(job, zero=zero), parallel=replicas)
         with pytest.raises(InputError, match=f"bucket_size: expected nothing beside .*{words}"):
             plan(refused)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_one_of_the_buckets_may_be_replicated(pool: Pool, text: Path, prefetch: int) -> None:
+    job = bucketed(text_job(text, 2, {}), prefetch=prefetch)
+    planner = msgspec.structs.replace(job.planner, units={"bucket-1": "replicate"})
+    job = msgspec.structs.replace(job, planner=planner)
+    kinds = [type(unit.optimizer_state).__name__ for unit in plan(job).units]
+    assert kinds.count("Replicate") == 1
+    check_curve(pool, job, 2)
+    check_step_bytes(pool, job, 2)
