@@ -115,8 +115,8 @@ def _staged(plan: Plan, unit: UnitPlan, draft: StepDraft, sharing: Sharing) -> I
     """The unit and all that are sharded at another stage, the rest as it is."""
     check_dtypes(plan)
     if plan.model.bucket_size != sharing.bucket_size:
-        wanted = "a stage that keeps parameters whole"
-        raise InputError(expected("planner.dense.bucket_size", wanted, "3"))
+        where = "planner.dense.bucket_size"
+        raise InputError(expected(where, "a stage that keeps parameters whole", "3"))
     job = with_sharing(plan.job, sharing)
     problem = make_problem(job, plan.model, slow=plan.search.slow_kernels)
     space = problem.unit_space
