@@ -14,10 +14,11 @@ from msgspec import UNSET
 from own_tasks import own_job, planned
 from pool import Pool
 from reference import bag_job, small_job, train_unsharded
-from tasks import train_sharded
+from tasks import go_on, train_sharded
 from test_hybrids import check_calls
 from test_measured_as_predicted import BAG_ROWS, ROUTED, TYPES
 from test_own_models_measured import check_planned_bytes
+from test_resharding import reshard
 from test_sharded_equals_unsharded import hold
 from test_transformer import LLAMAS, check_curve, check_step_bytes, text_job
 from transformer_tasks import actions_of_a_step, moved_by_units
@@ -29,6 +30,7 @@ from shardwright.core.parallel import ParallelSection
 from shardwright.core.schedule import training_step
 from shardwright.data.tokens import write_text
 from shardwright.lab.recordings import plan
+from shardwright.runtime.checkpoint import read_full
 
 SIZE = 5_000  # elements, of 24,000 or so
 UNITS: dict[str, Any] = {"modules": {"size": UNSET, "layers_per_unit": 1}, "buckets": {}}
@@ -189,3 +191,21 @@ def test_one_of_the_buckets_may_be_replicated(pool: Pool, text: Path, prefetch: 
     assert kinds.count("Replicate") == 1
     check_curve(pool, job, 2)
     check_step_bytes(pool, job, 2)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_modules_goes_on_in_buckets(pool: Pool, tmp_path: Path) -> None:
+    saved, out = str(tmp_path / "saved"), tmp_path / "out"
+    pool.run(2, go_on, job=bag_job(ROUTED, 2, "adam"), steps=range(3), save=saved)
+    job = bag_job(ROUTED, 3, "adam")
+    assert reshard(tmp_path / "saved", bucketed(job, 100), out) == 0
+    before, after = read_full(saved), read_full(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    wanted = pool.run(3, go_on, job=job, steps=range(3, 5), load=saved)
+    for folder in (saved, str(out)):
+        found = pool.run(3, go_on, job=bucketed(job, 100), steps=range(3, 5), load=folder)
+        for (losses, weights), (their_losses, theirs) in zip(wanted, found, strict=True):
+            assert their_losses == pytest.approx(losses, abs=1e-6)
+            for name, weight in weights.items():
+                torch.testing.assert_close(theirs[name], weight, rtol=1e-5, atol=1e-6)

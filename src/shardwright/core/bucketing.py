@@ -124,10 +124,10 @@ class _Buckets:
         yield from self._at("leave", range(len(self.units)))
 
     def _backward(self) -> Iterator[Piece]:
-        begun = False
-        for moment in self.step.backward:
-            if not begun and moment.piece.point == "enter_backward":
-                begun = True
+        points = [moment.piece.point for moment in self.step.backward]
+        first = points.index("enter_backward") if "enter_backward" in points else 1
+        for place, moment in enumerate(self.step.backward):
+            if place == first:
                 yield from self._at("enter_backward", range(len(self.units)))
             yield from self._cut(self._plain(moment))
 

@@ -32,10 +32,15 @@ from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
 from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.fully_shard import attach, check_members, check_offload, taking
+from shardwright.runtime.fully_shard import (
+    attach,
+    check_members,
+    check_offload,
+    make_storage,
+)
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
-from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.units.dstorage import storages_in
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.parameter import DTYPES, Member, find_members
 from shardwright.runtime.units.precision import MixedPrecision
@@ -137,21 +142,21 @@ def _shard_units(
         return initial_block(fqn, (0,) * len(shape), shape)
 
     precision = MixedPrecision(*(DTYPES.get(name) for name in step_dtypes(plan.job)))
-    for units in _inner_first(_together(plan)):
+    in_buckets = plan.model.bucket_size > 0
+    for units in _inner_first(_together(plan) if in_buckets else [(u,) for u in plan.units]):
         modules = [model.get_submodule(path) for path in units[0].modules]
         storages = []
         for unit in units:
             own = [members[fqn] for fqn in unit.tensors]
             check_members(own, modules, unit.name)
-            taken = taking(own, unit.name)
             storages.append(
-                DStorage(
+                make_storage(
                     own,
                     comm if _replicated(unit) else shared,
                     dict.fromkeys(unit.tensors, unit.optimizer_state),
-                    name="" if plan.model.bucket_size else unit.name,
+                    name="" if in_buckets else unit.name,
                     module_names=unit.modules,
-                    bucket=unit.name if plan.model.bucket_size else "",
+                    bucket=unit.name if in_buckets else "",
                     reshard_after_forward=unit.reshard_after_forward,
                     precision=precision,
                     zero=unit.roles.zero or 3,
@@ -159,7 +164,6 @@ def _shard_units(
                     initial=initial,
                 )
             )
-            taken()
         attach(modules, units[0].modules, storages, flow, leads=_leads(units[0]))
         for unit in units:
             blocks = [model.get_submodule(path) for path in unit.checkpointed]
@@ -167,10 +171,7 @@ def _shard_units(
 
 
 def _together(plan: Plan) -> list[tuple[UnitPlan, ...]]:
-    """Units that have hooks in common: each alone, or all buckets, in the order in which their
-    gradients come."""
-    if not plan.model.bucket_size:
-        return [(unit,) for unit in plan.units]
+    """All buckets, which have hooks in common, in the order in which their gradients come."""
     units = {unit.name: unit for unit in plan.units}
     moments = plan.model.step.backward
     done = [m.unit for m in moments if m.piece.point == "leave_backward"]

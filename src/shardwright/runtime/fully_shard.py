@@ -101,27 +101,19 @@ def fully_shard_flat(
     _check_buckets(bucket_size, chosen, zero, register_hooks)
     cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload)
     _agree(comm, members, (*cut, register_hooks, precision, prefetch))
-    ignored = [n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params)]
-    taken = taking(members, unit)
-    parts = [members] if bucket_size is None else _buckets(members, bucket_size)
-    storages = [
-        DStorage(
-            part,
-            comm,
-            chosen,
-            name=unit,
-            module_names=[unit] * len(modules),
-            bucket="" if bucket_size is None else f"bucket {number}",
-            reshard_after_forward=reshard_after_forward,
-            driven_by_hand=not register_hooks,
-            precision=precision,
-            zero=zero,
-            offloaded=cpu_offload,
-            ignored=() if number else ignored,
-        )
-        for number, part in enumerate(parts)
-    ]
-    taken()
+    storages = _storages(
+        [("", members)] if bucket_size is None else _buckets(members, bucket_size),
+        comm,
+        chosen,
+        [n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params)],
+        name=unit,
+        module_names=[unit] * len(modules),
+        reshard_after_forward=reshard_after_forward,
+        driven_by_hand=not register_hooks,
+        precision=precision,
+        zero=zero,
+        offloaded=cpu_offload,
+    )
     attach(modules, names, storages, Flow(prefetch), register_hooks=register_hooks)
     _settle(modules, names)
     return storages[0]
@@ -244,15 +236,15 @@ def _check_buckets(
         raise InputError(expected("zero beside bucket_size", wanted, "3", remedy))
 
 
-def _buckets(members: Sequence[Member], size: int) -> list[list[Member]]:
+def _buckets(members: Sequence[Member], size: int) -> list[tuple[str, list[Member]]]:
     """Members from the last to the first, until those that train have ``size`` elements."""
-    found: list[list[Member]] = []
+    found: list[tuple[str, list[Member]]] = []
     room = 0
     for member in reversed(members):
         if room <= 0:
-            found.append([])
+            found.append((f"bucket {len(found)}", []))
             room = size
-        found[-1].append(member)
+        found[-1][1].append(member)
         room -= member.shape.numel() if member.parameter.requires_grad else 0
     return found
 
@@ -388,6 +380,38 @@ def _check_fits(member: Member, placement: Placement, size: int) -> None:
             pass
 
 
+def make_storage(
+    members: Sequence[Member],
+    comm: Comm,
+    placements: Mapping[str, Placement],
+    *,
+    name: str,
+    bucket: str = "",
+    **options: Any,
+) -> DStorage:
+    """The storage of ``members``, whose parameters no other unit can have from then on."""
+    originals = [(member.parameter, member.fqn) for member in members]
+    storage = DStorage(members, comm, placements, name=name, bucket=bucket, **options)
+    for parameter, fqn in originals:
+        setattr(parameter, TAKEN, (fqn, name or bucket))
+    return storage
+
+
+def _storages(
+    parts: Sequence[tuple[str, Sequence[Member]]],
+    comm: Comm,
+    placements: Mapping[str, Placement],
+    ignored: Sequence[str],
+    **options: Any,
+) -> list[DStorage]:
+    """A unit's storage, or one for each of its buckets; the first tells what is ignored."""
+    found = []
+    for bucket, part in parts:
+        told = () if found else ignored
+        found.append(make_storage(part, comm, placements, bucket=bucket, ignored=told, **options))
+    return found
+
+
 def attach(
     modules: Sequence[nn.Module],
     prefixes: Sequence[str],
@@ -416,14 +440,3 @@ def attach(
         if leads:
             flow.lead(storage)
         hooks.register(modules)
-
-
-def taking(members: Sequence[Member], unit: str) -> Callable[[], None]:
-    """Marks the members' parameters as those of ``unit``, which they are when it has been made."""
-    originals = [(member.parameter, member.fqn) for member in members]
-
-    def taken() -> None:
-        for parameter, fqn in originals:
-            setattr(parameter, TAKEN, (fqn, unit))
-
-    return taken
