@@ -126,13 +126,13 @@ def test_bytes_beside_tables_are_exact(pool: Pool) -> None:
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("name", ["GPT2", "T5"])
+@pytest.mark.parametrize("name", ["GPT2", "T5", "VAE"])
 def test_a_module_trains_and_takes_memory_as_planned(pool: Pool, name: str, replicas: int) -> None:
     cluster = {"preset": "local", "world_size": 4}
     job = own_job(name, "sgd", cluster=cluster, parallel={"data_replicate": replicas})
     job = bucketed(job, 1_500)
     made = plan(job)
-    assert len(made.units) > 2
+    assert len(made.units) > 1
     results = pool.run(4, planned, job=job, made=made)
     check_planned_bytes(made, results)
     nearly = 2e-6  # of fp32, in which the job computes; the module is one of fp64

@@ -22,6 +22,7 @@ from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.planning import trained_communication
+from shardwright.core.recording import Unfolded
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, CutTwice, check_mesh, fingerprint_of, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
@@ -42,6 +43,7 @@ from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.dstorage import storages_in
 from shardwright.runtime.units.flow import Flow
+from shardwright.runtime.units.hooks import cast_inputs
 from shardwright.runtime.units.parameter import DTYPES, Member, find_members
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.trace.checkpointing import apply_checkpointing
@@ -143,6 +145,8 @@ def _shard_units(
 
     precision = MixedPrecision(*(DTYPES.get(name) for name in step_dtypes(plan.job)))
     in_buckets = plan.model.bucket_size > 0
+    if in_buckets:
+        precision = _cast_as_recorded(model, plan, precision)
     for units in _inner_first(_together(plan) if in_buckets else [(u,) for u in plan.units]):
         modules = [model.get_submodule(path) for path in units[0].modules]
         storages = []
@@ -168,6 +172,16 @@ def _shard_units(
         for unit in units:
             blocks = [model.get_submodule(path) for path in unit.checkpointed]
             apply_checkpointing(blocks, unit.checkpointing, preserve_rng_state=True)
+
+
+def _cast_as_recorded(model: nn.Module, plan: Plan, precision: MixedPrecision) -> MixedPrecision:
+    """Inputs are cast where modules are entered that were recorded as units, not where buckets are,
+    whose precision is returned."""
+    if precision.param_dtype is not None and plan.recording is not None:
+        for unit in Unfolded(plan.recording).units.values():
+            for path in unit.modules:
+                cast_inputs(model.get_submodule(path), precision.param_dtype)
+    return dataclasses.replace(precision, cast_forward_inputs=False)
 
 
 def _together(plan: Plan) -> list[tuple[UnitPlan, ...]]:

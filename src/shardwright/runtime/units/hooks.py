@@ -337,6 +337,15 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype)
 
 
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let ``module`` have floating-point inputs in ``dtype``, as a unit of its own would."""
+
+    def cast(_: nn.Module, arguments: Any, keywords: Any) -> Any:
+        return map_tensors(lambda tensor: _cast(tensor, dtype), (arguments, keywords), 0)
+
+    module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+
+
 class _Mark(torch.autograd.Function):
     """A function that is applied as quickly as those that torch.func does not know."""
 
