@@ -66,9 +66,13 @@ _MUONS = ["fsdp2 muon", "flat torch's muon", "flat muon", "owned muon"]
 PEER_OF_STAGES = "ddp, zero redundancy"
 _STAGES = [
     *("fsdp2", "fsdp2 kept", "ddp", PEER_OF_STAGES, "replicated", "zero 2"),
-    *("zero 2 prefetch", "zero 2 merged 4", "flat"),
+    *("zero 2 prefetch", "zero 2 merged 4", "zero 1 buckets", "zero 2 buckets"),
+    *("zero 2 buckets prefetch", "flat"),
 ]
-_ROLES = ["fsdp2", "ddp", PEER_OF_STAGES, "replicated", "zero 1", "zero 2", "flat"]
+_ROLES = [
+    *("fsdp2", "ddp", PEER_OF_STAGES, "replicated", "zero 1", "zero 2"),
+    *("zero 1 buckets", "zero 2 buckets", "flat"),
+]
 CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "overhead": ("fake", "tiny", 8, ["single", "fsdp2", "flat", "per_param"]),
     "tiny": (
@@ -134,7 +138,8 @@ class Run:
             clock.clear()
 
     def peak_over_rest(self) -> tuple[int, int]:
-        """The most bytes alive in a step beyond those that live between steps, and these."""
+        """The most bytes alive in a step beyond those that live between steps, and these, those of
+        other contestants among them."""
         gc.collect()
         tracker = MemoryTracker()
         for found in gc.get_objects():
@@ -236,7 +241,7 @@ def worker(rank: int, port: int, case: dict[str, Any], out: str) -> None:
     if "plan" in case:
         known["planned"] = planned(sw.read_plan(case["plan"]))
     real = case["backend"] == "gloo"
-    runs, found = [], {}
+    runs, found, earlier = [], {}, 0
     for name in case["names"]:
         contestant = known[name]
         run = Run(name, contestant, case["size"], rank, mesh)
@@ -244,7 +249,8 @@ def worker(rank: int, port: int, case: dict[str, Any], out: str) -> None:
         losses = [run.step(number) for number in range(WARM_STEPS)]
         found[name]["losses"] = [round(loss, 6) for loss in losses]
         over, rest = run.peak_over_rest()
-        found[name] |= {"peak_over_rest_bytes": over, "resting_bytes": rest}
+        found[name] |= {"peak_over_rest_bytes": over, "resting_bytes": rest - earlier}
+        earlier = rest
         if real:
             found[name] |= run.collectives()
         run.clear()
@@ -289,10 +295,14 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratios(figures: dict[str, Any], peer: str) -> dict[str, dict[str, float]]:
-    """Times and peaks of every contestant as a share of what the peer takes."""
+    """Times, peaks over rest and all memory of every contestant as a share of the peer's."""
     keys = {"wall": "wall_ms", "cpu": "cpu_ms", "peak": "peak_over_rest_bytes"}
+    most = {
+        name: row["peak_over_rest_bytes"] + row["resting_bytes"] for name, row in figures.items()
+    }
     return {
         name: {short: round(row[key] / figures[peer][key], 3) for short, key in keys.items()}
+        | {"memory": round(most[name] / most[peer], 3)}
         for name, row in figures.items()
     }
 

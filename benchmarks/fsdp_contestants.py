@@ -199,6 +199,17 @@ def flat_case(strategy: str = "flat", **options: Any) -> Contestant:
     return Contestant(functools.partial(_ours, shard_strategy=strategy, **options), _flat)
 
 
+def buckets_case(**options: Any) -> Contestant:
+    """The whole model in four buckets, whatever its modules are."""
+
+    def wrap(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        quarter = sum(p.numel() for p in model.parameters()) // 4
+        sw.fully_shard_flat(model, mesh, shard_strategy="flat", bucket_size=quarter, **options)
+        return model
+
+    return Contestant(wrap, _flat)
+
+
 def replicas_case(**options: Any) -> Contestant:
     """Two replicas of shards; ``fsdp2`` where torch's own runtime makes them."""
 
@@ -257,6 +268,9 @@ def contestants() -> dict[str, Contestant]:
         "hfsdp": replicas_case(zero=(2, 3)),
         "zero 2 prefetch": flat_case(zero=2, prefetch=1),
         "zero 2 merged 4": flat_case(zero=2, merged=4),
+        "zero 1 buckets": buckets_case(zero=1),
+        "zero 2 buckets": buckets_case(zero=2),
+        "zero 2 buckets prefetch": buckets_case(zero=2, prefetch=1),
         "flat kept": flat_case(reshard_after_forward=False),
         "fsdp2 muon": Contestant(_fsdp2, functools.partial(_Both, make=torch.optim.Muon)),
         "flat torch's muon": muon_case("flat", torch.optim.Muon),

@@ -58,7 +58,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _job(text: Path, world_size: int, planner: dict[str, Any], **changes: Any) -> Job:
+def text_job(text: Path, world_size: int, planner: dict[str, Any], **changes: Any) -> Job:
     document: dict[str, Any] = {
         "model": {"kind": "transformer", "layers": 3, "dim": 20, "heads": 4},
         "batch": {"size": GLOBAL_BATCH // world_size, "sequence": 11},
@@ -84,7 +84,7 @@ def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) 
     units = dict.fromkeys(("tok_embeddings", *layers, "head"), "shard")
     widths = {"kind": "llama", "dim": 16, "kv_heads": 2, "ffn_dim": 24, **LLAMAS[kind]}
     planned = {**PLANNERS[planner], "units": units}
-    _check_curve(pool, _job(text, 2, planned, model=widths, train={"learning_rate": 0.15}), 2)
+    check_curve(pool, text_job(text, 2, planned, model=widths, train={"learning_rate": 0.15}), 2)
 
 
 @pytest.mark.slow_after(1)
@@ -100,10 +100,10 @@ def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) 
 def test_the_loss_curve_is_that_of_one_process(
     pool: Pool, text: Path, world_size: int, planner: str
 ) -> None:
-    _check_curve(pool, _job(text, world_size, PLANNERS[planner]), world_size)
+    check_curve(pool, text_job(text, world_size, PLANNERS[planner]), world_size)
 
 
-def _check_curve(pool: Pool, job: Job, world_size: int) -> None:
+def check_curve(pool: Pool, job: Job, world_size: int) -> None:
     whole = msgspec.structs.replace(
         job, batch=msgspec.structs.replace(job.batch, size=GLOBAL_BATCH)
     )
@@ -134,7 +134,7 @@ def _check_curve(pool: Pool, job: Job, world_size: int) -> None:
 def test_bytes_are_exact_and_peaks_are_close(
     pool: Pool, text: Path, world_size: int, sizes: dict[str, Any], planner: dict[str, Any]
 ) -> None:
-    _check_bytes(pool, _job(text, world_size, planner, **sizes), world_size)
+    check_step_bytes(pool, text_job(text, world_size, planner, **sizes), world_size)
 
 
 @pytest.mark.slow_after(1)
@@ -147,12 +147,12 @@ def test_so_are_those_of_layers_of_which_every_second_is_checkpointed(
 ) -> None:
     dense = {"checkpointing": ["layers:2"], "layers_per_unit": 2, "reshard": world_size > 2}
     model = {"layers": 4, **model}
-    job = _job(text, world_size, {"dense": dense, "units": {"layers": "shard"}}, model=model)
+    job = text_job(text, world_size, {"dense": dense, "units": {"layers": "shard"}}, model=model)
     assert [len(unit.checkpointed) for unit in plan(job).units] == [0, 1, 1, 0]
-    _check_bytes(pool, job, world_size)
+    check_step_bytes(pool, job, world_size)
 
 
-def _check_bytes(pool: Pool, job: Job, world_size: int) -> None:
+def check_step_bytes(pool: Pool, job: Job, world_size: int) -> None:
     made = plan(job)
     predicted = decode(made.timeline)
     results = pool.run(world_size, meter_planned, job=job, made=made)
@@ -172,7 +172,7 @@ def _check_bytes(pool: Pool, job: Job, world_size: int) -> None:
 def test_what_a_unit_moves_is_what_the_plan_says(
     pool: Pool, text: Path, planner: dict[str, Any]
 ) -> None:
-    made = plan(_job(text, 2, planner))
+    made = plan(text_job(text, 2, planner))
     told = {unit.name: (unit.collectives, unit.bytes_per_step) for unit in made.units}
     for rank, found in enumerate(pool.run(2, moved_by_units, made=made)):
         assert found == told, rank

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.core.job import Job
 from shardwright.core.llama import LlamaShape
 from shardwright.core.plan import Plan
+from shardwright.core.schedule import Action
 from shardwright.lab.python_model import as_tensors
 from shardwright.lab.tasks import task_of
 from shardwright.models.llama import Llama
@@ -20,6 +21,7 @@ from shardwright.runtime.apply import apply
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
+from shardwright.runtime.probe import Probe
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.dstorage import storages_in, traffic
 
@@ -86,3 +88,28 @@ def moved_by_units(mesh: DeviceMesh, made: Plan) -> dict[str, tuple[int, int]]:
         unit.name: tuple(traffic(unit, unit.flow.reshards(unit.key)))  # type: ignore[misc]
         for unit in storages_in(model)
     }
+
+
+class Acting(Probe):
+    """Keeps what units did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Action] = []
+
+    def did(self, action: Action) -> None:
+        self.found.append(action)
+
+
+def actions_of_a_step(mesh: DeviceMesh, made: Plan) -> list[Action]:
+    """What the runtime gathered, reduced and collected in the third step of training."""
+    probe, task = Acting(), task_of(made.job)
+    model = apply(task.model(torch.device("cpu")), made, mesh, probe=probe)
+    optimizer = torch.optim.SGD(optimizer_parameters(model), made.job.train.learning_rate)
+    batches = task.batches(mesh.get_local_rank(), mesh.size())
+    for _ in range(3):
+        probe.found.clear()
+        task.loss(model, tuple(map(torch.from_numpy, next(batches)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [a for a in probe.found if a.verb in ("gather", "reduce", "collect")]

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from shardwright.core.bucketing import in_buckets
 from shardwright.core.optimizers import OptimizerName, TableOptimizer
 from shardwright.core.recording import Pooling, Recording, Unfolded
 from shardwright.core.sharding import ShardingType
@@ -190,12 +191,14 @@ ROOT = "root"  # what is in no other unit is one of its own
 
 
 class ModelSpec(msgspec.Struct, frozen=True, dict=True):
-    """Tables, and the recording of a step with its dense units; tables alone have none."""
+    """Tables, and the recording of a step with its dense units; tables alone have none. With a
+    ``bucket_size`` the units of the step are buckets of so many elements."""
 
     kind: str
     tables: tuple[TableSpec, ...]
     recording: Recording | None = None
     optimizer: OptimizerName = "sgd"
+    bucket_size: int = 0
 
     @property
     def is_trained(self) -> bool:
@@ -210,7 +213,8 @@ class ModelSpec(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def step(self) -> Unfolded:
         """The recording at its full depth."""
-        return Unfolded(self.recording or Recording((), ()))
+        found = self.recording or Recording((), ())
+        return Unfolded(in_buckets(found, self.bucket_size) if self.bucket_size else found)
 
     @cached_property
     def units(self) -> tuple[UnitSpec, ...]:
@@ -227,7 +231,7 @@ class ModelSpec(msgspec.Struct, frozen=True, dict=True):
                 members=(name,),
                 frozen=u.frozen,
                 checkpointing=u.checkpointing or "none",
-                checkpointed=u.modules if u.checkpointing else (),
+                checkpointed=(u.checkpointed or u.modules) if u.checkpointing else (),
             )
             for name, u in found
             if u.tensors

@@ -44,7 +44,14 @@ PLAIN: dict[str, object] = {
 def model_of(job: Job, recording: Recording | None = None) -> ModelSpec:
     """The model of ``job`` with the recording of its step; tables alone have none."""
     check_model(job)
-    return ModelSpec(job.model.kind, tables_of(job, recording), recording, job.train.optimizer)
+    size = job.planner.dense.bucket_size
+    return ModelSpec(
+        job.model.kind,
+        tables_of(job, recording),
+        recording,
+        job.train.optimizer,
+        size if isinstance(size, int) else 0,
+    )
 
 
 def tables_of(job: Job, recording: Recording | None = None) -> tuple[TableSpec, ...]:

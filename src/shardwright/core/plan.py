@@ -176,16 +176,17 @@ class Reserved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The best plan that was found with a checkpointing policy, and a stage of ZeRO and several
-    ``replicas`` where that was left open: the seconds of its slowest rank and the bytes of its
-    fullest. ``max_rank_seconds`` is None where none fits; the bytes are then the least that were
-    found."""
+    """The best plan that was found with a checkpointing policy, and a stage of ZeRO, several
+    ``replicas`` and buckets of ``bucket_size`` elements where that was left open: the seconds of
+    its slowest rank and the bytes of its fullest. ``max_rank_seconds`` is None where none fits; the
+    bytes are then the least that were found."""
 
     checkpointing: str
     max_rank_seconds: float | None
     peak_bytes: int
     zero: Zero | TwoZeros | UnsetType = UNSET
     replicas: int | UnsetType = UNSET
+    bucket_size: int | UnsetType = UNSET
 
 
 class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -103,12 +103,15 @@ class DenseSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``layers_per_unit`` layers that follow one another share a unit, at most and evenly;
     ``prefetch`` 1 gathers the next unit while one computes; ``reshard`` says whether sharded units
     let full weights go after forward; ``checkpointing`` names the policies that may be chosen.
+    ``bucket_size`` makes units of so many elements as gradients come, where parameters stay whole;
+    "auto" where that is faster.
     """
 
     layers_per_unit: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     prefetch: Literal[0, 1] | None = None
     reshard: bool | None = None
     checkpointing: tuple[str, ...] | UnsetType = UNSET
+    bucket_size: Annotated[int, msgspec.Meta(ge=1, le=2**40)] | Literal["auto"] | UnsetType = UNSET
 
 
 class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

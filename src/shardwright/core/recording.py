@@ -78,7 +78,8 @@ class Piece(msgspec.Struct, frozen=True):
 class RecordedUnit(msgspec.Struct, frozen=True):
     """Parameters that are gathered together; ``series`` names the repeated blocks it is one of,
     ``modules`` are the paths of the modules it is entered and left with, ``frozen`` names tensors
-    without gradients. ``checkpointing`` is the policy that they ran under, if they did."""
+    without gradients. ``checkpointing`` is the policy that they ran under, if they did, or those of
+    them that are ``checkpointed``."""
 
     name: str
     tensors: tuple[TensorSpec, ...]
@@ -86,6 +87,7 @@ class RecordedUnit(msgspec.Struct, frozen=True):
     modules: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     checkpointing: str | UnsetType = UNSET
+    checkpointed: tuple[str, ...] | UnsetType = UNSET
 
 
 class Series(msgspec.Struct, frozen=True):

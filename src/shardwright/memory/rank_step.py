@@ -10,13 +10,14 @@ from shardwright.core.optimizers import OPTIMIZERS, Optimizer
 from shardwright.core.pipelining.orders import Pass, PassKind, Run
 from shardwright.core.recording import Blocks, Moment, Recording, Unfolded
 from shardwright.core.schedule import Merged
+from shardwright.core.slots import Slots
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind, Phase
 from shardwright.memory import route
 from shardwright.memory.ledger import GradientRule, Ledger, Scene
 from shardwright.memory.machine import Machine, Mark, Sharding
 from shardwright.memory.optimizers import Place, state_bytes, step_temporaries
-from shardwright.memory.pieces import STAYING, Slots, Summaries
+from shardwright.memory.pieces import STAYING, Summaries
 from shardwright.memory.tape import Tape
 from shardwright.memory.traffic import Traffic
 

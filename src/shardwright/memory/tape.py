@@ -7,9 +7,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 from shardwright.core.footprint import Alive
+from shardwright.core.recording import Moment
+from shardwright.core.slots import Slots
 from shardwright.core.timeline import Change, Kind
 from shardwright.memory.ledger import GradientRule, Ledger, Scene, Summary
-from shardwright.memory.pieces import STAYING, Slots
+from shardwright.memory.pieces import STAYING
 
 
 class Tape(Ledger):
@@ -68,8 +70,9 @@ class Tape(Ledger):
         """Every touch of the piece."""
         super().run(summary, scene, rule)
         slots, self._microbatch = self._slots[scene.chunk], scene.microbatch
+        here = Moment(scene.piece, scene.unit, scene.block)
         for touch in scene.piece.touches:
-            key = slots.key(touch.slot, scene)
+            key = (scene.chunk, scene.microbatch, *slots.key(touch.slot, here))
             if touch.what == "take":
                 module = slots.folded(touch.module)
                 self._note(key, touch.nbytes, touch.kind, touch.name, module)

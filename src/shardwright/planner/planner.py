@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace as replaced
 
@@ -17,7 +18,13 @@ from shardwright.core.job import (
 )
 from shardwright.core.model import ModelSpec
 from shardwright.core.plan import Plan, Tried
-from shardwright.core.sharing import sharings_of, with_sharing
+from shardwright.core.sharing import (
+    Sharing,
+    bucket_sizes_of,
+    sharings_of,
+    with_buckets,
+    with_sharing,
+)
 from shardwright.cost import constants
 from shardwright.planner import shortage
 from shardwright.planner.assemble import assemble
@@ -56,17 +63,21 @@ def find(job: Job, model_of: ModelOf, watch: Watch) -> Found:
     """What the search of a job brings back, at the stage of ZeRO, over the replicas and with the
     checkpointing policy of the fastest plan that fits; where nothing does, with those that ask
     least. What was left open is as the job of what was found has it."""
-    if memory_of(job).zero != "auto":
-        return _find(job, model_of, watch)
     cluster, _ = constants.cluster(job.cluster)
     usual = min(checkpointing_of(job), key=lambda name: name != "none")
+    if job.planner.dense.bucket_size == "auto":
+        model_of = _once(model_of)
+    sharings = sharings_of(job, hosts_of(cluster), _bucket_sizes(job, _with(model_of, usual)))
+    if memory_of(job).zero != "auto" and len(sharings) == 1:
+        return _find(job, model_of, watch)
     best: Found | None = None
     least, rows = 0, []
-    for sharing in sharings_of(job, hosts_of(cluster)):
+    for sharing in sharings:
         found = _find(with_sharing(job, sharing), model_of, watch)
         zero, replicas = sharing.zero, sharing.replicas if sharing.replicas > 1 else UNSET
         tried = found.tried or (_tried(usual, found),)
-        its = [replaced(row, zero=zero, replicas=replicas) for row in tried]
+        size = sharing.bucket_size or UNSET
+        its = [replaced(row, zero=zero, replicas=replicas, bucket_size=size) for row in tried]
         rows += its
         bytes_ = min(row.peak_bytes for row in its)
         smaller = best is not None and best.draft is None is found.draft and bytes_ < least
@@ -74,6 +85,32 @@ def find(job: Job, model_of: ModelOf, watch: Watch) -> Found:
             best, least = found, bytes_
     assert best is not None, "there are stages"
     return replace(best, tried=tuple(rows))
+
+
+def _once(model_of: ModelOf) -> ModelOf:
+    """Describes a model once, however many sizes of buckets are tried of it."""
+    known: dict[bytes, ModelSpec] = {}
+
+    def described(job: Job) -> ModelSpec:
+        size = job.planner.dense.bucket_size
+        bare = with_buckets(job, 0)
+        key = msgspec.json.encode(bare)
+        if key not in known:
+            known[key] = model_of(bare)
+        return replaced(known[key], bucket_size=size) if isinstance(size, int) else known[key]
+
+    return described
+
+
+def _bucket_sizes(job: Job, model_of: ModelOf) -> tuple[int, ...]:
+    """What is tried of them; for the whole parameters of a stage that is known, or left open."""
+    if memory_of(job).zero not in (1, 2, "auto"):
+        return (0,)
+    if job.planner.dense.bucket_size != "auto":
+        return bucket_sizes_of(job, 0)
+    units = model_of(with_sharing(job, Sharing(2))).units
+    trained = (t.numel for unit in units for t in unit.tensors if t.fqn not in unit.frozen)
+    return bucket_sizes_of(job, sum(trained))
 
 
 def _find(job: Job, model_of: ModelOf, watch: Watch) -> Found:

@@ -17,7 +17,6 @@ from shardwright.core.job import Job, checkpointing_of, degrees_of, memory_of
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_of_job import placed_tables, step_dtypes
 from shardwright.core.planning import EstimatorSection, trained_communication
-from shardwright.core.recording import Recording
 from shardwright.cost import constants, reservation
 from shardwright.memory.rank_step import Chunk
 from shardwright.planner import profiles
@@ -52,7 +51,7 @@ class Problem:
     @cached_property
     def chunk(self) -> Chunk:
         """The recorded step, ready to be run on a heap."""
-        return Chunk(self.model.recording or Recording((), ()))
+        return Chunk(self.model.step.recording)
 
     @property
     def units(self) -> tuple[tuple[UnitChoice, ...], ...]:

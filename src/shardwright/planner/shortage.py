@@ -21,6 +21,7 @@ from shardwright.core.job import (
 )
 from shardwright.core.memory_section import HAVE_BLOCKS
 from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.placement import Zero
 from shardwright.core.plan import Tried
 from shardwright.core.quantities import format_bytes
 from shardwright.core.sharing import Sharing, with_sharing
@@ -341,7 +342,9 @@ def _fewer_replicas(attempt: _Try) -> str:
         return ""
     zero = memory_of(job).zero
     what = "parallel.data_replicate = 1"
-    shared = with_sharing(job, Sharing(3 if isinstance(zero, tuple) or zero == "auto" else zero))
+    stage: Zero = 3 if isinstance(zero, tuple) or zero == "auto" else zero
+    size = job.planner.dense.bucket_size if stage < 3 else 0
+    shared = with_sharing(job, Sharing(stage, bucket_size=size if isinstance(size, int) else 0))
     return f"{what} fits" if attempt.fits(shared, what) else ""
 
 

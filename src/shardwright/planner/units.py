@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, product
 
+from msgspec import UNSET
+
 from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ModelSpec, UnitSpec
@@ -175,7 +177,8 @@ class UnitSpace:
         """What is tried; units that tables or little else stand between are not gathered ahead."""
         if self.section.prefetch is not None:
             return (self.section.prefetch,)
-        return (0, 1) if any(len(run) > 1 for run in self.runs) else (0,)
+        follow = self.model.bucket_size or len(self.runs) < len(self.model.units)
+        return (0, 1) if follow and len(self.model.units) > 1 else (0,)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -257,6 +260,7 @@ class UnitSpace:
             wanted = f"false or nothing beside memory.zero = {self.context.zero}"
             where = "planner.dense.reshard"
             raise InputError(expected(where, f"{wanted}, which keeps parameters whole", "true"))
+        self._check_buckets()
         size = self.section.layers_per_unit
         longest = max((len(run) for run in self.runs), default=1)
         if size is not None and size > longest:
@@ -264,6 +268,20 @@ class UnitSpace:
             most = f"at most {longest}, the layers that follow one another alike"
             wanted = most if longest > 1 else f"1 for a {self.model.kind}, {alone}"
             raise InputError(expected("planner.dense.layers_per_unit", wanted, str(size)))
+
+    def _check_buckets(self) -> None:
+        where, wanted = "planner.dense.bucket_size", self.section.bucket_size
+        if wanted is UNSET:
+            return
+        if self.context.zero == 3:
+            zero = "[2, 3]" if self.context.twice else "3"
+            remedy = "Name 1 or 2, which keep parameters whole, or cut units by layers_per_unit."
+            raise InputError(
+                expected(where, f"nothing beside memory.zero = {zero}", repr(wanted), remedy)
+            )
+        if self.section.layers_per_unit is not None:
+            wanted_ = "nothing beside planner.dense.layers_per_unit"
+            raise InputError(expected(where, wanted_, repr(wanted), "Name one of the two."))
 
 
 def cut_evenly(run: Unit, size: int) -> list[Unit]:

@@ -331,8 +331,12 @@ def checkpointing_line(plan: Plan) -> str:
             seconds = format_seconds(tried.max_rank_seconds)
             text = f"{seconds} at a peak of {format_bytes(tried.peak_bytes)}"
         stage = "" if tried.zero is UNSET else f"{shared_words(tried.zero, tried.replicas or 1)}, "
+        if tried.bucket_size:
+            stage += f"buckets of {tried.bucket_size:,}, "
         found.append(f"{stage}{printable(tried.checkpointing)} {text}")
     by = "checkpointing" if plan.search.tried[0].zero is UNSET else "stage and checkpointing"
+    if any(tried.bucket_size for tried in plan.search.tried):
+        by = "stage, elements of a bucket and checkpointing"
     return f"By {by}: {'; '.join(found)}."
 
 

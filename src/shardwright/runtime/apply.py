@@ -22,6 +22,7 @@ from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.planning import trained_communication
+from shardwright.core.recording import Unfolded
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, CutTwice, check_mesh, fingerprint_of, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
@@ -32,11 +33,17 @@ from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
 from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.fully_shard import attach, check_members, check_offload
+from shardwright.runtime.fully_shard import (
+    attach,
+    check_members,
+    check_offload,
+    make_storage,
+)
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.dstorage import storages_in
 from shardwright.runtime.units.flow import Flow
+from shardwright.runtime.units.hooks import cast_inputs
 from shardwright.runtime.units.parameter import DTYPES, Member, find_members
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.trace.checkpointing import apply_checkpointing
@@ -137,28 +144,52 @@ def _shard_units(
         return initial_block(fqn, (0,) * len(shape), shape)
 
     precision = MixedPrecision(*(DTYPES.get(name) for name in step_dtypes(plan.job)))
-    for unit in _inner_first(plan.units):
-        modules = [model.get_submodule(path) for path in unit.modules]
-        own = [members[fqn] for fqn in unit.tensors]
-        check_members(own, modules, unit.name)
-        attach(
-            modules,
-            unit.modules,
-            comm if _replicated(unit) else shared,
-            own,
-            dict.fromkeys(unit.tensors, unit.optimizer_state),
-            name=unit.name,
-            flow=flow,
-            module_names=unit.modules,
-            leads=_leads(unit),
-            reshard_after_forward=unit.reshard_after_forward,
-            precision=precision,
-            zero=unit.roles.zero or 3,
-            offloaded=unit.offloaded is True,
-            initial=initial,
-        )
-        blocks = [model.get_submodule(path) for path in unit.checkpointed]
-        apply_checkpointing(blocks, unit.checkpointing, preserve_rng_state=True)
+    in_buckets = plan.model.bucket_size > 0
+    if in_buckets:
+        precision = _cast_as_recorded(model, plan, precision)
+    for units in _inner_first(_together(plan) if in_buckets else [(u,) for u in plan.units]):
+        modules = [model.get_submodule(path) for path in units[0].modules]
+        storages = []
+        for unit in units:
+            own = [members[fqn] for fqn in unit.tensors]
+            check_members(own, modules, unit.name)
+            storages.append(
+                make_storage(
+                    own,
+                    comm if _replicated(unit) else shared,
+                    dict.fromkeys(unit.tensors, unit.optimizer_state),
+                    name="" if in_buckets else unit.name,
+                    module_names=unit.modules,
+                    bucket=unit.name if in_buckets else "",
+                    reshard_after_forward=unit.reshard_after_forward,
+                    precision=precision,
+                    zero=unit.roles.zero or 3,
+                    offloaded=unit.offloaded is True,
+                    initial=initial,
+                )
+            )
+        attach(modules, units[0].modules, storages, flow, leads=_leads(units[0]))
+        for unit in units:
+            blocks = [model.get_submodule(path) for path in unit.checkpointed]
+            apply_checkpointing(blocks, unit.checkpointing, preserve_rng_state=True)
+
+
+def _cast_as_recorded(model: nn.Module, plan: Plan, precision: MixedPrecision) -> MixedPrecision:
+    """Inputs are cast where modules are entered that were recorded as units, not where buckets are,
+    whose precision is returned."""
+    if precision.param_dtype is not None and plan.recording is not None:
+        for unit in Unfolded(plan.recording).units.values():
+            for path in unit.modules:
+                cast_inputs(model.get_submodule(path), precision.param_dtype)
+    return dataclasses.replace(precision, cast_forward_inputs=False)
+
+
+def _together(plan: Plan) -> list[tuple[UnitPlan, ...]]:
+    """All buckets, which have hooks in common, in the order in which their gradients come."""
+    units = {unit.name: unit for unit in plan.units}
+    moments = plan.model.step.backward
+    done = [m.unit for m in moments if m.piece.point == "leave_backward"]
+    return [tuple(units[name] for name in dict.fromkeys((*done, *units)))]
 
 
 def _on_grid(comm: Comm, grid: Grid) -> Comm:
@@ -177,14 +208,15 @@ def _leads(unit: UnitPlan) -> bool:
     return unit.modules == ("",)
 
 
-def _inner_first(units: Sequence[UnitPlan]) -> list[UnitPlan]:
+def _inner_first(units: Sequence[tuple[UnitPlan, ...]]) -> list[tuple[UnitPlan, ...]]:
     """The units in their order, but for those around others, which come after these."""
 
-    def around(outer: UnitPlan, inner: UnitPlan) -> bool:
-        starts = tuple(f"{path}." if path else "" for path in outer.modules)
-        return outer is not inner and any(path.startswith(starts) for path in inner.modules)
+    def around(outer: tuple[UnitPlan, ...], inner: tuple[UnitPlan, ...]) -> bool:
+        starts = tuple(f"{path}." if path else "" for path in outer[0].modules)
+        paths = inner[0].modules
+        return outer is not inner and any(path.startswith(starts) for path in paths)
 
-    def depth(unit: UnitPlan) -> int:
+    def depth(unit: tuple[UnitPlan, ...]) -> int:
         return max((1 + depth(inner) for inner in units if around(unit, inner)), default=0)
 
     return sorted(units, key=depth)

@@ -31,7 +31,6 @@ from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.hooks import UnitHooks
 from shardwright.runtime.units.parameter import Member, check_materials, find_members
 from shardwright.runtime.units.precision import as_precision
-from shardwright.runtime.units.unit import Initial
 from shardwright.tracker.private import own_parameters
 
 STRATEGIES = ("per_param", "param_boundary", "flat")
@@ -102,24 +101,22 @@ def fully_shard_flat(
     _check_buckets(bucket_size, chosen, zero, register_hooks)
     cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload)
     _agree(comm, members, (*cut, register_hooks, precision, prefetch))
-    storage = attach(
-        modules,
-        names,
+    storages = _storages(
+        [("", members)] if bucket_size is None else _buckets(members, bucket_size),
         comm,
-        members,
         chosen,
+        [n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params)],
         name=unit,
-        flow=Flow(prefetch),
+        module_names=[unit] * len(modules),
         reshard_after_forward=reshard_after_forward,
-        register_hooks=register_hooks,
+        driven_by_hand=not register_hooks,
         precision=precision,
         zero=zero,
-        bucket_size=bucket_size,
         offloaded=cpu_offload,
-        ignored=[n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params)],
     )
+    attach(modules, names, storages, Flow(prefetch), register_hooks=register_hooks)
     _settle(modules, names)
-    return storage
+    return storages[0]
 
 
 def _agree(comm: Comm, members: Sequence[Member], options: tuple[Any, ...]) -> None:
@@ -239,15 +236,15 @@ def _check_buckets(
         raise InputError(expected("zero beside bucket_size", wanted, "3", remedy))
 
 
-def _buckets(members: Sequence[Member], size: int) -> list[list[Member]]:
+def _buckets(members: Sequence[Member], size: int) -> list[tuple[str, list[Member]]]:
     """Members from the last to the first, until those that train have ``size`` elements."""
-    found: list[list[Member]] = []
+    found: list[tuple[str, list[Member]]] = []
     room = 0
     for member in reversed(members):
         if room <= 0:
-            found.append([])
+            found.append((f"bucket {len(found)}", []))
             room = size
-        found[-1].append(member)
+        found[-1][1].append(member)
         room -= member.shape.numel() if member.parameter.requires_grad else 0
     return found
 
@@ -383,53 +380,52 @@ def _check_fits(member: Member, placement: Placement, size: int) -> None:
             pass
 
 
-def attach(
-    modules: Sequence[nn.Module],
-    prefixes: Sequence[str],
-    comm: Comm,
+def make_storage(
     members: Sequence[Member],
+    comm: Comm,
     placements: Mapping[str, Placement],
     *,
     name: str,
-    flow: Flow,
-    module_names: Sequence[str] = (),
-    leads: bool = True,
-    reshard_after_forward: bool | int | None = None,
-    register_hooks: bool = True,
-    precision: Any = None,
-    zero: Zero = 3,
-    bucket_size: int | None = None,
-    offloaded: bool = False,
-    initial: Initial | None = None,
-    ignored: Sequence[str] = (),
+    bucket: str = "",
+    **options: Any,
 ) -> DStorage:
-    """What ``fully_shard_flat`` and ``apply`` share: build the storage, or one for each bucket, and
-    the hooks. The first is returned."""
+    """The storage of ``members``, whose parameters no other unit can have from then on."""
     originals = [(member.parameter, member.fqn) for member in members]
-    parts = [members] if bucket_size is None else _buckets(members, bucket_size)
-    storages = [
-        DStorage(
-            part,
-            comm,
-            placements,
-            name=name,
-            module_names=module_names or [name] * len(modules),
-            bucket=None if bucket_size is None else number,
-            reshard_after_forward=reshard_after_forward,
-            driven_by_hand=not register_hooks,
-            precision=as_precision(precision),
-            zero=zero,
-            offloaded=offloaded,
-            initial=initial,
-            ignored=() if number else ignored,
-        )
-        for number, part in enumerate(parts)
-    ]
+    storage = DStorage(members, comm, placements, name=name, bucket=bucket, **options)
+    for parameter, fqn in originals:
+        setattr(parameter, TAKEN, (fqn, name or bucket))
+    return storage
+
+
+def _storages(
+    parts: Sequence[tuple[str, Sequence[Member]]],
+    comm: Comm,
+    placements: Mapping[str, Placement],
+    ignored: Sequence[str],
+    **options: Any,
+) -> list[DStorage]:
+    """A unit's storage, or one for each of its buckets; the first tells what is ignored."""
+    found = []
+    for bucket, part in parts:
+        told = () if found else ignored
+        found.append(make_storage(part, comm, placements, bucket=bucket, ignored=told, **options))
+    return found
+
+
+def attach(
+    modules: Sequence[nn.Module],
+    prefixes: Sequence[str],
+    storages: Sequence[DStorage],
+    flow: Flow,
+    *,
+    leads: bool = True,
+    register_hooks: bool = True,
+) -> None:
+    """What ``fully_shard_flat`` and ``apply`` share: give modules their storage, or one for each
+    bucket, and the hooks."""
     storage = storages[0]
     for each in storages:
         flow.add(each)
-    for parameter, fqn in originals:
-        setattr(parameter, TAKEN, (fqn, name))
     inner = [s for module in modules for s in storages_in(module)]
     for module, prefix in zip(modules, prefixes, strict=True):
         storage.structure.add(module, prefix, _is_unit)
@@ -444,4 +440,3 @@ def attach(
         if leads:
             flow.lead(storage)
         hooks.register(modules)
-    return storage

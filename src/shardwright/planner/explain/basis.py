@@ -242,6 +242,12 @@ def _units(plan: Plan) -> Iterator[Fact]:
         given = getattr(section, field) is not None
         return _said(given, f"{where}.{field}", chosen)
 
+    size = plan.model.bucket_size
+    if size:
+        count = len(plan.units)
+        text = f"{count} bucket{'s' * (count > 1)} of {size:,} elements, as their gradients come"
+        tried = {row.bucket_size for row in plan.search.tried or ()}
+        yield Fact("units", text, _said(len(tried) < 2, f"{where}.bucket_size", chosen))
     most = max(len(unit.members) for unit in plan.units)
     if most > 1 or section.layers_per_unit is not None:
         yield Fact("layers of a unit", f"{most} at most", origin("layers_per_unit"))

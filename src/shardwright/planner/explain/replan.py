@@ -20,7 +20,7 @@ from shardwright.core.model_of_job import key_of, model_of
 from shardwright.core.placement import TwoZeros, Zero
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.quantities import SAME_SECONDS, format_seconds
-from shardwright.core.sharing import Sharing, with_sharing
+from shardwright.core.sharing import WHOLE_STAGES, Sharing, with_sharing
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import model_recorded
 from shardwright.planner.planner import find
@@ -117,7 +117,8 @@ def sharing_of(plan: Plan, wanted: str) -> Sharing:
     many as in the plan, or as hosts, or as few as can be. InputError where ranks are too few."""
     world, replicas = plan.world_size, plan.grid.replicas
     if wanted not in HYBRIDS:
-        return Sharing(STAGES[wanted], replicas)
+        size = plan.model.bucket_size if STAGES[wanted] in WHOLE_STAGES else 0
+        return Sharing(STAGES[wanted], replicas, size)
     if replicas == 1:
         replicas = hosts_of(plan.cluster)
     if replicas == 1:

@@ -114,6 +114,9 @@ def _placed(draft: StepDraft, choice: UnitChoice, wanted: str) -> Iterator[Trial
 def _staged(plan: Plan, unit: UnitPlan, draft: StepDraft, sharing: Sharing) -> Iterator[Trial]:
     """The unit and all that are sharded at another stage, the rest as it is."""
     check_dtypes(plan)
+    if plan.model.bucket_size != sharing.bucket_size:
+        where = "planner.dense.bucket_size"
+        raise InputError(expected(where, "a stage that keeps parameters whole", "3"))
     job = with_sharing(plan.job, sharing)
     problem = make_problem(job, plan.model, slow=plan.search.slow_kernels)
     space = problem.unit_space

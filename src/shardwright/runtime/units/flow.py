@@ -205,7 +205,7 @@ class Flow(UnitFlow):
     def need(self, unit: Unit, direction: Direction) -> None:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
         with outside_of_transforms():
-            if unit.is_current:  # nothing travels
+            if unit.is_current and not unit.is_coming:  # nothing travels
                 if not unit.is_present:
                     unit.start_gather()
                 unit.finish_gather()

@@ -182,7 +182,7 @@ class _Before:
                 storage.flow.begin_forward()
             else:
                 storage.flow.enter_forward()
-        for each in hooks.early:
+        for each in reversed(hooks.early):  # as a forward comes to them
             each.flow.need(each, "backward" if recomputed else "forward")
         if not self.first:
             return None
@@ -335,6 +335,15 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if dtype is None or not tensor.is_floating_point():
         return tensor
     return tensor.to(dtype)
+
+
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let ``module`` have floating-point inputs in ``dtype``, as a unit of its own would."""
+
+    def cast(_: nn.Module, arguments: Any, keywords: Any) -> Any:
+        return map_tensors(lambda tensor: _cast(tensor, dtype), (arguments, keywords), 0)
+
+    module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
 
 
 class _Mark(torch.autograd.Function):

@@ -107,7 +107,7 @@ class Unit:
         *,
         name: str,
         module_names: Sequence[str] = (),
-        bucket: int | None = None,
+        bucket: str = "",
         reshard_after_forward: bool | int | None = None,
         driven_by_hand: bool = False,
         precision: MixedPrecision = FULL_PRECISION,
@@ -116,8 +116,8 @@ class Unit:
         initial: Initial | None = None,
         ignored: Sequence[str] = (),
     ) -> None:
-        self._bucket = "" if bucket is None else f" bucket {bucket}"
-        self.name = name + self._bucket
+        self._bucket = bucket
+        self.name = f"{name} {bucket}".strip()
         self.module_names = tuple(module_names) or (name,)
         self.comm = comm
         self.mesh = comm.mesh
@@ -135,7 +135,7 @@ class Unit:
         self.placements = dict(placements)
         self.state = State.SHARDED
         self.members = list(members)
-        self.arrivals = None if bucket is None else Arrivals()
+        self.arrivals = Arrivals() if bucket else None
         self.takers: dict[int, list[Taker]] = {}  # of segments' shares, besides the parameters
         self.structure = Structure()
         self.frozen = [m.fqn for m in members if not m.parameter.requires_grad]  # when sharded
@@ -159,7 +159,7 @@ class Unit:
         alike = number.isdigit() and first.rpartition(".")[0] == parent
         self.module_names = tuple(paths)
         name = first if len(paths) == 1 else f"{first}-{number}" if alike else "+".join(paths)
-        self.name = name + self._bucket
+        self.name = f"{name} {self._bucket}".strip()
         if len(paths) == 1:
             self.sharded.rename(first)
 
@@ -304,6 +304,11 @@ class Unit:
         """Whether the whole parameters are kept and those of the shards as they are now, so that
         nothing has to travel."""
         return self.is_replicated or (self.keeps_whole and not self.writes.is_changed)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether something of the whole unit travels."""
+        return bool(self._gathering)
 
     def start_gather(self) -> None:
         """Begin to gather (collective), or only to show what is current."""

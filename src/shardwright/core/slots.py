@@ -1,0 +1,61 @@
+"""Names for the storages that the pieces of a recording touch, in whichever block."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from shardwright.core.recording import Blocks, Moment, Recording
+
+
+class Slots:
+    """Names for storages: the same one has one name wherever it is taken and freed, in whichever
+    block that stands for others. Who takes a slot: the piece, and which of its takes it is."""
+
+    def __init__(self, recording: Recording, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self._taken: dict[int, tuple[str, str, int, int]] = {}
+        visits: dict[tuple[str, str], int] = {}  # a unit that runs again in a backward comes twice
+        self._folded: dict[str, str] = {}
+        for piece in recording.pieces:
+            takes = 0
+            visit = visits[piece.unit, piece.point] = visits.get((piece.unit, piece.point), 0) + 1
+            for touch in piece.touches:
+                if touch.what == "take":
+                    self._taken.setdefault(touch.slot, (piece.unit, piece.point, visit, takes))
+                    takes += 1
+
+    def key(self, slot: int, moment: Moment) -> tuple[Hashable, ...]:
+        """A slot where ``moment`` touches it."""
+        unit, point, visit, place = self._taken[slot]
+        home, here = self.blocks.home(unit), self.blocks.home(moment.piece.unit)
+        mine = (point, visit, place)
+        if home is None:
+            return (*mine, unit)
+        series, recorded = home
+        distance = recorded - here[1] if here is not None and here[0] is series else None
+        if distance is not None and abs(distance) <= series.period:
+            block = moment.block + distance
+        else:
+            extra = len(series.names) - len(series.recorded)
+            block = recorded if recorded < series.period else recorded + extra
+        return (*mine, series.name, block, unit[len(series.recorded[recorded]) :])
+
+    def units(self) -> Iterator[tuple[str, str]]:
+        """Every unit by its own name, and the module that it is; the root's where it is several."""
+        for name, unit in self.blocks.unfolded():
+            whole = all(tensor.fqn.startswith(f"{unit.name}.") for tensor in unit.tensors)
+            yield name, self.folded(unit.name) if whole else ""
+
+    def folded(self, module: str) -> str:
+        """A module's path with a star for the number of its block."""
+        found = self._folded.get(module)
+        if found is None:
+            found = self._folded[module] = self._fold(module)
+        return found
+
+    def _fold(self, module: str) -> str:
+        for series in self.blocks.series:
+            for block in series.recorded:
+                if module == block or module.startswith(f"{block}."):
+                    return f"{block.rpartition('.')[0]}.*{module[len(block) :]}".lstrip(".")
+        return module
