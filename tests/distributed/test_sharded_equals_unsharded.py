@@ -15,6 +15,7 @@ CASES = {kind: (kind,) * 6 for kind in TYPES}
 CASES["all four"] = (*TYPES, "row_wise", "table_wise")
 CASES["routed mixture"] = ("column_wise", "row_wise", "table_wise") * 2
 CASES["replicas and rows"] = ("data_parallel", "row_wise") * 3
+CASES["no columns"] = ("data_parallel", "table_wise", "row_wise") * 2
 UNITS = {"sharded": ("shard", "shard"), "mixed": ("replicate", "shard")}
 TOLERANCE = 1e-6
 ROUNDED = 2**-8  # of weights up to 1 in bf16: where sums differ in their last bit, so may roundings
@@ -30,7 +31,7 @@ def test_sgd_gives_the_losses_and_weights_of_one_process(
     job = small_job(CASES[case], UNITS[units], world_size)
     results = pool.run(world_size, train_sharded, job=job, meta=False)
     for dtype in (torch.float32, torch.float64):
-        _hold(results, *train_unsharded(job, dtype))
+        hold(results, *train_unsharded(job, dtype))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -41,7 +42,7 @@ def test_adagrad_is_exact_row_wise_on_tables_and_element_wise_on_units(
     job = small_job(CASES[case], UNITS["mixed"], world_size, optimizer="adagrad")
     results = pool.run(world_size, train_sharded, job=job, meta=True)
     losses, weights = train_unsharded(job, torch.float64)
-    _hold(results, losses, weights, tolerance=5e-6)
+    hold(results, losses, weights, tolerance=5e-6)
 
 
 @pytest.mark.slow_after(1)
@@ -56,7 +57,7 @@ def test_tables_in_half_precision_are_rounded_once_in_a_step(
     job = in_half(small_job(CASES[case], UNITS["mixed"], world_size, optimizer=optimizer))
     results = pool.run(world_size, train_sharded, job=job, meta=True)
     losses, weights = train_unsharded(job, torch.float64)
-    _hold(results, losses, weights, tolerance=ROUNDED)
+    hold(results, losses, weights, tolerance=ROUNDED)
     for _, found in results:
         kept = [found[f"tables.t{i}.weight"].dtype for i in range(3)]
         assert kept == [torch.bfloat16, torch.float16, torch.float32]
@@ -64,15 +65,16 @@ def test_tables_in_half_precision_are_rounded_once_in_a_step(
 
 def test_replicated_units_train_like_sharded_ones(pool: Pool) -> None:
     job = small_job(CASES["table_wise"], ("replicate", "replicate"), 3)
-    _hold(pool.run(3, train_sharded, job=job, meta=True), *train_unsharded(job))
+    hold(pool.run(3, train_sharded, job=job, meta=True), *train_unsharded(job))
 
 
-def _hold(
+def hold(
     results: list[tuple[list[float], dict[str, torch.Tensor]]],
     losses: list[float],
     weights: dict[str, torch.Tensor],
     tolerance: float = TOLERANCE,
 ) -> None:
+    """Every rank's losses and whole weights are these."""
     for found_losses, found_weights in results:
         assert found_losses == pytest.approx(losses, abs=tolerance)
         assert set(found_weights) == set(weights)
@@ -90,7 +92,7 @@ def test_a_replica_too_large_to_ride_with_the_rows_has_a_reduction_of_its_own(
     job = small_job(types, UNITS["mixed"], 2, optimizer=optimizer, rows=rows)
     assert RIDE_BYTES < 2 * 20_000 * 8 * 4
     losses, weights = train_unsharded(job, torch.float64)
-    _hold(pool.run(2, train_sharded, job=job, meta=True), losses, weights, tolerance=5e-6)
+    hold(pool.run(2, train_sharded, job=job, meta=True), losses, weights, tolerance=5e-6)
 
 
 CUT_BY_COLUMNS = ("column_wise", "row_wise", "table_wise", "column_wise", "column_wise", "row_wise")
@@ -110,7 +112,7 @@ def test_bags_of_any_features_give_the_losses_and_weights_of_one_process(
 ) -> None:
     job = bag_job(BAGS[case], world_size)
     results = pool.run(world_size, train_sharded, job=job, meta=True)
-    _hold(results, *train_unsharded(job, torch.float64))
+    hold(results, *train_unsharded(job, torch.float64))
 
 
 @pytest.mark.slow_after(1)
@@ -121,7 +123,7 @@ def test_a_plan_with_tables_on_disk_trains_with_a_tenth_of_their_rows_in_memory(
     kernels = ("dense", "key_value")
     job = bag_job(BAGS["all four"], world_size, optimizer, kernels=kernels)
     results = pool.run(world_size, train_sharded, job=job, meta=True)
-    _hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
+    hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
 
 
 @pytest.mark.slow_after(1)
@@ -132,7 +134,7 @@ def test_types_that_keep_to_hosts_give_the_losses_and_weights_of_one_process(
 ) -> None:
     job = bag_job((*WITHIN_HOSTS, "table_row_wise"), world_size, optimizer, local=local)
     results = pool.run(world_size, train_sharded, job=job, meta=True)
-    _hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
+    hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
 
 
 @pytest.mark.slow_after(1)
@@ -140,4 +142,4 @@ def test_types_that_keep_to_hosts_give_the_losses_and_weights_of_one_process(
 def test_bags_train_exactly_with_adagrad_too(pool: Pool, case: str) -> None:
     job = bag_job(BAGS[case], 2, optimizer="adagrad")
     results = pool.run(2, train_sharded, job=job, meta=True)
-    _hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
+    hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)

@@ -91,20 +91,24 @@ def run(
             print(f"no checkpoint is there yet{saves}; this run begins anew", file=stream)
         prepare(plan, folder, stream, given)
         where = command_file(folder)
-        print(f"{plan.world_size} ranks under torchrun, whose command is in {where}", file=stream)
+        how = "ranks, threads of one process" if together else "ranks"
+        print(f"{plan.world_size} {how} under torchrun, whose command is in {where}", file=stream)
 
     arguments = ("run", str(plan_file(folder)), "--out", str(folder))
     if profile:
         arguments = (*arguments, "--profile", str(profile))
+    together = plan.job.train.in_one_process
+    meeting = ("--threads",) if together else ("--store", str(store_file(folder)))
     request = Launch(
         module="shardwright",
-        arguments=(*arguments, "--store", str(store_file(folder))),
+        arguments=(*arguments, *meeting),
         world_size=plan.world_size,
         folder=folder,
         timeout=plan.job.train.timeout,
         setup_timeout=SETUP_TIMEOUT,
         stop_grace=section.grace,
         saves=plan.job.checkpoint is not UNSET,
+        in_one_process=together,
     )
     if resume:
         request = with_resume(request)
