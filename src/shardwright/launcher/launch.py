@@ -156,7 +156,9 @@ def _launched(request: Launch, stream: TextIO, mark: str, caught: list[int]) -> 
             stderr=log,
             start_new_session=True,
         )
-    watch = Watch(request.folder, request.world_size, torchrun, mark)
+    watch = Watch(
+        request.folder, request.world_size, torchrun, mark, in_one_process=request.in_one_process
+    )
     try:
         end = _watched(request, watch, caught, writer_for(stream))
     except BaseException:
