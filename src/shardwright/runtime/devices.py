@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -74,13 +74,15 @@ class Room:
                 self._changed.notify_all()
         return call
 
-    def wait(self, call: Call, seconds: float) -> None:
-        """Until all have come; RuntimeError, as of a lost connection, if one does not."""
+    def wait(self, call: Call, rank: int, seconds: float) -> None:
+        """As ``rank`` of the group, until all have come; RuntimeError, as of a lost connection, if
+        one does not."""
         if not call.done:
             with self._changed:
-                came = self._changed.wait_for(lambda: call.done or self._lost(call), seconds)
-                if not call.done:
-                    self._give_up(call, seconds, waited=not came)
+                self._changed.wait_for(lambda: call.done or self._lost(call), seconds)
+                if not call.done and (missing := self._missing(call)):
+                    self._give_up(call, rank, self._lost(call), missing, seconds)
+                self._changed.wait_for(lambda: call.done)  # all came, and one copies
         if call.error:
             raise RuntimeError(f"{call.kind} of ranks {self.members}: {call.error}")
 
@@ -95,13 +97,16 @@ class Room:
         missing = self._missing(call)
         return [each for each in missing if each in self.devices.gone]
 
-    def _give_up(self, call: Call, seconds: float, *, waited: bool) -> None:
+    def _give_up(
+        self, call: Call, rank: int, lost: list[int], missing: list[int], seconds: float
+    ) -> NoReturn:
+        call.error = f"connection closed by peer: rank {self.members[rank]} waits no longer"
         if self.devices.stopped is not None:
             raise self.devices.stopped
-        ranks = ", ".join(map(str, self._missing(call) if waited else self._lost(call)))
-        if waited:
-            raise RuntimeError(f"timed out after {seconds:g} s: rank {ranks} has not come")
-        raise RuntimeError(f"connection closed by peer: rank {ranks} has ended")
+        ranks = ", ".join(map(str, lost or missing))
+        if lost:
+            raise RuntimeError(f"connection closed by peer: rank {ranks} has ended")
+        raise RuntimeError(f"timed out after {seconds:g} s: rank {ranks} has not come")
 
 
 class Devices:
@@ -169,7 +174,7 @@ class Under:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until all have come."""
         limit = timeout or self._group.limit
-        self._group.room.wait(self._call, limit.total_seconds())
+        self._group.wait(self._call, limit)
         return True
 
 
@@ -253,6 +258,10 @@ class ThreadGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single  # before torch 2.13
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
+
+    def wait(self, call: Call, limit: timedelta) -> None:
+        """Until all have come to a collective."""
+        self.room.wait(call, self._rank, limit.total_seconds())
 
     def _come(self, kind: str, parts: Parts, copy: Copy) -> Under:
         devices = {part.device for part in parts if part.is_cuda}
