@@ -34,6 +34,7 @@ steps = {steps}
 timeout = {timeout}
 out = "run"
 optimizer = "adagrad"
+overlap = "ids_and_rows"
 {saves}
 {tables}
 """
