@@ -141,6 +141,9 @@ def test_a_torchrun_of_one_s_own_starts_no_threads(
 def test_threads_are_of_a_dlrm(call: Any) -> None:
     words = ("--set", "train.forward=parallel")
     call("plan", TRANSFORMER, *words).refuses(2, "train.forward: expected none beside model.kind")
+    call("plan", TRANSFORMER, "-o", "p.json")
+    words = ("--forward", "parallel")
+    call("train", "p.json", *words).refuses(2, "--forward: expected none beside model.kind 'trans")
     call("plan", CRITEO, "--set", "train.forward=both").refuses(2, "train.forward", "'both'")
 
 

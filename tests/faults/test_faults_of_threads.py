@@ -116,7 +116,7 @@ def test_a_run_that_a_signal_ended_goes_on_in_the_other_forward_with_the_same_cu
     code, errors = ended(process)
     assert code == 75, errors
     assert "shardwright: stopped by SIGTERM after step " in errors
-    words = ("--resume", "--set", f"train.forward={second}")
+    words = ("--resume", "--forward", second)
     code, errors = ended(started(folder, *words, steps=steps, saves=SAVES))
     assert code == 0, errors
     assert "going on after " in errors
