@@ -136,6 +136,8 @@ def test_a_torchrun_of_one_s_own_starts_no_threads(
         monkeypatch.setenv(name, value)
     answer = call("run", tmp_path / "p.json", "--out", tmp_path / "run")
     answer.refuses(2, "train.forward: expected 'distributed' under a torchrun of your own")
+    answer = call("run", tmp_path / "p.json", "--out", tmp_path / "run", "--threads")
+    answer.refuses(2, "--threads: expected to be set by shardwright train")
 
 
 def test_threads_are_of_a_dlrm(call: Any) -> None:

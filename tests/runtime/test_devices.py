@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.core.errors import PeerError
+from shardwright.runtime import devices
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.devices import Devices
 from shardwright.tracker.memory import MemoryTracker
@@ -25,19 +26,19 @@ def together(
     size: int, body: Callable[[Comm], Any], timeout: float = SECONDS
 ) -> list[Any | BaseException]:
     """What every rank returned or raised."""
-    devices = Devices(size, timedelta(seconds=timeout))
+    made = Devices(size, timedelta(seconds=timeout))
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            with devices.rank(rank):
+            with made.rank(rank):
                 found[rank] = body(Comm(init_device_mesh("cpu", (size,))))
         except BaseException as error:
             found[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     before = c10d._world
-    with devices.here():
+    with made.here():
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -136,6 +137,18 @@ def test_what_a_signal_raised_in_one_rank_is_raised_in_all() -> None:
         comm.all_reduce("rows", torch.ones(1))
 
     assert [type(found) for found in together(2, body)] == [KeyboardInterrupt] * 2
+
+
+def test_a_signal_in_the_rank_that_copies_is_raised_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(devices, "_summed", interrupted)
+
+    def body(comm: Comm) -> None:
+        comm.all_reduce("rows", torch.ones(1))
+
+    assert [type(found) for found in together(3, body)] == [KeyboardInterrupt] * 3
 
 
 DIFFER = {

@@ -45,6 +45,9 @@ def execute(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     launched = MARK in os.environ  # by `train`, which sees to the folder and says how it ended
     if options.threads:
+        if not launched:
+            remedy = "It starts a process that has all ranks: train --forward parallel."
+            raise InputError(expected("--threads", "to be set by shardwright train", "it", remedy))
         from shardwright.lab.training import threads_of
 
         with threads_of(options.plan, options.out, resume=options.resume) as (first, *others):

@@ -63,16 +63,25 @@ class Room:
             if is_last:
                 del self._calls[number]
         if is_last:
-            try:
-                if not call.error:
-                    copy([call.left[each] for each in range(len(self.members))])
-            except Exception as error:  # of any kind: it is everybody's
-                call.error = f"{type(error).__name__}: {error}"
+            self._copy(call, copy)
+        return call
+
+    def _copy(self, call: Call, copy: Copy) -> None:
+        """All have come. What goes wrong is everybody's error."""
+        try:
+            if not call.error:
+                copy([call.left[each] for each in range(len(self.members))])
+        except Exception as error:
+            call.error = f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            call.error = "stopped"
+            self.devices.stopped = type(error)
+            raise
+        finally:
             with self._changed:
                 call.left.clear()
                 call.done = True
                 self._changed.notify_all()
-        return call
 
     def wait(self, call: Call, rank: int, seconds: float) -> None:
         """As ``rank`` of the group, until all have come; RuntimeError, as of a lost connection, if
@@ -82,8 +91,11 @@ class Room:
                 self._changed.wait_for(lambda: call.done or self._lost(call), seconds)
                 if not call.done and (missing := self._missing(call)):
                     self._give_up(call, rank, self._lost(call), missing, seconds)
-                self._changed.wait_for(lambda: call.done)  # all came, and one copies
+                if not self._changed.wait_for(lambda: call.done, seconds):  # all came, one copies
+                    raise RuntimeError(f"timed out after {seconds:g} s: a copy has not ended")
         if call.error:
+            if self.devices.stopped is not None:
+                raise self.devices.stopped
             raise RuntimeError(f"{call.kind} of ranks {self.members}: {call.error}")
 
     def wake(self) -> None:
