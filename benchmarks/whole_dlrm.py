@@ -49,7 +49,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 Step = Callable[[Batch], float]
 
 
-def planned(top: str, sharding: str, overlap: str) -> Plan:
+def planned(top: str, sharding: str, overlap: str, ranks: int = RANKS) -> Plan:
     """Ours, every table of one type and the dense part replicated."""
     tables = [
         {"name": f"t{i}", "rows": SHAPE.rows, "dim": SHAPE.dim, "sharding_types": [sharding]}
@@ -58,7 +58,7 @@ def planned(top: str, sharding: str, overlap: str) -> Plan:
     job = {
         "model": {"dense_features": DENSE, "bottom": list(BOTTOM), "top": list(TOPS[top])},
         "tables": tables,
-        "cluster": {"preset": "local", "world_size": RANKS},
+        "cluster": {"preset": "local", "world_size": ranks},
         "batch": {"size": SHAPE.batch},
         "planner": {"units": {"bottom": "replicate", "top": "replicate"}},
         "data": {"kind": "synthetic", "zipf": 1.05},

@@ -118,6 +118,37 @@ def test_a_run_folder_that_is_a_file_is_refused(call: Any, tmp_path: Path) -> No
     call("train", CRITEO, *words).refuses(2, "taken")
 
 
+THREADS = ("--set", "data.kind=synthetic", "--set", "train.forward=parallel")
+
+
+@pytest.mark.slow
+def test_ranks_that_are_threads_are_not_profiled(call: Any) -> None:
+    words = (*THREADS, "--set", "data.rows=10", "--profile", "2")
+    call("train", CRITEO, *words).refuses(2, "--profile", "train.forward 'parallel', got 2.")
+
+
+@pytest.mark.slow
+def test_a_torchrun_of_one_s_own_starts_no_threads(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call("plan", CRITEO, *THREADS, "-o", tmp_path / "p.json")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    answer = call("run", tmp_path / "p.json", "--out", tmp_path / "run")
+    answer.refuses(2, "train.forward: expected 'distributed' under a torchrun of your own")
+    answer = call("run", tmp_path / "p.json", "--out", tmp_path / "run", "--threads")
+    answer.refuses(2, "--threads: expected to be set by shardwright train")
+
+
+def test_threads_are_of_a_dlrm(call: Any) -> None:
+    words = ("--set", "train.forward=parallel")
+    call("plan", TRANSFORMER, *words).refuses(2, "train.forward: expected none beside model.kind")
+    call("plan", TRANSFORMER, "-o", "p.json")
+    words = ("--forward", "parallel")
+    call("train", "p.json", *words).refuses(2, "--forward: expected none beside model.kind 'trans")
+    call("plan", CRITEO, "--set", "train.forward=both").refuses(2, "train.forward", "'both'")
+
+
 def test_other_ranks_than_the_plans_are_4(call: Any, plan: Path) -> None:
     call("train", plan, "-n", 4).refuses(4, "-n", "2", "got 4")
 

@@ -68,6 +68,40 @@ def test_a_table_of_another_dtype_than_a_run_has_is_refused(keys: Any, text: str
     assert str(caught.value).endswith(text)
 
 
+def with_keys(**keys: Any) -> Job:
+    return _job(tables=[{"name": "t", "rows": 3, "dim": 16, **keys}])
+
+
+ASKED_FOR = {
+    "pooled": (False, "true for dlrm, got False. It has no place for a sequence: pool it by sum"),
+    "num_poolings": ([2.0], "1 for dlrm, got (2.0,). Name as many features of the table: each has"),
+    "batch_sizes": ([5], "for dlrm, got (5,). Every sample has a bag of each feature, which may"),
+    "output_dtype": ("fp16", '"fp32" for dlrm, got fp16. What rows travel in is planner.estimator'),
+}
+
+
+@pytest.mark.parametrize("key", ASKED_FOR)
+def test_what_the_interaction_of_a_dlrm_cannot_take_is_refused_with_the_reason(key: str) -> None:
+    value, text = ASKED_FOR[key]
+    with pytest.raises(InputError) as caught:
+        check_model(with_keys(**{key: value}))
+    assert str(caught.value).startswith(f"tables 't'.{key}: expected ")
+    assert text in str(caught.value)
+    assert str(caught.value).endswith(" Without [model] the tables are planned alone.")
+
+
+def test_keys_that_say_what_a_dlrm_does_are_taken() -> None:
+    batch = _job().batch.size
+    asked = {"num_poolings": [1.0], "batch_sizes": [batch], "output_dtype": "fp32", "pooled": True}
+    check_model(with_keys(**asked))
+
+
+def test_rows_of_a_table_in_half_precision_come_back_in_fp32() -> None:
+    (table,) = tables_of(with_keys(dtype="bf16"))
+    assert table.output_dtype == "fp32"
+    assert tables_of(with_keys())[0].output_dtype is None
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_tables_of_a_run_may_be_in_half_precision(dtype: str) -> None:
     check_model(_job(tables=[{"name": "t", "rows": 3, "dim": 16, "dtype": dtype}]))

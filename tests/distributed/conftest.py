@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from pool import Pool
+from pool import Pool, Threads
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +13,11 @@ def pool() -> Iterator[Pool]:
     made = Pool()
     yield made
     made.close()
+
+
+@pytest.fixture
+def threads() -> Threads:
+    return Threads()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -66,6 +67,46 @@ class Pool:
         self.folder.cleanup()
 
 
+class Threads(Pool):
+    """The same of ranks that are threads of this process."""
+
+    def __init__(self) -> None:
+        """Nothing is started yet."""
+
+    def outcomes(
+        self, world_size: int, task: Callable[..., Any], **arguments: Any
+    ) -> list[tuple[bool, Any]]:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        from shardwright.runtime.devices import Devices
+
+        devices = Devices(world_size, timedelta(seconds=COLLECTIVE_SECONDS))
+        answers: list[tuple[bool, Any]] = [(False, "no answer")] * world_size
+
+        def run(rank: int) -> None:
+            with devices.rank(rank):
+                mesh = DeviceMesh("cpu", list(range(world_size)))
+                answers[rank] = _answer(mesh, task, arguments)
+
+        with devices.here():
+            started = [
+                threading.Thread(target=run, args=(rank,), daemon=True)
+                for rank in range(world_size)
+            ]
+            for thread in started:
+                thread.start()
+            for thread in started:
+                thread.join(TASK_SECONDS)
+        return answers
+
+
+def _answer(mesh: Any, task: Callable[..., Any], arguments: dict[str, Any]) -> tuple[bool, Any]:
+    try:
+        return True, task(mesh, **arguments)
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+
+
 def serve(rank: int, store: str, link: Connection) -> None:
     """A worker's life: join, make the meshes, answer tasks until the pipe closes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -90,8 +131,4 @@ def serve(rank: int, store: str, link: Connection) -> None:
         except EOFError:
             return
         Comm(meshes[world_size]).forget()  # a task that failed on one rank left another
-        try:
-            answer = (True, task(meshes[world_size], **arguments))
-        except Exception as error:
-            answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-        link.send(answer)
+        link.send(_answer(meshes[world_size], task, arguments))

@@ -15,6 +15,7 @@ CASES = {kind: (kind,) * 6 for kind in TYPES}
 CASES["all four"] = (*TYPES, "row_wise", "table_wise")
 CASES["routed mixture"] = ("column_wise", "row_wise", "table_wise") * 2
 CASES["replicas and rows"] = ("data_parallel", "row_wise") * 3
+CASES["no columns"] = ("data_parallel", "table_wise", "row_wise") * 2
 UNITS = {"sharded": ("shard", "shard"), "mixed": ("replicate", "shard")}
 TOLERANCE = 1e-6
 ROUNDED = 2**-8  # of weights up to 1 in bf16: where sums differ in their last bit, so may roundings
@@ -73,6 +74,7 @@ def hold(
     weights: dict[str, torch.Tensor],
     tolerance: float = TOLERANCE,
 ) -> None:
+    """Every rank's losses and whole weights are these."""
     for found_losses, found_weights in results:
         assert found_losses == pytest.approx(losses, abs=tolerance)
         assert set(found_weights) == set(weights)

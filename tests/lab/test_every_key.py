@@ -75,6 +75,7 @@ VALUES: dict[str, Any] = {
     "train.schedule": {"warmup_steps": 2},
     "train.overlap": "rows",
     "train.table_folder": "elsewhere",
+    "train.forward": "parallel",
     "planner.constants": "torchrec-1.9",
     "planner.search": "proposers",
     "planner.options": "torchrec",
@@ -129,7 +130,7 @@ VALUES: dict[str, Any] = {
 # What a plan does not depend on, for it acts when a job is run: what is read, and how it learns.
 RUN = (
     *("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout"),
-    *("not_finite", "table_folder", "metrics_every", "log", "schedule"),
+    *("not_finite", "table_folder", "metrics_every", "log", "schedule", "forward"),
 )
 AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
     f"{name}.{key}"

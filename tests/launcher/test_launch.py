@@ -33,8 +33,8 @@ from shardwright.launcher.outcome import (
     write_status,
 )
 from shardwright.launcher.progress import Lines, ProgressLog, ProgressReader, describe, writer_for
-from shardwright.launcher.verdict import Verdict, blame, exit_code, exits_in, last_words, reason
-from shardwright.launcher.watch import RankView, in_trouble
+from shardwright.launcher.verdict import Verdict, blame, exit_code, last_words, reason
+from shardwright.launcher.watch import RankView, exits_in, in_trouble
 from shardwright.launcher.worker import first_line, from_a_peer
 
 AT_7 = Beat(pid=1, step=7, sequence=42, phase="exchange_rows", time=0.0)

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="plan.json")
     parser.add_argument("--out", type=Path, default=Path("runs/latest"), help="the run's folder")
     parser.add_argument("--store", type=Path, help="a file to meet at, instead of a port")
+    parser.add_argument("--threads", action="store_true", help="every rank is a thread of this one")
     shared.resume_option(parser)
     shared.profile_option(parser)
 
@@ -43,6 +44,14 @@ def execute(options: argparse.Namespace) -> int:
     check_inputs(options.out, (), options.plan)
     options.out.mkdir(parents=True, exist_ok=True)
     launched = MARK in os.environ  # by `train`, which sees to the folder and says how it ended
+    if options.threads:
+        if not launched:
+            remedy = "It starts a process that has all ranks: train --forward parallel."
+            raise InputError(expected("--threads", "to be set by shardwright train", "it", remedy))
+        from shardwright.lab.training import threads_of
+
+        with threads_of(options.plan, options.out, resume=options.resume) as (first, *others):
+            return run_worker(options.out, 0, first, dict(enumerate(others, 1)))
     code = run_worker(
         options.out,
         rank,
@@ -63,7 +72,7 @@ def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, laun
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     resume = options.resume or again  # a restart of torchrun's
     store = comm.meet(plan.job.train.timeout, rank, plan.world_size, options.store)
-    place = (plan, options.plan, out, store, heartbeat)
+    place = (plan, options.plan, out, rank, store, heartbeat)
     train = partial(train_rank, *place, resume=resume, profile=options.profile)
     if launched:
         train()

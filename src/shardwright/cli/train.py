@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 from msgspec import UNSET
@@ -17,7 +18,7 @@ from shardwright.core.job import DataSection, Job
 from shardwright.core.measurement import Quality
 from shardwright.core.plan import Plan, read_plan, sealed
 from shardwright.core.scores import scores_text
-from shardwright.core.train_section import TrainSection
+from shardwright.core.train_section import Forward, TrainSection
 from shardwright.cost import constants
 from shardwright.lab.session import Session, run
 from shardwright.lab.sources import source_of
@@ -30,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "The exit code is the run's; 'shardwright compare RUN_DIR' gates on memory."
     shared.job_argument(parser, also_plan=True)
     parser.add_argument("--out", metavar="DIR", help="the run's folder, instead of train.out")
+    parser.add_argument(
+        "--forward", choices=get_args(Forward), help="every rank a process, or a thread of one"
+    )
     shared.resume_option(parser)
     shared.profile_option(parser)
     parser.add_argument("--full", action="store_true", help="every exact byte, more ranks")
@@ -148,8 +152,9 @@ def _plan_of(options: argparse.Namespace) -> Plan:
     if options.job.suffix != ".json":
         from shardwright.cli.planning import planned
 
-        if options.out:
-            options.set.append(f"train.out={options.out}")
+        for key in ("out", "forward"):
+            if value := getattr(options, key):
+                options.set.append(f"train.{key}={value}")
         job = shared.job_of(options)
         _check_device(constants.cluster(job.cluster)[0])  # before a long search for nothing
         before = _planned_before(job) if options.resume else None
@@ -168,9 +173,13 @@ def _plan_of(options: argparse.Namespace) -> Plan:
                 f"Plan for {options.ranks} ranks first.",
             )
         )
-    if not options.out:
+    if options.forward and given.job.model.kind != "dlrm":
+        wanted = f"none beside model.kind '{given.job.model.kind}'"
+        raise InputError(expected("--forward", wanted, f"'{options.forward}'"))
+    changed = {key: value for key in ("out", "forward") if (value := getattr(options, key))}
+    if not changed:
         return given
-    train = msgspec.structs.replace(given.job.train, out=options.out)
+    train = msgspec.structs.replace(given.job.train, **changed)
     return sealed(
         msgspec.structs.replace(given, job=msgspec.structs.replace(given.job, train=train))
     )

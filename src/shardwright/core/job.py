@@ -348,7 +348,8 @@ def _refuse_unread(job: Job, where: str) -> None:
             if job.data.kind not in kinds:
                 unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
     if kind != "dlrm":
-        unread.append(("train", job.train, "metrics_every", f"model.kind '{kind}'"))
+        for key in ("metrics_every", "forward"):
+            unread.append(("train", job.train, key, f"model.kind '{kind}'"))
     if job.planner.search != "proposers":
         for key in ("proposers", "partitioner"):
             unread.append(("planner", job.planner, key, f"planner.search '{job.planner.search}'"))

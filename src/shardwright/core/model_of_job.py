@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -32,12 +33,13 @@ HONOURED = (
     "parallelize_plan",  # which parallel.tensor reads, that no plan follows
 )
 HALVES = ("fp16", "bf16")  # of weights of tables, whose states and updates are fp32
-# What a DLRM's tables do not have: a bag of each feature for every sample, straight from memory.
-PLAIN: dict[str, object] = {
-    "pooled": True,
-    "num_poolings": None,
-    "batch_sizes": None,
-    "output_dtype": None,
+# A DLRM's interaction takes one row of each feature and sample, in fp32. By key of a table: what to
+# do where it asks for something else.
+PLAIN = {
+    "pooled": "It has no place for a sequence: pool it by sum or mean, or use your own module.",
+    "num_poolings": "Name as many features of the table: each has a bag of its own.",
+    "batch_sizes": "Every sample has a bag of each feature, which may be empty.",
+    "output_dtype": "What rows travel in is planner.estimator.communication.",
 }
 
 
@@ -67,7 +69,11 @@ def tables_of(job: Job, recording: Recording | None = None) -> tuple[TableSpec, 
     usual = table_optimizer(job) or None
     return tuple(
         msgspec.structs.replace(
-            table, fqn=f"tables.{table.name}.weight", optimizer=table.optimizer or usual
+            table,
+            fqn=f"tables.{table.name}.weight",
+            optimizer=table.optimizer or usual,
+            # rows of halves are asked for as fp32, which others are anyway
+            output_dtype="fp32" if table.dtype in HALVES else table.output_dtype,
         )
         for table in placed_tables(job)
     )
@@ -195,7 +201,7 @@ def _check_dlrm(job: Job) -> None:
         )
     names: set[str] = set()
     for table in job.tables:
-        _check_table(table)
+        _check_table(table, job.batch.size)
         for name in table.feature_names:
             if name in names:
                 wanted = "a feature of its own"
@@ -206,7 +212,7 @@ def _check_dlrm(job: Job) -> None:
         raise InputError(expected("model.top", "at least one width", "no layer"))
 
 
-def _check_table(table: TableSpec) -> None:
+def _check_table(table: TableSpec, batch: int) -> None:
     if table.optimizer not in (None, *UPDATED):
         raise InputError(
             expected(
@@ -218,16 +224,21 @@ def _check_table(table: TableSpec) -> None:
     if table.dtype not in ("fp32", *HALVES):
         wanted = f"fp32, {' or '.join(HALVES)} for dlrm"
         raise InputError(expected(f"tables '{table.name}'.dtype", wanted, table.dtype))
-    for key, plain in PLAIN.items():
-        if getattr(table, key) != plain:
-            raise InputError(
-                expected(
-                    f"tables '{table.name}'.{key}",
-                    f"{plain or 'none'} for dlrm",
-                    str(getattr(table, key)),
-                    "Leave [model] out to plan the tables alone.",
-                )
-            )
+    for key, plain in {
+        "pooled": True,
+        "num_poolings": 1,
+        "batch_sizes": batch,
+        "output_dtype": "fp32",
+    }.items():
+        given = getattr(table, key)
+        if any(value not in (None, plain) for value in _each(given)):
+            wanted = f"{msgspec.json.encode(plain).decode()} for dlrm"
+            remedy = f"{PLAIN[key]} Without [model] the tables are planned alone."
+            raise InputError(expected(f"tables '{table.name}'.{key}", wanted, str(given), remedy))
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _check_dim(job: Job) -> None:

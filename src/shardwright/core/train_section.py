@@ -14,6 +14,8 @@ from shardwright.core.optimizers import OptimizerName, TableUpdate
 
 # What travels while a rank computes: rows and their gradients, and ids of the next batch.
 Overlap = Literal["none", "rows", "ids_and_rows"]
+# A rank is a process, or a thread of one process.
+Forward = Literal["distributed", "parallel"]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Factor = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -45,7 +47,8 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Tables are updated by ``table_optimizer``, SGD beside SGD, where they do not name one
     themselves, and learn at ``table_learning_rate``, or like the units where it is not given. Those
     on disk lie in ``table_folder``, while a run lasts; in the run folder by default. ``overlap`` is
-    what of their exchange travels while a rank computes, by default nothing.
+    what of their exchange travels while a rank computes, by default nothing. ``forward`` is whether
+    every rank is a process with one device, or all are threads of one process with several.
     """
 
     steps: Count = 100
@@ -62,6 +65,12 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics_every: Count | UnsetType = UNSET  # steps
     overlap: Overlap | UnsetType = UNSET
     schedule: ScheduleSection | UnsetType = UNSET
+    forward: Forward | UnsetType = UNSET
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether all ranks are threads of one process."""
+        return self.forward == "parallel"
 
 
 def rate_factor(train: TrainSection, step: int) -> float:

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from shardwright.core.checkpoint_section import CheckpointSection
 from shardwright.core.document import read_document, write_document
-from shardwright.core.errors import EXIT_RUN_FAILED, MismatchError, expected
+from shardwright.core.errors import EXIT_RUN_FAILED, InputError, MismatchError, expected
 from shardwright.core.job import Job, checkpoint_folder, named_files, run_in
 from shardwright.core.measurement import (
     RECORD_SCHEMA,
@@ -79,6 +79,11 @@ def run(
     data cannot be used, or the folder cannot.
     """
     check(plan.job, folder, given)
+    together = plan.job.train.in_one_process
+    if profile and together:
+        wanted = "none beside train.forward 'parallel'"
+        remedy = "torch's profiler follows one rank a process: train with 'distributed'."
+        raise InputError(expected("--profile", wanted, str(profile), remedy))
     section = CheckpointSection() if plan.job.checkpoint is UNSET else plan.job.checkpoint
 
     def begin() -> None:
@@ -91,20 +96,23 @@ def run(
             print(f"no checkpoint is there yet{saves}; this run begins anew", file=stream)
         prepare(plan, folder, stream, given)
         where = command_file(folder)
-        print(f"{plan.world_size} ranks under torchrun, whose command is in {where}", file=stream)
+        how = "ranks, threads of one process" if together else "ranks"
+        print(f"{plan.world_size} {how} under torchrun, whose command is in {where}", file=stream)
 
     arguments = ("run", str(plan_file(folder)), "--out", str(folder))
     if profile:
         arguments = (*arguments, "--profile", str(profile))
+    meeting = ("--threads",) if together else ("--store", str(store_file(folder)))
     request = Launch(
         module="shardwright",
-        arguments=(*arguments, "--store", str(store_file(folder))),
+        arguments=(*arguments, *meeting),
         world_size=plan.world_size,
         folder=folder,
         timeout=plan.job.train.timeout,
         setup_timeout=SETUP_TIMEOUT,
         stop_grace=section.grace,
         saves=plan.job.checkpoint is not UNSET,
+        in_one_process=together,
     )
     if resume:
         request = with_resume(request)

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from shardwright.core.errors import (
 from shardwright.core.job import Job, checkpoint_folder, named_files, run_in, table_folder
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.scores import Scores, scores_text
+from shardwright.core.thread_rank import thread_rank
 from shardwright.core.timeline import Phase
 from shardwright.core.train_section import rate_factor
 from shardwright.lab.hosts import Hosts
@@ -66,6 +68,7 @@ from shardwright.runtime.apply import apply
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.devices import Devices
 from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
@@ -102,7 +105,8 @@ class Training:
         self.writers: list[Writer] = []
         self.device = torch.device("cpu")
         if plan.cluster.compute_device == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            here = os.environ.get("LOCAL_RANK", "0") if thread_rank() is None else rank
+            self.device = torch.device("cuda", int(here))
             torch.cuda.set_device(self.device)
         self._errors: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(plan.job.model.python, str):
@@ -421,6 +425,10 @@ def check_ranks(plan_path: Path) -> Plan:
             expected("RANK and WORLD_SIZE", "to be set by torchrun", "none", "Use torchrun.")
         )
     plan = read_plan(plan_path)
+    if plan.job.train.in_one_process:
+        wanted = "'distributed' under a torchrun of your own"
+        remedy = "Use shardwright train, or plan again without it."
+        raise InputError(expected("train.forward", wanted, "'parallel'", remedy))
     if plan.world_size != world_size:
         raise MismatchError(
             expected(
@@ -437,6 +445,7 @@ def train_rank(
     plan: Plan,
     plan_path: Path,
     folder: Path,
+    rank: int,
     store: dist.Store,
     heartbeat: Heartbeat,
     *,
@@ -446,9 +455,7 @@ def train_rank(
 ) -> None:
     """The body of a worker: join those who met in ``store`` and train. ``hosts`` of a run that no
     launcher sees to: rank 0 gets what all of them measured."""
-    rank = int(os.environ["RANK"])
-    plan = msgspec.structs.replace(plan, job=run_in(plan.job, folder))  # its fingerprint stays
-    check_inputs(folder, named_files(plan.job), plan_path)
+    plan = _run_in(plan, plan_path, folder)
     backend = "gloo"
     if plan.cluster.compute_device == "cuda":  # shards in host memory travel from there
         on_host = any(unit.offloaded is True for unit in plan.units)
@@ -465,3 +472,27 @@ def train_rank(
         heartbeat.mark("done")
     finally:
         comm.stop()
+
+
+def _run_in(plan: Plan, plan_path: Path, folder: Path) -> Plan:
+    """The plan of a run in ``folder``, whose fingerprint stays."""
+    plan = msgspec.structs.replace(plan, job=run_in(plan.job, folder))
+    check_inputs(folder, named_files(plan.job), plan_path)
+    return plan
+
+
+@contextmanager
+def threads_of(
+    plan_path: Path, folder: Path, *, resume: bool = False
+) -> Iterator[list[Callable[[Heartbeat], None]]]:
+    """What every rank of a plan does, each in a thread of this process."""
+    plan = _run_in(read_plan(plan_path), plan_path, folder)
+    devices = Devices(plan.world_size, timedelta(seconds=plan.job.train.timeout))
+
+    def train(rank: int, heartbeat: Heartbeat) -> None:
+        with devices.rank(rank):
+            Training(plan, folder, rank, heartbeat, resume=resume).run()
+            heartbeat.mark("done")
+
+    with devices.here():
+        yield [partial(train, rank) for rank in range(plan.world_size)]

@@ -20,7 +20,6 @@ from shardwright.launcher.verdict import (
     Verdict,
     blame,
     exit_code,
-    exits_in,
     last_words,
     naming,
     reason,
@@ -45,7 +44,7 @@ def outcome_of(
 ) -> Outcome:
     """Call it when every process has ended: the logs are complete then."""
     log = _text(watch.folder / "torchrun.log")
-    exits = exits_in(log)
+    exits = watch.exits(log)
     final = watch.look()
     verdict = None
     if end.stopped_by is not None:

@@ -59,7 +59,8 @@ _PACKAGES: Final = ("shardwright", "torch", "numpy", "msgspec")
 
 @dataclass(frozen=True)
 class Launch:
-    """One run: ``python -m module arguments`` on ``world_size`` ranks, files in ``folder``.
+    """One run: ``python -m module arguments`` on ``world_size`` ranks, files in ``folder``. Every
+    rank is a process, or all of them are ``in_one_process``.
 
     ``timeout``: seconds without a sign of life of any rank before the run is ended;
     ``setup_timeout``: the same while a rank is still starting or loading; ``stop_grace``: seconds
@@ -74,6 +75,7 @@ class Launch:
     setup_timeout: float = 300.0
     stop_grace: float = 30.0
     saves: bool = False
+    in_one_process: bool = False
 
 
 def torchrun_command(launch: Launch, mark: str = "shardwright") -> list[str]:
@@ -84,7 +86,7 @@ def torchrun_command(launch: Launch, mark: str = "shardwright") -> list[str]:
         "-m",
         "torch.distributed.run",
         "--nnodes=1",
-        f"--nproc-per-node={launch.world_size}",
+        f"--nproc-per-node={1 if launch.in_one_process else launch.world_size}",
         "--max-restarts=0",
         "--monitor-interval=0.2",
         "--rdzv-backend=c10d",
@@ -154,7 +156,9 @@ def _launched(request: Launch, stream: TextIO, mark: str, caught: list[int]) -> 
             stderr=log,
             start_new_session=True,
         )
-    watch = Watch(request.folder, request.world_size, torchrun, mark)
+    watch = Watch(
+        request.folder, request.world_size, torchrun, mark, in_one_process=request.in_one_process
+    )
     try:
         end = _watched(request, watch, caught, writer_for(stream))
     except BaseException:

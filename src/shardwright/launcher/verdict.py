@@ -170,16 +170,6 @@ def _cause(code: int | None) -> str:
     return f" (killed by signal {-code}, {name}{memory})"
 
 
-_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
-_SUMMARY = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+)")
-
-
-def exits_in(log: str) -> dict[int, int]:
-    """rank -> exit code (minus the signal) of the workers whose end is in torchrun's log."""
-    found = {int(rank): int(code) for rank, code in _SUMMARY.findall(log)}
-    return found | {int(rank): int(code) for code, rank in _FAILED.findall(log)}
-
-
 _NOISE = re.compile(r"^(\^+|~+|[-=*]{3,}|File \".*|Traceback .*|.*Warning: .*|warnings\.warn.*)$")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -69,12 +70,20 @@ def in_trouble(views: Sequence[RankView], timeout: float, setup_timeout: float) 
 
 
 class Watch:
-    """Remembers when each heartbeat last changed, by this process's own clock."""
+    """Remembers when each heartbeat last changed, by this process's own clock. ``in_one_process``
+    are ranks that are threads of torchrun's only worker."""
 
     def __init__(
-        self, folder: Path, world_size: int, torchrun: subprocess.Popen[bytes], mark: str
+        self,
+        folder: Path,
+        world_size: int,
+        torchrun: subprocess.Popen[bytes],
+        mark: str,
+        *,
+        in_one_process: bool = False,
     ) -> None:
         self.folder = folder
+        self.in_one_process = in_one_process
         self.world_size = world_size
         self.torchrun = torchrun
         self.mark = mark
@@ -95,9 +104,17 @@ class Watch:
         """The workers seen so far."""
         return set(self._pids.values())
 
+    def exits(self, log: str) -> dict[int, int]:
+        """rank -> exit code of the ranks whose end is in torchrun's ``log``."""
+        found = exits_in(log)
+        if self.in_one_process and found:
+            return dict.fromkeys(range(self.world_size), found[0])
+        return found
+
     def output(self, rank: int) -> Path | None:
         """The rank's stderr, as torchrun keeps it (one node: local rank = rank)."""
-        paths = self.folder.glob(f"logs/{self.mark}_*/attempt_0/{rank}/stderr.log")
+        worker = 0 if self.in_one_process else rank
+        paths = self.folder.glob(f"logs/{self.mark}_*/attempt_0/{worker}/stderr.log")
         return next(iter(paths), None)
 
     def _view(self, rank: int, now: float) -> RankView:
@@ -114,3 +131,13 @@ class Watch:
         with contextlib.suppress(OSError):
             spoke = status_file(self.folder, rank).stat().st_mtime
         return RankView(rank, beat, status, process, now - self._moved[rank], spoke)
+
+
+_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+_SUMMARY = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+)")
+
+
+def exits_in(log: str) -> dict[int, int]:
+    """rank -> exit code (minus the signal) of the workers whose end is in torchrun's log."""
+    found = {int(rank): int(code) for rank, code in _SUMMARY.findall(log)}
+    return found | {int(rank): int(code) for code, rank in _FAILED.findall(log)}

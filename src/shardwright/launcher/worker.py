@@ -25,9 +25,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Final
 
 from shardwright.core.errors import (
@@ -87,8 +87,14 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     raise StopRequestedError
 
 
-def run_worker(folder: Path, rank: int, body: Callable[[Heartbeat], None]) -> int:
+Body = Callable[[Heartbeat], None]
+NOBODY: Final[Mapping[int, Body]] = MappingProxyType({})
+
+
+def run_worker(folder: Path, rank: int, body: Body, others: Mapping[int, Body] = NOBODY) -> int:
     """Run ``body`` and leave this rank's last word; the return value is for ``sys.exit``.
+
+    ``others`` are ranks of this process, too, each with a thread of its own.
 
     ShardwrightError: failed with its code (75: stopped). An error of torch.distributed that
     comes from another rank: failed with 5, ``peer`` true. SIGTERM: stopped with 75. Ctrl-C:
@@ -99,18 +105,43 @@ def run_worker(folder: Path, rank: int, body: Callable[[Heartbeat], None]) -> in
     heartbeat = Heartbeat.create(folder, rank)
     guard_parent(folder)
     signal.signal(signal.SIGTERM, _stop)
+    codes: dict[int, int] = {}
+
+    def run(rank: int, heartbeat: Heartbeat, body: Body) -> None:
+        codes[rank] = _last_word(folder, rank, heartbeat, body)
+
+    threads = [
+        threading.Thread(
+            target=run, args=(other, Heartbeat.create(folder, other), each), daemon=True
+        )
+        for other, each in others.items()
+    ]
+    for thread in threads:
+        thread.start()
+    run(rank, heartbeat, body)
+    for thread in threads:
+        thread.join()
+    return next(filter(None, codes.values()), 0)
+
+
+def _last_word(folder: Path, rank: int, heartbeat: Heartbeat, body: Body) -> int:
+    """Run ``body`` and leave the rank's last word; its exit code."""
     try:
         status = _ended(heartbeat, rank, body, log_file(folder, rank))
     except StopRequestedError:
         status = _status(heartbeat, rank, "stopped", EXIT_PREEMPTED, STOPPED)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _ignore_term()
     write_status(folder, status)
     return status.code or 0
 
 
-def _ended(
-    heartbeat: Heartbeat, rank: int, body: Callable[[Heartbeat], None], log: Path
-) -> RankOutcome:
+def _ignore_term() -> None:
+    """Of ranks that are threads the first one hears signals."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _ended(heartbeat: Heartbeat, rank: int, body: Body, log: Path) -> RankOutcome:
     try:
         body(heartbeat)
         heartbeat.mark("done")
@@ -123,7 +154,7 @@ def _ended(
         return _status(heartbeat, rank, state, code, f"exited with code {end.code or 0}")
     except Exception as error:
         # torchrun stops the other ranks of one that failed; what they have to say comes first
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _ignore_term()
         if not isinstance(error, StoppedError):
             log.write_text(traceback.format_exc())
         return _failure(heartbeat, rank, error)

@@ -54,6 +54,8 @@ def headline(plan: Plan) -> str:
         what = f"{printable(plan.job.model.name)}: {' and '.join(parts)}"
     hosts = -(-cluster.world_size // cluster.local_world_size)
     where = f" of {hosts} hosts" if hosts > 1 else ""
+    if plan.job.train.in_one_process:
+        where = " of one process"
     length = (
         f" of {counted(batch.sequence, 'token')}" if plan.job.model.kind == "transformer" else ""
     )

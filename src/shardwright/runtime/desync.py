@@ -95,10 +95,12 @@ def missing(group: dist.ProcessGroup, ranks: Sequence[int], own: int, word: str)
     """
     answers: dict[int, str] = {}
     done = threading.Event()
+    store, name = default_store(), group.group_name
+    others = [rank for rank in ranks if rank != own]
 
     def ask() -> None:
         try:
-            _ask(group.group_name, [rank for rank in ranks if rank != own], own, word, answers)
+            _ask(store, name, others, own, word, answers)
         except Exception:  # a store that died with its rank; whoever was heard before still counts
             return
         done.set()
@@ -114,8 +116,14 @@ def missing(group: dist.ProcessGroup, ranks: Sequence[int], own: int, word: str)
     return Absence(silent, elsewhere)
 
 
-def _ask(group: str, others: Sequence[int], own: int, word: str, answers: dict[int, str]) -> None:
-    store = default_store()
+def _ask(
+    store: dist.Store,
+    group: str,
+    others: Sequence[int],
+    own: int,
+    word: str,
+    answers: dict[int, str],
+) -> None:
     prefix = f"shardwright/desync/{group}/{min([own, *others])}"
     store.set(f"{prefix}/{own}", word)
     end = time.monotonic() + SECONDS

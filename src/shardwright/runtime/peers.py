@@ -37,7 +37,13 @@ from shardwright.runtime.capabilities import (
 )
 from shardwright.runtime.pending import Pending, PointToPoint
 from shardwright.runtime.probe import Probe
-from shardwright.runtime.torch_private import Operations, address_of, limit_waits, sub_group
+from shardwright.runtime.torch_private import (
+    THREADS,
+    Operations,
+    address_of,
+    limit_waits,
+    sub_group,
+)
 
 _BYTES: Final = torch.uint8
 _BACKEND_ONLY: Final = Paths()
@@ -113,7 +119,8 @@ class Peers:
         self.config = config = dist.get_backend_config(group)
         self._gloo = self._cpu and "cpu:gloo" in config
         self.is_fake = "fake" in config  # nothing travels, so nothing received means anything
-        on_gloo = self._gloo or (self._cpu and self.is_fake)  # what a fake group stands for there
+        # what a fake group stands for there, and what threads do as planned
+        on_gloo = self._gloo or (self._cpu and (self.is_fake or THREADS in config))
         self._usual = USUAL_ON_GLOO if on_gloo and size > 1 else _BACKEND_ONLY
         self._checked = debug and size > 1 and not self.is_fake
 

@@ -3,10 +3,11 @@ it is looked at."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import cache
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.tracker.private import in_backward
+from shardwright.tracker.private import Wrapped, in_backward
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 no_torch_function = torch._C._disabled_torch_function_impl
@@ -30,16 +31,15 @@ C_DATA: Any = (
     torch._C.TensorBase.data
 )  # what torch itself reads and writes, whatever a subclass says
 C_GRAD: Any = torch._C.TensorBase.grad
+_backward = Wrapped(torch.autograd, "backward")
 _OFFSET_BITS = 60  # more than any offset within a storage has
 
 
 @contextmanager
 def following_backwards(turn: Callable[[Literal["backward", "step"]], None]) -> Iterator[None]:
     """Say when a backward begins, before anything is computed, and what comes after it."""
-    original = torch.autograd.backward
 
-    @wraps(original)
-    def backward(*arguments: Any, **keywords: Any) -> None:
+    def backward(original: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         if in_backward():  # of what is computed again
             original(*arguments, **keywords)
             return
@@ -47,11 +47,8 @@ def following_backwards(turn: Callable[[Literal["backward", "step"]], None]) -> 
         original(*arguments, **keywords)
         turn("step")
 
-    torch.autograd.backward = backward
-    try:
+    with _backward.by(backward):
         yield
-    finally:
-        torch.autograd.backward = original
 
 
 def will_accumulate(node: Any, place: int) -> bool | None:
@@ -232,6 +229,67 @@ def sub_group(
         default.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+THREADS = "threads"  # our backend among threads of one process
+
+
+class _Worlds(threading.local):
+    """What torch's module of process groups knows, for every thread its own."""
+
+    def __init__(self) -> None:
+        self.default_pg: dist.ProcessGroup | None = None
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, Any] = {}
+        self.pg_group_ranks: dict[Any, Any] = {}
+        self.pg_backend_config: dict[Any, Any] = {}
+        self.group_count = 0
+        self.tags_to_pg: dict[Any, Any] = {}
+        self.pg_to_tag: dict[Any, Any] = {}
+        self.pg_coalesce_state: dict[Any, Any] = {}
+        self.comms: list[Any] = []
+        self.devices: Any = None  # those whose rank this thread is one of
+
+
+@contextmanager
+def several_worlds() -> Iterator[None]:
+    """Every thread may be in a default process group of its own inside."""
+    before, worlds = c10d._world, _Worlds()
+    c10d._world = cast(Any, worlds)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        c10d._world = before
+
+
+@contextmanager
+def world_of(devices: Any) -> Iterator[None]:
+    """Process groups that this thread makes inside are among the ranks of ``devices``."""
+    worlds = cast(Any, c10d._world)
+    worlds.devices = devices
+    try:
+        yield
+    finally:
+        worlds.devices = None
+
+
+def present_devices() -> Any:
+    """Those whose rank this thread is one of."""
+    return cast(Any, c10d._world).devices
+
+
+@cache
+def register_threads(make: Callable[[str, int, Sequence[int], timedelta], Any]) -> None:
+    """Groups of backend ``THREADS`` are made by ``make(name, rank, global ranks, timeout)``."""
+
+    def created(options: Any, _: Any) -> Any:
+        size = options.group_size
+        members = list(options.global_ranks_in_group) or list(range(size))
+        return make(options.group_id, options.group_rank, members, options.timeout)
+
+    dist.Backend.register_backend(THREADS, created, extended_api=True, devices=["cpu", "cuda"])
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -7,29 +7,31 @@ from contextlib import contextmanager
 
 import torch
 
+from shardwright.core.thread_rank import thread_rank
 from shardwright.core.timeline import Kind
 
 Listener = Callable[[torch.Tensor, Kind], None]
 
-_listeners: list[Listener] = []  # one at most: trackers do not nest
+_listeners: dict[int | None, Listener] = {}  # one to a rank: trackers do not nest
 
 
 def announce(tensor: torch.Tensor, kind: Kind) -> None:
     """The storage of ``tensor`` is of ``kind`` from now on; nothing where no tracker listens."""
-    for listener in _listeners:
+    if _listeners and (listener := _listeners.get(thread_rank())) is not None:
         listener(tensor, kind)
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Hear what is announced inside."""
-    _listeners.append(listener)
+    """Hear what this rank announces inside."""
+    rank = thread_rank()
+    _listeners[rank] = listener
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        del _listeners[rank]
 
 
 def is_listening() -> bool:
-    """Whether a tracker is at work in this process."""
-    return bool(_listeners)
+    """Whether a tracker of this rank is at work."""
+    return thread_rank() in _listeners

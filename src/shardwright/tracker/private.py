@@ -6,9 +6,10 @@ Each patch is a context that puts back what it replaced. Names are those of torc
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
+from shardwright.core.thread_rank import thread_rank
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "Wrapped",
     "accumulated_hooks",
     "after_backward",
     "counting_nodes",
@@ -203,22 +207,58 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
+class Wrapped:
+    """A function of torch's that is replaced while somebody wraps it. Where several ranks are in
+    this process, everyone's wrappers are around what his own rank calls."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+        self._original: Any = None
+        self._wrappers: list[tuple[int | None, Callable[..., Any]]] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def by(self, wrapper: Callable[..., Any]) -> Iterator[None]:
+        """Call ``wrapper(original, *arguments, **keywords)`` in place of the function inside."""
+        entry = (thread_rank(), wrapper)
+        with self._lock:
+            if not self._wrappers:
+                self._original = getattr(self._owner, self._name)
+                setattr(self._owner, self._name, wraps(self._original)(self._replacement()))
+            self._wrappers.append(entry)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wrappers.remove(entry)
+                if not self._wrappers:
+                    setattr(self._owner, self._name, self._original)
+
+    def _replacement(self) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            function, rank = self._original, thread_rank()
+            for owner, wrapper in tuple(self._wrappers):
+                if owner == rank:
+                    function = partial(wrapper, function)
+            return function(*arguments, **keywords)
+
+        return call
+
+
+_resize = Wrapped(torch.UntypedStorage, "resize_")
+
+
 @contextmanager
 def following_resizes(changed: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """Report every storage that is resized, which no dispatch mode sees."""
-    original = torch.UntypedStorage.resize_
 
-    @wraps(original)
-    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+    def resize(original: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
         result = original(storage, size)
         changed(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-    try:
+    with _resize.by(resize):
         yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -231,23 +271,23 @@ def quiet_propagation(pause: Callable[[bool], None]) -> Iterator[None]:
     if _DTENSOR not in sys.modules:
         yield
         return
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    original = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    @wraps(original)
-    def quiet(*arguments: Any, **keywords: Any) -> Any:
+    def quiet(original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         pause(True)
         try:
             return original(*arguments, **keywords)
         finally:
             pause(False)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = quiet  # type: ignore[method-assign]
-    try:
+    with _propagation().by(quiet):
         yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+
+
+@cache
+def _propagation() -> Wrapped:
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    return Wrapped(ShardingPropagator, "_propagate_tensor_meta_non_cached")
 
 
 Wrapper = Callable[[Any, Callable[[], Any]], Any]  # a group, and what it was about to do

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -11,6 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.thread_rank import thread_rank
 from shardwright.runtime.embeddings import wire
 from shardwright.runtime.embeddings.asking import Sent
 from shardwright.runtime.embeddings.bags import Pool, versions_of
@@ -118,13 +120,18 @@ class Waiting:
 
 
 class Steps:
-    """Counts the steps of every optimizer in this process."""
+    """Counts the steps of every optimizer of this rank."""
 
     def __init__(self) -> None:
-        self.made = 0
+        self._made: Counter[int | None] = Counter()
+
+    @property
+    def made(self) -> int:
+        """How many there were."""
+        return self._made[thread_rank()]
 
     def __call__(self, *_: Any) -> None:
-        self.made += 1
+        self._made[thread_rank()] += 1
 
 
 steps = Steps()
