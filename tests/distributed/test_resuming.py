@@ -11,10 +11,12 @@ import resuming_tasks as tasks
 import torch
 from pool import Pool
 
+from shardwright.core.errors import InputError
 from shardwright.core.job import parse_job
 from shardwright.core.plan import read_plan, sealed, write_plan
 from shardwright.lab.recordings import plan
 from shardwright.lab.resharding import reshard
+from shardwright.lab.resuming import check_resume
 from shardwright.lab.sources import source_of
 from shardwright.runtime.checkpoint.read import read_full
 
@@ -177,6 +179,10 @@ def test_batches_that_do_not_know_where_to_start_refuse_other_ranks(
     assert not works
     assert "expected the data of 2 ranks to go on with, got 1 ranks" in said
     assert "Let the function have a parameter 'start'" in said
+    job = read_plan(others).job
+    with pytest.raises(InputError, match=r"data of 2 ranks to go on with.*parameter 'start'"):
+        check_resume(job, tmp_path / "run", 1, resume=True)
+    check_resume(job, tmp_path / "run", 2, resume=True)
 
 
 def test_a_changed_text_is_refused_before_it_is_read(pool: Pool, tmp_path: Path) -> None:

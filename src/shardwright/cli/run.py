@@ -101,7 +101,7 @@ def _prepare(plan: Plan, options: argparse.Namespace, *, resume: bool) -> None:
 
     source_of(plan.job).check(plan.job)
     check_log(plan.job.train.log or ())
-    check_resume(plan.job, options.out, resume=resume)
+    check_resume(plan.job, options.out, plan.world_size, resume=resume)
     for path in (outcome_file(options.out), progress_file(options.out)):  # of a run before
         path.unlink(missing_ok=True)
     prepare(plan, options.out, sys.stderr, options.plan)

@@ -184,9 +184,8 @@ def returned_by(
         inspect.signature(function).bind(**keywords)
     except TypeError as error:
         taken = ", ".join(_parameters(function))
-        raise InputError(expected(where, f"arguments that it takes ({taken})", str(error))) from (
-            error
-        )
+        found = str(error).removeprefix("got ")
+        raise InputError(expected(where, f"arguments that it takes ({taken})", found)) from error
     except ValueError:
         pass  # a builtin that does not tell
     try:

@@ -18,9 +18,11 @@ from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import Job, checkpoint_folder, data_files
 from shardwright.core.scores import Scores
 from shardwright.data.dealing import Dealt, split
+from shardwright.lab.python_model import importable, python_function, with_names_of
 from shardwright.lab.tasks.task import Batch, Task
 from shardwright.launcher.folder import measurement_file
-from shardwright.runtime.checkpoint.folders import complete_steps
+from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
+from shardwright.runtime.checkpoint.manifest import MANIFEST, read_manifest
 from shardwright.runtime.saving import Resumed
 
 RATE = "learning_rate"
@@ -129,11 +131,15 @@ def skip(
         return
     if len(dealt) > 1 or dealt[0].world_size != world_size:
         ranks = ", then ".join(str(each.world_size) for each in dealt)
-        remedy = f"Let the function have a parameter '{parameter}', or take as many ranks."
-        wanted = f"the data of {ranks} ranks to go on with"
-        raise InputError(expected(where, wanted, f"{world_size} ranks", remedy))
+        raise _other_ranks(where, ranks, world_size, parameter)
     for _ in islice(batches, dealt[0].taken[rank] // dealt[0].batch):
         pass
+
+
+def _other_ranks(where: str, ranks: str, world_size: int, parameter: str) -> InputError:
+    remedy = f"Let the function have a parameter '{parameter}', or take as many ranks."
+    wanted = f"the data of {ranks} ranks to go on with"
+    return InputError(expected(where, wanted, f"{world_size} ranks", remedy))
 
 
 def facts_of(job: Job, fingerprint: str) -> dict[str, str]:
@@ -180,8 +186,9 @@ def changes(job: Job, found: Resumed, world_size: int) -> Iterator[str]:
         yield f"{RATE} {rate} instead of {old}"
 
 
-def check_resume(job: Job, folder: Path, *, resume: bool) -> None:
-    """Raise InputError where a run would begin beside checkpoints, or has finished."""
+def check_resume(job: Job, folder: Path, world_size: int, *, resume: bool) -> None:
+    """Raise InputError where a run would begin beside checkpoints, has finished, or cannot go on
+    with the data of as many other ranks."""
     saved = checkpoint_folder(job, folder)
     found, where = complete_steps(saved), str(saved)
     if found and not resume:
@@ -193,3 +200,10 @@ def check_resume(job: Job, folder: Path, *, resume: bool) -> None:
         remedy = "Nothing is left to train: raise train.steps."
         wanted = f"a checkpoint before step {steps}"
         raise InputError(expected(where, wanted, f"step-{found[-1]}", remedy))
+    if found and isinstance(job.data.python, str):
+        manifest = read_manifest(step_folder(saved, found[-1]) / MANIFEST, found[-1])
+        where = f"data.python '{job.data.python}'"
+        with importable():
+            goes_on = with_names_of(python_function(job.data.python, where), {"start": 0})
+        if manifest.world_size != world_size and not goes_on:
+            raise _other_ranks(where, str(manifest.world_size), world_size, "start")

@@ -90,7 +90,7 @@ def run(
         if checkpoint_folder(plan.job, folder).exists():
             from shardwright.lab.resuming import check_resume
 
-            check_resume(plan.job, folder, resume=resume)
+            check_resume(plan.job, folder, plan.world_size, resume=resume)
         elif resume:
             saves = "" if request.saves else ", and none will be: the job has no [checkpoint]"
             print(f"no checkpoint is there yet{saves}; this run begins anew", file=stream)

@@ -69,6 +69,9 @@ def check_module(module: nn.Module, where: str, tables: Collection[str] = ()) ->
     ``tables``, by path, have no gradient."""
     for path, part in module.named_modules():
         place = f"{where}: {named(module, path)}"
+        if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+            remedy = "Return it as it is; compile units after sw.apply."
+            raise UnsupportedError(expected(place, "a module as it is", "a compiled one", remedy))
         is_sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
         if is_sparse and path not in tables:
             raise UnsupportedError(

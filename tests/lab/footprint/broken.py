@@ -175,6 +175,16 @@ def lazy() -> Made:
     return nn.Sequential(nn.Embedding(4, 4), nn.LazyLinear(8))
 
 
+def compiled() -> Made:
+    return torch.compile(nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)))
+
+
+def compiled_in_place() -> Made:
+    module = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+    module[1].compile()
+    return module
+
+
 def sparse() -> Made:
     return nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
 

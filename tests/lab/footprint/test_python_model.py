@@ -278,6 +278,9 @@ REFUSED = {
     "frozen": "its loss: expected a floating-point result that depends on trained parameters, got"
     " one without a gradient.",
     "lazy": "got lazy modules, whose sizes a first batch would decide.",
+    "compiled": "OptimizedModule: expected a module as it is, got a compiled one.",
+    "compiled_in_place": "module '1' (Linear): expected a module as it is, got a compiled one."
+    " Return it as it is; compile units after sw.apply.",
     "sparse": "module '0' (Embedding): expected a dense gradient, got sparse=True, whose size",
     "loss_of_many": "its loss: expected one number, got a tensor [2, 4].",
     "takes_width": "expected arguments that it takes (width), got missing a required argument",
@@ -288,6 +291,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as compile is imported
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_traced_is_refused_in_one_line_that_names_it(
     name: str, capfd: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,10 @@ def build(batch: int, dim: int = 64) -> tuple[nn.Module, tuple[Tensor], nn.Modul
     return Classifier(dim), inputs, nn.CrossEntropyLoss(), targets
 
 
-def batches(batch: int, rank: int, seed: int) -> Iterator[tuple[tuple[Tensor], Tensor]]:
-    """Inputs and targets of every step: other ones on every rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    while True:
-        yield example(batch, generator)
+def batches(
+    batch: int, rank: int, world_size: int, seed: int, start: int = 0
+) -> Iterator[tuple[tuple[Tensor], Tensor]]:
+    """Inputs and targets of every step, other ones on every rank. A run that goes on, on as many
+    ranks or on others, has had ``start`` samples already."""
+    for number in count(start // batch + rank, world_size):
+        yield example(batch, torch.Generator().manual_seed(1_000_000 * seed + number))
