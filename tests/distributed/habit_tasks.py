@@ -80,6 +80,14 @@ def freezing_after_sharding(world: World) -> Found:
     return weights(model)
 
 
+def freezing_before_the_optimizer(world: World) -> Found:
+    model = world.shard(net())
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(world.flat(model), lr=0.1, weight_decay=0.5)
+    train(world, model, optimizer, 3)
+    return weights(model)
+
+
 def _scaled(world: World, parameters: Callable[[nn.Module], Any]) -> Found:
     model = world.shard(net())
     optimizer = torch.optim.SGD(parameters(model), lr=0.1)

@@ -54,6 +54,7 @@ class Run(NamedTuple):
             views.dtype,
             segment.cut == "replicated",
             segment.trainable,
+            self.unit.members[self.places[0]].parameter.requires_grad,
             id(comm.mesh),
             comm.size,
         )
@@ -66,12 +67,15 @@ class Run(NamedTuple):
 
 
 def runs_of(unit: DStorage, group_of: Mapping[tuple[int, str], int]) -> Iterator[Run]:
-    """The runs of a unit; what no group has is in none. The same on every rank."""
+    """The runs of a unit, cut where frozen tensors begin and end; what no group has is in none. The
+    same on every rank."""
     first = 0
     for index, views in enumerate(unit.buffers.segments):
         segment = views.segment
         groups = [group_of.get((id(unit), slot.tensor.fqn)) for slot in segment.slots]
-        heads = [i for i, group in enumerate(groups) if not i or group != groups[i - 1]]
+        members = unit.members[first : first + len(groups)]
+        kinds = [(g, m.parameter.requires_grad) for g, m in zip(groups, members, strict=True)]
+        heads = [i for i, kind in enumerate(kinds) if not i or kind != kinds[i - 1]]
         ends = [*heads[1:], len(groups)]
         each = [_starts(segment, heads, rank) for rank in range(unit.comm.size)]
         for number, (head, end) in enumerate(zip(heads, ends, strict=True)):
