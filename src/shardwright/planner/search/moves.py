@@ -14,6 +14,7 @@ import numpy as np
 from shardwright.planner.search.slopes import Hope, hopeful
 from shardwright.planner.search.space import Block, Bools, Floats, Ints
 from shardwright.planner.search.state import MANY_RANKS, MAX_RATIO, NEAR_SLOTS, State, least_first
+from shardwright.planner.search.weighing import weigh
 
 FOLLOWED = 40  # cheapest changes of option that are tried with a relocation after them
 MAX_FOLLOWED_ITEMS = 400
@@ -253,7 +254,7 @@ def reoption(state: State, items: list[int]) -> bool:
         some = [hope.way for hope in hopes[start : start + many] if hope.least < best]
         if not some:
             break
-        costs = state.weigh(some, best).costs.sum(axis=1)
+        costs = weigh(state, some, best).costs.sum(axis=1)
         if costs.min() < best:
             best, found = float(costs.min()), some[int(costs.argmin())]
     if found is None:
@@ -311,7 +312,7 @@ def promising(state: State, ways: Ways, best: float) -> Iterator[Hope]:
     """Those after which the move of a block off the worst rank may cost less than ``best``, and
     what all ranks cost then at least."""
     for some in _batches(state, ways):
-        load, costs = state.weigh(some)
+        load, costs = weigh(state, some)
         worst, total = costs.argmax(axis=1), costs.sum(axis=1)
         least = np.full(len(some), np.inf)
         for rank in sorted(set(worst.tolist())):
