@@ -21,7 +21,7 @@ from shardwright.planner.search.polish import (
     polish,
     settled,
 )
-from shardwright.planner.search.space import Assignment, Floats, Ints, Space
+from shardwright.planner.search.space import Assignment, Bools, Floats, Ints, Space
 from shardwright.planner.search.state import State, least_first, restored
 from shardwright.planner.search.watch import Watch
 
@@ -36,12 +36,14 @@ class Start(NamedTuple):
     """A relaxed choice to start from, as the bound has it where nothing is said.
 
     ``price_factor``: by how much the prices of bytes are raised; ``finer_cost``: the share by which
-    a finer cut may cost more; ``largest_shard``: its seconds as a share of the target.
+    a finer cut may cost more; ``largest_shard``: its seconds as a share of the target;
+    ``largest_bytes``: its bytes as a share of a rank's: what fills one alone leaves it idle.
     """
 
     price_factor: float = 1.0
     finer_cost: float = 0.0
     largest_shard: float = WITHIN
+    largest_bytes: float = 1.0
 
 
 STARTS = (
@@ -53,6 +55,12 @@ STARTS = (
     Start(price_factor=32.0),
     Start(finer_cost=0.3),
     Start(finer_cost=0.5),
+)
+STARTS_OF_MANY = (  # items; few are polished instead
+    STARTS[0],
+    Start(largest_shard=0.9, largest_bytes=0.5),
+    Start(largest_shard=0.8, largest_bytes=0.7),
+    *STARTS[1:],
 )
 POLISHING = (16.0, 64.0)
 STEPS, STEPS_PER_ITEM = 500, 20  # of one start and power; far more than they take
@@ -188,11 +196,9 @@ def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator
     target = max(found.seconds, TINY)
     scale = target / space.capacity_array
     seen = set()
-    for start in STARTS:
-        fitting = options.fits & options.listed
-        usable = fitting & (options.largest <= target * start.largest_shard)
-        if not np.logical_or.reduceat(usable, options.starts).all():
-            usable = fitting if fitting.any() else options.listed
+    many = len(space.items) > MAX_ITEMS
+    for start in STARTS_OF_MANY if many else STARTS:
+        usable = _small_enough(space, options, start, target)
         factor = start.price_factor
         prices = found.prices * factor + scale * BYTE_PRICE * (factor - 1)
         priced = np.where(usable, options.seconds + options.storage @ prices, np.inf)
@@ -204,14 +210,29 @@ def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator
             yield chosen
 
 
+def _small_enough(space: Space, options: bounds.Table, start: Start, target: float) -> Bools:
+    """Options whose largest shard is as small as ``start`` asks, where an item has any."""
+    fitting = options.fits & options.listed
+    small = fitting & (options.largest <= target * start.largest_shard)
+    small &= _filled(space, options) <= start.largest_bytes
+    counts = np.diff(np.append(options.starts, len(small)))
+    has = np.repeat(np.logical_or.reduceat(small, options.starts), counts)
+    return np.where(has, small, fitting)
+
+
+def _filled(space: Space, options: bounds.Table) -> Floats:
+    """The share of a rank's memory that an option's largest shard takes."""
+    shares: Floats = (options.largest_storage / space.capacity_array).max(axis=1)
+    return shares
+
+
 def _by_size(
     space: Space, options: bounds.Table, priced: Floats, slack: float, target: float
 ) -> Floats:
     """The size of an option's largest shard, among those nearly as cheap as the cheapest."""
     counts = np.diff(np.append(options.starts, len(priced)))
     least = np.repeat(np.minimum.reduceat(priced, options.starts), counts)
-    shares = (options.largest_storage / space.capacity_array).max(axis=1)
-    size = np.maximum(options.largest / target, shares)
+    size = np.maximum(options.largest / target, _filled(space, options))
     return np.where(priced <= least * (1 + slack), size, np.inf)
 
 
@@ -317,11 +338,10 @@ def _step(state: State, stuck: moves.Stuck, reoption: bool) -> bool:
     order = least_first(-costs, min(RANKS_TRIED, len(costs)))
     order = order[np.argsort(-costs[order], kind="stable")]
     near, enough = moves.swap_partners(costs), -moves.EPSILON * costs.sum()
-    for rank in order.tolist():
-        move = stuck.helped(state, rank, costs, near, enough)
-        if move is not None:
-            move.apply(state)
-            return True
+    move = stuck.helped(state, order.tolist(), costs, near, enough)
+    if move is not None:
+        move.apply(state)
+        return True
     if not reoption:
         return False
     tried: set[int] = set()

@@ -96,6 +96,11 @@ class ItemOption(msgspec.Struct, frozen=True, dict=True):
         in order."""
         return tuple((-block.width, -float(block.seconds.max())) for block in self.blocks)
 
+    @functools.cached_property
+    def single(self) -> tuple[float, ...]:
+        """Bytes of each tier that a block of one rank has there; they are alike."""
+        return tuple(self.blocks[0].storage[0].tolist())
+
 
 @dataclass(frozen=True, slots=True)
 class Item:

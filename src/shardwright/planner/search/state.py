@@ -43,8 +43,8 @@ class Singles(NamedTuple):
 
 @dataclass
 class Known:
-    """What holds as of one ``change`` of a state, worked out when first asked for: the ranks without
-    an item (``bare``), whether none holds too much (``room``), the ``idle`` ones."""
+    """What holds as of one ``change`` of a state, worked out when first asked for: the ranks
+    without an item (``bare``), whether none holds too much (``room``), the ``idle`` ones."""
 
     change: int = -1
     bare: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
