@@ -72,6 +72,8 @@ BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of
 CLOSE_ENOUGH = 1e-4  # to the bound for a start to end
 FAR = (0.01, 0.05)  # from the bound, for a small problem's options to be drawn at random (again)
 FAR_BEHIND = 1.2  # times what the best start took
+WORTHWHILE = 0.99  # of the best so far is what a start of many items takes, shared evenly
+FEW_OF_MANY, NEAR = 3, 0.02  # starts of many items at most, until one is so near the bound
 PROMISING = 1.1  # times the bound that a start's work takes, shared evenly, to be placed at once
 GOOD_ENOUGH = 2e-3  # to the bound, for each start that fitted, for no further start
 
@@ -100,7 +102,7 @@ def search(
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
     ``first`` is improved before any other start, so the outcome is never worse than it. Of many
-    items no start is placed whose work, shared evenly, takes as long as the best so far. At
+    items no start is placed whose work, shared evenly, takes nearly as long as the best so far. At
     ``enough`` seconds nothing better is looked for. Where the bound is not below ``known_bound``,
     that of the space which ``first`` is from, or ``quick`` is asked for, one more start is all that
     is tried; and what is found quickly is not polished. ``relaxed`` is the space's own relaxation
@@ -118,6 +120,7 @@ def search(
     most = _most_steps(space)
     patience = PATIENCE if len(space.items) <= MAX_ITEMS else 1
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
+    least = 1 if quick or len(space.items) <= MAX_ITEMS else FEW_OF_MANY
 
     def even(chosen: Ints) -> float:
         return float(options.seconds[options.starts + chosen].sum()) / space.ranks
@@ -125,12 +128,12 @@ def search(
     def worthwhile(chosen: Ints) -> bool:
         if tuple(chosen.tolist()) == tuple(known_start):
             return False
-        return len(space.items) <= MAX_ITEMS or even(chosen) < seconds
+        return len(space.items) <= MAX_ITEMS or even(chosen) < seconds * WORTHWHILE
 
     def placed(chosen: Ints) -> tuple[Ints, State]:
         return chosen, _placed(space, chosen, target)
 
-    chosen = itertools.islice(starts(space, options, found), 1 if few else None)
+    chosen = itertools.islice(starts(space, options, found), least if few else None)
     fresh: Iterator[tuple[Ints, State]]
     if space.ranks > len(space.items) > MAX_ITEMS:  # the most promising first: the rest is cut
         known = list(filter(worthwhile, chosen))
@@ -141,6 +144,8 @@ def search(
     else:
         fresh = map(placed, filter(worthwhile, chosen))
     for start in itertools.chain(begun, (state for own, state in fresh if worthwhile(own))):
+        if few and tried > len(begun) and seconds <= found.seconds * (1 + NEAR):
+            break
         tried += 1
         state = improve(start, max(found.seconds, enough), watch, most=most, least=seconds)
         if state.fits:
