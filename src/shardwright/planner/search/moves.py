@@ -364,7 +364,7 @@ def _affordable(state: State, item: int, fits: bool) -> list[int]:
     options = state.space.items[item].options
     if not fits:
         return list(range(len(options)))
-    most = min(option.total_seconds for option in options) * MAX_WORK + WORK_SLACK * state.target
+    most = state.space.least_work[item] * MAX_WORK + WORK_SLACK * state.target
     return [number for number, option in enumerate(options) if option.total_seconds <= most]
 
 

@@ -77,8 +77,7 @@ def _changes(space: Space, state: State, target: float) -> Iterator[tuple[int, i
     order = np.argsort(-state.load, kind="stable")[:WORST_RANKS]
     for item in sorted({item for rank in order for item in state.on_rank[int(rank)]}):
         options = space.items[item].options
-        least = min(option.total_seconds for option in options)
-        most = least * MAX_WORK + WORK_SLACK * target
+        most = space.least_work[item] * MAX_WORK + WORK_SLACK * target
         for number, option in enumerate(options):
             if number != state.options[item] and option.total_seconds <= most:
                 yield item, number

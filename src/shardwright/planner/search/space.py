@@ -150,6 +150,11 @@ class Space:
         )
 
     @functools.cached_property
+    def least_work(self) -> tuple[float, ...]:
+        """Seconds of all ranks together of the cheapest option of each item."""
+        return tuple(min(option.total_seconds for option in item.options) for item in self.items)
+
+    @functools.cached_property
     def rows(self) -> Rows:
         """The options as arrays."""
         return Rows(self.items, self.ranks, self.group)
