@@ -20,8 +20,9 @@ def search_widening(
     quick: bool = False,
     whole: Relaxed | None = None,
 ) -> Outcome:
-    """First among the ``narrow`` options, then, from what that found, among all: looking at more
-    never makes a plan worse. Where nothing fits, memory alone is looked at before giving up.
+    """First among the ``narrow`` options, then, from what that found, among all; where the bounds
+    say that more options help, among all, and then the others only where that found nothing faster
+    than their bound. Where nothing fits, memory alone is looked at before giving up.
     ``quick``: all of it is a start for another search; ``whole``: the space's own relaxation where
     it is known."""
     watch = watch or Watch()
