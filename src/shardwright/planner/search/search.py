@@ -106,8 +106,8 @@ def search(
     ``enough`` seconds nothing better is looked for. Where the bound is not below ``known_bound``,
     that of the space which ``first`` is from, or ``quick`` is asked for, one more start is all that
     is tried, of many items a few until one is near the bound; and what is found quickly is not
-    polished. ``relaxed`` is the space's own relaxation
-    where it is known, ``known_start`` the options of a start that needs no second look.
+    polished. ``relaxed`` is the space's own relaxation where it is known, ``known_start`` the
+    options of a start that needs no second look.
     """
     options, found = relaxed or bounds.relaxed(space)
     if not found.usable:
