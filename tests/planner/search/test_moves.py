@@ -36,11 +36,13 @@ def test_a_rank_that_was_stuck_is_helped_as_if_it_were_looked_at_for_the_first_t
         enough = -EPSILON * costs.sum()
         for rank in range(space.ranks):
             near = swap_partners(costs)
-            found = stuck.helped(state, rank, costs, near, enough)
-            first = Stuck().helped(state, rank, costs, near, enough)
+            found = stuck.helped(state, [rank], costs, near, enough)
+            first = Stuck().helped(state, [rank], costs, near, enough)
             assert (found is None) == (first is None)
             if found is not None and first is not None:
                 assert found.change == first.change
+            elif found is None:  # nothing changed since: nothing is left to look at
+                assert stuck.helped(state, [rank], costs, near, enough) is None
         item = draw.randrange(len(space.items))
         state.take(item)
         _put_anywhere(state, item, draw)

@@ -15,6 +15,7 @@ from shardwright.planner.search import moves
 from shardwright.planner.search.slopes import hopeful
 from shardwright.planner.search.space import Space
 from shardwright.planner.search.state import State, restored
+from shardwright.planner.search.weighing import weigh
 
 SpaceOf = Callable[..., Space]
 ManyRanks = Callable[[ShardingType, int, int], Space]
@@ -164,9 +165,9 @@ def test_what_is_weighed_is_what_put_brings(space_of_seed: SpaceOf, seed: int) -
     space = space_of_seed(seed, memory="tight")
     state = _wandered(space, seed, 5)
     ways = [(i, o) for i, item in enumerate(space.items) for o in range(len(item.options))]
-    weighed = state.weigh(ways)
+    weighed = weigh(state, ways)
     middle = float(np.median(weighed.costs.sum(axis=1)))
-    pruned = state.weigh(ways, middle).costs.sum(axis=1)
+    pruned = weigh(state, ways, middle).costs.sum(axis=1)
     for (item, option), load, costs, kept in zip(ways, *weighed, pruned, strict=True):
         other = state.copy()
         other.take(item)
@@ -189,7 +190,7 @@ def test_what_is_hoped_for_is_never_above_what_is_weighed(
     space = space_of_seed(seed, memory=memory)
     state = _wandered(space, seed, 5)
     ways = [(i, o) for i, item in enumerate(space.items) for o in range(len(item.options))]
-    costs = dict(zip(ways, state.weigh(ways).costs.sum(axis=1).tolist(), strict=True))
+    costs = dict(zip(ways, weigh(state, ways).costs.sum(axis=1).tolist(), strict=True))
     middle = float(np.median([*costs.values()]))
     hopes = hopeful(state, ways, middle)
     assert hopes == sorted(hopes)

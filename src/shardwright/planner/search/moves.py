@@ -6,14 +6,16 @@ better), or None.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from shardwright.planner.search.slopes import Hope, hopeful
 from shardwright.planner.search.space import Block, Bools, Floats, Ints
 from shardwright.planner.search.state import MANY_RANKS, MAX_RATIO, NEAR_SLOTS, State, least_first
+from shardwright.planner.search.weighing import weigh
 
 FOLLOWED = 40  # cheapest changes of option that are tried with a relocation after them
 MAX_FOLLOWED_ITEMS = 400
@@ -21,6 +23,7 @@ MAX_WORK, WORK_SLACK = 1.5, 0.5  # times an option's cheapest work, and of the t
 SWAP_PARTNERS = 64  # ranks of lowest cost whose blocks are looked at
 EPSILON = 1e-12
 MANY_HOSTS = 256  # of which the least busy ones are looked at first
+PAIRS_AT_ONCE = 2**11  # of blocks, or of a block and a rank, that are looked at in one go
 AT_ONCE = 2**15  # ranks, each as often as there are ways that are weighed together
 
 Ways = list[tuple[int, int]]  # items, and an option of each
@@ -53,10 +56,26 @@ class Stuck:
     met: dict[int, Bools] = field(default_factory=dict)
 
     def helped(
+        self, state: State, ranks: list[int], costs: Floats, near: Ints, enough: float
+    ) -> Move | None:
+        """For the first of the ``ranks`` that any helps, the best move of a block off it, or swap
+        with one of those ``near``; None if none changes the cost by less than ``enough``, which is
+        negative."""
+        every = np.arange(state.space.ranks)
+        for some in _together(state, ranks, near):
+            if len(some) == 1:
+                best = self._best(state, some[0], costs, near, enough)
+                if best is not None:
+                    return best
+                continue
+            for best in best_moves(state, some, costs, every, near, every):
+                if best is not None and best.change < enough:
+                    return best
+        return None
+
+    def _best(
         self, state: State, rank: int, costs: Floats, near: Ints, enough: float
     ) -> Move | None:
-        """The best move of a block off the rank, or swap with one of those ``near``; None if none
-        changes the cost by less than ``enough``, which is negative."""
         since, width = self.since.get(rank, -1), state.space.group
         every, first = np.arange(state.space.ranks), rank - rank % width
         if state.changes[rank] > since or self.change[rank] < enough:
@@ -66,19 +85,43 @@ class Stuck:
             met[others] = False
             near, known = near[~met[near]], self.change[rank]
         is_home_same = state.changes[first : first + width].max() <= since
-        kinds = (
-            relocation(state, rank, costs, others),
-            exchange(state, rank, costs, near),
-            host_relocation(state, rank, costs, others if is_home_same else every),
-        )
-        found = [move for move in kinds if move is not None]
-        best = min(found, key=lambda move: move.change, default=None)
+        hosts = others if is_home_same else every
+        (best,) = best_moves(state, [rank], costs, others, near, hosts)
         if best is not None and best.change < enough:
             return best
         met[near] = True
         self.since[rank], self.met[rank] = state.change, met
         self.change[rank] = known if best is None else min(known, best.change)
         return None
+
+
+def _together(state: State, ranks: list[int], near: Ints) -> Iterator[list[int]]:
+    """Ranks that are looked at in one go: one after the other where there is much to look at."""
+    if state.space.ranks > SWAP_PARTNERS:
+        yield from ([rank] for rank in ranks)
+        return
+    partners = sum(len(state.singles(other).items) for other in near.tolist())
+    some: list[int] = []
+    left = PAIRS_AT_ONCE
+    for rank in ranks:
+        left -= len(state.singles(rank).items) * max(partners, state.space.ranks)
+        if some and left < 0:
+            yield some
+            some, left = [], PAIRS_AT_ONCE
+        some.append(rank)
+    yield some
+
+
+def best_moves(
+    state: State, ranks: list[int], costs: Floats, others: Ints, near: Ints, hosts: Ints
+) -> Iterator[Move | None]:
+    """For each rank the best move of a block of its own to one of ``others``, swap with one of
+    those ``near``, or move of a host's block to one of ``hosts``."""
+    moved, swapped = relocations(state, ranks, costs, others), exchanges(state, ranks, costs, near)
+    for rank, *kinds in zip(ranks, moved, swapped, strict=True):
+        kinds.append(host_relocation(state, rank, costs, hosts))
+        found = [move for move in kinds if move is not None]
+        yield min(found, key=lambda move: move.change, default=None)
 
 
 def swap_partners(costs: Floats) -> Ints:
@@ -88,37 +131,89 @@ def swap_partners(costs: Floats) -> Ints:
 
 def relocation(state: State, rank: int, costs: Floats, others: Ints) -> Move | None:
     """The best place for one of the rank's single blocks among ``others``."""
+    return relocations(state, [rank], costs, others)[0]
+
+
+def relocations(state: State, ranks: list[int], costs: Floats, others: Ints) -> list[Move | None]:
+    """``relocation`` for each of several ranks."""
     if len(others) < MANY_RANKS or state.space.constrained:
-        return _relocation(state, rank, costs, others)[0]
+        return _relocations(state, ranks, costs, others)[0]
     idle, busy = state.idle  # of many ranks, most are too busy
-    move, least = _relocation(state, rank, costs, idle, busy)
-    if move is not None and move.change <= least:
-        return move
-    return _relocation(state, rank, costs, others)[0]
+    moves, least = _relocations(state, ranks, costs, idle, busy)
+    if all(move is not None and move.change <= least for move in moves):
+        return moves
+    return _relocations(state, ranks, costs, others)[0]
 
 
-def _relocation(
-    state: State, rank: int, costs: Floats, others: Ints, busy: float = np.inf
-) -> tuple[Move | None, float]:
-    """``relocation``, and what it changes at least if a block goes to a rank that is ``busy``."""
-    items, seconds, storage = state.singles(rank)
-    others = others[others != rank]
-    if not items or not len(others):
-        return None, -np.inf
-    left = state.cost(state.load[rank] - seconds, state.memory[rank] - storage) - costs[rank]
+def _relocations(
+    state: State, ranks: list[int], costs: Floats, others: Ints, busy: float = np.inf
+) -> tuple[list[Move | None], float]:
+    """``relocations``, and what any changes at least if a block goes to a rank that is ``busy``."""
+    own = singles_of(state, ranks)
+    if not own.items or not len(others):
+        return [None] * len(ranks), -np.inf
+    left = state.cost(state.load[own.ranks] - own.seconds, state.memory[own.ranks] - own.storage)
+    left -= costs[own.ranks]
     joined = state.cost(
-        state.load[others] + seconds[:, None], state.memory[others] + storage[:, None, :]
+        state.load[others] + own.seconds[:, None],
+        state.memory[others] + own.storage[:, None, :],
     )
     change = left[:, None] + joined - costs[others]
+    change[own.ranks[:, None] == others] = np.inf
     if state.space.constrained:
-        for row, item in enumerate(items):
+        for row, item in enumerate(own.items):
             mask = state.allowed(item)
             if mask is not None:
                 change[row, ~mask[others]] = np.inf
-    best = int(change.argmin())
-    row, column = divmod(best, len(others))
-    moved = _moved(state, items[row], rank, int(others[column]))
-    return Move(float(change.flat[best]), (moved,)), _least_added(state, left, seconds, busy)
+
+    def move(row: int, column: int, rank: int) -> Move:
+        moved = _moved(state, own.items[row], rank, int(others[column]))
+        return Move(float(change[row, column]), (moved,))
+
+    return _best_of(change, own, ranks, move), _least_added(state, left, own.seconds, busy)
+
+
+def _best_of(
+    change: Floats, own: SinglesOf, ranks: list[int], move: Callable[[int, int, int], Move]
+) -> list[Move | None]:
+    """For each rank the ``move`` of the row of its ``own``, and column, that changes least."""
+    found: list[Move | None] = []
+    end = 0
+    for rank, count in zip(ranks, own.counts, strict=True):
+        start, end = end, end + count
+        if not count:
+            found.append(None)
+            continue
+        row, column = divmod(int(change[start:end].argmin()), change.shape[1])
+        found.append(move(start + row, column, rank))
+    return found
+
+
+class SinglesOf(NamedTuple):
+    """The ``singles`` of several ranks, ``counts`` of each: items and ``ranks`` [blocks], what one
+    takes: ``seconds`` [blocks] and ``storage`` [blocks, 3]."""
+
+    counts: list[int]
+    items: list[int]
+    ranks: Ints
+    seconds: Floats
+    storage: Floats
+
+
+def singles_of(state: State, ranks: list[int]) -> SinglesOf:
+    """Those of ``ranks``, rank after rank."""
+    singles = [state.singles(rank) for rank in ranks]
+    counts = [len(own.items) for own in singles]
+    if len(ranks) == 1:
+        ((items, seconds, storage),) = singles
+        return SinglesOf(counts, items, np.full(len(items), ranks[0]), seconds, storage)
+    return SinglesOf(
+        counts,
+        [item for own in singles for item in own.items],
+        np.repeat(ranks, counts),
+        np.concatenate([own.seconds for own in singles]),
+        np.concatenate([own.storage for own in singles]),
+    )
 
 
 def _least_added(state: State, left: Floats, seconds: Floats, busy: float, ranks: int = 1) -> float:
@@ -136,45 +231,43 @@ def _moved(state: State, item: int, rank: int, slot: int) -> tuple[int, int, int
     return item, state.slots[item].index(rank), slot
 
 
-def exchange(state: State, rank: int, costs: Floats, others: Ints) -> Move | None:
-    """The best swap of one of the rank's single blocks with one of ``others``."""
-    own = state.singles(rank)
-    near = [(other, state.singles(other)) for other in others.tolist() if other != rank]
-    items = [item for _, singles in near for item in singles.items]
-    if not own.items or not items:
-        return None
-    there = np.repeat([other for other, _ in near], [len(singles.items) for _, singles in near])
-    seconds = np.concatenate([singles.seconds for _, singles in near])
-    storage = np.concatenate([singles.storage for _, singles in near])
-    gain = seconds[None, :] - own.seconds[:, None]
-    bytes_ = storage[None, :, :] - own.storage[:, None, :]
-    mine = state.cost(state.load[rank] + gain, state.memory[rank] + bytes_)
-    theirs = state.cost(state.load[there][None, :] - gain, state.memory[there][None] - bytes_)
-    change = mine + theirs - costs[rank] - costs[there][None, :]
+def exchanges(state: State, ranks: list[int], costs: Floats, others: Ints) -> list[Move | None]:
+    """The best swap of one of each rank's single blocks with one of ``others``."""
+    if not len(others):
+        return [None] * len(ranks)
+    own, there = singles_of(state, ranks), singles_of(state, others.tolist())
+    if not own.items or not there.items:
+        return [None] * len(ranks)
+    gain = there.seconds - own.seconds[:, None]
+    bytes_ = there.storage - own.storage[:, None, :]
+    mine = state.cost(state.load[own.ranks, None] + gain, state.memory[own.ranks, None] + bytes_)
+    theirs = state.cost(state.load[there.ranks] - gain, state.memory[there.ranks] - bytes_)
+    change = mine + theirs - costs[own.ranks, None] - costs[there.ranks]
+    change[own.ranks[:, None] == there.ranks] = np.inf
     if state.space.constrained:
-        _forbid_swaps(state, rank, own.items, items, there, change)
-    best = int(change.argmin())
-    row, column = divmod(best, len(items))
-    other = int(there[column])
-    blocks = (
-        _moved(state, own.items[row], rank, other),
-        _moved(state, items[column], other, rank),
-    )
-    return Move(float(change.flat[best]), blocks)
+        _forbid_swaps(state, own, there, change)
+
+    def move(row: int, column: int, rank: int) -> Move:
+        other = int(there.ranks[column])
+        blocks = (
+            _moved(state, own.items[row], rank, other),
+            _moved(state, there.items[column], other, rank),
+        )
+        return Move(float(change[row, column]), blocks)
+
+    return _best_of(change, own, ranks, move)
 
 
-def _forbid_swaps(
-    state: State, rank: int, own: list[int], others: list[int], there: Ints, change: Floats
-) -> None:
+def _forbid_swaps(state: State, own: SinglesOf, there: SinglesOf, change: Floats) -> None:
     """Rule out swaps that break a constraint; two tables kept apart never trade places."""
-    for row, item in enumerate(own):
+    for row, item in enumerate(own.items):
         mask = state.allowed(item)
         if mask is not None:
-            change[row, ~mask[there]] = np.inf
-    for column, item in enumerate(others):
+            change[row, ~mask[there.ranks]] = np.inf
+    for column, item in enumerate(there.items):
         mask = state.allowed(item)
-        if mask is not None and not mask[rank]:
-            change[:, column] = np.inf
+        if mask is not None:
+            change[~mask[own.ranks], column] = np.inf
 
 
 def host_relocation(state: State, rank: int, costs: Floats, others: Ints) -> Move | None:
@@ -253,7 +346,7 @@ def reoption(state: State, items: list[int]) -> bool:
         some = [hope.way for hope in hopes[start : start + many] if hope.least < best]
         if not some:
             break
-        costs = state.weigh(some, best).costs.sum(axis=1)
+        costs = weigh(state, some, best).costs.sum(axis=1)
         if costs.min() < best:
             best, found = float(costs.min()), some[int(costs.argmin())]
     if found is None:
@@ -271,7 +364,7 @@ def _affordable(state: State, item: int, fits: bool) -> list[int]:
     options = state.space.items[item].options
     if not fits:
         return list(range(len(options)))
-    most = min(option.total_seconds for option in options) * MAX_WORK + WORK_SLACK * state.target
+    most = state.space.least_work[item] * MAX_WORK + WORK_SLACK * state.target
     return [number for number, option in enumerate(options) if option.total_seconds <= most]
 
 
@@ -311,7 +404,7 @@ def promising(state: State, ways: Ways, best: float) -> Iterator[Hope]:
     """Those after which the move of a block off the worst rank may cost less than ``best``, and
     what all ranks cost then at least."""
     for some in _batches(state, ways):
-        load, costs = state.weigh(some)
+        load, costs = weigh(state, some)
         worst, total = costs.argmax(axis=1), costs.sum(axis=1)
         least = np.full(len(some), np.inf)
         for rank in sorted(set(worst.tolist())):

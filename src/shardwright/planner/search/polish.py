@@ -77,8 +77,7 @@ def _changes(space: Space, state: State, target: float) -> Iterator[tuple[int, i
     order = np.argsort(-state.load, kind="stable")[:WORST_RANKS]
     for item in sorted({item for rank in order for item in state.on_rank[int(rank)]}):
         options = space.items[item].options
-        least = min(option.total_seconds for option in options)
-        most = least * MAX_WORK + WORK_SLACK * target
+        most = space.least_work[item] * MAX_WORK + WORK_SLACK * target
         for number, option in enumerate(options):
             if number != state.options[item] and option.total_seconds <= most:
                 yield item, number
@@ -182,30 +181,30 @@ def _singles_placed(
     slots: list[list[int]],
 ) -> bool:
     """Places blocks of one rank each; False if one finds no room."""
-    tiers = [tier for tier, _ in space.used_tiers]
-    filled = [memory[:, tier].tolist() for tier in tiers]
-    limits = [space.capacity[tier] for tier in tiers]
+    tiers = [tier for tier, _ in space.scarce_tiers]
+    filled = [(tier, memory[:, tier].tolist(), space.capacity[tier]) for tier in tiers]
     ranks = [(seconds, rank) for rank, seconds in enumerate(load.tolist())]
     heapq.heapify(ranks)
     for _, minus_seconds, item, index in blocks:
-        entry, option = space.items[item], space.items[item].options[options[item]]
-        sizes = [float(option.blocks[index].storage[0, tier]) for tier in tiers]
+        entry = space.items[item]
+        allowed, sizes = entry.allowed, entry.options[options[item]].single
         passed = []
         while ranks:
-            busy, rank = heapq.heappop(ranks)
-            fits = all(
-                own[rank] + size <= limit
-                for own, size, limit in zip(filled, sizes, limits, strict=True)
-            )
-            if fits and (entry.allowed is None or entry.allowed[rank]):
-                break
-            passed.append((busy, rank))
+            busy, rank = least = heapq.heappop(ranks)
+            for tier, own, limit in filled:
+                if own[rank] + sizes[tier] > limit:
+                    break
+            else:
+                if allowed is None or allowed[rank]:
+                    break
+            passed.append(least)
         else:
             return False
-        for own, size in zip(filled, sizes, strict=True):
-            own[rank] += size
-        for back in (*passed, (busy - minus_seconds, rank)):
+        for tier, own, _ in filled:
+            own[rank] += sizes[tier]
+        for back in passed:
             heapq.heappush(ranks, back)
+        heapq.heappush(ranks, (busy - minus_seconds, rank))
         slots[item][index] = rank
     for seconds, rank in ranks:
         load[rank] = seconds

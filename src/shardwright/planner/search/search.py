@@ -21,7 +21,7 @@ from shardwright.planner.search.polish import (
     polish,
     settled,
 )
-from shardwright.planner.search.space import Assignment, Floats, Ints, Space
+from shardwright.planner.search.space import Assignment, Bools, Floats, Ints, Space
 from shardwright.planner.search.state import State, least_first, restored
 from shardwright.planner.search.watch import Watch
 
@@ -36,12 +36,14 @@ class Start(NamedTuple):
     """A relaxed choice to start from, as the bound has it where nothing is said.
 
     ``price_factor``: by how much the prices of bytes are raised; ``finer_cost``: the share by which
-    a finer cut may cost more; ``largest_shard``: its seconds as a share of the target.
+    a finer cut may cost more; ``largest_shard``: its seconds as a share of the target;
+    ``largest_bytes``: its bytes as a share of a rank's: what fills one alone leaves it idle.
     """
 
     price_factor: float = 1.0
     finer_cost: float = 0.0
     largest_shard: float = WITHIN
+    largest_bytes: float = 1.0
 
 
 STARTS = (
@@ -54,6 +56,12 @@ STARTS = (
     Start(finer_cost=0.3),
     Start(finer_cost=0.5),
 )
+STARTS_OF_MANY = (  # items; few are polished instead
+    STARTS[0],
+    Start(largest_shard=0.9, largest_bytes=0.5),
+    Start(largest_shard=0.8, largest_bytes=0.7),
+    *STARTS[1:],
+)
 POLISHING = (16.0, 64.0)
 STEPS, STEPS_PER_ITEM = 500, 20  # of one start and power; far more than they take
 LEAST_WINDOW, PROGRESS = 64, 0.01  # steps, or one per rank, that make all ranks cost so much less
@@ -62,8 +70,10 @@ SAME_BOUND = 1e-6
 TINY = 1e-12  # a target where the bound is 0
 BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
 CLOSE_ENOUGH = 1e-4  # to the bound for a start to end
-FAR = (0.01, 0.05)  # from the bound, for a small problem's options to be drawn at random (again)
-FAR_BEHIND = 1.2  # times what the best start took
+FAR = (0.01, 0.04)  # from the bound, for a small problem's options to be drawn at random (again)
+FAR_BEHIND = 1.05  # times what the best start took
+WORTHWHILE = 0.99  # of the best so far is what a start of many items takes, shared evenly
+FEW_OF_MANY, NEAR = 3, 0.02  # starts of many items at most, until one is so near the bound
 PROMISING = 1.1  # times the bound that a start's work takes, shared evenly, to be placed at once
 GOOD_ENOUGH = 2e-3  # to the bound, for each start that fitted, for no further start
 
@@ -92,11 +102,12 @@ def search(
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
     ``first`` is improved before any other start, so the outcome is never worse than it. Of many
-    items no start is placed whose work, shared evenly, takes as long as the best so far. At
+    items no start is placed whose work, shared evenly, takes nearly as long as the best so far. At
     ``enough`` seconds nothing better is looked for. Where the bound is not below ``known_bound``,
     that of the space which ``first`` is from, or ``quick`` is asked for, one more start is all that
-    is tried; and what is found quickly is not polished. ``relaxed`` is the space's own relaxation
-    where it is known, ``known_start`` the options of a start that needs no second look.
+    is tried, of many items a few until one is near the bound; and what is found quickly is not
+    polished. ``relaxed`` is the space's own relaxation where it is known, ``known_start`` the
+    options of a start that needs no second look.
     """
     options, found = relaxed or bounds.relaxed(space)
     if not found.usable:
@@ -110,6 +121,7 @@ def search(
     most = _most_steps(space)
     patience = PATIENCE if len(space.items) <= MAX_ITEMS else 1
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
+    least = 1 if quick or len(space.items) <= MAX_ITEMS else FEW_OF_MANY
 
     def even(chosen: Ints) -> float:
         return float(options.seconds[options.starts + chosen].sum()) / space.ranks
@@ -117,12 +129,12 @@ def search(
     def worthwhile(chosen: Ints) -> bool:
         if tuple(chosen.tolist()) == tuple(known_start):
             return False
-        return len(space.items) <= MAX_ITEMS or even(chosen) < seconds
+        return len(space.items) <= MAX_ITEMS or even(chosen) < seconds * WORTHWHILE
 
     def placed(chosen: Ints) -> tuple[Ints, State]:
         return chosen, _placed(space, chosen, target)
 
-    chosen = itertools.islice(starts(space, options, found), 1 if few else None)
+    chosen = itertools.islice(starts(space, options, found), least if few else None)
     fresh: Iterator[tuple[Ints, State]]
     if space.ranks > len(space.items) > MAX_ITEMS:  # the most promising first: the rest is cut
         known = list(filter(worthwhile, chosen))
@@ -133,6 +145,8 @@ def search(
     else:
         fresh = map(placed, filter(worthwhile, chosen))
     for start in itertools.chain(begun, (state for own, state in fresh if worthwhile(own))):
+        if few and tried > len(begun) and seconds <= found.seconds * (1 + NEAR):
+            break
         tried += 1
         state = improve(start, max(found.seconds, enough), watch, most=most, least=seconds)
         if state.fits:
@@ -188,11 +202,9 @@ def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator
     target = max(found.seconds, TINY)
     scale = target / space.capacity_array
     seen = set()
-    for start in STARTS:
-        fitting = options.fits & options.listed
-        usable = fitting & (options.largest <= target * start.largest_shard)
-        if not np.logical_or.reduceat(usable, options.starts).all():
-            usable = fitting if fitting.any() else options.listed
+    many = len(space.items) > MAX_ITEMS
+    for start in STARTS_OF_MANY if many else STARTS:
+        usable = _small_enough(space, options, start, target)
         factor = start.price_factor
         prices = found.prices * factor + scale * BYTE_PRICE * (factor - 1)
         priced = np.where(usable, options.seconds + options.storage @ prices, np.inf)
@@ -204,14 +216,29 @@ def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator
             yield chosen
 
 
+def _small_enough(space: Space, options: bounds.Table, start: Start, target: float) -> Bools:
+    """Options whose largest shard is as small as ``start`` asks, where an item has any."""
+    fitting = options.fits & options.listed
+    small = fitting & (options.largest <= target * start.largest_shard)
+    small &= _filled(space, options) <= start.largest_bytes
+    counts = np.diff(np.append(options.starts, len(small)))
+    has = np.repeat(np.logical_or.reduceat(small, options.starts), counts)
+    return np.where(has, small, fitting)
+
+
+def _filled(space: Space, options: bounds.Table) -> Floats:
+    """The share of a rank's memory that an option's largest shard takes."""
+    shares: Floats = (options.largest_storage / space.capacity_array).max(axis=1)
+    return shares
+
+
 def _by_size(
     space: Space, options: bounds.Table, priced: Floats, slack: float, target: float
 ) -> Floats:
     """The size of an option's largest shard, among those nearly as cheap as the cheapest."""
     counts = np.diff(np.append(options.starts, len(priced)))
     least = np.repeat(np.minimum.reduceat(priced, options.starts), counts)
-    shares = (options.largest_storage / space.capacity_array).max(axis=1)
-    size = np.maximum(options.largest / target, shares)
+    size = np.maximum(options.largest / target, _filled(space, options))
     return np.where(priced <= least * (1 + slack), size, np.inf)
 
 
@@ -317,11 +344,10 @@ def _step(state: State, stuck: moves.Stuck, reoption: bool) -> bool:
     order = least_first(-costs, min(RANKS_TRIED, len(costs)))
     order = order[np.argsort(-costs[order], kind="stable")]
     near, enough = moves.swap_partners(costs), -moves.EPSILON * costs.sum()
-    for rank in order.tolist():
-        move = stuck.helped(state, rank, costs, near, enough)
-        if move is not None:
-            move.apply(state)
-            return True
+    move = stuck.helped(state, order.tolist(), costs, near, enough)
+    if move is not None:
+        move.apply(state)
+        return True
     if not reoption:
         return False
     tried: set[int] = set()

@@ -96,6 +96,11 @@ class ItemOption(msgspec.Struct, frozen=True, dict=True):
         in order."""
         return tuple((-block.width, -float(block.seconds.max())) for block in self.blocks)
 
+    @functools.cached_property
+    def single(self) -> tuple[float, ...]:
+        """Bytes of each tier that a block of one rank has there; they are alike."""
+        return tuple(self.blocks[0].storage[0].tolist())
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -143,6 +148,11 @@ class Space:
             if sum(max(o.total_storage[tier] for o in item.options) for item in self.items)
             > self.capacity[tier]
         )
+
+    @functools.cached_property
+    def least_work(self) -> tuple[float, ...]:
+        """Seconds of all ranks together of the cheapest option of each item."""
+        return tuple(min(option.total_seconds for option in item.options) for item in self.items)
 
     @functools.cached_property
     def rows(self) -> Rows:

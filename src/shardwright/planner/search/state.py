@@ -8,13 +8,13 @@ is seen too), plus a penalty for the share of its capacity that is exceeded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search.dealing import Lots, at_least, deal
+from shardwright.planner.search.dealing import Lots, deal
 from shardwright.planner.search.space import (
     Assignment,
     Block,
@@ -28,15 +28,8 @@ from shardwright.planner.search.space import (
 OVERFLOW_PENALTY = 1e9  # times what the slowest rank costs
 MAX_RATIO = 1e3  # of a rank to the target; above it powers overflow
 NEAR_SLOTS, MANY_SLOTS = 32, 4  # the least busy ones, looked at first where there are so many times
-MANY_RANKS = 2048  # ways are weighed one by one where there are so many
+MANY_RANKS = 2048  # most of which no block is near
 SAME = 1 + 1e-9  # times what is as good
-
-
-class Weighed(NamedTuple):
-    """What each rank takes, and costs, in each of several ways [ways, ranks]."""
-
-    load: Floats
-    costs: Floats
 
 
 class Singles(NamedTuple):
@@ -46,6 +39,17 @@ class Singles(NamedTuple):
     items: list[int]
     seconds: Floats
     storage: Floats
+
+
+@dataclass
+class Known:
+    """What holds as of one ``change`` of a state, worked out when first asked for: the ranks
+    without an item (``bare``), whether none holds too much (``room``), the ``idle`` ones."""
+
+    change: int = -1
+    bare: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
+    room: bool | None = None
+    idle: tuple[Ints, float] | None = None
 
 
 @dataclass
@@ -77,11 +81,7 @@ class State:
         self._complete = False  # whether every item was seen to lie somewhere, and none was dropped
         self._costs: Floats | None = None  # of ranks, until anything changes
         self._singles: dict[int, Singles] = {}  # of ranks, until something there changes
-        self._bare: dict[int, tuple[Floats, Floats]] = {}  # by item, as of the change ``_bare_at``
-        self._bare_at = -1
-        self._room, self._room_at = False, -1  # whether no rank held too much as of that change
-        self._idle: tuple[Ints, float] | None = None  # until anything changes
-        self._idle_at = -1
+        self._last = Known()
 
     def cost(self, load: Floats, memory: Floats) -> Floats:
         """What each rank contributes to the sum that is minimised."""
@@ -122,9 +122,17 @@ class State:
         """Whether every item lies somewhere and no rank is over capacity."""
         if not self._complete:
             self._complete = min(self.options, default=0) >= 0
-        if self._room_at != self.change:
-            self._room, self._room_at = bool((self.memory <= self.limits).all()), self.change
-        return self._complete and self._room
+        known = self._known
+        if known.room is None:
+            known.room = bool((self.memory <= self.limits).all())
+        return self._complete and known.room
+
+    @property
+    def _known(self) -> Known:
+        """What is known of the state as it is."""
+        if self._last.change != self.change:
+            self._last = Known(self.change)
+        return self._last
 
     @property
     def worst(self) -> float:
@@ -166,22 +174,21 @@ class State:
     @property
     def idle(self) -> tuple[Ints, float]:
         """The ranks that are least busy, and what any other one takes at least."""
-        if self._idle is None or self._idle_at != self.change:
+        known = self._known
+        if known.idle is None:
             order = np.argpartition(self.load, NEAR_SLOTS)
-            near = np.sort(order[:NEAR_SLOTS])
-            self._idle, self._idle_at = (near, float(self.load[order[NEAR_SLOTS]])), self.change
-        return self._idle
+            known.idle = np.sort(order[:NEAR_SLOTS]), float(self.load[order[NEAR_SLOTS]])
+        return known.idle
 
     def bare(self, item: int) -> tuple[Floats, Floats]:
         """The ranks' load and memory without an item, until anything changes."""
-        if self._bare_at != self.change:
-            self._bare, self._bare_at = {}, self.change
-        if item not in self._bare:
+        bare = self._known.bare
+        if item not in bare:
             load, memory = self.load.copy(), self.memory.copy()
             option = self.space.items[item].options[self.options[item]]
             fill(option, self.slots[item], load, memory, -1)
-            self._bare[item] = load, memory
-        return self._bare[item]
+            bare[item] = load, memory
+        return bare[item]
 
     @contextlib.contextmanager
     def without(self, item: int) -> Iterator[None]:
@@ -189,12 +196,12 @@ class State:
         load, memory, costs = self.load, self.memory, self._costs
         self.load, self.memory = load.copy(), memory.copy()
         self._costs = None if costs is None else costs.copy()
-        self._add(item, -1)
+        self.add(item, -1)
         yield
         self.load, self.memory, self._costs = load, memory, costs
 
     def _apply(self, item: int, sign: int) -> None:
-        self._add(item, sign)
+        self.add(item, sign)
         self.change += 1
         option, slots = self.space.items[item].options[self.options[item]], self.slots[item]
         width = option.widths[0]
@@ -208,7 +215,9 @@ class State:
                 self._singles.pop(rank, None)
                 self.changes[rank] = self.change
 
-    def _add(self, item: int, sign: int) -> None:
+    def add(self, item: int, sign: int) -> None:
+        """Add what an item takes to its ranks, or take it off: ``sign`` is 1 or -1. Which items lie
+        where stays as it is."""
         option, slots = self.space.items[item].options[self.options[item]], self.slots[item]
         fill(option, slots, self.load, self.memory, sign)
         width = option.widths[0]
@@ -296,74 +305,7 @@ class State:
                     mask[slot : slot + block.width] = False
         return mask
 
-    def weigh(self, ways: Sequence[tuple[int, int]], below: float = float("inf")) -> Weighed:
-        """The ranks with one item after the other given another option; costs are without end where
-        the rules leave no place, or all ranks would not cost less than ``below``."""
-        ranks = self.space.ranks
-        found = Weighed(np.zeros((len(ways), ranks)), np.full((len(ways), ranks), np.inf))
-        if ranks >= MANY_RANKS:  # most of which no block is near
-            for index, (item, option) in enumerate(ways):
-                self._weigh_alone(item, option, found, index)
-            return found
-        bare = {item: self.bare(item) for item in dict.fromkeys(item for item, _ in ways)}
-        alike: dict[int, list[int]] = {}
-        for index, (item, option) in enumerate(ways):
-            blocks = self.blocks(item, option)
-            if blocks[0] is blocks[-1]:
-                alike.setdefault(blocks[0].width, []).append(index)
-                continue
-            self._weigh_alone(item, option, found, index)
-        for width, own in alike.items():
-            some = np.array(own)
-            lots = self._lots([ways[index] for index in own], width, bare)
-            if below < float("inf"):
-                kept = np.flatnonzero(at_least(lots, self.cost) < below)
-                some, lots = some[kept], lots.at(kept)
-            if len(some):
-                counts, opened, _ = deal(lots, self.cost)
-                many = counts[..., None].astype(np.float64)
-                load = lots.load + many * lots.seconds[:, None]
-                memory = lots.memory + many[..., None] * lots.storage[:, None]
-                found.load[some] = load.reshape(len(some), ranks)
-                costs = self.cost(load, memory).reshape(len(some), ranks)
-                found.costs[some[opened]] = costs[opened]
-        return found
-
-    def _weigh_alone(self, item: int, option: int, found: Weighed, index: int) -> None:
-        """``weigh`` of an option whose blocks are not alike, or that lies on few of many ranks."""
-        old = self.options[item], self.slots[item]
-        with self.without(item):
-            spread = self.spread(item, option)
-            if spread is not None:
-                self.options[item], self.slots[item] = option, spread
-                self._add(item, 1)
-                found.load[index], found.costs[index] = self.load, self.rank_costs()
-        self.options[item], self.slots[item] = old
-
-    def _lots(
-        self,
-        ways: Sequence[tuple[int, int]],
-        width: int,
-        bare: Mapping[int, tuple[Floats, Floats]],
-    ) -> Lots:
-        """The blocks of options, and the ``bare`` ranks without the item that has them."""
-        options = [self.space.items[item].options[option] for item, option in ways]
-        blocks = [option.blocks[0] for option in options]
-        everywhere = np.array([option.everywhere for option in options])[:, None]
-        load = np.array([bare[item][0] for item, _ in ways])
-        closed = np.zeros((len(ways), self.space.ranks // width), bool)
-        if self.space.constrained:
-            closed = np.array([self._closed(item, width) for item, _ in ways])
-        return Lots(
-            np.array([len(option.widths) for option in options]),
-            np.array([block.seconds for block in blocks]),
-            np.array([block.storage for block in blocks]),
-            (load + everywhere).reshape(len(ways), -1, width),
-            np.array([bare[item][1] for item, _ in ways]).reshape(len(ways), -1, width, 3),
-            closed,
-        )
-
-    def _closed(self, item: int, width: int) -> Bools:
+    def closed(self, item: int, width: int) -> Bools:
         """The slots for a block, such as hosts, that the rules close to an item."""
         mask = self.allowed(item)
         if mask is None:
@@ -425,7 +367,7 @@ class State:
         if near is None and not self.space.constrained:
             near, others = self._nearest(block, count, load)
         every = np.arange(len(load))
-        closed = self._closed(item, width)
+        closed = self.closed(item, width)
         for some in (every,) if near is None else (near, every):
             lots = Lots(
                 np.array([count]),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shardwright.planner.search.bound import ROUNDING, relaxed
+from shardwright.planner.search.bound import ROUNDING, Relaxed, relaxed
 from shardwright.planner.search.least import least_memory
-from shardwright.planner.search.polish import MAX_ITEMS
 from shardwright.planner.search.search import SAME_BOUND, Outcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.watch import Watch
@@ -19,12 +18,15 @@ def search_widening(
     watch: Watch | None = None,
     *,
     quick: bool = False,
+    whole: Relaxed | None = None,
 ) -> Outcome:
-    """First among the ``narrow`` options, then, from what that found, among all: looking at more
-    never makes a plan worse. Where nothing fits, memory alone is looked at before giving up.
-    ``quick``: all of it is a start for another search."""
+    """First among the ``narrow`` options, then, from what that found, among all; where the bounds
+    say that more options help, among all, and then the others only where that found nothing faster
+    than their bound. Where nothing fits, memory alone is looked at before giving up.
+    ``quick``: all of it is a start for another search; ``whole``: the space's own relaxation where
+    it is known."""
     watch = watch or Watch()
-    outcome = _widened(space, narrow, watch, quick=quick)
+    outcome = _widened(space, narrow, watch, quick, whole or relaxed(space))
     if outcome.best is not None or not outcome.bound.usable:
         return outcome
     least = least_memory(space, watch.part())
@@ -40,7 +42,11 @@ def search_widening(
 
 
 def _widened(
-    space: Space, narrow: Callable[[Item, ItemOption], bool], watch: Watch, *, quick: bool
+    space: Space,
+    narrow: Callable[[Item, ItemOption], bool],
+    watch: Watch,
+    quick: bool,
+    whole: Relaxed,
 ) -> Outcome:
     kept = [
         [number for number, option in enumerate(item.options) if narrow(item, option)]
@@ -48,15 +54,14 @@ def _widened(
         for item in space.items
     ]
     if all(len(k) == len(i.options) for k, i in zip(kept, space.items, strict=True)):
-        return search(space, watch, quick=quick)
+        return search(space, watch, quick=quick, relaxed=whole)
     items = tuple(
         replace(item, options=tuple(item.options[number] for number in numbers), floor=None)
         for item, numbers in zip(space.items, kept, strict=True)
     )
     small = replace(space, items=items)
-    whole, part = relaxed(space), relaxed(small)
-    more_helps = whole[1].seconds < part[1].seconds * (1 - SAME_BOUND)
-    if more_helps and len(space.items) > MAX_ITEMS:
+    part = relaxed(small)
+    if whole[1].seconds < part[1].seconds * (1 - SAME_BOUND):  # more options help
         outer = search(space, watch, quick=quick, relaxed=whole)
         if outer.seconds <= part[1].seconds or watch.over():
             return outer
@@ -66,7 +71,7 @@ def _widened(
             return outer
         more = search(space, watch, _widely(kept, inner), quick=True, relaxed=whole)
         return _added(more, outer)
-    inner = search(small, watch, quick=more_helps or quick, relaxed=part)
+    inner = search(small, watch, quick=quick, relaxed=part)
     known = inner.bound.seconds if inner.best is not None else float("inf")
     outer = search(
         space, watch, _widely(kept, inner), known_bound=known, quick=quick, relaxed=whole

@@ -14,7 +14,7 @@ from shardwright.planner.choices import offers_slow
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
-from shardwright.planner.search.bound import lower_bound, relaxed, table
+from shardwright.planner.search.bound import Relaxed, lower_bound, relaxed, table
 from shardwright.planner.search.polish import MAX_ITEMS
 from shardwright.planner.search.search import Outcome, search, starts
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
@@ -30,10 +30,12 @@ NEARLY_FULL = 0.8  # of its HBM: other kernels may help though all ranks togethe
 
 @dataclass(frozen=True)
 class _Searched:
-    """A problem's space and what its search brought, which may have been a ``quick`` one."""
+    """A problem's space, its relaxation, and what its search brought, which may have been a
+    ``quick`` one."""
 
     problem: Problem
     space: Space
+    relaxed: Relaxed
     outcome: Outcome
     quick: bool = False
 
@@ -55,9 +57,11 @@ def search_tables(job: Job, model: ModelSpec, watch: Watch) -> Found:
     problem = make_problem(job, model, slow=False)
     space = space_of(problem, problem.tables, problem.capacity)
     offered = offers_slow(model, job, problem.cluster)
-    more = _of_all_kernels(problem) if offered and _is_short(space) else None
-    outcome = search_widening(space, _narrow(space), watch, quick=more is not None)
-    done = _Searched(problem, space, outcome, quick=more is not None)
+    known = relaxed(space)
+    more = _of_all_kernels(problem) if offered and _is_short(space, known) else None
+    quick = more is not None
+    outcome = search_widening(space, _narrow(space), watch, quick=quick, whole=known)
+    done = _Searched(problem, space, known, outcome, quick)
     if more is None and offered and _memory_matters(done):
         more = _of_all_kernels(problem)
     tried, feasible = outcome.tried, outcome.feasible
@@ -77,8 +81,10 @@ def _of_all_kernels(problem: Problem) -> Problem | None:
 def _widened(done: _Searched, problem: Problem, watch: Watch) -> _Searched:
     """The search of the same problem with more options, from what was found."""
     space = space_of(problem, problem.tables, problem.capacity, done.space)
+    whole = relaxed(space)
     if done.draft is None or done.outcome.best is None:
-        return _Searched(problem, space, search_widening(space, _narrow(space), watch))
+        outcome = search_widening(space, _narrow(space), watch, whole=whole)
+        return _Searched(problem, space, whole, outcome)
     best = done.outcome.best
     known = math.inf if done.quick and len(space.items) <= MAX_ITEMS else done.outcome.bound.seconds
     outcome = search(
@@ -86,9 +92,10 @@ def _widened(done: _Searched, problem: Problem, watch: Watch) -> _Searched:
         watch,
         Assignment(_again(done.space, space, best.options), best.slots),
         known_bound=known,
+        relaxed=whole,
         known_start=_again(done.space, space, _first_start(done)),
     )
-    return _Searched(problem, space, outcome)
+    return _Searched(problem, space, whole, outcome)
 
 
 def _options(problem: Problem) -> int:
@@ -98,28 +105,27 @@ def _options(problem: Problem) -> int:
 def _memory_matters(done: _Searched) -> bool:
     """Whether the bound, or the plan found, may be another with more memory."""
     draft, bound = done.draft, done.outcome.bound
-    if draft is None or not bound.usable or _is_short(done.space):
+    if draft is None or not bound.usable or _is_short(done.space, done.relaxed):
         return True
     hbm = max(draft.tier_bytes["hbm"]) / max(done.problem.capacity[0], 1)
     gap = WIDE_GAP if len(done.space.items) <= MAX_ITEMS else WIDE_GAP_OF_MANY
     return hbm > NEARLY_FULL and done.outcome.seconds > bound.seconds * (1 + gap)
 
 
-def _is_short(space: Space) -> bool:
+def _is_short(space: Space, known: Relaxed) -> bool:
     """Whether the bound would be another with more memory.
 
     Where it is the same without a limit on the bytes of all ranks together, it holds for slower
     kernels as well: each takes as long as the fused one that fits, or longer.
     """
-    options, bound = relaxed(space)
+    options, bound = known
     roomy = lower_bound(space, options, roomy=True)
     return bound.seconds > roomy.seconds * (1 + SAME_BOUND)
 
 
 def _first_start(done: _Searched) -> list[int]:
     """The relaxed choice that the search started from."""
-    options, found = relaxed(done.space)
-    chosen: list[int] = next(starts(done.space, options, found)).tolist()
+    chosen: list[int] = next(starts(done.space, *done.relaxed)).tolist()
     return chosen
 
 
