@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,16 @@ from side_by_side import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 
-Step = Callable[[Given], None]
+
+class Asked(NamedTuple):
+    """A rank's batch as each contestant takes it: feature by feature, and one after the other."""
+
+    features: Given
+    values: torch.Tensor
+    lengths: torch.Tensor
+
+
+Step = Callable[[Asked], None]
 
 
 @dataclass(frozen=True)
@@ -75,8 +84,8 @@ def ours(case: Case, mesh: DeviceMesh, weights: Mapping[str, torch.Tensor], **op
     module = build(specs, types, mesh, case.optimizer, RATE, weights, **options)
     gradient = torch.full((shape.batch, shape.dim), 1e-3)
 
-    def step(given: Given) -> None:
-        found = module(given)
+    def step(given: Asked) -> None:
+        found = module(given.features)
         torch.autograd.backward([*found.values()], [gradient] * len(found))
 
     return step
@@ -95,16 +104,22 @@ def theirs(case: Case, weights: Mapping[str, torch.Tensor]) -> Step:
     gradient = torch.full((shape.batch, shape.dim * shape.tables), 1e-3)
     dense_optimizer = torch.optim.SGD(sharded.parameters(), lr=RATE) if dense else None
 
-    def step(given: Given) -> None:
-        values = torch.cat([ids for ids, _ in given.values()])
-        lengths = torch.cat([offsets.diff() for _, offsets in given.values()])
-        found = sharded(KeyedJaggedTensor([*given], values, lengths=lengths))
+    def step(given: Asked) -> None:
+        keys, values, lengths = [*given.features], given.values, given.lengths
+        found = sharded(KeyedJaggedTensor(keys, values, lengths=lengths))
         found.values().backward(gradient)
         if dense_optimizer is not None:
             dense_optimizer.step()
             dense_optimizer.zero_grad()
 
     return step
+
+
+def asked(case: Case, random: np.random.Generator) -> Asked:
+    """One rank's batch."""
+    given = SHAPES[case.shape].ids(case.ids, random)
+    values, offsets = zip(*given.values(), strict=True)
+    return Asked(given, torch.cat(values), torch.cat([each.diff() for each in offsets]))
 
 
 def work(rank: int, ranks: int, store: str, case: Case, steps: int, peer: bool) -> Figures:
@@ -123,7 +138,7 @@ def work(rank: int, ranks: int, store: str, case: Case, steps: int, peer: bool) 
     if peer:
         contestants["torchrec"] = theirs(case, weights)
     del weights
-    return take_turns(contestants, partial(shape.ids, case.ids, np.random.default_rng(rank)), steps)
+    return take_turns(contestants, partial(asked, case, np.random.default_rng(rank)), steps)
 
 
 def run(case: Case, steps: int, peer: bool) -> dict[str, Any]:
