@@ -41,8 +41,8 @@ JOBS = {
     ),
 }
 IDS = {
-    "collections": r"ids of table 'bags.embedding_bags.goods', feature 'bought', position \d+: expected ids from 0 to "
-    "3700, got 1000000",
+    "collections": r"ids of table 'bags\.embedding_bags\.goods', feature 'bought', position \d+: "
+    "expected ids from 0 to 3700, got 1000000",
     "fp16": "ids of table 't1', sample 15: expected ids from 0 to 599, got 1000000",
 }
 PHASES = {"request": "(exchange_ids|lookup)", "take": "reduce"}
