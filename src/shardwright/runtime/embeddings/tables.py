@@ -486,11 +486,10 @@ class _Lookup(torch.autograd.Function):
         out, trip = tables.arrive(lookup), lookup.trip
         tables._open.add(trip)  # until its graph is gone
         ctx.trip, ctx.tables, ctx.whole = trip, tables, lookup.whole
-        if lookup.whole or not isinstance(out, torch.Tensor):
-            return out if lookup.whole else tuple(out)
-        # tensors of their own for autograd, which may be changed in place
-        sizes = [out.shape[1]] * len(out)
-        return tuple(torch.unsafe_split_with_sizes(out.view(-1, out.shape[2]), sizes))
+        if not lookup.whole and isinstance(out, torch.Tensor):
+            # tensors of their own for autograd, which may be changed in place
+            out = torch.unsafe_split_with_sizes(out.flatten(0, 1), [out.shape[1]] * len(out))
+        return out if lookup.whole else tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
