@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from sharded_embeddings import Case
+from side_by_side import SHAPES
 from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from whole_dlrm import Batch, made_up, ours, planned
@@ -39,19 +39,19 @@ BATCHES, BLOCK = 4, 5  # different ones of a rank, and steps of a turn
 Turn = tuple[float, float, float]  # CPU and wall seconds, and the last loss
 
 
-def batches(sharding: str, rank: int) -> list[Batch]:
+def batches(rank: int) -> list[Batch]:
     """A rank's."""
     random = np.random.default_rng(rank)
-    return [made_up(Case("A", sharding), random) for _ in range(BATCHES)]
+    return [made_up(SHAPES["A"], random) for _ in range(BATCHES)]
 
 
-def process(rank: int, ranks: int, sharding: str, made: Plan, store: str, link: Connection) -> None:
-    """A rank that is a process: as many steps as it is told, until it is told none."""
+def process(rank: int, ranks: int, made: Plan, store: str, link: Connection) -> None:
+    """A rank that is a process: as many steps as it is asked for, until it is asked for none."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     place = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=SECONDS)}
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), **place)
-    step, given = ours(made, init_device_mesh("cpu", (ranks,))), batches(sharding, rank)
+    step, given = ours(made, init_device_mesh("cpu", (ranks,))), batches(rank)
     while count := link.recv():
         dist.barrier()
         cpu, wall, loss = time.process_time(), time.perf_counter(), 0.0
@@ -61,19 +61,19 @@ def process(rank: int, ranks: int, sharding: str, made: Plan, store: str, link: 
     dist.destroy_process_group()
 
 
-def threads(ranks: int, sharding: str, made: Plan, link: Connection) -> None:
+def threads(ranks: int, made: Plan, link: Connection) -> None:
     """All ranks in one process."""
     torch.set_num_threads(1)
     devices = Devices(ranks, timedelta(seconds=SECONDS))
     ready = threading.Barrier(ranks + 1, timeout=SECONDS)
-    told, losses = [0], [0.0] * ranks
+    asked, losses = [0], [0.0] * ranks
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)
         with devices.rank(rank):
-            step, given = ours(made, init_device_mesh("cpu", (ranks,))), batches(sharding, rank)
-            while ready.wait() >= 0 and told[0]:
-                for number in range(told[0]):
+            step, given = ours(made, init_device_mesh("cpu", (ranks,))), batches(rank)
+            while ready.wait() >= 0 and asked[0]:
+                for number in range(asked[0]):
                     losses[rank] = step(given[number % BATCHES])
                 ready.wait()
 
@@ -82,12 +82,12 @@ def threads(ranks: int, sharding: str, made: Plan, link: Connection) -> None:
         for thread in started:
             thread.start()
         while count := link.recv():
-            told[0] = count
+            asked[0] = count
             ready.wait()
             cpu, wall = time.process_time(), time.perf_counter()
             ready.wait()
             link.send((time.process_time() - cpu, time.perf_counter() - wall, losses[0]))
-        told[0] = 0
+        asked[0] = 0
         ready.wait()
         for thread in started:
             thread.join(SECONDS)
@@ -107,16 +107,16 @@ def turn(links: list[Connection], steps: int) -> Turn:
 
 def run(ranks: int, sharding: str, turns: int) -> dict[str, Any]:
     """Both forwards of one plan."""
-    made = planned("small", sharding, "none", ranks)
+    made = planned(("small", sharding), "none", ranks)
     context = multiprocessing.get_context("spawn")
     links: dict[str, list[Connection]] = {"distributed": [], "parallel": []}
     started = []
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         jobs: list[tuple[str, Any, tuple[Any, ...]]] = [
-            ("distributed", process, (rank, ranks, sharding, made, store)) for rank in range(ranks)
+            ("distributed", process, (rank, ranks, made, store)) for rank in range(ranks)
         ]
-        for name, target, arguments in (*jobs, ("parallel", threads, (ranks, sharding, made))):
+        for name, target, arguments in (*jobs, ("parallel", threads, (ranks, made))):
             here, there = context.Pipe()
             links[name].append(here)
             started.append(context.Process(target=target, args=(*arguments, there), daemon=True))

@@ -17,15 +17,14 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from planner_problems import PROBLEMS, Problem
+from side_by_side import joined
 from torch import multiprocessing
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import embedding_bag
 
 import shardwright as sw
@@ -94,16 +93,8 @@ def updated(weight: torch.Tensor, ids: torch.Tensor, ranks: int) -> torch.Tensor
 
 def work(rank: int, made: Plan, store: str, results: Any) -> None:
     """One rank: how far lookups and weights are from whole tables, and the CPU time of a step."""
-    torch.set_num_threads(1)
     ranks = made.world_size
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, ranks),
-        timeout=timedelta(seconds=300),
-        world_size=ranks,
-        rank=rank,
-    )
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = joined(rank, ranks, store)
     whole, given = weights_of(made), batch(made, rank)
     tables = [Table.of(table) for table in made.tables]
     module = make_tables(tables, made.expanded(), mesh, blocks_of_whole(whole), RATE)

@@ -84,18 +84,10 @@ def _native_plans(file: Path) -> Iterator[dict[str, Any]]:
             continue
         states = 3 if optimizer == "adam" else 1
         nbytes = sum(t["rows"] * (t["dim"] * ELEMENT_BYTES * states + 4) for t in tables)
+        learning = {"optimizer": optimizer} if optimizer else {}
         job = parse_job(
             {
-                "tables": [
-                    {
-                        "name": table["name"],
-                        "rows": table["rows"],
-                        "dim": table["dim"],
-                        "pooling_factors": [table["pooling"]],
-                        **({"optimizer": optimizer} if optimizer else {}),
-                    }
-                    for table in tables
-                ],
+                "tables": [_section(t, **learning) for t in tables],
                 "cluster": {
                     "preset": preset,
                     "world_size": ranks,
@@ -118,6 +110,12 @@ def _native_plans(file: Path) -> Iterator[dict[str, Any]]:
             made = None
         found["cpu_seconds"] = time.process_time() - started
         yield found | ({"ms": made.max_rank_seconds * 1e3, "gap": made.gap} if made else {})
+
+
+def _section(table: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """A table of a task as a job has it, with more ``keys``."""
+    size = {key: table[key] for key in ("name", "rows", "dim")}
+    return {**size, "pooling_factors": [table["pooling"]], **keys}
 
 
 def _native(jobs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -190,16 +188,7 @@ def _solve(
     """Our plan of one task, added up again; ``ms`` is None where nothing fits."""
     job = parse_job(
         {
-            "tables": [
-                {
-                    "name": table["name"],
-                    "rows": table["rows"],
-                    "dim": table["dim"],
-                    "pooling_factors": [table["pooling"]],
-                    "sharding_types": list(types),
-                }
-                for table in tables
-            ],
+            "tables": [_section(table, sharding_types=list(types)) for table in tables],
             "cluster": {"world_size": ranks, "hbm_cap": capacity},
             "batch": {"size": BATCH},
             "planner": {"constants": "additive"},

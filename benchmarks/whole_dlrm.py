@@ -2,35 +2,37 @@
 
     python benchmarks/whole_dlrm.py --output validation/cpu-2-cores/whole_dlrm.json
 
-26 tables of 100,000 x 16 with one id in each bag, Zipf 1.05, batch 2,048 on each of two ranks; the
-bottom is 13-512-256-64-16, the top 8-4-1 ("small") or 512-256-1 ("large"), all with SGD. Ours is
-planned with every table table-wise or row-wise and run by ``sw.apply``; TorchRec's is its own DLRM
-under DistributedModelParallel with the same types, its tables' optimizer fused, the dense part
-under DDP. Contestants take turns step by step on the same batches, one thread each. Time is the CPU
-time of a process: ranks share few cores. ``peak_bytes`` are the most that were alive at once in a
-step beyond what is there between steps, as torch's allocator reports them, those inside of FBGEMM
-among them; ``first_loss`` is of weights that are not the same.
+26 tables of 100,000 x 16 with one id in each bag, Zipf 1.05, batch 2,048 on each of two ranks, and
+16 ("tiny"); the bottom is 13-512-256-64-16, the top 8-4-1 ("small", "tiny") or 512-256-1 ("large"),
+all with SGD. Ours is planned with every table table-wise or row-wise and run by ``sw.apply``;
+TorchRec's is its own DLRM under DistributedModelParallel with the same types, its tables' optimizer
+fused, the dense part under DDP. Contestants take turns step by step on the same batches, one thread
+each. ``first_loss`` is of weights that are not the same.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import statistics
-import tempfile
-import time
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from sharded_embeddings import RATE, SHAPES, WARM, Case, batch
-from torch import multiprocessing, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from side_by_side import (
+    RATE,
+    SHAPES,
+    Figures,
+    Shape,
+    collection_of,
+    first_of,
+    joined,
+    measure_all,
+    over_torchrec,
+    sharded_by_torchrec,
+    take_turns,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
 from shardwright.core.job import parse_job
@@ -41,25 +43,31 @@ from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 
 DENSE = 13
 BOTTOM = (512, 256, 64, 16)
-TOPS = {"small": (8, 4, 1), "large": (512, 256, 1)}
+SMALL, LARGE = (8, 4, 1), (512, 256, 1)
+KINDS = {  # shape of tables, and the top
+    "small": (SHAPES["A"], SMALL),
+    "large": (SHAPES["A"], LARGE),
+    "tiny": (SHAPES["small"], SMALL),
+}
 RANKS = 2
-SHAPE = SHAPES["A"]
+Case = tuple[str, str]  # its kind, and how tables are cut
 # dense [B, D], ids [B, F], the same feature by feature with lengths of bags, labels [B]
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Step = Callable[[Batch], float]
 
 
-def planned(top: str, sharding: str, overlap: str, ranks: int = RANKS) -> Plan:
+def planned(case: Case, overlap: str, ranks: int = RANKS) -> Plan:
     """Ours, every table of one type and the dense part replicated."""
+    shape, top = KINDS[case[0]]
     tables = [
-        {"name": f"t{i}", "rows": SHAPE.rows, "dim": SHAPE.dim, "sharding_types": [sharding]}
-        for i in range(SHAPE.tables)
+        {"name": f"t{i}", "rows": shape.rows, "dim": shape.dim, "sharding_types": [case[1]]}
+        for i in range(shape.tables)
     ]
     job = {
-        "model": {"dense_features": DENSE, "bottom": list(BOTTOM), "top": list(TOPS[top])},
+        "model": {"dense_features": DENSE, "bottom": list(BOTTOM), "top": list(top)},
         "tables": tables,
         "cluster": {"preset": "local", "world_size": ranks},
-        "batch": {"size": SHAPE.batch},
+        "batch": {"size": shape.batch},
         "planner": {"units": {"bottom": "replicate", "top": "replicate"}},
         "data": {"kind": "synthetic", "zipf": 1.05},
         "train": {"optimizer": "sgd", "learning_rate": RATE, "overlap": overlap},
@@ -71,189 +79,77 @@ def ours(made: Plan, mesh: DeviceMesh) -> Step:
     """A DLRM as ``shardwright train`` has it."""
     model = sw.apply(DLRM(made.job, device="meta"), made, mesh)
     optimizer = make_optimizer("sgd", optimizer_parameters(model, per_unit=True), RATE)
-
-    def step(given: Batch) -> float:
-        dense, ids, _, _, labels = given
-        logits = model(dense, ids).squeeze(1)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
+    return partial(step_of, lambda given: model(given[0], given[1]), optimizer)
 
 
-def theirs(top: str, sharding: str) -> Step:
+def theirs(case: Case) -> Step:
     """TorchRec's DLRM, its tables where ours are."""
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.sharding_plan import (
-        construct_module_sharding_plan,
-        row_wise,
-        table_wise,
-    )
-    from torchrec.distributed.types import ShardingPlan
+    from torchrec import KeyedJaggedTensor
     from torchrec.models import dlrm
 
-    keys = [f"f{i}" for i in range(SHAPE.tables)]
-    collection = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t{i}",
-                num_embeddings=SHAPE.rows,
-                embedding_dim=SHAPE.dim,
-                feature_names=[key],
-            )
-            for i, key in enumerate(keys)
-        ],
-        device=torch.device("cpu"),
-    )
-    model = dlrm.DLRM(collection, DENSE, list(BOTTOM), list(TOPS[top]), torch.device("cpu"))
-    sharder = EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
-    )
-    fused = EmbeddingComputeKernel.FUSED.value
-    cut = {
-        "table_wise": lambda i: table_wise(rank=i % RANKS, compute_kernel=fused),
-        "row_wise": lambda i: row_wise(compute_kernel=fused),
-    }[sharding]
-    path = "sparse_arch.embedding_bag_collection"
-    chosen = construct_module_sharding_plan(
-        collection,
-        {f"t{i}": cut(i) for i in range(SHAPE.tables)},
-        sharder=sharder,
-        local_size=RANKS,
-        world_size=RANKS,
-        device_type="cpu",
-    )
-    sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan({path: chosen}), sharders=[sharder]
-    )
+    shape, top = KINDS[case[0]]
+    collection = collection_of(shape)
+    model = dlrm.DLRM(collection, DENSE, list(BOTTOM), list(top), torch.device("cpu"))
+    sharded = sharded_by_torchrec(model, collection, case[1], RANKS, "sgd")
     dense_part = [p for n, p in sharded.named_parameters() if "embedding_bags" not in n]
     optimizer = torch.optim.SGD(dense_part, lr=RATE, foreach=True)
+    keys = [f"f{i}" for i in range(shape.tables)]
 
-    def step(given: Batch) -> float:
-        dense, _, values, lengths, labels = given
-        features = KeyedJaggedTensor(keys, values, lengths=lengths)
-        logits = sharded(dense, features).squeeze(1)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+    def logits(given: Batch) -> torch.Tensor:
+        dense, _, values, lengths, _ = given
+        found: torch.Tensor = sharded(dense, KeyedJaggedTensor(keys, values, lengths=lengths))
+        return found
 
-    return step
+    return partial(step_of, logits, optimizer)
 
 
-def made_up(case: Case, random: np.random.Generator) -> Batch:
+def step_of(logits: Callable[[Batch], torch.Tensor], optimizer: Any, given: Batch) -> float:
+    """A training step; the loss."""
+    loss = nn.functional.binary_cross_entropy_with_logits(logits(given).squeeze(1), given[-1])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def made_up(shape: Shape, random: np.random.Generator) -> Batch:
     """One rank's batch."""
-    columns = [ids for ids, _ in batch(case, random).values()]
+    columns = [ids for ids, _ in shape.ids("zipf", random).values()]
     ids, values = torch.stack(columns, 1), torch.cat(columns)
-    dense = torch.from_numpy(random.standard_normal((SHAPE.batch, DENSE), dtype=np.float32))
-    labels = torch.from_numpy(random.integers(0, 2, SHAPE.batch).astype(np.float32))
+    dense = torch.from_numpy(random.standard_normal((shape.batch, DENSE), dtype=np.float32))
+    labels = torch.from_numpy(random.integers(0, 2, shape.batch).astype(np.float32))
     return dense, ids, values, torch.ones_like(values), labels
 
 
-def peak_bytes(step: Step, given: Batch) -> int:
-    """The most bytes that were alive at once in a step beyond those at its beginning."""
-    from torch.autograd import profiler
-
-    with profiler.profile(profile_memory=True, use_kineto=True) as seen:
-        step(given)
-    events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
-    alive = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        most = max(most, alive)
-    return most
-
-
-def work(rank: int, top: str, sharding: str, made: list[Plan], store: str, *rest: Any) -> None:
-    """One rank: contestants take turns; CPU and wall seconds of every step."""
-    steps, peer, results = rest
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
-    os.environ.update(LOCAL_WORLD_SIZE=str(RANKS))
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, RANKS),
-        timeout=timedelta(seconds=300),
-        world_size=RANKS,
-        rank=rank,
-    )
-    mesh = init_device_mesh("cpu", (RANKS,))
+def work(
+    rank: int, ranks: int, store: str, case: Case, made: list[Plan], steps: int, peer: bool
+) -> Figures:
+    """One rank of a case."""
+    mesh = joined(rank, ranks, store)
     contestants = {"ours": ours(made[0], mesh), "overlap": ours(made[1], mesh)}
     if peer:
-        contestants["torchrec"] = theirs(top, sharding)
-    case, random = Case("A", sharding), np.random.default_rng(rank)
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
-    found: dict[str, dict[str, float]] = {name: {} for name in contestants}
-    for number in range(WARM + steps):
-        given = made_up(case, random)
-        for name, step in contestants.items():
-            dist.barrier()
-            cpu, wall = time.process_time(), time.perf_counter()
-            loss = step(given)
-            spent = time.process_time() - cpu, time.perf_counter() - wall
-            found[name].setdefault("first_loss", round(loss, 4))
-            if number >= WARM:
-                taken[name].append(spent)
-    for name, step in contestants.items():
-        dist.barrier()
-        found[name]["peak_bytes"] = peak_bytes(step, given)
-        cpu_ms, wall_ms = (statistics.median(each) * 1e3 for each in zip(*taken[name], strict=True))
-        found[name] |= {"cpu_ms": round(cpu_ms, 3), "wall_ms": round(wall_ms, 3)}
-    if rank == 0:
-        results.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+        contestants["torchrec"] = theirs(case)
+    batch = partial(made_up, KINDS[case[0]][0], np.random.default_rng(rank))
+    return take_turns(contestants, batch, steps)
 
 
-def run(top: str, sharding: str, steps: int, peer: bool) -> dict[str, Any]:
+def run(case: Case, steps: int, peer: bool) -> dict[str, Any]:
     """What every contestant takes, and ours in parts of TorchRec's."""
-    made = [planned(top, sharding, overlap) for overlap in ("none", "rows")]
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        arguments = (top, sharding, made, store, steps, peer, results)
-        multiprocessing.spawn(work, arguments, nprocs=RANKS)
-    found = results.get()
-    line: dict[str, Any] = {"top": top, "sharding": sharding, **found}
+    made = [planned(case, overlap) for overlap in ("none", "rows")]
+    found = first_of(work, RANKS, case, made, steps, peer)
+    for figures in found.values():
+        figures["first_loss"] = round(figures.pop("gave"), 4)
+    line: dict[str, Any] = {"top": case[0], "sharding": case[1], **found}
     for name in ("ours", "overlap") if peer else ():
-        line[f"{name}_over_torchrec"] = {
-            key: round(found[name][key] / found["torchrec"][key], 3)
-            for key in ("cpu_ms", "wall_ms", "peak_bytes")
-        }
+        line[f"{name}_over_torchrec"] = over_torchrec(found, name)
     return line
 
 
-def main() -> None:
-    """Both tops and types, one line each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only", default="", choices=["", *TOPS])
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    try:
-        import torchrec
-
-        peer, versions = True, {"torchrec": torchrec.__version__}
-    except ImportError:
-        peer, versions = False, {}
-    lines = []
-    for top in TOPS:
-        for sharding in ("table_wise", "row_wise") if options.only in ("", top) else ():
-            lines.append(run(top, sharding, options.steps, peer))
-            print(json.dumps(lines[-1]), flush=True)
-    if options.output:
-        document = {"versions": {"torch": torch.__version__, **versions}, "cases": lines}
-        options.output.write_text(json.dumps(document, indent=1) + "\n")
+def cases(kind: str) -> Sequence[Case]:
+    """Those of a kind, or all, with both types."""
+    kinds = [kind] if kind else [*KINDS]
+    return [(each, sharding) for each in kinds for sharding in ("table_wise", "row_wise")]
 
 
 if __name__ == "__main__":
-    main()
+    measure_all(__doc__, [*KINDS], cases, run)

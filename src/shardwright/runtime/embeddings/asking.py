@@ -199,7 +199,7 @@ class _Steady:
     def pack(self, values: torch.Tensor, counts: wire.Counts) -> torch.Tensor:
         """``values`` that lie by rank as the message for all of them."""
         sizes = [*map(sum, counts)]
-        more = int(any(size > room for size, room in zip(sizes, self.out, strict=True)))
+        more = int(self._is_more(sizes))
         heads = values.new_tensor([[*row, more] for row in counts])
         parts = []
         for head, own, room in zip(heads, values.split(sizes), self.out, strict=True):
@@ -226,9 +226,16 @@ class _Steady:
 
     def rest(self, values: torch.Tensor, counts: wire.Counts) -> tuple[torch.Tensor, list[int]]:
         """What of ``values`` did not go with their counts, and how many for each rank."""
-        parts = values.split([*map(sum, counts)])
+        sizes = [*map(sum, counts)]
+        if not self._is_more(sizes):
+            return values.new_empty(0), [0] * len(sizes)
+        parts = values.split(sizes)
         left = [part[room:] for part, room in zip(parts, self.out, strict=True)]
         return torch.cat(left), [*map(len, left)]
+
+    def _is_more(self, sizes: list[int]) -> bool:
+        """Whether one rank gets more than has room."""
+        return any(size > room for size, room in zip(sizes, self.out, strict=True))
 
     def learn(self, counts: wire.Counts, served: wire.Counts) -> None:
         """So many were sent and received."""

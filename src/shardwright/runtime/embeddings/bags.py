@@ -149,6 +149,12 @@ class Keyed:
     weights: Sequence[torch.Tensor | None]
     ends: Sequence[Ends] | None = None
 
+    @property
+    def has_one_each(self) -> bool:
+        """Whether all features have as many bags, one id without a weight in each."""
+        alike = self.lengths is None and len(set(self.sizes)) == 1
+        return alike and all(weights is None for weights in self.weights)
+
     def of(self, names: list[str]) -> Keyed:
         """Those of some features; InputError for one that is not there."""
         if names == self.names:
@@ -210,6 +216,10 @@ def read_bags(
     else:
         keyed = keyed_of(given).of([feature.name for feature in features])
         _check_dtype(keyed.values, features[0].spot)
+    if keyed.has_one_each:
+        columns = keyed.values.long().view(len(features), -1)
+        _check_range(columns, keyed.sizes, features, limits)
+        return one_each(columns), {}
     values, lengths = keyed.values.long(), _lengths(keyed, features)
     if all(length is None for length in lengths) and len(set(keyed.sizes)) == 1:
         values = values.view(len(features), -1)
@@ -380,6 +390,9 @@ def _joined(given: Mapping[str, Any], features: Sequence[Feature]) -> Keyed:
     """What is given feature by feature."""
     names = [feature.name for feature in features]
     _check_names(names, given)
+    keyed = _one_each_of(names, given)
+    if keyed is not None:
+        return keyed
     parts = [_part(feature, given[feature.name]) for feature in features]
     for part, feature in zip(parts, features, strict=True):
         if part.ids.dtype not in INTEGERS:
@@ -392,6 +405,27 @@ def _joined(given: Mapping[str, Any], features: Sequence[Feature]) -> Keyed:
         lengths, bags = _bags_of(parts, features, sizes)
     values = cat([part.ids for part in parts])
     return Keyed(names, values, sizes, bags, lengths, [part.weights for part in parts])
+
+
+def _one_each_of(names: list[str], given: Mapping[str, Any]) -> Keyed | None:
+    """What is given as (values, offsets) of every feature, with one id in each of as many bags;
+    None where a feature comes otherwise, or is none."""
+    pairs = [given[name] for name in names]
+    if not pairs or any(type(pair) is not tuple or len(pair) != 2 for pair in pairs):
+        return None
+    tensors = [part for pair in pairs for part in pair]
+    if any(type(part) is not torch.Tensor for part in tensors):
+        return None
+    values, offsets = tensors[::2], tensors[1::2]
+    shapes = {ids.shape for ids in values}, {ends.shape for ends in offsets}
+    (bags,) = shape if len(shape := values[0].shape) == 1 else (-1,)
+    dtypes = {part.dtype for part in tensors}
+    if shapes != ({(bags,)}, {(bags + 1,)}) or not dtypes.issubset(INTEGERS):
+        return None
+    if not bool((torch.stack(offsets) == torch.arange(bags + 1, device=offsets[0].device)).all()):
+        return None
+    sizes = [bags] * len(names)
+    return Keyed(names, torch.cat(values), sizes, sizes, None, (None,) * len(names))
 
 
 def _bags_of(

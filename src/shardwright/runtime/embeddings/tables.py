@@ -309,10 +309,10 @@ class ShardedTables(Entrance):
                 guide.put(out, rows.view(-1, guide.width).float(), asked)
 
     def _views(self, results: Sequence[int], back: torch.Tensor) -> Rows:
-        """What came back, feature by feature, where it lies."""
+        """What came back, feature by feature, where it lies: no views to autograd."""
         (guide,) = self.guides
         rows = back.view(-1, guide.width).float()
-        parts = rows.split([results[f] for f in guide.features])
+        parts = torch.unsafe_split_with_sizes(rows, [results[f] for f in guide.features])
         found = sorted(zip(guide.features, parts, strict=True), key=itemgetter(0))
         return [part for _, part in found]
 
@@ -486,8 +486,10 @@ class _Lookup(torch.autograd.Function):
         out, trip = tables.arrive(lookup), lookup.trip
         tables._open.add(trip)  # until its graph is gone
         ctx.trip, ctx.tables, ctx.whole = trip, tables, lookup.whole
-        # tensors of their own for autograd, which may be changed in place
-        return out if lookup.whole else tuple(rows.data for rows in _each(out))
+        if not lookup.whole and isinstance(out, torch.Tensor):
+            # tensors of their own for autograd, which may be changed in place
+            out = torch.unsafe_split_with_sizes(out.flatten(0, 1), [out.shape[1]] * len(out))
+        return out if lookup.whole else tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
