@@ -205,3 +205,11 @@ def test_threads_of_two_meshes_meet_in_their_own_groups() -> None:
         return [over_all.item(), over_shards.item()]
 
     assert together(4, body) == [[6.0, 1.0], [6.0, 1.0], [6.0, 5.0], [6.0, 5.0]]
+
+
+def test_a_reduction_that_is_none_of_ours_is_refused() -> None:
+    def body(comm: Comm) -> None:
+        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MIN)
+
+    found = together(2, body)
+    assert all("a reduction that threads do not have" in str(each) for each in found)

@@ -234,7 +234,8 @@ class ThreadGroup(dist.ProcessGroup):
     def all_gather_single(self, full: torch.Tensor, shard: torch.Tensor, _: Any = None) -> Under:
         return self._come("all_gather", (full, shard), _gathered)
 
-    def reduce_scatter_single(self, shard: torch.Tensor, full: torch.Tensor, _: Any) -> Under:
+    def reduce_scatter_single(self, shard: torch.Tensor, full: torch.Tensor, options: Any) -> Under:
+        _check_operation(options, dist.ReduceOp.SUM)
         return self._come("reduce_scatter", (shard, full), _scattered)
 
     def all_to_all_single(
@@ -252,6 +253,7 @@ class ThreadGroup(dist.ProcessGroup):
         return self._come("all_to_all", [*parts[0], *parts[1]], _exchanged)
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Under:
+        _check_operation(options, dist.ReduceOp.SUM, dist.ReduceOp.MAX)
         largest = options is not None and options.reduceOp == dist.ReduceOp.MAX
         kind = "all_reduce max" if largest else "all_reduce"
         return self._come(kind, tensors, _largest if largest else _summed)
@@ -286,6 +288,11 @@ class ThreadGroup(dist.ProcessGroup):
 
         self._count += 1
         return Under(self, self.room.leave(self._count, kind, self._rank, parts, copied))
+
+
+def _check_operation(options: Any, *known: Any) -> None:
+    if options is not None and all(options.reduceOp != each for each in known):
+        raise RuntimeError(f"a reduction that threads do not have: {options.reduceOp}")
 
 
 def _synchronise(devices: set[torch.device]) -> None:
