@@ -103,8 +103,11 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
         ),
         (
             {"tables": [TABLE], "planner": {"units": {"top": "shrd"}}},
-            "job: planner.units[...]: expected one of shard, replicate, offload, got"
-            " {'top': 'shrd'}.",
+            "job: planner.units.top: expected one of shard, replicate, offload, got 'shrd'.",
+        ),
+        (
+            {"tables": [TABLE], "planner": {"units": {"bottom": "shard", "top": 3}}},
+            "job: planner.units.top: expected str, got 3.",
         ),
         (
             {"tables": [TABLE], "cluster": {"compute_device": "gpu"}},

@@ -145,6 +145,10 @@ def test_a_grace_that_is_too_short_for_a_step_and_a_save_is_said_once(tmp_path: 
     assert said.startswith("a step and a save take 25 s, more than the 20 s that are left")
 
 
+def test_a_number_alone_is_steps() -> None:
+    assert every(20) == every("20 steps")
+
+
 @pytest.mark.parametrize("text", ["", "10", "0 steps", "-1 s", "1.5 h", "10 days", "ten min"])
 def test_a_time_between_checkpoints_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="such as '20 steps', '30 s', '10 min' or '2 h'"):

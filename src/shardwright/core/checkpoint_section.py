@@ -21,8 +21,10 @@ class Every(NamedTuple):
     seconds: float | None
 
 
-def every(text: str, where: str = "checkpoint.every") -> Every:
-    """``20 steps``, ``30 s``, ``10 min`` or ``2 h``; InputError for anything else."""
+def every(text: str | int, where: str = "checkpoint.every") -> Every:
+    """``20 steps``, or 20, ``30 s``, ``10 min`` or ``2 h``; InputError for anything else."""
+    if isinstance(text, int):
+        return Every(text, None)
     found = _EVERY.fullmatch(text)
     if not found:
         wanted = "a time between checkpoints such as '20 steps', '30 s', '10 min' or '2 h'"
@@ -40,7 +42,7 @@ class CheckpointSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     signal; ``restarts`` is how often ``train`` goes on by itself after a failure.
     """
 
-    every: str = "10 min"
+    every: str | Annotated[int, msgspec.Meta(ge=1, le=10**9)] = "10 min"
     keep: Annotated[int, msgspec.Meta(ge=1, le=10**6)] = 2
     folder: str = ""
     overlap: bool = True

@@ -14,7 +14,7 @@ import stat
 import tomllib
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -217,11 +217,14 @@ def _fields(kind: type) -> dict[str, Any]:
 def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str:
     """Turn ``Expected `int` >= 1 - at `$.tables[0].rows``` into our form, with what was found."""
     text, _, place = message.partition(" - at `$")
-    keys = [k for k in re.split(r"[.\[\]`]+", place) if k]
+    keys = re.findall(r"(?<=\[)\.\.\.|[^.\[\]`]+", place)
     spot = (at + place.rstrip("`.")).lstrip(".") or "job"
     found: Any = document
     for key in keys:
         kind = _inner(kind, key)
+        if key == "..." and isinstance(found, dict):  # msgspec does not say which
+            key = _wrong(found, kind)
+            spot = spot.replace("[...]", f".{key}", 1)
         if isinstance(found, list) and key.isdigit() and int(key) < len(found):
             found = found[int(key)]
         elif isinstance(found, dict) and key in found:
@@ -248,7 +251,19 @@ def _inner(kind: Any, key: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return _fields(kind).get(key)
     arguments = typing.get_args(kind)
+    if isinstance(typing.get_origin(kind), type) and issubclass(typing.get_origin(kind), Mapping):
+        return arguments[1]
     return arguments[0] if arguments else None
+
+
+def _wrong(found: dict[str, Any], kind: Any) -> str:
+    """The first key whose value is not of a kind."""
+    for key, value in found.items():
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            return key
+    return "..."
 
 
 def _is_section(kind: Any) -> bool:

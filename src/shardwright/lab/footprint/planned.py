@@ -41,7 +41,7 @@ def planned(
     watch = watch_of(job, hear)
     found = found_for(job, watch)
     problem, draft = found.problem, found.draft
-    source = "The memory of the job's plan, to the byte: shardwright plan."
+    source = "To the byte what the job's plan foresees (shardwright plan)."
     if watch.cut_short:
         source += f" Not searched to its end: {watch.cut_short}."
     if draft is None and problem.model.is_trained:
