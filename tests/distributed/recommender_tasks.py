@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,9 @@ def scheduled(mesh: DeviceMesh, job: Job, made: Plan) -> dict[str, float]:
     task = task_of(job)
     model = apply(task.model(CPU), made, mesh)
     model.get_submodule("users").learning_rate = 0.0
+    with suppress(UnsupportedError):
+        model.get_submodule("users").requires_grad_(False)
+        raise AssertionError("a table was frozen")
     before = full_state_dict(model)
     batch = as_tensors(next(task.batches(mesh.get_local_rank(), mesh.size())))
     task.loss(model, batch).backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -40,6 +40,14 @@ class Entrance(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._prepared: list[_Prepared] = []  # for forwards to come
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """UnsupportedError for False: rows are updated in their backward, by no optimizer."""
+        if requires_grad:
+            return super().requires_grad_()
+        where, found = f"tables '{getattr(self, 'path', '')}'", "requires_grad_(False)"
+        remedy = "Set their learning_rate to 0, or freeze the embedding before it is planned."
+        raise UnsupportedError(expected(where, "rows that learn in a backward", found, remedy))
 
     def asks(self, *arguments: Any) -> Any:
         """What the tables take, of what a forward is given."""
