@@ -135,16 +135,18 @@ class StepDraft(Draft):
         """What the symbolic step of ``rank`` starts from."""
         return self._load(self.exact_of(rank), self.traffic(rank))
 
-    def _load(self, exact: Exact, traffic: dict[str, Traffic]) -> RankLoad:
-        resident: dict[Kind, int] = {}
+    def kept(self, exact: Exact) -> Iterator[tuple[Kind, str, int]]:
+        """Of the ``exact`` bytes of a rank what its device has between steps: kind, name, bytes."""
         away = {name for choice in self.units if choice.away for name in _names(choice)}
         for (phase, kind, name), size in exact.items():
-            if (
-                name not in away
-                and kind != "gradient"
-                and not (kind == "padding" and phase == "reduce")
-            ):
-                resident[kind] = resident.get(kind, 0) + size
+            passes = kind == "gradient" or (kind == "padding" and phase == "reduce")
+            if name not in away and not passes:
+                yield kind, name, size
+
+    def _load(self, exact: Exact, traffic: dict[str, Traffic]) -> RankLoad:
+        resident: dict[Kind, int] = {}
+        for kind, _, size in self.kept(exact):
+            resident[kind] = resident.get(kind, 0) + size
         beside = sum(
             unit_sizes(choice.layout, self.sharding, on_host=choice.offloaded).whole
             for choice in self.units

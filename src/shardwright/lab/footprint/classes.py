@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from shardwright.core.footprint import RankMemory
+from shardwright.core.footprint import Alive, RankMemory
 from shardwright.core.job import Job, memory_of
 from shardwright.core.memory_section import MemorySection
 from shardwright.core.timeline import Kind
@@ -23,13 +23,15 @@ LARGEST = 20  # tensors at the peak that are listed
 
 @dataclass(frozen=True, slots=True)
 class RankClass:
-    """Ranks that do the same. ``tables`` are bytes of weights of what no unit has, by path."""
+    """Ranks that do the same. ``tables`` are bytes of weights of what no unit has, by path;
+    ``kept`` is what is there between steps, where it is known one by one."""
 
     name: str
     ranks: int
     coordinates: dict[str, int]
     step: RankStep
     tables: Mapping[str, int] = field(default_factory=dict)
+    kept: Sequence[Alive] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,17 @@ def _with_events(
     return msgspec.structs.replace(
         memory,
         modules=module_memory(tape.changes, parameters, counts),
-        largest=tuple(tape.alive_at_peak()[:LARGEST]),
+        largest=tuple(_one_by_one(tape.alive_at_peak(), each.kept)[:LARGEST]),
         kinds=kinds,
         timeline=samples,
     )
+
+
+def _one_by_one(alive: Sequence[Alive], kept: Sequence[Alive]) -> list[Alive]:
+    """What is alive, with the ``kept`` of each kind instead of their sum; largest first."""
+    sums = {each.kind for each in kept}
+    others = [a for a in alive if a.module or a.name not in sums or a.kind != a.name]
+    return sorted([*others, *kept], key=lambda each: -each.bytes)
 
 
 def assumptions_on_gpu(operators: Iterable[Iterable[str]]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardwright.core.footprint import Footprint, RankMemory
+from shardwright.core.footprint import Alive, Footprint, RankMemory
 from shardwright.core.job import Job, degrees_of, memory_of
 from shardwright.core.optimizers import trained
 from shardwright.core.quantities import format_bytes
@@ -104,6 +104,10 @@ def _stepped(
                 for (_, kind, name), nbytes in draft.tables_exact[ranks[0]].items()
                 if kind == "weight"
             },
+            [
+                Alive(kind, name.removesuffix(".weight"), kind, nbytes)
+                for kind, name, nbytes in draft.kept(draft.exact_of(ranks[0]))
+            ],
         )
         for load, ranks in draft.classes
     ]
