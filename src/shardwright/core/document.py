@@ -221,10 +221,12 @@ def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str
     spot = (at + place.rstrip("`.")).lstrip(".") or "job"
     found: Any = document
     for key in keys:
+        if key == "...":  # msgspec does not say which
+            wrong = _wrong(found, _inner(kind, key)) if isinstance(found, dict) else None
+            if wrong is None:
+                continue
+            key, spot = wrong, spot.replace("[...]", f".{wrong}", 1)
         kind = _inner(kind, key)
-        if key == "..." and isinstance(found, dict):  # msgspec does not say which
-            key = _wrong(found, kind)
-            spot = spot.replace("[...]", f".{key}", 1)
         if isinstance(found, list) and key.isdigit() and int(key) < len(found):
             found = found[int(key)]
         elif isinstance(found, dict) and key in found:
@@ -256,14 +258,14 @@ def _inner(kind: Any, key: str) -> Any:
     return arguments[0] if arguments else None
 
 
-def _wrong(found: dict[str, Any], kind: Any) -> str:
-    """The first key whose value is not of a kind."""
+def _wrong(found: dict[str, Any], kind: Any) -> str | None:
+    """The first key whose value is not of a kind; None where a key itself is at fault."""
     for key, value in found.items():
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError:
             return key
-    return "..."
+    return None
 
 
 def _is_section(kind: Any) -> bool:
