@@ -136,6 +136,26 @@ def paired(width: int = 13, depth: int = 6) -> Any:
     return Paired(width, depth).double(), torch.randn(4, width, dtype=torch.float64)
 
 
+class Scaled(Paired):
+    """Whose lists have a parameter, too, which the model reads."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__(width, depth)
+        for layer in self.layers:
+            layer.append(torch.nn.ParameterList([torch.nn.Parameter(torch.ones(width))]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second, (scale,) in self.layers:
+            x = second(x) * scale + x
+            x = torch.tanh(first(x)) + x
+        return self.out(x)
+
+
+def scaled(width: int = 13, depth: int = 6) -> Any:
+    """Of the mean of the result."""
+    return Scaled(width, depth).double(), torch.randn(4, width, dtype=torch.float64)
+
+
 def batches_of_adapted(rank: int, seed: int) -> Iterator[Any]:
     """Inputs that differ from rank to rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)

@@ -148,6 +148,21 @@ def test_layers_that_are_lists_are_units_of_the_parts_that_run(
     check_as_planned(pool, job, made)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_layers_that_are_lists_with_parameters_of_their_own_are_no_units(
+    pool: Pool, world_size: int
+) -> None:
+    job = parse_job(
+        {
+            "model": {"python": "own_models:scaled"},
+            "data": {"python": "own_models:batches_of_adapted"},
+            "train": {"steps": 3, "optimizer": "adam", "learning_rate": 0.01},
+            "cluster": {"preset": "local", "world_size": world_size},
+        }
+    )
+    check_as_planned(pool, job, plan(job))
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])  # which makes its states at once
 @pytest.mark.parametrize("way", ["shard", "replicate"])

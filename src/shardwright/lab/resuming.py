@@ -202,8 +202,13 @@ def check_resume(job: Job, folder: Path, world_size: int, *, resume: bool) -> No
         raise InputError(expected(where, wanted, f"step-{found[-1]}", remedy))
     if found and isinstance(job.data.python, str):
         manifest = read_manifest(step_folder(saved, found[-1]) / MANIFEST, found[-1])
-        where = f"data.python '{job.data.python}'"
-        with importable():
-            goes_on = with_names_of(python_function(job.data.python, where), {"start": 0})
-        if manifest.world_size != world_size and not goes_on:
-            raise _other_ranks(where, str(manifest.world_size), world_size, "start")
+        if manifest.world_size != world_size:
+            _check_goes_on(job.data.python, manifest.world_size, world_size)
+
+
+def _check_goes_on(name: str, before: int, world_size: int) -> None:
+    """InputError unless a function of batches takes where to start."""
+    where = f"data.python '{name}'"
+    with importable():
+        if not with_names_of(python_function(name, where), {"start": 0}):
+            raise _other_ranks(where, str(before), world_size, "start")

@@ -404,11 +404,11 @@ def _storages(
     ignored: Sequence[str],
     **options: Any,
 ) -> list[DStorage]:
-    """A unit's storage, or one for each of its buckets; the first tells what is ignored."""
-    found = []
+    """A unit's storage, or one for each of its buckets; the first has what is ignored."""
+    found: list[DStorage] = []
     for bucket, part in parts:
-        told = () if found else ignored
-        found.append(make_storage(part, comm, placements, bucket=bucket, ignored=told, **options))
+        options["ignored"] = () if found else ignored
+        found.append(make_storage(part, comm, placements, bucket=bucket, **options))
     return found
 
 

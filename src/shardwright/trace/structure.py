@@ -3,7 +3,8 @@ alike, one after the other or in a pattern of a few.
 
 Two parts are alike if their classes, the shapes and dtypes of their tensors and their plain
 attributes are. A number that goes up evenly from part to part, as that of a layer does, says where
-a part is and not how it is built. Parts that share parameters with others are like none.
+a part is and not how it is built. Parts that share parameters with others are like none, nor are
+parts without a forward that have parameters beside those of their own parts that run.
 """
 
 from __future__ import annotations
@@ -150,6 +151,12 @@ def called(part: nn.Module) -> list[nn.Module]:
     return [p for child in part.children() if _has_parameters(child) for p in called(child)]
 
 
+def _runs_whole(part: nn.Module) -> bool:
+    """Whether all parameters of a part are of what runs, and none is read by whoever has it."""
+    running = {p for module in called(part) for p in module.parameters()}
+    return all(parameter in running for parameter in part.parameters())
+
+
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
@@ -169,7 +176,7 @@ def _keys(children: Sequence[nn.Module], sharing: _Sharing) -> list[Hashable]:
         found: list[float] = []
         kind: Hashable = _built(child, found)
         numbers.append(found)
-        if sharing.is_bound(child):
+        if sharing.is_bound(child) or not _runs_whole(child):
             kind = (kind, place)
         kinds.setdefault(kind, []).append(place)
     keys: list[Hashable] = [None] * len(children)

@@ -107,6 +107,7 @@ def _stepped(
             [
                 Alive(kind, name.removesuffix(".weight"), kind, nbytes)
                 for kind, name, nbytes in draft.kept(draft.exact_of(ranks[0]))
+                if nbytes
             ],
         )
         for load, ranks in draft.classes

@@ -136,10 +136,14 @@ def shared_seconds(problem: Problem) -> dict[str, float]:
     by one, whatever is placed where."""
     units = tuple(choices[0] for choices in problem.units)
     found = dict(StepDraft(problem, (), units).other_seconds)
-    if windows_of(problem) is None:  # else some may be hidden
-        for part, seconds in least_latencies(problem, problem.tables).items():
-            found[part] = found.get(part, 0.0) + seconds
+    for part, seconds in _latencies(problem, problem.tables).items():
+        found[part] = found.get(part, 0.0) + seconds
     return found
+
+
+def _latencies(problem: Problem, tables: Tables) -> dict[str, float]:
+    """The least that exchanges of several tables take; nothing where some may be hidden."""
+    return least_latencies(problem, tables) if windows_of(problem) is None else {}
 
 
 def step_seconds(tables: Any, units: Sequence[Any], shared: Sequence[Any]) -> Any:
@@ -297,13 +301,12 @@ class _Seeker:
     @cached_property
     def least(self) -> list[float]:
         """Seconds that the tables take at least, by any of the choices of each variant."""
-        found = []
-        for tables in self.variants:
-            seconds = without_hidden(self.problem, _least(self.problem, tables))
-            if windows_of(self.problem) is None:
-                seconds += math.fsum(least_latencies(self.problem, tables).values())
-            found.append(seconds)
-        return found
+        problem = self.problem
+        return [
+            without_hidden(problem, _least(problem, tables))
+            + math.fsum(_latencies(problem, tables).values())
+            for tables in self.variants
+        ]
 
     @cached_property
     def variants(self) -> list[Tables]:
