@@ -9,18 +9,22 @@ from typing import Any
 import torch
 from own_tasks import CPU, STEPS, built, measured, on_ranks
 from recommenders import wrong_keyed
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
 from torch.utils._pytree import tree_map
 from worlds import apart
 
 from shardwright.core.errors import RunError, UnsupportedError
 from shardwright.core.job import Job, parse_job, table_optimizer
+from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Event
 from shardwright.lab.python_model import as_tensors
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.python import Given
 from shardwright.runtime.apply import apply
+from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
@@ -83,6 +87,11 @@ def alone(job: Job, made: Plan, mesh: DeviceMesh) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return {**found, **{key: p.detach() for key, p in model.named_parameters()}}
+
+
+def bytes_measured(mesh: DeviceMesh, job: Job, made: Plan) -> list[Event]:
+    """Of a steady step."""
+    return measured(job, made, mesh)
 
 
 def bytes_of_applying(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[int, int]:
@@ -250,3 +259,61 @@ def scheduled(mesh: DeviceMesh, job: Job, made: Plan) -> dict[str, float]:
         said = apart(model.eval()(*batch[0]), whole.eval()(*batch[0]))
     moved = {table.name: apart(before[table.fqn], after[table.fqn]) for table in made.tables}
     return {**moved, "forward": said}
+
+
+class RowsOf(nn.Module):
+    """All rows of an embedding: ids -> rows in ``dtype``, whose gradients are summed in fp32."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.whole, self.dtype = weight.detach().float().requires_grad_(), dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """In the shape of the ids."""
+        return nn.functional.embedding(ids, self.whole).to(self.dtype)
+
+
+def alone_in_half(job: Job, made: Plan, mesh: DeviceMesh) -> dict[str, Any]:
+    """One process with the batches of all ranks: units compute in bf16 where the job has it, rows
+    are given in bf16 and updated in fp32, by SGD."""
+    task, size, rate = Given(job, built(job)), mesh.size(), job.train.learning_rate
+    model, half = task.model(CPU), torch.bfloat16
+    computed = half if step_dtypes(job)[0] else torch.float32
+    kept = {t.fqn: dict(model.named_parameters())[t.fqn].dtype for t in made.tables}
+    tables: dict[str, RowsOf] = {}
+    for fqn in kept:
+        path = fqn.removesuffix(".weight")
+        parent, _, name = path.rpartition(".")
+        own = model.get_submodule(path)
+        tables[fqn] = RowsOf(own.weight, half)
+        setattr(model.get_submodule(parent), name, RoutedEmbedding(path, own, tables[fqn]))
+    units = dict(model.named_parameters())
+    optimizer = make_optimizer("sgd", [p for p in units.values() if p.requires_grad], rate)
+    batches = [task.batches(rank, size) for rank in range(size)]
+    found: dict[str, Any] = {}
+    for step in range(job.train.steps):
+        for rank in range(size):
+            inputs, _, clicks = as_tensors(next(batches[rank]))
+            inputs = tree_map(lambda x: x.to(computed) if x.is_floating_point() else x, inputs)
+            cast = {name: p.to(computed) for name, p in units.items()}
+            loss = task.built.loss_of(functional_call(model, cast, tuple(inputs)), clicks)
+            (loss / size).backward()
+            if rank == mesh.get_local_rank():
+                found[f"loss {step}"] = loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        for fqn, rows in tables.items():
+            assert rows.whole.grad is not None
+            rows.whole.data -= rate * rows.whole.grad
+            rows.whole.data.copy_(rows.whole.data.to(kept[fqn]))
+            rows.whole.grad = None
+    weights = {fqn: rows.whole.detach().to(kept[fqn]) for fqn, rows in tables.items()}
+    return {**found, **weights, **{key: p.detach() for key, p in units.items()}}
+
+
+def trained_in_half(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[dict[str, float], list[Event]]:
+    """What differs from one process, and the bytes of a steady step."""
+    true, found = alone_in_half(job, made, mesh), on_ranks(job, made, mesh)
+    assert set(true) == set(found)
+    differing = {key: d for key in true if not (d := apart(found[key], true[key])) <= CLOSE}
+    return differing, measured(job, made, mesh)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 
 USERS, ITEMS, TAGS, SHOPS, SEEN = 6101, 3701, 11, 5, 4
+FEW = 2003
 SIZES = (100_000, 50_000, 20_000, 5_000, 2_000, 1_000, 10)
 
 
@@ -64,6 +65,35 @@ def build_batches(batch: int, rank: int, seed: int) -> Iterator[Any]:
         weights = torch.rand(batch, SEEN, generator=generator)
         inputs = ids(USERS), ids(ITEMS, SEEN), weights, ids(SHOPS)
         yield inputs, ids(2).float()
+
+
+class Halved(nn.Module):
+    """Embeddings in bf16, and the rest in fp32 -> logits [B]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(FEW, 16, dtype=torch.bfloat16)
+        self.seen = nn.EmbeddingBag(FEW, 8, mode="sum", dtype=torch.bfloat16)
+        self.first = nn.Linear(24, 1)
+
+    def forward(self, users: Tensor, seen: Tensor) -> Tensor:
+        found = torch.cat([self.users(users), self.seen(seen)], 1)
+        return self.first(found.float()).squeeze(1)
+
+
+def halved(batch: int) -> Any:
+    """With the loss of clicks."""
+    inputs, clicks = next(halved_batches(batch, 0, 0))
+    return Halved(), inputs, nn.BCEWithLogitsLoss(), clicks
+
+
+def halved_batches(batch: int, rank: int, seed: int) -> Iterator[Any]:
+    """Other rows on every rank, all as often, so that some come twice."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    while True:
+        users = torch.randint(FEW, (batch,), generator=generator)
+        seen = torch.randint(FEW, (batch, SEEN), generator=generator)
+        yield (users, seen), torch.randint(2, (batch,), generator=generator).float()
 
 
 class Factors(nn.Module):
@@ -298,6 +328,12 @@ def collections(batch: int, pooling: str = "sum") -> Any:
     """With the loss of clicks."""
     inputs, clicks = next(collections_batches(batch, 0, 0))
     return Collections(pooling), inputs, nn.BCEWithLogitsLoss(), clicks
+
+
+def halved_collections(batch: int) -> Any:
+    """All of it made in bf16."""
+    model, *others = collections(batch)
+    return model.bfloat16(), *others
 
 
 def collections_batches(batch: int, rank: int, seed: int) -> Iterator[Any]:

@@ -59,7 +59,39 @@ def test_row_wise_adagrad_is_exact_beside_units_of_another_optimizer(
     _check(made, pool.run(world_size, tasks.trained, job=job, made=made))
 
 
-def _check(made: Plan, results: list[Any]) -> None:
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    ("world_size", "reduced"), [(1, "fp32"), (1, "bf16"), (2, "fp32"), (4, "fp32")]
+)
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in TYPES[:4]), TYPES])
+def test_rows_are_given_in_what_units_compute_in_and_learn_in_fp32(
+    pool: Pool, kinds: tuple[str, ...], world_size: int, reduced: str
+) -> None:
+    """Sums of bf16 over several ranks would be rounded in another order."""
+    memory = {"param_dtype": "bf16", "reduce_dtype": reduced}
+    job = tasks.job_of(world_size, planner=forced(*kinds), memory=memory)
+    made = plan(job)
+    wanted = forced(*kinds)["tables"]
+    assert kinds_of(made) == {path: kind for path, kind in wanted.items() if kind != "dense"}
+    _check(made, pool.run(world_size, tasks.trained_in_half, job=job, made=made))
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("world_size", [1, 2, 4])  # thirds of a loss are rounded in each gradient
+@pytest.mark.parametrize("kinds", [*((kind,) * 2 for kind in TYPES[:4]), TYPES[1:3]])
+def test_embeddings_made_in_half_precision_are_tables_of_it(
+    pool: Pool, kinds: tuple[str, ...], world_size: int
+) -> None:
+    named = dict(zip(TABLES, kinds, strict=False))
+    job = tasks.job_of(world_size, "halved", planner={"tables": named}, batch={"size": 256})
+    made = plan(job)
+    assert kinds_of(made) == named
+    assert {made.model.table(table.fqn).dtype for table in made.tables} == {"bf16"}
+    results = pool.run(world_size, tasks.trained_in_half, job=job, made=made)
+    _check(made, results, 2 * MOST_APART)  # rows that ids share are summed: how many is chance
+
+
+def _check(made: Plan, results: list[Any], most: float = MOST_APART) -> None:
     predicted = decode(made.timeline)
     wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
     measured = [event for _, events in results for event in events]
@@ -69,7 +101,7 @@ def _check(made: Plan, results: list[Any]) -> None:
             max(sum(kinds.values()) for (r, _), kinds in phase_peaks(events).items() if r == rank)
             for events in (predicted, measured)
         )
-        assert foreseen == pytest.approx(seen, rel=MOST_APART)
+        assert foreseen == pytest.approx(seen, rel=most)
     assert [differences for differences, _ in results] == [{}] * made.world_size
 
 
@@ -182,6 +214,23 @@ def test_torchrec_s_collections_are_tables_of_a_plan(
     made = plan(job)
     assert {name: kind for name, kind in kinds_of(made).items() if name != "shops"} == named
     _check(made, pool.run(world_size, tasks.trained, job=job, made=made))
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kinds", [("table_wise", "data_parallel"), ("row_wise", "column_wise")])
+@pytest.mark.parametrize("sections", [{"memory": {"param_dtype": "bf16"}}, {}])
+def test_collections_in_half_precision_take_bytes_as_planned(
+    pool: Pool, sections: dict[str, Any], kinds: tuple[str, ...], world_size: int
+) -> None:
+    named = {name: kinds[i % len(kinds)] for i, name in enumerate(COLLECTED)}
+    model = {"python": f"recommenders:{'' if sections else 'halved_'}collections"}
+    sections = {**sections, "model": model, "planner": {"tables": named}}
+    job = tasks.job_of(world_size, "collections", **sections)
+    made = plan(job)
+    assert {name: kind for name, kind in kinds_of(made).items() if name != "shops"} == named
+    results = pool.run(world_size, tasks.bytes_measured, job=job, made=made)
+    _check(made, [({}, events) for events in results])
 
 
 FORMED = "expected a mapping of features to ids, or a KeyedJaggedTensor, got "

@@ -17,6 +17,7 @@ from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.sharding import FREE
+from shardwright.core.timeline import decode
 from shardwright.lab.recordings import found_for, plan, plan_module
 from shardwright.planner import explain
 from shardwright.planner.planner import watch_of
@@ -173,6 +174,18 @@ def test_every_number_of_a_table_is_explained_by_its_path_and_by_its_weight() ->
             assert statement.steps[-1].value == pytest.approx(statement.stored, rel=1e-12)
 
 
+def test_beside_units_in_bf16_embeddings_are_tables_whose_rows_are_given_in_it() -> None:
+    train = {"optimizer": "adamw", "table_optimizer": "rowwise_adagrad"}
+    kinds = ("fp32", "bf16")
+    plans = [plan(job_of("build", train=train, memory={"param_dtype": kind})) for kind in kinds]
+    in_full, in_half = ({table.name for table in made.tables} for made in plans)
+    assert in_full
+    assert in_half == in_full
+    assert {table.dtype for made in plans for table in made.model.tables} == {"fp32"}
+    kept = [sum(e.bytes for e in decode(p.timeline) if e.kind == "activation") for p in plans]
+    assert kept[1] < kept[0]
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -185,8 +198,8 @@ def test_every_number_of_a_table_is_explained_by_its_path_and_by_its_weight() ->
         ("bare", {"train": {"table_learning_rate": 1.0}}, "train.table_learning_rate: .* none"),
         (
             "build",
-            {"train": {"table_optimizer": "sgd"}, "memory": {"param_dtype": "bf16"}},
-            "train.table_optimizer: .* memory.param_dtype",
+            {"train": {"table_optimizer": "sgd"}, "memory": {"param_dtype": "fp16"}},
+            "train.table_optimizer: .* memory.param_dtype be bf16",
         ),
     ],
 )
@@ -290,8 +303,8 @@ def test_a_table_of_a_collection_is_no_dense_unit_s() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("frozen", "table 'users': expected fp32 weights that learn.* got a frozen one"),
-        ("half", "table 'users': expected fp32 weights.* got float16"),
+        ("frozen", "table 'users': expected fp32 or bf16 weights that learn.* got a frozen one"),
+        ("half", "table 'users': expected fp32 or bf16 weights.* got float16"),
         ("weighted", "expected weights that do not learn"),
         ("uneven", "expected as many bags of each feature, got 2 and 8"),
         ("unknown", "collection 'bags': expected 'bought', got user, seen"),

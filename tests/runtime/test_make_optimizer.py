@@ -35,3 +35,16 @@ def test_a_step_is_fused_unless_something_else_is_asked_for(
 ) -> None:
     made = make_optimizer("adam", _parameters(), 0.5, implementation)
     assert (made.defaults["fused"], made.defaults["foreach"]) == flags
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_step_changes_every_value_of_any_dtype(
+    name: str, dtype: torch.dtype, grouped: bool
+) -> None:
+    """torch 2.13's fused SGD leaves whole vectors of halves as they were."""
+    weight = torch.nn.Parameter(torch.ones(101, dtype=dtype))
+    weight.grad = torch.ones_like(weight)
+    make_optimizer(name, [{"params": [weight]}] if grouped else [weight], 0.5).step()
+    assert (weight != 1).all()

@@ -100,6 +100,12 @@ def key_of(job: Job, name: str, field: str) -> str:
     return f"tables.{next(owners, name)}.{field}"
 
 
+def rows_dtype(job: Job, table: TableSpec) -> str:
+    """What a model is given a table's rows in: of a module of one's own what its units compute in,
+    or what the embedding was made in."""
+    return (step_dtypes(job)[0] or table.dtype) if job.model.kind in ESTIMATED else "fp32"
+
+
 def _found(job: Job, table: RecordedTable) -> TableSpec:
     """An embedding of the user's own: its ids are those of a step, and its rows come back one by
     one, for bags are pooled where they are used. A table of a collection has its bags."""
@@ -110,6 +116,8 @@ def _found(job: Job, table: RecordedTable) -> TableSpec:
         table.dim,
         fqn=table.fqn,
         optimizer=table_optimizer(job) or None,
+        dtype=table.dtype,
+        output_dtype="fp32" if table.dtype in HALVES else None,  # as rows travel
         pooled=False,
         batch_sizes=(table.ids,),
         sharding_types=None if forced is None or forced == "dense" else (forced,),

@@ -124,13 +124,14 @@ class Collected(msgspec.Struct, frozen=True):
 
 class RecordedTable(msgspec.Struct, frozen=True):
     """A table of ``rows`` x ``dim`` whose rows are routed: the embedding at ``path``, or one of the
-    collection there; a step looks ``ids`` of its rows up."""
+    collection there; a step looks ``ids`` of its rows up. Its weight is of ``dtype``."""
 
     path: str
     rows: int
     dim: int
     ids: int
     collected: Collected | UnsetType = UNSET
+    dtype: str = "fp32"
 
     @property
     def fqn(self) -> str:

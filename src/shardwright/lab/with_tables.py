@@ -34,7 +34,7 @@ COULD = "could be tables:"  # and of those that a job leaves in dense units
 TRIED: TableOptimizer = "rowwise_adagrad"
 SECONDS_FOR_TABLES = 5.0  # of a search that only says what would help
 MOST_REASONS = 3  # of a longer list
-DTYPES = (("", ""), ("fp32", "fp32"))  # that units compute and sum in beside tables
+BESIDE_TABLES = ("", "fp32", "bf16")  # that units compute in beside tables
 
 
 def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all: bool) -> Found:
@@ -45,7 +45,7 @@ def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all
     InputError for what is said of tables that there are not.
     """
     check_model(job)
-    wanted = found_at_all and step_dtypes(job) in DTYPES
+    wanted = found_at_all and step_dtypes(job)[0] in BESIDE_TABLES
     everything = recorded(job, None if wanted else ())
     tables = tuple(table.name for table in everything.tables or ())
     reasons = tuple(note for note in everything.notes if note.startswith(NOTE))
@@ -131,8 +131,8 @@ def _check_said(job: Job, tables: Paths, collected: Set[str], reasons: Paths) ->
     """InputError where a job speaks of tables that there are not, or wants some that are
     ``collected`` in a unit."""
     names = ", ".join(tables) or "embeddings that can be tables, of which there are none"
-    if not tables and step_dtypes(job) not in DTYPES:
-        reasons = ("Tables are fp32: let memory.param_dtype and memory.reduce_dtype be that.",)
+    if not tables and step_dtypes(job)[0] not in BESIDE_TABLES:
+        reasons = ("Their updates take no scaled gradients: let memory.param_dtype be bf16.",)
     forced = job.planner.tables or {}
     unknown = [path for path in forced if path not in tables]
     if unknown:

@@ -26,6 +26,7 @@ BESIDE = {
     "adam": (4, 0),
     "partial_rowwise_adam": (2, 3),
 }
+KEPT_BY_ROW = 2  # of these of a row while the weight is changed: the state and the mean of squares
 
 
 def exchange_ids(heap: Ledger, traffic: Traffic) -> None:
@@ -381,12 +382,13 @@ def _stepping(group: Served) -> int:
     """Bytes of the different rows of an update, and what an optimizer makes of them."""
     in_place = group.element == FLOAT and not group.on_disk
     elements, numbers = BESIDE[group.optimizer]
-    beside = elements * FLOAT
-    if not in_place:  # in full, and rounded again, beside all but a square root of elements
+    beside = numbers * FLOAT + group.width * (1 + elements) * FLOAT
+    if not in_place:  # in full, and rounded again, beside states and what is changed
         weight = FLOAT + (group.element if group.element < FLOAT else 0)
-        beside = max(beside, (elements if numbers else max(elements - 1, 0)) * FLOAT + weight)
-    row = INDEX_BYTES + numbers * FLOAT + group.width * (FLOAT + beside)
-    return group.distinct * row
+        kept = elements if numbers else max(elements - 1, 0)
+        left = min(numbers, KEPT_BY_ROW) * FLOAT
+        beside = max(beside, left + group.width * ((1 + kept) * FLOAT + weight))
+    return group.distinct * (INDEX_BYTES + beside)
 
 
 def _summing(group: Served | Replicas, distinct: int) -> int:

@@ -18,7 +18,7 @@ from shardwright.core.block import Block, Role, check_tiling
 from shardwright.core.errors import InputError, MismatchError, check_type, expected
 from shardwright.core.grid import Grid
 from shardwright.core.layout import unit_layout
-from shardwright.core.model_of_job import step_dtypes
+from shardwright.core.model_of_job import rows_dtype, step_dtypes
 from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.planning import trained_communication
@@ -364,10 +364,15 @@ def _shard_tables(
 
 
 def _looked_up(plan: Plan, table: TablePlan) -> Table:
-    """A table with its features and dtype, as the plan's job has them."""
+    """A table with its features and dtypes, as the plan's job has them."""
     spec = plan.model.table(table.fqn)
-    own = {"features": spec.feature_names, "pooling": spec.pooling, "dtype": spec.dtype}
-    return dataclasses.replace(Table.of(table), **own)
+    return dataclasses.replace(
+        Table.of(table),
+        features=spec.feature_names,
+        pooling=spec.pooling,
+        dtype=spec.dtype,
+        output_dtype=rows_dtype(plan.job, spec),
+    )
 
 
 def _initial(model: nn.Module) -> InitialBlock:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fnmatch
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, overload
 
 import torch
 from torch import nn
+from torch.optim.sgd import sgd
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.optimizers import MADE, Implementation, OptimizerName, optimizer_named
@@ -20,6 +22,7 @@ from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.parameter import plain_name
 from shardwright.runtime.units.rebind import rebase
 
+PROBED = 64  # values: more than a vector of any machine has
 Groups = Sequence[Mapping[str, Any]]
 GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 
@@ -236,17 +239,36 @@ def make_optimizer(
     implementation: Implementation | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of a name over those of ``parameters`` that train, for Adagrad makes states of
-    all that it is given; fused where it can be if nothing is said.
+    all that it is given; fused where it can be if nothing is said, and torch's kernel is right.
 
     Raises InputError for a name that is unknown or that no single class stands for.
     """
     row = optimizer_named(name, implementation, among=MADE)
+    trained = [part for part in parameters if getattr(part, "requires_grad", True)]  # or a group
     how = implementation or row.runs
+    fused_sgd = not implementation and how == "fused" and row.make == "torch.optim:SGD"
+    if fused_sgd and not all(map(_fused_sgd_works, _on_cpu(trained))):
+        how = "for_loop"
     options = dict(row.settings)
     if len(row.steps) > 1:  # else it has no choice to be given
         options |= {each: each == how for each in row.steps if each != "for_loop"}
     module, _, kind = row.make.partition(":")
     made: torch.optim.Optimizer
-    trained = [part for part in parameters if getattr(part, "requires_grad", True)]  # or a group
     made = getattr(importlib.import_module(module), kind)(trained, lr=learning_rate, **options)
     return made
+
+
+def _on_cpu(trained: Iterable[Any]) -> set[torch.dtype]:
+    """The dtypes of parameters, or groups of them, in host memory."""
+    parts = [part["params"] if isinstance(part, Mapping) else [part] for part in trained]
+    return {p.dtype for part in parts for p in part if p.device.type == "cpu"}
+
+
+@cache
+def _fused_sgd_works(dtype: torch.dtype) -> bool:
+    """Whether fused SGD changes every value on a CPU: torch up to 2.13 leaves fp16 and bf16 as they
+    are, but for what is over of whole vectors (pytorch/pytorch issue 191763)."""
+    weight, gradient = torch.ones(PROBED, dtype=dtype), torch.ones(PROBED, dtype=dtype)
+    rules = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "lr": 0.5}
+    sgd([weight], [gradient], [None], fused=True, nesterov=False, maximize=False, **rules)
+    return bool((weight != 1).all())

@@ -20,6 +20,8 @@ Mark = Callable[[str, Point], None]
 Embedding = nn.Embedding | nn.EmbeddingBag
 # What a collection of TorchRec's tells of its tables, and the module inside that has their weights
 _COLLECTIONS = {"embedding_bag_configs": "embedding_bags", "embedding_configs": "embeddings"}
+# Of weights in modules of one's own: gradients of float16 need a scaler, which updates would follow
+OWN_DTYPES = (torch.float32, torch.bfloat16)
 _POOLINGS: dict[str, Pooling] = {"sum": "sum", "mean": "mean", "none": "none"}
 
 
@@ -84,7 +86,7 @@ def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:
             yield path, part, inside or ("a shared weight" if shared else own_reason(part))
 
 
-def own_reason(part: Embedding, dtypes: Container[torch.dtype] = (torch.float32,)) -> str:
+def own_reason(part: Embedding, dtypes: Container[torch.dtype] = OWN_DTYPES) -> str:
     """What of an embedding itself a table with weights of ``dtypes`` does not do."""
     if type(part) not in (nn.Embedding, nn.EmbeddingBag):
         return f"a class of its own, {type(part).__name__}"
@@ -107,7 +109,8 @@ class RoutedRows(nn.Module):
     Bags of features, whose widths are ``dims``, -> rows [B, dim] of each, or [N, dim] of those in
     ``each``, whose rows come one by one.
 
-    ``path`` is that of the module of tables; ``asked`` is told how many ids it is asked for.
+    ``path`` is that of the module of tables; ``asked`` is told how many ids it is asked for. Rows
+    come in fp32 and are given in ``dtype``.
     """
 
     def __init__(
@@ -118,9 +121,10 @@ class RoutedRows(nn.Module):
         *,
         dims: Mapping[str, int] | None = None,
         each: Container[str] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim, self.dtype = dim, dtype
         self.dims, self.each = dims or {}, each
         self.path = path
         self.asked = asked
@@ -132,7 +136,7 @@ class RoutedRows(nn.Module):
         if isinstance(ids, torch.Tensor):
             self.asked(ids.numel())
             (rows,) = self._rows([(*ids.t().shape, self.dim)])
-            return rows.transpose(0, 1)
+            return rows.to(self.dtype).transpose(0, 1)
         bags = [(self._results(name, ids[name]), dim) for name, dim in self.dims.items()]
         return dict(zip(self.dims, self._rows(bags), strict=True))
 
@@ -163,7 +167,7 @@ class _Rows(torch.autograd.Function):
         context.path, context.mark = path, mark
         if mark is not None:
             mark(path, "lookup")
-        return tuple(torch.empty(shape) for shape in shapes)
+        return tuple(torch.empty(shape, dtype=torch.float32) for shape in shapes)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:

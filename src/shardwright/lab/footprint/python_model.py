@@ -33,6 +33,7 @@ from shardwright.lab.python_model import (
     make,
     python_function,
 )
+from shardwright.lab.with_tables import BESIDE_TABLES
 from shardwright.runtime.deferred_init import Deferred
 from shardwright.runtime.embeddings.module import NoTableError
 from shardwright.trace.checkpointing import policy, treated
@@ -213,7 +214,7 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> Recorded:
         )
         for unit in found.units
     )
-    left = (routed.left_dense(),) if request.planned and not request.dtype else ()
+    left = (routed.left_dense(),) if request.planned and request.dtype in BESIDE_TABLES else ()
     said = (*built.notes, *found.notes, *routed.notes, *filter(None, left))
     notes = tuple(dict.fromkeys(said))
     found = msgspec.structs.replace(found, units=units, notes=notes, **more)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+import msgspec
 from msgspec import UNSET
 from torch import nn
 
@@ -18,7 +18,15 @@ from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.module import NoTableError, RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table
 from shardwright.trace.arguments import Reached
-from shardwright.trace.tables import Embedding, RoutedRows, collected, embeddings, is_weighted
+from shardwright.trace.tables import (
+    OWN_DTYPES,
+    Embedding,
+    RoutedRows,
+    collected,
+    embeddings,
+    is_weighted,
+)
+from shardwright.tracker.tensors import DTYPES, NAMES
 
 MOST_NAMED = 3
 ALONE = "to be looked up once in every step, and trained by it"
@@ -51,6 +59,7 @@ class Routed:
         self._reached: Reached | None = None  # which of them are asked for what the module is given
         self.spread: dict[str, Keyed] = {}  # what collections are asked for
         self.collections: dict[str, nn.Module] = {}
+        self.made = {name: NAMES[p.dtype] for name, p in module.named_parameters()}
         if wanted != ():
             self.collections = {p: part for p, part in module.named_modules() if collected(part)}
         self._check_collections()
@@ -75,13 +84,13 @@ class Routed:
         for path, part in self.collections.items():
             for table in collected(part):
                 reason = "" if table.weight.requires_grad else "a frozen one"
-                if table.weight.dtype != torch.float32:
+                if table.weight.dtype not in OWN_DTYPES:
                     reason = str(table.weight.dtype).removeprefix("torch.")
                 if reason or not path:
                     place = f"collection '{path}', table '{table.name}'"
-                    wanted = "fp32 weights that learn, inside of a model"
+                    wanted = "fp32 or bf16 weights that learn, inside of a model"
                     found = reason or "the whole module"
-                    remedy = "sw.shard_embeddings takes collections alone and in half precision."
+                    remedy = "sw.shard_embeddings takes collections alone and in float16."
                     raise UnsupportedError(expected(place, wanted, found, remedy))
 
     def drop(self, error: NoTableError) -> None:
@@ -98,7 +107,8 @@ class Routed:
         instead_of: dict[str, nn.Module] = {}
         try:
             for path, part in self.tables.items():
-                rows = RoutedRows(part.embedding_dim, path, self._asking(path))
+                dtype = part.weight.dtype  # that it computes in
+                rows = RoutedRows(part.embedding_dim, path, self._asking(path), dtype=dtype)
                 instead = RoutedEmbedding(path, part, rows)
                 vars(instead)["_parameters"] = _Unread(path, rows)
                 self._put(path, instead)
@@ -147,6 +157,7 @@ class Routed:
                 lengths = tuple(size / bags for size in sizes)
                 of = Collected(each.inside, each.features, lengths, bags, each.pooling, weighted)
                 tables.append(RecordedTable(path, *each.weight.shape, sum(sizes), of))
+        tables = [msgspec.structs.replace(each, dtype=self.made[each.fqn]) for each in tables]
         early = () if self._reached is None else tuple(self._reached.found)
         return {"tables": tuple(tables), "early": early or UNSET} if tables else {}
 
@@ -161,7 +172,14 @@ class _Rows(RoutedRows):
     ) -> None:
         super().__init__(0, path, asked)
         tables = [
-            Table(path, t.name, *t.weight.shape, t.features, pooling=t.pooling)
+            Table(
+                path,
+                t.name,
+                *t.weight.shape,
+                t.features,
+                pooling=t.pooling,
+                output_dtype=NAMES[t.weight.dtype],
+            )
             for t in collected(like)
         ]
         self.features, self.spread = features_of(tables), spread
@@ -203,4 +221,7 @@ class _Rows(RoutedRows):
             results = given.sizes if feature.table.pooling == "none" else given.bags
             shapes.append((results[place], feature.table.dim))
         found = self._rows(shapes)
-        return dict(zip((f.output for f in self.features), found, strict=True))
+        return {
+            feature.output: rows.to(DTYPES[feature.table.output_dtype])
+            for feature, rows in zip(self.features, found, strict=True)
+        }

@@ -31,7 +31,7 @@ ROUNDED_UP, LEAST_ROOM = 1 + 1e-9, 1e-15  # times, and seconds, that rounding ma
 MAX_ANNEALED, MOST_ANNEALED_RANKS = 40, 128  # more ranks take long
 ANNEALING_STEPS, ANNEALING_PLACED = 600, 6_000  # steps, and items placed in all of them, at most
 HEAT = 0.05  # share by which a change may be slower at first
-IMPROVED, LEAST_IMPROVED = 4, 3  # of the options that annealing finds, promising or not
+MOVED, IMPROVED = 6, 2  # of the options that annealing finds, blocks moved and options changed
 
 Improve = Callable[[State], State]
 
@@ -88,6 +88,7 @@ def annealed(
     best: Assignment,
     target: float,
     improve: Improve,
+    moves_only: Improve,
     over: Callable[[], bool],
     seed: int = 0,
 ) -> State:
@@ -116,11 +117,14 @@ def annealed(
             if placed is not None and placed[0] < seconds * (1 + warmth):
                 options, seconds = tuple(tried), placed[0]
                 found[options] = placed
-    nearest = sorted(found.items(), key=lambda each: each[1])[:IMPROVED]
-    for number, (chosen, (seconds, slots)) in enumerate(nearest):
-        if number >= LEAST_IMPROVED and seconds >= best_seconds * PROMISING:
-            break
-        other = improve(restored(space, target, SHARP, Assignment(chosen, slots)))
+    nearest = sorted(found.items(), key=lambda each: each[1])[:MOVED]
+    moved = [
+        moves_only(restored(space, target, SHARP, Assignment(chosen, slots)))
+        for chosen, (_, slots) in nearest
+    ]
+    moved.sort(key=lambda own: (not own.fits, own.worst))
+    for start in moved[:IMPROVED]:
+        other = improve(start)
         if other.fits and other.worst < state.worst * (1 - SAME_SECONDS):
             state = other
     return state

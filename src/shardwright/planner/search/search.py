@@ -173,14 +173,15 @@ def _finished(
     improved = functools.partial(improve, bound=bound, watch=watch)
     good = bound * (1 + GOOD_ENOUGH)
     if seconds > max(good, enough) and not space.constrained:
-        polished = polish(space, best, target, good, functools.partial(improved, reoption=False))
+        moved = functools.partial(improved, reoption=False)
+        polished = polish(space, best, target, good, moved)
         if polished.worst < seconds:
             best, seconds = polished.assignment(), polished.worst
         is_small = len(space.items) <= MAX_ANNEALED and space.ranks <= MOST_ANNEALED_RANKS
         for seed in range(len(FAR) if is_small else 0):
             if seconds <= max(bound * (1 + FAR[seed]), enough):
                 break
-            other = annealed(space, best, target, improved, watch.over, seed)
+            other = annealed(space, best, target, improved, moved, watch.over, seed)
             if other.worst >= seconds:
                 break
             best, seconds = other.assignment(), other.worst
