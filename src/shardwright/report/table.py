@@ -95,11 +95,11 @@ FIRST_RANKS, FIRST_FAILURES, FIRST_DIFFERENCES, FIRST_KERNELS = (
 
 
 def comparison_summary(
-    comparison: Comparison, *, full: bool = False, brief: bool = False
+    comparison: Comparison, plan: Plan | None = None, *, full: bool = False, brief: bool = False
 ) -> RenderableType:
     """The verdict, then predicted beside measured: peaks, the phases of the slowest rank and what
     is not equal; ``full`` has every exact byte and the phases of more ranks, a ``brief`` one no
-    peaks that are as predicted."""
+    peaks that are as predicted. Of a ``plan`` it is said what would bring its seconds closer."""
     sheets = comparison_sheets
     verdict, times = sheets.verdict(comparison), sheets.time_verdict(comparison)
     failed = sheets.failures(comparison)
@@ -114,6 +114,7 @@ def comparison_summary(
         Group(
             prose(verdict.sentence, style="bold green" if verdict.held else "bold red"),
             *([prose(times.sentence, style="" if times.held else "bold yellow")] if times else []),
+            *([prose(sheets.CALIBRATE)] if plan and sheets.uncalibrated(comparison, plan) else []),
         ),
         listed("What failed", (*shown, f"{left:,} more: --full") if left > 0 else shown),
         drawn(exact) if exact else None,
@@ -134,7 +135,7 @@ def plan_difference(a: Plan, b: Plan, *, full: bool = False) -> RenderableType:
     """What changed from ``a`` to ``b``, what changed alike as one row unless ``full``, or one line
     that says nothing did."""
     found = differences(a, b)
-    rows = [(1, each) for each in found] if full else together(found)
+    rows = [(1, each) for each in found] if full else together(a, b, found)
     left = 0 if full else len(rows) - FIRST_DIFFERENCES
     shown = rows[:FIRST_DIFFERENCES] if left > 0 else rows
     more = f"{counted(left, 'more row')}. " if left > 0 else ""
