@@ -26,7 +26,7 @@ from shardwright.report import comparison_sheets
 from shardwright.report.difference import Difference, Unit, Value, differences, together
 from shardwright.report.profile_sheets import profile_sheets
 from shardwright.report.sheet import Column, Sheet
-from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable
+from shardwright.report.wording import NO_BREAK, TEXT_LIMIT, counted, percent, printable
 
 __all__ = [
     "Difference",
@@ -61,7 +61,8 @@ def equations(lines: Sequence[str]) -> str:
     """Lines as they are where they fit the terminal; else each side of an equation on its own, what
     follows indented, by words. Nothing is left out."""
     width = max(_console().width, _WRAPPED)
-    return "\n".join(part for line in lines for part in _sides(line, width))
+    text = "\n".join(part for line in lines for part in _sides(line, width))
+    return text.replace(NO_BREAK, " ")
 
 
 def _sides(line: str, width: int) -> list[str]:
@@ -71,8 +72,8 @@ def _sides(line: str, width: int) -> list[str]:
     margin = len(line) - len(line.lstrip())
     hanging = min(len(first) + 1 if more else margin + 2, width // 2)
     folded = []
-    head = f"{first} = {more[0]}" if more else first
-    for number, side in enumerate([head, *(f"= {each}" for each in more[1:])]):
+    head = f"{first} ={NO_BREAK}{more[0]}" if more else first
+    for number, side in enumerate([head, *(f"={NO_BREAK}{each}" for each in more[1:])]):
         lead = "" if number == 0 else " " * hanging
         folded += textwrap.wrap(
             side,
