@@ -7,6 +7,7 @@ words backwards. The model is plain PyTorch and knows nothing of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +58,13 @@ def loss(logits: Tensor, reverse: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), reverse.flatten())
 
 
-def batches(batch: int, sequence: int, rank: int, seed: int) -> Iterator[Example]:
-    """Words without end, others on every rank: (inputs, targets) as ``build`` returns them."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    while True:
-        yield example(batch, sequence, generator)
+def batches(
+    batch: int, sequence: int, rank: int, world_size: int, seed: int, start: int = 0
+) -> Iterator[Example]:
+    """Words without end, others on every rank: (inputs, targets) as ``build`` returns them. A run
+    that goes on, on as many ranks or on others, has had ``start`` of them."""
+    for number in count(start // batch + rank, world_size):
+        yield example(batch, sequence, torch.Generator().manual_seed(1_000_000 * seed + number))
 
 
 def example(batch: int, sequence: int, generator: torch.Generator) -> Example:

@@ -7,6 +7,7 @@ ranks: the plan says which tables are cut, and where their rows lie.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +57,10 @@ def build(
     return Recommender(users, items, dim), inputs, nn.BCEWithLogitsLoss(), clicks
 
 
-def batches(batch: int, rank: int, seed: int) -> Iterator[tuple[Inputs, Tensor]]:
-    """For ``[data] python``: other rows on every rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    while True:
-        yield example(batch, generator)
+def batches(
+    batch: int, rank: int, world_size: int, seed: int, start: int = 0
+) -> Iterator[tuple[Inputs, Tensor]]:
+    """For ``[data] python``: other rows on every rank. A run that goes on, on as many ranks or on
+    others, has had ``start`` of them."""
+    for number in count(start // batch + rank, world_size):
+        yield example(batch, torch.Generator().manual_seed(1_000_000 * seed + number))

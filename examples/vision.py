@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -65,11 +66,13 @@ def build(batch: int, width: int = 16, depths: list[int] | None = None) -> tuple
     return model, images, nn.functional.cross_entropy, directions
 
 
-def batches(batch: int, rank: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images and their directions without end, others on every rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    while True:
-        yield stripes(batch, generator)
+def batches(
+    batch: int, rank: int, world_size: int, seed: int, start: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images and their directions without end, others on every rank. A run that goes on, on as many
+    ranks or on others, has had ``start`` of them."""
+    for number in count(start // batch + rank, world_size):
+        yield stripes(batch, torch.Generator().manual_seed(1_000_000 * seed + number))
 
 
 def stripes(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardwright.lab.tasks.task import Task
     from shardwright.planner.explain import explain_tensor as explain
     from shardwright.runtime.apply import apply
+    from shardwright.runtime.average import average_weights
     from shardwright.runtime.buckets import Buckets
     from shardwright.runtime.clip import clip_grad_norm_
     from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
@@ -88,6 +89,7 @@ _HOMES = {
     "Task": "lab.tasks.task",
     "UnsupportedError": "core.errors",
     "apply": "runtime.apply",
+    "average_weights": "runtime.average",
     "clip_grad_norm_": "runtime.clip",
     "compare": "lab.compare",
     "full_state_dict": "runtime.state",
@@ -147,6 +149,7 @@ __all__ = [
     "Task",
     "UnsupportedError",
     "apply",
+    "average_weights",
     "clip_grad_norm_",
     "compare",
     "estimate_memory",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted(path.stem for path in (ROOT / "examples").glob("*.toml"))
@@ -30,6 +34,26 @@ def test_an_example_is_trained_with_the_memory_of_its_plan(
     line += [word for change in changes for word in ("--set", change)]
     said = " ".join(_one_screen(line).split())
     assert "exact bytes equal on 2 of 2 ranks, peak " + peak in said
+
+
+@pytest.mark.parametrize("name", ["own_model", "recommender", "vision"])
+def test_batches_of_an_example_go_on_after_any_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    batches: Any = importlib.import_module(f"examples.{name}").batches
+    sizes = {"batch": 4, "sequence": 5} if name == "own_model" else {"batch": 4}
+
+    def had(rank: int, world_size: int, number: int, start: int = 0) -> list[Any]:
+        given = {"rank": rank, "world_size": world_size, "seed": 1, "start": start}
+        found = islice(batches(**sizes, **given), number)
+        return [[tensor.tolist() for tensor in tree_leaves(each)] for each in found]
+
+    every = had(0, 1, 6)
+    assert [had(0, 2, 3), had(1, 2, 3)] == [every[::2], every[1::2]]
+    assert had(0, 1, 2, start=4 * 4) == every[4:]
+    assert [had(rank, 2, 1, start=4 * 4) for rank in (0, 1)] == [[each] for each in every[4:]]
+    assert every[0] != every[1]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,11 @@ def test_the_json_of_a_plan_has_its_ranks(call: Any, plan: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["", "--tensor big", "--unit top", "--statistic lower_bound", "--statistic spread"]
+    "words",
+    [
+        *("", "--tensor big", "--unit top"),
+        *("--statistic lower_bound --full", "--statistic spread --full"),
+    ],
 )
 def test_no_line_is_wider_than_the_terminal_and_nothing_is_left_out(
     call: Any, plan: Any, words: str, monkeypatch: pytest.MonkeyPatch
@@ -194,13 +199,40 @@ def test_why_not_of_no_sharding_type_is_refused(call: Any, plan: Any) -> None:
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", STATISTICS)
 def test_every_statistic_is_shown_in_words_and_as_json(call: Any, plan: Any, name: str) -> None:
-    text = call("explain", plan, "--statistic", name)
+    text = call("explain", plan, "--statistic", name, "--full")
     assert (text.code, text.err) == (0, "")
     found = call("explain", plan, "--statistic", name, "--json").json
     assert len(found) == len(text.out.rstrip().split("\n\n"))
     for entry in found:
         assert entry["title"] in text.out
         assert entry["steps"][-1]["value"] == entry["value"]
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("name", ["critical_path", "ranks", *STATISTICS])
+def test_a_statistic_fits_a_screen_with_its_largest_inputs_and_few_digits(
+    call: Any, plan: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = call("explain", plan, "--statistic", name).out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    for digits in re.findall(r"\d*\.\d+", "\n".join(lines)):
+        assert len(digits.replace(".", "").lstrip("0")) <= 5, digits
+    every = call("explain", plan, "--statistic", name, "--full").out
+    assert ("Every step: --full" in lines[-1] or "more numbers and every" in lines[-1]) == (
+        every.count("\n") > 40
+    )
+
+
+def test_a_figure_stays_with_its_unit_at_the_end_of_a_heading(
+    call: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width in range(40, 100, 3):
+        monkeypatch.setenv("COLUMNS", str(width))
+        for line in call("explain", plan, "--unit", "top").out.splitlines():
+            assert not re.fullmatch(r" *(B|s|ms|µs|KiB|MiB)( \(.*)?", line), line
+            assert not re.search(r" = *$", line), line
 
 
 def test_an_unknown_statistic_is_answered_with_the_known_ones(call: Any, plan: Any) -> None:

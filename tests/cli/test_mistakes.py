@@ -42,6 +42,9 @@ SET = [
     ("cluster.presets=local", "'cluster.presets'", "'preset'"),
     ("cluster.ddr_cap=lots", "cluster.ddr_cap", "'48 MiB'"),
     ("cluster.ddr_cap=0", "cluster.ddr_cap", "1 B"),
+    ("cluster.ddr_cap=48", "cluster.ddr_cap", 'got 48 bytes. Did you mean "48 GiB"?'),
+    ("cluster.hbm_cap=81920", "cluster.hbm_cap", 'Did you mean "81920 MiB"?'),
+    ("cluster.ssd_cap=900", "cluster.ssd_cap", 'Did you mean "900 GiB"?'),
     ("cluster.ddr_cap=5 Mib", "cluster.ddr_cap", "'5 Mib'"),
     ("cluster.compute_device=tpu", "cluster.compute_device", "'tpu'"),
     ("cluster.file=none.toml", "none.toml", "no such file"),
@@ -278,6 +281,24 @@ def test_a_wrong_argument_beside_right_ones_is_one_line(name: str, plan: Path) -
     with pytest.raises(InputError) as caught:
         asked[name]()
     assert str(caught.value) == said[name]
+
+
+@pytest.mark.parametrize("command", ["plan", "memory", "fit", "train"])
+@pytest.mark.parametrize(
+    ("named", "place", "remedy"),
+    [
+        ("data_of_mistakes:batchez", "a function 'batchez' in data_of_mistakes", "'batches'"),
+        ("date_of_mistakes:batches", "module 'date_of_mistakes'", "the folder that holds it"),
+    ],
+)
+def test_a_wrong_function_of_data_is_named_by_every_command_and_nothing_is_run(
+    call: Any, tmp_path: Path, command: str, named: str, place: str, remedy: str
+) -> None:
+    source = "raise SystemExit(3)\n\ndef batches():\n    yield 3\n"
+    (tmp_path / "data_of_mistakes.py").write_text(source)
+    model = 'model.python = "data_of_mistakes:build"\n'
+    (tmp_path / "own.toml").write_text(f'{model}data.python = "{named}"\n')
+    call(command, "own.toml").refuses(2, "own.toml: data.python: expected ", place, remedy)
 
 
 def test_a_wrong_function_lists_those_that_are_there(

@@ -277,7 +277,7 @@ def build(batch):
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        ('[data]\npython = "own_model:batches"', "data.python 'own_model:batches': expected a"),
+        ('[data]\npython = "own_model:batches"', "data.python: expected a function 'batches' in"),
         ('[data]\npython = "nowhere:batches"', "expected an importable module 'nowhere'"),
         ('[data]\nkind = "text"', "data.kind: expected 'python' for a model of that kind"),
         ("[parallel]\nmicrobatches = 2", "parallel.microbatches: expected None, as steps of"),

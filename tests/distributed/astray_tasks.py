@@ -4,11 +4,13 @@ that are lost; and the odd things that are refused by name."""
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from probe_tasks import MESHES, make_grids, said
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +18,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import World, net, step, weights, whole
 
 import shardwright as sw
+from shardwright.core.errors import PeerError
 from shardwright.core.placement import Placement, Replicate
+from shardwright.runtime import patience
+from shardwright.runtime.comm import Comm
+from shardwright.runtime.torch_private import default_store
 
 Model = nn.Module
 
@@ -277,3 +283,54 @@ def torchs_tensors(mesh: DeviceMesh) -> bool:
         ]
         found += [tuple(model[0].weight.shape) == (8, 8), model[0].weight.numel() == 64]
     return all(found)
+
+
+class _Heard(logging.Handler):
+    """Keeps what was said, and lets the rank come that is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        default_store().set("a test heard of it", "")
+
+
+def called_late(mesh: DeviceMesh, call: str) -> tuple[list[str], bool]:
+    """What rank 0 says while it waits for the other one in a ``call``, and whether both get what
+    they asked for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sw.fully_shard_flat(model, mesh)
+    heard, log = _Heard(), logging.getLogger("shardwright")
+    log.addHandler(heard)
+    kept = patience.HERE_SECONDS, patience.SAID_SECONDS
+    patience.HERE_SECONDS = patience.SAID_SECONDS = 0.0  # type: ignore[misc]
+    if mesh.get_local_rank() == 1:
+        default_store().wait(["a test heard of it"])
+        patience.HERE_SECONDS, patience.SAID_SECONDS = kept  # type: ignore[misc]
+    try:
+        if call == "sw.full_state_dict":
+            found = sw.full_state_dict(model)
+        else:
+            plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+            plain.load_state_dict(model.state_dict())
+            found = plain.state_dict()
+    finally:
+        patience.HERE_SECONDS, patience.SAID_SECONDS = kept  # type: ignore[misc]
+        log.removeHandler(heard)
+    same = all(found[name].equal(tensor) for name, tensor in start.items())
+    dist.barrier(mesh.get_group())
+    default_store().delete_key("a test heard of it")
+    return heard.said, same
+
+
+def lost_in_a_call(mesh: DeviceMesh) -> str:
+    """What is said where another rank is lost while whole tensors are made."""
+    try:
+        with patience.patience.asked_of_all("whole weight", Comm(mesh)):
+            raise PeerError("whole weight: expected all 2 ranks, got no sign of rank 1.")
+    except PeerError as error:
+        return str(error)

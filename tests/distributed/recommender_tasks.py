@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 from worlds import apart
 
-from shardwright.core.errors import RunError, UnsupportedError
+from shardwright.core.errors import InputError, MismatchError, RunError, UnsupportedError
 from shardwright.core.job import Job, parse_job, table_optimizer
 from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.plan import Plan
@@ -25,6 +25,9 @@ from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.python import Given
 from shardwright.runtime.apply import apply
 from shardwright.runtime.embeddings.module import RoutedEmbedding
+
+
+from shardwright.runtime.average import average_weights
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
@@ -246,9 +249,6 @@ def scheduled(mesh: DeviceMesh, job: Job, made: Plan) -> dict[str, float]:
     task = task_of(job)
     model = apply(task.model(CPU), made, mesh)
     model.get_submodule("users").learning_rate = 0.0
-    with suppress(UnsupportedError):
-        model.get_submodule("users").requires_grad_(False)
-        raise AssertionError("a table was frozen")
     before = full_state_dict(model)
     batch = as_tensors(next(task.batches(mesh.get_local_rank(), mesh.size())))
     task.loss(model, batch).backward()
@@ -317,3 +317,89 @@ def trained_in_half(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[dict[str, f
     assert set(true) == set(found)
     differing = {key: d for key in true if not (d := apart(found[key], true[key])) <= CLOSE}
     return differing, measured(job, made, mesh)
+
+
+def _step(model: torch.nn.Module, task: Any, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """All weights after a step on the first batch of this rank."""
+    batch = as_tensors(next(task.batches(mesh.get_local_rank(), mesh.size())))
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    try:
+        task.loss(model, batch).backward()
+        optimizer.step()
+    finally:
+        optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+def table_frozen(mesh: DeviceMesh, job: Job, made: Plan) -> dict[str, list[float]]:
+    """How far each table moves in a step in which the users are frozen, from there in one in which
+    they learn again, and whether others move as beside users that learn."""
+    task = task_of(job)
+    model, other = (apply(task_of(job).model(CPU), made, mesh) for _ in range(2))
+    users: Any = model.get_submodule("users")
+    users.requires_grad_(False)
+    start = full_state_dict(model)
+    frozen, beside = _step(model, task, mesh), _step(other, task, mesh)
+    users.requires_grad_(True)
+    after = _step(model, task, mesh)
+    return {
+        table.name: [
+            apart(start[table.fqn], frozen[table.fqn]),
+            apart(frozen[table.fqn], after[table.fqn]),
+            apart(frozen[table.fqn], beside[table.fqn]),
+        ]
+        for table in made.tables
+    }
+
+
+def all_frozen(mesh: DeviceMesh, job: Job, made: Plan, part: str) -> tuple[str, str, float]:
+    """What is said of a backward after all parameters of a ``part`` were frozen, and of one after
+    its tables were, too; how far its tables have moved until then."""
+    task = task_of(job)
+    model = apply(task.model(CPU), made, mesh)
+    for parameter in model.get_submodule(part).parameters():
+        parameter.requires_grad_(False)
+    start = full_state_dict(model)
+    said = []
+    for _ in range(2):
+        try:
+            _step(model, task, mesh)
+            said.append("")
+        except InputError as error:
+            said.append(str(error))
+        for path, module in model.named_modules():
+            if isinstance(module, ShardedTables) and path.startswith(part):
+                module.requires_grad_(False)
+    after = full_state_dict(model)
+    names = (t.fqn for t in made.tables if t.fqn.startswith(part))
+    return said[0], said[1], max(apart(start[name], after[name]) for name in names)
+
+
+def frozen_before(mesh: DeviceMesh, job: Job, made: Plan, name: str) -> str:
+    """What is said to a model whose parameter was frozen since it was planned."""
+    model = task_of(job).model(CPU)
+    model.get_parameter(name).requires_grad_(False)
+    try:
+        apply(model, made, mesh)
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def averaged(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[str, dict[str, float]]:
+    """What is said of a copy; how far an average of weights is from the one of one process."""
+    task = task_of(job)
+    model, average = (apply(task_of(job).model(CPU), made, mesh) for _ in range(2))
+    said = ""
+    try:
+        copy.deepcopy(model)
+    except UnsupportedError as error:
+        said = str(error)
+    average_weights(average, model, 0.0)
+    means = full_state_dict(model)
+    for _ in range(2):
+        now = _step(model, task, mesh)
+        average_weights(average, model, 0.75)
+        means = {name: 0.75 * mean + 0.25 * now[name] for name, mean in means.items()}
+    found = full_state_dict(average)
+    return said, {name: apart(found[name], mean) for name, mean in means.items()}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from astray_tasks import (
     branches,
+    called_late,
     clipped_over_two_meshes,
     frozen_by_the_group,
+    lost_in_a_call,
     refusal,
     replicas_diverge,
     saved_by_torch,
@@ -87,3 +89,20 @@ def test_groups_by_a_function_are_frozen_and_unfrozen(pool: Pool, strategy: str)
 
 def test_parameters_are_tensors_of_the_whole_shape(pool: Pool) -> None:
     assert pool.run(2, torchs_tensors) == [True] * 2
+
+
+@pytest.mark.parametrize("call", ["sw.full_state_dict", "whole 0.weight"])
+def test_a_call_for_whole_tensors_that_waits_says_for_whom_and_goes_on_when_they_come(
+    pool: Pool, call: str
+) -> None:
+    (said, first), (_, other) = pool.run(2, called_late, call=call)
+    assert first
+    assert other
+    assert said[0].startswith(f"{call}: waiting for ")
+    assert " s for rank 1. Whole tensors are for all ranks at once: call sw.full_state" in said[0]
+
+
+def test_a_call_for_whole_tensors_that_loses_a_rank_says_what_to_do(pool: Pool) -> None:
+    for said in pool.run(2, lost_in_a_call):
+        assert said.startswith("whole weight: expected all 2 ranks, got no sign of rank 1. Whole ")
+        assert said.endswith("on every rank, then use what it gives on one.")

@@ -136,6 +136,50 @@ def test_a_table_follows_a_schedule_and_is_looked_up_without_training(pool: Pool
 
 
 @pytest.mark.slow_after(1)
+@pytest.mark.parametrize("kinds", [("row_wise", "data_parallel"), ("data_parallel",)])
+def test_a_frozen_table_stays_as_it_is_until_it_learns_again(
+    pool: Pool, kinds: tuple[str, ...]
+) -> None:
+    job = tasks.job_of(2, planner=forced(*kinds))
+    for found in pool.run(2, tasks.table_frozen, job=job, made=plan(job)):
+        frozen, after, _ = found.pop("users")
+        assert frozen == 0 < after
+        assert all(moved > 0 and beside == 0 for moved, _, beside in found.values())
+
+
+@pytest.mark.parametrize("part", ["", "shown"])
+def test_tables_around_which_all_is_frozen_are_not_trained_without_a_word(
+    pool: Pool, part: str
+) -> None:
+    job = tasks.job_of(2, planner=forced("row_wise", "data_parallel"))
+    for first, second, moved in pool.run(2, tasks.all_frozen, job=job, made=plan(job), part=part):
+        assert f"frozen, which rows are none of. Call model.get_submodule('{part}" in first
+        assert "none, while all parameters of 'shown' are frozen" in first
+        assert ("got one without a gradient" in second) if not part else (second == "")
+        assert moved == 0
+
+
+@pytest.mark.parametrize("name", ["users.weight", "first.0.weight"])
+def test_what_was_frozen_since_it_was_planned_is_named(pool: Pool, name: str) -> None:
+    job = tasks.job_of(2, planner=forced("row_wise", "data_parallel"))
+    for said in pool.run(2, tasks.frozen_before, job=job, made=plan(job), name=name):
+        assert said == (
+            f"{name}: expected a parameter that is trained, as in the plan, got a frozen one. "
+            "Freeze it after sw.apply, or plan again for the model with it frozen."
+        )
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("world_size", [2, 1, 3])
+def test_an_average_of_weights_is_kept_in_a_model_of_its_own(pool: Pool, world_size: int) -> None:
+    job = tasks.job_of(world_size, planner=forced("row_wise", "data_parallel", "table_wise"))
+    for said, distances in pool.run(world_size, tasks.averaged, job=job, made=plan(job)):
+        assert said.startswith("tables '")
+        assert "got copy.deepcopy. Apply the plan to a second one, sw.apply(" in said
+        assert max(distances.values()) < tasks.CLOSE
+
+
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_gradients_of_tables_are_accumulated_until_a_guard_is_settled(

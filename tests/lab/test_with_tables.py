@@ -57,8 +57,8 @@ def test_what_no_plan_can_beat_counts_what_a_module_computes_by_itself_once(
 # ---- which can be --------------------------------------------------------------------------------
 
 REASONS = {
-    "tied": "a shared weight",
-    "held": "a shared weight",
+    "tied": "a weight shared with 'head.weight'",
+    "held": "a weight shared with 'holder.also.weight'",
     "read": "a use of its weight",
     "twice": "looked up several times in a step",
     "normed": "with max_norm or scale_grad_by_freq",
@@ -194,6 +194,16 @@ def test_beside_units_in_bf16_embeddings_are_tables_whose_rows_are_given_in_it()
     [
         ("build", {"planner": {"tables": {"user": "row_wise"}}}, "planner.tables: .*users.*'user'"),
         ("build", {"planner": {"tables": {"old": "row_wise"}}}, "'old'.* table: frozen"),
+        (
+            "uses",
+            {"planner": {"tables": {"tied": "row_wise"}}},
+            "'tied'. embedding 'tied' is a .* not a table: a weight shared with 'head.weight'$",
+        ),
+        (
+            "build",
+            {"planner": {"tables": {"users": "row_wise"}}, "train": {"optimizer": "adam"}},
+            "got 'users'. Embeddings are tables beside .*'sgd', or where train.table_optimizer ",
+        ),
         ("bare", {"train": {"table_optimizer": "sgd"}}, "train.table_optimizer: .* got none"),
         ("bare", {"train": {"table_learning_rate": 1.0}}, "train.table_learning_rate: .* none"),
         (

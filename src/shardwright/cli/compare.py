@@ -34,5 +34,5 @@ def execute(options: argparse.Namespace) -> int:
     else:
         from shardwright.report.table import comparison_summary
 
-        shared.show(comparison_summary(found, full=options.full))
+        shared.show(comparison_summary(found, plan, full=options.full))
     return EXIT_MISMATCH if found.failures else EXIT_OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,15 +17,20 @@ from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import model_of
 from shardwright.core.plan import Plan, RankTotals, read_plan
-from shardwright.core.quantities import format_bytes
+from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.timeline import PHASES, decode, phase_peaks
 from shardwright.planner import explain
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics.times import parts_of
 from shardwright.planner.strategy.found import ModelOf
-from shardwright.report.wording import TEXT_LIMIT, printable, ranks_text
+from shardwright.report.wording import NO_BREAK, TEXT_LIMIT, printable, ranks_text, unbroken
 
 MOST_GROUPS = 8  # of ranks that are alike
+SCREEN = 40  # lines of a statistic, unless all steps are asked for
+MOST_INPUTS = 3  # of each number of a statistic that takes more
+FORMULA_LIMIT = 20 * TEXT_LIMIT
+DIGITS = 4  # of numbers that are not exact
+INEXACT = re.compile(r"(?<![\w.])\d+(?:\.\d+(?:e[+-]?\d+)?|e[+-]?\d+)(?![\w.])")
 NOISE = 1e-12  # shares below this are rounding
 
 
@@ -42,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--statistic", metavar="NAME", help=f"one of {', '.join(explain.STATISTICS)}"
     )
+    parser.add_argument("--full", action="store_true", help="every step of a long statistic")
     shared.json_option(parser)
 
 
@@ -77,10 +84,44 @@ def execute(options: argparse.Namespace) -> int:
 def _show(found: Sequence[explain.Explanation], options: argparse.Namespace) -> None:
     if options.json:
         shared.print_json([_as_json(e) for e in found])
-    else:
-        from shardwright.report.table import equations
+        return
+    from shardwright.report.table import equations
 
-        print("\n\n".join(equations(_lines(e)) for e in found))
+    texts = ["\n\n".join(equations(_lines(e)) for e in found)]
+    if options.statistic is not None and not options.full and _height(texts[0]) > SCREEN:
+        texts = [_short(found, most) for most in (*range(MOST_INPUTS, -1, -1), None)]
+    print(next((text for text in texts if _height(text) <= SCREEN), texts[-1]))
+
+
+def _height(text: str) -> int:
+    return text.count("\n") + 1
+
+
+def _short(found: Sequence[explain.Explanation], most: int | None) -> str:
+    """Each number with its ``most`` largest inputs, or where that is None as many numbers as a
+    screen takes."""
+    from shardwright.report.table import equations
+
+    parts, room = [], SCREEN - 2
+    for each in found:
+        text = equations([_heading(each), *_inputs(each, most or 0)])
+        room -= _height(text)
+        if most is None and room < 0:
+            break
+        parts.append(text)
+    left = f"{len(found) - len(parts):,} more numbers and e" if len(parts) < len(found) else "E"
+    return "\n".join([*parts, "", f"{left}very step: --full. All digits: --json."])
+
+
+def _inputs(explanation: explain.Explanation, most: int) -> list[str]:
+    """The largest of what adds up to a number, and how many others there are."""
+    inputs = [s for s in explanation.steps if not s.formula and s.unit == explanation.unit]
+    inputs.sort(key=lambda step: -abs(step.value))
+    shown = inputs[:most]
+    width = max((len(step.name) for step in shown), default=0)
+    lines = [f"  {_line(step, width)}" for step in shown]
+    left = len(inputs) - len(shown)
+    return [*lines, f"  and {left:,} smaller"] if shown and left else lines
 
 
 def _overview(plan: Plan, options: argparse.Namespace) -> None:
@@ -173,31 +214,51 @@ def _bytes(
     return lines
 
 
+def _heading(explanation: explain.Explanation) -> str:
+    return f"{printable(explanation.title, TEXT_LIMIT)} ={NO_BREAK}{_value(explanation)}"
+
+
 def _lines(explanation: explain.Explanation) -> list[str]:
-    lines = [f"{printable(explanation.title, TEXT_LIMIT)} = {_value(explanation)}"]
+    lines = [_heading(explanation)]
     lines += [f"  ({printable(note, TEXT_LIMIT)})" for note in explanation.notes]
     width = max(len(step.name) for step in explanation.steps)
-    lines += [f"  {printable(_line(step, width), 20 * TEXT_LIMIT)}" for step in explanation.steps]
+    lines += [f"  {_line(step, width)}" for step in explanation.steps]
     return lines
 
 
 def _value(explanation: explain.Explanation) -> str:
     value = explanation.stored
     if explanation.unit == "B" and value == int(value):
-        return f"{int(value):,} B ({format_bytes(value)})"
-    unit = f" {explanation.unit}" if explanation.unit else ""
-    noise = not unit and abs(value) < NOISE
-    return f"{0 if noise else value:.9g}{unit}"
+        return unbroken(f"{int(value):,} B ({format_bytes(value)})")
+    noise = not explanation.unit and abs(value) < NOISE
+    return _figure(0.0 if noise else value, explanation.unit)
+
+
+def _figure(value: object, unit: str) -> str:
+    """A number with its unit; one that is not exact to a few digits."""
+    if not isinstance(value, float):
+        return unbroken(f"{value} {unit}" if unit else f"{value}")
+    if unit == "s":
+        return unbroken(format_seconds(value, DIGITS))
+    return unbroken(f"{value:.{DIGITS}g} {unit}" if unit else f"{value:.{DIGITS}g}")
 
 
 def _line(step: Step, width: int) -> str:
-    unit = f" {step.unit}" if step.unit else ""
+    name, figure = printable(f"{step.name:<{width}}", TEXT_LIMIT), _figure(step.value, step.unit)
     if not step.formula:
-        source = f"   [{step.source}]" if step.source else ""
-        return f"{step.name:<{width}} = {step.value}{unit}{source}"
-    numbers = f" = {step.numbers}" if step.numbers != step.formula else ""
-    same = f" = {step.value}" if step.numbers != repr(step.value) else ""
-    return f"{step.name:<{width}} = {step.formula}{numbers}{same}{unit}"
+        source = f"   [{printable(step.source, TEXT_LIMIT)}]" if step.source else ""
+        return f"{name} = {figure}{source}"
+    sides = [printable(step.formula, FORMULA_LIMIT)]
+    if step.numbers != step.formula:
+        sides.append(_rounded(step.numbers))
+    if step.numbers != repr(step.value):
+        return " = ".join([name, *sides, figure])
+    return " = ".join([name, *sides]) + unbroken(f" {step.unit}" if step.unit else "")
+
+
+def _rounded(numbers: str) -> str:
+    """An expression of numbers, those that are not exact to a few digits."""
+    return INEXACT.sub(lambda found: f"{float(found[0]):.{DIGITS}g}", numbers)
 
 
 def _as_json(explanation: explain.Explanation) -> dict[str, object]:

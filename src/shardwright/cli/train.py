@@ -65,7 +65,7 @@ def finish(session: Session, *, json: bool = False, full: bool = False, brief: b
         return 0
     from shardwright.report.table import comparison_summary, prose
 
-    shared.show(comparison_summary(session.comparison, full=full, brief=brief))
+    shared.show(comparison_summary(session.comparison, session.plan, full=full, brief=brief))
     if session.measurement.profile:
         from shardwright.report.table import profile_summary
 
@@ -102,7 +102,7 @@ def result_lines(session: Session) -> list[str]:
         )
     if measured.validation is not UNSET:
         lines.extend(f"validation: {line}" for line in _quality_lines(measured.validation))
-    held_out = _quality_lines(quality) if quality else ["no samples were held out to be scored"]
+    held_out = _quality_lines(quality) if quality else [_nothing_held_out(job)]
     lines.extend(held_out)
     if measured.saved is not UNSET:
         lines.append(saved_text(measured.saved))
@@ -113,6 +113,19 @@ def result_lines(session: Session) -> list[str]:
     if measured.bad_rows:
         lines.append(f"{measured.bad_rows:,} bad rows were left out (data.skip_bad_rows)")
     return lines
+
+
+HOLDING_OUT = {
+    "criteo": "data.test_path names a file of some, data.days holds the last of several out",
+    "columns": "data.test_path names a file of some, data.days holds the last of several out",
+    "synthetic": "data.test_rows says how many",
+    "python": "model.python may return an sw.Task, which holds some out and scores them",
+}
+
+
+def _nothing_held_out(job: Job) -> str:
+    hint = HOLDING_OUT.get(job.data.kind, "")
+    return "no samples were held out to be scored" + (f": {hint}" if hint else "")
 
 
 def _quality_lines(quality: Quality) -> Iterator[str]:

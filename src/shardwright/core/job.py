@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,8 +10,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.checkpoint_section import CheckpointSection, every
-from shardwright.core.cluster import MAX_PLANNED, Calibration, Ranks, read_calibration
+from shardwright.core.cluster import CAPACITIES, MAX_PLANNED, Calibration, Ranks, read_calibration
 from shardwright.core.data_section import READ_BY, Count, DataSection, check_data
+from shardwright.core.defined import check_defined
 from shardwright.core.document import convert, parse_toml, read_bytes
 from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of
@@ -43,7 +44,7 @@ from shardwright.core.parallel import (
     fixed_world,
 )
 from shardwright.core.planning import ESTIMATOR_UNREAD, PlannerSection
-from shardwright.core.quantities import parse_bytes
+from shardwright.core.quantities import LEAST_BARE, check_unit, parse_bytes
 from shardwright.core.study_section import StudySection, check_study
 from shardwright.core.tables import check_constraints, check_tables, read_tables, with_kinds
 from shardwright.core.train_section import Overlap, TrainSection, check_schedule
@@ -244,7 +245,17 @@ def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
     document = parse_toml(raw, str(path), "a job")
     for override in overrides:
         set_key(document, override)
-    return parse_job(document, str(path), Path(path))
+    check_units(document.get("cluster"), str(path))
+    job = parse_job(document, str(path), Path(path))
+    if isinstance(job.data.python, str):  # which only a run imports
+        check_defined(job.data.python, f"{path}: data.python")
+    return job
+
+
+def check_units(cluster: object, where: str, least: int = LEAST_BARE) -> None:
+    """InputError for a capacity of a ``[cluster]`` that has no unit and is below ``least``."""
+    for key in CAPACITIES if isinstance(cluster, Mapping) else ():
+        check_unit(cluster.get(key), f"{where}: cluster.{key}", least)
 
 
 def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = None) -> Job:

@@ -20,6 +20,8 @@ _SCALES = {
 }
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*$")
 MAX_BYTES = 2**60
+LEAST_BARE = 2**20  # bytes that a number without a unit stands for
+MOST_GIB = 4096  # that a smaller number is likelier to mean than MiB
 SAME_SECONDS = 1e-9  # relative; closer ones differ by rounding
 
 
@@ -39,6 +41,15 @@ def parse_bytes(value: int | str, where: str) -> int:
             expected(where, "a size between 1 B and 2^60 B", f"{value}", "Write bytes or '48 MiB'.")
         )
     return size
+
+
+def check_unit(value: object, where: str, least: int = LEAST_BARE) -> None:
+    """InputError for an integer below ``least``, so few bytes as no machine has: its unit was left
+    out."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < least:
+        unit = "GiB" if value < MOST_GIB else "MiB"
+        remedy = f'Did you mean "{value} {unit}"? Bytes as few as these are written "{value} B".'
+        raise InputError(expected(where, "a size with its unit", f"{value} bytes", remedy))
 
 
 def format_bytes(size: float) -> str:

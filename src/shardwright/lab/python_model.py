@@ -11,7 +11,6 @@ import inspect
 import json
 import sys
 import sysconfig
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -23,12 +22,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-import shardwright
 from shardwright.core.errors import InputError, ShardwrightError, expected, nearest
 from shardwright.core.job import Job
 from shardwright.lab.tasks.task import Task
 from shardwright.launcher.worker import from_a_peer, out_of_memory
+from shardwright.runtime.embeddings.bags import bad_id
 from shardwright.trace.checks import first_line, named, no_gradient
+from shardwright.trace.places import place_of, wrong_id
 
 RETURNS = (
     "a module, (module, inputs), (module, inputs, loss), (module, inputs, loss, targets) or a task"
@@ -211,26 +211,16 @@ def naming_errors(where: str) -> Iterator[None]:
     except ShardwrightError:
         raise
     except Exception as error:
-        place = _place_of(error)
+        place = place_of(error)
         if place is None or from_a_peer(error) or out_of_memory(error):
             raise
+        where += place
         remedy = "The log of this rank in the run's folder has the traceback."
-        text = expected(f"{where}{place}", "a step that runs", first_line(error), remedy)
+        text = expected(where, "a step that runs", first_line(error), remedy)
+        wrong = wrong_id(error)
+        if wrong is not None:
+            text = bad_id(f"{where}: ids of {wrong.of}, position {wrong.place}", *wrong.found)
         raise InputError(text) from error
-
-
-_TORCH, _OURS = (Path(package.__file__).parent for package in (torch, shardwright))
-
-
-def _place_of(error: Exception) -> str | None:
-    """The last line of the user's code on the way to an error, or nothing where torch alone was
-    called; None where the error is ours."""
-    paths = [(Path(f.filename), f) for f in traceback.extract_tb(error.__traceback__)]
-    passed = {_TORCH, _OURS / "tracker"}  # operators, and who follows them
-    path, frame = [(path, f) for path, f in paths if passed.isdisjoint(path.parents)][-1]
-    if _OURS / "lab" in path.parents:
-        return ""
-    return None if _OURS in path.parents else f", {path.name}:{frame.lineno} ({frame.name})"
 
 
 def _parameters(function: Callable[..., Any]) -> Sequence[str]:

@@ -27,6 +27,7 @@ from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.job import (
     A_JOB,
     Job,
+    check_units,
     checkpointing_of,
     memory_of,
     parallel_of,
@@ -38,6 +39,7 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import check_model, model_of, reads_bags, step_dtypes
 from shardwright.core.model_section import ESTIMATED
 from shardwright.core.plan import Plan
+from shardwright.core.quantities import MOST_GIB
 from shardwright.core.recording import Recording
 from shardwright.cost import constants
 from shardwright.lab.with_tables import find_with_tables
@@ -105,6 +107,7 @@ def plan_module(
     if not isinstance(cluster, str | Mapping):
         wanted = "a preset's name or the keys of a job's [cluster]"
         raise InputError(expected("cluster", wanted, type(cluster).__name__))
+    check_units(cluster, "plan_module", MOST_GIB)  # a program may have worked out few bytes
     for section, keys in sections.items():
         check_type(keys, Mapping, section, "It has the keys of a job's section.")
     _check_takes_nothing(build)

@@ -31,6 +31,10 @@ Recorded = Callable[[Job, Paths | None], Recording]
 LARGE = 2**20  # bytes of an embedding that a table may be worth
 NOTE = "embedding "  # begins what a recording says of one that can be no table
 COULD = "could be tables:"  # and of those that a job leaves in dense units
+UNSAID = (
+    "Embeddings are tables beside train.optimizer 'sgd', or where train.table_optimizer says how "
+    "their rows learn."
+)
 TRIED: TableOptimizer = "rowwise_adagrad"
 SECONDS_FOR_TABLES = 5.0  # of a search that only says what would help
 MOST_REASONS = 3  # of a longer list
@@ -50,7 +54,7 @@ def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all
     tables = tuple(table.name for table in everything.tables or ())
     reasons = tuple(note for note in everything.notes if note.startswith(NOTE))
     collected = {table.name for table in everything.tables or () if table.collected}
-    _check_said(job, tables, collected, reasons)
+    _check_said(job, tables, collected, reasons if found_at_all else (UNSAID,))
     searched: list[Found] = []
     errors: list[ShardwrightError] = []
     for paths in _ways(job, tables, collected, everything):

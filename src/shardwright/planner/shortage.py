@@ -25,6 +25,7 @@ from shardwright.core.placement import Zero
 from shardwright.core.plan import Tried
 from shardwright.core.quantities import format_bytes
 from shardwright.core.sharing import Sharing, with_sharing
+from shardwright.core.timeline import EXACT_KINDS, Kind, category
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.problem import Problem, make_problem, reserve
 from shardwright.planner.search.bound import ROUNDING
@@ -36,6 +37,7 @@ from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import smallest
 
 MAX_BYTES = 2**60
+OF_PARTS: tuple[Kind, ...] = (*EXACT_KINDS, "gathered_weight", "unreduced_gradient")
 MAX_NAMED = 8  # tables of a longer list
 SECONDS_FOR_LEAST = 5.0  # of search for what asks least
 SECONDS_FOR_A_WAY = 5.0  # after which no other variant of a kind of way out is tried
@@ -153,7 +155,16 @@ def _fullest(problem: Problem, draft: Draft) -> _Short:
 
 
 def _largest(draft: Draft, rank: int) -> str:
+    """What the rank has most of: of what passes through a step its kind, else the part that it
+    keeps most of."""
     if isinstance(draft, StepDraft):
+        phases = draft.phase_peaks(draft.load(rank))
+        phase, kinds = max(phases.items(), key=lambda item: sum(item[1].values()))
+        passing = {kind: size for kind, size in kinds.items() if kind not in OF_PARTS}
+        kind = max(passing, key=lambda each: passing[each], default="temporary")
+        if passing.get(kind, 0) > sum(kinds.get(each, 0) for each in OF_PARTS):
+            most = f"{category(kind)} with {_size(kinds[kind])}"
+            return f"the most at its peak, in {phase}, are {most}"
         held = {n: size for (_, kind, n), size in draft.exact[rank].items() if kind == "weight"}
     else:
         held = {}

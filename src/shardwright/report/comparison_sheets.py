@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwright.core.measurement import Comparison, Line
+from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.timeline import BESIDE, PHASES, category
 from shardwright.report.sheet import Column, Sheet, number, sheet_of, text
@@ -26,6 +27,10 @@ MOST_PEAKS = 16
 _NOTE = (
     "Errors are (predicted - measured) / measured; where one is more than twice the other, "
     "predicted / measured."
+)
+CALIBRATE = (
+    "Seconds rest on constants of a preset: shardwright calibrate -o cluster.toml measures this "
+    "machine's, and a job names that file as cluster.file."
 )
 TIMES_OFF = 2.0  # a prediction of time that is further off is not called good
 
@@ -87,6 +92,12 @@ def time_verdict(comparison: Comparison) -> Verdict | None:
         f"Step on rank {rank}, the slowest: {format_seconds(measured)} measured, "
         f"{format_seconds(predicted)} predicted ({error_text(predicted, measured)}){without}.",
     )
+
+
+def uncalibrated(comparison: Comparison, plan: Plan) -> bool:
+    """Whether seconds are far off, and the plan's are of no machine that was measured."""
+    times = time_verdict(comparison)
+    return times is not None and not times.held and plan.job.cluster.measured is None
 
 
 def _by_rank(lines: Iterable[Line]) -> dict[int, list[Line]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +19,7 @@ Unit = Literal["", "bytes", "seconds"]
 Facts = dict[str, tuple[Value, Unit]]
 
 MOST_WAYS = 3  # rows of one key of tables, units or ranks
-VARIOUS = "various"
+MOST_WORDS = 3  # that one such row names
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -47,10 +48,10 @@ def differences(a: Plan, b: Plan) -> list[Difference]:
     ]
 
 
-def together(found: Iterable[Difference]) -> list[tuple[int, Difference]]:
-    """Alike differences counted, as one, in the order of their first: words that changed alike,
-    numbers of one key, added up (of ranks the largest), and the rarer ways in which one key changed
-    where there are many."""
+def together(a: Plan, b: Plan, found: Iterable[Difference]) -> list[tuple[int, Difference]]:
+    """What was ``found`` from ``a`` to ``b``, alike differences counted, as one, in the order of
+    their first: words that changed alike, numbers of one key, added up (of ranks the largest), and
+    the rarer ways in which one key changed where there are many."""
     alike: dict[tuple[str, str], dict[tuple[object, ...], list[Difference]]] = {}
     for each in found:
         of_table = each.group == "job" and each.key.startswith("tables.")
@@ -59,7 +60,7 @@ def together(found: Iterable[Difference]) -> list[tuple[int, Difference]]:
         values = () if counted and each.after is not None else (each.before, each.after)
         alike.setdefault((each.group, key), {}).setdefault(values, []).append(each)
     return [
-        (len(several), _merged(several, key))
+        (len(several), _merged(several, key, a, b))
         for (_, key), ways in alike.items()
         for several in _commonest(list(ways.values()))
     ]
@@ -74,18 +75,37 @@ def _commonest(ways: list[list[Difference]]) -> list[list[Difference]]:
     return [*usual, [each for way in ranked[len(usual) :] for each in way]]
 
 
-def _merged(alike: Sequence[Difference], key: str) -> Difference:
+def _merged(alike: Sequence[Difference], key: str, a: Plan, b: Plan) -> Difference:
     first = alike[0]
     if len(alike) == 1:
         return first
     if first.before == alike[-1].before and first.after == alike[-1].after:
         return Difference(first.group, "", key, first.before, first.after, first.unit)
     if not isinstance(first.before, int | float) or not isinstance(first.after, int | float):
-        return Difference(first.group, "", key, VARIOUS, VARIOUS, first.unit)
+        words = _words([each.before for each in alike]), _words([each.after for each in alike])
+        if (first.group, key) == ("table", "ranks"):
+            names = {each.name for each in alike}
+            words = _ranks_of(a, names), _ranks_of(b, names)
+        return Difference(first.group, "", key, *words, first.unit)
     of, word = (max, "largest") if first.group == "rank" else (sum, "together")
     before = of(each.before for each in alike if isinstance(each.before, int | float))
     after = of(each.after for each in alike if isinstance(each.after, int | float))
     return Difference(first.group, "", f"{key}, {word}", before, after, first.unit)
+
+
+def _words(values: Sequence[Value]) -> str:
+    """Those that several have, the commonest first."""
+    counts = Counter("(none)" if value is None else str(value) for value in values)
+    named = [value for value, _ in counts.most_common(MOST_WORDS)]
+    more = [f"{len(counts) - MOST_WORDS:,} others"] if len(counts) > MOST_WORDS else []
+    return ", ".join([*named, *more])
+
+
+def _ranks_of(plan: Plan, names: Set[str]) -> str:
+    """All ranks that have something of one of the tables."""
+    ranks = {rank for table in plan.tables if table.name in names for rank in table.ranks}
+    text = ranks_text(ranks, plan.world_size)
+    return text if text == "all" else f"among {text}"
 
 
 def _group(group: Group, a: Mapping[str, Facts], b: Mapping[str, Facts]) -> Iterator[Difference]:

@@ -26,7 +26,7 @@ from shardwright.report import comparison_sheets
 from shardwright.report.difference import Difference, Unit, Value, differences, together
 from shardwright.report.profile_sheets import profile_sheets
 from shardwright.report.sheet import Column, Sheet
-from shardwright.report.wording import TEXT_LIMIT, counted, percent, printable
+from shardwright.report.wording import NO_BREAK, TEXT_LIMIT, counted, percent, printable
 
 __all__ = [
     "Difference",
@@ -61,7 +61,8 @@ def equations(lines: Sequence[str]) -> str:
     """Lines as they are where they fit the terminal; else each side of an equation on its own, what
     follows indented, by words. Nothing is left out."""
     width = max(_console().width, _WRAPPED)
-    return "\n".join(part for line in lines for part in _sides(line, width))
+    text = "\n".join(part for line in lines for part in _sides(line, width))
+    return text.replace(NO_BREAK, " ")
 
 
 def _sides(line: str, width: int) -> list[str]:
@@ -71,8 +72,8 @@ def _sides(line: str, width: int) -> list[str]:
     margin = len(line) - len(line.lstrip())
     hanging = min(len(first) + 1 if more else margin + 2, width // 2)
     folded = []
-    head = f"{first} = {more[0]}" if more else first
-    for number, side in enumerate([head, *(f"= {each}" for each in more[1:])]):
+    head = f"{first} ={NO_BREAK}{more[0]}" if more else first
+    for number, side in enumerate([head, *(f"={NO_BREAK}{each}" for each in more[1:])]):
         lead = "" if number == 0 else " " * hanging
         folded += textwrap.wrap(
             side,
@@ -95,11 +96,11 @@ FIRST_RANKS, FIRST_FAILURES, FIRST_DIFFERENCES, FIRST_KERNELS = (
 
 
 def comparison_summary(
-    comparison: Comparison, *, full: bool = False, brief: bool = False
+    comparison: Comparison, plan: Plan | None = None, *, full: bool = False, brief: bool = False
 ) -> RenderableType:
     """The verdict, then predicted beside measured: peaks, the phases of the slowest rank and what
     is not equal; ``full`` has every exact byte and the phases of more ranks, a ``brief`` one no
-    peaks that are as predicted."""
+    peaks that are as predicted. Of a ``plan`` it is said what would bring its seconds closer."""
     sheets = comparison_sheets
     verdict, times = sheets.verdict(comparison), sheets.time_verdict(comparison)
     failed = sheets.failures(comparison)
@@ -114,6 +115,7 @@ def comparison_summary(
         Group(
             prose(verdict.sentence, style="bold green" if verdict.held else "bold red"),
             *([prose(times.sentence, style="" if times.held else "bold yellow")] if times else []),
+            *([prose(sheets.CALIBRATE)] if plan and sheets.uncalibrated(comparison, plan) else []),
         ),
         listed("What failed", (*shown, f"{left:,} more: --full") if left > 0 else shown),
         drawn(exact) if exact else None,
@@ -134,7 +136,7 @@ def plan_difference(a: Plan, b: Plan, *, full: bool = False) -> RenderableType:
     """What changed from ``a`` to ``b``, what changed alike as one row unless ``full``, or one line
     that says nothing did."""
     found = differences(a, b)
-    rows = [(1, each) for each in found] if full else together(found)
+    rows = [(1, each) for each in found] if full else together(a, b, found)
     left = 0 if full else len(rows) - FIRST_DIFFERENCES
     shown = rows[:FIRST_DIFFERENCES] if left > 0 else rows
     more = f"{counted(left, 'more row')}. " if left > 0 else ""

@@ -18,6 +18,7 @@ from shardwright.core.timeline import Kind, category, stretches
 NAME_LIMIT = 120
 TEXT_LIMIT = 2000
 _MOST_STRETCHES = 5
+NO_BREAK = "\u00a0"  # a blank at which no line ends
 
 
 def printable(text: str, limit: int = NAME_LIMIT) -> str:
@@ -30,6 +31,11 @@ def printable(text: str, limit: int = NAME_LIMIT) -> str:
         return _cleaned(text)
     half = limit // 2 - 1
     return f"{_cleaned(text[:half])}…{_cleaned(text[-half:])}"
+
+
+def unbroken(text: str) -> str:
+    """``text`` whose words stay on one line: a figure and its unit."""
+    return text.replace(" ", NO_BREAK)
 
 
 def _cleaned(text: str) -> str:

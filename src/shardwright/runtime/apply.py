@@ -28,6 +28,7 @@ from shardwright.runtime.comm import Comm, CutTwice, check_mesh, fingerprint_of,
 from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
+from shardwright.runtime.embeddings.learning import note_trained
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
@@ -109,6 +110,7 @@ def apply(
     folder = disk_for_tables(plan, comm, folder)
     members = {m.fqn: m for m in find_members([model], [""], (), lambda _: False)}
     _freeze(members, plan, blocks)
+    _check_trained(model, plan, blocks)
     for unit in plan.units:
         _check_unit_blocks(unit, blocks, plan.grid, [members[fqn] for fqn in unit.tensors])
     initial_block = _initial(model)
@@ -117,6 +119,7 @@ def apply(
     if plan.tables:
         _shard_tables(model, plan, blocks, comm, initial_block, flow, folder)
     _shard_units(model, plan, comm, members, initial_block, flow)
+    note_trained(model)
     if plan.job.train.overlap not in (UNSET, "none"):
         look_ahead(model)
     vars(model).pop("initial_block", None)  # of one model only: what it keeps is needed no more
@@ -299,6 +302,17 @@ def _freeze(members: Mapping[str, Member], plan: Plan, blocks: list[Block]) -> N
     trained = {block.tensor for block in blocks if block.role == "gradient"}
     for fqn in {fqn for unit in plan.units for fqn in unit.tensors} - trained:
         members[fqn].parameter.requires_grad_(False)
+
+
+def _check_trained(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
+    """What the plan has a gradient for, or rows that learn, is trained."""
+    trained = {block.tensor for block in blocks if block.role == "gradient"}
+    trained |= {table.fqn for table in plan.tables}
+    for fqn, parameter in model.named_parameters():
+        if fqn in trained and not parameter.requires_grad:
+            wanted, found = "a parameter that is trained, as in the plan", "a frozen one"
+            remedy = "Freeze it after sw.apply, or plan again for the model with it frozen."
+            raise MismatchError(expected(fqn, wanted, found, remedy))
 
 
 def _check_unit_blocks(

@@ -361,7 +361,7 @@ class Peers:
         if self._checked:
             entry = desync.Entry(sequence, kind, nbytes if alike else 0, label)
             try:
-                desync.compare(entry, self._ranks(), self._rows)
+                desync.compare(entry, self.ranks, self._rows)
             except RuntimeError as error:
                 pending.blame(error)
         return pending
@@ -374,7 +374,8 @@ class Peers:
             work.wait()
         return rows.cpu()
 
-    def _ranks(self) -> list[int]:
+    @property
+    def ranks(self) -> list[int]:
         """The group's ranks as the whole job counts them."""
         return dist.get_process_group_ranks(self.group)
 
@@ -396,7 +397,7 @@ class Peers:
         if self.group is None or not desync.is_lost(error):
             return
         channel = self._channel
-        ranks = self._ranks()
+        ranks = self.ranks
         if channel.absence is None:
             word = f"collective {sequence} ({label})"
             absence = desync.missing(self.group, ranks, ranks[self.rank], word)

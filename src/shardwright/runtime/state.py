@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwright.core.errors import check_type
 from shardwright.runtime.embeddings.tables import ShardedTables
+from shardwright.runtime.patience import patience
 from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.parameter import DTYPES, plain_name
 from shardwright.runtime.units.shard_tensor import OPERATORS
@@ -27,9 +28,12 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for module in model.modules():
         if isinstance(module, ShardedTables):
-            found.update(_whole_tables(module))
+            with patience.asked_of_all("sw.full_state_dict", module.comm):
+                found.update(_whole_tables(module))
     for storage in storages_in(model):
-        wholes = _wholes(storage, storage.all_gather())
+        with patience.asked_of_all("sw.full_state_dict", storage.comm):
+            gathered = storage.all_gather()
+        wholes = _wholes(storage, gathered)
         rows = zip(wholes, storage.sharded.cuts, storage.buffers.locals, strict=True)
         wholes |= {n: cut.whole(part) for n, cut, part in rows if cut and n in storage.joints}
         found.update(_named(model, storage, wholes))

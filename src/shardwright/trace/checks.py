@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import is_lazy
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.trace.places import place_of
 from shardwright.tracker.private import own_buffers, own_parameters
 
 LONGEST = 160  # letters of another's message that are repeated
@@ -43,7 +44,7 @@ def explained(error: Untraceable, module: nn.Module, where: str, called: str) ->
     if isinstance(error.cause, DataDependentOutputException):
         kind = named(module, error.path).rpartition("(")[2].rstrip(")")
         reason = reason._replace(remedy=_REMEDIES.get(kind, reason.remedy))
-    place = f"{where}: {named(module, error.path)}"
+    place = f"{where}: {named(module, error.path)}{place_of(error.cause) or ''}"
     return UnsupportedError(expected(place, reason.wanted, reason.found, reason.remedy))
 
 

@@ -6,7 +6,6 @@ What the exchange itself takes is not the module's; a plan decides it, so it is 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,12 +61,9 @@ def is_weighted(part: nn.Module) -> bool:
 def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:
     """Every embedding inside of a module, by its path, and why it cannot be a table; empty where it
     can, as far as can be said before it is called. Those of collections are not among them."""
-    places = Counter(  # a module in two places has its weight in two
-        id(parameter)
-        for _, part in module.named_modules(remove_duplicate=False)
-        for parameter in part._parameters.values()
-        if parameter is not None
-    )
+    places: dict[int, list[str]] = {}  # a module in two places has its weight in two
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
     repeated = {
         part
         for container in containers(module)
@@ -80,10 +76,12 @@ def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:
     apart = {part for each in module.modules() if collected(each) for part in each.modules()}
     for path, part in module.named_modules():
         if isinstance(part, Embedding) and part not in apart:
-            shared = places[id(part.weight)] > 1
+            names = places.get(id(part.weight), [])
+            others = [name for name in names if name != f"{path}.weight"]
+            shared = f"a weight shared with '{others[0]}'" if path and others else ""
             inside = "in a part that repeats" if part in repeated else ""
             inside = "the whole module" if not path else inside
-            yield path, part, inside or ("a shared weight" if shared else own_reason(part))
+            yield path, part, inside or shared or own_reason(part)
 
 
 def own_reason(part: Embedding, dtypes: Container[torch.dtype] = OWN_DTYPES) -> str:

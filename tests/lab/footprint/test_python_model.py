@@ -246,23 +246,30 @@ REFUSED = {
         " got RuntimeError: a and b must have same reduction dim, but got [3, 8] X [4, 8]. Return"
     ),
     "reads": (
-        "module 'layers.0.1' (Reads): expected a forward that does not read values of tensors,"
+        "module 'layers.0.1' (Reads), broken.py:30 (forward): "
+        "expected a forward that does not read values of tensors,"
         " got aten._local_scalar_dense.default, as of .item(), .tolist() or an if on a tensor."
         " Put a number there for the estimate, or compute with the tensor."
     ),
     "collects": "an if on a tensor. Give train.table_optimizer: its tables are a plan's then,",
-    "branches": "module 'layers.0.1' (Branches): expected a forward that does not read values",
+    "branches": "module 'layers.0.1' (Branches), broken.py:35 (forward): "
+    "expected a forward that does not read values",
     "masks": (
-        "module 'layers.0.1' (Masks): expected shapes that do not depend on values,"
+        "module 'layers.0.1' (Masks), broken.py:40 (forward): "
+        "expected shapes that do not depend on values,"
         " got aten.nonzero.default, whose result is as large as its values say."
     ),
-    "counts": "module 'layers.0.1' (Counts): expected shapes that do not depend on values",
+    "counts": "module 'layers.0.1' (Counts), broken.py:45 (forward): "
+    "expected shapes that do not depend on values",
     "decodes": "an if on a tensor. Call it with tgt_is_causal=True or False,",
     "encodes": "an if on a tensor. Call it with is_causal=True or False (src_is_causal of",
-    "points": "module 'layers.0.1' (Points): expected a forward of torch's operators alone",
-    "numpy": "module 'layers.0.1' (Numpy): expected a forward of torch's operators alone",
+    "points": "module 'layers.0.1' (Points), broken.py:72 (forward): "
+    "expected a forward of torch's operators alone",
+    "numpy": "module 'layers.0.1' (Numpy), broken.py:77 (forward): "
+    "expected a forward of torch's operators alone",
     "kernel": (
-        "module 'layers.0.1' (Kernel): expected operators that have a fake implementation,"
+        "module 'layers.0.1' (Kernel), broken.py:82 (forward): "
+        "expected operators that have a fake implementation,"
         " got shardwright_tests.without_fake.default. Register one with torch.library.register_fake"
     ),
     "raises": "expected a function that returns a module, (module, inputs), (module, inputs, loss),"

@@ -19,6 +19,11 @@ from shardwright.runtime.embeddings.update import Distinct, Looked
 Rows = torch.Tensor | Sequence[torch.Tensor]  # [F, B, D], or [results, dim] of each feature
 
 
+def each_of(rows: Rows) -> Sequence[torch.Tensor]:
+    """Those of every feature."""
+    return rows.unbind() if isinstance(rows, torch.Tensor) else rows
+
+
 @dataclass(slots=True)
 class Request:
     """What a rank asks of a group, by owner.

@@ -42,12 +42,20 @@ class Entrance(nn.Module):
         self._prepared: list[_Prepared] = []  # for forwards to come
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """UnsupportedError for False: rows are updated in their backward, by no optimizer."""
-        if requires_grad:
-            return super().requires_grad_()
-        where, found = f"tables '{getattr(self, 'path', '')}'", "requires_grad_(False)"
-        remedy = "Set their learning_rate to 0, or freeze the embedding before it is planned."
-        raise UnsupportedError(expected(where, "rows that learn in a backward", found, remedy))
+        """Whether rows are updated in their backward, from the next forward on; say the same on
+        every rank."""
+        self.rows_of().learning.said = requires_grad
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """UnsupportedError: nobody would average or train the copy's rows with the others."""
+        where, found = f"tables '{self.rows_of().path}'", "copy.deepcopy"
+        wanted = "a model of their own for other weights"
+        remedy = (
+            "Apply the plan to a second one, sw.apply(build(), plan, mesh); "
+            "sw.average_weights keeps a moving average in it."
+        )
+        raise UnsupportedError(expected(where, wanted, found, remedy))
 
     def asks(self, *arguments: Any) -> Any:
         """What the tables take, of what a forward is given."""

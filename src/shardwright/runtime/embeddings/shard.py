@@ -30,6 +30,7 @@ from shardwright.runtime.comm import Comm, check_mesh, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
+from shardwright.runtime.embeddings.learning import note_trained
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import (
     Table,
@@ -65,6 +66,9 @@ class _Found:
             raise MismatchError(expected(self.fqn, wanted, str(shape)))
         if self.weight.is_meta:
             raise InputError(expected(self.fqn, "a real tensor", "one on the meta device"))
+        if not self.weight.requires_grad:
+            remedy = "Shard it as it trains, then call requires_grad_(False) of what stands there."
+            raise UnsupportedError(expected(self.fqn, "weights that learn", "frozen ones", remedy))
         named = plan.optimizer if plan.optimizer != "none" else optimizer
         if not named:
             remedy = "Pass optimizer=..., or name one in the job."
@@ -153,6 +157,7 @@ def shard_embeddings(
         remedy = "Name tables after the paths of embeddings."
         wanted = "an embedding for every table of the plan"
         raise MismatchError(expected("module", wanted, f"none for '{next(iter(left))}'", remedy))
+    note_trained(module)
     if overlap:
         look_ahead(module)
     return module

@@ -36,7 +36,8 @@ from shardwright.runtime.embeddings.bags import (
     versions_of,
 )
 from shardwright.runtime.embeddings.disk import make_store
-from shardwright.runtime.embeddings.guide import Guide, Rows
+from shardwright.runtime.embeddings.guide import Guide, Rows, each_of
+from shardwright.runtime.embeddings.learning import Learning
 from shardwright.runtime.embeddings.module import Entrance
 from shardwright.runtime.embeddings.replicas import Learnt, Replicas
 from shardwright.runtime.embeddings.route import Held, Route, Table
@@ -100,6 +101,7 @@ class ShardedTables(Entrance):
         self.comm = comm
         self.learning_rate = learning_rate
         self.flow = flow  # of the units beside them
+        self.learning = Learning()
         self.overlap = overlap
         self.ahead: list[Lookup] = []  # of forwards to come
         self._waiting: weakref.ref[Waiting] | None = None
@@ -142,7 +144,8 @@ class ShardedTables(Entrance):
         first id that is no row, before any row moves."""
         lookup = self._ahead_of(given) or self._ask(given)
         self._start(lookup)
-        found = _Lookup.apply(self.anchor, lookup, self)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.learning.is_off):
+            found = _Lookup.apply(self.anchor, lookup, self)
         if lookup.whole:
             return found.to(self.dtypes[0]).transpose(0, 1)
         rows = {}
@@ -332,6 +335,7 @@ class ShardedTables(Entrance):
         RunError on every rank, before any row is updated, where there is no guard to wait for and
         one of them is not finite.
         """
+        self.learning.check(self.path)
         self._refuse_accumulation(trip)
         self.advance()
         if any(share is not None for share in trip.shares):
@@ -424,7 +428,7 @@ class ShardedTables(Entrance):
             guide.take(gradient, asked).view(-1).to(dtype)
             for guide, asked in zip(self.guides, trip.asked, strict=True)
         ]
-        guard.look(ordered, self.gradient_names, partial(_each, gradient))
+        guard.look(ordered, self.gradient_names, partial(each_of, gradient))
         out, into = wire.floats(self.widths, trip.counts), wire.floats(self.widths, trip.served)
         if self.guard is None and (dense is None or dtype != dense.dtype):
             if heads := sum(not any(row) for row in out):
@@ -459,7 +463,7 @@ class ShardedTables(Entrance):
         """What this rank's backward brings to the replicas."""
         pairs = zip(self.replicas.guides, trip.replicas, strict=True)
         own = [guide.take(gradient, asked) for guide, asked in pairs]
-        guard.look(own, self.gradient_names, partial(_each, gradient))
+        guard.look(own, self.gradient_names, partial(each_of, gradient))
         return self.replicas.learnt(own, trip.replicas)
 
     # ---- shared --------------------------------------------------------------------------------
@@ -472,10 +476,6 @@ class ShardedTables(Entrance):
         received = sent if self.comm.size == 1 else sent.new_empty(sum(map(sum, into)))
         sizes = ([*map(sum, into)], [*map(sum, out)])
         return Travelling(received, self.comm.all_to_all(label, received, sent, *sizes, wait=False))
-
-
-def _each(gradient: Rows) -> Sequence[torch.Tensor]:
-    return gradient.unbind() if isinstance(gradient, torch.Tensor) else gradient
 
 
 class _Lookup(torch.autograd.Function):

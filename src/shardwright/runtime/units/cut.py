@@ -17,6 +17,7 @@ from shardwright.core.layout import Segment, Slot
 from shardwright.core.placement import BlockShard, Shard, describe
 from shardwright.runtime.checkpoint.region import Box, Part, parts
 from shardwright.runtime.comm import Comm, CutTwice
+from shardwright.runtime.patience import patience
 from shardwright.runtime.torch_private import tensor_spec
 from shardwright.runtime.units.tensor_parallel import Joint
 
@@ -137,7 +138,9 @@ class Cut:
         regions = [self.region_of(rank) for rank in range(self.comm.size)]
         sizes = [size for _, size in regions]
         counts = [math.prod(each) for each in sizes]
-        flat = self.comm.gather_uneven(f"whole {self.fqn}", local.reshape(-1), counts)
+        label = f"whole {self.fqn}"
+        with patience.asked_of_all(label, self.comm):
+            flat = self.comm.gather_uneven(label, local.reshape(-1), counts)
         if not self._is_in_order(regions):
             whole = flat.new_empty(self.shape)
             for region, piece in zip(regions, flat.split(counts), strict=True):

@@ -1,0 +1,63 @@
+"""Whether rows of tables are updated. Tables have no parameter that could be frozen: they are told,
+and where all that trains beside them is frozen without a word of them, a backward asks."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from shardwright.core.errors import UnsupportedError, expected
+
+
+class Learning:
+    """What was ``said`` of the rows of a module of tables, None as long as nobody did, and the
+    parameters that trained in ``part``, the smallest part around them that has some, when they were
+    sharded."""
+
+    def __init__(self) -> None:
+        self.said: bool | None = None
+        self.part = ""
+        self._beside: list[weakref.ref[nn.Parameter]] = []
+
+    @property
+    def is_off(self) -> bool:
+        """Whether rows stay as they are."""
+        return self.said is False
+
+    def check(self, path: str) -> None:
+        """UnsupportedError where all that trained around the tables at ``path`` is frozen now, and
+        nobody has said whether they are, too."""
+        if self.said is not None or not self._beside:
+            return
+        if any((found := ref()) is not None and found.requires_grad for ref in self._beside):
+            return
+        where = f"'{self.part}'" if self.part else "the model"
+        call = f"model.get_submodule('{path}').requires_grad_"
+        raise UnsupportedError(
+            expected(
+                f"tables '{path}'",
+                "a word on whether their rows learn",
+                f"none, while all parameters of {where} are frozen, which rows are none of",
+                f"Call {call}(False), or (True), on every rank.",
+            )
+        )
+
+    def note(self, part: str, parameters: list[nn.Parameter]) -> None:
+        """Those of ``part`` train, and may be frozen later."""
+        self.part, self._beside = part, [weakref.ref(parameter) for parameter in parameters]
+
+
+def note_trained(model: nn.Module) -> None:
+    """Let every module of tables of ``model`` know what trains around it."""
+    for path, module in model.named_modules():
+        learning = getattr(module, "learning", None)
+        if not isinstance(learning, Learning):
+            continue
+        part = path
+        while part:
+            part = part.rpartition(".")[0]
+            trained = [p for p in model.get_submodule(part).parameters() if p.requires_grad]
+            if trained:
+                learning.note(part, trained)
+                break
