@@ -192,17 +192,17 @@ def called(order: str, width: int = 13, depth: int = 5) -> Any:
 
 
 class Twins(torch.nn.Module):
-    """Two branches through the same blocks, of which two have one part between them, and a layer
+    """Two branches through the same blocks, to heads that have one layer between them; and a layer
     that runs in evaluation alone."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        blocks = [Dropping(width) for _ in range(depth)]
-        blocks[1].up = blocks[2].up  # of both
-        for block in blocks:
+        self.blocks = torch.nn.ModuleList(Dropping(width) for _ in range(depth))
+        for block in self.blocks:
             block.drop.p = 0.0
-        self.blocks = torch.nn.ModuleList(blocks)
-        self.near, self.far = torch.nn.Linear(width, 3), torch.nn.Linear(width, 3)
+        both = torch.nn.Linear(width, width)
+        heads = (torch.nn.Sequential(both, torch.nn.Linear(width, 3)) for _ in range(2))
+        self.near, self.far = heads
         self.shown = torch.nn.Linear(width, width)
 
     def _branch(self, x: torch.Tensor) -> torch.Tensor:
