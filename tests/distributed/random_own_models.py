@@ -52,7 +52,7 @@ class Convolved(nn.Module):
 
     def __init__(self, dim: int, groups: int) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(dim, dim, 3, padding=1, groups=groups)
+        self.conv = nn.Conv1d(dim, dim, 3, padding=1, groups=groups, bias=False)
         self.norm = nn.BatchNorm1d(dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -263,15 +263,19 @@ def __getattr__(name: str) -> Any:
 def policy_of(seed: int, world_size: int) -> dict[str, Any]:
     """Sections of a job: how a model is to be cut, at random."""
     g = random.Random(seed * 7 + world_size)
-    dense: dict[str, Any] = {"prefetch": g.choice([0, 1]), "reshard": g.random() < 0.7}
+    dense: dict[str, Any] = {"prefetch": g.choice([0, 1])}
     if g.random() < 0.6:
         dense["layers_per_unit"] = g.choice([1, 1, 2, 3])
     dense["checkpointing"] = [g.choice(["none", "none", "full", "selective"])]
     memory: dict[str, Any] = {}
-    if g.random() < 0.4:
+    writes = any(isinstance(m, nn.BatchNorm1d) for m in Made(seed).modules())
+    if g.random() < 0.3 and not writes:
         memory["zero"] = g.choice([1, 2])
-    if g.random() < 0.15:
+    else:
+        dense["reshard"] = g.random() < 0.7
+    if g.random() < 0.15 and not writes:  # in fp32, which statistics in fp64 do not go with
         memory["offload"] = "all"
+    memory |= {"param_dtype": "fp32"} if memory else {}
     return {
         "planner": {"dense": dense},
         "train": {

@@ -116,8 +116,11 @@ class FlatUnits:
 
     def _comes(self, unit: str) -> bool:
         """Whether its whole parameters are filled to compute with them: by ranks that share them,
-        or with a copy of a replica in another dtype."""
-        return unit not in self.sharding.replicated or bool(self.sizes[unit].whole)
+        or with a copy of a replica in another dtype. What stays and is never updated is there."""
+        sizes = self.sizes[unit]
+        if self.sharding.stays(unit) and not sizes.reduced:
+            return False
+        return unit not in self.sharding.replicated or bool(sizes.whole)
 
     # ---- forward -------------------------------------------------------------------------------
 

@@ -120,8 +120,10 @@ class UnitChoice:
     @property
     def comes(self) -> bool:
         """Whether its whole parameters are other memory than what every rank keeps of it, which a
-        forward fills: ranks send it, or replicas are copied in the dtype of computing."""
-        return self.cast or not self.replicated
+        forward fills: ranks send it, or replicas are copied in the dtype of computing. What stays
+        and is never updated is filled once in a run."""
+        still = self.stays and not self.layout.trains
+        return (self.cast or not self.replicated) and not still
 
     @property
     def stays(self) -> bool:
@@ -155,13 +157,11 @@ class UnitChoice:
         return self.reduces and self.grid.replicas > 1
 
     def calls(self, step: Iterable[Action]) -> Calls:
-        """Its collectives among the actions of a step. What replicas do is none, nor is what fills
-        parameters that stay and are never updated."""
+        """Its collectives among the actions of a step; replicas are copied, not gathered."""
         done = Counter((a.verb, a.direction) for a in step if a.target == self.unit.name)
-        still = self.replicated or (self.stays and not self.reduces)
         return Calls(
-            0 if still else done["gather", "forward"],
-            0 if still else done["gather", "backward"],
+            0 if self.replicated else done["gather", "forward"],
+            0 if self.replicated else done["gather", "backward"],
             done["reduce", "backward"] if self.reduces else 0,
             done["reduce", "backward"] + self.grid.twice if self.between else 0,
         )
