@@ -179,6 +179,7 @@ class UnitFlow:
         turned = known[::-1] if backward is None else filter(self.is_sharded, backward)
         self.orders: dict[Direction, Order] = {"forward": Order(known), "backward": Order(turned)}
         self.gathered: dict[str, None] = {}
+        self.current: set[str] = set()  # units that stay and are as they were updated
         self.touched: dict[str, None] = {}  # units whose backward is under way
         self.pending: str | None = None  # the unit whose reduce is under way
         self.in_backward = False
@@ -206,7 +207,8 @@ class UnitFlow:
     def state(self) -> object:
         """What it does next follows from it; a value that later passes do not change."""
         orders = [(tuple(o.expected), tuple(o.seen)) for o in self.orders.values()]
-        return orders, tuple(self.gathered), tuple(self.touched), self.pending, self.in_backward
+        there = tuple(self.gathered), frozenset(self.current)
+        return orders, there, tuple(self.touched), self.pending, self.in_backward
 
     def begin(self) -> None:
         """A forward begins, or the last one is over."""
@@ -215,8 +217,10 @@ class UnitFlow:
     def enter(self, unit: str, direction: Direction, *, ahead: bool = True) -> list[Action]:
         """A unit is needed: gather it, and with prefetch those that are needed after it, unless
         someone chose others to be gathered ``ahead``."""
-        if not self.is_sharded(unit):
+        if not self.is_sharded(unit) or unit in self.current:
             return []
+        if self.stays(unit):
+            self.current.add(unit)
         after: Sequence[str] = ()
         if self.prefetch and ahead:
             after = self.orders[direction].visit(unit, self.prefetch)
@@ -284,6 +288,7 @@ class UnitFlow:
     def update(self) -> None:
         """Shares were updated: what stays is out of date."""
         self.gathered.clear()
+        self.current.clear()
 
     def forget(self) -> None:
         """A backward failed, or none came: nothing is under way."""
