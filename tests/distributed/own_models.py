@@ -156,6 +156,70 @@ def scaled(width: int = 13, depth: int = 6) -> Any:
     return Scaled(width, depth).double(), torch.randn(4, width, dtype=torch.float64)
 
 
+Calls = list[tuple[int, int]]  # a layer, and which of its parts
+
+
+def calls_of(order: str, depth: int) -> Calls:
+    """Orders in which a step may call the two parts of every layer."""
+    plain = [(k, p) for k in range(depth) for p in (0, 1)]
+    orders = {
+        "a b a": [*((k, p) for k in range(depth) for p in (0, 1, 0)), *plain[1::2]],
+        "a a b b": [call for call in plain for _ in range(2)],
+        "loop": 3 * plain,
+        "there and back": plain + plain[::-1],
+        "back to front": plain[::-1],
+        "few twice": [*plain, *plain[1:4], plain[0]],
+    }
+    return orders[order]
+
+
+class Called(Paired):
+    """Which calls parts in an order of its own, some of them several times."""
+
+    def __init__(self, width: int, depth: int, order: str) -> None:
+        super().__init__(width, depth)
+        self.calls = calls_of(order, depth)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, part in self.calls:
+            x = torch.tanh(self.layers[layer][part](x)) + x
+        return self.out(x)
+
+
+def called(order: str, width: int = 13, depth: int = 5) -> Any:
+    """Of the mean of the result."""
+    return Called(width, depth, order).double(), torch.randn(4, width, dtype=torch.float64)
+
+
+class Twins(torch.nn.Module):
+    """Two branches through the same blocks, to heads that have one layer between them; and a layer
+    that runs in evaluation alone."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Dropping(width) for _ in range(depth))
+        for block in self.blocks:
+            block.drop.p = 0.0
+        both = torch.nn.Linear(width, width)
+        heads = (torch.nn.Sequential(both, torch.nn.Linear(width, 3)) for _ in range(2))
+        self.near, self.far = heads
+        self.shown = torch.nn.Linear(width, width)
+
+    def _branch(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x if self.training else self.shown(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self._branch(x), self._branch(x.flip(1))
+        return self.near(one) * self.far(other - one)
+
+
+def twins(width: int = 13, depth: int = 5) -> Any:
+    """Of the mean of the result."""
+    return Twins(width, depth).double(), torch.randn(4, width, dtype=torch.float64)
+
+
 def batches_of_adapted(rank: int, seed: int) -> Iterator[Any]:
     """Inputs that differ from rank to rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)

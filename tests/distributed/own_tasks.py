@@ -16,6 +16,7 @@ from worlds import apart
 
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan
+from shardwright.core.schedule import Action
 from shardwright.core.timeline import Event, phase_peaks
 from shardwright.lab.python_model import Built, Call, as_tensors, python_function
 from shardwright.lab.tasks import Task, task_of
@@ -31,6 +32,7 @@ from shardwright.tracker.memory import MemoryTracker
 
 CPU = torch.device("cpu")
 STEPS = 3
+OF_UNITS = ("gather", "free", "reduce", "collect")
 
 
 def own_job(name: str, optimizer: str = "sgd", **sections: Any) -> Job:
@@ -142,6 +144,13 @@ def alone(task: Task, job: Job, mesh: DeviceMesh) -> dict[str, Any]:
     return {**found, **buffers[mine]}
 
 
+def actions_of_a_step(mesh: DeviceMesh, job: Job, made: Plan) -> list[Action]:
+    """What the runtime did with units in a steady step."""
+    meter = Meter(mesh.get_local_rank())
+    measured(job, made, mesh, meter)
+    return [action for action in meter.actions if action.verb in OF_UNITS]
+
+
 def planned(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[dict[str, float], list[Event]]:
     """What differs from one process by more than 1e-9 under a plan, and by how much; the bytes of
     a steady step."""
@@ -165,11 +174,11 @@ def apart_by_plan(mesh: DeviceMesh, job: Job, plans: list[Plan]) -> dict[str, fl
     }
 
 
-def measured(job: Job, made: Plan, mesh: DeviceMesh) -> list[Event]:
+def measured(job: Job, made: Plan, mesh: DeviceMesh, meter: Meter | None = None) -> list[Event]:
     """Exact bytes, and peaks by phase of the step that showed least."""
     train = msgspec.structs.replace(job.train, steps=metering.STEPS + 1)
     task, rank = task_of(msgspec.structs.replace(job, train=train)), mesh.get_local_rank()
-    meter, guard = Meter(rank), Guard(mesh)
+    meter, guard = meter or Meter(rank), Guard(mesh)
     model = apply(task.model(CPU), made, mesh, probe=meter, guard=guard)
     optimizer = make_optimizer(train.optimizer, optimizer_parameters(model), train.learning_rate)
     batches = map(as_tensors, task.batches(rank, mesh.size()))

@@ -6,13 +6,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from own_tasks import apart_by_plan, bytes_of_steps, own_job, planned
+from own_tasks import (
+    OF_UNITS,
+    actions_of_a_step,
+    apart_by_plan,
+    bytes_of_steps,
+    own_job,
+    planned,
+)
 from pool import Pool
 from public_models import MODELS
 
 from shardwright.core.errors import UnsupportedError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan
+from shardwright.core.schedule import training_step
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
 from shardwright.lab.recordings import plan
 
@@ -146,6 +154,56 @@ def test_layers_that_are_lists_are_units_of_the_parts_that_run(
     units = {unit.name: unit.modules for unit in made.units}
     assert units["layers.3"] == ("layers.3.0", "layers.3.1")
     check_as_planned(pool, job, made)
+
+
+ORDERS = ("a b a", "a a b b", "loop", "there and back", "back to front", "few twice", "twins")
+ORDINARY = {"prefetch": 1, "reshard": True}
+MANNERS: dict[str, dict[str, Any]] = {  # of planning: sections of a job
+    "sharded": {"planner": {"dense": ORDINARY}},
+    "sharded one by one": {"planner": {"dense": {"prefetch": 0, "layers_per_unit": 1}}},
+    "sharded by two, kept": {
+        "planner": {"dense": {"prefetch": 1, "layers_per_unit": 2, "reshard": False}}
+    },
+    "checkpointed": {"planner": {"dense": {**ORDINARY, "checkpointing": ["full"]}}},
+    "replicated": {"planner": {"dense": {"prefetch": 1}}},
+    "zero1": {"memory": {"param_dtype": "fp32", "zero": 1}},
+    "zero2": {
+        "memory": {"param_dtype": "fp32", "zero": 2},
+        "planner": {"dense": {"layers_per_unit": 1}},
+    },
+    "offloaded": {"memory": {"param_dtype": "fp32", "offload": "all"}},
+}
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_parts_called_several_times_in_an_order_of_their_own_run_as_planned(
+    pool: Pool, world_size: int, order: str, manner: str
+) -> None:
+    model = {"python": "own_models:called", "arguments": {"order": order}}
+    model = {"python": "own_models:twins"} if order == "twins" else model
+    document = {
+        "model": model,
+        "data": {"python": "own_models:batches_of_adapted"},
+        "train": {"steps": 3, "optimizer": "sgd", "learning_rate": 0.01},
+        "cluster": {"preset": "local", "world_size": world_size},
+        "planner": {},
+        **MANNERS[manner],
+    }
+    names = {unit.series or unit.name for unit in plan(parse_job(document)).model.units}
+    way = "replicate" if manner == "replicated" else "shard"
+    document["planner"] = {**document["planner"], "units": dict.fromkeys(names, way)}
+    job = parse_job(document)
+    made = plan(job)
+    if "memory" in document:  # which computes in fp32
+        check_planned_bytes(made, pool.run(world_size, planned, job=job, made=made))
+    else:
+        check_as_planned(pool, job, made)
+    steps = training_step(made.model.step, made.modes)
+    for did in pool.run(world_size, actions_of_a_step, job=job, made=made):
+        assert did == [action for action in steps if action.verb in OF_UNITS]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

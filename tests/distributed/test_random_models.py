@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+
 import pytest
 import random_tasks as tasks
+from own_tasks import OF_UNITS, actions_of_a_step, planned
 from pool import Pool
+from random_own_models import policy_of, ways
+from test_own_models_measured import check_planned_bytes
+
+from shardwright.core.errors import InputError
+from shardwright.core.job import parse_job
+from shardwright.core.plan import Plan
+from shardwright.core.schedule import Action, training_step
+from shardwright.lab.recordings import plan
 
 
 @pytest.mark.slow
@@ -14,3 +26,53 @@ def test_random_models_cut_at_random_train_as_the_unsharded_one(
 ) -> None:
     for furthest in pool.run(world_size, tasks.furthest_of_random_models, seeds=seeds):
         assert furthest < 1e-11
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(4), *(pytest.param(range(n, n + 10), marks=pytest.mark.slow) for n in (4, 220))]
+)
+def test_random_models_of_ones_own_run_as_planned(pool: Pool, seeds: range) -> None:
+    """On as many ranks as it comes: equal to one process where they compute in their own dtype,
+    the bytes and the peak that were planned, and what is done with units in the planned order."""
+    for seed in seeds:
+        made = _planned(seed, 1 + seed % 4)
+        job, size = made.job, made.world_size
+        results = pool.run(size, planned, job=job, made=made)
+        check_planned_bytes(made, results)
+        if not job.memory:
+            assert [apart for apart, _ in results] == [{}] * size, seed
+        steps = training_step(made.model.step, made.modes)
+        wanted = _done(action for action in steps if action.verb in OF_UNITS)
+        for did in pool.run(size, actions_of_a_step, job=job, made=made):
+            assert _done(did) == wanted, seed
+
+
+def _planned(seed: int, size: int) -> Plan:
+    """A random model under a random policy; what this model has not is left out."""
+    document = {
+        "model": {"python": "random_own_models:build", "arguments": {"seed": seed}},
+        "data": {"python": f"random_own_models:batches_{seed}"},
+        **policy_of(seed, size),
+    }
+    dense = document["planner"]["dense"]
+    for key in ("", "layers_per_unit", "checkpointing"):
+        dense.pop(key, None)
+        try:
+            made = plan(parse_job(document))
+            break
+        except InputError as error:
+            assert key != "checkpointing", error
+    wanted = ways(seed, [unit.name for unit in made.units if "-" not in unit.name])
+    if made.job.memory and made.job.memory.offload == "all":  # where none is replicated
+        return made
+    document["planner"]["units"] = wanted
+    return plan(parse_job(document))
+
+
+def _done(actions: Iterable[Action]) -> list[Action]:
+    """Gathers that follow one another in one order: where a model hands on what a unit gave, the
+    backwards of both begin at once."""
+    found: list[Action] = []
+    for gathers, run in groupby(actions, lambda action: action.verb == "gather"):
+        found += sorted(run, key=lambda action: action.target) if gathers else run
+    return found

@@ -154,7 +154,6 @@ def test_a_sharded_unit_gathers_in_both_directions_if_it_reshards(make_job: Make
     assert kept.seconds["backward"] == pytest.approx(replicated.seconds["backward"], rel=1e-2)
     assert resharded.seconds["backward"] - kept.seconds["backward"] == pytest.approx(gather)
     assert kept.seconds["step"] < replicated.seconds["step"]
-    assert [c.collectives for c in (replicated, kept, resharded)] == [1, 2, 3]
 
 
 def test_a_model_is_planned_with_the_constants_of_a_machine_only(make_job: MakeJob) -> None:

@@ -182,13 +182,10 @@ class _Names:
 
     def __init__(self, recording: Recording, blocks: Blocks) -> None:
         self.blocks = blocks
-        self.unit_of: Mapping[str, str] = {
-            tensor.fqn: unit.name for unit in recording.units for tensor in unit.tensors
-        }
 
     def own(self, fqn: str, moment: Moment) -> str:
         """The parameter that a recorded one stands for, where ``moment`` happens."""
-        unit = self.unit_of[fqn]
+        unit = self.blocks.unit_of[fqn]
         home = self.blocks.home(unit)
         if home is None:
             return fqn

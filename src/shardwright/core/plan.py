@@ -279,11 +279,14 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         paths = [(step.tables_of(t.fqn), traits(t.sharding_type).replicated) for t in self.tables]
         whole = {u.name for u in self.units if isinstance(u.parameter, Replicate)}
         replicated = {u.name for u in self.units if isinstance(u.optimizer_state, Replicate)}
+        staying = whole - replicated
+        frozen = {name for unit in self.model.units for name in unit.frozen}
+        still = {u.name for u in self.units if u.name in staying and frozen.issuperset(u.tensors)}
         routed = frozenset(path for path, is_replica in paths if not is_replica)
         overlap = overlap_of(self.job, self.world_size)
         early = early_tables(self.job, self.model) if overlap != "none" else ()
         return Modes(
-            sharded_units=frozenset(u.name for u in self.units) - (replicated - self._cast),
+            sharded_units=frozenset(u.name for u in self.units) - (replicated - self._cast) - still,
             resharded_units=frozenset(u.name for u in self.units if u.reshard_after_forward),
             routed=routed,
             replicated_tables=frozenset(path for path, is_replica in paths if is_replica),
@@ -291,7 +294,7 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             asked=routed.intersection(early if overlap == "ids_and_rows" else ()),
             prefetch=self.prefetch,
             merged=tuple((u.name, u.members) for u in self.units if u.members != (u.name,)),
-            staying_units=frozenset(whole - replicated),
+            staying_units=frozenset(staying),
         )
 
     @property

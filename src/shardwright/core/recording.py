@@ -224,6 +224,7 @@ class Blocks:
     def __init__(self, recording: Recording) -> None:
         self.series = recording.series
         self.units = recording.units
+        self.unit_of = {t.fqn: unit.name for unit in recording.units for t in unit.tensors}
         self._home: dict[str, tuple[Series, int]] = {}
         names = {piece.unit for piece in recording.pieces} | {u.name for u in recording.units}
         for series in recording.series:
@@ -384,6 +385,12 @@ class Unfolded:
     def _reaching(self, moments: list[Moment], point: Point) -> tuple[str, ...]:
         return tuple(dict.fromkeys(m.unit for m in moments if m.piece.point == point))
 
+    def arriving(self, moment: Moment) -> Iterator[str]:
+        """The units whose gradients come in a piece, each at least once."""
+        for touch in moment.piece.touches:
+            if touch.what == "gradient":
+                yield self.blocks.beside(self.blocks.unit_of[touch.name], moment)
+
     def tables_of(self, fqn: str) -> str:
         """The module of tables that has the table ``fqn``; empty where none has it."""
         return next((path for path in self.lookups if fqn.startswith(f"{path}.")), "")
@@ -397,7 +404,8 @@ class Unfolded:
             inside, found = [""], []
             for moment in pieces:
                 if moment.piece.point == entering and moment.unit in with_parameters:
-                    inside.append(moment.unit)
+                    if moment.unit not in inside:  # several of its modules enter it
+                        inside.append(moment.unit)
                 elif moment.piece.point == leaving and moment.unit in inside[1:]:
                     inside.remove(moment.unit)
                 found.append(inside[-1])

@@ -83,32 +83,33 @@ class Modes(msgspec.Struct, frozen=True):
 
 
 class Merged:
-    """Units of several recorded ones: which of them begins a forward, and which ends it."""
+    """Units of several recorded ones. Each of them enters the whole, in forwards and backwards; the
+    last one ends a forward, the first one a backward."""
 
     def __init__(self, merged: Iterable[tuple[str, tuple[str, ...]]] = ()) -> None:
         self.unit_of: dict[str, str] = {}
-        self._first: dict[str, str] = {}
-        self._last: dict[str, str] = {}
+        self._ends: dict[Point, dict[str, str]] = {"leave": {}, "leave_backward": {}}
         for name, members in merged:
             self.unit_of.update(dict.fromkeys(members, name))
-            self._first[name], self._last[name] = members[0], members[-1]
+            self._ends["leave"][name] = members[-1]
+            self._ends["leave_backward"][name] = members[0]
 
     def name(self, unit: str) -> str:
         """The unit that a recorded one belongs to."""
         return self.unit_of.get(unit, unit)
 
-    def at(self, point: str, unit: str) -> str | None:
-        """The unit that gets to ``point`` with the recorded ``unit``; None if another one of its
-        members does."""
+    def at(self, point: Point, unit: str) -> str | None:
+        """The unit that gets to ``point`` with the recorded ``unit``; None if it takes another one
+        of its members."""
         name = self.unit_of.get(unit)
         if name is None:
             return unit
-        ends = self._first if point in ("enter", "leave_backward") else self._last
-        return name if ends[name] == unit else None
+        ends = self._ends.get(point)
+        return name if ends is None or ends[name] == unit else None
 
     def entered(self, step: Unfolded) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Units as the forward and the backward of a step enter them; one that runs again for a
-        backward is entered twice there."""
+        """Units as the forward and the backward of a step enter them, one of several modules with
+        each of these."""
         forward, backward = (
             tuple(
                 name
@@ -178,6 +179,7 @@ class UnitFlow:
         turned = known[::-1] if backward is None else filter(self.is_sharded, backward)
         self.orders: dict[Direction, Order] = {"forward": Order(known), "backward": Order(turned)}
         self.gathered: dict[str, None] = {}
+        self.current: set[str] = set()  # units that stay and are as they were updated
         self.touched: dict[str, None] = {}  # units whose backward is under way
         self.pending: str | None = None  # the unit whose reduce is under way
         self.in_backward = False
@@ -205,7 +207,8 @@ class UnitFlow:
     def state(self) -> object:
         """What it does next follows from it; a value that later passes do not change."""
         orders = [(tuple(o.expected), tuple(o.seen)) for o in self.orders.values()]
-        return orders, tuple(self.gathered), tuple(self.touched), self.pending, self.in_backward
+        there = tuple(self.gathered), frozenset(self.current)
+        return orders, there, tuple(self.touched), self.pending, self.in_backward
 
     def begin(self) -> None:
         """A forward begins, or the last one is over."""
@@ -214,8 +217,10 @@ class UnitFlow:
     def enter(self, unit: str, direction: Direction, *, ahead: bool = True) -> list[Action]:
         """A unit is needed: gather it, and with prefetch those that are needed after it, unless
         someone chose others to be gathered ``ahead``."""
-        if not self.is_sharded(unit):
+        if not self.is_sharded(unit) or unit in self.current:
             return []
+        if self.stays(unit):
+            self.current.add(unit)
         after: Sequence[str] = ()
         if self.prefetch and ahead:
             after = self.orders[direction].visit(unit, self.prefetch)
@@ -245,6 +250,10 @@ class UnitFlow:
         found = self.collect() if self.pending == unit else []
         self.touched[unit] = None
         return found
+
+    def arrive(self, unit: str) -> list[Action]:
+        """A gradient comes to a unit, which no output has announced since its last reduce."""
+        return [] if unit in self.touched else self.touch(unit)
 
     def reduce(
         self, unit: str, *, frees: bool = True, sums: bool = True, holds: bool = False
@@ -279,6 +288,7 @@ class UnitFlow:
     def update(self) -> None:
         """Shares were updated: what stays is out of date."""
         self.gathered.clear()
+        self.current.clear()
 
     def forget(self) -> None:
         """A backward failed, or none came: nothing is under way."""
@@ -313,6 +323,8 @@ class _Walk:
         self.flow.begin_backward()
         for place, moment in enumerate(self.step.backward):
             yield from self._reach_backward(moment.piece.point, moment.unit)
+            for name in map(self.merged.name, self.step.arriving(moment)):
+                yield from self.flow.arrive(name)
             if moment.piece.work.calls:
                 yield self._compute(place, "backward")
         for unit in list(self.flow.touched):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shardwright.core.amount import ceil_div
 from shardwright.core.layout import Segment, UnitLayout, unit_layout
@@ -36,6 +37,11 @@ class FlatUnits:
     flow: UnitFlow = field(init=False)
     last: bool = True
     adding: bool = False
+    # Bytes of gradients that no reduce has taken, by unit and dtype; segments that are reduced
+    # though none of their gradients is there; and what goes to host memory.
+    come: dict[tuple[str, str], int] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
+    landing: list[Landing] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         cut = Flat() if self.sharding.flat else Shard(0)
@@ -60,8 +66,9 @@ class FlatUnits:
         }
 
     def state(self) -> object:
-        """What the flow of every chunk has under way."""
-        return {units: flow.state() for units, flow in self.flows.items()}
+        """What the flow of every chunk has under way, and whose gradients are there."""
+        flows = {units: flow.state() for units, flow in self.flows.items()}
+        return flows, dict(self.come), frozenset(self.absent)
 
     def depths(self) -> list[Count]:
         """Nothing."""
@@ -109,8 +116,11 @@ class FlatUnits:
 
     def _comes(self, unit: str) -> bool:
         """Whether its whole parameters are filled to compute with them: by ranks that share them,
-        or with a copy of a replica in another dtype."""
-        return unit not in self.sharding.replicated or bool(self.sizes[unit].whole)
+        or with a copy of a replica in another dtype. What stays and is never updated is there."""
+        sizes = self.sizes[unit]
+        if self.sharding.stays(unit) and not sizes.reduced:
+            return False
+        return unit not in self.sharding.replicated or bool(sizes.whole)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -136,6 +146,11 @@ class FlatUnits:
         self._run(self.flow.enter(unit, "backward"))
         self._arrive(unit)
         self._run(self.flow.touch(unit))
+
+    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:
+        """A gradient comes, perhaps after the unit's backward."""
+        self._run(self.flow.arrive(unit))
+        self.come[unit, dtype] = self.come.get((unit, dtype), 0) + nbytes
 
     def leave_backward(self, unit: str) -> None:
         """After a backward."""
@@ -165,6 +180,9 @@ class FlatUnits:
             phase = "reduce" if action.phase == "reduce" else self.heap.phase
             with self.heap.during(phase):
                 getattr(self, f"_{action.verb}")(action.target, action)
+            if action.verb == "reduce" and not self.sharding.prefetch:
+                with self.heap.during(phase):
+                    self._collect(action.target, action)
 
     def _gather(self, unit: str, action: Action) -> None:
         """Take room for the whole unit and begin to fill it."""
@@ -195,14 +213,15 @@ class FlatUnits:
     def _hold(self, unit: str, action: Action) -> None:
         """Hold a gradient back in the dtype of sums, or let autograd go on adding to it."""
         for index, way in enumerate(self.sizes[unit].reduced):
-            if way.held and not self.heap.holds(f"{unit}.{index}.held"):
+            came = (unit, way.dtype) in self.come
+            if came and way.held and not self.heap.holds(f"{unit}.{index}.held"):
                 self.heap.take(f"{unit}.{index}.held", STAYING, way.held)
             if way.held:
                 self._let_go(unit, way)
 
     def _let_go(self, unit: str, way: Reduced) -> None:
         """A segment's gradient as autograd left it goes; those of others stay."""
-        rest = self.heap.free(f"{unit}.unreduced") - way.gradient
+        rest = self.heap.free(f"{unit}.unreduced") - self.come.pop((unit, way.dtype), 0)
         if rest > 0:
             self.heap.take(f"{unit}.unreduced", STAYING, rest)
 
@@ -213,6 +232,8 @@ class FlatUnits:
             name = f"{unit}.{index}"
             if heap.holds(f"{name}.held"):  # to which this backward's is added
                 self._let_go(unit, way)
+            elif (unit, way.dtype) not in self.come:  # a later call of its modules brings it
+                self.absent.add(name)
             heap.take(f"{name}.send", "reduce_scatter", way.send)
             with heap.passing("temporary", way.note):
                 pass
@@ -225,8 +246,6 @@ class FlatUnits:
                 heap.free(f"{name}.send")
             heap.take(f"{name}.kept", "communication", way.kept)
             heap.take(f"{name}.received", "communication", way.received)
-        if not self.sharding.prefetch:
-            self._collect(unit, action)
 
     def _collect(self, unit: str, action: Action) -> None:
         """The sum is there: what took it there goes, its mean stays."""
@@ -238,13 +257,18 @@ class FlatUnits:
                 pass
             heap.free(f"{name}.kept")
             heap.free(f"{name}.send")
+            absent = name in self.absent
+            self.absent.discard(name)
             if self.sharding.on_host(unit):
                 if not self.sharding.away(unit):
-                    heap.take(f"{name}.landing", "gradient", way.landing)
+                    landing = Landing(name, f"{name}.landing.{len(self.landing)}", absent)
+                    self.landing.append(landing)
+                    heap.take(landing.copy, "gradient", way.landing)
                 with heap.passing("gradient", way.mean):
                     heap.free(f"{name}.row")
                 continue
-            if heap.holds(f"{name}.gradient"):  # of an earlier microbatch, to which it is added
+            # of an earlier microbatch or call, to which it is added
+            if absent or heap.holds(f"{name}.gradient"):
                 with heap.passing("gradient", way.mean):
                     heap.free(f"{name}.row")
                 continue
@@ -258,22 +282,31 @@ class FlatUnits:
     def _land(self) -> None:
         """After a backward: means that went to host memory are the gradients there, or are added
         to those of an earlier microbatch."""
-        for unit, sizes in self.sizes.items():
-            for index, way in enumerate(sizes.reduced):
-                name = f"{unit}.{index}"
-                if self.heap.free(f"{name}.landing") and not self.heap.holds(f"{name}.gradient"):
-                    self.heap.take(f"{name}.gradient", "gradient", way.landing)
+        for name, copy, absent in self.landing:
+            landed = self.heap.free(copy)
+            if not (absent or self.heap.holds(f"{name}.gradient")):
+                self.heap.take(f"{name}.gradient", "gradient", landed)
+        self.landing.clear()
+
+
+class Landing(NamedTuple):
+    """The ``copy`` of a mean gradient in host memory, of the segment ``name``; ``absent``: without a
+    gradient in it."""
+
+    name: str
+    copy: str
+    absent: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A segment of a unit while its gradient is summed: what autograd left, the same ``held`` back
+    """A segment of a unit while its gradient is summed: its dtype, the same ``held`` back
     in the dtype of sums (0 where that is the same), what is sent with the ``note`` in it, the
     ``row`` that comes back, the parts ``received`` where the rank itself sums them, what replicas
     cut again, ``kept`` until they sent each other the parts that come ``between`` them, the
     ``mean`` where its dtype is another one, and the same ``landing`` in other memory."""
 
-    gradient: int
+    dtype: str
     held: int
     send: int
     note: int
@@ -359,7 +392,7 @@ def _reduced(segment: Segment, sharding: Sharding, parts: int) -> Reduced:
     # gloo: an all-to-all, and a sum of what came
     sums_itself = not sharding.on_gpu and parts > again
     return Reduced(
-        gradient=payload * computed,
+        dtype=segment.dtype,
         held=payload * reduced if computed != reduced else 0,
         send=row * parts,
         note=segment.note * reduced,

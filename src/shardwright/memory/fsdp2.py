@@ -147,6 +147,9 @@ class FSDP2:
         if ahead not in self.present | self.filled:
             self._fill(ahead)
 
+    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:
+        """Gradients are reduced when their unit's backward is over."""
+
     def leave_backward(self, unit: str) -> None:
         """After a backward: reduce the gradients, or keep them whole for the next microbatch."""
         self.left.add(unit)

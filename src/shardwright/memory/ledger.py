@@ -20,7 +20,7 @@ class Summary:
     peak: dict[Kind, int]
     net_total: int
     peak_total: int
-    gradients: dict[str, int]  # of what stays: gradients by recorded unit
+    gradients: dict[tuple[str, str], int]  # come, those that stay: by recorded unit and dtype
 
 
 @dataclass(frozen=True, slots=True)

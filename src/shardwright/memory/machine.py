@@ -168,6 +168,10 @@ class Machine(Protocol):
         """Before a unit's backward."""
         ...
 
+    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:
+        """Gradients come of a unit's tensors of one dtype, of which so many bytes stay."""
+        ...
+
     def leave_backward(self, unit: str) -> None:
         """After a unit's backward."""
         ...

@@ -20,7 +20,7 @@ class Summaries:
             for touch in piece.touches
             if touch.what == "take"
         }
-        self.unit_of = {t.fqn: unit.name for unit in recording.units for t in unit.tensors}
+        self.home_of = {t.fqn: (u.name, t.dtype) for u in recording.units for t in u.tensors}
         self._found: dict[int, Summary] = {}
 
     def of(self, piece: Piece) -> Summary:
@@ -33,7 +33,7 @@ class Summaries:
     def _sum(self, piece: Piece) -> Summary:
         live: dict[Kind, int] = {}
         peak: dict[Kind, int] = {}
-        gradients: dict[str, int] = {}
+        gradients: dict[tuple[str, str], int] = {}
         total = highest = 0
         for touch in piece.touches:
             kind = self.kinds.get(touch.slot, touch.kind)
@@ -44,9 +44,11 @@ class Summaries:
                     highest, peak = total, dict(live)
                 continue
             live[kind] = live.get(kind, 0) - touch.nbytes
-            if touch.what == "gradient" and self.rule == "stays":
-                unit = self.unit_of[touch.name]
-                gradients[unit] = gradients.get(unit, 0) + touch.nbytes
+            stays = touch.what == "gradient" and self.rule == "stays"
+            if touch.what == "gradient":
+                home = self.home_of[touch.name]
+                gradients[home] = gradients.get(home, 0) + stays * touch.nbytes
+            if stays:
                 live[STAYING] = live.get(STAYING, 0) + touch.nbytes
             else:
                 total -= touch.nbytes

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from shardwright.core.optimizers import OPTIMIZERS, Optimizer
 from shardwright.core.pipelining.orders import Pass, PassKind, Run
-from shardwright.core.recording import Blocks, Moment, Recording, Unfolded
+from shardwright.core.recording import Blocks, Moment, Point, Recording, Unfolded
 from shardwright.core.schedule import Merged
 from shardwright.core.slots import Slots
 from shardwright.core.tensor import TensorSpec
@@ -238,7 +238,7 @@ class RankStep:
         chunk = self.chunks[each.chunk]
         rule = machine.rule()
         summaries = chunk.summaries[rule]
-        acts: dict[str, Callable[[str], None]] = {
+        acts: dict[Point, Callable[[str], None]] = {
             "enter": machine.enter,
             "leave": machine.leave,
             "enter_backward": machine.enter_backward,
@@ -258,15 +258,21 @@ class RankStep:
             elif point in EXCHANGES_AND_AFTER and moment.unit in self.tables:
                 self._exchange(heap, point, self.tables[moment.unit])
             summary = summaries.of(moment.piece)
+            gradients = [
+                (self.merged.name(chunk.blocks.beside(unit, moment)), dtype, nbytes)
+                for (unit, dtype), nbytes in summary.gradients.items()
+            ]
+            for name, dtype, nbytes in gradients:
+                machine.arrive(name, dtype, nbytes)
             scene = Scene(moment.piece, moment.unit, moment.block, each.chunk, each.microbatch)
             if point in EXCHANGES:
                 with heap.during(EXCHANGES[point]):
                     heap.run(summary, scene, rule)
             else:
                 heap.run(summary, scene, rule)
-            for unit, nbytes in summary.gradients.items():
-                name = self.merged.name(chunk.blocks.beside(unit, moment))
-                heap.hold(f"{name}.unreduced", STAYING, nbytes)
+            for name, _, nbytes in gradients:
+                if nbytes:
+                    heap.hold(f"{name}.unreduced", STAYING, nbytes)
 
     def _exchange(self, heap: Ledger, point: str, tables: Traffic) -> None:
         """What is between modules and tables when a forward or a backward gets there."""

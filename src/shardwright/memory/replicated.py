@@ -83,6 +83,9 @@ class Replicated:
     def enter_backward(self, unit: str) -> None:
         """Parameters are there."""
 
+    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:
+        """Buckets are reduced when all of the backward is over."""
+
     def leave_backward(self, unit: str) -> None:
         """Buckets are reduced in place."""
 

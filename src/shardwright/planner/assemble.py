@@ -28,7 +28,7 @@ from shardwright.planner.draft import Draft
 from shardwright.planner.problem import Problem, reservation_kind
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.tally import Placed
-from shardwright.planner.unit_choice import UnitChoice
+from shardwright.planner.unit_choice import Calls, UnitChoice
 
 
 def assemble(draft: Draft, bound: float, found: Search) -> Plan:
@@ -99,10 +99,11 @@ def _unit_plans(draft: Draft) -> Iterator[UnitPlan]:
     if not isinstance(draft, StepDraft):
         return
     for choice in draft.units:
-        yield _unit_plan(choice, math.fsum(draft.dense_seconds[choice.unit.name].values()))
+        seconds = math.fsum(draft.dense_seconds[choice.unit.name].values())
+        yield _unit_plan(choice, seconds, choice.calls(draft.actions))
 
 
-def _unit_plan(choice: UnitChoice, seconds: float) -> UnitPlan:
+def _unit_plan(choice: UnitChoice, seconds: float, calls: Calls) -> UnitPlan:
     layout = choice.layout
     return UnitPlan(
         name=choice.unit.name,
@@ -117,8 +118,8 @@ def _unit_plan(choice: UnitChoice, seconds: float) -> UnitPlan:
         seconds=seconds,
         bytes_per_rank=layout.stored_bytes,
         padding_bytes=layout.nbytes - layout.payload_bytes,
-        collectives=choice.collectives,
-        bytes_per_step=choice.moved_bytes + choice.note_bytes,
+        collectives=calls.gathers + calls.reduces + calls.between,
+        bytes_per_step=choice.moved_bytes(calls),
         checkpointing=choice.unit.checkpointing,
         checkpointed=choice.unit.checkpointed,
         offloaded=True if choice.offloaded else UNSET,

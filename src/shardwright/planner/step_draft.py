@@ -16,7 +16,7 @@ from shardwright.core.model_of_job import early_tables
 from shardwright.core.optimizers import trained
 from shardwright.core.plan import RankTotals
 from shardwright.core.planning import trained_communication
-from shardwright.core.schedule import Merged, Modes, Prefetch
+from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase
 from shardwright.cost import dense, embedding, optimizer
 from shardwright.cost.pipeline import by_phase
@@ -57,6 +57,11 @@ class StepDraft(Draft):
             early=frozenset(each.path for each in self.exchanges if each.early),
             asked=frozenset(each.path for each in self.exchanges if each.ahead),
         )
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """A steady step."""
+        return training_step(self.model.step, self.modes)
 
     @cached_property
     def dense_seconds(self) -> dict[str, dict[Phase, float]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from shardwright.core.block import Block
 from shardwright.core.grid import Grid
@@ -14,6 +16,7 @@ from shardwright.core.memory_section import Offload
 from shardwright.core.model import UnitSpec
 from shardwright.core.optimizers import OptimizerName
 from shardwright.core.placement import Flat, Placement, Replicate, Roles, Zero, roles
+from shardwright.core.schedule import Action
 from shardwright.core.timeline import Phase
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import ComputeSeconds, UnitSeconds
@@ -66,6 +69,21 @@ class DenseContext:
         return None if near >= self.replicas else near
 
 
+class Calls(NamedTuple):
+    """Collectives of a unit in a step: gathers for forwards and backwards, sums, and what replicas of
+    its shards do, to sum and to have what others of them updated."""
+
+    forward: int
+    backward: int
+    reduces: int
+    between: int
+
+    @property
+    def gathers(self) -> int:
+        """Before forwards and backwards."""
+        return self.forward + self.backward
+
+
 @dataclass(frozen=True)
 class UnitChoice:
     """A unit with the placement of its states, and under which stage of ZeRO the other roles follow
@@ -102,8 +120,10 @@ class UnitChoice:
     @property
     def comes(self) -> bool:
         """Whether its whole parameters are other memory than what every rank keeps of it, which a
-        forward fills: ranks send it, or replicas are copied in the dtype of computing."""
-        return self.cast or not self.replicated
+        forward fills: ranks send it, or replicas are copied in the dtype of computing. What stays
+        and is never updated is filled once in a run."""
+        still = self.stays and not self.layout.trains
+        return (self.cast or not self.replicated) and not still
 
     @property
     def stays(self) -> bool:
@@ -127,26 +147,24 @@ class UnitChoice:
         }
 
     @property
-    def gathers(self) -> int:
-        """Calls in a step: one before forward, one more if it reshards."""
-        still = self.stays and not self.layout.trains
-        return 0 if self.replicated or still else 1 + self.reshard
+    def reduces(self) -> bool:
+        """Whether anything of it is summed: nothing is where everything is frozen."""
+        return self.layout.trains
 
     @property
-    def reduces(self) -> int:
-        """One call in a step, none where everything is frozen."""
-        return int(self.layout.trains)
+    def between(self) -> bool:
+        """Whether replicas of its shards sum as well."""
+        return self.reduces and self.grid.replicas > 1
 
-    @property
-    def between(self) -> int:
-        """Calls in a step that replicas of its shards make: to sum, and to have what others of them
-        updated."""
-        return self.reduces * (self.grid.replicas > 1) * (1 + self.grid.twice)
-
-    @property
-    def collectives(self) -> int:
-        """Calls in a step."""
-        return self.gathers + self.reduces + self.between
+    def calls(self, step: Iterable[Action]) -> Calls:
+        """Its collectives among the actions of a step; replicas are copied, not gathered."""
+        done = Counter((a.verb, a.direction) for a in step if a.target == self.unit.name)
+        return Calls(
+            0 if self.replicated else done["gather", "forward"],
+            0 if self.replicated else done["gather", "backward"],
+            done["reduce", "backward"] if self.reduces else 0,
+            done["reduce", "backward"] + self.grid.twice if self.between else 0,
+        )
 
     @property
     def kept_bytes(self) -> int:
@@ -158,14 +176,14 @@ class UnitChoice:
         """Of the gradient what replicas of a shard sum."""
         return self.reduced // self.grid.shards if self.between else 0
 
-    @property
-    def moved_bytes(self) -> int:
+    def moved_bytes(self, calls: Calls) -> int:
         """Full buffers of all collectives of a step."""
-        return self.gathers * self.gathered + self.reduced + self.kept_bytes + self.part_reduced
+        summed = calls.reduces * (self.reduced + self.part_reduced + self.note_bytes)
+        return calls.gathers * self.gathered + self.kept_bytes + summed
 
     @property
     def note_bytes(self) -> int:
-        """Bytes that travel with the gradient to every rank, beside it."""
+        """Bytes that travel with a gradient to every rank, beside it."""
         once = self.grid.kept if self.between else 0
         return self.layout.note_bytes * (once + (1 if self.replicated else self.layout.world_size))
 

@@ -200,7 +200,8 @@ class UnitSpace:
         offload = "all" if wanted == "offload" else self.context.offload
         for choice in unit_choices(units, self.computed, self.context):
             if wanted is None and self.context.zero < 3:  # whose states are shared, or nothing is
-                wanted = "shard" if choice.layout.trains else "replicate"
+                shares = choice.layout.trains or offload == "all"
+                wanted = "shard" if shares else "replicate"
             if choice.replicated:
                 if wanted in (None, "replicate") and offload != "all":
                     yield choice

@@ -236,7 +236,7 @@ def _said(recording: Recording) -> list[object]:
     said: list[object] = []
     for moment in moments(recording, blocks):
         summary = summaries.of(moment.piece)
-        gradients = {blocks.beside(u, moment): n for u, n in summary.gradients.items()}
+        gradients = {(blocks.beside(u, moment), d): n for (u, d), n in summary.gradients.items()}
         sums = (summary.net, summary.peak, gradients)
         said.append((moment.piece.point, moment.unit, sums, moment.piece.work))
     return said

@@ -54,7 +54,7 @@ class Recorder(Follower):
         self.astray: set[str] = set()
         # the module that an error came from, by the error's id: itself would keep tensors alive
         self.failed: tuple[int, str] | None = None
-        self._mark: tuple[Point, str] = ("begin", "")
+        self.latest: tuple[Point, str] = ("begin", "")  # mark
         self._backward = False
         self._slots: dict[Holding, int] = {}
         self._fresh: dict[Holding, int] = {}  # where in ``touches`` it was taken
@@ -87,7 +87,7 @@ class Recorder(Follower):
             self._backward = True
             self.homes = {}  # what a backward needs of a unit, its forward has kept
         self.pieces.append(self._piece())
-        self._mark, self.touches, self.work = (point, unit), [], NOTHING
+        self.latest, self.touches, self.work = (point, unit), [], NOTHING
         self._fresh.clear()
 
     def finished(self) -> tuple[Piece, ...]:
@@ -111,7 +111,7 @@ class Recorder(Follower):
         return self.module
 
     def _piece(self) -> Piece:
-        return Piece(*self._mark, tuple(self.touches), self.work)
+        return Piece(*self.latest, tuple(self.touches), self.work)
 
     # ---- what storages do ------------------------------------------------------------------------
 
@@ -175,9 +175,10 @@ def watching(
 ) -> Iterator[None]:
     """Hooks that keep where in the model ``recorder`` is, gone again at the end.
 
-    A unit is entered with its first module's forward and left with its last one's; its backward
-    begins with the gradient of its output and ends with that of its inputs. Floating inputs of
-    every unit are cast to ``cast``, as mixed precision does it; a unit may be the root.
+    A unit is entered with the forward of any of its modules and left with its last one's; its
+    backward begins with the gradient of any one's output and ends with that of its first one's
+    inputs. Floating inputs of every unit are cast to ``cast``, as mixed precision does it; a unit
+    may be the root.
     """
     handles: list[Any] = []
     names = {module: name for name, module in root.named_modules()}
@@ -193,10 +194,10 @@ def watching(
     for name, modules in units.items():
         boundary = _Boundary(recorder, name, cast)
         for module in modules:
-            first = module is modules[0]
-            before = boundary.before if first else boundary.casting
+            before = boundary.before if module is modules[0] else boundary.entering
+            after = boundary.after if module is modules[-1] else boundary.announcing
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(modules[-1].register_forward_hook(boundary.after))
+            handles.append(module.register_forward_hook(after))
     try:
         yield
     finally:
@@ -249,9 +250,8 @@ class _Boundary:
 
     def __init__(self, recorder: Recorder, unit: str, cast: torch.dtype | None) -> None:
         self.recorder, self.unit, self.cast = recorder, unit, cast
-        self.backward = False
 
-    def casting(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
+    def _casting(self, arguments: Any, keywords: Any) -> Any:
         """Floating inputs in the unit's dtype."""
         if self.cast is None:
             return arguments, keywords
@@ -263,10 +263,15 @@ class _Boundary:
 
         return tree_map(cast, arguments), tree_map(cast, keywords)
 
-    def before(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
-        """The unit is entered; its inputs go through a node that says when backward is done."""
-        arguments, keywords = self.casting(module, arguments, keywords)
+    def entering(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
+        """The unit is entered, perhaps again."""
+        arguments, keywords = self._casting(arguments, keywords)
         self.recorder.mark(self.unit, "enter")
+        return arguments, keywords
+
+    def before(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
+        """The same; the inputs go through a node that says when the backward is done."""
+        arguments, keywords = self.entering(module, arguments, keywords)
         given = [t for t in tensors_in((arguments, keywords)) if t.requires_grad]
         if given and torch.is_grad_enabled():
             left = iter(_Leave.apply(self.left, *given))
@@ -276,22 +281,24 @@ class _Boundary:
             )
         return arguments, keywords
 
-    def after(self, module: nn.Module, arguments: Any, result: Any) -> None:
-        """The unit is left; the gradient of its result begins its backward."""
+    def announcing(self, module: nn.Module, arguments: Any, result: Any) -> None:
+        """The gradient of a result begins a backward."""
         for tensor in tensors_in(result):
             if tensor.requires_grad:
                 tensor.register_hook(self.begin)
+
+    def after(self, module: nn.Module, arguments: Any, result: Any) -> None:
+        """The same; the unit is left."""
+        self.announcing(module, arguments, result)
         self.recorder.mark(self.unit, "leave")
 
     def begin(self, gradient: torch.Tensor) -> None:
-        """The first gradient of a result has arrived."""
-        if not self.backward:
-            self.backward = True
+        """A gradient of a result has arrived; the second of two in a row says nothing."""
+        if self.recorder.latest != ("enter_backward", self.unit):
             self.recorder.mark(self.unit, "enter_backward")
 
     def left(self) -> None:
         """The gradients of the inputs are there; a module that ran twice has two backwards."""
-        self.backward = False
         self.recorder.mark(self.unit, "leave_backward")
 
 

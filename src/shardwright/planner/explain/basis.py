@@ -12,6 +12,7 @@ from shardwright.core.job import Job, checkpointing_of, memory_of
 from shardwright.core.kinds import KNOWN_AUC, PACKED, SEEDS_VARY, kind_of
 from shardwright.core.kinds import nbytes as nbytes_of
 from shardwright.core.model import TableSpec
+from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan
 from shardwright.core.planning import EstimatorSection, ReservationSection
 from shardwright.core.quantities import format_bytes
@@ -251,7 +252,7 @@ def _units(plan: Plan) -> Iterator[Fact]:
     most = max(len(unit.members) for unit in plan.units)
     if most > 1 or section.layers_per_unit is not None:
         yield Fact("layers of a unit", f"{most} at most", origin("layers_per_unit"))
-    sharded = [unit for unit in plan.units if unit.collectives > 1]
+    sharded = [u for u in plan.units if not isinstance(u.optimizer_state, Replicate)]
     if sharded:
         count = sum(unit.reshard_after_forward for unit in sharded)
         text = f"of {count} of {len(sharded)} sharded units"

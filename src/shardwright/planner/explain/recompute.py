@@ -106,7 +106,8 @@ def model_recorded(plan: Plan, job: Job, again: ModelOf | None) -> ModelSpec:
     if again is None:
         raise InputError(expected(where, "a way to record it", "none"))
     model = again(job)
-    own, its = ([(u.name, u.tensors) for u in model_.units] for model_ in (plan.model, model))
+    bare = (msgspec.structs.replace(each, bucket_size=0) for each in (plan.model, model))
+    own, its = ([(u.name, u.tensors) for u in each.units] for each in bare)
     if own != its:
         raise MismatchError(expected(where, "the plan's units", "others", AGAIN))
     return model

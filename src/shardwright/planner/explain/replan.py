@@ -13,6 +13,7 @@ from shardwright.core.job import (
     CHOSEN_FROM,
     Job,
     checkpointing_of,
+    memory_of,
     with_checkpointing,
 )
 from shardwright.core.model import ModelSpec
@@ -20,7 +21,7 @@ from shardwright.core.model_of_job import key_of, model_of
 from shardwright.core.placement import TwoZeros, Zero
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.quantities import SAME_SECONDS, format_seconds
-from shardwright.core.sharing import WHOLE_STAGES, Sharing, with_sharing
+from shardwright.core.sharing import WHOLE_STAGES, Sharing, with_buckets, with_sharing
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import model_recorded
 from shardwright.planner.planner import find
@@ -86,13 +87,18 @@ def forced_table(plan: Plan, index: int, field: str, wanted: str) -> Forced:
 
 def forced_unit(plan: Plan, unit: UnitPlan, wanted: str) -> Forced:
     """A unit that is sharded, replicated or in host memory, all sharded units resharded or kept or
-    at a stage of ZeRO, or all blocks checkpointed."""
-    planner, dense = plan.job.planner, plan.job.planner.dense
+    at a stage of ZeRO, or all blocks checkpointed; at any stage that was left open, and of buckets
+    where there are no others than those of the plan."""
     if wanted in ("checkpointed", *CHOSEN_FROM):
         policies = CHOSEN_FROM[1:] if wanted == "checkpointed" else (wanted,)
-        dense = msgspec.structs.replace(dense, checkpointing=policies)
+        job = left_open(plan)
+        dense = msgspec.structs.replace(job.planner.dense, checkpointing=policies)
         key = f"planner.dense.checkpointing = {list(policies)}"
-        return Forced(_with_planner(plan.job, dense=dense), key)
+        return Forced(_with_planner(job, dense=dense), key)
+    is_open = left_open(plan)
+    size, stage = plan.model.bucket_size, memory_of(plan.job).zero
+    base = plan.job if size or wanted in STAGES else with_buckets(is_open, 0)
+    planner, dense = base.planner, base.planner.dense
     place = {"replicated": "replicate", "offloaded": "offload"}.get(wanted, "shard")
     own = [u.name for u in plan.model.units if set(u.members) <= set(unit.members)]
     key = "planner.units = {" + ", ".join(f'"{name}" = "{place}"' for name in own) + "}"
@@ -101,7 +107,11 @@ def forced_unit(plan: Plan, unit: UnitPlan, wanted: str) -> Forced:
         dense = msgspec.structs.replace(dense, reshard=reshard)
         key += f" and planner.dense.reshard = {str(reshard).lower()}, which is of all units"
     units = {**planner.units, **dict.fromkeys(own, place)}
-    job = _with_planner(plan.job, units=units, dense=dense)
+    job = _with_planner(base, units=units, dense=dense)
+    if is_open.planner.dense.bucket_size == "auto":
+        key += f" and planner.dense.bucket_size = {size}" if size else " without buckets"
+    if size and wanted not in STAGES and memory_of(is_open).zero == "auto":
+        key += f" and memory.zero = {stage}"
     if wanted in STAGES:
         sharing = sharing_of(plan, wanted)
         job, zero = with_sharing(job, sharing), sharing.zero
@@ -110,6 +120,22 @@ def forced_unit(plan: Plan, unit: UnitPlan, wanted: str) -> Forced:
             key += f" and parallel.data_replicate = {sharing.replicas}"
         key += ", which is of all units"
     return Forced(job, key)
+
+
+def left_open(plan: Plan) -> Job:
+    """The job of a plan as it was before a stage of ZeRO, replicas and buckets were chosen, which
+    what was tried tells."""
+    job, rows = plan.job, plan.search.tried or ()
+    if any(row.zero is UNSET for row in rows) or not rows:
+        return job
+    stages = {row.zero for row in rows}
+    if len(stages) > 1 or stages == {3}:
+        job = with_sharing(job, Sharing(3, min(row.replicas or 1 for row in rows), 0))
+        job = msgspec.structs.replace(job, memory=msgspec.structs.replace(memory_of(job), zero="auto"))
+    sizes = {row.bucket_size or 0 for row in rows if row.zero in WHOLE_STAGES}
+    bucket_size = "auto" if len(sizes) > 1 else max(sizes, default=0) or UNSET
+    dense = msgspec.structs.replace(job.planner.dense, bucket_size=bucket_size)
+    return _with_planner(job, dense=dense)
 
 
 def sharing_of(plan: Plan, wanted: str) -> Sharing:

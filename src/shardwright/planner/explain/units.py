@@ -313,28 +313,32 @@ def _backward(problem: Problem, unit: UnitSpec) -> float:
 def _collectives(
     amounts: UnitAmounts, choice: UnitChoice, where: str, planned: UnitPlan
 ) -> Iterator[Explanation]:
+    done = choice.calls(amounts.draft.actions)
     kind = "an all-reduce" if choice.replicated else "a reduce-scatter"
-    why = f"{kind} after backward" if choice.reduces else "nothing of it has a gradient"
-    reduces = calls = leaf(choice.reduces, "reduces", "", why)
+    why = f"{kind} after each backward" if choice.reduces else "nothing of it has a gradient"
+    reduces = calls = leaf(done.reduces, "reduces", "", why)
+    gathers = leaf(0, "gathers", "", "every rank has it")
     if not choice.replicated:
-        gathers = leaf(1, "gathers_before_forward", "", "a sharded unit")
-        again = leaf(int(choice.reshard), "gathers_before_backward", "", "1 if it reshards")
-        calls = gathers + again + reduces
-    gathers = calls - leaf(choice.reduces, "the_reduce", "", "the last of them")
+        why = "a sharded unit, wherever it is not there"
+        first = leaf(done.forward, "gathers_before_forward", "", why)
+        again = leaf(done.backward, "gathers_before_backward", "", "as it was resharded")
+        gathers = named("gathers", first + again)
+        calls = gathers + reduces
     if choice.between:
         why = "replicas sum" + (", and fill in what others updated" if choice.grid.twice else "")
-        calls = calls + leaf(choice.between, "calls_of_replicas", "", why)
+        calls = calls + leaf(done.between, "calls_of_replicas", "", why)
     calls = named("collectives", calls)
     everyone = range(len(choice.padding))
     yield finished(f"{where}: collectives per step", planned.collectives, calls, ranks=everyone)
     why = "a note for every rank: what ranks did so far, and which tensors have a gradient"
     notes = leaf(choice.note_bytes, "note_bytes", "B", why)
-    buffers = gathers * amounts.gathered(choice) + amounts.reduced(choice)
+    summed = amounts.reduced(choice) + notes
     if choice.between:
-        buffers = buffers + amounts.part_reduced(choice)
+        summed = summed + amounts.part_reduced(choice)
+    buffers = gathers * amounts.gathered(choice) + reduces * summed
     if choice.kept_bytes:
         buffers = buffers + amounts.stored(choice)
-    moved = named("bytes_per_step", buffers + notes, "B")
+    moved = named("bytes_per_step", buffers, "B")
     yield finished(
         f"{where}: full buffers of its collectives per step",
         planned.bytes_per_step,

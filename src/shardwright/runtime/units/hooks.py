@@ -41,7 +41,7 @@ class UnitHooks:
         self.storage = self.storages[0]
         self.early = self.storages
         self.owners: list[_Owner] = []
-        self.is_running = False  # a forward
+        self.is_running = False  # a forward of one of its modules
         self.anchor = torch.empty(0, requires_grad=True)  # a leaf of every graph of the unit
         self.lent: Lent = []  # callers' containers that have marked tensors during a forward
         self._looks = LOOKS
@@ -62,19 +62,22 @@ class UnitHooks:
                     self.owners.append(_Owner(self, storages))
                     owner.register_forward_pre_hook(self.owners[-1], prepend=True)
 
-    def begin(self) -> None:
-        """A forward begins, and what is early is there."""
+    def begin(self, *, first: bool) -> None:
+        """The forward of a module begins, and what is early is there."""
         self.is_running = True
         for storage in self.early:
+            if first:
+                storage.check()
             storage.watch()
 
-    def end(self) -> None:
-        """The forward is over: raise if it wrote a parameter. The next one waits for less."""
+    def end(self, *, last: bool) -> None:
+        """It is over: raise if it wrote a parameter. After that of the last module the next forward
+        waits for less."""
         self.is_running = False
         refused = [error for storage in self.storages if (error := storage.unwatch())]
         if refused:
             raise refused[0]
-        if self.early is self.storages and self.owners and torch.is_grad_enabled():
+        if last and self.early is self.storages and self.owners and torch.is_grad_enabled():
             idle = [s for owner in self.owners if not owner.ran for s in owner.storages]
             owned = [s for owner in self.owners for s in owner.storages]
             self.early = tuple(s for s in self.storages if s in idle or s not in owned)
@@ -161,6 +164,7 @@ class _Owner:
             if storage.state is not UNSHARDED and not in_backward():
                 storage.flow.need(storage, "forward")
                 if self.hooks.is_running:
+                    storage.check()
                     storage.watch()
 
 
@@ -184,9 +188,9 @@ class _Before:
                 storage.flow.enter_forward()
         for each in reversed(hooks.early):  # as a forward comes to them
             each.flow.need(each, "backward" if recomputed else "forward")
+        hooks.begin(first=self.first)
         if not self.first:
             return None
-        hooks.begin()
         dtype = storage.precision.param_dtype if storage.precision.cast_forward_inputs else None
         if not torch.is_grad_enabled() and dtype is None:
             return None
@@ -266,8 +270,7 @@ class _After:
         if output is None:  # it raised, or has nothing to say
             self.hooks.fail(recomputed=recomputed)
             return None
-        if self.last:
-            self.hooks.end()
+        self.hooks.end(last=self.last)
         trains = torch.is_grad_enabled()
         output = self._marked(output, module, trains)
         if trains:

@@ -429,8 +429,11 @@ class Unit:
             self.flow.reduce_complete()
 
     def watch(self) -> None:
-        """A forward begins: what must hold of it is checked, and of its parameters."""
+        """The forward of a module begins, which only reads parameters."""
         self.writes.watched = self.writes.versions
+
+    def check(self) -> None:
+        """A forward begins: what must hold of the unit is checked, and of its parameters."""
         self._show_parallel()
         if torch.is_grad_enabled():
             self.structure.check(self.name)
@@ -439,7 +442,7 @@ class Unit:
             replicas.check(self.name, self.buffers, self.comm)
 
     def unwatch(self) -> InputError | None:
-        """The forward is over: what to say if it wrote a parameter."""
+        """That forward is over: what to say if it wrote a parameter."""
         error = self.writes.refusal(self.name)
         if error is not None:
             self.free()
