@@ -24,10 +24,8 @@ from shardwright.lab.python_model import as_tensors
 from shardwright.lab.tasks import task_of
 from shardwright.lab.tasks.python import Given
 from shardwright.runtime.apply import apply
-from shardwright.runtime.embeddings.module import RoutedEmbedding
-
-
 from shardwright.runtime.average import average_weights
+from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
