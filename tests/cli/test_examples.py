@@ -34,6 +34,8 @@ def test_an_example_is_trained_with_the_memory_of_its_plan(
     line += [word for change in changes for word in ("--set", change)]
     said = " ".join(_one_screen(line).split())
     assert "exact bytes equal on 2 of 2 ranks, peak " + peak in said
+    if name in ("own_model", "vision", "recommender"):
+        assert "no samples were held out to be scored: model.python may return an sw.Task" in said
 
 
 @pytest.mark.parametrize("name", ["own_model", "recommender", "vision"])

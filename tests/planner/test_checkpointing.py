@@ -252,3 +252,13 @@ def test_a_policy_that_the_job_does_not_allow_is_not_explained() -> None:
     other = msgspec.structs.replace(made, job=_with("selective"))
     with pytest.raises(MismatchError, match="plan: checkpointing: expected selective, got full"):
         explain.draft_of(sealed(other))
+
+
+def test_a_refusal_names_activations_where_they_are_most_of_a_peak_and_a_part_where_it_is() -> None:
+    for batch, said in (
+        (256, "the most at its peak, in backward, are activations with "),
+        (1, "its largest part is "),
+    ):
+        with pytest.raises(NoPlanError) as caught:
+            plan(_job(2**16, {"dense": {"checkpointing": ["none"]}}, batch={"size": batch}))
+        assert said in str(caught.value)

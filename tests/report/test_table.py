@@ -9,6 +9,7 @@ import pytest
 import samples
 from rich.console import Console, RenderableType
 
+from shardwright.core.cluster import SCHEMA, Calibration
 from shardwright.core.measurement import Line
 from shardwright.core.option import ShardRun
 from shardwright.core.plan import Plan
@@ -232,6 +233,13 @@ def test_a_step_is_shown_with_its_error_and_as_a_ratio_beyond_twice(
     found = time_verdict(made)
     assert found is not None
     assert found.held == (style == "")
+    plan = samples.plan()
+    hint = "shardwright calibrate -o cluster.toml measures this machine's"
+    assert (hint in flowed(comparison_summary(made, plan))) == (not found.held)
+    measured_by = Calibration(SCHEMA, "2026-11", 2, "cpu", "gloo", {}, {}, {})
+    cluster = msgspec.structs.replace(plan.job.cluster, measured=measured_by)
+    job = msgspec.structs.replace(plan.job, cluster=cluster)
+    assert hint not in flowed(comparison_summary(made, samples.plan(job=job)))
 
 
 def test_a_comparison_of_many_ranks_and_failures_is_one_screen() -> None:

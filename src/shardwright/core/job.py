@@ -254,8 +254,9 @@ def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
 
 def check_units(cluster: object, where: str, least: int = LEAST_BARE) -> None:
     """InputError for a capacity of a ``[cluster]`` that has no unit and is below ``least``."""
-    for key in CAPACITIES if isinstance(cluster, Mapping) else ():
-        check_unit(cluster.get(key), f"{where}: cluster.{key}", least)
+    if isinstance(cluster, Mapping):
+        for key in CAPACITIES:
+            check_unit(cluster.get(key), f"{where}: cluster.{key}", least)
 
 
 def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = None) -> Job:

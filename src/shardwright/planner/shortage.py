@@ -160,10 +160,10 @@ def _largest(draft: Draft, rank: int) -> str:
     if isinstance(draft, StepDraft):
         phases = draft.phase_peaks(draft.load(rank))
         phase, kinds = max(phases.items(), key=lambda item: sum(item[1].values()))
-        passing = {kind: size for kind, size in kinds.items() if kind not in OF_PARTS}
-        kind = max(passing, key=lambda each: passing[each], default="temporary")
-        if passing.get(kind, 0) > sum(kinds.get(each, 0) for each in OF_PARTS):
-            most = f"{category(kind)} with {_size(kinds[kind])}"
+        passing = [(size, kind) for kind, size in kinds.items() if kind not in OF_PARTS]
+        size, kind = max(passing, default=(0, "temporary"))
+        if size > sum(kinds.get(each, 0) for each in OF_PARTS):
+            most = f"{category(kind)} with {_size(size)}"
             return f"the most at its peak, in {phase}, are {most}"
         held = {n: size for (_, kind, n), size in draft.exact[rank].items() if kind == "weight"}
     else:

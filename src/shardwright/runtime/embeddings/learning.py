@@ -28,9 +28,15 @@ class Learning:
     def check(self, path: str) -> None:
         """UnsupportedError where all that trained around the tables at ``path`` is frozen now, and
         nobody has said whether they are, too."""
-        if self.said is not None or not self._beside:
+        if self.said is not None:
             return
-        if any((found := ref()) is not None and found.requires_grad for ref in self._beside):
+        left = False  # whether any was not replaced since
+        for reference in self._beside:
+            parameter = reference()
+            if parameter is not None and parameter.requires_grad:
+                return
+            left = left or parameter is not None
+        if not left:
             return
         where = f"'{self.part}'" if self.part else "the model"
         call = f"model.get_submodule('{path}').requires_grad_"
