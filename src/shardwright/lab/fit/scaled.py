@@ -1,8 +1,8 @@
 """Recordings of other batches of a module of the user's own, from two that were made.
 
 A trace takes most of the time of an estimate. Where two batches left the same pieces, with numbers
-between which those of a third lie on a line of whole numbers, the third is not traced. What an answer
-rests on is traced all the same, and compared.
+between which those of a third lie on a line of whole numbers, the third is not traced. What an
+answer rests on is traced all the same, and compared.
 """
 
 from __future__ import annotations
