@@ -162,9 +162,7 @@ class Made(nn.Module):
         self.twins = g.random() < 0.2  # two inputs, one encoder
         self.norm = nn.LayerNorm(dim)
         self.tied = g.random() < 0.3
-        self.heads = nn.ModuleList(
-            nn.Linear(dim, CLASSES) for _ in range(g.choice([1, 1, 2]))
-        )
+        self.heads = nn.ModuleList(nn.Linear(dim, CLASSES) for _ in range(g.choice([1, 1, 2])))
         self.idle = nn.Linear(dim, 3) if g.random() < 0.2 else None  # runs in evaluation alone
         self.eased = g.random() < 0.2  # a loss of what is inside
 

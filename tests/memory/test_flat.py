@@ -80,8 +80,13 @@ def test_parameters_cut_each_by_itself_arrive_in_a_stage(machine: Make) -> None:
 def left(machine: FlatUnits, unit: str) -> None:
     """A unit's backward, which leaves its gradient as autograd makes it."""
     machine.enter_backward(unit)
-    machine.heap.take(f"{unit}.unreduced", STAYING, 2 * NUMEL)
+    come(machine, unit)
     machine.leave_backward(unit)
+
+
+def come(machine: FlatUnits, unit: str) -> None:
+    machine.arrive(unit, "fp32", 2 * NUMEL)
+    machine.heap.take(f"{unit}.unreduced", STAYING, 2 * NUMEL)
 
 
 def test_a_gradient_stays_where_it_is_until_its_unit_is_over(machine: Make) -> None:
@@ -90,7 +95,7 @@ def test_a_gradient_stays_where_it_is_until_its_unit_is_over(machine: Make) -> N
     found.enter_backward("last")
     assert found.rule() == "stays"
     assert found.heap.live.get(STAYING, 0) == 0
-    found.heap.take("last.unreduced", STAYING, 2 * NUMEL)
+    come(found, "last")
     with found.heap.during("backward"):
         found.leave_backward("last")
     assert found.heap.live[STAYING] == 0
@@ -156,6 +161,20 @@ def test_a_step_leaves_what_was_there_before(
         assert not any(nbytes for kind, nbytes in found.heap.live.items() if kind != "weight")
 
 
+def test_a_reduce_before_a_later_call_brings_the_gradient_leaves_none(machine: Make) -> None:
+    found = machine(prefetch=0)
+    forward(found)
+    found.enter_backward("last")
+    with found.heap.during("backward"):
+        found.leave_backward("last")
+    assert found.heap.peaks["backward"]["reduce_scatter"] == 4 * (NUMEL + 4 * NOTE)
+    assert found.heap.live["gradient"] == 0
+    left(found, "last")
+    assert found.heap.live["gradient"] == 4 * (NUMEL // 4 + NOTE)
+    left(found, "last")  # to which a third one is added
+    assert found.heap.live["gradient"] == 4 * (NUMEL // 4 + NOTE)
+
+
 def test_few_ranks_keep_their_part_after_a_forward(machine: Make) -> None:
     found = machine(prefetch=0, ranks_after_forward=2)
     forward(found)
@@ -168,7 +187,7 @@ def test_frozen_tensors_are_gathered_but_have_no_gradients_and_states() -> None:
     assert found.resident() == {"weight": 4 * (256 + 512) // 2}
     assert [each.numel for each in found.updated()] == [256 // 2]
     assert found.sizes["unit"].whole == 4 * (256 + 512)
-    assert [way.gradient for way in found.sizes["unit"].reduced] == [4 * 256]
+    assert [way.row for way in found.sizes["unit"].reduced] == [4 * (256 // 2 + NOTE)]
 
 
 @pytest.mark.parametrize("param_dtype", ["bf16", "fp32"])

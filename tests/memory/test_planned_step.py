@@ -95,13 +95,9 @@ def test_a_sharded_unit_is_whole_only_while_it_is_used() -> None:
     kept = {"weight": SLICE, "input": INPUT}
     assert peaks["load"] == kept
     assert peaks["forward"] == {**kept, "gathered_weight": WHOLE, "activation": SAVED}
-    assert peaks["backward"] == {
-        **kept,
-        "gathered_weight": WHOLE,
-        "activation": SAVED,
-        "unreduced_gradient": GRADIENT,
-        "temporary": PASSING,
-    }
+    # its weights and its gradient are less than what is sent, which the backward waits for
+    assert WHOLE + SAVED + GRADIENT + PASSING < 3 * ROW
+    assert peaks["backward"] == {**kept, "reduce_scatter": 2 * ROW, "gradient": ROW}
     assert peaks["step"] == {**kept, "gradient": ROW}
 
 
@@ -118,8 +114,9 @@ def test_a_sharded_gradient_is_sent_from_one_buffer_when_weights_and_gradients_a
 def test_the_parts_of_all_ranks_count_where_the_rank_itself_sums_them() -> None:
     plain, copying = _peaks(sharded=True), _peaks(sharded=True, on_gpu=False)
     assert sum(copying["reduce"].values()) > sum(plain["reduce"].values())
-    assert {p: k for p, k in copying.items() if p != "reduce"} == {
-        p: k for p, k in plain.items() if p != "reduce"
+    while_sent: tuple[Phase, ...] = ("reduce", "backward")  # which waits for it
+    assert {p: k for p, k in copying.items() if p not in while_sent} == {
+        p: k for p, k in plain.items() if p not in while_sent
     }
 
 
@@ -189,10 +186,9 @@ def test_a_reduce_under_way_keeps_what_is_sent_and_the_parts_of_all_ranks() -> N
     kept = {"weight": 3 * LAYER // 2}
     assert _layers(0, merged=False, on_gpu=False)["backward"] == {
         **kept,
-        "gathered_weight": LAYER,
-        "unreduced_gradient": LAYER,
-        "temporary": PASSING,
-        "gradient": 2 * OF_LAYER,  # of the last two layers
+        "reduce_scatter": 2 * OF_LAYER,  # the first layer's, which the backward waits for
+        "gradient": 3 * OF_LAYER,
+        "communication": 2 * OF_LAYER,
     }
     assert _layers(1, merged=False, on_gpu=False)["backward"] == {
         **kept,

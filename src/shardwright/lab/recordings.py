@@ -42,7 +42,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.quantities import MOST_GIB
 from shardwright.core.recording import Recording
 from shardwright.cost import constants
-from shardwright.lab.with_tables import find_with_tables
+from shardwright.lab.with_tables import Recorded, find_with_tables
 from shardwright.planner.kinds import find_kinds
 from shardwright.planner.planner import find, watch_of, written
 from shardwright.planner.search.watch import Hear, Watch
@@ -65,12 +65,13 @@ def plan(job: Job, hear: Hear | None = None) -> Plan:
     return written(found_for(job, watch), watch)
 
 
-def found_for(job: Job, watch: Watch) -> Found:
-    """What the search of ``job`` brings back, with a draft of its plan or without."""
+def found_for(job: Job, watch: Watch, record: Recorded | None = None) -> Found:
+    """What the search of ``job`` brings back, with a draft of its plan or without; ``record`` gives
+    the step of a module of the user's own in place of ``recorded``."""
     if job.model.kind != "python":
         return find_kinds(job, lambda its: find(its, described, watch))
     at_all = bool(table_optimizer(job))
-    return find_with_tables(job, recorded, watch, found_at_all=at_all)
+    return find_with_tables(job, record or recorded, watch, found_at_all=at_all)
 
 
 def plan_module(

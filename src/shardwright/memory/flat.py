@@ -290,8 +290,8 @@ class FlatUnits:
 
 
 class Landing(NamedTuple):
-    """The ``copy`` of a mean gradient in host memory, of the segment ``name``; ``absent``: without a
-    gradient in it."""
+    """The ``copy`` of a mean gradient in host memory, of the segment ``name``; ``absent``: there is
+    no gradient in it."""
 
     name: str
     copy: str

@@ -70,8 +70,8 @@ class DenseContext:
 
 
 class Calls(NamedTuple):
-    """Collectives of a unit in a step: gathers for forwards and backwards, sums, and what replicas of
-    its shards do, to sum and to have what others of them updated."""
+    """Collectives of a unit in a step: gathers for forwards and backwards, sums, and what replicas
+    of its shards do, to sum and to have what others of them updated."""
 
     forward: int
     backward: int

@@ -12,7 +12,8 @@ from shardwright.core.job import Job
 from shardwright.core.model_of_job import is_planned
 from shardwright.cost import constants
 from shardwright.lab.fit.remedies import remedies
-from shardwright.lab.fit.search import search
+from shardwright.lab.fit.scaled import Scaled
+from shardwright.lab.fit.search import Findings, search
 from shardwright.lab.fit.variants import (
     Footprints,
     Variants,
@@ -21,6 +22,8 @@ from shardwright.lab.fit.variants import (
     point_of,
     space_of,
 )
+from shardwright.lab.recordings import recorded
+from shardwright.lab.with_tables import Recorded
 from shardwright.planner.search.watch import Hear
 
 __all__ = ["fit"]
@@ -47,19 +50,19 @@ def fit(
                 "Name one: --set cluster.preset=h100-8, or --set cluster.hbm_cap='80 GB'.",
             )
         )
-    variants = Variants(footprints or _footprints(hear), progress)
-    variants.estimate(job)
+    scaled = Scaled(recorded)
+    exact = footprints or _footprints(hear, recorded)
+    variants = Variants(footprints or _footprints(hear, scaled), progress)
+    found = _searched(job, variants)
+    decisive = {row.largest_batch.size for row in found.rows}
+    if not scaled.agree(decisive):
+        variants = Variants(exact, progress)
+        found = _searched(job, variants)
+    variants.footprints = exact
     first = variants.first
     assert first is not None
     assert first.capacity is not None
     here, space = point_of(job, first.world_size), space_of(job, first.world_size)
-
-    found = search(
-        lambda point: variants.estimate(at(job, point, first.world_size)),
-        here,
-        space,
-        first.capacity,
-    )
     own = next(row for row in found.rows if row.checkpointing == here.policy)
     tried = ()
     if not own.largest_batch.size:
@@ -84,7 +87,21 @@ def fit(
     )
 
 
-def _footprints(hear: Hear | None) -> Footprints:
+def _searched(job: Job, variants: Variants) -> Findings:
+    """All answers around a job, which is estimated first."""
+    variants.estimate(job)
+    first = variants.first
+    assert first is not None
+    assert first.capacity is not None
+    return search(
+        lambda point: variants.estimate(at(job, point, first.world_size)),
+        point_of(job, first.world_size),
+        space_of(job, first.world_size),
+        first.capacity,
+    )
+
+
+def _footprints(hear: Hear | None, record: Recorded) -> Footprints:
     from shardwright.lab.footprint import footprint
 
-    return partial(footprint, hear=hear)
+    return partial(footprint, hear=hear, record=record)

@@ -42,7 +42,7 @@ class Variants:
     """``footprints`` with a memory; ``progress`` gets a line about each new estimate."""
 
     def __init__(self, footprints: Footprints, progress: Callable[[str], None]) -> None:
-        self._footprints = footprints
+        self.footprints = footprints
         self._progress = progress
         self._known: dict[bytes, Estimate] = {}
         self.estimates = 0
@@ -71,10 +71,10 @@ class Variants:
     def _made(self, job: Job) -> Estimate:
         """The estimate; of what has to be planned and cannot be, one that is a byte too large."""
         if self.first is None:
-            self.first = self._footprints(job)
+            self.first = self.footprints(job)
             return estimate_of(self.first)
         try:
-            return estimate_of(self._footprints(job))
+            return estimate_of(self.footprints(job))
         except NoPlanError:
             most = (self.first.capacity or 0) + 1
             return Estimate(most, "", "no plan fits", most, most, "does not fit", {})

@@ -11,13 +11,19 @@ from shardwright.core.footprint import Footprint
 from shardwright.core.job import A_JOB, Job
 from shardwright.core.model_of_job import is_planned
 from shardwright.lab.footprint.planned import planned
+from shardwright.lab.with_tables import Recorded
 from shardwright.planner.search.watch import Hear
 
 __all__ = ["footprint"]
 
 
 def footprint(
-    job: Job, *, details: bool = False, rank: str = "", hear: Hear | None = None
+    job: Job,
+    *,
+    details: bool = False,
+    rank: str = "",
+    hear: Hear | None = None,
+    record: Recorded | None = None,
 ) -> Footprint:
     """The memory of every class of ranks of ``job``, without running it.
 
@@ -25,14 +31,15 @@ def footprint(
     then that of the draft which asks least. Others are estimated as their ``[parallel]`` and
     ``[memory]`` say. On an accelerator the class with the highest peak is also replayed through
     the allocator. With ``details`` it has its modules, its largest tensors and a timeline;
-    ``rank`` names another class to have them. ``hear`` is called in every round of a search.
+    ``rank`` names another class to have them. ``hear`` is called in every round of a search, and
+    ``record`` gives the step of a module of the user's own that is planned.
     Raises InputError for what cannot be traced or divided, naming the place, NoPlanError where
     no tables alone fit.
     """
     check_type(job, Job, "job", A_JOB)
     begun = time.perf_counter()
     if is_planned(job):
-        found = planned(job, details=details, rank=rank, hear=hear)
+        found = planned(job, details=details, rank=rank, hear=hear, record=record)
     else:
         from shardwright.lab.footprint.estimate import estimated
 

@@ -18,6 +18,7 @@ from shardwright.lab.footprint.classes import (
 )
 from shardwright.lab.footprint.outside import outside
 from shardwright.lab.recordings import found_for
+from shardwright.lab.with_tables import Recorded
 from shardwright.memory.allocator import AllocatorSettings
 from shardwright.memory.results import MODELLED
 from shardwright.planner import shortage
@@ -33,13 +34,18 @@ MOST_NAMED = 4  # stretches of ranks in the name of a class
 
 
 def planned(
-    job: Job, *, details: bool = False, rank: str = "", hear: Hear | None = None
+    job: Job,
+    *,
+    details: bool = False,
+    rank: str = "",
+    hear: Hear | None = None,
+    record: Recorded | None = None,
 ) -> Footprint:
     """The memory of the plan of ``job``; where none fits, of the draft that asks least of its
     fullest rank. NoPlanError where tables alone do not fit; arguments are those of ``footprint``.
     """
     watch = watch_of(job, hear)
-    found = found_for(job, watch)
+    found = found_for(job, watch, record)
     problem, draft = found.problem, found.draft
     source = "To the byte what the job's plan foresees (shardwright plan)."
     if watch.cut_short:

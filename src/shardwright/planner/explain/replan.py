@@ -130,8 +130,9 @@ def left_open(plan: Plan) -> Job:
         return job
     stages = {row.zero for row in rows}
     if len(stages) > 1 or stages == {3}:
-        job = with_sharing(job, Sharing(3, min(row.replicas or 1 for row in rows), 0))
-        job = msgspec.structs.replace(job, memory=msgspec.structs.replace(memory_of(job), zero="auto"))
+        job = with_sharing(job, Sharing(3, min(row.replicas or 1 for row in rows)))
+        memory = msgspec.structs.replace(memory_of(job), zero="auto")
+        job = msgspec.structs.replace(job, memory=memory)
     sizes = {row.bucket_size or 0 for row in rows if row.zero in WHOLE_STAGES}
     bucket_size = "auto" if len(sizes) > 1 else max(sizes, default=0) or UNSET
     dense = msgspec.structs.replace(job.planner.dense, bucket_size=bucket_size)

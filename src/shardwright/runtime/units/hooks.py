@@ -68,7 +68,7 @@ class UnitHooks:
         for storage in self.early:
             if first:
                 storage.check()
-            storage.watch()
+            storage.writes.watch()
 
     def end(self, *, last: bool) -> None:
         """It is over: raise if it wrote a parameter. After that of the last module the next forward
@@ -165,7 +165,7 @@ class _Owner:
                 storage.flow.need(storage, "forward")
                 if self.hooks.is_running:
                     storage.check()
-                    storage.watch()
+                    storage.writes.watch()
 
 
 class _Before:

@@ -149,6 +149,10 @@ class Writes:
         """What they are now."""
         return self.buffers.whole.tensor._version, self.buffers.replica._version
 
+    def watch(self) -> None:
+        """The forward of a module begins, which only reads parameters."""
+        self.watched = self.versions
+
     @property
     def is_changed(self) -> bool:
         """Whether the shards were changed since they were gathered."""

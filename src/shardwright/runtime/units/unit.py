@@ -428,10 +428,6 @@ class Unit:
         if self.arrivals is not None and self.gradients.expected and self.arrivals.come(place):
             self.flow.reduce_complete()
 
-    def watch(self) -> None:
-        """The forward of a module begins, which only reads parameters."""
-        self.writes.watched = self.writes.versions
-
     def check(self) -> None:
         """A forward begins: what must hold of the unit is checked, and of its parameters."""
         self._show_parallel()

@@ -1,0 +1,85 @@
+"""``fit`` draws recordings between two that were made, where they are what a trace gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from shardwright.core.job import Job, parse_job
+from shardwright.core.recording import Recording
+from shardwright.lab.fit import fit
+from shardwright.lab.fit.scaled import Scaled
+from shardwright.lab.footprint import footprint
+from shardwright.lab.recordings import recorded
+
+WIDTH = 16
+
+
+class Net(nn.Module):
+    """Layers of a kind, of which ``squares`` keeps what grows with the square of the batch."""
+
+    def __init__(self, squares: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.squares = squares
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layers(x))
+        return (x @ x.T).square() if self.squares else x.square()
+
+
+def net(batch: int, squares: bool = False) -> Any:
+    """Of the mean of the result."""
+    return Net(squares), torch.randn(batch, WIDTH)
+
+
+def job_of(size: int, *, squares: bool = False) -> Job:
+    name = f"{__name__}:net"
+    return parse_job(
+        {
+            "model": {"python": name, "arguments": {"squares": squares}},
+            "cluster": {"preset": "local", "world_size": 2, "ddr_cap": 40_000},
+            "batch": {"size": size},
+        }
+    )
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_a_recording_that_is_drawn_is_that_of_a_trace(squares: bool) -> None:
+    traced: list[int] = []
+
+    def record(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
+        traced.append(job.batch.size)
+        return recorded(job, routed)
+
+    scaled = Scaled(record)
+    jobs = [job_of(size, squares=squares) for size in (8, 16, 11)]
+    found = [scaled(job) for job in jobs]
+    assert traced == [8, 16]
+    assert (found[2] == recorded(jobs[2])) is not squares
+    assert scaled.agree({11}) is not squares
+    assert scaled.agree({8, 16})
+
+
+def test_what_does_not_lie_on_a_line_of_whole_numbers_is_traced() -> None:
+    made = {2: 5, 4: 8, 3: 7}
+
+    def record(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
+        return Recording((), (), inputs=made[job.batch.size], operators=("aten::mm",))
+
+    scaled = Scaled(record)
+    assert [scaled(job_of(size)).inputs for size in (2, 4, 3)] == [5, 8, 7]
+    assert not any(scaled.drawn.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("squares", [False, True])
+def test_answers_are_those_of_tracing_every_batch(squares: bool) -> None:
+    job = job_of(8, squares=squares)
+    found, plain = fit(job), fit(job, footprint)
+    same = {"seconds": 0.0, "estimates": 0}
+    assert msgspec.structs.replace(found, **same) == msgspec.structs.replace(plain, **same)
