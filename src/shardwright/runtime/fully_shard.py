@@ -54,6 +54,7 @@ def fully_shard_flat(
     prefetch: int | None = None,
     cpu_offload: bool = False,
     bucket_size: int | None = None,
+    block_size: int = 1,
 ) -> DStorage:
     """Shard the parameters of ``module`` over ``mesh`` as one buffer (collective).
 
@@ -82,6 +83,9 @@ def fully_shard_flat(
         cpu_offload: keep shards, reduced gradients and so optimizer states in host memory.
         bucket_size: cut parameters that stay whole, from the last to the first, into units of so
             many elements, each reduced when its last gradient is there; gives the first.
+        block_size: elements of a parameter that stay together, counted from its first, for an
+            optimizer that quantizes them together, as :class:`AdamW8bit` does 256; parameters of
+            fewer than 4,096 elements, which it does not quantize, are cut anywhere.
 
     Raises:
         InputError: for what can be mended by the caller, on every rank, naming the parameter.
@@ -99,7 +103,9 @@ def fully_shard_flat(
     precision = as_precision(precision)
     check_offload(comm, cpu_offload)
     _check_buckets(bucket_size, chosen, zero, register_hooks)
-    cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload)
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise InputError(expected("block_size", "1 or more elements", repr(block_size)))
+    cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload, block_size)
     _agree(comm, members, (*cut, register_hooks, precision, prefetch))
     storages = _storages(
         [("", members)] if bucket_size is None else _buckets(members, bucket_size),
@@ -113,6 +119,7 @@ def fully_shard_flat(
         precision=precision,
         zero=zero,
         offloaded=cpu_offload,
+        block_size=block_size,
     )
     attach(modules, names, storages, Flow(prefetch), register_hooks=register_hooks)
     _settle(modules, names)
