@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
@@ -124,6 +125,7 @@ class AdamW8bit(torch.optim.Optimizer):
             local = local_of(parameter)
             if local.numel():
                 rooms[local.device].update(local, local_of(parameter.grad), state, group)
+            increment_version(local)  # a fused kernel does not: units are gathered once written
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
