@@ -90,7 +90,8 @@ REFUSALS = {
     "BlockShard(4).",
     "no size": "InputError: block_size: expected 1 or more elements, got 0.",
     "FSDP2": "UnsupportedError: AdamW8bit: expected whole parameters, or those of "
-    "fully_shard_flat, got a DTensor of another runtime. Shard with fully_shard_flat(..., block_size=256)",
+    "fully_shard_flat, got a DTensor of another runtime. Shard with fully_shard_flat(..., "
+    "block_size=256), or use torchao's.",
 }
 
 

@@ -54,8 +54,11 @@ def _averages_bytes(weight_bytes: Any, kind: str, elements: Elements | None) -> 
 
 def dense_update_bytes(weight_bytes: Any, kind: str) -> Any:
     """Bytes that an update of ``weight_bytes`` reads and writes."""
-    passes = PARAMETER_PASSES + STATE_PASSES * OPTIMIZERS[kind].values_per_element
+    row = OPTIMIZERS[kind]
+    passes = row.passes or PARAMETER_PASSES + STATE_PASSES * row.values_per_element
     what = "read parameter and gradient, write parameter; read and write each state"
+    if row.passes:
+        what = "as many passes over memory as its computing takes"
     return weight_bytes * noted(passes, "update_passes", "", what, like=weight_bytes)
 
 
