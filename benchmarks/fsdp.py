@@ -13,6 +13,7 @@ over steps, every comparison a ratio within one run. The cases:
 * ``muon``, ``muon mid``: Muon over matrices, as torch has it and as ours has it.
 * ``zero``, ``zero mid``, ``zero 4``: stages of ZeRO beside DDP and its ZeroRedundancyOptimizer.
 * ``stages``, ``stages 4``: what each keeps by role, sends and computes, replicas of shards too.
+* ``eight bits``, ``eight bits mid``: AdamW with averages in 8 bits beside the usual one.
 * ``offload``, ``offload mid``: shards in host memory, which is where all is here: the copies.
 * ``tensor``: shards of two by tensor-parallel MLPs of two, four gloo ranks.
 * ``granularity``: one, two, four and eight layers to a unit, with small and with large layers.
@@ -62,6 +63,7 @@ from shardwright.tracker.memory import MemoryTracker
 ROOT = Path(__file__).resolve().parent.parent
 WARM_STEPS = 5
 _OFFLOADED = ["fsdp2 offload", "fsdp2", "flat", "flat offload", "zero 2", "zero 2 offload"]
+_EIGHT_BITS = ["fsdp2", "flat", "flat 8 bits", "flat merged 4", "flat merged 4, 8 bits"]
 _MUONS = ["fsdp2 muon", "flat torch's muon", "flat muon", "owned muon"]
 PEER_OF_STAGES = "ddp, zero redundancy"
 _STAGES = [
@@ -89,6 +91,8 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "stages 4": ("gloo", "tiny", 4, [*_ROLES, "fsdp2 hsdp", "hsdp", "hsdp, zero 2", "hfsdp"]),
     "offload": ("gloo", "tiny", 2, _OFFLOADED),
     "offload mid": ("gloo", "mid", 2, _OFFLOADED),
+    "eight bits": ("gloo", "tiny", 2, _EIGHT_BITS),
+    "eight bits mid": ("gloo", "mid", 2, _EIGHT_BITS),
     "muon": ("gloo", "tiny", 2, _MUONS),
     "muon mid": ("gloo", "mid", 2, _MUONS),
     "tensor": (

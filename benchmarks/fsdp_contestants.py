@@ -111,9 +111,11 @@ class Contestant:
     replicas: int = 1  # on a mesh of so many times shards
 
 
-def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+def adamw(
+    parameters: Any, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+) -> torch.optim.Optimizer:
     """The same for everyone."""
-    return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **options)
+    return make(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **options)
 
 
 def _fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -199,6 +201,16 @@ def flat_case(strategy: str = "flat", **options: Any) -> Contestant:
     return Contestant(functools.partial(_ours, shard_strategy=strategy, **options), _flat)
 
 
+def eight_bits_case(**options: Any) -> Contestant:
+    """AdamW with averages in 8 bits."""
+    wrap = functools.partial(_ours, shard_strategy="flat", prefetch=0, block_size=256, **options)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return adamw(sw.optimizer_parameters(model), make=sw.AdamW8bit)
+
+    return Contestant(wrap, make)
+
+
 def buckets_case(**options: Any) -> Contestant:
     """The whole model in four buckets, whatever its modules are."""
 
@@ -276,6 +288,8 @@ def contestants() -> dict[str, Contestant]:
         "flat torch's muon": muon_case("flat", torch.optim.Muon),
         "flat muon": muon_case("flat"),
         "owned muon": muon_case("param_boundary"),
+        "flat 8 bits": eight_bits_case(),
+        "flat merged 4, 8 bits": eight_bits_case(merged=4),
         "fsdp2 tensor": tensor_case(_fsdp2),
         "flat tensor": tensor_case(functools.partial(_ours, shard_strategy="flat", prefetch=0)),
         "per_param tensor": tensor_case(functools.partial(_ours, prefetch=0)),

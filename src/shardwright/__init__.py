@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardwright.lab.run import Run
     from shardwright.lab.tasks.task import Task
     from shardwright.planner.explain import explain_tensor as explain
+    from shardwright.runtime.adamw_8bit import AdamW8bit
     from shardwright.runtime.apply import apply
     from shardwright.runtime.average import average_weights
     from shardwright.runtime.buckets import Buckets
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from shardwright.tracker.memory import MemoryTracker
 
 _HOMES = {
+    "AdamW8bit": "runtime.adamw_8bit",
     "Batch": "core.batch",
     "BlockShard": "core.placement",
     "Buckets": "runtime.buckets",
@@ -119,6 +121,7 @@ _RENAMED = {
 }
 
 __all__ = [
+    "AdamW8bit",
     "Batch",
     "BlockShard",
     "Buckets",

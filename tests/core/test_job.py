@@ -91,7 +91,8 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
         (
             {"tables": [TABLE], "train": {"optimizer": "adm"}},
             "job: train.optimizer: expected one of sgd, sgd_momentum, adam, adamw, adamw_bf16, "
-            "adamw_8bit, adamw_8bit_bitsandbytes, muon, adafactor, adagrad, got 'adm'.",
+            "adamw_8bit, adamw_8bit_torchao, adamw_8bit_bitsandbytes, muon, adafactor, adagrad, "
+            "got 'adm'.",
         ),
         (
             {"tables": [TABLE], "train": {"learning_rate": float("nan")}},

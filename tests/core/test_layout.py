@@ -436,3 +436,33 @@ def test_a_replicated_unit_is_whole_on_every_rank(ranks: int) -> None:
         for name, shape in (("w", (3, 5)), ("b", (3,)))
         for rank in range(ranks)
     ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("placement", [Flat(), Replicate(), Owned(0)], ids=str)
+def test_large_tensors_are_cut_between_blocks_and_small_ones_anywhere(
+    ranks: int, placement: Placement
+) -> None:
+    shapes = ((7,), (80, 64), (17, 257), (4095,), (4099,), (3, 5))
+    tensors = [TensorSpec(f"t{k}", shape) for k, shape in enumerate(shapes)]
+    layout = unit_layout(tensors, placement, ranks, block=256)
+    (segment,) = layout.segments
+    assert [slot.tensor.numel >= 4096 for slot in segment.slots] == [True] * 3 + [False] * 3
+    found = [layout.elements(rank) for rank in range(ranks)]
+    for rank, (own, padding) in enumerate(found):
+        for slot in segment.slots[: segment.quantized]:
+            piece = segment.piece(slot, rank)
+            first = piece.offsets[0] if len(piece.offsets) == 1 else 0
+            last = first + piece.numel
+            assert first % 256 == 0
+            assert last % 256 == 0 or last == slot.tensor.numel
+            assert segment.begin(piece) % 256 == 0 or not piece.numel
+        quantized, rest = segment.stretches(rank)
+        assert (quantized % 256, quantized + rest) == (0, segment.share)
+        assert own.quantized + padding.quantized == quantized == 256 * (own.blocks + padding.blocks)
+        assert own.whole + padding.whole == rest
+    copies = ranks if placement == Replicate() else 1
+    assert sum(own.quantized for own, _ in found) == copies * (80 * 64 + 17 * 257 + 4099)
+    assert sum(own.whole for own, _ in found) == copies * (7 + 4095 + 15)
+    least = min(segment.stretches(rank)[0] for rank in range(ranks))
+    assert segment.stretches(layout.fullest())[0] == least

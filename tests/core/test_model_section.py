@@ -229,12 +229,13 @@ def test_what_is_planned_learns_with_sgd_unless_it_says_otherwise() -> None:
     assert _job(model={"kind": "transformer"}).train.optimizer == "sgd"
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "adamw_8bit", "adamw_bf16"])
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adamw_8bit_torchao", "adamw_bf16"])
 def test_an_optimizer_that_no_run_has_is_refused_by_name(name: str) -> None:
     with pytest.raises(InputError) as caught:
         described(_job(model={"kind": "transformer"}, train={"optimizer": name}))
     assert str(caught.value) == (
-        f"train.optimizer: expected one of sgd, sgd_momentum, adam, adamw, adagrad, got '{name}'."
+        "train.optimizer: expected one of sgd, sgd_momentum, adam, adamw, adamw_8bit, adagrad, "
+        f"got '{name}'."
     )
 
 

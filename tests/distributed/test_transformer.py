@@ -67,7 +67,9 @@ def text_job(text: Path, world_size: int, planner: dict[str, Any], **changes: An
         "planner": planner,
         "train": {"steps": 6, "optimizer": "sgd", "learning_rate": 0.5},
     }
-    return parse_job({key: section | changes.get(key, {}) for key, section in document.items()})
+    others = {key: section for key, section in changes.items() if key not in document}
+    own = {key: section | changes.get(key, {}) for key, section in document.items()}
+    return parse_job(own | others)
 
 
 LLAMAS: dict[str, dict[str, Any]] = {
@@ -150,6 +152,33 @@ def test_so_are_those_of_layers_of_which_every_second_is_checkpointed(
     job = text_job(text, world_size, {"dense": dense, "units": {"layers": "shard"}}, model=model)
     assert [len(unit.checkpointed) for unit in plan(job).units] == [0, 1, 1, 0]
     check_step_bytes(pool, job, world_size)
+
+
+STATES_OF_8_BITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{name: (PLANNERS[name], {}) for name in ("sharded", "mixed", "merged", "prefetched")},
+    "zero 1": ({}, {"memory": {"zero": 1}}),
+    "zero 2": ({}, {"memory": {"zero": 2}}),
+    "buckets": ({"dense": {"bucket_size": 9000}}, {"memory": {"zero": 2}}),
+    "offload": ({}, {"memory": {"offload": "all"}}),
+    "hsdp": (PLANNERS["sharded"], {"parallel": {"data_replicate": 2}}),
+    "hfsdp": ({}, {"parallel": {"data_replicate": 2}, "memory": {"zero": [2, 3]}}),
+}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("way", STATES_OF_8_BITS)
+@pytest.mark.parametrize("world_size", [2, 1, 3, 4])
+def test_states_of_8_bits_are_exact_and_their_peaks_are_close(
+    pool: Pool, text: Path, world_size: int, way: str
+) -> None:
+    planner, sections = STATES_OF_8_BITS[way]
+    if "parallel" in sections and world_size % 2:
+        return
+    learns = {"train": {"optimizer": "adamw_8bit", "learning_rate": 0.01}}
+    sizes = {"model": {"dim": 68}, "batch": {"size": 2}}
+    check_step_bytes(
+        pool, text_job(text, world_size, planner, **sizes, **learns, **sections), world_size
+    )
 
 
 def check_step_bytes(pool: Pool, job: Job, world_size: int) -> None:

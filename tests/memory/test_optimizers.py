@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import weakref
 from typing import Any
 
@@ -83,7 +84,8 @@ def _measured(
     parameters = [
         torch.nn.Parameter(torch.randn(spec.shape).to(DTYPES[spec.dtype])) for spec in specs
     ]
-    cls = getattr(torch.optim, row.make.removeprefix("torch.optim:"))
+    module, _, name = row.make.partition(":")
+    cls = getattr(importlib.import_module(module), name)
     optimizer = cls(parameters, lr=0.01, **row.settings, **options)
     for _ in range(2):
         for each in parameters:
@@ -116,6 +118,17 @@ def test_states_and_temporaries_are_those_of_torch(
     kept, peak = _measured(row, OPTIONS[implementation], specs)
     assert [sum(state.bytes for state in states(row, spec)) for spec in specs] == kept
     assert peak_bytes(step_temporaries(row, specs)) == peak
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("most", [4096, 2**16 + 1000])
+def test_8_bits_keep_and_take_what_ours_does(dtype: str, most: int) -> None:
+    specs = _specs((dtype,) * 5, ((64, 65), (most,), (4095,), (7, 3), ()))
+    rule = optimizer_named("adamw_8bit")
+    kept, peak = _measured(rule, {}, specs)
+    assert [state_bytes(rule, spec) for spec in specs] == kept
+    assert kept[0] == 2 * (64 * 65 + 4 * 17) + 4
+    assert peak_bytes(step_temporaries(rule, specs)) == peak
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -158,17 +171,19 @@ def test_adamw_with_bf16_states_keeps_four_bytes_per_parameter() -> None:
 def test_torchaos_8bit_adam_keeps_codes_scales_and_a_map_of_its_own_per_state() -> None:
     numel = 64 * 256
     each = numel + numel // 256 * 4 + 256 * 4
-    assert state_bytes(optimizer_named("adamw_8bit"), TensorSpec("w", (64, 256))) == 2 * each
+    assert (
+        state_bytes(optimizer_named("adamw_8bit_torchao"), TensorSpec("w", (64, 256))) == 2 * each
+    )
 
 
 @pytest.mark.parametrize("shape", [(4095,), (17, 256), (257, 17)], ids=["few", "4352", "uneven"])
 def test_torchao_quantizes_large_tensors_of_whole_blocks_only(shape: tuple[int, ...]) -> None:
     spec = TensorSpec("w", shape, "bf16")
     quantized = spec.numel >= 4096 and spec.numel % 256 == 0
-    names = {state.name for state in states(optimizer_named("adamw_8bit"), spec)}
+    names = {state.name for state in states(optimizer_named("adamw_8bit_torchao"), spec)}
     assert ("exp_avg_scale" in names) == quantized
     if not quantized:
-        assert state_bytes(optimizer_named("adamw_8bit"), spec) == 2 * 2 * spec.numel
+        assert state_bytes(optimizer_named("adamw_8bit_torchao"), spec) == 2 * 2 * spec.numel
 
 
 def test_bitsandbytes_keeps_small_tensors_in_fp32_and_shares_its_maps() -> None:
@@ -206,7 +221,16 @@ def test_a_loop_over_tensors_holds_the_last_denominator_while_it_makes_the_next(
 def test_an_optimizer_shows_what_is_assumed_about_it() -> None:
     assert OPTIMIZERS["adam"].assumptions() == ()
     assert "AdamW the rest" in optimizer_named("muon").assumptions()[0]
-    assert "compiled" in optimizer_named("adamw_8bit").assumptions()[0]
+    assert "compiled" in optimizer_named("adamw_8bit_torchao").assumptions()[0]
+    assert optimizer_named("adamw_8bit").assumptions() == ()
+
+
+def test_beside_other_runtimes_8_bits_are_torchaos() -> None:
+    found = optimizer_named("adamw_8bit", offload=True).beside_others
+    assert (found.name, found.offload) == ("adamw_8bit_torchao", True)
+    text = "adamw_8bit is adamw_8bit_torchao: ours updates units of our own runtime; the compiled"
+    assert found.assumptions()[0].startswith(text)
+    assert optimizer_named("adamw").beside_others.name == "adamw"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from itertools import groupby
 
 import msgspec
 
+from shardwright.core.arrange import Slot
 from shardwright.core.block import Block, Role
-from shardwright.core.layout import Segment, Slot, UnitLayout
+from shardwright.core.layout import Segment, UnitLayout
 from shardwright.core.placement import Placement, Replicate
 
 

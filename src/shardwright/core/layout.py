@@ -18,48 +18,27 @@ Between the two, ranks may keep parameters of a few neighbouring shares, their o
 Matrices come before vectors and scalars, so the usual groups of an optimizer (with and without
 weight decay) are one stretch each. Everything starts at a multiple of ``ALIGNMENT`` bytes; padding
 never depends on a common multiple of row sizes.
+
+Where an optimizer quantizes blocks of elements, tensors that are large enough come first, begin at
+multiples of a block and are cut between blocks alone, counted from their first element.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Literal
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
 from shardwright.core.amount import ceil_div
+from shardwright.core.arrange import ALIGNMENT, ARRANGE, CUT_ORDER, CUTS, Cut, Members, Slot, place
 from shardwright.core.block import Block, Role
+from shardwright.core.optimizer_states import Elements, is_large
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
 from shardwright.core.tensor import TensorSpec, element_bytes
 
-ALIGNMENT = 32  # bytes; 16 remain where an fp32 buffer is gathered in a dtype of two bytes
 CHECK_BITS = 16  # of what a rank did so far, which travel twice, once turned around
-
-Cut = Literal["flat", "owned", "chunks", "replicated"]
-CUT_ORDER: tuple[Cut, ...] = ("flat", "owned", "chunks", "replicated")  # in the buffer
-CUTS: dict[type[Placement], Cut] = {
-    Flat: "flat",
-    Owned: "owned",
-    Shard: "chunks",
-    BlockShard: "chunks",
-    Replicate: "replicated",
-}
-
-
-class Slot(msgspec.Struct, frozen=True):
-    """A tensor's place in its segment, in elements.
-
-    ``start`` counts in the unsharded segment, ``inner`` in the share of every rank that holds some
-    of it (of a flat cut that differs from rank to rank and is 0 here). ``chunk`` is how far a
-    rank's chunk reaches along the dimension that is cut.
-    """
-
-    tensor: TensorSpec
-    placement: Placement
-    start: int
-    inner: int = 0
-    chunk: int = 0
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -84,7 +63,8 @@ class Segment(msgspec.Struct, frozen=True):
 
     The segment begins at byte ``offset`` of the unsharded buffer and at byte ``shard_offset`` of
     each rank's own, which has ``kept`` neighbouring shares, the rank's among them. Where it
-    ``stays`` these are all, and are computed with where they lie.
+    ``stays`` these are all, and are computed with where they lie. Large tensors are cut between
+    blocks of ``block`` elements.
     """
 
     dtype: str
@@ -97,6 +77,7 @@ class Segment(msgspec.Struct, frozen=True):
     shard_offset: int
     kept: int = 1
     stays: bool = False
+    block: int = 1
 
     @property
     def share_bytes(self) -> int:
@@ -182,6 +163,43 @@ class Segment(msgspec.Struct, frozen=True):
             case Owned(owner):
                 first, end = owner, owner + 1
         return range(max(first, ranks.start), min(end, ranks.stop))
+
+    def starts(self, heads: Sequence[int], rank: int) -> list[int]:
+        """Where in the share of ``rank`` the runs of neighbours begin whose first slots are at
+        ``heads``, and the share's end."""
+        if len(heads) == 1:
+            return [0, self.share]
+        starts = [self.share]
+        for head, end in zip(reversed(heads), [len(self.slots), *reversed(heads[1:])], strict=True):
+            pieces = (self.piece(slot, rank) for slot in self.slots[head:end])
+            begins = [self.begin(piece) for piece in pieces if piece.numel]
+            starts.append(min(begins, default=starts[-1]))
+        starts[-1] = 0
+        return starts[::-1]
+
+    @property
+    def quantized(self) -> int:
+        """How many of its tensors, the first ones, are cut between blocks alone."""
+        return sum(self.block > 1 and is_large(slot.tensor.numel) for slot in self.slots)
+
+    def stretches(self, rank: int) -> tuple[int, int]:
+        """Elements of the share of ``rank`` that an optimizer quantizes, and the others; padding
+        after each included."""
+        first = self.quantized
+        if first in (0, len(self.slots)):
+            return (self.share, 0) if first else (0, self.share)
+        begin = self.starts([0, first], rank)[1]
+        return begin, self.share - begin
+
+    def telling(self, world_size: int) -> Collection[int]:
+        """Ranks among whom are those that have most, and least, of what is quantized."""
+        first = self.quantized
+        if self.cut == "replicated" or first in (0, len(self.slots)) or not self.share:
+            return (0,)
+        if self.cut != "flat":
+            return range(world_size)
+        border = min(self.slots[first].start // self.share, world_size - 1)
+        return {0, border, min(border + 1, world_size - 1), world_size - 1}
 
     def held(self, ranks: range) -> list[int]:
         """Bytes of the share of each of ``ranks`` that belong to tensors."""
@@ -284,6 +302,34 @@ class UnitLayout(msgspec.Struct, frozen=True):
         whole = self.stored_bytes if stored else self.shard_bytes
         return tuple(whole - its for its in held)
 
+    def elements(self, rank: int) -> tuple[Elements, Elements]:
+        """What an optimizer of blocks keeps states for on ``rank``, and padding beside it."""
+        found = Counter[str]()
+        for segment in self.segments:
+            large = segment.quantized
+            for index, slot in enumerate(segment.slots):
+                numel = segment.piece(slot, rank).numel
+                found["quantized" if index < large else "whole"] += numel
+                found["blocks"] += ceil_div(numel, segment.block) if index < large else 0
+            quantized, rest = segment.stretches(rank)
+            found["all quantized"] += quantized
+            found["all whole"] += rest
+            found["all blocks"] += quantized // segment.block if large else 0
+        own = Elements(*(found[each] for each in Elements._fields))
+        both = zip(Elements._fields, own, strict=True)
+        return own, Elements(*(found[f"all {each}"] - held for each, held in both))
+
+    @property
+    def flat_tensors(self) -> int:
+        """How many of them an optimizer is given: one of each segment, or of what it quantizes and
+        of what it does not."""
+        return sum(len({p < s.quantized for p in range(len(s.slots))}) for s in self.segments)
+
+    def fullest(self) -> int:
+        """A rank that has least of what is quantized."""
+        every = {rank for segment in self.segments for rank in segment.telling(self.world_size)}
+        return min(every or {0}, key=lambda r: (sum(s.stretches(r)[0] for s in self.segments), r))
+
     def blocks(self, role: Role, placement: Placement | None = None) -> Iterable[Block]:
         """The layout as blocks, tensor by tensor, rank by rank; frozen tensors are parameters
         alone. The ``placement`` of a role may be Replicate, whatever the layout cuts."""
@@ -310,13 +356,16 @@ def unit_layout(
     zero: Zero = 3,
     kept: int = 1,
     cast: Collection[str] = (),
+    block: int = 1,
 ) -> UnitLayout:
     """Lay ``tensors`` out under one placement, or under each tensor's own by fqn.
 
     Segments come cut by cut, widest element first; ``frozen`` tensors, which get no gradient, have
     segments of their own. A scalar is replicated unless the cut is flat. Below stage 3 of ``zero``
     segments stay whole, but for those of ``cast`` dtypes, which are computed with in another one.
-    Others are kept in ``kept`` neighbouring shares on a rank, a divisor of ``world_size``.
+    Others are kept in ``kept`` neighbouring shares on a rank, a divisor of ``world_size``. Large
+    tensors are cut between blocks of ``block`` elements: InputError where their
+    placement does not.
     """
     grouped: dict[tuple[int, int, str, bool], Members] = {}
     for tensor in tensors:
@@ -331,84 +380,17 @@ def unit_layout(
     offset = shard_offset = 0
     for (order, _, dtype, still), members in sorted(grouped.items(), key=lambda item: item[0]):
         cut = CUT_ORDER[order]
-        members.sort(key=lambda member: len(member[0].shape) < 2)
-        slots, share, whole = _ARRANGE[cut](members, dtype, world_size)
+        members.sort(key=lambda member: place(member[0], block))
+        slots, share, whole = ARRANGE[cut](members, dtype, world_size, block)
         stays = zero < 3 and cut in ("flat", "owned") and dtype not in cast
         shares = world_size if stays else 1 if cut == "replicated" else kept
         segment = Segment(
-            dtype, cut, not still, slots, share, whole, offset, shard_offset, shares, stays
+            dtype, cut, not still, slots, share, whole, offset, shard_offset, shares, stays, block
         )
         segments.append(segment)
         offset += segment.whole_bytes
         shard_offset += segment.stored_bytes
     return UnitLayout(world_size, tuple(segments))
-
-
-Members = list[tuple[TensorSpec, Placement]]
-Arranged = tuple[tuple[Slot, ...], int, int]
-
-
-def _aligned(numel: int, dtype: str) -> int:
-    """``numel`` rounded up to a multiple of the alignment, in elements."""
-    step = ALIGNMENT // element_bytes(dtype)
-    return -(-numel // step) * step
-
-
-def _flat(members: Members, dtype: str, world_size: int) -> Arranged:
-    slots = []
-    start = 0
-    for tensor, placement in members:
-        slots.append(Slot(tensor, placement, start))
-        start += _aligned(tensor.numel, dtype)
-    share = _aligned(ceil_div(start, world_size), dtype)
-    return tuple(slots), share, share * world_size
-
-
-def _owned(members: Members, dtype: str, world_size: int) -> Arranged:
-    filled = [0] * world_size
-    inner = []
-    for tensor, placement in members:
-        assert isinstance(placement, Owned)
-        inner.append(filled[placement.rank])
-        filled[placement.rank] += _aligned(tensor.numel, dtype)
-    share = max(filled)
-    slots = tuple(
-        Slot(tensor, placement, placement.rank * share + at, at)
-        for (tensor, placement), at in zip(members, inner, strict=True)
-        if isinstance(placement, Owned)
-    )
-    return slots, share, share * world_size
-
-
-def _chunks(members: Members, dtype: str, world_size: int) -> Arranged:
-    slots = []
-    start = inner = 0
-    for tensor, placement in members:
-        assert isinstance(placement, Shard | BlockShard)
-        extent = tensor.shape[placement.dim]
-        block = placement.size if isinstance(placement, BlockShard) else 1
-        chunk = ceil_div(ceil_div(extent, block), world_size) * block
-        slots.append(Slot(tensor, placement, start, inner, chunk))
-        start += _aligned(tensor.numel, dtype)
-        inner += _aligned(tensor.numel // extent * chunk if extent else 0, dtype)
-    return tuple(slots), inner, start
-
-
-def _replicated(members: Members, dtype: str, world_size: int) -> Arranged:
-    slots = []
-    start = 0
-    for tensor, placement in members:
-        slots.append(Slot(tensor, placement, start, start))
-        start += _aligned(tensor.numel, dtype)
-    return tuple(slots), start, start
-
-
-_ARRANGE: dict[Cut, Callable[[Members, str, int], Arranged]] = {
-    "flat": _flat,
-    "owned": _owned,
-    "chunks": _chunks,
-    "replicated": _replicated,
-}
 
 
 def balanced_owners(tensors: Iterable[TensorSpec], world_size: int) -> dict[str, Placement]:

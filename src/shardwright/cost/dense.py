@@ -5,21 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.core.amount import named, where
+from shardwright.core.optimizer_states import Elements
 from shardwright.cost import network, optimizer
 
 
 def unit_bytes(
-    payload: Any, padding: Any, kind: str, trained: Any, trained_padding: Any, tensors: int = 1
+    payload: Any,
+    padding: Any,
+    kind: str,
+    trained: Any,
+    trained_padding: Any,
+    tensors: int = 1,
+    elements: tuple[Elements, Elements] | None = None,
 ) -> dict[str, Any]:
     """Bytes that a rank keeps of a unit by kind; ``payload`` and ``padding`` are its share.
 
-    What is ``trained`` of it, ``tensors`` to the optimizer, has a gradient and states.
+    What is ``trained`` of it, ``tensors`` to the optimizer, has a gradient and states. Where the
+    optimizer quantizes some, ``elements`` are those of tensors and of padding.
     """
-    extra = optimizer.dense_padding_state_bytes(trained_padding, kind)
+    own, rest = elements or (None, None)
+    extra = optimizer.dense_padding_state_bytes(trained_padding, kind, rest)
     return {
         "weight": named("weight_bytes", payload, "B"),
         "gradient": named("gradient_bytes", trained, "B"),
-        "optimizer_state": optimizer.dense_state_bytes(trained, kind, tensors),
+        "optimizer_state": optimizer.dense_state_bytes(trained, kind, tensors, own),
         "padding": named("padding_bytes", padding + trained_padding + extra, "B"),
     }
 

@@ -7,8 +7,9 @@ from operator import add
 from typing import Any
 
 from shardwright.core.amount import named, noted
-from shardwright.core.optimizers import OPTIMIZERS, single
-from shardwright.core.optimizers import rows as by_row
+from shardwright.core.optimizer_states import Elements, single
+from shardwright.core.optimizer_states import rows as by_row
+from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.tensor import element_bytes
 
 # An update reads parameter and gradient and writes the parameter; every state is read and written.
@@ -16,27 +17,48 @@ PARAMETER_PASSES = 3
 STATE_PASSES = 2
 
 
-def dense_state_bytes(weight_bytes: Any, kind: str, tensors: int = 1) -> Any:
-    """Bytes of state for ``tensors`` flat ones of ``weight_bytes`` together, padding apart."""
+def dense_state_bytes(
+    weight_bytes: Any, kind: str, tensors: int = 1, elements: Elements | None = None
+) -> Any:
+    """Bytes of state for ``tensors`` flat ones of ``weight_bytes`` together, padding apart; where
+    an optimizer quantizes some, for these ``elements``."""
     source = f"optimizer {kind}"
-    states = noted(
-        OPTIMIZERS[kind].values_per_element, "states_per_element", "", source, like=weight_bytes
-    )
+    states = _averages_bytes(weight_bytes, kind, elements)
     numbers = [state for state in OPTIMIZERS[kind].kept if state.elements is single]
     nbytes = tensors * sum(element_bytes(state.dtype) for state in numbers)
     step = noted(nbytes, "step_counter_bytes", "B", source, like=weight_bytes)
-    return named("optimizer_state_bytes", weight_bytes * states + step, "B")
+    return named("optimizer_state_bytes", states + step, "B")
 
 
-def dense_padding_state_bytes(padding_bytes: Any, kind: str) -> Any:
-    """Bytes of state that belong to padding."""
-    return padding_bytes * OPTIMIZERS[kind].values_per_element
+def dense_padding_state_bytes(
+    padding_bytes: Any, kind: str, elements: Elements | None = None
+) -> Any:
+    """Bytes of state that belong to padding, which may have such ``elements``."""
+    return _averages_bytes(padding_bytes, kind, elements)
+
+
+def _averages_bytes(weight_bytes: Any, kind: str, elements: Elements | None) -> Any:
+    """Bytes of states as large as ``weight_bytes``; or for every average of whole ``elements`` in
+    fp32, of the others a code of one byte, and an fp32 scale for each of their blocks."""
+    row, source = OPTIMIZERS[kind], f"optimizer {kind}"
+    if elements is None or not row.quantized:
+        states = row.values_per_element + row.quantized
+        return weight_bytes * noted(states, "states_per_element", "", source, like=weight_bytes)
+    like = weight_bytes
+    value = noted(element_bytes("fp32"), "value_bytes", "B", "fp32", like=like)
+    code = noted(element_bytes("uint8"), "code_bytes", "B", "uint8", like=like)
+    states = noted(row.quantized, "states_per_element", "", source, like=like)
+    each = elements.whole * value + elements.quantized * code + elements.blocks * value
+    return states * each
 
 
 def dense_update_bytes(weight_bytes: Any, kind: str) -> Any:
     """Bytes that an update of ``weight_bytes`` reads and writes."""
-    passes = PARAMETER_PASSES + STATE_PASSES * OPTIMIZERS[kind].values_per_element
+    row = OPTIMIZERS[kind]
+    passes = row.passes or PARAMETER_PASSES + STATE_PASSES * row.values_per_element
     what = "read parameter and gradient, write parameter; read and write each state"
+    if row.passes:
+        what = "as many passes over memory as its computing takes"
     return weight_bytes * noted(passes, "update_passes", "", what, like=weight_bytes)
 
 

@@ -20,7 +20,7 @@ from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.recording import Blocks, RecordedUnit
-from shardwright.lab.footprint.machines import sharding
+from shardwright.lab.footprint.machines import optimizer_of, sharding
 from shardwright.lab.footprint.models import recorded_model
 from shardwright.lab.footprint.stages import Stage
 from shardwright.lab.python_model import Call, built_of, importable, make, python_function
@@ -99,6 +99,7 @@ def _shard(model: nn.Module, units: list[RecordedUnit], job: Job, mesh: DeviceMe
                 zero=section.stage,
                 shard_strategy="flat",
                 precision=precision,
+                block_size=optimizer_of(job).block,
             )
     if section.runtime == "fsdp2" and all(unit.name for unit in units):
         fully_shard(model, mesh=mesh, mp_policy=precision)

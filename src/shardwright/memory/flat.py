@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from shardwright.core.amount import ceil_div
 from shardwright.core.layout import Segment, UnitLayout, unit_layout
+from shardwright.core.optimizer_states import Stretch
 from shardwright.core.placement import Flat, Replicate, Shard
 from shardwright.core.schedule import Action, Direction, Modes, UnitFlow
 from shardwright.core.tensor import TensorSpec, element_bytes
@@ -57,6 +58,7 @@ class FlatUnits:
                 cast={
                     t.dtype for t in its if self.sharding.on_host(name) or self.sharding.casts(t)
                 },
+                block=self.sharding.block,
             )
             for name, its in self.units.items()
         }
@@ -84,13 +86,14 @@ class FlatUnits:
         return found | {"gathered_weight": staying} if staying else found
 
     def updated(self) -> list[TensorSpec]:
-        """One flat tensor per stretch of one dtype, for that is what the optimizer is given; what
-        is in another memory is updated there."""
+        """One flat tensor per stretch of one dtype, for that is what the optimizer is given, on the
+        rank that has most to keep of it; what is in another memory is updated there."""
         return [
-            TensorSpec(f"{name}.{index}", (segment.share,), segment.dtype)
+            tensor
             for name, layout in self.layouts.items()
             for index, segment in enumerate(layout.segments)
             if segment.trainable and not self.sharding.away(name)
+            for tensor in _flat_tensors(f"{name}.{index}", segment, layout)
         ]
 
     def rule(self) -> GradientRule:
@@ -296,6 +299,20 @@ class Landing(NamedTuple):
     name: str
     copy: str
     absent: bool
+
+
+def _flat_tensors(name: str, segment: Segment, layout: UnitLayout) -> Iterable[TensorSpec]:
+    """What an optimizer is given of a segment."""
+    if segment.block == 1:
+        yield TensorSpec(name, (segment.share,), segment.dtype)
+        return
+    every = [segment.stretches(rank) for rank in segment.telling(layout.world_size)]
+    own = segment.stretches(layout.trained.fullest())
+    there = (segment.quantized > 0, segment.quantized < len(segment.slots))
+    for place, lengths in enumerate(zip(*every, strict=True)):
+        if there[place]:
+            how = {"quantized": place == 0, "longest": max(lengths)}
+            yield Stretch(name, (own[place],), segment.dtype, **how)
 
 
 @dataclass(frozen=True, slots=True)

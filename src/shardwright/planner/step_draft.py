@@ -13,7 +13,7 @@ import msgspec
 from shardwright.core.block import Role
 from shardwright.core.job import overlap_of
 from shardwright.core.model_of_job import early_tables
-from shardwright.core.optimizers import trained
+from shardwright.core.optimizers import OPTIMIZERS, trained
 from shardwright.core.plan import RankTotals
 from shardwright.core.planning import trained_communication
 from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
@@ -112,15 +112,16 @@ class StepDraft(Draft):
         """The same of one rank."""
         found = dict(self.tables_exact[rank])
         for choice in self.units:
-            key = choice.unit.name, choice.padding[rank], choice.trained_padding[rank]
+            paddings = choice.padding[rank], choice.trained_padding[rank]
+            key = choice.unit.name, *paddings, choice.elements(rank)
             if key not in self._unit_exact:
                 self._unit_exact[key] = unit_events(choice, rank)
             found.update(self._unit_exact[key])
         return found
 
     @cached_property
-    def _unit_exact(self) -> dict[tuple[str, int, int], Exact]:
-        """What was worked out of units, by their padding: few ranks have any."""
+    def _unit_exact(self) -> dict[tuple[Any, ...], Exact]:
+        """What was worked out of units, by what differs between ranks: few have any padding."""
         return {}
 
     @cached_property
@@ -176,6 +177,7 @@ class StepDraft(Draft):
             zero=self.problem.unit_space.context.zero,
             on_gpu=self.problem.cluster.compute_device != "cpu",
             offloaded=frozenset(u.unit.name for u in self.units if u.offloaded),
+            block=OPTIMIZERS[self.problem.job.train.optimizer].block,
         )
 
     def rank_step(self, load: RankLoad) -> RankStep:
@@ -236,8 +238,8 @@ class StepDraft(Draft):
     @cached_property
     def highest_peak(self) -> int:
         """The highest total of any rank. Of units alone every rank has the same: what is padding
-        on one is weight on another."""
-        if self.tables:
+        on one is weight on another, unless their optimizer quantizes some."""
+        if self.tables or any(choice.elements(None) for choice in self.units):
             return super().highest_peak
         exact: Exact = {}
         for choice in self.units:
@@ -344,13 +346,15 @@ def unit_events(choice: UnitChoice, rank: int | None) -> Exact:
     name, kind, trained = choice.unit.name, choice.unit.optimizer, choice.layout.trained
     padding = 0 if rank is None else choice.padding[rank]
     trained_padding = 0 if rank is None else choice.trained_padding[rank]
+    elements = choice.elements(rank)
     kept = dense.unit_bytes(
         choice.layout.stored_bytes - padding,
         padding,
         kind,
         trained.shard_bytes - trained_padding,
         trained_padding,
-        len(trained.segments),
+        trained.flat_tensors,
+        elements,
     )
     events: Exact = {
         ("setup", "weight", name): kept["weight"],
@@ -360,7 +364,8 @@ def unit_events(choice: UnitChoice, rank: int | None) -> Exact:
         events["reduce", "gradient", name] = kept["gradient"]
         events["reduce", "padding", f"{name}.gradient"] = trained_padding
     if kept["optimizer_state"]:
-        extra = optimizer.dense_padding_state_bytes(trained_padding, kind)
+        rest = elements and elements[1]
+        extra = optimizer.dense_padding_state_bytes(trained_padding, kind, rest)
         events["step", "optimizer_state", name] = kept["optimizer_state"]
         events["step", "padding", f"{name}.optimizer_state"] = extra
     return events

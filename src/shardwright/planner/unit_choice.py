@@ -14,7 +14,8 @@ from shardwright.core.grid import Grid
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.memory_section import Offload
 from shardwright.core.model import UnitSpec
-from shardwright.core.optimizers import OptimizerName
+from shardwright.core.optimizer_states import Elements
+from shardwright.core.optimizers import OPTIMIZERS, OptimizerName
 from shardwright.core.placement import Flat, Placement, Replicate, Roles, Zero, roles
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Phase
@@ -203,6 +204,30 @@ class UnitChoice:
         """Bytes of each rank's share of what gets a gradient that belong to no tensor."""
         return self._of_ranks(self.layout.trained.paddings(stored=False))
 
+    def elements(self, rank: int | None) -> tuple[Elements, Elements] | None:
+        """Of what is trained, the elements of tensors and of padding on a rank, where its optimizer
+        quantizes some; of the fullest rank, padding among the rest, where it is None."""
+        if not OPTIMIZERS[self.unit.optimizer].quantized:
+            return None
+        trained = self.layout.trained
+        if rank is not None:
+            return trained.elements(rank if self.grid.replicas == 1 else self.grid.part(rank))
+        own, padding = trained.elements(trained.fullest())
+        every = Elements(*(a + b for a, b in zip(own, padding, strict=True)))
+        return every, Elements(0, 0, 0)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer states on the fullest rank, those of padding among them."""
+        elements = self.elements(None)
+        found: int = optimizer.dense_state_bytes(
+            self.layout.trained.shard_bytes,
+            self.unit.optimizer,
+            self.layout.trained.flat_tensors,
+            elements and elements[0],
+        )
+        return found
+
     def _of_ranks(self, parts: tuple[int, ...]) -> tuple[int, ...]:
         """What every rank has of something that is known of each part."""
         if self.grid.replicas == 1:
@@ -261,6 +286,7 @@ def unit_choices(
             zero=zero,
             kept=grid.kept,
             cast=moved,
+            block=OPTIMIZERS[kind].block,
         )
         sizes = _buffers(layout, context, stays=zero < 3)
         spent = _spent(layout, kind, sizes, context, grid, sharded=sharded, stays=zero < 3)

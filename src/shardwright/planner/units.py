@@ -17,7 +17,6 @@ from msgspec import UNSET
 from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ModelSpec, UnitSpec
-from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.planning import DenseSection
 from shardwright.core.recording import Moment
 from shardwright.core.schedule import Action, Modes, Prefetch
@@ -67,11 +66,7 @@ class Arrangement:
     @cached_property
     def at_rest(self) -> int:
         """Of them weights and states, which are there at every moment of a step."""
-        return sum(
-            u.layout.stored_bytes + u.layout.trained.shard_bytes * _states(u)
-            for u in self.units
-            if not u.away
-        )
+        return sum(u.layout.stored_bytes + u.state_bytes for u in self.units if not u.away)
 
     @cached_property
     def footprint(self) -> int:
@@ -83,10 +78,6 @@ class Arrangement:
         unreduced = sorted(u.reduced for u in self.units if not u.replicated)
         ahead = 1 + self.prefetch
         return self.kept + whole + sum(passing[-ahead:]) + 2 * sum(unreduced[-ahead:])
-
-
-def _states(choice: UnitChoice) -> int:
-    return OPTIMIZERS[choice.unit.optimizer].values_per_element
 
 
 def dense_modes(

@@ -19,6 +19,7 @@ from shardwright.core.errors import InputError, MismatchError, check_type, expec
 from shardwright.core.grid import Grid
 from shardwright.core.layout import unit_layout
 from shardwright.core.model_of_job import rows_dtype, step_dtypes
+from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.planning import trained_communication
@@ -168,6 +169,7 @@ def _shard_units(
                     precision=precision,
                     zero=unit.roles.zero or 3,
                     offloaded=unit.offloaded is True,
+                    block_size=OPTIMIZERS[unit.optimizer].block,
                     initial=initial,
                 )
             )
@@ -327,7 +329,9 @@ def _check_unit_blocks(
     specs = [member.spec for member in members]
     grid = Grid(1, len(grid.ranks)) if _replicated(unit) else grid
     zero = unit.roles.zero or 3
-    layout = unit_layout(specs, unit.optimizer_state, grid.parts, frozen, zero=zero, kept=grid.kept)
+    how: dict[str, Any] = {"zero": zero, "kept": grid.kept}
+    how["block"] = OPTIMIZERS[unit.optimizer].block
+    layout = unit_layout(specs, unit.optimizer_state, grid.parts, frozen, **how)
     rows = zip(get_args(Role), unit.roles, strict=True)
     cut = {b for role, placement in rows for b in grid.blocks(layout, role, placement)}
     if planned != cut or unit.roles.zero is None:

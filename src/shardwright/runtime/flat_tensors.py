@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.layout import Segment
 from shardwright.runtime.torch_private import C_GRAD, local_of
 from shardwright.runtime.units.cut import Cut
 from shardwright.runtime.units.dstorage import DStorage
@@ -45,12 +44,20 @@ class Run(NamedTuple):
         return self.lengths[self.unit.comm.rank]
 
     @property
+    def block(self) -> int:
+        """Elements that are cut together; 1 of tensors that may be cut anywhere."""
+        segment = self.unit.buffers.segments[self.segment].segment
+        first = self.unit.sharded.places[self.segment][0]
+        return segment.block if self.places[0] - first < segment.quantized else 1
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """Runs of one kind can be one tensor, if they touch."""
         views = self.unit.buffers.segments[self.segment]
         comm, segment = self.unit.comm, views.segment
         return (
             self.group,
+            self.block,
             views.dtype,
             segment.cut == "replicated",
             segment.trainable,
@@ -67,17 +74,21 @@ class Run(NamedTuple):
 
 
 def runs_of(unit: DStorage, group_of: Mapping[tuple[int, str], int]) -> Iterator[Run]:
-    """The runs of a unit, cut where frozen tensors begin and end; what no group has is in none. The
-    same on every rank."""
+    """The runs of a unit, cut where frozen tensors begin and end, and after those that are
+    quantized; what no group has is in none. The same on every rank."""
     first = 0
     for index, views in enumerate(unit.buffers.segments):
         segment = views.segment
         groups = [group_of.get((id(unit), slot.tensor.fqn)) for slot in segment.slots]
         members = unit.members[first : first + len(groups)]
-        kinds = [(g, m.parameter.requires_grad) for g, m in zip(groups, members, strict=True)]
+        large = segment.quantized
+        kinds = [
+            (group, member.parameter.requires_grad, place < large)
+            for place, (group, member) in enumerate(zip(groups, members, strict=True))
+        ]
         heads = [i for i, kind in enumerate(kinds) if not i or kind != kinds[i - 1]]
         ends = [*heads[1:], len(groups)]
-        each = [_starts(segment, heads, rank) for rank in range(unit.comm.size)]
+        each = [segment.starts(heads, rank) for rank in range(unit.comm.size)]
         for number, (head, end) in enumerate(zip(heads, ends, strict=True)):
             group = groups[head]
             if group is not None:
@@ -85,19 +96,6 @@ def runs_of(unit: DStorage, group_of: Mapping[tuple[int, str], int]) -> Iterator
                 begin = each[unit.comm.rank][number]
                 yield Run(unit, index, group, range(first + head, first + end), begin, lengths)
         first += len(groups)
-
-
-def _starts(segment: Segment, heads: Sequence[int], rank: int) -> list[int]:
-    """Where each run begins in a rank's share, and the share's end."""
-    if len(heads) == 1:
-        return [0, segment.share]
-    starts = [segment.share]
-    for head, end in zip(reversed(heads), [len(segment.slots), *reversed(heads[1:])], strict=True):
-        pieces = (segment.piece(slot, rank) for slot in segment.slots[head:end])
-        begins = [segment.begin(piece) for piece in pieces if piece.numel]
-        starts.append(min(begins, default=starts[-1]))
-    starts[-1] = 0
-    return starts[::-1]
 
 
 class FlatTensor:
@@ -115,6 +113,7 @@ class FlatTensor:
             for run in runs
             for unit, place in ((run.unit, place) for place in run.places)
         )
+        self.block = runs[0].block
         self.cut: Cut | None = None
         if views.segment.cut == "replicated":
             self.parameter: nn.Parameter = FlatReplica(memory, requires_grad=trains)
@@ -220,9 +219,16 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                         "Make the optimizer after sharding.",
                     )
                 )
-            flat = own[FLAT]() if FLAT in own else None
+            flat = flat_tensor_of(parameter)
             if flat is not None:
                 flat.check()
+
+
+def flat_tensor_of(parameter: torch.Tensor) -> FlatTensor | None:
+    """The flat tensor whose parameter this is."""
+    own = vars(parameter)
+    found: FlatTensor | None = own[FLAT]() if FLAT in own else None
+    return found
 
 
 TAKEN = "_taken_by"  # what an original parameter says once it is sharded: its name and unit

@@ -54,6 +54,7 @@ def fully_shard_flat(
     prefetch: int | None = None,
     cpu_offload: bool = False,
     bucket_size: int | None = None,
+    block_size: int = 1,
 ) -> DStorage:
     """Shard the parameters of ``module`` over ``mesh`` as one buffer (collective).
 
@@ -82,6 +83,8 @@ def fully_shard_flat(
         cpu_offload: keep shards, reduced gradients and so optimizer states in host memory.
         bucket_size: cut parameters that stay whole, from the last to the first, into units of so
             many elements, each reduced when its last gradient is there; gives the first.
+        block_size: elements of a parameter that no cut divides, counted from its first, as
+            :class:`AdamW8bit` quantizes 256; of fewer than 4,096 all may be cut.
 
     Raises:
         InputError: for what can be mended by the caller, on every rank, naming the parameter.
@@ -90,16 +93,14 @@ def fully_shard_flat(
     """
     modules = _modules(module, register_hooks)
     comm, zero = _ranks(mesh, zero)
-    names = [""] if len(modules) == 1 else [str(index) for index in range(len(modules))]
-    unit = " + ".join(map(class_name, modules))
+    names, unit = _names(modules), " + ".join(map(class_name, modules))
     _check_reshard(reshard_after_forward, zero, comm.shards.size, unit)
-    prefetch = _depth(prefetch, mesh)
+    prefetch, precision = _depth(prefetch, mesh), as_precision(precision)
     members = unit_members(modules, names, unit, ignored_params)
     chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size)
-    precision = as_precision(precision)
     check_offload(comm, cpu_offload)
-    _check_buckets(bucket_size, chosen, zero, register_hooks)
-    cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload)
+    _check_sizes(bucket_size, block_size, chosen, zero, register_hooks)
+    cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload, block_size)
     _agree(comm, members, (*cut, register_hooks, precision, prefetch))
     storages = _storages(
         [("", members)] if bucket_size is None else _buckets(members, bucket_size),
@@ -113,6 +114,7 @@ def fully_shard_flat(
         precision=precision,
         zero=zero,
         offloaded=cpu_offload,
+        block_size=block_size,
     )
     attach(modules, names, storages, Flow(prefetch), register_hooks=register_hooks)
     _settle(modules, names)
@@ -175,6 +177,11 @@ def _modules(given: nn.Module | Sequence[nn.Module], hooked: bool) -> list[nn.Mo
     return modules
 
 
+def _names(modules: Sequence[nn.Module]) -> list[str]:
+    """What names of parameters begin with: of several modules their numbers."""
+    return [str(index) for index in range(len(modules))] if modules[1:] else [""]
+
+
 def _name_inner(module: nn.Module, prefix: str) -> None:
     """Call inner units by their paths from here, which their own calls could not know."""
     found: dict[int, tuple[DStorage, list[str]]] = {}
@@ -220,9 +227,11 @@ def _check_reshard(kind: bool | int | None, zero: Zero, size: int, unit: str) ->
         )
 
 
-def _check_buckets(
-    size: int | None, placements: Mapping[str, Placement], zero: Zero, hooked: bool
+def _check_sizes(
+    size: int | None, block: int, placements: Mapping[str, Placement], zero: Zero, hooked: bool
 ) -> None:
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise InputError(expected("block_size", "1 or more elements", repr(block)))
     if size is None:
         return
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:

@@ -17,12 +17,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, expected
 from shardwright.core.profile import Meeting
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import PEAK, Event, Kind, Phase
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
+from shardwright.runtime.flat_tensors import Stretch
+from shardwright.runtime.optimizer_state import per_block
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.torch_private import following_backwards
 from shardwright.runtime.units.dstorage import DStorage, storages_in
@@ -390,22 +393,34 @@ def _unit_events(rank: int, storage: DStorage, optimizer: torch.optim.Optimizer)
     buffer = storage.byte_storage.nbytes
     yield Event(rank, 0, "setup", "weight", storage.name, buffer - padding)
     yield Event(rank, 0, "setup", "padding", f"{storage.name}.parameter", padding)
-    gradient = state = learnt = 0
+    gradient = state = extra = 0
     for taker in storage.all_takers:
         flat = taker.flat.parameter
         size = taker.run.length * flat.element_size()
-        learnt += size if flat.requires_grad else 0
         gradient += size if flat.grad is not None else 0
-        kept = optimizer.state.get(flat, {}).values()
-        tensors = [t for t in kept if torch.is_tensor(t)]
-        state += sum(size if t.numel() == flat.numel() else _bytes(t) for t in tensors)
+        kept, rest = _state_bytes(taker, optimizer)
+        state, extra = state + kept, extra + rest
     if gradient:
         yield Event(rank, STEADY, "reduce", "gradient", storage.name, gradient - trained)
         yield Event(rank, STEADY, "reduce", "padding", f"{storage.name}.gradient", trained)
     if state:
-        extra = trained * (state // learnt) if learnt else 0
         yield Event(rank, STEADY, "step", "optimizer_state", storage.name, state - extra)
         yield Event(rank, STEADY, "step", "padding", f"{storage.name}.optimizer_state", extra)
+
+
+def _state_bytes(taker: Stretch, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes of state of a stretch, and those of them that belong to padding."""
+    found = extra = 0
+    blocks = per_block(optimizer)
+    for name, value in optimizer.state.get(taker.flat.parameter, {}).items():
+        if not torch.is_tensor(value) or not value.dim():
+            found += _bytes(value) if torch.is_tensor(value) else 0
+            continue
+        block, item = blocks.get(name, 1), value.element_size()
+        kept = ceil_div(taker.run.length, block)
+        own = sum(ceil_div(home.sizes.numel(), block) for home in taker.homes)
+        found, extra = found + kept * item, extra + (kept - own) * item
+    return found, extra
 
 
 def _bytes(tensor: torch.Tensor) -> int:

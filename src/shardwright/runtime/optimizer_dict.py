@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.runtime.checkpoint.agreement import reason, together
+from shardwright.runtime.checkpoint.region import blocks_of
 from shardwright.runtime.model_parts import Part, comm_of, parts_of, settle
 from shardwright.runtime.optimizer_groups import (
     Group,
@@ -23,19 +25,23 @@ from shardwright.runtime.optimizer_groups import (
     settings_for,
 )
 from shardwright.runtime.optimizer_state import (
+    ONCE,
     Incoming,
     as_optimizers,
     fresh_state,
     named_state,
+    per_block,
     present,
     uses_of,
 )
 from shardwright.runtime.torch_private import local_of
-from shardwright.runtime.units.shard_tensor import OPERATORS
+from shardwright.runtime.units.cut import Cut
+from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Named = dict[tuple[str, str], torch.Tensor]  # by fqn and the state's name
-Known = dict[str, dict[str, tuple[str, Any]]]  # dtype and, if it is one, the number; likewise
+# By the same: the dtype, the number if it is one, and for how many elements there is a value.
+Known = dict[str, dict[str, tuple[str, Any, int]]]
 
 
 def optimizer_state_dict(
@@ -62,13 +68,13 @@ def optimizer_state_dict(
         for own, each in zip(uses, optimizers, strict=True):
             trained = [p for p in own if p.requires_grad]
             states: Mapping[Any, Any] = each.state or fresh_state(each, trained)
-            for use, name, value, number in named_state(own, states):
-                fqn = use.part.fqn
-                scalar = (_dtype_name(value), value if number else None)
+            for use, name, value, elements in named_state(own, states, per_block(each)):
+                fqn, number = use.part.fqn, elements == ONCE
+                scalar = (_dtype_name(value), value if number else None, elements)
                 if number and isinstance(value, torch.Tensor):
-                    scalar = (scalar[0], value.item())
+                    scalar = (scalar[0], value.item(), elements)
                 if not number:
-                    tensors[fqn, name] = use.cut(value)
+                    tensors[fqn, name] = use.cut(value, elements)
                 if use.part.numel or use.part.unit is None:
                     known.setdefault(fqn, {})[name] = scalar
         return parts, tensors, known, groups_of(optimizers, uses)
@@ -108,12 +114,13 @@ def load_optimizer_state_dict(
         parts = parts_of(model)
         return parts, groups_of(optimizers, [uses_of(parts, each) for each in optimizers])
 
+    blocks = {name: size for each in optimizers for name, size in per_block(each).items()}
     parts, own = together(comm, "optimizer to load", look, _failure)
     names = [{"params": group["params"]} for group in own]
     groups = joined(everyones(comm, "groups of the optimizer", names))
 
     def prepare() -> tuple[dict[str, dict[str, Any]], list[Incoming], list[Group]]:
-        given = _given(state, parts)
+        given = _given(state, parts, blocks)
         incoming = [Incoming(uses_of(parts, each), each, given) for each in optimizers]
         for each in incoming:
             _take_numbers(each, given)
@@ -121,12 +128,15 @@ def load_optimizer_state_dict(
 
     given, incoming, settings = together(comm, "optimizer to load", prepare, _failure)
     rooms: Named = {
-        (use.part.fqn, name): use.cut(value) for i in incoming for use, name, value in i.tensors
+        (use.part.fqn, name): use.cut(value, elements)
+        for i in incoming
+        for use, name, value, elements in i.tensors
     }
     for part in parts:
         for name, tensor in sorted(given.get(part.fqn, {}).items()):
-            if isinstance(tensor, torch.Tensor) and tensor.shape == part.held.shape:
-                _copy(tensor, part, rooms.get((part.fqn, name)))
+            elements = blocks.get(name, 1)
+            if isinstance(tensor, torch.Tensor) and tensor.shape == _shape(part, elements):
+                _copy(tensor, _cut(part, elements), rooms.get((part.fqn, name)))
     for each in incoming:
         each.install()
     set_groups(optimizers, settings)
@@ -149,42 +159,62 @@ def _dtype_name(value: Any) -> str:
 def _shown(parts: Sequence[Part], tensors: Named, known: Known) -> dict[str, dict[str, Any]]:
     state: dict[str, dict[str, Any]] = {}
     for part in parts:
-        for name, (kind, number) in sorted(known.get(part.fqn, {}).items()):
+        for name, (kind, number, elements) in sorted(known.get(part.fqn, {}).items()):
             dtype = getattr(torch, kind)
             if number is not None:
                 found = torch.tensor(number, dtype=dtype)
             else:
-                found = _wrapped(part, tensors.get((part.fqn, name)), dtype)
+                found = _wrapped(part, tensors.get((part.fqn, name)), dtype, elements)
             state.setdefault(part.fqn, {})[name] = found
     return state
 
 
-def _wrapped(part: Part, local: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _wrapped(
+    part: Part, local: torch.Tensor | None, dtype: torch.dtype, elements: int
+) -> torch.Tensor:
     """This rank's part of a state as its parameter is shown."""
+    cut, sizes = _cut(part, elements), part.held.sizes
+    if elements > 1:
+        _, (_, sizes) = blocks_of(part.held.shape, part.held.offsets, sizes, elements)
     if local is None:
-        local = torch.empty(part.held.sizes, dtype=dtype, device=part.held.tensor.device)
+        local = torch.empty(sizes, dtype=dtype, device=part.held.tensor.device)
     if part.unit is None:
         return local
-    return part.unit.sharded.wrap(part.slot, local.view(part.held.sizes))
+    return local.view(sizes) if cut is None else ShardTensor(local.view(sizes), cut)
+
+
+def _cut(part: Part, elements: int) -> Cut | None:
+    """How a state is cut that has one value for so many elements of a parameter."""
+    cut = None if part.unit is None else part.unit.sharded.cuts[part.slot]
+    return cut if cut is None or elements == 1 else cut.of_blocks(elements)
 
 
 # ---- taking --------------------------------------------------------------------------------------
 
 
-def _given(state: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
+def _shape(part: Part, elements: int) -> torch.Size:
+    """Of a whole state that has one value for so many elements of a parameter."""
+    shape = torch.Size(part.held.shape)
+    return shape if elements == 1 else torch.Size([ceil_div(shape.numel(), elements)])
+
+
+def _given(
+    state: Mapping[str, Any], parts: Sequence[Part], blocks: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
     """The states by fqn; refuses names and shapes that the model has not."""
     if not {"state", "param_groups"} <= state.keys():
         wanted = "the keys 'state' and 'param_groups'"
         raise InputError(expected("optimizer state", wanted, ", ".join(map(str, state)) or "none"))
-    shapes = {part.fqn: torch.Size(part.held.shape) for part in parts}
+    known = {part.fqn: part for part in parts}
     given = {fqn: present(states) for fqn, states in state["state"].items()}
     for fqn, states in given.items():
-        if fqn not in shapes:
+        if fqn not in known:
             wanted = "the name of a parameter of the model"
             raise InputError(expected("optimizer state", wanted, f"'{fqn}'"))
         for name, value in states.items():
-            if isinstance(value, torch.Tensor) and value.shape not in (shapes[fqn], ()):
-                wanted = f"a number or shape {tuple(shapes[fqn])}, the whole tensor's"
+            shape = _shape(known[fqn], blocks.get(name, 1))
+            if isinstance(value, torch.Tensor) and value.shape not in (shape, ()):
+                wanted = f"a number or shape {tuple(shape)}, the whole tensor's"
                 found = f"{tuple(value.shape)}"
                 raise InputError(expected(f"state '{name}' of {fqn}", wanted, found))
     return given
@@ -197,20 +227,19 @@ def _take_numbers(incoming: Incoming, given: Mapping[str, Mapping[str, Any]]) ->
             found = f"shape {tuple(value.shape)}"
             raise InputError(expected(f"state '{number.name}' of {number.fqn}", "a number", found))
         number.value.copy_(local_of(torch.as_tensor(value)))
-    for use, name, _ in incoming.tensors:
-        value, shape = given[use.part.fqn][name], torch.Size(use.part.held.shape)
+    for use, name, _, elements in incoming.tensors:
+        value, shape = given[use.part.fqn][name], _shape(use.part, elements)
         if not isinstance(value, torch.Tensor) or value.shape != shape:
             where = f"state '{name}' of {use.part.fqn}"
             raise InputError(expected(where, f"shape {tuple(shape)}", "a number"))
     incoming.check()
 
 
-def _copy(given: torch.Tensor, part: Part, room: torch.Tensor | None) -> None:
+def _copy(given: torch.Tensor, cut: Cut | None, room: torch.Tensor | None) -> None:
     """Keep this rank's part of a tensor; every rank takes part where it is a DTensor."""
-    cut = None if part.unit is None else part.unit.sharded.cuts[part.slot]
     if cut is not None:
         own = OPERATORS.as_part(given.detach(), cut)._local_tensor
     else:
         own = given.full_tensor() if isinstance(given, DTensor) else given.detach()
     if room is not None and room.numel():
-        room.view(part.held.sizes).copy_(own)
+        room.view(own.shape).copy_(own)

@@ -1,8 +1,10 @@
 """Optimizer state by the names of the unsharded model, however the optimizer sees its parameters.
 
 An optimizer may have flat tensors that hold parts of many parameters, or one tensor for each. Its
-state is cut, or joined, accordingly: a tensor of the parameter's shape is cut like the parameter, a
-number such as ``step`` belongs to every parameter that the tensor has.
+state is cut, or joined, accordingly: a tensor of the parameter's shape is cut like the parameter,
+one of a number for each block of elements like these blocks, a number such as ``step`` belongs to
+every parameter that the tensor has. So a state has one value for some elements of a parameter: for
+each, for as many as ``blocks`` of the optimizer says, or, ``ONCE``, for all.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
 from shardwright.runtime.checkpoint.held import Held
+from shardwright.runtime.checkpoint.region import blocks_of
 from shardwright.runtime.flat_tensors import FlatHome
 from shardwright.runtime.model_parts import STATE, Part
 from shardwright.runtime.torch_private import local_of
 
 State = dict[str, Any]
+ONCE = 0
 
 
 class Use(NamedTuple):
@@ -33,12 +38,22 @@ class Use(NamedTuple):
     part: Part
     start: int | None = None
 
-    def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """The part's elements of a state tensor; they share memory."""
+    def cut(self, value: torch.Tensor, block: int = 1) -> torch.Tensor:
+        """The part's elements of a state tensor, or its blocks; they share memory."""
         local = local_of(value).detach()
         if self.start is None:
             return local
-        return local[self.start : self.start + self.part.numel]
+        first = self.start // block
+        return local[first : first + ceil_div(self.part.numel, block)]
+
+    def held(self, name: str, value: torch.Tensor, block: int) -> Held:
+        """What this rank has of a state tensor of the whole parameter."""
+        held = self.part.held
+        tensor, called = self.cut(value, block), state_name(held.name, name)
+        if block == 1:
+            return held._replace(name=called, tensor=tensor)
+        whole, (offsets, sizes) = blocks_of(held.shape, held.offsets, held.sizes, block)
+        return Held(called, whole, offsets, sizes, tensor)
 
 
 Uses = dict[nn.Parameter, list[Use]]
@@ -79,15 +94,25 @@ def uses_of(parts: Sequence[Part], optimizer: Optimizer) -> Uses:
 # ---- what there is -------------------------------------------------------------------------------
 
 
-def is_number(fqn: str, name: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Whether a state is one number rather than a tensor cut like the parameter."""
+def per_block(optimizer: Optimizer) -> Mapping[str, int]:
+    """States that have one number for so many elements."""
+    found: Mapping[str, int] = getattr(optimizer, "blocks", {})
+    return found
+
+
+def elements_per_value(
+    fqn: str, name: str, value: Any, parameter: torch.Tensor, blocks: Mapping[str, int]
+) -> int:
+    """For how many elements of a parameter a state has one value."""
     if isinstance(value, int | float):
-        return True
+        return ONCE
     if isinstance(value, torch.Tensor):
-        if local_of(value).shape == local_of(parameter).shape:
-            return False
+        if local_of(value).shape == local_of(parameter).shape and name not in blocks:
+            return 1
         if not value.dim():
-            return True
+            return ONCE
+        if name in blocks:
+            return blocks[name]
         found = f"one of shape {tuple(value.shape)}"
     else:
         found = f"a {type(value).__name__}"
@@ -101,27 +126,29 @@ def is_number(fqn: str, name: str, value: Any, parameter: torch.Tensor) -> bool:
     )
 
 
-def named_state(uses: Uses, states: Mapping[Any, State]) -> Iterator[tuple[Use, str, Any, bool]]:
-    """Part, name, value and whether it is a number, for every state of an optimizer."""
+def named_state(
+    uses: Uses, states: Mapping[Any, State], blocks: Mapping[str, int]
+) -> Iterator[tuple[Use, str, Any, int]]:
+    """Part, name, value and for how many elements there is one, for every state of an optimizer."""
     for parameter, parts in uses.items():
         for name, value in present(states.get(parameter, {})).items():
             for use in parts:
                 if math.prod(use.part.held.shape):
-                    number = is_number(use.part.fqn, name, value, parameter)
-                    yield use, name, value, number
+                    each = elements_per_value(use.part.fqn, name, value, parameter, blocks)
+                    yield use, name, value, each
 
 
 def held_state(uses: Uses, optimizer: Optimizer, *, leads: bool) -> Iterator[Held]:
     """The state as it is saved; that of parameters outside of units by the rank that leads."""
-    for use, name, value, number in named_state(uses, optimizer.state):
+    for use, name, value, each in named_state(uses, optimizer.state, per_block(optimizer)):
         part = use.part
         if not leads and part.unit is None:
             continue
-        if number:
+        if each == ONCE:
             if part.numel:
                 yield Held(state_name(part.fqn, name), (), (), (), _as_tensor(value))
         else:
-            yield _held(use, name, value)
+            yield use.held(name, value, each)
 
 
 def state_name(fqn: str, name: str) -> str:
@@ -132,11 +159,6 @@ def state_name(fqn: str, name: str) -> str:
 def present(state: Mapping[str, Any]) -> State:
     """The entries that are set; torch leaves some as None."""
     return {name: value for name, value in state.items() if value is not None}
-
-
-def _held(use: Use, name: str, value: torch.Tensor) -> Held:
-    held = use.part.held
-    return held._replace(name=state_name(held.name, name), tensor=use.cut(value))
 
 
 def _as_tensor(value: Any) -> torch.Tensor:
@@ -169,7 +191,7 @@ class Incoming:
     ) -> None:
         self.optimizer = optimizer
         self.states: dict[nn.Parameter, State] = {}
-        self.tensors: list[tuple[Use, str, torch.Tensor]] = []
+        self.tensors: list[tuple[Use, str, torch.Tensor, int]] = []
         self.numbers: list[Number] = []
         wanted = {p: _wanted(parts, names) for p, parts in uses.items()}
         lacking = [
@@ -191,18 +213,19 @@ class Incoming:
             if not math.prod(use.part.held.shape):
                 continue
             for name, value in state.items():
-                if is_number(fqn, name, value, parameter):
+                each = elements_per_value(fqn, name, value, parameter, per_block(self.optimizer))
+                if each == ONCE:
                     room = torch.zeros_like(_as_tensor(value))
                     self.numbers.append(Number(parameter, fqn, name, room))
                 else:
-                    self.tensors.append((use, name, value))
+                    self.tensors.append((use, name, value, each))
 
     def held(self) -> Iterator[Held]:
         """What is to be filled."""
         for number in self.numbers:
             yield Held(state_name(number.fqn, number.name), (), (), (), number.value)
-        for use, name, value in self.tensors:
-            yield _held(use, name, value)
+        for use, name, value, each in self.tensors:
+            yield use.held(name, value, each)
 
     def check(self) -> None:
         """Raise MismatchError if parameters that share a number were given different ones."""
@@ -273,11 +296,14 @@ def _listed(names: Collection[str]) -> str:
 def fresh_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dict[Any, State]:
     """The state that ``parameters`` would have after a first step, zeroed where it is a tensor.
 
-    A double of the optimizer takes that step on a few zeros, so that neither the parameters, nor
-    schedulers, nor hooks see it.
+    One that can say so is asked for its ``initial_state``. A double of another one takes that step
+    on a few zeros, so that neither the parameters, nor schedulers, nor hooks see it.
     """
     if not parameters:
         return {}
+    initial = getattr(optimizer, "initial_state", None)
+    if initial is not None:
+        return {parameter: initial(parameter) for parameter in parameters}
     asked = {id(parameter) for parameter in parameters}
     double = object.__new__(type(optimizer))
     double.__dict__.update(optimizer.__dict__)

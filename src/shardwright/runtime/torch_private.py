@@ -4,7 +4,7 @@ it is looked at."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -95,6 +95,33 @@ def outside_graphs(function: _Function) -> _Function:
     """``function``, which torch.compile calls instead of tracing; torch._dynamo is imported by the
     first call, as by the first optimizer."""
     return cast(_Function, torch._disable_dynamo(function))
+
+
+def fused_adamw(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    average: torch.Tensor,
+    squares: torch.Tensor,
+    step: torch.Tensor,
+    group: Mapping[str, Any],
+) -> None:
+    """AdamW's update number ``step`` with the settings of an option group: one kernel."""
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        [weight],
+        [gradient],
+        [average],
+        [squares],
+        [],
+        [step],
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 class Operations:

@@ -117,7 +117,7 @@ def test_a_plan_with_more_shards_is_told_by_its_own_sharding() -> None:
         ({"memory": {"runtime": "fsdp2"}}, "memory.runtime = 'fsdp2'"),
         ({"memory": {"compile": True}}, "memory.compile = True"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor = 2"),
-        ({"train": {"optimizer": "adamw_8bit"}}, "train.optimizer = 'adamw_8bit'"),
+        ({"train": {"optimizer": "adamw_bf16"}}, "train.optimizer = 'adamw_bf16'"),
         ({"cluster": {"world_size": 32768}}, "cluster.world_size = 32768"),
     ],
 )

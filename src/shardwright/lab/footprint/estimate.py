@@ -57,7 +57,8 @@ class _Estimate:
         self.parallel: ParallelSection = parallel_of(job)
         self.device = self.section.lowering or self.cluster.compute_device
         experts = experts_of(self.parallel, job.model.kind)
-        self.sharding = sharding(self.section, self.degrees, self.device == "cuda", experts)
+        block = optimizer_of(job).block
+        self.sharding = sharding(self.section, self.degrees, self.device == "cuda", experts, block)
         self.treatment = Treatment(
             self.device,
             self.section.policy,

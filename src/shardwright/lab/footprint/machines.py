@@ -19,14 +19,19 @@ from shardwright.memory.replicated import Megatron, Replicated
 
 
 def sharding(
-    section: MemorySection, degrees: Degrees, on_gpu: bool, experts: tuple[str, ...] = LLAMA_EXPERTS
+    section: MemorySection,
+    degrees: Degrees,
+    on_gpu: bool,
+    experts: tuple[str, ...] = LLAMA_EXPERTS,
+    block: int = 1,
 ) -> Sharding:
     """How a job's parameters lie on its data ranks.
 
     A pipeline keeps its units whole and reduces once, as TorchTitan does it, unless the job says
     otherwise; FSDP alone reduces every microbatch. FSDP2 keeps the root's own parameters, and by
     default TorchTitan the head's, whose backward comes next; our runtime by default the root's.
-    ``experts`` are patterns of the units that the expert degree divides.
+    ``experts`` are patterns of the units that the expert degree divides, ``block`` elements are
+    those that the optimizer quantizes together.
     """
     wanted = section.reshard_after_forward
     resharded = degrees.pipeline == 1 if wanted == "default" else bool(wanted)
@@ -49,6 +54,7 @@ def sharding(
         on_gpu=on_gpu,
         offload=section.on_host,
         experts=experts,
+        block=block,
     )
 
 
@@ -87,7 +93,11 @@ MACHINES: dict[Runtime, Callable[..., Machine]] = {
 
 def optimizer_of(job: Job) -> Optimizer:
     """The optimizer of a job; on whole parameters in less than fp32 it has no copies. Ours updates
-    what is on the host there, as it does elsewhere."""
+    what is on the host there, as it does elsewhere. Beside other runtimes than ours it may be
+    another one."""
     section = memory_of(job)
-    apart = section.offload != "none" and section.runtime != "shardwright"
-    return optimizer_named(job.train.optimizer, section.implementation, offload=apart)
+    other = section.runtime != "shardwright"
+    found = optimizer_named(
+        job.train.optimizer, section.implementation, offload=other and section.offload != "none"
+    )
+    return found.beside_others if other else found

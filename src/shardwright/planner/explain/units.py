@@ -11,6 +11,7 @@ from typing import Any
 from shardwright.core.amount import Amount, leaf, named, summed, total
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.model import UnitSpec
+from shardwright.core.optimizer_states import MIN_8BIT_ELEMENTS, Elements
 from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.schedule import Action
 from shardwright.core.tensor import element_bytes
@@ -222,11 +223,11 @@ def explain_unit(
 
 def _bytes(amounts: UnitAmounts, choice: UnitChoice, where: str) -> Iterator[Explanation]:
     """Ranks with as much padding are shown together."""
-    alike: dict[tuple[int, int], list[int]] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
     trained = choice.layout.trained
     for rank, paddings in enumerate(zip(choice.padding, choice.trained_padding, strict=True)):
-        alike.setdefault(paddings, []).append(rank)
-    for (padding, trained_padding), ranks in alike.items():
+        alike.setdefault((*paddings, choice.elements(rank)), []).append(rank)
+    for (padding, trained_padding, elements), ranks in alike.items():
         source = "what is no tensor's in the slice of these ranks"
         gap = leaf(padding, "padding_of_slice", "B", source)
         own = named("payload_of_slice", amounts.stored(choice) - gap, "B")
@@ -234,11 +235,24 @@ def _bytes(amounts: UnitAmounts, choice: UnitChoice, where: str) -> Iterator[Exp
         if trained is not choice.layout or choice.stays or choice.grid.twice:
             its_gap = leaf(trained_padding, "padding_of_trained", "B", source)
             learns = named("trained_payload", amounts.trained(choice) - its_gap, "B")
-        kind, count = choice.unit.optimizer, len(trained.segments)
-        kept = dense.unit_bytes(own, gap, kind, learns, its_gap, count)
+        kind, count = choice.unit.optimizer, trained.flat_tensors
+        both = elements and (_elements(elements[0], ""), _elements(elements[1], " of padding"))
+        kept = dense.unit_bytes(own, gap, kind, learns, its_gap, count, both)
         amount = named("bytes_on_rank", total(kept[kind] for kind in UNIT_KINDS), "B")
         stored = sum(unit_events(choice, ranks[0]).values())
         yield finished(f"{where} on {ranks_label(ranks)}: bytes", stored, amount, ranks=ranks)
+
+
+def _elements(found: Elements, of: str) -> Elements:
+    """What of a slice an optimizer quantizes, and what it does not."""
+    least = f"{MIN_8BIT_ELEMENTS:,} elements"
+    return Elements(
+        leaf(found.whole, f"small_elements{of}", "elements", f"of tensors of less than {least}"),
+        leaf(
+            found.quantized, f"quantized_elements{of}", "elements", f"of tensors of {least} or more"
+        ),
+        leaf(found.blocks, f"blocks{of}", "", "of elements that are quantized together"),
+    )
 
 
 def _tensors(plan: Plan, choice: UnitChoice, where: str) -> Explanation:

@@ -61,6 +61,30 @@ def check_region(where: str, shape: Ints, offsets: Ints, sizes: Ints) -> None:
         raise InputError(expected(where, f"a part of a tensor of shape {shape}", found))
 
 
+def as_range(shape: Ints, offsets: Ints, sizes: Ints) -> tuple[int, int] | None:
+    """The row-major elements that a region begins and ends at, None where it is not one range."""
+    if 0 in sizes:
+        return 0, 0
+    if is_range(shape, offsets):
+        return offsets[0], offsets[0] + sizes[0]
+    cut = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
+    if sizes[cut + 1 :] != shape[cut + 1 :]:
+        return None
+    begin = 0
+    for extent, offset in zip(shape, offsets, strict=True):
+        begin = begin * extent + offset
+    return begin, begin + math.prod(sizes)
+
+
+def blocks_of(shape: Ints, offsets: Ints, sizes: Ints, block: int) -> tuple[Ints, Box]:
+    """How many blocks of so many row-major elements a tensor has, and those of a region, which is
+    one range and cuts none of them."""
+    found = as_range(shape, offsets, sizes)
+    assert found is not None
+    first, end = found[0] // block, -(-found[1] // block)
+    return (-(-math.prod(shape) // block),), Box((first,), (end - first,))
+
+
 def parts(shape: Ints, offsets: Ints, sizes: Ints) -> list[Part]:
     """The region as rectangles, in the order of its elements."""
     if not is_range(shape, offsets):

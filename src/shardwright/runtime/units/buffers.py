@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from shardwright.core.arrange import Slot
 from shardwright.core.errors import InputError, expected
-from shardwright.core.layout import Piece, Segment, Slot, UnitLayout
+from shardwright.core.layout import Piece, Segment, UnitLayout
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.torch_private import storage_of
 from shardwright.runtime.units.linked import LinkedParameter

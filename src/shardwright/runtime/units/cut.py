@@ -12,10 +12,11 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+from shardwright.core.arrange import Slot
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.core.layout import Segment, Slot
+from shardwright.core.layout import Segment
 from shardwright.core.placement import BlockShard, Shard, describe
-from shardwright.runtime.checkpoint.region import Box, Part, parts
+from shardwright.runtime.checkpoint.region import Box, Part, blocks_of, parts
 from shardwright.runtime.comm import Comm, CutTwice
 from shardwright.runtime.patience import patience
 from shardwright.runtime.torch_private import tensor_spec
@@ -84,6 +85,16 @@ class Cut:
             return (sum(lengths[:rank]),), (lengths[rank],)
 
         return cls(name, (sum(lengths),), None, region_of, (name, *lengths, *comm.identity), comm)
+
+    def of_blocks(self, block: int) -> Cut:
+        """How numbers are cut of which there is one for so many elements; no part divides these."""
+        shape = tuple(self.shape)
+
+        def region_of(rank: int) -> Region:
+            return blocks_of(shape, *self.region_of(rank), block)[1]
+
+        number, _ = blocks_of(shape, (0,) * len(shape), shape, block)
+        return Cut(self.fqn, number, None, region_of, (block, *self.key), self.comm)
 
     def __deepcopy__(self, memo: Any) -> Cut:
         return self

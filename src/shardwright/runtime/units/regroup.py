@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from shardwright.core.layout import Segment, Slot
+from shardwright.core.arrange import Slot
+from shardwright.core.layout import Segment
 from shardwright.core.placement import BlockShard, Shard
 from shardwright.runtime.torch_private import chunk_cat
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -113,6 +113,7 @@ class Unit:
         precision: MixedPrecision = FULL_PRECISION,
         zero: Zero = 3,
         offloaded: bool = False,
+        block_size: int = 1,
         initial: Initial | None = None,
         ignored: Sequence[str] = (),
     ) -> None:
@@ -124,6 +125,7 @@ class Unit:
         self.precision = precision
         self.zero: Zero = zero
         self.offloaded = offloaded
+        self.block_size = block_size
         self.driven_by_hand = driven_by_hand
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -170,15 +172,8 @@ class Unit:
         nothing is shown yet."""
         specs = [member.spec for member in self.members]
         cast = {s.dtype for s in specs if self.offloaded or self._casts(DTYPES[s.dtype])}
-        layout = unit_layout(
-            specs,
-            self.placements,
-            self.comm.size,
-            self.frozen,
-            zero=self.zero,
-            kept=self.comm.kept,
-            cast=cast,
-        )
+        how: dict[str, Any] = {"zero": self.zero, "kept": self.comm.kept, "block": self.block_size}
+        layout = unit_layout(specs, self.placements, self.comm.size, self.frozen, cast=cast, **how)
         order = {slot.tensor.fqn: index for index, slot in enumerate(layout.slots)}
         self.members.sort(key=lambda member: order[member.fqn])
         self.layout: UnitLayout = layout

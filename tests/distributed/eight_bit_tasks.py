@@ -1,0 +1,280 @@
+"""AdamW in 8 bits over sharded modules beside the same in one process, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from probe_tasks import MESHES, said
+from torch import nn
+from torch.distributed._composable.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import shardwright as sw
+from shardwright.core.placement import BlockShard, Owned, Placement, Replicate, Shard
+from shardwright.runtime.torch_private import local_of
+from shardwright.runtime.units.dstorage import storages_in
+
+STEPS = 4
+SHAPES = {  # of each block; sizes that neither blocks nor ranks divide, large ones and small ones
+    "up": (80, 64),
+    "gate": (17, 257),
+    "table": (4099,),
+    "cube": (300, 2, 9),
+    "bias": (13,),
+    "norm": (4095,),
+    "scale": (),
+}
+Found = dict[str, torch.Tensor]
+
+
+class Sum(nn.Module):
+    """Parameters whose gradients are numbers of a step, the same on every rank."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in SHAPES.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator)))
+        self.seed = seed
+
+    def forward(self, step: int) -> torch.Tensor:
+        named = dict(self.named_parameters())
+        parts = [named[name] * gradient_of(name, self.seed, step) for name in SHAPES]
+        return torch.stack([part.sum() for part in parts]).sum()
+
+
+def gradient_of(name: str, seed: int, step: int) -> torch.Tensor:
+    """Whole numbers of very different sizes, which any number of ranks can add up and share out."""
+    number = 1000 * seed + 10 * step + len(name)
+    generator = torch.Generator().manual_seed(number)
+    drawn = torch.randn(SHAPES[name], generator=generator)
+    return (drawn * torch.rand(SHAPES[name], generator=generator).mul(9).exp()).round()
+
+
+class Two(nn.Module):
+    """Two units, and a root that has nothing of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Sum(1), Sum(2)
+
+    def forward(self, step: int) -> torch.Tensor:
+        return self.first(step) + self.second(step)
+
+
+def _mixture(name: str, parameter: nn.Parameter) -> Placement:
+    """Whole blocks of rows, owned ones, replicas, and rows of what is small."""
+    if name.endswith("up"):
+        return BlockShard(4)
+    if name.endswith("cube"):
+        return BlockShard(128)
+    if name.endswith("norm"):
+        return Shard(0)
+    return Replicate() if name.endswith("table") else Owned(0)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "flat": {"shard_strategy": "flat", "block_size": 256},
+    "blocks of 512": {"shard_strategy": "flat", "block_size": 512},
+    "owned": {"shard_strategy": "param_boundary", "block_size": 256},
+    "replicated": {"placements": (Replicate(),), "block_size": 256},
+    "mixture": {"shard_placement_fn": _mixture, "block_size": 256},
+    "zero 1": {"shard_strategy": "flat", "block_size": 256, "zero": 1},
+    "zero 2": {"shard_strategy": "flat", "block_size": 256, "zero": 2},
+    "buckets": {"shard_strategy": "flat", "block_size": 256, "zero": 2, "bucket_size": 5000},
+    "offloaded": {"shard_strategy": "flat", "block_size": 256, "cpu_offload": True},
+    "merged": {"shard_strategy": "flat", "block_size": 256, "reshard_after_forward": False},
+    "alone": {"shard_strategy": "param_boundary"},
+}
+GIVEN: dict[str, Callable[[nn.Module], Any]] = {
+    "flat tensors": sw.optimizer_parameters,
+    "one flat tensor": lambda model: sw.optimizer_parameters(model, per_unit=False),
+    "groups": lambda model: sw.optimizer_parameters(model, _group_of),
+    "parameters": lambda model: list(model.parameters()),
+}
+
+
+def _group_of(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    return {"weight_decay": 0.1 if parameter.ndim > 1 else 0.0}
+
+
+def sharded(mesh: DeviceMesh, way: str) -> Two:
+    model = Two()
+    for each in (model.first, model.second):
+        sw.fully_shard_flat(each, mesh, **WAYS[way])
+    return model
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, *, accumulate: bool = False) -> int:
+    """Take steps; the collectives of the optimizer's own."""
+    sent = 0
+    for step in steps:
+        optimizer.zero_grad()
+        for part in (10, 20) if accumulate else (0,):
+            model(step + part).backward()
+        units = list(storages_in(model))
+        before = [unit.comm.sequence for unit in units]
+        optimizer.step()
+        sent += sum(u.comm.sequence - b for u, b in zip(units, before, strict=True))
+    return sent
+
+
+def alone(given: str = "parameters", steps: int = STEPS, *, accumulate: bool = False) -> Found:
+    """What one process has after all steps."""
+    model = Two()
+    parameters: Any = list(model.parameters())
+    if given == "groups":
+        named = dict(model.named_parameters())
+        parameters = [{"params": [p], **_group_of(n, p)} for n, p in named.items()]
+    optimizer = sw.AdamW8bit(parameters, lr=0.01, weight_decay=0.1)
+    train(model, optimizer, range(steps), accumulate=accumulate)
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f"{name}/{key}": value for key, value in optimizer.state[p].items()}
+    return found
+
+
+def held(model: nn.Module, optimizer: Any) -> Found:
+    """Whole weights and states by name (collective)."""
+    found = sw.full_state_dict(model)
+    for name, states in sw.optimizer_state_dict(model, optimizer)["state"].items():
+        for key, value in states.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{name}/{key}"] = whole
+    return found
+
+
+def differences(found: Found, wanted: Found) -> list[str]:
+    """What is not equal bit for bit."""
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    return [
+        name
+        for name, value in wanted.items()
+        if value.dtype != found[name].dtype or not torch.equal(value, found[name])
+    ]
+
+
+def trained(
+    mesh: DeviceMesh, way: str, given: str, accumulate: bool = False, grid: Any = None
+) -> tuple[list[str], int]:
+    """What is not that of one process, and how many collectives optimizers' steps had."""
+    model = sharded(mesh if grid is None else MESHES[grid], way)
+    optimizer = sw.AdamW8bit(GIVEN[given](model), lr=0.01, weight_decay=0.1)
+    sent = train(model, optimizer, range(STEPS), accumulate=accumulate)
+    return differences(held(model, optimizer), alone(given, accumulate=accumulate)), sent
+
+
+def on_a_grid(mesh: DeviceMesh, zero: Any, given: str) -> tuple[list[str], int]:
+    """The same on two replicas of two shards."""
+    model = Two()
+    for each in (model.first, model.second):
+        sw.fully_shard_flat(each, MESHES[2, 2], shard_strategy="flat", block_size=256, zero=zero)
+    optimizer = sw.AdamW8bit(GIVEN[given](model), lr=0.01, weight_decay=0.1)
+    sent = train(model, optimizer, range(STEPS))
+    return differences(held(model, optimizer), alone(given)), sent
+
+
+# ---- states that move ----------------------------------------------------------------------------
+
+
+def saved(mesh: DeviceMesh, way: str, given: str, folder: Path) -> None:
+    """Half of the steps, and a checkpoint."""
+    model = sharded(mesh, way)
+    optimizer = sw.AdamW8bit(GIVEN[given](model), lr=0.01, weight_decay=0.1)
+    train(model, optimizer, range(2))
+    sw.save_checkpoint(folder, model, optimizer, step=2)
+
+
+def resumed(mesh: DeviceMesh, way: str, given: str, folder: Path) -> list[str]:
+    """The other half from there, on other ranks."""
+    model = sharded(mesh, way)
+    optimizer = sw.AdamW8bit(GIVEN[given](model), lr=0.5, weight_decay=0.0)
+    sw.load_checkpoint(folder, model, optimizer)
+    train(model, optimizer, range(2, STEPS))
+    return differences(held(model, optimizer), alone())
+
+
+def handed_on(mesh: DeviceMesh, way: str, given: str, fresh: bool) -> list[str]:
+    """By ``optimizer_state_dict`` to another optimizer, which has taken a step or none."""
+    model = sharded(mesh, way)
+    optimizer = sw.AdamW8bit(GIVEN[given](model), lr=0.01, weight_decay=0.1)
+    train(model, optimizer, range(2))
+    state, weights = sw.optimizer_state_dict(model, optimizer), sw.full_state_dict(model)
+    other = sharded(mesh, "flat")
+    second = sw.AdamW8bit(GIVEN["flat tensors"](other), lr=0.7)
+    if not fresh:
+        train(other, second, range(1))
+    other.load_state_dict(weights)
+    sw.load_optimizer_state_dict(other, second, state)
+    train(other, second, range(2, STEPS))
+    return differences(held(other, second), alone())
+
+
+def local_states(mesh: DeviceMesh, given: str) -> list[str]:
+    """By ``optimizer.state_dict()`` of torch, rank by rank."""
+    model = sharded(mesh, "flat")
+    optimizer = sw.AdamW8bit(GIVEN[given](model), lr=0.01, weight_decay=0.1)
+    train(model, optimizer, range(2))
+    second = sw.AdamW8bit(GIVEN[given](model), lr=0.5)
+    second.load_state_dict(optimizer.state_dict())
+    train(model, second, range(2, STEPS))
+    return differences(held(model, second), alone())
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def _refused(mesh: DeviceMesh) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def unit(**options: Any) -> Sum:
+        model = Sum(1)
+        sw.fully_shard_flat(model, mesh, **options)
+        return model
+
+    flat = unit(shard_strategy="flat")
+    yield "cuts anywhere", lambda: sw.AdamW8bit(sw.optimizer_parameters(flat))
+    yield "parameters", lambda: sw.AdamW8bit(flat.parameters())
+    fine = unit(shard_strategy="flat", block_size=256)
+    flats = sw.optimizer_parameters(fine)
+    yield "another block", lambda: sw.AdamW8bit(flats, block_size=512)
+    yield "rows", lambda: unit(block_size=256)
+    yield (
+        "columns",
+        lambda: unit(
+            block_size=256, shard_placement_fn=lambda n, _: Shard(1) if n == "up" else Owned(0)
+        ),
+    )
+    yield "no size", lambda: unit(block_size=0)
+    theirs = nn.Linear(64, 64)
+    fully_shard(theirs, mesh=mesh)
+    yield "FSDP2", lambda: sw.AdamW8bit(theirs.parameters())
+
+
+def refusals(mesh: DeviceMesh) -> dict[str, str]:
+    """What every refusal says."""
+    return {name: said(act) for name, act in _refused(mesh)}
+
+
+def other_states(mesh: DeviceMesh, folder: Path) -> str:
+    """AdamW's checkpoint is not one of 8 bits."""
+    model = sharded(mesh, "flat")
+    optimizer = torch.optim.AdamW(sw.optimizer_parameters(model), lr=0.01)
+    train(model, optimizer, range(1))
+    sw.save_checkpoint(folder, model, optimizer, step=1)
+    model = sharded(mesh, "flat")
+    second = sw.AdamW8bit(sw.optimizer_parameters(model))
+    return said(lambda: sw.load_checkpoint(folder, model, second))
+
+
+def kept_bytes(mesh: DeviceMesh) -> tuple[int, int]:
+    """Bytes of states on this rank, and of its elements in 8 bits, padding included."""
+    model = sharded(mesh, "flat")
+    flats = sw.optimizer_parameters(model)
+    optimizer = sw.AdamW8bit(flats)
+    train(model, optimizer, range(1))
+    states = [t for p in flats for t in optimizer.state[p].values()]
+    codes = [local_of(t).numel() for t in states if t.dtype == torch.uint8]
+    return sum(local_of(t).nbytes for t in states), sum(codes) // 2
