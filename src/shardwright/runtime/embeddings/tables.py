@@ -386,7 +386,10 @@ class ShardedTables(Entrance):
 
     def _update_routed(self, backwards: Sequence[Arrived], number: int) -> None:
         groups, scale = len(self.stores), 1.0 / self.comm.size  # of each rank's own mean loss
-        looked = [wire.unpack(a.rows, a.served, groups) for a in backwards]
+        looked = []
+        for arrived in backwards:
+            looked.append(wire.unpack(arrived.rows, arrived.served, groups))
+            arrived.rows = arrived.rows[:0]
         touched: dict[int, Touched] = {}
         for place, store in enumerate(self.stores):
             rows = wire.joined([each[place] for each in looked])
