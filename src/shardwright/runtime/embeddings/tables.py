@@ -389,7 +389,7 @@ class ShardedTables(Entrance):
         looked = []
         for arrived in backwards:
             looked.append(wire.unpack(arrived.rows, arrived.served, groups))
-            arrived.rows = arrived.rows[:0]
+            arrived.rows = arrived.rows.new_empty(0)
         touched: dict[int, Touched] = {}
         for place, store in enumerate(self.stores):
             rows = wire.joined([each[place] for each in looked])
