@@ -101,51 +101,11 @@ class Looked(NamedTuple):
 
     def spread(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient [N, D] of every row from that of segments [S, D]."""
-        if (segments := self._segments) is not None:
-            gradient = gradient.index_select(0, segments)
-        if self.weights is not None:
-            gradient = gradient * self.weights.unsqueeze(1)
-        return gradient
-
-    def summed(self, given: torch.Tensor) -> torch.Tensor:
-        """What is ``given`` [N, D] for each, added up for equal ones [M, D]."""
-        if not len(self.starts):
-            return given.new_zeros(0, given.shape[1])
-        return functional.embedding_bag(self.order, given, self.starts, mode="sum")
-
-
-class Looked(NamedTuple):
-    """Rows [N] that were looked up. Segment k is ``lengths[k]`` of them, None: one each, and of
-    each the gradient counts ``weights`` times, None: once."""
-
-    rows: torch.Tensor
-    lengths: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-
-    def spread(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient [N, D] of every row from that of segments [S, D]."""
-        return self._spread(gradient, self._segments, slice(None))
-
-    def parts(
-        self, gradient: torch.Tensor, most: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Rows with the gradient of each, ``most`` at a time where these are made."""
-        segments = self._segments
-        if segments is None and self.weights is None:
-            yield self.rows, gradient
-            return
-        for first in range(0, len(self.rows), most):
-            at = slice(first, first + most)
-            yield self.rows[at], self._spread(gradient, segments, at)
-
-    def _spread(
-        self, gradient: torch.Tensor, segments: torch.Tensor | None, at: slice
-    ) -> torch.Tensor:
-        found = gradient[at] if segments is None else gradient.index_select(0, segments[at])
-        if self.weights is None:
-            return found
-        weights = self.weights[at].unsqueeze(1)
-        return found * weights if segments is None else found.mul_(weights)
+        segments, weights = self._segments, self.weights
+        if segments is None:
+            return gradient if weights is None else gradient * weights.unsqueeze(1)
+        found = gradient.index_select(0, segments)
+        return found if weights is None else found.mul_(weights.unsqueeze(1))
 
     def summed(self, gradient: torch.Tensor, limit: int) -> Touched:
         """The rows, all below ``limit``, each once, from the gradient of segments [S, D]."""
