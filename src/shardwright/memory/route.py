@@ -57,12 +57,12 @@ def ask(heap: Ledger, traffic: Traffic) -> None:
                 pass  # the part and the way to its rows
             with heap.passing("communication", 2 * rows):  # and the number of each different one
                 heap.take(f"{traffic.path}.sent.{index}", "communication", group.sent_bytes)
-                heap.take(f"{traffic.path}.starts.{index}", "communication", group.sent_bytes)
+                heap.take(f"{traffic.path}.lengths.{index}", "communication", group.sent_bytes)
                 heap.take(f"{traffic.path}.order.{index}", "communication", 2 * rows)
             continue
         if not group.cut:
             heap.take(f"{traffic.path}.sent.{index}", "communication", rows)
-            heap.take(f"{traffic.path}.lengths.{index}", "communication", lengths)
+            heap.take(f"{traffic.path}.order.{index}", "communication", lengths)
             continue
         order, owners = lengths or rows, group.cut * OWNER
         with heap.passing("communication", rows + 2 * sorting):
@@ -96,8 +96,8 @@ def _send(heap: Ledger, traffic: Traffic, sent: int) -> None:
 
 def _forget_sent(heap: Ledger, traffic: Traffic) -> None:
     for index in range(len(traffic.asked)):
-        for part in ("sent", "lengths", "weights"):
-            heap.free(f"{traffic.path}.{part}.{index}")
+        heap.free(f"{traffic.path}.sent.{index}")
+        heap.free(f"{traffic.path}.weights.{index}")
     heap.free(f"{traffic.path}.sent")
 
 
@@ -309,7 +309,7 @@ def forget_trip(heap: Ledger, traffic: Traffic) -> None:
         heap.free(f"{traffic.path}.replica_rows.{index}")
     for index in range(len(traffic.asked)):
         heap.free(f"{traffic.path}.order.{index}")
-        heap.free(f"{traffic.path}.starts.{index}")
+        heap.free(f"{traffic.path}.lengths.{index}")
     for name in ("shares", "divided"):
         heap.free(f"{traffic.path}.{name}")
 
@@ -410,8 +410,8 @@ def _changing(group: Served) -> int:
 def _summing(group: Served | Replicas, distinct: int, most: int | None = None) -> int:
     """Bytes for a moment where ids are sorted and the gradients of ``distinct`` rows summed, at
     ``most`` so many at a time."""
-    ordered = 2 * group.ids * INDEX_BYTES  # and where each is
-    marking = ordered + group.ids * BOOL + distinct * 2 * INDEX_BYTES
+    sorting = group.ids * (INDEX_BYTES + 2 * SORTED)  # before and after, and where each is
+    marking = group.ids * (INDEX_BYTES + SORTED + BOOL) + distinct * (2 * INDEX_BYTES + SORTED)
     ordering = 0
     if group.jagged:  # the segment of every id, before and after the sort
         ordering = _sorted(group, 0) + group.ids * (INDEX_BYTES + SORTED)
@@ -420,7 +420,7 @@ def _summing(group: Served | Replicas, distinct: int, most: int | None = None) -
     number = SORTED if group.jagged else INDEX_BYTES
     # two numbers of each, and where it begins unless that is known
     bags = part * (group.width * FLOAT + number * (2 + (part < distinct)))
-    return max(marking, ordering, _sorted(group, distinct) + bags)
+    return max(sorting, marking, ordering, _sorted(group, distinct) + bags)
 
 
 def _sorted(group: Served | Replicas, distinct: int) -> int:

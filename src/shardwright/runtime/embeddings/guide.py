@@ -55,12 +55,12 @@ class Request:
         return inverse.scatter_(0, self.slots, numbers)  # several times as fast as an index
 
     def without_rows(self) -> Request:
-        """What is left to do once they are sent; of lengths, that there were some."""
+        """What is left to do once they are sent."""
         return Request(
             self.rows.new_empty(0),
             self.counts,
             self.slots,
-            None if self.lengths is None else self.lengths.new_empty(0),
+            self.lengths,
             self.segments,
             None,
             self.once,

@@ -22,7 +22,6 @@ from shardwright.core.errors import InputError, expected
 EPSILON = 1e-8
 BETAS = (0.9, 0.999)
 _INT32 = 2**31
-_BITS = 63  # of a number that is not negative
 _NARROW = 16  # columns: fewer are added faster row after row
 
 
@@ -44,27 +43,14 @@ class Touched(NamedTuple):
 def in_order(values: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The different ones among ``values`` [N] int64 below ``limit``, ascending; where each value of
     all is once they are sorted, and where in that order a different one starts."""
-    ordered, permutation = _sorted(values, limit)
+    if limit <= _INT32:  # sorted in less than half the time
+        values = values.int()
+    ordered, permutation = torch.sort(values)
+    del values
     first = torch.ones_like(ordered, dtype=torch.bool)
     torch.ne(ordered[1:], ordered[:-1], out=first[1:])
     starts = first.nonzero().squeeze(1)
     return ordered.index_select(0, starts).long(), permutation, starts
-
-
-def _sorted(values: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``values`` [N] int64 below ``limit`` in order, and where each of them is."""
-    places = len(values).bit_length()
-    on_cpu = type(values) is torch.Tensor and values.device.type == "cpu"
-    if on_cpu and limit.bit_length() + places <= _BITS:
-        # a number and its place as one number, which numpy sorts in less time than torch both
-        ordered = values << places
-        ordered += torch.arange(len(values))
-        ordered.numpy().sort()
-        permutation = ordered & ((1 << places) - 1)
-        return ordered.bitwise_right_shift_(places), permutation
-    if limit <= _INT32:  # sorted in less than half the time
-        values = values.int()
-    return torch.sort(values)
 
 
 class Distinct(NamedTuple):
