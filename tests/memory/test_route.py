@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shardwright.core.schedule import UPDATED_AT_ONCE
 from shardwright.memory import route
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.traffic import Asked, Replicas, Served, Traffic
@@ -179,10 +180,15 @@ def test_sgd_of_rows_on_disk_reads_them_and_writes_them_back() -> None:
 def test_adagrad_sorts_ids_and_sums_rows_that_occur_more_than_once() -> None:
     few = _traffic(served=(Served(12, 12, 16, 9, optimizer="rowwise_adagrad"),))
     assert _peak(route.update, few) == 12 * ID + 9 * (4 * ID + 16 * FLOAT)
-    many = _traffic(served=(Served(80, 80, 16, 9, optimizer="rowwise_adagrad"),))
-    assert _peak(route.update, many) == 80 * ID + 9 * (4 * ID + 16 * FLOAT)
     most = _traffic(served=(Served(120, 120, 16, 9, optimizer="rowwise_adagrad"),))
     assert _peak(route.update, most) == 120 * (ID + 2 * route.SORTED)
+
+
+def test_gradients_of_many_rows_are_summed_piece_by_piece() -> None:
+    width = UPDATED_AT_ONCE // (4 * FLOAT)  # of which four are changed at a time
+    served = Served(12, 12, width, 9, optimizer="rowwise_adagrad")
+    once = 4 * (width * FLOAT + 3 * ID)
+    assert _peak(route.update, _traffic(served=(served,))) == 12 * ID + 9 * 2 * ID + once
 
 
 def test_several_groups_are_parted_before_they_are_updated() -> None:
@@ -256,15 +262,19 @@ def test_bags_over_several_ranks_are_summed_where_they_were_asked_for() -> None:
 
 
 def test_sgd_sums_the_rows_of_bags_first() -> None:
-    sort, sums = 2 * 36 * ID, 9 * (4 * ID + 16 * FLOAT)
-    assert _peak(route.update, BAGS) == BAGS.received_bytes + sort + sums
+    """Beside what came in order, which is not needed any more as it came."""
+    sort, sums = 36 * route.SORTED, 9 * (ID + 3 * route.SORTED + 16 * FLOAT)
+    assert _peak(route.update, BAGS, route.exchange_ids) == sort + sums
+    many = msgspec.structs.replace(BAGS, served=(Served(360, 12, 16, 9, jagged=True),))
+    sort = 360 * (ID + 2 * route.SORTED) + 9 * 2 * ID
+    assert _peak(route.update, many, route.exchange_ids) == sort
 
 
 def test_sgd_sums_the_rows_that_carry_weights_first() -> None:
     asked, served = Asked(10, 10, 10, 16, weighted=True), Served(36, 36, 16, 9, weighted=True)
     weighted = _traffic(asked, served=(served,))
     sort, sums = 36 * (ID + 2 * FLOAT), 9 * (4 * ID + 16 * FLOAT)
-    assert _peak(route.update, weighted) == weighted.received_bytes + sort + sums
+    assert _peak(route.update, weighted, route.exchange_ids) == sort + sums
 
 
 def test_ids_that_come_feature_by_feature_are_joined_until_all_is_asked() -> None:

@@ -92,29 +92,96 @@ def test_the_dense_form_agrees_with_the_sparse_one(optimizer: str) -> None:
         torch.testing.assert_close(dense.states[name], state, atol=1e-6, rtol=1e-6)
 
 
+def _looked(form: str, rows: torch.Tensor) -> Looked:
+    """``rows`` one each, in bags of 0 to 3, or weighted, or both."""
+    lengths = torch.arange(len(rows)) % 4
+    lengths = lengths[lengths.cumsum(0) <= len(rows)]
+    lengths[-1] += len(rows) - int(lengths.sum())
+    weights = torch.rand(len(rows), generator=torch.Generator().manual_seed(3))
+    return Looked(
+        rows, lengths if "bags" in form else None, weights if "weighted" in form else None
+    )
+
+
+FORMS = ["one each", "bags", "weighted", "weighted bags"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("optimizer", RULES)
+def test_an_update_piece_by_piece_is_that_of_all_rows_at_once(
+    optimizer: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, numbers, _ = _case(40, 90, 4)
+    looked = _looked(form, numbers)
+    segments = 90 if looked.lengths is None else len(looked.lengths)
+    gradient = torch.randn(segments, 4, generator=torch.Generator().manual_seed(4))
+    whole, pieces = _store(optimizer, weight), _store(optimizer, weight)
+    for number in (1, 2):
+        with monkeypatch.context() as patched:
+            patched.setattr("shardwright.runtime.embeddings.store.rows_at_once", lambda _: 7)
+            pieces.update(looked, gradient.clone(), RATE, number)
+        whole.update(looked, gradient.clone(), RATE, number)
+    torch.testing.assert_close(pieces.weight, whole.weight, atol=1e-7, rtol=0)
+    for name, state in whole.states.items():
+        torch.testing.assert_close(pieces.states[name], state, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sgd_adds_every_gradient_once_whatever_the_number_of_threads(form: str) -> None:
+    weight, numbers, _ = _case(40, 9000, 16)
+    looked = _looked(form, numbers)
+    segments = 9000 if looked.lengths is None else len(looked.lengths)
+    gradient = torch.randn(segments, 16, generator=torch.Generator().manual_seed(4))
+    dense = _summed(weight, numbers, looked.spread(gradient))
+    before = torch.get_num_threads()
+    for threads in (1, 4):
+        store = _store("sgd", weight)
+        torch.set_num_threads(threads)
+        try:
+            store.update(looked, gradient.clone(), 0.01, 1)
+        finally:
+            torch.set_num_threads(before)
+        expected = weight.double() - 0.01 * dense
+        torch.testing.assert_close(store.weight.double(), expected, atol=1e-5, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", RULES)
 @pytest.mark.parametrize("repeats", [1, 30])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("width", [16, 1024])  # of which few are changed at a time
 def test_an_update_takes_the_memory_that_is_planned(
-    optimizer: str, dtype: str, repeats: int
+    optimizer: str, dtype: str, repeats: int, form: str, width: int
 ) -> None:
-    weight, distinct = torch.randn(900, 16), 300
+    weight, distinct = torch.randn(900, width), 300
     store, ids = _store(optimizer, weight, dtype), torch.arange(distinct).repeat(repeats)
-    gradient = torch.randn(len(ids), 16)
+    looked = _looked(form, ids)
+    segments = len(ids) if looked.lengths is None else len(looked.lengths)
+    gradient = torch.randn(segments, width)
     tracker = MemoryTracker()
     with tracker:
-        for tensor in (weight, ids, gradient, store.weight, *store.states.values()):
+        given = [part for part in (*looked, gradient) if part is not None]
+        for tensor in (weight, *given, store.weight, *store.states.values()):
             tracker.adopt(tensor, "weight")
         before = tracker.total
         with tracker.during("step"):
-            store.update(Looked(ids), gradient, RATE, 1)
-    element = store.weight.element_size()
-    served = Served(len(ids), len(ids), 16, distinct, optimizer=optimizer, element=element)
+            store.update(looked, gradient, RATE, 1)
+    served = Served(
+        len(ids),
+        segments,
+        width,
+        distinct,
+        jagged="bags" in form,
+        weighted="weighted" in form,
+        optimizer=optimizer,
+        element=store.weight.element_size(),
+    )
     heap = Ledger()
     with heap.during("step"):
         route.update(heap, Traffic("tables", (), (served,)))
     planned = sum(heap.peaks["step"].values())
-    assert planned == pytest.approx(sum(tracker.peaks["step"].values()) - before, rel=0.05)
+    planned -= len(ids) * 4 * served.weighted  # the weights themselves, which are given here
+    assert planned == pytest.approx(sum(tracker.peaks["step"].values()) - before, rel=0.03)
 
 
 def test_a_segment_is_the_weighted_sum_of_its_rows_and_gives_them_its_gradient() -> None:

@@ -56,6 +56,12 @@ def replicas_ride(routed: bool, world_size: int, replica_bytes: int) -> bool:
 
 
 BAGS_OF_ONE = 4096  # so many rows are read faster as bags, which a CPU fetches ahead
+UPDATED_AT_ONCE = 2**19  # bytes of gradients, which stay in a core's cache until rows have them
+
+
+def rows_at_once(width: int) -> int:
+    """How many rows of fp32 an update makes gradients for at a time."""
+    return max(UPDATED_AT_ONCE // (4 * width), 1)
 
 
 class Modes(msgspec.Struct, frozen=True):

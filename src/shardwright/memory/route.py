@@ -11,7 +11,7 @@ import msgspec
 
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.optimizers import BY_ROW
-from shardwright.core.schedule import BAGS_OF_ONE
+from shardwright.core.schedule import BAGS_OF_ONE, rows_at_once
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.traffic import FLOAT, Replicas, Served, Traffic
 
@@ -21,7 +21,7 @@ SORTED = 4  # of a row number that is sorted, up to 2^31 rows
 # While a row is updated, its states and what is made of them: of an element and of a row.
 BESIDE = {
     "sgd": (0, 0),
-    "rowwise_adagrad": (0, 4),
+    "rowwise_adagrad": (0, 3),
     "adagrad": (2, 0),
     "adam": (4, 0),
     "partial_rowwise_adam": (2, 3),
@@ -296,11 +296,12 @@ def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
 
 
 def _spreading(group: Replicas) -> int:
-    """Bytes for a moment where every id gets its bag's gradient: the bag's number, made in two
-    steps, and then the gradient; its weight times that."""
+    """Bytes for a moment where every id gets its bag's gradient: the bag's number, and then the
+    gradient, times its weight."""
     one = group.width * FLOAT
-    spread = INDEX_BYTES + max(INDEX_BYTES, one) if group.jagged else 0
-    return group.ids * max(spread, (1 + group.jagged) * one if group.weighted else 0)
+    if group.jagged:
+        return group.ids * (SORTED + one)
+    return group.ids * one if group.weighted else 0
 
 
 def forget_trip(heap: Ledger, traffic: Traffic) -> None:
@@ -317,6 +318,10 @@ def forget_trip(heap: Ledger, traffic: Traffic) -> None:
 def update(heap: Ledger, traffic: Traffic) -> None:
     """Owners update their rows; everything of the exchange is gone afterwards."""
     regrouped = traffic.received_bytes if traffic.is_joined else 0
+    with heap.passing("temporary", regrouped):
+        pass
+    if regrouped:
+        heap.free(f"{traffic.path}.rows")
     cut = [group for group in traffic.served if group.is_cut]
     kept = regrouped  # with the different rows of those before that are cut, and their gradients
     for group in traffic.served:
@@ -361,25 +366,39 @@ def _add_up(heap: Ledger, cut: list[Served], kept: int) -> int:
 
 
 def _updating(group: Served) -> int:
-    """Bytes for a moment: ids sorted, each distinct row with the sum of its gradients, its states
-    and what the optimizer makes of these, or its weight where that is not changed in its place."""
+    """Bytes for a moment: ids sorted, and piece by piece each distinct row with the sum of its
+    gradients, its states and what the optimizer makes of these, or its weight where that is not
+    changed in its place."""
     in_place = group.element == FLOAT and not group.on_disk
-    if group.optimizer == "sgd" and in_place and not (group.jagged or group.weighted):
+    plain = not (group.jagged or group.weighted)
+    if group.optimizer == "sgd" and in_place and plain:
         return 0
-    summing = _summed(group)
+    if group.on_disk:
+        return max(_summed(group), _stepping(group))
+    most = rows_at_once(group.width)
     if group.optimizer == "sgd" and in_place:
-        return summing
-    return max(summing, _stepping(group))
+        return _summed(group, most)
+    changed = _sorted(group, group.distinct) + min(group.distinct, most) * _changing(group)
+    return max(_summed(group, most), changed + _weights(group))
 
 
-def _summed(group: Served) -> int:
+def _summed(group: Served, most: int | None = None) -> int:
     """Bytes for a moment where the gradients of each row are summed, weighted if it is."""
-    weights = 2 * group.ids * FLOAT if group.weighted else 0  # as they came and in order
-    return _summing(group, group.distinct) + weights
+    return _summing(group, group.distinct, most) + _weights(group)
+
+
+def _weights(group: Served) -> int:
+    """Bytes of the weights of ids as they came."""
+    return group.ids * FLOAT if group.weighted else 0
 
 
 def _stepping(group: Served) -> int:
     """Bytes of the different rows of an update, and what an optimizer makes of them."""
+    return group.distinct * (INDEX_BYTES + _changing(group))
+
+
+def _changing(group: Served) -> int:
+    """Bytes of the gradient of one row, and what an optimizer makes of it."""
     in_place = group.element == FLOAT and not group.on_disk
     elements, numbers = BESIDE[group.optimizer]
     beside = numbers * FLOAT + group.width * (1 + elements) * FLOAT
@@ -388,17 +407,28 @@ def _stepping(group: Served) -> int:
         kept = elements if numbers else max(elements - 1, 0)
         left = min(numbers, KEPT_BY_ROW) * FLOAT
         beside = max(beside, left + group.width * ((1 + kept) * FLOAT + weight))
-    return group.distinct * (INDEX_BYTES + beside)
+    return beside
 
 
-def _summing(group: Served | Replicas, distinct: int) -> int:
-    """Bytes for a moment where ids are sorted and the gradients of ``distinct`` rows summed."""
+def _summing(group: Served | Replicas, distinct: int, most: int | None = None) -> int:
+    """Bytes for a moment where ids are sorted and the gradients of ``distinct`` rows summed, at
+    ``most`` so many at a time."""
     sorting = group.ids * (INDEX_BYTES + 2 * SORTED)  # before and after, and where each is
     marking = group.ids * (INDEX_BYTES + SORTED + BOOL) + distinct * (2 * INDEX_BYTES + SORTED)
-    summing = group.ids * INDEX_BYTES + distinct * 2 * INDEX_BYTES
     ordering = 0
     if group.jagged:  # the segment of every id, before and after the sort
-        ordering = summing + 2 * group.ids * INDEX_BYTES
-        summing += group.ids * INDEX_BYTES
-    bags = distinct * (group.width * FLOAT + 2 * INDEX_BYTES)  # and two numbers of each
-    return max(sorting, marking, ordering, summing + bags)
+        ordering = _sorted(group, 0) + group.ids * (INDEX_BYTES + SORTED)
+        ordering += distinct * 2 * INDEX_BYTES
+    part = min(distinct, most or distinct)
+    number = SORTED if group.jagged else INDEX_BYTES
+    # two numbers of each, and where it begins unless that is known
+    bags = part * (group.width * FLOAT + number * (2 + (part < distinct)))
+    return max(sorting, marking, ordering, _sorted(group, distinct) + bags)
+
+
+def _sorted(group: Served | Replicas, distinct: int) -> int:
+    """Bytes of ids in order: what is to be added up for each, its weight, and where ``distinct``
+    ones begin."""
+    number = SORTED if group.jagged else INDEX_BYTES
+    weight = FLOAT if group.weighted else 0
+    return group.ids * (number + weight) + distinct * (INDEX_BYTES + number)

@@ -160,7 +160,7 @@ class Guide:
             order = torch.cat([t for pair in zip(positions, moved, strict=True) for t in pair])
             asked = [a + b for a, b in zip(whole, asked, strict=True)]
         rows = ids.view(-1).index_select(0, order)
-        weights = None if weights is None else weights[order]
+        weights = None if weights is None else weights.index_select(0, order)
         if lengths is None:
             return Request(rows, asked, order, None, asked, weights)
         slots, lengths, segments = _segments(lengths, order, asked)
@@ -259,8 +259,8 @@ def _segments(
     """The result of every segment, its ids, and how many go to each rank, of bags with ``lengths``
     whose ids travel in ``order``, ``asked`` of them to each rank."""
     device = lengths.device
-    slots = torch.arange(len(lengths), device=device).repeat_interleave(lengths)[order]
-    owner = torch.arange(len(asked), device=device).repeat_interleave(integers(asked, device))
+    slots = torch.repeat_interleave(lengths).index_select(0, order)
+    owner = torch.repeat_interleave(integers(asked, device))
     key = slots.add_(owner.mul_(len(lengths)))
     key, found = torch.unique_consecutive(key, return_counts=True)
     owner = key // max(len(lengths), 1)

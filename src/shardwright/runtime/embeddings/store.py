@@ -8,9 +8,10 @@ import torch
 from torch.nn import functional
 
 from shardwright.core.optimizers import BY_ROW
-from shardwright.core.schedule import BAGS_OF_ONE
+from shardwright.core.schedule import BAGS_OF_ONE, rows_at_once
 from shardwright.core.timeline import Kind
 from shardwright.runtime.embeddings import update
+from shardwright.runtime.embeddings.pages import use_large_pages
 from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.update import Looked, Touched
 from shardwright.runtime.probe import Probe
@@ -66,10 +67,14 @@ class Store:
         self, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> dict[str, torch.Tensor]:
         """The weight and the states, which are 0."""
-        return {
-            name: torch.zeros(shape, dtype=dtype, device=self.device)
+        found = {
+            name: torch.empty(shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in like.items()
         }
+        for tensor in found.values():
+            use_large_pages(tensor)
+            tensor.zero_()
+        return found
 
     def _fill(self, initial: InitialBlock) -> None:
         """Weights start from ``initial``."""
@@ -129,14 +134,16 @@ class Store:
 
     def update(self, looked: Looked, gradient: torch.Tensor, rate: float, number: int) -> None:
         """Apply the summed-over-ranks ``gradient`` [S, width] of segments."""
-        if self.optimizer == "sgd" and self.weight.dtype == torch.float32:
-            rows, lengths, weights = looked
-            if lengths is not None or weights is not None:
-                rows, gradient = looked.summed(gradient, len(self.weight))
-            update.sgd(self.weight, rows, gradient, rate)
+        in_place = self.optimizer == "sgd" and self.weight.dtype == torch.float32
+        if in_place and looked.lengths is None and looked.weights is None:
+            update.add_rows(self.weight, looked.rows, gradient.mul_(-rate))
             return
-        touched = looked.summed(gradient, len(self.weight))
-        self.step(touched, self.squares(touched) if self.dim else None, rate, number)
+        for touched in looked.sums(gradient, len(self.weight), rows_at_once(self.width)):
+            if in_place:
+                update.add_rows(self.weight, touched.rows, touched.gradient.mul_(-rate))
+            else:
+                self.step(touched, self.squares(touched) if self.dim else None, rate, number)
+            del touched  # before the next are made
 
     def squares(self, touched: Touched) -> torch.Tensor:
         """The share of this store's columns in the mean of the squared gradient [M]."""
@@ -155,8 +162,7 @@ class Store:
         for state, changed in zip(self.states.values(), states, strict=True):
             state.index_copy_(0, rows, changed)
         if self.weight.dtype == torch.float32:
-            index = rows.unsqueeze(1).expand_as(change)
-            self.weight.scatter_add_(0, index, change)
+            update.add_rows(self.weight, rows, change)
         else:
             weight = self.weight.index_select(0, rows).float().add_(change)
             self.weight.index_copy_(0, rows, weight.to(self.weight.dtype))

@@ -250,10 +250,10 @@ class ShardedTables(Entrance):
         lookup.started = True
         probe, trip = self.comm.probe, lookup.trip
         if lookup.sent is not None:
+            sent, lookup.sent = lookup.sent, None
             with probe.phase("exchange_ids"):
-                sent, lookup.sent = lookup.sent, None
                 trip.counts, trip.served, trip.rows = sent.finish()
-                del sent
+            del sent
             probe.did(Action("exchange", "ids", "exchange_ids"))
         with probe.phase("lookup"):
             rows = self._serve(trip) if self.stores else None
@@ -343,7 +343,7 @@ class ShardedTables(Entrance):
             gradient = [rows if share is None else rows * share for rows, share in pairs]
         probe = self.comm.probe
         guard = self.guard or Guard(self.comm)
-        arrived = Arrived(trip.rows, trip.served, None, None)
+        arrived = Arrived.of(trip)
         with probe.phase("reduce"):
             if trip.replicas:
                 arrived.learnt = self._learnt(gradient, trip, guard)
@@ -390,15 +390,13 @@ class ShardedTables(Entrance):
 
     def _update_routed(self, backwards: Sequence[Arrived], number: int) -> None:
         groups, scale = len(self.stores), 1.0 / self.comm.size  # of each rank's own mean loss
-        looked = [wire.unpack(a.rows, a.served, groups) for a in backwards]
+        looked = [each.parted(groups) for each in backwards]
         touched: dict[int, Touched] = {}
         for place, store in enumerate(self.stores):
             rows = wire.joined([each[place] for each in looked])
             gradient = cat([a.gradients[place].view(-1, store.width) for a in backwards]).float()
-            rate = self.learning_rate
-            if store.optimizer == "sgd":
-                rate *= scale
-            elif scale < 1:
+            rate = self.learning_rate * (scale if store.optimizer == "sgd" else 1.0)
+            if store.optimizer != "sgd" and scale < 1:
                 gradient.mul_(scale)
             if place in self.strips.groups:
                 touched[place] = rows.summed(gradient, len(store.weight))
@@ -473,9 +471,10 @@ class ShardedTables(Entrance):
     ) -> Travelling:
         """All-to-all of values that lie by rank, ``out`` and ``into`` [rank][section] of them; one
         rank gets what it sent, where it lies."""
-        received = sent if self.comm.size == 1 else sent.new_empty(sum(map(sum, into)))
         sizes = ([*map(sum, into)], [*map(sum, out)])
-        return Travelling(received, self.comm.all_to_all(label, received, sent, *sizes, wait=False))
+        received = sent if self.comm.size == 1 else sent.new_empty(sum(sizes[0]))
+        pending = self.comm.all_to_all(label, received, sent, *sizes, wait=False)
+        return Travelling(received, sent, pending)
 
 
 class _Lookup(torch.autograd.Function):

@@ -18,6 +18,7 @@ from shardwright.runtime.embeddings.asking import Sent
 from shardwright.runtime.embeddings.bags import Pool, versions_of
 from shardwright.runtime.embeddings.guide import Request
 from shardwright.runtime.embeddings.replicas import Learnt
+from shardwright.runtime.embeddings.update import Looked
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.pending import Pending
 
@@ -37,9 +38,11 @@ class Trip:
 
 @dataclass(slots=True)
 class Travelling:
-    """Values that an exchange brings, there after ``arrive``."""
+    """Values that an exchange brings, there after ``arrive``, when those ``sent`` have no memory
+    any more: gloo's thread drops its hold on them only some time after."""
 
     values: torch.Tensor
+    sent: torch.Tensor
     pending: Pending | None
 
     def arrive(self) -> torch.Tensor:
@@ -47,6 +50,8 @@ class Travelling:
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
+            if self.sent is not self.values:
+                self.sent.untyped_storage().resize_(0)
         return self.values
 
 
@@ -110,6 +115,17 @@ class Arrived:
     returning: Returning | None
     learnt: Learnt | None  # of replicas
     gradients: Sequence[torch.Tensor] = ()  # by group, flat, once nothing is returning
+
+    @staticmethod
+    def of(trip: Trip) -> Arrived:
+        """That of a ``trip``, which keeps nothing of what was served."""
+        rows, trip.rows = trip.rows, trip.rows.new_empty(0)
+        return Arrived(rows, trip.served, None, None)
+
+    def parted(self, groups: int) -> list[Looked]:
+        """What was served of each group; it is not kept as it came."""
+        rows, self.rows = self.rows, self.rows.new_empty(0)
+        return wire.unpack(rows, self.served, groups)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

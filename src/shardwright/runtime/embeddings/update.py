@@ -9,7 +9,8 @@ where the others keep one an element. Denominators are sqrt(state) + epsilon.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,13 +22,15 @@ from shardwright.core.errors import InputError, expected
 EPSILON = 1e-8
 BETAS = (0.9, 0.999)
 _INT32 = 2**31
+_NARROW = 16  # columns: fewer are added faster row after row
 
 
-def sgd(weight: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
-    """``weight[rows] -= rate * gradient``; weight [R, D], rows [N] int64, gradient [N, D]."""
-    gradient.mul_(-rate)
-    # scatter_add_ is an order of magnitude faster than index_add_ on CPU
-    weight.scatter_add_(0, rows.unsqueeze(1).expand_as(gradient), gradient)
+def add_rows(weight: torch.Tensor, rows: torch.Tensor, change: torch.Tensor) -> None:
+    """``weight[rows] += change``; weight [R, D], rows [N] int64 that may repeat, change [N, D]."""
+    if weight.device.type == "cpu" and weight.shape[1] < _NARROW:
+        weight.index_put_((rows,), change, accumulate=True)
+    else:  # an order of magnitude faster than index_add_ on CPU
+        weight.scatter_add_(0, rows.unsqueeze(1).expand_as(change), change)
 
 
 class Touched(NamedTuple):
@@ -84,27 +87,43 @@ class Looked(NamedTuple):
 
     def spread(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient [N, D] of every row from that of segments [S, D]."""
-        if self.lengths is not None:
-            gradient = gradient.index_select(0, self._segment(self.lengths))
-        if self.weights is not None:
-            gradient = gradient * self.weights.unsqueeze(1)
-        return gradient
+        segments, weights = self._segments, self.weights
+        if segments is None:
+            return gradient if weights is None else gradient * weights.unsqueeze(1)
+        found = gradient.index_select(0, segments)
+        return found if weights is None else found.mul_(weights.unsqueeze(1))
 
     def summed(self, gradient: torch.Tensor, limit: int) -> Touched:
         """The rows, all below ``limit``, each once, from the gradient of segments [S, D]."""
-        distinct, permutation, starts = in_order(self.rows, limit)
-        source, weights = permutation, self.weights
-        if self.lengths is not None:
-            source = self._segment(self.lengths).index_select(0, permutation)
-        if weights is not None:
-            weights = weights.index_select(0, permutation)
-        summed = functional.embedding_bag(
-            source, gradient, starts, mode="sum", per_sample_weights=weights
-        )
-        return Touched(distinct, summed)
+        none = Touched(self.rows[:0], gradient[:0])
+        return next(self.sums(gradient, limit, max(len(self.rows), 1)), none)
 
-    def _segment(self, lengths: torch.Tensor) -> torch.Tensor:
-        return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    def sums(self, gradient: torch.Tensor, limit: int, most: int) -> Iterator[Touched]:
+        """The same, ``most`` rows at a time."""
+        distinct, source, starts = in_order(self.rows, limit)
+        weights = None if self.weights is None else self.weights.index_select(0, source)
+        if (segments := self._segments) is not None:
+            source = segments.index_select(0, source)
+            starts = starts.int()
+        del segments
+        ends = [*starts[::most].tolist(), len(source)]
+        for first, (begin, end) in zip(
+            range(0, len(distinct), most), itertools.pairwise(ends), strict=True
+        ):
+            at = slice(first, first + most)
+            beside = None if weights is None else weights[begin:end]
+            bags = starts[at] - begin if begin else starts[at]
+            yield Touched(
+                distinct[at],
+                functional.embedding_bag(
+                    source[begin:end], gradient, bags, mode="sum", per_sample_weights=beside
+                ),
+            )
+
+    @property
+    def _segments(self) -> torch.Tensor | None:
+        """Of every row the segment that it is in; None: that of its number."""
+        return None if self.lengths is None else torch.repeat_interleave(self.lengths.int())
 
 
 # Takes states, gradient [M, D], the mean of its squares [M] where it is by row, the learning rate
@@ -151,7 +170,8 @@ def _adagrad(
         running.addcmul_(gradient, gradient)
         return gradient.div_(running.sqrt().add_(EPSILON)).mul_(-rate)
     running.add_(squares)
-    return gradient.mul_((-rate / (running.sqrt() + EPSILON)).unsqueeze(1))
+    scale = running.sqrt().add_(EPSILON).reciprocal_().mul_(-rate)
+    return gradient.mul_(scale.unsqueeze(1))
 
 
 def _adam(
