@@ -244,8 +244,8 @@ def guide(mesh: DeviceMesh) -> tuple[int, float, list[float], list[int]]:
         # What has a plan or tables is tested where these are.
         if re.search(r"\bplan\b|start_sparse_data_dist", code):
             continue
-        names["model"] = build()
-        if "sw.Buckets(" not in code:
+        names["model"] = build().float() if "8bit" in code else build()  # which takes no fp64
+        if not re.search(r"sw\.(Buckets|fully_shard_flat)\(", code):
             shard(names["model"], mesh, "flat")
         names["first_half"] = names["second_half"] = names["batch"]
         exec(code, names)

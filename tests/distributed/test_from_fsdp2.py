@@ -52,7 +52,7 @@ def test_refusals_say_what_is_written_under_them(pool: Pool, fence: tasks.Fence)
 
 def test_the_snippets_of_the_guide_run(pool: Pool) -> None:
     for count, off, decays, (head, others) in pool.run(4, tasks.guide):
-        assert count == 8
+        assert count == 9
         assert off < TOLERANCE
         assert sorted(decays) == [0.0, 0.1]
         assert 66 <= head < 66 + 4 * 32  # with padding
