@@ -91,6 +91,21 @@ def test_embeddings_made_in_half_precision_are_tables_of_it(
     _check(made, results, 2 * MOST_APART)  # rows that ids share are summed: how many is chance
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_of_rows_that_travel_once_take_bytes_as_planned(
+    pool: Pool, world_size: int
+) -> None:
+    train = {"table_optimizer": "rowwise_adagrad"}
+    planner = {"tables": dict.fromkeys(TABLES[:2], "row_wise"), "dedup": True}
+    sections = {"planner": planner, "train": train, "batch": {"size": 256}}
+    job = tasks.job_of(world_size, "halved", **sections)
+    made = plan(job)
+    assert all(table.dedup for table in made.tables)
+    results = pool.run(world_size, tasks.bytes_measured, job=job, made=made)
+    _check(made, [({}, events) for events in results])
+
+
 def _check(made: Plan, results: list[Any], most: float = MOST_APART) -> None:
     predicted = decode(made.timeline)
     wanted = {key: size for key, size in exact_bytes(predicted).items() if size}

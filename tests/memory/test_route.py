@@ -90,7 +90,7 @@ def test_each_row_travels_once_both_ways() -> None:
     alone = _traffic(served=(Served(0, 0, 16, 0),)).asked[0]
     sums = msgspec.structs.replace(alone, rows=6, dedup=True)
     wide = _traffic(sums, served=(Served(0, 0, 16, 0),))
-    assert _peak(route.return_gradients, wide) == (10 + 6) * 16 * FLOAT
+    assert _peak(route.return_gradients, wide) == (10 + 6) * 16 * FLOAT + 2 * 6 * ID
 
 
 def test_results_that_are_all_a_module_asks_for_need_no_copy() -> None:

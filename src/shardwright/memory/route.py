@@ -231,6 +231,8 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
         whole, size = (n * group.width * FLOAT for n in (group.bags, group.rows))
         rounded = group.rows * group.width * traffic.backward_size
         beside = whole if group.cut or group.dedup else 0
+        if group.dedup:  # and two numbers of each row that is summed
+            beside += group.rows * 2 * INDEX_BYTES
         if rounded < size:
             beside = max(beside, rounded)
         with heap.passing("communication", sent + size + beside):
