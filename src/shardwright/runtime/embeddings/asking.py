@@ -34,6 +34,8 @@ class Asking:
             sent, counts = torch.zeros(0, dtype=torch.int64, device=self.device), []
         else:
             sent, counts = wire.pack(asked, self.comm.size)
+            if any(sent is each.lengths for each in asked):  # alone, which the backward needs
+                sent = sent.clone()
             asked[:] = [each.without_rows() for each in asked]
         way = (_SentAlong if self.steady else _SentAfter)(self, sent, counts, error)
         del sent
@@ -56,7 +58,8 @@ class Sent:
     """Ids on their way, or the ``error`` in them. ``finish`` gives counts sent to each rank,
     received from each, and what came with these.
 
-    It raises the error, or PeerError where another rank has one.
+    It raises the error, or PeerError where another rank has one. What was sent has no memory once
+    it is there: gloo's thread drops its hold on it only some time after.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Sent:
         self.asking, self.counts, self.error = asking, counts, error
         self._sent: torch.Tensor | None = sent
         self._pending: Pending | None = None
+        self._message: torch.Tensor | None = None  # which is under way
 
     def send(self) -> None:
         """Let it be on its way."""
@@ -87,6 +91,7 @@ class Sent:
         received = values.new_empty(len(values) if into is None else sum(into))
         comm = self.asking.comm
         self._pending = comm.all_to_all(label, received, values, into, out, wait=False)
+        self._message = values
         return received
 
     def _wait(self) -> None:
@@ -94,6 +99,9 @@ class Sent:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        if self._message is not None:
+            self._message.untyped_storage().resize_(0)
+            self._message = None
 
     def _raise(self) -> None:
         if self.error is not None:
