@@ -184,7 +184,7 @@ def test_a_checkpointed_unit_says_what_that_saves(call: Any, tmp_path: Path) -> 
         'batch = { size = 2, sequence = 8 }\nmemory = { checkpointing = "full" }\n'
     )
     assert "layers.0-2" in call("plan", job, "-o", made).out
-    out = call("explain", made, "--unit", "layers.1").out
+    out = " ".join(call("explain", made, "--unit", "layers.1").out.split())
     assert "bytes that checkpointing full saves, beside none = " in out
     assert "seconds that checkpointing full costs, beside none = " in out
     facts = call("explain", made).out
