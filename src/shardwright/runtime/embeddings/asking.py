@@ -10,7 +10,6 @@ from shardwright.core.errors import PeerError, ShardwrightError
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import wire
 from shardwright.runtime.embeddings.guide import Guide, Request
-from shardwright.runtime.pending import Pending
 
 _WORDS = 512  # bytes of what a rank says
 
@@ -58,8 +57,7 @@ class Sent:
     """Ids on their way, or the ``error`` in them. ``finish`` gives counts sent to each rank,
     received from each, and what came with these.
 
-    It raises the error, or PeerError where another rank has one. What was sent has no memory once
-    it is there: gloo's thread drops its hold on it only some time after.
+    It raises the error, or PeerError where another rank has one.
     """
 
     def __init__(
@@ -71,8 +69,7 @@ class Sent:
     ) -> None:
         self.asking, self.counts, self.error = asking, counts, error
         self._sent: torch.Tensor | None = sent
-        self._pending: Pending | None = None
-        self._message: torch.Tensor | None = None  # which is under way
+        self._travelling: wire.Travelling | None = None
 
     def send(self) -> None:
         """Let it be on its way."""
@@ -90,18 +87,15 @@ class Sent:
     ) -> torch.Tensor:
         received = values.new_empty(len(values) if into is None else sum(into))
         comm = self.asking.comm
-        self._pending = comm.all_to_all(label, received, values, into, out, wait=False)
-        self._message = values
+        pending = comm.all_to_all(label, received, values, into, out, wait=False)
+        self._travelling = wire.Travelling(received, values, pending)
         return received
 
     def _wait(self) -> None:
         """The message is there; the error is raised once every rank has heard of it."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-        if self._message is not None:
-            self._message.untyped_storage().resize_(0)
-            self._message = None
+        if self._travelling is not None:
+            self._travelling.arrive()
+            self._travelling = None
 
     def _raise(self) -> None:
         if self.error is not None:

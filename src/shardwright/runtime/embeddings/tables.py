@@ -47,7 +47,6 @@ from shardwright.runtime.embeddings.trip import (
     Arrived,
     Lookup,
     Returning,
-    Travelling,
     Trip,
     Waiting,
     follow_steps,
@@ -468,13 +467,13 @@ class ShardedTables(Entrance):
 
     def _exchange(
         self, label: str, sent: torch.Tensor, out: wire.Counts, into: wire.Counts
-    ) -> Travelling:
+    ) -> wire.Travelling:
         """All-to-all of values that lie by rank, ``out`` and ``into`` [rank][section] of them; one
         rank gets what it sent, where it lies."""
         sizes = ([*map(sum, into)], [*map(sum, out)])
         received = sent if self.comm.size == 1 else sent.new_empty(sum(sizes[0]))
         pending = self.comm.all_to_all(label, received, sent, *sizes, wait=False)
-        return Travelling(received, sent, pending)
+        return wire.Travelling(received, sent, pending)
 
 
 class _Lookup(torch.autograd.Function):

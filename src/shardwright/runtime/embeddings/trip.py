@@ -20,7 +20,6 @@ from shardwright.runtime.embeddings.guide import Request
 from shardwright.runtime.embeddings.replicas import Learnt
 from shardwright.runtime.embeddings.update import Looked
 from shardwright.runtime.guard import Guard
-from shardwright.runtime.pending import Pending
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -36,25 +35,6 @@ class Trip:
     adds: bool  # whether units had gradients then, of a backward that no step came after
 
 
-@dataclass(slots=True)
-class Travelling:
-    """Values that an exchange brings, there after ``arrive``, when those ``sent`` have no memory
-    any more: gloo's thread drops its hold on them only some time after."""
-
-    values: torch.Tensor
-    sent: torch.Tensor
-    pending: Pending | None
-
-    def arrive(self) -> torch.Tensor:
-        """Wait for them; once."""
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
-            if self.sent is not self.values:
-                self.sent.untyped_storage().resize_(0)
-        return self.values
-
-
 @dataclass(slots=True, eq=False)
 class Lookup:
     """What was ``given`` is asked for, and once it has ``started`` on its way here."""
@@ -67,7 +47,7 @@ class Lookup:
     sent: Sent | None
     versions: tuple[int, ...] = ()
     started: bool = False
-    back: Travelling | None = None
+    back: wire.Travelling | None = None
     found: Sequence[torch.Tensor] = ()  # rows of replicas
 
     def is_for(self, given: Any) -> bool:
@@ -91,8 +71,8 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(getattr(value, field.name))
     elif isinstance(value, Sent):
         yield from _tensors_in(list(vars(value).values()))
-    elif isinstance(value, Pending):
-        yield from value.tensors
+    elif isinstance(value, wire.Travelling):
+        yield from value.under_way
 
 
 @dataclass(slots=True)
@@ -100,7 +80,7 @@ class Returning:
     """Gradients of rows on their way to the owners, ``into`` [rank][section] of them; ``dense`` is
     what rides. ``guard`` has seen this rank's own, where none is over the step."""
 
-    came: Travelling
+    came: wire.Travelling
     into: wire.Counts
     dense: torch.Tensor | None
     guard: Guard | None

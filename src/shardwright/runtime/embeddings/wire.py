@@ -10,13 +10,39 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from shardwright.runtime.embeddings.guide import Request
 from shardwright.runtime.embeddings.update import Looked
+from shardwright.runtime.pending import Pending
 
 Counts = list[list[int]]  # [rank][section]
+
+
+@dataclass(slots=True)
+class Travelling:
+    """Values that an exchange brings, there after ``arrive``, when those ``sent`` have no memory
+    any more: gloo's thread drops its hold on them only some time after."""
+
+    values: torch.Tensor
+    sent: torch.Tensor
+    pending: Pending | None
+
+    def arrive(self) -> torch.Tensor:
+        """Wait for them; once."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+            if self.sent is not self.values:
+                self.sent.untyped_storage().resize_(0)
+        return self.values
+
+    @property
+    def under_way(self) -> list[torch.Tensor]:
+        """What has memory meanwhile."""
+        return [self.values, self.sent, *(self.pending.tensors if self.pending else ())]
 
 
 def pack(asked: Sequence[Request], ranks: int) -> tuple[torch.Tensor, Counts]:
