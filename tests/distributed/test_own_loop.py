@@ -10,6 +10,7 @@ from pool import Pool
 
 import shardwright as sw
 from shardwright.cli.main import main
+from shardwright.report.table import comparison_summary, text_of
 
 
 @pytest.mark.slow_after(1)
@@ -33,7 +34,8 @@ def test_what_it_measured_is_a_run_s_folder(
     sw.write_plan(plan, tmp_path / "plan.json")
     sw.write_measurement(measured, tmp_path / "measured.json")
     assert main(["compare", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{sw.compare(plan, measured)}\n"
+    summary = comparison_summary(sw.compare(plan, measured), plan)
+    assert capsys.readouterr().out == text_of(summary, color=False)
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
 
 
