@@ -6,8 +6,10 @@ import contextlib
 import copy
 import io
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from gradient_tasks import Net, inputs, loss_of, mixture, net
@@ -22,7 +24,9 @@ import shardwright as sw
 from shardwright.core.placement import Replicate
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.torch_private import C_GRAD
+from shardwright.runtime.units import buffers, gradients
 from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.units.host_memory import CopyStream
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.unit import State
 
@@ -367,3 +371,103 @@ def written_on_grid(mesh: DeviceMesh, cut: str) -> tuple[float, float]:
     first = (model(x) - other(x)).abs().max().item()
     model.load_state_dict(net().state_dict())
     return first, (model(x) - net()(x)).abs().max().item()
+
+
+# ---- copies beside computing ---------------------------------------------------------------------
+
+
+class Copied:
+    """Copies of a stream up to here, and a note of who waits for them."""
+
+    def __init__(self, log: list[str], copies: str) -> None:
+        self.log, self.copies = log, copies
+
+    def wait(self) -> None:
+        self.log.append(f"computing waits for {self.copies}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"the host waits for {self.copies}")
+
+
+class Noted(CopyStream):
+    """A stream on a CPU that notes what an accelerator's would do beside computing."""
+
+    def __init__(self, log: list[str], to: str) -> None:
+        self.log, self.to = log, to
+        self.count = 0
+
+    @contextlib.contextmanager
+    def beside_computing(self) -> Iterator[None]:
+        self.log.append(f"{self.to} {self.count}")
+        yield
+        self.log.append("")
+
+    def event(self) -> Any:
+        self.count += 1
+        return Copied(self.log, f"{self.to} {self.count - 1}")
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        self.log.append(f"{self.to} {self.count} uses {tensor.numel()}")
+
+
+class Layer(nn.Module):
+    """Notes when it computes."""
+
+    def __init__(self, log: list[str], number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.log, self.number = log, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.append(f"forward {self.number}")
+        y: torch.Tensor = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.log.append(f"backward {self.number}"))
+        return y
+
+
+class LabelsNoted(Probe):
+    """Notes what begins to travel."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def collective(self, label: str, nbytes: int) -> None:
+        self.log.append(label)
+
+
+def copies_of_a_step(mesh: DeviceMesh, way: str) -> tuple[list[str], list[str]]:
+    """What happens in a step of three offloaded layers, and in a forward without a backward, once
+    their order is known."""
+    log: list[str] = []
+    streams = {to: Noted(log, to) for to in ("device", "host")}
+    model = nn.Sequential(*(Layer(log, number) for number in range(3)))
+    with (
+        patch.object(buffers, "copy_stream", lambda _, to: streams[to]),
+        patch.object(gradients, "copy_stream", lambda _, to: streams[to]),
+    ):
+        how = {"ddp": {"placements": (Replicate(),)}, "zero3": {"reshard_after_forward": True}}
+        for layer in model:
+            sw.fully_shard_flat(layer, mesh, prefetch=1, **how[way], **OFFLOADED)
+        sw.fully_shard_flat(model, mesh, prefetch=1, **OFFLOADED)
+        for unit in storages_in(model):
+            for peers in (unit.comm, unit.comm.shards):
+                peers.probe = LabelsNoted(log)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for _ in range(3):
+            begin = len(log)
+            for stream in streams.values():
+                stream.count = 0
+            model(torch.ones(2, 4)).sum().backward()
+            log.append("step")
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(log[begin:])
+        for _ in range(2):
+            begin = len(log)
+            streams["device"].count = 0
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+        found.append(log[begin:])
+    return found[0], found[1]

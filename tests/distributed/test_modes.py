@@ -196,3 +196,28 @@ def test_neighbouring_shares_follow_what_is_written(pool: Pool, cut: str) -> Non
     for written, loaded in pool.run(4, tasks.written_on_grid, cut=cut):
         assert written <= (0.1 if "bf16" in cut else 1e-6)
         assert loaded <= (0.1 if "bf16" in cut else 1e-6)
+
+
+@pytest.mark.parametrize("way", ["zero3", "ddp"])
+def test_copies_between_memories_go_on_beside_computing(pool: Pool, way: str) -> None:
+    for step, forward in pool.run(2, tasks.copies_of_a_step, way=way):
+        # the root has no parameters; then the layers, in the order of their forwards
+        for number, layer in enumerate((0, 1, 2), start=1):
+            its, following = f"device {number}", f"device {number + 1}"
+            waits = f"computing waits for {its}"
+            for found in (step, forward):
+                assert found.index(its) < found.index(waits) < found.index(f"forward {layer}")
+                if layer < 2:
+                    assert found.index(following) < found.index(f"forward {layer}")
+            # where no backward tells, host memory may be written once a forward is over
+            assert forward.index(f"forward {layer}") < forward.index(f"the host waits for {its}")
+        for number, layer in enumerate((2, 1, 0), start=5):
+            waits = step.index(f"computing waits for device {number}")
+            assert step.index(f"device {number}") < waits < step.index(f"backward {layer}")
+        for number, layer in enumerate((2, 1, 0)):
+            copy = step.index(f"host {number}")
+            assert step.index(f"{layer} reduce") < copy
+            assert layer < 2 or copy < step.index("backward 0")
+            assert step.index("backward 0") < step.index(f"the host waits for host {number}")
+        assert all(step.index(f"the host waits for device {n}") < len(step) - 1 for n in (5, 6, 7))
+        assert step[-1] == "step"

@@ -17,8 +17,8 @@ from shardwright.core.optimizers import MADE, Implementation, OptimizerName, opt
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.flat_tensors import FlatTensor, Run, runs_of
 from shardwright.runtime.torch_private import storage_of
-from shardwright.runtime.units.buffers import shard_room
 from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.units.host_memory import shard_room
 from shardwright.runtime.units.parameter import plain_name
 from shardwright.runtime.units.rebind import rebase
 

@@ -17,12 +17,14 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import Piece, Segment, UnitLayout
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.torch_private import storage_of
+from shardwright.runtime.units.host_memory import IN_ORDER, copy_stream, shard_room
 from shardwright.runtime.units.linked import LinkedParameter
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.regroup import Together
 from shardwright.tracker.tensors import DTYPES
 
 Span = tuple[int, int, tuple[int, ...]]  # begin, end, sizes
+Awaited = Pending | torch.Event  # what computing waits for
 Cached = tuple[str, torch.Tensor, torch.Tensor]  # what it shows, a view, and the buffer it is of
 VIEW_BYTES = 592  # of one more view, Python and C++, as benchmarks/buckets.py measures
 
@@ -140,7 +142,7 @@ class Buffers:
     Segments cut in rank order are gathered straight into place, those that stay around this rank's
     share. Those cut in chunks are gathered together, as bytes, into a stage and put together from
     there. ``offloaded`` shards are in host memory, whatever ``device`` computes: what a gather
-    sends is copied from there first.
+    sends is copied from there first, beside what an accelerator computes.
     """
 
     def __init__(
@@ -158,6 +160,8 @@ class Buffers:
         self.comm = comm
         self.device = device
         self.offloaded = offloaded
+        self.copies = copy_stream(device, "device") if offloaded else IN_ORDER
+        self._copied: torch.Event | None = None
         if shard is None:
             shard = shard_room(layout.stored_bytes, device, offloaded=offloaded)
         self.shard = shard  # never requires grad: safe to view whatever the grad mode
@@ -269,36 +273,50 @@ class Buffers:
 
     # ---- gathering -----------------------------------------------------------------------------
 
-    def start_gather(self, label: str, *, changed: bool = True) -> list[Pending]:
+    def start_gather(self, label: str, *, changed: bool = True) -> list[Awaited]:
         """Take room for the whole unit and begin to fill it (collective); first what a rank keeps
         beside its own shares, if these have ``changed``."""
         for views in self.segments if changed else ():
             if views.segment.kept > 1 and not views.segment.stays:
                 self.comm.gather_kept(label, views.kept, views.share)
         self.whole.take()
-        pending = []
+        with self.copies.beside_computing():
+            pending = list(self._fill(label))
+            self._copied = self.copies.event()
+        return pending if self._copied is None else [*pending, self._copied]
+
+    def _fill(self, label: str) -> Iterator[Pending]:
+        """Begin to fill the whole unit (collective); what is under way."""
         for views, target, source in self.direct:
             if self.offloaded or views.computed != views.dtype:
                 source = self._sent(views)
-            pending.append(self.comm.shards.all_gather(label, target, source, wait=False))
+            pending = self.comm.shards.all_gather(label, target, source, wait=False)
+            if pending is not None:
+                yield pending
         if self.chunked:
             self.stage.take()
             source = self.chunk_bytes
             if not self.as_they_are:
                 parts = [self._sent(views).view(self.comm.kept, -1) for views in self.chunked]
                 source = torch.cat(parts, 1).view(-1)
-            gathered = self.comm.shards.all_gather(label, self.stage.alias, source, wait=False)
-            pending.append(gathered)
+            pending = self.comm.shards.all_gather(label, self.stage.alias, source, wait=False)
+            if pending is not None:
+                yield pending
         for views in self.cast:
             views.refill.copy_(views.share, non_blocking=True)
-        return [work for work in pending if work is not None]
 
     def _sent(self, views: SegmentViews) -> torch.Tensor:
         """A copy of what a rank gives to a gather, in the dtype and the memory of computing."""
         sent = views.kept.to(self.device, views.computed, non_blocking=True, copy=True)
         return sent.view(torch.uint8)
 
-    def finish_gather(self, pending: Sequence[Pending]) -> None:
+    def let_change(self) -> None:
+        """Host memory may be written from now on: wait until what it gave is copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+    def finish_gather(self, pending: Sequence[Awaited]) -> None:
         """Wait, and put together what came in chunks."""
         for work in pending:
             work.wait()
@@ -306,14 +324,6 @@ class Buffers:
             for together in self.assemblies:
                 together()
             self.stage.give()
-
-
-def shard_room(nbytes: int, device: torch.device, *, offloaded: bool) -> torch.Tensor:
-    """Zeros for a shard beside what ``device`` computes with: there, or in host memory, from where
-    it is copied without waiting."""
-    if not offloaded or device.type in ("cpu", "meta"):
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _share(segment: Segment, shard: torch.Tensor, rank: int) -> torch.Tensor:

@@ -119,6 +119,7 @@ class DStorage(Unit):
             self.finish_reduce()
             self.land()
         self.free()
+        self.buffers.let_change()
 
     @contextmanager
     def unsharded(self, *, write: bool = False) -> Iterator[None]:

@@ -189,6 +189,7 @@ class Flow(UnitFlow):
             self._do(self.leave(unit.key))
             return
         unit.free()
+        unit.buffers.let_change()
         if not unit.keeps_whole:
             self._report(unit, Action("free", unit.key, "forward"))
 

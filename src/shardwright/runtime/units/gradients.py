@@ -21,6 +21,7 @@ from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import C_GRAD
 from shardwright.runtime.units.buffers import Buffers, Cached, Elastic, SegmentViews
+from shardwright.runtime.units.host_memory import copy_stream
 from shardwright.runtime.units.note import Note
 from shardwright.runtime.units.regroup import Apart
 
@@ -47,14 +48,13 @@ class Landing(NamedTuple):
 
     @classmethod
     def of(cls, index: int, mean: torch.Tensor, present: Sequence[bool]) -> Landing:
-        """Begin to copy ``mean``."""
-        if mean.device.type == "cpu":
-            return cls(index, mean.clone(), present, None)
-        there = torch.empty_like(mean, device="cpu", pin_memory=True)
-        there.copy_(mean, non_blocking=True)
-        copied = torch.Event(mean.device)
-        copied.record()
-        return cls(index, there, present, copied)
+        """Begin to copy ``mean``, beside what an accelerator computes."""
+        copies = copy_stream(mean.device, "host")
+        there = torch.empty_like(mean, device="cpu", pin_memory=mean.device.type != "cpu")
+        with copies.beside_computing():
+            there.copy_(mean, non_blocking=True)
+            copies.uses(mean)
+            return cls(index, there, present, copies.event())
 
 
 class SegmentGradient:

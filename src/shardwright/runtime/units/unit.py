@@ -25,12 +25,12 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.placement import Placement, Zero
 from shardwright.core.timeline import Kind
-from shardwright.runtime.comm import Comm, Pending
+from shardwright.runtime.comm import Comm
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import local_of, storage_of
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.arrivals import Arrivals
-from shardwright.runtime.units.buffers import Buffers
+from shardwright.runtime.units.buffers import Awaited, Buffers
 from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.gradients import Gradients
 from shardwright.runtime.units.linked import (
@@ -143,7 +143,7 @@ class Unit:
         self.frozen = [m.fqn for m in members if not m.parameter.requires_grad]  # when sharded
         self.laid_out = 0  # how often memory and views were made
         self._is_alike = False  # whether replicas were seen to be equal since they got values
-        self._gathering: list[Pending] | None = None
+        self._gathering: list[Awaited] | None = None
         self._narrow: torch.Tensor | None = None
         self.joints = joints({m.fqn: m.parallel for m in members if m.parallel}, comm)
         sources = {member.fqn: _own(member) for member in members}
@@ -338,7 +338,7 @@ class Unit:
         self.writes.forget()
         self._show(UNSHARDED)
 
-    def _gather_narrow(self, label: str) -> list[Pending]:
+    def _gather_narrow(self, label: str) -> list[Awaited]:
         """Gather from the few ranks that share the whole unit since its forward."""
         assert self._narrow is not None
         whole = self.buffers.whole
@@ -415,6 +415,7 @@ class Unit:
             self.start_reduce()
             self.finish_reduce()
         self.land()
+        self.buffers.let_change()
 
     # ---- forwards and backwards ------------------------------------------------------------------
 
