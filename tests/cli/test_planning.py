@@ -7,10 +7,16 @@ import itertools
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwright.cli.planning import Listener, progress_line
+from shardwright.cli.train import _planned_before
+from shardwright.core.job import parse_job
+from shardwright.core.plan import write_plan
+from shardwright.lab.recordings import plan
 from shardwright.planner.search.watch import Watch
 
 
@@ -97,3 +103,37 @@ def test_a_search_without_a_bound_says_only_what_it_has() -> None:
     watch = Watch(5.0)
     watch.found(1.0)
     assert progress_line(watch).endswith("1 s per step so far (Ctrl-C keeps it)")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "kept"),
+    [
+        ("train", "steps", 7, True),
+        ("train", "learning_rate", 0.2, True),
+        ("data", "rows", 5000, True),
+        ("checkpoint", "every", 2, True),
+        ("train", "optimizer", "adagrad", False),
+        ("train", "overlap", "rows", False),
+        ("data", "zipf", 2.0, False),
+        ("batch", "size", 32, False),
+    ],
+)
+def test_a_run_that_goes_on_has_its_plan_unless_the_job_asks_for_another(
+    tmp_path: Path, section: str, key: str, value: Any, kept: bool
+) -> None:
+    document: dict[str, Any] = {
+        "model": {"bottom": [4, 4], "top": [4, 1]},
+        "data": {"kind": "synthetic"},
+        "train": {"out": str(tmp_path)},
+        "cluster": {"world_size": 2, "preset": "local"},
+        "batch": {"size": 64},
+        "tables": [{"name": "a", "rows": 300, "dim": 4}],
+    }
+    before = plan(parse_job(document))
+    write_plan(before, tmp_path / "plan.json")
+    job = parse_job({**document, section: {**document.get(section, {}), key: value}})
+    found = _planned_before(job)
+    assert (found is not None) == kept
+    if found is not None:
+        assert found.job == job
+        assert found.tables == before.tables

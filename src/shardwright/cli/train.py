@@ -213,5 +213,8 @@ def _planned_before(job: Job) -> Plan | None:
 def _without_run(job: Job) -> Job:
     """What a plan depends on."""
     given = job.train
-    train = TrainSection(optimizer=given.optimizer, table_optimizer=given.table_optimizer)
-    return msgspec.structs.replace(job, train=train, data=DataSection(), checkpoint=UNSET)
+    train = TrainSection(
+        optimizer=given.optimizer, table_optimizer=given.table_optimizer, overlap=given.overlap
+    )
+    data = DataSection(kind=job.data.kind, zipf=job.data.zipf)  # whose ids cost what they repeat
+    return msgspec.structs.replace(job, train=train, data=data, checkpoint=UNSET)
