@@ -91,14 +91,12 @@ def ours(case: Case, mesh: DeviceMesh, weights: Mapping[str, torch.Tensor], **op
     return step
 
 
-def theirs(case: Case, weights: Mapping[str, torch.Tensor]) -> Step:
+def theirs(case: Case) -> Step:
     """An EmbeddingBagCollection under DistributedModelParallel."""
     from torchrec import KeyedJaggedTensor
 
     shape = SHAPES[case.shape]
     module = collection_of(shape)
-    for name, weight in weights.items():
-        module.embedding_bags[name].weight.data.copy_(weight)
     sharded = sharded_by_torchrec(module, module, case.sharding, case.ranks, case.optimizer)
     dense = case.sharding == "data_parallel"
     gradient = torch.full((shape.batch, shape.dim * shape.tables), 1e-3)
@@ -130,14 +128,14 @@ def work(rank: int, ranks: int, store: str, case: Case, steps: int, peer: bool) 
         f"t{i}": torch.empty(shape.rows, shape.dim).uniform_(-0.01, 0.01, generator=generator)
         for i in range(shape.tables)
     }
-    contestants = {"ours": ours(case, mesh, weights)}
+    make = partial(ours, case, mesh, weights)
+    contestants: dict[str, Callable[[], Step]] = {"ours": make}
     if shape.length == 1 and case.sharding != "data_parallel":
-        contestants["dedup"] = ours(case, mesh, weights, dedup=True)
+        contestants["dedup"] = partial(make, dedup=True)
     if case in CASES[:2]:
-        contestants["half"] = ours(case, mesh, weights, communication=("fp16", "bf16"))
+        contestants["half"] = partial(make, communication=("fp16", "bf16"))
     if peer:
-        contestants["torchrec"] = theirs(case, weights)
-    del weights
+        contestants["torchrec"] = partial(theirs, case)
     return take_turns(contestants, partial(asked, case, np.random.default_rng(rank)), steps)
 
 

@@ -2,12 +2,14 @@
 
 Time is the CPU time of a process, for ranks share few cores; wall time stands beside it, medians of
 both. ``peak_bytes`` are the most that were alive at once in a step beyond what is there between
-steps, as torch's allocator reports them, those inside of FBGEMM among them.
+steps, ``kept_bytes`` what is there, tables and buckets of gradients among it, as torch's allocator
+reports them, those inside of FBGEMM among them.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ Figures = dict[str, dict[str, float]]  # of contestants
 RATE = 0.01
 ZIPF = 1.05
 WARM = 3
-KINDS = ("cpu_ms", "wall_ms", "peak_bytes")
+KINDS = ("cpu_ms", "wall_ms", "peak_bytes", "kept_bytes")
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ SHAPES = {
 
 
 def collection_of(shape: Shape) -> nn.Module:
-    """TorchRec's module of tables t0, t1 and so on, each with a feature f0, f1."""
+    """TorchRec's module of tables t0, t1 and so on, each with a feature f0, f1; without memory, for
+    it would be kept beside that of shards."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     tables = [
@@ -82,7 +86,7 @@ def collection_of(shape: Shape) -> nn.Module:
         )
         for i in range(shape.tables)
     ]
-    return EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
+    return EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
 
 
 def sharded_by_torchrec(
@@ -138,41 +142,54 @@ def joined(rank: int, ranks: int, store: str) -> DeviceMesh:
 
 
 def take_turns(
-    contestants: Mapping[str, Callable[[Any], Any]], batch: Callable[[], Any], steps: int
+    contestants: Mapping[str, Callable[[], Callable[[Any], Any]]],
+    batch: Callable[[], Any],
+    steps: int,
 ) -> Figures:
-    """What each contestant's step takes, and what its first one gave, of the same batches."""
+    """What the step that each contestant makes takes, and what its first one gave, of the same
+    batches."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     found: dict[str, dict[str, Any]] = {name: {} for name in contestants}
+    made = {}
+    kept = dict.fromkeys(contestants, 0)
+    for name, make in contestants.items():
+        made[name], kept[name], _ = alive(make)
     for number in range(WARM + steps):
         given = batch()
-        for name, step in contestants.items():
+        for name, step in made.items():
             dist.barrier()
+            if number < WARM:
+                gave, more, _ = alive(partial(step, given))
+                found[name].setdefault("gave", gave)
+                kept[name] += more
+                continue
             cpu, wall = time.process_time(), time.perf_counter()
-            gave = step(given)
-            spent = time.process_time() - cpu, time.perf_counter() - wall
-            found[name].setdefault("gave", gave)
-            if number >= WARM:
-                taken[name].append(spent)
-    for name, step in contestants.items():
+            step(given)
+            taken[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+    for name, step in made.items():
         dist.barrier()
         cpu_ms, wall_ms = (statistics.median(each) * 1e3 for each in zip(*taken[name], strict=True))
-        most = peak_bytes(step, given)
-        found[name] |= zip(KINDS, (round(cpu_ms, 3), round(wall_ms, 3), most), strict=True)
+        _, _, most = alive(partial(step, given))
+        found[name] |= zip(
+            KINDS, (round(cpu_ms, 3), round(wall_ms, 3), most, kept[name]), strict=True
+        )
     return found
 
 
-def peak_bytes(step: Callable[[Any], Any], given: Any) -> int:
-    """The most bytes that were alive at once in a step beyond those at its beginning."""
+def alive(call: Callable[[], Any]) -> tuple[Any, int, int]:
+    """What ``call`` gives; how many bytes more are alive after it than before; and the most that
+    were at once."""
     from torch.autograd import profiler
 
     with profiler.profile(profile_memory=True, use_kineto=True) as seen:
-        step(given)
+        gave = call()
+        gc.collect()  # what refers to itself
     events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
-    alive = most = 0
+    now = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        most = max(most, alive)
-    return most
+        now += event.nbytes()
+        most = max(most, now)
+    return gave, now, most
 
 
 def first_of(work: Callable[..., Figures], ranks: int, *arguments: Any) -> Figures:

@@ -126,9 +126,12 @@ def work(
 ) -> Figures:
     """One rank of a case."""
     mesh = joined(rank, ranks, store)
-    contestants = {"ours": ours(made[0], mesh), "overlap": ours(made[1], mesh)}
+    contestants: dict[str, Callable[[], Step]] = {
+        "ours": partial(ours, made[0], mesh),
+        "overlap": partial(ours, made[1], mesh),
+    }
     if peer:
-        contestants["torchrec"] = theirs(case)
+        contestants["torchrec"] = partial(theirs, case)
     batch = partial(made_up, KINDS[case[0]][0], np.random.default_rng(rank))
     return take_turns(contestants, batch, steps)
 
