@@ -21,7 +21,7 @@ from torch import nn
 from shardwright.core.document import read_document
 from shardwright.core.errors import InputError, RunError, UnsupportedError, expected
 from shardwright.core.footprint import TRACKED_SCHEMA, Footprint, Tracked
-from shardwright.core.job import Job, memory_of
+from shardwright.core.job import Job, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.memory_section import ComputeDtype, MemorySection, ReduceDtype, Runtime
@@ -76,24 +76,27 @@ def alone(job: Job) -> Job:
 def _as_run(
     job: Job, runtime: Runtime, param_dtype: ComputeDtype, reduce_dtype: ReduceDtype, ranks: int
 ) -> Job:
-    """The job on so many CPU ranks, without what no rehearsal runs."""
-    asked = memory_of(job)
+    """The job on so many CPU ranks, without what no rehearsal runs; ours has the job's replicas
+    where that many ranks are whole ones."""
+    asked, ours = memory_of(job), runtime == "shardwright"
+    replicas = parallel_of(job).data_replicate
+    replicas = 1 if not ours or ranks % replicas else replicas
+    zero = asked.zero if asked.twice and replicas > 1 else asked.stage if ours else 3
     section = MemorySection(
         checkpointing=asked.checkpointing,
         lowering="cpu",
         runtime=runtime,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
-        zero=asked.stage if runtime == "shardwright" else 3,
+        zero=zero,
         implementation=asked.implementation,
         loss=asked.loss,
     )
     cluster = msgspec.structs.replace(
         job.cluster, world_size=ranks, local_world_size=None, compute_device=None
     )
-    return msgspec.structs.replace(
-        job, memory=section, cluster=cluster, parallel=ParallelSection(data_shard=ranks)
-    )
+    parallel = ParallelSection(data_replicate=replicas, data_shard=ranks // replicas)
+    return msgspec.structs.replace(job, memory=section, cluster=cluster, parallel=parallel)
 
 
 def rehearse(job: Job, predicted: Footprint) -> Tracked:
