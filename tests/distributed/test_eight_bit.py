@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import eight_bit_tasks as tasks
 import probe_tasks
@@ -74,6 +75,41 @@ def test_states_by_name_go_on_in_another_optimizer(
 @pytest.mark.parametrize("given", ["flat tensors", "parameters"])
 def test_torchs_state_dict_of_a_rank_goes_on_bit_for_bit(pool: Pool, given: str) -> None:
     assert pool.run(2, tasks.local_states, given=given) == [[]] * 2
+
+
+FLAT = {"shard_strategy": "flat", "block_size": 256}
+ROWS = dict.fromkeys(("up", "gate", "table", "bias"), 0) | {"norm": None, "cube": 0}
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(
+    ("sizes", "options", "frozen"),
+    [
+        ((2, 2), FLAT, ()),
+        ((2, 2), FLAT, ("gate", "norm", "bias")),
+        ((1, 2, 2), FLAT | {"zero": 2}, ()),
+        ((2, 1, 2), {"shard_strategy": "param_boundary"}, ("up",)),
+        ((1, 4), FLAT | {"cpu_offload": True}, ()),
+        ((2, 2), {"block_size": 256}, ("scale",)),
+    ],
+    ids=str,
+)
+def test_parts_of_tensor_parallelism_that_are_whole_blocks_are_one_process(
+    pool: Pool, tmp_path: Path, sizes: tuple[int, ...], options: dict[str, Any], frozen: tuple[str]
+) -> None:
+    given = {"sizes": sizes, "options": options, "shapes": tasks.JOINT, "dims": ROWS}
+    found = pool.run(4, tasks.jointly, frozen=frozen, folder=tmp_path, **given)
+    assert found == [[]] * 4
+
+
+def test_parts_that_divide_blocks_are_refused_in_a_line(pool: Pool) -> None:
+    for shape, dim in (((64, 128), 1), ((130, 64), 0)):
+        for found in pool.run(4, tasks.joint_refusal, options=FLAT, shape=shape, dim=dim):
+            assert "up: expected cuts between blocks of 256 elements, which AdamW8bit" in found
+            assert found.endswith(
+                f"of {shape} on rank {1 - dim}. Tensor parallelism cut it before: give it to "
+                "another optimizer, such as AdamW."
+            )
 
 
 REFUSALS = {

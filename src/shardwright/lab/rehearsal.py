@@ -26,6 +26,7 @@ from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.memory_section import ComputeDtype, MemorySection, ReduceDtype, Runtime
 from shardwright.core.model_section import ESTIMATED
+from shardwright.core.optimizers import MADE, optimizer_named
 from shardwright.core.parallel import ParallelSection
 from shardwright.core.quantities import format_bytes
 from shardwright.lab.footprint.machines import optimizer_of
@@ -96,7 +97,18 @@ def _as_run(
         job.cluster, world_size=ranks, local_world_size=None, compute_device=None
     )
     parallel = ParallelSection(data_replicate=replicas, data_shard=ranks // replicas)
-    return msgspec.structs.replace(job, memory=section, cluster=cluster, parallel=parallel)
+    run = msgspec.structs.replace(job, memory=section, cluster=cluster, parallel=parallel)
+    if optimizer_of(run).name not in MADE:
+        others = (optimizer_named(name).beside_others.name for name in MADE)
+        known = MADE if ours else [name for name in others if name in MADE]
+        remedy = ""
+        if job.train.optimizer in MADE:
+            remedy = "It updates units of our own runtime, on --real-ranks of 2 or more."
+        where = "--real: train.optimizer"
+        raise UnsupportedError(
+            expected(where, f"one of {', '.join(known)}", repr(job.train.optimizer), remedy)
+        )
+    return run
 
 
 def rehearse(job: Job, predicted: Footprint) -> Tracked:

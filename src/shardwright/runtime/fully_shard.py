@@ -99,6 +99,7 @@ def fully_shard_flat(
     members = unit_members(modules, names, unit, ignored_params)
     chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size)
     check_offload(comm, cpu_offload)
+    _check_frozen_parts(members, zero)
     _check_sizes(bucket_size, block_size, chosen, zero, register_hooks)
     cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload, block_size)
     _agree(comm, members, (*cut, register_hooks, precision, prefetch))
@@ -225,6 +226,16 @@ def _check_reshard(kind: bool | int | None, zero: Zero, size: int, unit: str) ->
                 repr(kind),
             )
         )
+
+
+def _check_frozen_parts(members: Sequence[Member], zero: Zero) -> None:
+    """What stays whole and is never updated is a replica on every rank of the unit; of parts that
+    tensor parallelism made, no one would know of which tensor."""
+    for member in members:
+        is_part = member.parallel is not None and member.parallel.dim is not None
+        if zero < 3 and is_part and not member.parameter.requires_grad:
+            wanted = "zero=3 beside a frozen parameter that tensor parallelism has cut"
+            raise UnsupportedError(expected(member.fqn, wanted, f"zero={zero}", "Pass zero=3."))
 
 
 def _check_sizes(
