@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,13 @@ def gradient_of(name: str, seed: int, step: int) -> torch.Tensor:
 
 
 class Two(nn.Module):
-    """Two units, and a root that has nothing of its own."""
+    """Two units, and a root that has nothing of its own; parameters by name are ``frozen``."""
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: Collection[str] = ()) -> None:
         super().__init__()
         self.first, self.second = Sum(1), Sum(2)
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
 
     def forward(self, step: int) -> torch.Tensor:
         return self.first(step) + self.second(step)
@@ -96,7 +98,7 @@ GIVEN: dict[str, Callable[[nn.Module], Any]] = {
     "flat tensors": sw.optimizer_parameters,
     "one flat tensor": lambda model: sw.optimizer_parameters(model, per_unit=False),
     "groups": lambda model: sw.optimizer_parameters(model, _group_of),
-    "parameters": lambda model: list(model.parameters()),
+    "parameters": lambda model: [p for p in model.parameters() if p.requires_grad],
 }
 
 
@@ -104,8 +106,8 @@ def _group_of(name: str, parameter: nn.Parameter) -> dict[str, Any]:
     return {"weight_decay": 0.1 if parameter.ndim > 1 else 0.0}
 
 
-def sharded(mesh: DeviceMesh, way: str) -> Two:
-    model = Two()
+def sharded(mesh: DeviceMesh, way: str, frozen: Collection[str] = ()) -> Two:
+    model = Two(frozen)
     for each in (model.first, model.second):
         sw.fully_shard_flat(each, mesh, **WAYS[way])
     return model
@@ -125,15 +127,17 @@ def train(model: nn.Module, optimizer: Any, steps: range, *, accumulate: bool = 
     return sent
 
 
-def alone(given: str = "parameters", steps: int = STEPS, *, accumulate: bool = False) -> Found:
+def alone(
+    given: str = "parameters", *, accumulate: bool = False, frozen: Collection[str] = ()
+) -> Found:
     """What one process has after all steps."""
-    model = Two()
-    parameters: Any = list(model.parameters())
+    model = Two(frozen)
+    parameters: Any = GIVEN["parameters"](model)
     if given == "groups":
         named = dict(model.named_parameters())
         parameters = [{"params": [p], **_group_of(n, p)} for n, p in named.items()]
     optimizer = sw.AdamW8bit(parameters, lr=0.01, weight_decay=0.1)
-    train(model, optimizer, range(steps), accumulate=accumulate)
+    train(model, optimizer, range(STEPS), accumulate=accumulate)
     found = {name: p.detach() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         found |= {f"{name}/{key}": value for key, value in optimizer.state[p].items()}
@@ -289,21 +293,25 @@ def joint_refusal(mesh: DeviceMesh, options: Any, shape: tuple[int, ...], dim: i
 # ---- states that move ----------------------------------------------------------------------------
 
 
-def saved(mesh: DeviceMesh, way: str, given: str, folder: Path) -> None:
+def saved(
+    mesh: DeviceMesh, way: str, given: str, folder: Path, frozen: Collection[str] = ()
+) -> None:
     """Half of the steps, and a checkpoint."""
-    model = sharded(mesh, way)
+    model = sharded(mesh, way, frozen)
     optimizer = sw.AdamW8bit(GIVEN[given](model), lr=0.01, weight_decay=0.1)
     train(model, optimizer, range(2))
     sw.save_checkpoint(folder, model, optimizer, step=2)
 
 
-def resumed(mesh: DeviceMesh, way: str, given: str, folder: Path) -> list[str]:
+def resumed(
+    mesh: DeviceMesh, way: str, given: str, folder: Path, frozen: Collection[str] = ()
+) -> list[str]:
     """The other half from there, on other ranks."""
-    model = sharded(mesh, way)
+    model = sharded(mesh, way, frozen)
     optimizer = sw.AdamW8bit(GIVEN[given](model), lr=0.5, weight_decay=0.0)
     sw.load_checkpoint(folder, model, optimizer)
     train(model, optimizer, range(2, STEPS))
-    return differences(held(model, optimizer), alone())
+    return differences(held(model, optimizer), alone(frozen=frozen))
 
 
 def handed_on(mesh: DeviceMesh, way: str, given: str, fresh: bool) -> list[str]:

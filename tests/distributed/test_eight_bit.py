@@ -64,6 +64,29 @@ def test_a_checkpoint_goes_on_under_other_ranks_and_cuts(
     assert found == [[]] * ranks
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, "flat", "flat tensors"), (3, "offloaded", "parameters")),
+        ((3, "zero 2", "parameters"), (2, "mixture", "flat tensors")),
+        ((4, "buckets", "one flat tensor"), (1, "owned", "parameters")),
+    ],
+    ids=str,
+)
+def test_frozen_parameters_have_no_states_under_any_ranks_and_cuts(
+    pool: Pool, tmp_path: Path, before: tuple[int, str, str], after: tuple[int, str, str]
+) -> None:
+    """The whole of a unit, and large and small ones of the other."""
+    frozen = [f"first.{name}" for name in tasks.SHAPES]
+    frozen += ["second.up", "second.table", "second.bias"]
+    ranks, way, given = before
+    pool.run(ranks, tasks.saved, way=way, given=given, folder=tmp_path, frozen=frozen)
+    ranks, way, given = after
+    found = pool.run(ranks, tasks.resumed, way=way, given=given, folder=tmp_path, frozen=frozen)
+    assert found == [[]] * ranks
+
+
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(("way", "given"), [("owned", "parameters"), ("flat", "one flat tensor")])
 def test_states_by_name_go_on_in_another_optimizer(
