@@ -97,9 +97,8 @@ def fully_shard_flat(
     _check_reshard(reshard_after_forward, zero, comm.shards.size, unit)
     prefetch, precision = _depth(prefetch, mesh), as_precision(precision)
     members = unit_members(modules, names, unit, ignored_params)
-    chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size)
+    chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size, zero)
     check_offload(comm, cpu_offload)
-    _check_frozen_parts(members, zero)
     _check_sizes(bucket_size, block_size, chosen, zero, register_hooks)
     cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload, block_size)
     _agree(comm, members, (*cut, register_hooks, precision, prefetch))
@@ -336,8 +335,10 @@ def _placements(
     strategy: str,
     function: PlacementFunction | None,
     size: int,
+    zero: Zero,
 ) -> dict[str, Placement]:
     """The placement of every parameter by fqn."""
+    _check_frozen_parts(members, zero)
     if strategy not in STRATEGIES:
         known = ", ".join(f"'{s}'" for s in STRATEGIES)
         raise InputError(expected("shard_strategy", f"one of {known}", f"'{strategy}'"))
