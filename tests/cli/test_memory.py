@@ -227,6 +227,11 @@ def test_ranks_that_cannot_be_rehearsed_are_refused(call: Any, llama: Path, job:
     call("memory", llama, "--real-ranks", 65).refuses(2, "--real", "from 1 to 64 ranks")
     ddp = call("memory", llama, "--real-ranks", 2, "--set", "memory.runtime=ddp")
     ddp.refuses(2, "memory.runtime", "'fsdp2' or 'shardwright'")
+    eight = call("memory", llama, "--real", "--set", "train.optimizer=adamw_8bit")
+    eight.refuses(2, "adagrad, got 'adamw_8bit'. It updates units of our own runtime")
+    ours = ("--set", "memory.runtime=shardwright", "--set", "train.optimizer=muon")
+    muon = call("memory", llama, "--real-ranks", 2, *ours)
+    muon.refuses(2, "adamw_8bit, adafactor, adagrad, got 'muon'.")
     call("memory", job, "--real-ranks", 2).refuses(2, "model.kind", "shardwright train")
 
 

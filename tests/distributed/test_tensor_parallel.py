@@ -82,9 +82,13 @@ def test_states_and_checkpoints_are_those_of_the_whole(
 
 
 def test_what_is_not_taken_is_named(pool: Pool) -> None:
-    uneven, replicated, flat = pool.run(4, tasks.refused)[0]
+    uneven, replicated, flat, frozen = pool.run(4, tasks.refused)[0]
     assert (
         "weight: expected a DTensor on a mesh of one dimension, replicated or cut evenly" in uneven
     )
     assert "weight: expected a placement that cuts it" in replicated
     assert "optimizer_parameters: expected units that nothing else has cut" in flat
+    assert frozen == (
+        "weight: expected zero=3 beside a frozen parameter that tensor parallelism has cut, got "
+        "zero=1. Pass zero=3."
+    )

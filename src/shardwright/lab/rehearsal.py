@@ -21,11 +21,12 @@ from torch import nn
 from shardwright.core.document import read_document
 from shardwright.core.errors import InputError, RunError, UnsupportedError, expected
 from shardwright.core.footprint import TRACKED_SCHEMA, Footprint, Tracked
-from shardwright.core.job import Job, memory_of
+from shardwright.core.job import Job, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.memory_section import ComputeDtype, MemorySection, ReduceDtype, Runtime
 from shardwright.core.model_section import ESTIMATED
+from shardwright.core.optimizers import MADE, optimizer_named
 from shardwright.core.parallel import ParallelSection
 from shardwright.core.quantities import format_bytes
 from shardwright.lab.footprint.machines import optimizer_of
@@ -76,24 +77,38 @@ def alone(job: Job) -> Job:
 def _as_run(
     job: Job, runtime: Runtime, param_dtype: ComputeDtype, reduce_dtype: ReduceDtype, ranks: int
 ) -> Job:
-    """The job on so many CPU ranks, without what no rehearsal runs."""
-    asked = memory_of(job)
+    """The job on so many CPU ranks, without what no rehearsal runs; ours has the job's replicas
+    where that many ranks are whole ones."""
+    asked, ours = memory_of(job), runtime == "shardwright"
+    replicas = parallel_of(job).data_replicate
+    replicas = 1 if not ours or ranks % replicas else replicas
+    zero = asked.zero if asked.twice and replicas > 1 else asked.stage if ours else 3
     section = MemorySection(
         checkpointing=asked.checkpointing,
         lowering="cpu",
         runtime=runtime,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
-        zero=asked.stage if runtime == "shardwright" else 3,
+        zero=zero,
         implementation=asked.implementation,
         loss=asked.loss,
     )
     cluster = msgspec.structs.replace(
         job.cluster, world_size=ranks, local_world_size=None, compute_device=None
     )
-    return msgspec.structs.replace(
-        job, memory=section, cluster=cluster, parallel=ParallelSection(data_shard=ranks)
-    )
+    parallel = ParallelSection(data_replicate=replicas, data_shard=ranks // replicas)
+    run = msgspec.structs.replace(job, memory=section, cluster=cluster, parallel=parallel)
+    if optimizer_of(run).name not in MADE:
+        others = (optimizer_named(name).beside_others.name for name in MADE)
+        known = MADE if ours else [name for name in others if name in MADE]
+        remedy = ""
+        if job.train.optimizer in MADE:
+            remedy = "It updates units of our own runtime, on --real-ranks of 2 or more."
+        where = "--real: train.optimizer"
+        raise UnsupportedError(
+            expected(where, f"one of {', '.join(known)}", repr(job.train.optimizer), remedy)
+        )
+    return run
 
 
 def rehearse(job: Job, predicted: Footprint) -> Tracked:

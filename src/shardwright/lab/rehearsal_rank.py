@@ -96,7 +96,7 @@ def _shard(model: nn.Module, units: list[RecordedUnit], job: Job, mesh: DeviceMe
                 modules,
                 mesh,
                 reshard_after_forward=frees and section.stage == 3,
-                zero=section.stage,
+                zero=section.stage if section.zero == "auto" else section.zero,
                 shard_strategy="flat",
                 precision=precision,
                 block_size=optimizer_of(job).block,
@@ -115,7 +115,9 @@ def main() -> int:
         store = comm.meet(TIMEOUT, rank, world_size, store_file(folder))
         comm.start("gloo", TIMEOUT, rank, world_size, store)
         try:
-            found = followed(job, init_device_mesh("cpu", (world_size,)))
+            replicas = parallel_of(job).data_replicate
+            sizes = (replicas, world_size // replicas) if replicas > 1 else (world_size,)
+            found = followed(job, init_device_mesh("cpu", sizes))
             write_document(found, tracked_file(folder, rank))
             heartbeat.mark("done")
         finally:

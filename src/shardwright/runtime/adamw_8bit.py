@@ -241,20 +241,18 @@ def _check_cut(parameter: ShardTensor, block: int) -> list[int]:
             found is None or begin % block or (end % block and end != cut.shape.numel())
         ):
             shown = f"elements {begin} to {end}" if found else f"a part {sizes} from {offsets}"
-            raise _divided(cut.fqn, block, f"{shown} of {tuple(cut.shape)} on rank {rank}")
+            shown += f" of {tuple(cut.shape)} on rank {rank}"
+            raise _divided(cut.fqn, block, shown, joint=cut.is_joint)
         lengths.append(torch.Size(sizes).numel())
     return lengths
 
 
-def _divided(where: str, block: int, found: str) -> InputError:
-    return InputError(
-        expected(
-            where,
-            f"cuts between blocks of {block} elements, which AdamW8bit quantizes together",
-            found,
-            f"Shard with fully_shard_flat(..., block_size={block}).",
-        )
-    )
+def _divided(where: str, block: int, found: str, *, joint: bool = False) -> InputError:
+    wanted = f"cuts between blocks of {block} elements, which AdamW8bit quantizes together"
+    remedy = f"Shard with fully_shard_flat(..., block_size={block})."
+    if joint:
+        remedy = "Tensor parallelism cut it before: give it to another optimizer, such as AdamW."
+    return InputError(expected(where, wanted, found, remedy))
 
 
 # ---- the step ------------------------------------------------------------------------------------

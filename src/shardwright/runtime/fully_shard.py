@@ -97,7 +97,7 @@ def fully_shard_flat(
     _check_reshard(reshard_after_forward, zero, comm.shards.size, unit)
     prefetch, precision = _depth(prefetch, mesh), as_precision(precision)
     members = unit_members(modules, names, unit, ignored_params)
-    chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size)
+    chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size, zero)
     check_offload(comm, cpu_offload)
     _check_sizes(bucket_size, block_size, chosen, zero, register_hooks)
     cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload, block_size)
@@ -227,6 +227,16 @@ def _check_reshard(kind: bool | int | None, zero: Zero, size: int, unit: str) ->
         )
 
 
+def _check_frozen_parts(members: Sequence[Member], zero: Zero) -> None:
+    """What stays whole and is never updated is a replica on every rank of the unit; of parts that
+    tensor parallelism made, no one would know of which tensor."""
+    for member in members:
+        is_part = member.parallel is not None and member.parallel.dim is not None
+        if zero < 3 and is_part and not member.parameter.requires_grad:
+            wanted = "zero=3 beside a frozen parameter that tensor parallelism has cut"
+            raise UnsupportedError(expected(member.fqn, wanted, f"zero={zero}", "Pass zero=3."))
+
+
 def _check_sizes(
     size: int | None, block: int, placements: Mapping[str, Placement], zero: Zero, hooked: bool
 ) -> None:
@@ -325,8 +335,10 @@ def _placements(
     strategy: str,
     function: PlacementFunction | None,
     size: int,
+    zero: Zero,
 ) -> dict[str, Placement]:
     """The placement of every parameter by fqn."""
+    _check_frozen_parts(members, zero)
     if strategy not in STRATEGIES:
         known = ", ".join(f"'{s}'" for s in STRATEGIES)
         raise InputError(expected("shard_strategy", f"one of {known}", f"'{strategy}'"))

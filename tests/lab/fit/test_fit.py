@@ -176,6 +176,39 @@ def test_nothing_is_named_that_the_job_s_runtime_does_not_run() -> None:
     assert not any(change.startswith(refused) for change in changes)
 
 
+@pytest.mark.parametrize(
+    ("zero", "named"),
+    [
+        (1, {"memory.zero = 3", "memory.zero = [2, 3]"}),
+        (3, {"memory.zero = [2, 3]"}),
+        ([2, 3], set()),
+    ],
+)
+def test_states_that_replicas_have_alike_may_be_shared_among_them(
+    zero: Any, named: set[str]
+) -> None:
+    def footprint(job: Job) -> Footprint:
+        """12 GiB of states, whole gradients of 1 GiB below stage 3, 1 GiB of whole parameters."""
+        section, degrees = memory_of(job), parallel_of(job)
+        states = 12 * GIB // (8 if section.twice else 8 // degrees.data_replicate)
+        kinds: dict[Any, int] = {"optimizer_state": states}
+        whole = GIB if section.stage < 3 else 0
+        rank = RankMemory("all ranks", 8, {}, states + whole + GIB, "step", kinds, {}, ())
+        return Footprint("llama", 1, 8, {}, {}, (rank,), 3 * GIB)
+
+    told = fit(job(parallel={"data_replicate": 2}, memory={"zero": zero}), footprint)
+    changes = {change for remedy in told.remedies for change in remedy.changes}
+    assert {change for change in changes if "zero" in change} == named
+    if named:
+        assert told.remedies[0].changes == ("memory.zero = [2, 3]",)
+        assert told.remedies[0].estimate.verdict == "fits"
+
+
+def test_one_copy_is_not_told_to_share_among_replicas() -> None:
+    told = found(batch=LARGE, capacity=GIB // 8)
+    assert not any("zero" in change for each in told.remedies for change in each.changes)
+
+
 EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_ffn_dim": 64}
 
 

@@ -141,6 +141,7 @@ def _ours(job: Job, strategy: str, prefetch: int) -> Iterator[Training]:
                     shard_strategy=strategy,
                     prefetch=prefetch,
                     reshard_after_forward=None if kept == "default" else kept,
+                    zero=section.zero if section.zero != "auto" else section.stage,
                     precision=MixedPrecision(
                         DTYPES[section.param_dtype], DTYPES[section.reduce_dtype]
                     ),
@@ -160,6 +161,10 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"tied_embeddings": True},
         "parallel": {"data_replicate": 2},
     },
+    "gradients and states cut over replicas too": {
+        "parallel": {"data_replicate": 2},
+        "memory": {"zero": [2, 3]},
+    },
     "kept whole, sums in bf16": {
         "memory": {"reshard_after_forward": False, "reduce_dtype": "bf16"},
     },
@@ -175,6 +180,7 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         ("one rank", "flat", 0),
         ("every block again, fp32", "per_param", 1),
         ("tied, replicas", "flat", 1),
+        ("gradients and states cut over replicas too", "flat", 1),
         ("kept whole, sums in bf16", "per_param", 1),
     ],
 )

@@ -16,6 +16,7 @@ from shardwright.core.memory_section import OFFLOADS
 from shardwright.core.model_of_job import unplanned
 from shardwright.core.model_section import ESTIMATED
 from shardwright.core.optimizers import OPTIMIZERS
+from shardwright.core.placement import TwoZeros, Zero
 from shardwright.lab.fit.variants import changed_job, on_ranks
 
 PAIRED = 5  # changes, those that help most, each with every other one
@@ -162,10 +163,11 @@ class _Key(NamedTuple):
 
     section: str
     name: str
-    value: str
+    value: str | Zero | TwoZeros
 
     def __str__(self) -> str:
-        return f"{self.section}.{self.name} = {self.value}"
+        value = list(self.value) if isinstance(self.value, tuple) else self.value
+        return f"{self.section}.{self.name} = {value}"
 
     def set_in(self, job: Job) -> Job:
         return changed_job(job, self.section, **{self.name: self.value})
@@ -215,10 +217,16 @@ def _key_of(changes: tuple[str, ...]) -> str:
 
 
 def _memory_keys(job: Job) -> Iterator[_Key]:
-    """Keys that change nothing but what a step keeps; steps that are planned have none of them."""
+    """Keys that change nothing but what a step keeps; steps that are always planned have of them
+    what data ranks share."""
+    section = memory_of(job)
+    if job.model.kind != "tables" and section.runtime == "shardwright":
+        if section.zero in (1, 2):
+            yield _Key("memory", "zero", 3)
+        if section.zero in (1, 2, 3) and parallel_of(job).data_replicate > 1:
+            yield _Key("memory", "zero", (2, 3))
     if job.model.kind not in ESTIMATED:
         return
-    section = memory_of(job)
     if section.runtime == "ddp":
         yield _Key("memory", "runtime", "fsdp2")
     if section.policy != "full":

@@ -139,10 +139,11 @@ def settings_of(job: Job, device: str, policy: str = "") -> dict[str, str]:
         return batch
     section, usual = memory_of(job), MemorySection()
     rest = ("zero", "compile", "float8", "offload", "loss", "implementation", "allocator")
+    values = {name: getattr(section, name) for name in rest}
     changed = {
-        name: str(getattr(section, name))
-        for name in rest
-        if getattr(section, name) != getattr(usual, name)
+        name: str(list(value) if isinstance(value, tuple) else value)
+        for name, value in values.items()
+        if value != getattr(usual, name)
     }
     return {
         "runtime": section.runtime,

@@ -53,6 +53,7 @@ def sharding(
         shares=_shares(section),
         on_gpu=on_gpu,
         offload=section.on_host,
+        twice=section.twice,
         experts=experts,
         block=block,
     )

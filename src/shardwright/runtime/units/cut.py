@@ -51,6 +51,7 @@ class Cut:
         self.key = key
         self.comm = comm
         self.is_of_many = False  # whether it is the memory of many parameters
+        self.is_joint = False  # whether tensor parallelism had cut it before
         self.offsets, self.sizes = region_of(comm.rank)
         self.region_of = region_of
         self._specs: dict[torch.dtype, Any] = {}
@@ -75,7 +76,9 @@ class Cut:
             return cls(tensor.fqn, tensor.shape, dim, region_of, key, comm)
         every = joint.grid.comm
         key = (*key, joint.parallel.shape, joint.parallel.dim, *every.identity)
-        return cls(tensor.fqn, joint.parallel.shape, dim, region_of, key, every)
+        made = cls(tensor.fqn, joint.parallel.shape, dim, region_of, key, every)
+        made.is_joint = True
+        return made
 
     @classmethod
     def of_runs(cls, name: str, lengths: Ints, comm: Comm) -> Cut:
