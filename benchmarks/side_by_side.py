@@ -1,9 +1,9 @@
 """Contestants that take turns step by step in the same processes, TorchRec's tables among them.
 
 Time is the CPU time of a process, for ranks share few cores; wall time stands beside it, medians of
-both. ``peak_bytes`` are the most that were alive at once in a step beyond what is there between
-steps, ``kept_bytes`` what is there, tables and buckets of gradients among it, as torch's allocator
-reports them, those inside of FBGEMM among them.
+both over steps, and of these over three runs. ``peak_bytes`` are the most that were alive at once
+in a step beyond what is there between steps, ``kept_bytes`` what is there, tables and buckets of
+gradients among it, as torch's allocator reports them, those inside of FBGEMM among them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ Figures = dict[str, dict[str, float]]  # of contestants
 RATE = 0.01
 ZIPF = 1.05
 WARM = 3
+RUNS = 3  # in processes of their own, for what a step takes depends on where memory came to lie
+SETTLED = 0.05  # seconds after which gloo's threads have let go of what was sent
 KINDS = ("cpu_ms", "wall_ms", "peak_bytes", "kept_bytes")
 
 
@@ -183,6 +185,7 @@ def alive(call: Callable[[], Any]) -> tuple[Any, int, int]:
 
     with profiler.profile(profile_memory=True, use_kineto=True) as seen:
         gave = call()
+        time.sleep(SETTLED)
         gc.collect()  # what refers to itself
     events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
     now = most = 0
@@ -193,14 +196,20 @@ def alive(call: Callable[[], Any]) -> tuple[Any, int, int]:
 
 
 def first_of(work: Callable[..., Figures], ranks: int, *arguments: Any) -> Figures:
-    """What ``work(rank, ranks, store, *arguments)`` gives on rank 0, of processes of its own."""
+    """What ``work(rank, ranks, store, *arguments)`` gives on rank 0, of processes of its own:
+    medians of several runs, and what first steps of the first gave."""
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        multiprocessing.spawn(_work, (work, ranks, store, arguments, results), nprocs=ranks)
-    found: Figures = results.get()
-    return found
+    runs: list[Figures] = []
+    for _ in range(RUNS):
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            multiprocessing.spawn(_work, (work, ranks, store, arguments, results), nprocs=ranks)
+        runs.append(results.get())
+    first, *_ = runs
+    for name, figures in first.items():
+        figures |= {kind: statistics.median(run[name][kind] for run in runs) for kind in KINDS}
+    return first
 
 
 def _work(rank: int, work: Any, ranks: int, store: str, arguments: Any, results: Any) -> None:
