@@ -45,16 +45,19 @@ class Sum(nn.Module):
 
     def forward(self, step: int) -> torch.Tensor:
         named = dict(self.named_parameters())
-        parts = [named[name] * gradient_of(name, self.seed, step) for name in SHAPES]
+        parts = [
+            named[name] * gradient_of(name, shape, step, self.seed)
+            for name, shape in SHAPES.items()
+        ]
         return torch.stack([part.sum() for part in parts]).sum()
 
 
-def gradient_of(name: str, seed: int, step: int) -> torch.Tensor:
+def gradient_of(name: str, shape: tuple[int, ...], step: int, seed: int = 0) -> torch.Tensor:
     """Whole numbers of very different sizes, which any number of ranks can add up and share out."""
     number = 1000 * seed + 10 * step + len(name)
     generator = torch.Generator().manual_seed(number)
-    drawn = torch.randn(SHAPES[name], generator=generator)
-    return (drawn * torch.rand(SHAPES[name], generator=generator).mul(9).exp()).round()
+    drawn = torch.randn(shape, generator=generator)
+    return (drawn * torch.rand(shape, generator=generator).mul(9).exp()).round()
 
 
 class Two(nn.Module):
@@ -217,20 +220,13 @@ class Joint(nn.Module):
     def forward(self, step: int) -> torch.Tensor:
         total = torch.zeros(())
         for name, parameter in self.named_parameters():
-            factor = drawn(name, tuple(parameter.shape), step)
+            factor = gradient_of(name, tuple(parameter.shape), step)
             if isinstance(parameter, DTensor):
                 factor = distribute_tensor(factor, parameter.device_mesh, parameter.placements)
                 total = total + (parameter * factor).sum().full_tensor()
             else:
                 total = total + (parameter * factor).sum()
         return total
-
-
-def drawn(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
-    """Whole numbers of very different sizes."""
-    generator = torch.Generator().manual_seed(10 * step + len(name))
-    found = torch.randn(shape, generator=generator)
-    return (found * torch.rand(shape, generator=generator).mul(9).exp()).round()
 
 
 def grid(*sizes: int) -> DeviceMesh:

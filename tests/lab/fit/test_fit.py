@@ -101,10 +101,10 @@ def test_a_job_that_fits_needs_no_way_out() -> None:
 
 
 def test_the_job_as_it_is_may_not_fit_while_a_smaller_batch_does() -> None:
-    told = found(batch={"size": 1000, "sequence": 1024})
-    assert told.own.estimate.verdict == "does not fit"
-    assert told.own.largest_batch.size == 256
-    assert told.remedies == ()
+    answer = found(batch={"size": 1000, "sequence": 1024})
+    assert answer.own.estimate.verdict == "does not fit"
+    assert answer.own.largest_batch.size == 256
+    assert answer.remedies == ()
 
 
 LARGE = {"size": 2, "sequence": 2**20}
@@ -112,28 +112,28 @@ FSDP2 = {"runtime": "fsdp2"}
 
 
 def test_ways_out_were_tried_and_those_that_fit_come_first() -> None:
-    told = found(batch=LARGE)
-    assert told.own.largest_batch.size == 0
-    verdicts = [remedy.estimate.verdict for remedy in told.remedies]
+    answer = found(batch=LARGE)
+    assert answer.own.largest_batch.size == 0
+    verdicts = [remedy.estimate.verdict for remedy in answer.remedies]
     assert verdicts == sorted(verdicts, key=lambda verdict: verdict != "fits")
-    assert told.remedies[0].changes == ("memory.checkpointing = full",)
-    assert told.remedies[0].estimate.verdict == "fits"
+    assert answer.remedies[0].changes == ("memory.checkpointing = full",)
+    assert answer.remedies[0].estimate.verdict == "fits"
 
 
 def test_what_does_not_help_is_not_named() -> None:
-    told = found(batch=LARGE, memory=FSDP2)
-    changes = {change for remedy in told.remedies for change in remedy.changes}
+    answer = found(batch=LARGE, memory=FSDP2)
+    changes = {change for remedy in answer.remedies for change in remedy.changes}
     assert any("parallel.tensor" in change for change in changes)
     assert not any("memory.loss" in change or "reduce_dtype" in change for change in changes)
 
 
 def test_changes_are_joined_where_none_is_enough_alone() -> None:
     cluster = {"hbm_cap": "1 GiB"}
-    told = found(batch=LARGE, cluster=cluster, memory=FSDP2, capacity=GIB + GIB // 8)
+    answer = found(batch=LARGE, cluster=cluster, memory=FSDP2, capacity=GIB + GIB // 8)
     together = {"memory.checkpointing = full", "memory.offload = all"}
-    (joined,) = (remedy for remedy in told.remedies if together <= set(remedy.changes))
-    assert joined.estimate.verdict == told.remedies[0].estimate.verdict == "fits"
-    assert len(told.remedies[0].changes) > 1
+    (joined,) = (remedy for remedy in answer.remedies if together <= set(remedy.changes))
+    assert joined.estimate.verdict == answer.remedies[0].estimate.verdict == "fits"
+    assert len(answer.remedies[0].changes) > 1
 
 
 def test_pairs_of_what_helps_most_are_tried_where_none_is_enough_alone() -> None:
@@ -146,22 +146,22 @@ def test_pairs_of_what_helps_most_are_tried_where_none_is_enough_alone() -> None
         rank = RankMemory("all ranks", 8, {}, states + kept, "step", kinds, {}, ())
         return Footprint("llama", 1, world, {}, {}, (rank,), 7 * GIB)
 
-    told = fit(job(memory=FSDP2), footprint)
-    assert told.fewest_ranks == 0
-    fits = [each.changes for each in told.remedies if each.estimate.verdict == "fits"]
+    answer = fit(job(memory=FSDP2), footprint)
+    assert answer.fewest_ranks == 0
+    fits = [each.changes for each in answer.remedies if each.estimate.verdict == "fits"]
     pair = {"parallel.tensor = 8 (data_shard = 1)", "memory.checkpointing = full"}
     assert pair in map(set, fits)
     assert all(len(changes) > 1 for changes in fits)
-    pairs = {frozenset(each.changes) for each in told.remedies if len(each.changes) == 2}
-    assert len(pairs) == sum(len(each.changes) == 2 for each in told.remedies)
+    pairs = {frozenset(each.changes) for each in answer.remedies if len(each.changes) == 2}
+    assert len(pairs) == sum(len(each.changes) == 2 for each in answer.remedies)
     degrees = {"parallel.tensor = 8", "parallel.pipeline = 8 (data_shard = 1)"}
     assert degrees not in pairs  # there are not 64 ranks
-    assert told.estimates <= 40
+    assert answer.estimates <= 40
 
 
 def test_two_degrees_say_once_how_far_data_is_shared() -> None:
-    told = found(batch={"size": 1, "sequence": 2**22}, memory=FSDP2, capacity=GIB // 4)
-    sharing = [each for each in told.remedies if str(each.changes).count("data_shard") > 1]
+    answer = found(batch={"size": 1, "sequence": 2**22}, memory=FSDP2, capacity=GIB // 4)
+    sharing = [each for each in answer.remedies if str(each.changes).count("data_shard") > 1]
     assert not sharing
 
 
@@ -196,17 +196,17 @@ def test_states_that_replicas_have_alike_may_be_shared_among_them(
         rank = RankMemory("all ranks", 8, {}, states + whole + GIB, "step", kinds, {}, ())
         return Footprint("llama", 1, 8, {}, {}, (rank,), 3 * GIB)
 
-    told = fit(job(parallel={"data_replicate": 2}, memory={"zero": zero}), footprint)
-    changes = {change for remedy in told.remedies for change in remedy.changes}
+    answer = fit(job(parallel={"data_replicate": 2}, memory={"zero": zero}), footprint)
+    changes = {change for remedy in answer.remedies for change in remedy.changes}
     assert {change for change in changes if "zero" in change} == named
     if named:
-        assert told.remedies[0].changes == ("memory.zero = [2, 3]",)
-        assert told.remedies[0].estimate.verdict == "fits"
+        assert answer.remedies[0].changes == ("memory.zero = [2, 3]",)
+        assert answer.remedies[0].estimate.verdict == "fits"
 
 
 def test_one_copy_is_not_told_to_share_among_replicas() -> None:
-    told = found(batch=LARGE, capacity=GIB // 8)
-    assert not any("zero" in change for each in told.remedies for change in each.changes)
+    answer = found(batch=LARGE, capacity=GIB // 8)
+    assert not any("zero" in change for each in answer.remedies for change in each.changes)
 
 
 EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_ffn_dim": 64}
@@ -223,20 +223,20 @@ def _of_experts(job: Job) -> Footprint:
 
 def test_experts_are_divided_on_more_ranks_where_those_there_are_do_not_do() -> None:
     model = {"kind": "llama", "layers": 2, "dim": 64, "heads": 4, "vocab": 256, **EXPERTS}
-    told = fit(job(model=model, memory=FSDP2), _of_experts)
-    assert told.fewest_ranks == 0
-    assert told.remedies[0].changes == ("parallel.expert = 8", "64 ranks")
-    assert told.remedies[0].estimate.verdict == "fits"
+    answer = fit(job(model=model, memory=FSDP2), _of_experts)
+    assert answer.fewest_ranks == 0
+    assert answer.remedies[0].changes == ("parallel.expert = 8", "64 ranks")
+    assert answer.remedies[0].estimate.verdict == "fits"
     ours = fit(job(model=model), _of_experts)
     assert not any("expert" in change for each in ours.remedies for change in each.changes)
 
 
 def test_more_ranks_are_named_where_they_are_enough() -> None:
-    told = found(cluster={"hbm_cap": "1 GiB"}, capacity=GIB, batch={"size": 1, "sequence": 4096})
-    assert told.own.largest_batch.size == 0
-    assert told.fewest_ranks
-    named = {change for remedy in told.remedies for change in remedy.changes}
-    assert f"parallel.data_shard = {told.fewest_ranks} ({told.fewest_ranks} ranks)" in named
+    answer = found(cluster={"hbm_cap": "1 GiB"}, capacity=GIB, batch={"size": 1, "sequence": 4096})
+    assert answer.own.largest_batch.size == 0
+    assert answer.fewest_ranks
+    named = {change for remedy in answer.remedies for change in remedy.changes}
+    assert f"parallel.data_shard = {answer.fewest_ranks} ({answer.fewest_ranks} ranks)" in named
 
 
 def test_every_variant_is_estimated_once_and_shown() -> None:
@@ -247,8 +247,8 @@ def test_every_variant_is_estimated_once_and_shown() -> None:
         seen.append(job)
         return estimates()(job)
 
-    told = fit(job(), counting, lines.append)
-    assert len(seen) == told.estimates == len(lines) <= 40
+    answer = fit(job(), counting, lines.append)
+    assert len(seen) == answer.estimates == len(lines) <= 40
     assert lines[0].startswith("1 estimate; ")
     assert len({repr(each) for each in seen}) == len(seen)
 
@@ -262,8 +262,8 @@ def test_a_llama_that_can_be_planned_is_planned_for_each_size() -> None:
         "memory": {"param_dtype": "fp32"},
     }
     heard: list[float] = []
-    told = fit(parse_job(document), hear=lambda watch: heard.append(watch.elapsed))
-    size = told.own.largest_batch.size
+    answer = fit(parse_job(document), hear=lambda watch: heard.append(watch.elapsed))
+    size = answer.own.largest_batch.size
     assert heard
     plan(parse_job(document | {"batch": {"size": size, "sequence": 64}}))
     with pytest.raises(NoPlanError):
@@ -278,7 +278,7 @@ def test_a_batch_that_cannot_be_planned_does_not_fit() -> None:
             raise NoPlanError("no plan found that fits")
         return estimates()(parse_job({"model": {"kind": "llama"}, "batch": {"size": 1}}))
 
-    told = fit(parse_job({"tables": tables, "batch": {"size": 64}}), planned)
-    assert [row.checkpointing for row in told.policies] == ["none"]
-    assert told.own.largest_batch.size == 70
-    assert told.longest_sequence is None
+    answer = fit(parse_job({"tables": tables, "batch": {"size": 64}}), planned)
+    assert [row.checkpointing for row in answer.policies] == ["none"]
+    assert answer.own.largest_batch.size == 70
+    assert answer.longest_sequence is None
