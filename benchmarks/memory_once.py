@@ -34,7 +34,7 @@ def main() -> int:
     found = footprint(parse_job(JOB))
     seconds = time.perf_counter() - begun
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-    told = {
+    figures = {
         "parameters": found.parameters,
         "ranks": found.world_size,
         "classes_of_ranks": len(found.ranks),
@@ -42,7 +42,7 @@ def main() -> int:
         "resident_mib": round(resident / MIB, 1),
         "peak_mib": {rank.name: round(rank.peak_bytes / MIB, 1) for rank in found.ranks},
     }
-    print(json.dumps(told))
+    print(json.dumps(figures))
     return 0
 
 

@@ -55,10 +55,10 @@ def check(plan: Plan, tables: list[dict[str, Any]], ranks: int) -> dict[str, Any
             used[shard[-1]] += _bytes(table, traffic, shard, ranks)
     over = [rank for rank, nbytes in enumerate(used) if nbytes > CAPACITY]
     wrong += [f"rank {rank} holds {used[rank]} of {CAPACITY} bytes" for rank in over]
-    told = [rank.hbm_bytes for rank in plan.ranks]
-    if told != used:
-        rank = next(r for r in range(ranks) if told[r] != used[r])
-        wrong.append(f"rank {rank} is told {told[rank]} bytes and holds {used[rank]}")
+    stated = [rank.hbm_bytes for rank in plan.ranks]
+    if stated != used:
+        rank = next(r for r in range(ranks) if stated[r] != used[r])
+        wrong.append(f"rank {rank} has {stated[rank]} bytes in the plan and holds {used[rank]}")
     return {"wrong": wrong[:10], "max_hbm_bytes": max(used), "capacity_bytes": CAPACITY}
 
 

@@ -19,6 +19,7 @@ RESERVED = 0.15
 CAPACITY = int((1 - RESERVED) * HBM)
 BATCH = 512  # samples per rank
 HOST = 8  # ranks
+EVERY_KERNEL = "every kernel"
 DIMS = (16, 32, 64, 128, 128, 256)
 KAGGLE_ROWS = (
     *(1461, 584, 10131227, 2202608, 306, 24, 12518, 634, 4, 93146, 5684, 8351593, 3195, 28),
@@ -75,18 +76,13 @@ def drawn(count: int) -> list[dict[str, Any]]:
 
 
 def write_job(problem: Problem, options: str, folder: Path) -> Path:
-    """The problem as a job file in TOML with its tables in JSON beside it."""
-    entries = [
-        {
-            **table,
-            "optimizer": "rowwise_adagrad",
-            "compute_kernels": ["dense", "fused"],
-        }
-        for table in problem.tables
-    ]
+    """The problem as a job file in TOML with its tables in JSON beside it; ``options`` are those
+    of the planner, of two kernels, or ``EVERY_KERNEL``."""
+    kernels = {} if options == EVERY_KERNEL else {"compute_kernels": ["dense", "fused"]}
+    entries = [{**table, "optimizer": "rowwise_adagrad", **kernels} for table in problem.tables]
     tables = folder / f"{problem.name}.tables.json"
     tables.write_text(json.dumps(entries))
-    path = folder / f"{problem.name}.{options}.toml"
+    path = folder / f"{problem.name}.{options}.toml".replace(" ", "_")
     path.write_text(
         f"""
 [model]
@@ -103,7 +99,7 @@ size = {BATCH}
 
 [planner]
 constants = "torchrec-1.9"
-options = "{options}"
+options = "{"wide" if options == EVERY_KERNEL else options}"
 
 [planner.reservation]
 kind = "percentage"

@@ -206,13 +206,14 @@ def _solve(
     if max(nbytes) > capacity:
         wrong.append(f"{spot}: a rank holds {max(nbytes)} of {capacity} bytes")
     if abs(max(milliseconds) - made.max_rank_seconds * 1e3) > 1e-9 * max(milliseconds):
-        wrong.append(f"{spot}: told {made.max_rank_seconds * 1e3} ms, is {max(milliseconds)}")
+        said = made.max_rank_seconds * 1e3
+        wrong.append(f"{spot}: the plan says {said} ms, is {max(milliseconds)}")
     return {
         "ms": max(milliseconds),
         "seconds": seconds,
         "bound_ms": bound,
         "ratio": max(milliseconds) / bound,
-        "told_gap": made.gap,
+        "gap": made.gap,
         "shards": sum(len(table.ranks) for table in made.tables),
         "tables": len(tables),
     }

@@ -1,4 +1,4 @@
-"""TorchRec's planner on one problem, told as JSON. Needs torch and torchrec, nothing of ours.
+"""TorchRec's planner on one problem, as JSON. Needs torch and torchrec, nothing of ours.
 
     python benchmarks/planner_torchrec.py plan PROBLEM.json
     python benchmarks/planner_torchrec.py rate PROBLEM.json SHARDS.json
@@ -87,7 +87,7 @@ def topology_of(problem: dict[str, Any]) -> Topology:
     )
 
 
-def told(options: list[Any], ranks: int) -> dict[str, Any]:
+def figures(options: list[Any], ranks: int) -> dict[str, Any]:
     """What a placed plan costs by TorchRec's prices."""
     milliseconds, hbm = [0.0] * ranks, [0] * ranks
     for option in options:
@@ -114,14 +114,14 @@ def plan(problem: dict[str, Any]) -> dict[str, Any]:
         timeout_seconds=problem["seconds"],
     )
     model = model_of(problem)
-    started = time.perf_counter()
+    started, before = time.perf_counter(), time.process_time()
     planner.plan(model, [EmbeddingBagCollectionSharder()])
-    seconds = time.perf_counter() - started
     return {
-        "seconds": seconds,
+        "seconds": time.perf_counter() - started,
+        "cpu_seconds": time.process_time() - before,
         "proposals": planner._num_proposals,
         "feasible": planner._num_plans,
-        **told(planner.get_selected_options(), problem["ranks"]),
+        **figures(planner.get_selected_options(), problem["ranks"]),
     }
 
 
@@ -157,11 +157,11 @@ def rate(problem: dict[str, Any], placed: dict[str, Any]) -> dict[str, Any]:
         for shard, (*_, rank) in zip(option.shards, shards, strict=True):
             shard.rank = rank
     enumerator.populate_estimates(options)
-    return told(options, problem["ranks"])
+    return figures(options, problem["ranks"])
 
 
 def main() -> None:
-    """Plan or rate, and tell."""
+    """Plan or rate, and print the figures."""
     logging.disable(logging.CRITICAL)
     ready = time.perf_counter()
     problem = json.loads(Path(sys.argv[2]).read_text())

@@ -59,10 +59,10 @@ def test_an_id_that_is_no_row_of_a_unit_s_embedding_is_named(
     ids[which][place] = value
     with pytest.raises(InputError) as caught, naming_errors("model.python 'own:build'"):
         model(**ids)
-    told = str(caught.value)
-    assert told.startswith("model.python 'own:build', test_places.py:")
-    assert f" (forward): {said}, got {value}." in told
-    assert "\n" not in told
+    message = str(caught.value)
+    assert message.startswith("model.python 'own:build', test_places.py:")
+    assert f" (forward): {said}, got {value}." in message
+    assert "\n" not in message
 
 
 def test_other_errors_of_a_lookup_are_said_as_they_are() -> None:

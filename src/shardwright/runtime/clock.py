@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.runtime.torch_private import Operations
 
 ROUNDS, SECONDS = 128, 0.5  # with each rank; no more begin after so long
-_ASKED, _TOLD = 1 << 20, (1 << 20) + 1  # tags that no other letter has
+_ASKED, _ANSWERED = 1 << 20, (1 << 20) + 1  # tags that no other letter has
 
 
 def clock_offset(mesh: DeviceMesh) -> tuple[float, float]:
@@ -46,16 +46,16 @@ def _offset(operations: Operations, rank: int, size: int, device: str) -> tuple[
             is_last, offset, error = receive(3, 0, _ASKED)
             if is_last:
                 return offset, error
-            send([time.perf_counter()], 0, _TOLD)
+            send([time.perf_counter()], 0, _ANSWERED)
     for other in range(1, size):
         rounds: list[tuple[float, float]] = []
         began = time.perf_counter()
         while len(rounds) < ROUNDS and (not rounds or time.perf_counter() - began < SECONDS):
             asked = time.perf_counter()
             send([0.0, 0.0, 0.0], other, _ASKED)
-            (told,) = receive(1, other, _TOLD)
+            (theirs,) = receive(1, other, _ANSWERED)
             answered = time.perf_counter()
-            rounds.append((answered - asked, (asked + answered) / 2 - told))
+            rounds.append((answered - asked, (asked + answered) / 2 - theirs))
         took, offset = min(rounds)
         send([1.0, offset, took / 2], other, _ASKED)
     return 0.0, 0.0

@@ -1,0 +1,131 @@
+"""Large problems: CPU seconds, memory and gap of our planner, each in a process of its own.
+
+* ``10000x4096`` and ``10000x16384``: the tables of planner_problems.py with the two kernels and
+  options of TorchRec, and with every kernel and sharding type of ours;
+* ``800x128``: tables of very unequal sizes, on ranks whose memory is 1.05 times what all of them
+  hold, at our own costs, four draws.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import planner_problems
+from planner_problems import Problem
+
+from shardwright.core.plan import read_plan
+
+MANY = 10_000  # tables
+MANY_TARGETS = {4096: 30.0, 16384: 120.0}  # seconds of CPU by ranks
+KINDS = ("torchrec", planner_problems.EVERY_KERNEL)
+TIGHT_TABLES, TIGHT_RANKS, ROOM, TIGHT_TARGET = 800, 128, 1.05, 10.0
+SEEDS = (11, 12, 13, 14)
+Run = Callable[[list[str]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job file, the bytes that a rank may hold, and the seconds of CPU that it may take."""
+
+    name: str
+    job: Path
+    capacity: int
+    target: float
+
+
+def run(measured: Run) -> tuple[dict[str, Any], list[str]]:
+    """Every problem; ``measured`` runs a command in a process of its own."""
+    figures: dict[str, Any] = {}
+    wrong: list[str] = []
+    print("problem                      CPU s   limit  RSS MiB  slowest rank ms       gap")
+    with tempfile.TemporaryDirectory() as scratch:
+        for case in cases(Path(scratch)):
+            found = figures[case.name] = _planned(case, measured)
+            if found["max_hbm_bytes"] > case.capacity:
+                wrong.append(
+                    f"{case.name}: a rank holds {found['max_hbm_bytes']} of {case.capacity} bytes"
+                )
+            print(
+                f"{case.name:<26} {found['cpu_seconds']:7.2f}  {case.target:6.0f}"
+                f"  {found['peak_rss_bytes'] / 2**20:7.0f}  {found['max_rank_ms']:15.4f}"
+                f"  {found['gap']:8.3%}",
+                flush=True,
+            )
+    return {"large": figures}, wrong
+
+
+def cases(folder: Path) -> Iterator[Case]:
+    """Every problem, its job written into ``folder``."""
+    for ranks, target in MANY_TARGETS.items():
+        problem = Problem(MANY, ranks, peer=False)
+        for kind in KINDS:
+            job = planner_problems.write_job(problem, kind, folder)
+            yield Case(f"{problem.name} {kind}", job, planner_problems.CAPACITY, target)
+    for seed in SEEDS:
+        yield tight(seed, folder)
+
+
+def _planned(case: Case, measured: Run) -> dict[str, Any]:
+    """One problem planned."""
+    path = case.job.with_suffix(".plan.json")
+    script = str(Path(__file__).with_name("planner_once.py"))
+    found = measured([sys.executable, script, str(case.job), str(path)])
+    plan = read_plan(path)
+    return {
+        **{key: found[key] for key in ("cpu_seconds", "seconds", "peak_rss_bytes")},
+        "target_cpu_seconds": case.target,
+        "max_rank_ms": plan.max_rank_seconds * 1e3,
+        "bound_ms": plan.lower_bound_seconds * 1e3,
+        "gap": plan.gap,
+        "max_hbm_bytes": max(rank.hbm_bytes for rank in plan.ranks),
+        "capacity_bytes": case.capacity,
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def tight(seed: int, folder: Path) -> Case:
+    """Tables of very unequal sizes on ranks that have hardly more than these need."""
+    drawn = np.random.default_rng(seed)
+    count = TIGHT_TABLES
+    rows = np.exp(drawn.normal(13.0, 2.3, count)).clip(100, 4e7).astype(int)
+    ids = np.exp(drawn.normal(1.0, 1.7, count)).clip(1.0)
+    dims = drawn.choice([16, 32, 64, 128], count)
+    tables = [
+        {
+            "name": f"t{i}",
+            "rows": int(rows[i]),
+            "dim": int(dims[i]),
+            "pooling": round(float(ids[i]), 2),
+        }
+        for i in range(count)
+    ]
+    listed = folder / f"tight{seed}.json"
+    listed.write_text(json.dumps(tables))
+    capacity = int((rows * dims * 4).sum() * ROOM / TIGHT_RANKS)
+    path = folder / f"tight{seed}.toml"
+    path.write_text(
+        f"""
+[model]
+tables = {json.dumps(str(listed))}
+
+[cluster]
+compute_device = "cuda"
+world_size = {TIGHT_RANKS}
+local_world_size = {planner_problems.HOST}
+hbm_cap = {capacity}
+
+[batch]
+size = {planner_problems.BATCH}
+
+[planner.reservation]
+kind = "none"
+"""
+    )
+    return Case(f"{count}x{TIGHT_RANKS} draw {seed}", path, capacity, TIGHT_TARGET)
