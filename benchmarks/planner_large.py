@@ -90,8 +90,8 @@ def _planned(case: Case, measured: Run) -> dict[str, Any]:
     }
 
 
-def tight(seed: int, folder: Path) -> Case:
-    """Tables of very unequal sizes on ranks that have hardly more than these need."""
+def tight(seed: int, folder: Path, room: float = ROOM) -> Case:
+    """Tables of very unequal sizes on ranks that have ``room`` times the bytes of all."""
     drawn = np.random.default_rng(seed)
     count = TIGHT_TABLES
     rows = np.exp(drawn.normal(13.0, 2.3, count)).clip(100, 4e7).astype(int)
@@ -108,7 +108,7 @@ def tight(seed: int, folder: Path) -> Case:
     ]
     listed = folder / f"tight{seed}.json"
     listed.write_text(json.dumps(tables))
-    capacity = int((rows * dims * 4).sum() * ROOM / TIGHT_RANKS)
+    capacity = int((rows * dims * 4).sum() * room / TIGHT_RANKS)
     path = folder / f"tight{seed}.toml"
     path.write_text(
         f"""

@@ -18,6 +18,7 @@ sys.path.append(str(BENCHMARKS))
 
 import planner_bound  # noqa: E402
 import planner_check  # noqa: E402
+import planner_large  # noqa: E402
 import planner_problems  # noqa: E402
 import planner_random  # noqa: E402
 
@@ -57,3 +58,26 @@ def test_random_problems_on_a_cpu_have_a_bound_of_the_relaxed_program(seed: int)
     assert made is not None
     relaxed = planner_bound.bound(job, 10.0)["ms"]
     assert 0 < relaxed <= made.max_rank_seconds * 1e3 * (1 + 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "room", "most"),
+    [
+        *((7, room, 0.02) for room in (1.25, 1.1, 1.05, 1.03)),
+        (11, 1.05, 0.035),  # a shard that fills a rank alone left it idle: 0.11
+        (13, 1.05, 0.035),
+        (14, 1.05, 0.02),
+        (17, 1.3, 0.025),
+    ],
+)
+def test_so_many_tables_that_fill_the_memory_are_near_the_best_possible(
+    tmp_path: Path, seed: int, room: float, most: float
+) -> None:
+    """800 tables on 128 ranks that have ``room`` times their bytes: no search of any length can
+    find a plan of these that is faster by more than ``most``. Other draws may leave more to the
+    bound."""
+    case = planner_large.tight(seed, tmp_path, room)
+    made = plan(read_job(case.job))
+    assert made.gap <= most
+    assert max(rank.hbm_bytes for rank in made.ranks) <= case.capacity

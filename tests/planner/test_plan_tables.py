@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from counting import at_most
 from hypothesis import given, settings
@@ -298,41 +297,6 @@ def test_every_search_has_a_plan_that_fits(search: str) -> None:
     assert made.search.name == search
     assert made.lower_bound_seconds <= made.max_rank_seconds
     check_tiling(made.expanded(), described(job).tensors, made.world_size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("seed", "room", "most"),
-    [
-        *((7, room, 0.02) for room in (1.25, 1.1, 1.05, 1.03)),
-        (11, 1.05, 0.035),  # a shard that fills a rank alone left it idle: 0.11
-        (13, 1.05, 0.035),
-        (14, 1.05, 0.02),
-        (17, 1.3, 0.025),
-    ],
-)
-def test_so_many_tables_that_fill_the_memory_are_near_the_best_possible(
-    seed: int, room: float, most: float
-) -> None:
-    """800 tables on 128 ranks that have ``room`` times their bytes: no search of any length can
-    find a plan of these that is faster by more than ``most``. Other draws may leave more to the
-    bound."""
-    drawn = np.random.default_rng(seed)
-    rows = np.exp(drawn.normal(13.0, 2.3, 800)).clip(100, 4e7).astype(int)
-    ids = np.exp(drawn.normal(1.0, 1.7, 800)).clip(1.0)
-    dims = drawn.choice([16, 32, 64, 128], 800)
-    cap = int((rows * dims * 4).sum() * room / 128)
-    machine = {"compute_device": "cuda", "world_size": 128, "local_world_size": 8, "hbm_cap": cap}
-    tables = [
-        {"name": f"t{place}", "rows": int(rows[place]), "dim": int(dims[place])}
-        | {"pooling_factors": [round(float(ids[place]), 2)]}
-        for place in range(800)
-    ]
-    planner = {"reservation": {"kind": "none"}}
-    job = {"cluster": machine, "batch": {"size": 512}, "planner": planner, "tables": tables}
-    made = plan(parse_job(job))
-    assert made.gap <= most
-    assert max(rank.hbm_bytes for rank in made.ranks) <= cap
 
 
 def test_the_exact_search_is_never_slower_than_the_bounded_one() -> None:
