@@ -47,6 +47,13 @@ def test_every_command_is_in_the_readme() -> None:
     assert [name for name in COMMANDS if not re.search(rf"shardwright {name}\b", text)] == []
 
 
+def test_the_readme_says_how_a_shell_finds_the_command_before_it_uses_it() -> None:
+    typed = [line.strip() for line in (ROOT / "README.md").read_text().splitlines()]
+    (found,) = (at for at, line in enumerate(typed) if line == ". .venv/bin/activate")
+    used = [at for at, line in enumerate(typed) if line.startswith(("shardwright ", "torchrun "))]
+    assert used and found < min(used)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_relative_links_lead_somewhere(document: Path) -> None:
     targets = [a or b for a, b in _LINK.findall(document.read_text())]
