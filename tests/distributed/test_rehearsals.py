@@ -128,6 +128,34 @@ def test_replicas_are_rehearsed_as_they_are_counted(
     )
 
 
+@pytest.mark.parametrize("zero", [3, 2, [2, 3]], ids=str)
+def test_buffers_of_a_sum_have_one_name(pool: Pool, zero: Any) -> None:
+    """On gloo they travel as an all-to-all does; what each rank sums then is an exchange."""
+    replicas = 2 if zero == [2, 3] else 1
+    if replicas > 1:
+        pool.run(4, probe_tasks.make_grids)
+    given = {
+        "model": {"kind": "llama", "layers": 1, "dim": 72, "heads": 4, "vocab": 3001},
+        "cluster": {"world_size": 2 * replicas},
+        "batch": {"size": 1, "sequence": 8},
+        "parallel": {"data_replicate": replicas},
+        "memory": {"zero": zero, "param_dtype": "fp32"},
+    }
+    job = among(parse_job(given), 2 * replicas)
+    predicted = _at_peak(estimated(job).worst.phases)
+    measured = [_at_peak(each.phases) for each in pool.run(2 * replicas, tasks.seen, job=job)]
+    kinds: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "communication")
+    assert predicted.by_category["reduce_scatter"] > 0.1 * predicted.bytes
+    for kind in kinds:
+        assert max(each.by_category.get(kind, 0) for each in measured) == (
+            predicted.by_category.get(kind, 0)
+        ), kind
+
+
+def _at_peak(phases: Iterable[PhasePeak]) -> PhasePeak:
+    return max(phases, key=lambda phase: phase.bytes)
+
+
 def _check_as_estimated(pool: Pool, given: dict[str, Any]) -> None:
     job = among(parse_job(given), given["cluster"]["world_size"])
     predicted = estimated(job).worst
