@@ -128,6 +128,25 @@ def test_replicas_are_rehearsed_as_they_are_counted(
     )
 
 
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("order", ["a a b b", "loop", "few twice"])
+def test_units_called_several_times_are_summed_once_under_fsdp2(
+    pool: Pool, order: str, param_dtype: str
+) -> None:
+    """Autograd hands the gradients of all calls over in the backward of the first one."""
+    _check_as_estimated(
+        pool,
+        {
+            "model": {"python": "own_models:called", "arguments": {"order": order, "width": 32}},
+            "data": {"python": "own_models:batches_of_adapted"},
+            "cluster": {"world_size": 2},
+            "memory": {"runtime": "fsdp2", "param_dtype": param_dtype},
+            "train": {"optimizer": "adam"},
+        },
+    )
+
+
 @pytest.mark.parametrize("zero", [3, 2, [2, 3]], ids=str)
 def test_buffers_of_a_sum_have_one_name(pool: Pool, zero: Any) -> None:
     """On gloo they travel as an all-to-all does; what each rank sums then is an exchange."""
