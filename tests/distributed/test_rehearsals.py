@@ -13,7 +13,7 @@ import rehearsal_tasks as tasks
 from pool import Pool
 
 from shardwright.core.footprint import PhasePeak
-from shardwright.core.job import parse_job
+from shardwright.core.job import parallel_of, parse_job
 from shardwright.core.timeline import Kind
 from shardwright.lab.footprint.estimate import estimated
 from shardwright.lab.rehearsal import among
@@ -126,6 +126,32 @@ def test_replicas_are_rehearsed_as_they_are_counted(
             "train": {"optimizer": optimizer},
         },
     )
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    ("memory", "shape"),
+    [
+        ({"checkpointing": "selective"}, {}),
+        ({"param_dtype": "fp32"}, {"tied_embeddings": True}),
+        ({"checkpointing": "full"}, {"experts": 4, "experts_per_token": 2}),
+    ],
+    ids=str,
+)
+def test_replicas_beside_fsdp2_are_rehearsed_on_a_mesh_of_both(
+    pool: Pool, memory: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    pool.run(4, probe_tasks.make_grids)
+    given = {
+        "model": {"kind": "llama", "layers": 3, "dim": 72, "heads": 4, "vocab": 257, **shape},
+        "cluster": {"world_size": 4},
+        "batch": {"size": 2, "sequence": 33},
+        "parallel": {"data_replicate": 2},
+        "memory": {"runtime": "fsdp2", **memory},
+        "train": {"optimizer": "adamw"},
+    }
+    assert parallel_of(among(parse_job(given), 4)).data_replicate == 2
+    _check_as_estimated(pool, given)
 
 
 @pytest.mark.slow_after(2)
