@@ -50,6 +50,13 @@ def test_a_script_is_read_with_its_lists_quotes_and_variables() -> None:
     assert found["batch"] == {"size": 2, "sequence": 8192}
 
 
+def test_several_commands_may_stand_on_one_line() -> None:
+    first = f"TP=8; export PP=2;\nrun {LLAMA_3_8B} --tensor-model-parallel-size $TP; wait"
+    script = f"{first}\nrun --pipeline-model-parallel-size ${{PP}};"
+    parallel = job_of(script, 16).document["parallel"]
+    assert (parallel["tensor"], parallel["pipeline"]) == (8, 2)
+
+
 def test_a_switch_is_true_and_several_values_are_the_first() -> None:
     found = arguments("--bf16 --split 99 1 --a_b=3 # --fp16")
     assert found == {"bf16": True, "split": 99, "a-b": 3}

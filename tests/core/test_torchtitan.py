@@ -87,6 +87,13 @@ def test_products_in_8_bits_are_those_of_its_recipe() -> None:
     assert found["float8"] == "rowwise"
     old = job_of(config(model=MODEL | {"converters": "float8"}), None).document["memory"]
     assert old["float8"] == "tensorwise"
+    oldest = job_of(config(float8={"enable_float8_linear": True}), None).document["memory"]
+    assert oldest["float8"] == "tensorwise"
+
+
+def test_degrees_of_earlier_versions_may_say_that_there_are_none() -> None:
+    old = {"data_parallel_degree": -1, "tensor_parallel_degree": 1}
+    assert job_of(config(training=old), None).document["parallel"]["tensor"] == 1
 
 
 def test_ranks_that_are_left_share() -> None:
@@ -146,6 +153,18 @@ def test_what_is_not_read_is_said() -> None:
             "activation_checkpoint.mode",
         ),
         ({"model": MODEL | {"converters": ["mx"]}}, None, UnsupportedError, "model.converters"),
+        (
+            {"experimental": {"pipeline_parallel_degree": 2}},
+            None,
+            UnsupportedError,
+            "experimental.pipeline_parallel_degree: expected 1, for degrees are read from",
+        ),
+        (
+            {"parallelism": EIGHT | {"expert_tensor_parallel_degree": 2}},
+            None,
+            UnsupportedError,
+            "parallelism.expert_tensor_parallel_degree",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_its_key(

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from shardwright.core.job import Job, degrees_of
+from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
-from shardwright.lab.footprint.stages import pipeline_ranks
+from shardwright.core.recording import Blocks
+from shardwright.lab.footprint.models import recorded_model
+from shardwright.lab.footprint.stages import Stage, pipeline_ranks
 from shardwright.models.llama import Llama
+from shardwright.runtime.fully_shard import fully_shard_flat
+from shardwright.runtime.model_parts import storages_in
+from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
+from shardwright.trace.treatment import Treatment
 from shardwright.tracker.memory import MemoryTracker
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -22,17 +29,28 @@ SETTLE_SECONDS = 0.01  # gloo's threads may hold a buffer for a moment after the
 
 def tracked_stage(mesh: DeviceMesh, job: Job) -> dict[str, int]:
     """The peaks of this rank's third step, by phase."""
-    rank, size = mesh.get_local_rank(), mesh.size()
-    shape, degrees, batch = job.model.shape, degrees_of(job, size), job.batch
+    degrees = degrees_of(job, mesh.size())
+    data, across = None, mesh
+    if memory_of(job).runtime == "shardwright":  # on all ranks of the world, which make groups
+        sizes = (degrees.pipeline, degrees.data_replicate, degrees.data_shard)
+        every = init_device_mesh("cpu", sizes, mesh_dim_names=("pipe", "replicate", "shard"))
+        across = every["pipe"]
+        data = every["replicate", "shard"] if degrees.data_replicate > 1 else every["shard"]
+    pipe, rank = across.get_group(), across.get_local_rank()
+    shape, batch = job.model.shape, job.batch
     assert isinstance(shape, LlamaShape)
     (mine,) = pipeline_ranks(shape.layers, degrees)[rank].stages
     local = LocalShape(first=mine.first, last=mine.last, layers=mine.layers)
     model = Llama(shape, local, sequence=batch.sequence)
-    stage = PipelineStage(model, rank, size, torch.device("cpu"), group=mesh.get_group())
+    parameters = model.parameters()
+    if data is not None:
+        _share(model, job, mine, data)
+        parameters = optimizer_parameters(model)
+    stage = _Stage(model, rank, degrees.pipeline, torch.device("cpu"), group=pipe)
     schedule = SCHEDULES[degrees.schedule](
         stage, degrees.microbatches, loss_fn=model.loss, scale_grads=False
     )
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    optimizer = make_optimizer("adamw", parameters, 1e-3, "foreach")
     tokens, targets = (torch.zeros(batch.size, batch.sequence, dtype=torch.int64) for _ in range(2))
 
     def step() -> None:
@@ -46,7 +64,33 @@ def tracked_stage(mesh: DeviceMesh, job: Job) -> dict[str, int]:
     for _ in range(2):
         step()
     time.sleep(SETTLE_SECONDS)
-    dist.barrier(mesh.get_group())
+    dist.barrier(pipe)
     with MemoryTracker(model, optimizer, tokens if rank == 0 else targets) as tracker:
         step()
     return {phase.phase: phase.bytes for phase in tracker.result().phases}
+
+
+def _share(model: Llama, job: Job, mine: Stage, mesh: DeviceMesh) -> None:
+    """The units of the estimate, those inside of others first, kept whole for all microbatches."""
+    section = memory_of(job)
+    degrees = degrees_of(job, job.cluster.world_size or 1)
+    recorded = recorded_model(job, degrees, Treatment("cpu", section.policy))
+    blocks = Blocks(recorded.recorded(parallel_of(job), mine).recording)
+    units = [blocks.own(name, unit) for name, unit in blocks.unfolded()]
+    for unit in sorted(units, key=lambda each: each.name == ""):
+        modules = [model.get_submodule(path) for path in unit.modules]
+        zero = section.stage if section.zero == "auto" else section.zero
+        fully_shard_flat(
+            modules, mesh, reshard_after_forward=False, zero=zero, shard_strategy="flat"
+        )
+
+
+class _Stage(PipelineStage):
+    """Which sums gradients over data ranks in its last backward, as torch does it for FSDP2."""
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
+    ) -> Any:
+        for storage in storages_in(self.submod):
+            storage.set_requires_gradient_sync(last_backward)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pipeline_tasks import tracked_stage
 from pool import Pool
@@ -15,20 +17,43 @@ LOSS_BYTES = 4 * MICROBATCHES + 8  # losses that the schedule hands out
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_stages_take_what_was_estimated(pool: Pool, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "shards", "memory", "more"),
+    [
+        ("1f1b", 1, 1, {"runtime": "ddp"}, {}),
+        ("gpipe", 1, 1, {"runtime": "ddp"}, {}),
+        ("1f1b", 1, 2, {}, {}),
+        ("1f1b", 2, 1, {"zero": [2, 3]}, {}),
+        ("gpipe", 2, 1, {"zero": [2, 3]}, {"experts": 4, "experts_per_token": 2}),
+    ],
+    ids=str,
+)
+def test_stages_take_what_was_estimated(
+    pool: Pool,
+    schedule: str,
+    replicas: int,
+    shards: int,
+    memory: dict[str, Any],
+    more: dict[str, Any],
+) -> None:
     model = {"layers": 4, "dim": DIM, "heads": 4, "kv_heads": 2, "ffn_dim": 200, "vocab": 500}
     job = parse_job(
         {
-            "model": {"kind": "llama", **model},
-            "cluster": {"world_size": 2},
+            "model": {"kind": "llama", **model, **more},
+            "cluster": {"world_size": 2 * replicas * shards},
             "batch": {"size": MICROBATCHES, "sequence": SEQUENCE},
-            "parallel": {"pipeline": 2, "schedule": schedule},
-            "memory": {"runtime": "ddp", "lowering": "cpu", "param_dtype": "fp32"},
+            "parallel": {
+                "pipeline": 2,
+                "schedule": schedule,
+                "data_replicate": replicas,
+                "data_shard": shards,
+            },
+            "memory": {"lowering": "cpu", "param_dtype": "fp32", **memory},
         }
     )
     estimated = {rank.coordinates["pipeline"]: rank for rank in footprint(job).ranks}
-    first, last = pool.run(2, tracked_stage, job=job)
+    every = pool.run(2 * replicas * shards, tracked_stage, job=job)
+    first, last = every[0], every[-1]
     for phase in estimated[1].phases:
         assert abs(phase.bytes - last[phase.phase]) <= LOSS_BYTES
     # The tracker meets a buffer for a gradient with the first one that arrives in it, and gloo

@@ -13,7 +13,7 @@ import rehearsal_tasks as tasks
 from pool import Pool
 
 from shardwright.core.footprint import PhasePeak
-from shardwright.core.job import parse_job
+from shardwright.core.job import parallel_of, parse_job
 from shardwright.core.timeline import Kind
 from shardwright.lab.footprint.estimate import estimated
 from shardwright.lab.rehearsal import among
@@ -126,6 +126,79 @@ def test_replicas_are_rehearsed_as_they_are_counted(
             "train": {"optimizer": optimizer},
         },
     )
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    ("memory", "shape"),
+    [
+        ({"checkpointing": "selective"}, {}),
+        ({"param_dtype": "fp32"}, {"tied_embeddings": True}),
+        ({"checkpointing": "full"}, {"experts": 4, "experts_per_token": 2}),
+    ],
+    ids=str,
+)
+def test_replicas_beside_fsdp2_are_rehearsed_on_a_mesh_of_both(
+    pool: Pool, memory: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    pool.run(4, probe_tasks.make_grids)
+    given = {
+        "model": {"kind": "llama", "layers": 3, "dim": 72, "heads": 4, "vocab": 257, **shape},
+        "cluster": {"world_size": 4},
+        "batch": {"size": 2, "sequence": 33},
+        "parallel": {"data_replicate": 2},
+        "memory": {"runtime": "fsdp2", **memory},
+        "train": {"optimizer": "adamw"},
+    }
+    assert parallel_of(among(parse_job(given), 4)).data_replicate == 2
+    _check_as_estimated(pool, given)
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("order", ["a a b b", "loop", "few twice"])
+def test_units_called_several_times_are_summed_once_under_fsdp2(
+    pool: Pool, order: str, param_dtype: str
+) -> None:
+    """Autograd hands the gradients of all calls over in the backward of the first one."""
+    _check_as_estimated(
+        pool,
+        {
+            "model": {"python": "own_models:called", "arguments": {"order": order, "width": 32}},
+            "data": {"python": "own_models:batches_of_adapted"},
+            "cluster": {"world_size": 2},
+            "memory": {"runtime": "fsdp2", "param_dtype": param_dtype},
+            "train": {"optimizer": "adam"},
+        },
+    )
+
+
+@pytest.mark.parametrize("zero", [3, 2, [2, 3]], ids=str)
+def test_buffers_of_a_sum_have_one_name(pool: Pool, zero: Any) -> None:
+    """On gloo they travel as an all-to-all does; what each rank sums then is an exchange."""
+    replicas = 2 if zero == [2, 3] else 1
+    if replicas > 1:
+        pool.run(4, probe_tasks.make_grids)
+    given = {
+        "model": {"kind": "llama", "layers": 1, "dim": 72, "heads": 4, "vocab": 3001},
+        "cluster": {"world_size": 2 * replicas},
+        "batch": {"size": 1, "sequence": 8},
+        "parallel": {"data_replicate": replicas},
+        "memory": {"zero": zero, "param_dtype": "fp32"},
+    }
+    job = among(parse_job(given), 2 * replicas)
+    predicted = _at_peak(estimated(job).worst.phases)
+    measured = [_at_peak(each.phases) for each in pool.run(2 * replicas, tasks.seen, job=job)]
+    kinds: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "communication")
+    assert predicted.by_category["reduce_scatter"] > 0.1 * predicted.bytes
+    for kind in kinds:
+        assert max(each.by_category.get(kind, 0) for each in measured) == (
+            predicted.by_category.get(kind, 0)
+        ), kind
+
+
+def _at_peak(phases: Iterable[PhasePeak]) -> PhasePeak:
+    return max(phases, key=lambda phase: phase.bytes)
 
 
 def _check_as_estimated(pool: Pool, given: dict[str, Any]) -> None:

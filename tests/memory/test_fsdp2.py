@@ -122,9 +122,24 @@ def test_the_reduced_buffer_stays_until_the_next_unit_reduces(machine: Make) -> 
     assert found.heap.live[STAYING] == 0
     backward_of_middle = found.heap.total
     found.enter_backward("middle")
+    found.heap.take("middle.unreduced", STAYING, 2 * NUMEL)
     found.leave_backward("middle")
     assert found.heap.live["reduce_scatter"] == 4 * PADDED
     assert found.heap.total > backward_of_middle
+
+
+def test_a_backward_that_brings_no_gradient_reduces_nothing(machine: Make) -> None:
+    """Of a unit that is called again: its first call's backward, the last, has the sum of all."""
+    found = machine()
+    found.enter("last")
+    found.leave("last")
+    forward(found)
+    found.enter_backward("last")
+    found.leave_backward("last")
+    assert not {"reduce_scatter", "gradient"} & {k for k, n in found.heap.live.items() if n}
+    assert "last" not in found.present
+    backward(found)
+    assert found.heap.live["gradient"] == 3 * 4 * PADDED // 4
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -58,6 +58,14 @@ class Keys:
         found = self.value(section, key, default)
         return UnsupportedError(expected(_spot(section, key), wanted, f"{found}"))
 
+    def unread(self) -> Iterator[tuple[str, str, Any]]:
+        """Keys of sections that nobody asked for, with their values."""
+        for section, given in self.config.items():
+            if isinstance(given, Mapping):
+                for key, value in given.items():
+                    if (section, key) not in self.asked:
+                        yield section, key, value
+
     def imported(self, document: Document) -> Imported:
         """The job, with what nobody asked for in its order."""
         left = tuple(self._left())

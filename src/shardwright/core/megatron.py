@@ -85,7 +85,8 @@ def job_of(text: str, world_size: int | None) -> Imported:
 def arguments(text: str) -> dict[str, Any]:
     """Every ``--name value`` of a text by name, variables of the script filled in; a switch is
     true, of several values the first counts."""
-    assigned = re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([^\s(\"']+)", text, re.MULTILINE)
+    begins = r"(?:^|;)\s*(?:export\s+)?"  # of a line, or of another command on it
+    assigned = re.findall(begins + r"(\w+)=[\"']?([^\s(\"';]+)", text, re.MULTILINE)
     usual = {name: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) for name, value in assigned}
     found: dict[str, list[str]] = {}
     values: list[str] = []
@@ -113,7 +114,7 @@ def _words(text: str) -> Iterator[str]:
         if " --" in f" {inside}" and len(inside.split()) > 1:
             yield from _words(inside)
         elif word not in ("(", ")", "&&", "|", ";"):
-            yield word
+            yield word.removesuffix(";")
 
 
 def _value(words: list[str]) -> Any:

@@ -121,7 +121,16 @@ def job_of(config: Mapping[str, Any], world_size: int | None) -> Imported:
     _microbatches(keys, document, ranks)
     if keys.value("optimizer", "early_step_in_backward", False):
         raise keys.refused("optimizer", "early_step_in_backward", "false")
+    _refuse_other_degrees(keys)
     return keys.imported(document)
+
+
+def _refuse_other_degrees(keys: Keys) -> None:
+    """Degrees that nobody read, such as those that earlier versions have in other sections."""
+    for section, key, value in keys.unread():
+        if key.endswith("_degree") and value not in (1, -1):
+            wanted = "1, for degrees are read from [parallelism] and this is none of them"
+            raise keys.refused(section, key, wanted)
 
 
 def _model(keys: Keys) -> dict[str, Any]:
@@ -235,7 +244,8 @@ def _float8(keys: Keys) -> bool | str:
     for name in filter(None, wanted):
         if name not in ("float8", "quantize.linear.float8"):
             raise keys.refused("model", "converters", "float8 or none")
-    if not any(wanted):
+    old = keys.value("float8", "enable_float8_linear", False)  # of earlier versions
+    if not any(wanted) and not old:
         return False
     if recipe not in ("tensorwise", "rowwise"):
         raise keys.refused("float8", "recipe_name", "tensorwise or rowwise")

@@ -77,11 +77,11 @@ def alone(job: Job) -> Job:
 def _as_run(
     job: Job, runtime: Runtime, param_dtype: ComputeDtype, reduce_dtype: ReduceDtype, ranks: int
 ) -> Job:
-    """The job on so many CPU ranks, without what no rehearsal runs; ours has the job's replicas
-    where that many ranks are whole ones."""
+    """The job on so many CPU ranks, without what no rehearsal runs; with its replicas where that
+    many ranks are whole ones."""
     asked, ours = memory_of(job), runtime == "shardwright"
     replicas = parallel_of(job).data_replicate
-    replicas = 1 if not ours or ranks % replicas else replicas
+    replicas = 1 if ranks % replicas else replicas
     zero = asked.zero if asked.twice and replicas > 1 else asked.stage if ours else 3
     section = MemorySection(
         checkpointing=asked.checkpointing,

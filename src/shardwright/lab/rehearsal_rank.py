@@ -116,8 +116,10 @@ def main() -> int:
         comm.start("gloo", TIMEOUT, rank, world_size, store)
         try:
             replicas = parallel_of(job).data_replicate
-            sizes = (replicas, world_size // replicas) if replicas > 1 else (world_size,)
-            found = followed(job, init_device_mesh("cpu", sizes))
+            several = replicas > 1
+            sizes = (replicas, world_size // replicas) if several else (world_size,)
+            names = ("replicate", "shard") if several else ("shard",)
+            found = followed(job, init_device_mesh("cpu", sizes, mesh_dim_names=names))
             write_document(found, tracked_file(folder, rank))
             heartbeat.mark("done")
         finally:

@@ -138,6 +138,7 @@ class FSDP2:
 
     def enter_backward(self, unit: str) -> None:
         """Before a backward; the unit of the forward before is gathered ahead."""
+        self.left.discard(unit)
         if unit not in self.present:
             if unit not in self.filled:
                 self._fill(unit)
@@ -159,6 +160,8 @@ class FSDP2:
             return
         if reduces == "last":
             self._free(unit)
+        if not self._has_gradients(unit):
+            return
         if not self.heap.holds(f"{unit}.accumulated"):
             self._accumulate(unit)
         elif not self.adding:
@@ -209,13 +212,18 @@ class FSDP2:
         with self.heap.passing(STAYING, sizes.accumulating):
             self.heap.take(f"{unit}.accumulated", STAYING, sizes.accumulated)
 
+    def _has_gradients(self, unit: str) -> bool:
+        """Whether any are there: of a unit that is called several times autograd hands its sums
+        over in the backward of the first call, which comes last."""
+        return any(self.heap.holds(f"{unit}.{name}") for name in ("unreduced", "accumulated"))
+
     def _reduce(self, unit: str) -> None:
         sizes = self.sizes[unit]
         self._free(unit)
         if self.heap.holds(f"{unit}.accumulated"):
             self.heap.free(f"{unit}.unreduced")  # added to what is accumulated
         self._drop_reduced()
-        if not sizes.reduced:
+        if not sizes.reduced or not self._has_gradients(unit):
             return
         with self.heap.passing(STAYING, sizes.turned):
             self.heap.take(f"{unit}.reduce_scatter", "reduce_scatter", sizes.reduced)

@@ -295,6 +295,7 @@ class Buffers:
                 yield pending
         if self.chunked:
             self.stage.take()
+            self.comm.probe.holds(self.stage.tensor, "all_gather")
             source = self.chunk_bytes
             if not self.as_they_are:
                 parts = [self._sent(views).view(self.comm.kept, -1) for views in self.chunked]

@@ -134,6 +134,7 @@ class SegmentGradient:
         label = f"{unit} reduce"
         note = Note(comm, label, [gradient is not None for gradient in gradients])
         self.send.take()
+        comm.probe.holds(self.send.tensor, "reduce_scatter")  # however it travels
         rows = self.apart.rows
         self.apart(gradients, note.rows(*self.apart.rest.shape, rows))
         if guard is not None:

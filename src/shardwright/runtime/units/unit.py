@@ -201,7 +201,7 @@ class Unit:
         """The buffers, whose storages may be empty now, and what they are for."""
         yield self.buffers.shard, "weight"
         yield self.buffers.whole.tensor, "gathered_weight"
-        yield self.buffers.stage.tensor, "communication"
+        yield self.buffers.stage.tensor, "all_gather"
         yield from (
             (gradient.send.tensor, "reduce_scatter") for gradient in self.gradients.segments
         )
