@@ -208,11 +208,21 @@ def test_a_job_for_gpus_is_refused_where_there_are_none(
     call("train", job, *words).refuses(2, "2 CUDA devices", "--set cluster.preset=local")
 
 
-def test_tables_alone_say_what_trains_them(call: Any, job: Path) -> None:
+@pytest.mark.parametrize("preset", ["local", "h100-8"])
+def test_tables_alone_say_what_trains_them(call: Any, job: Path, preset: str) -> None:
     tables = job.read_text().replace("bottom = [32, 16]\ntop = [32, 1]", 'kind = "tables"')
     job.write_text(tables.replace('[train]\noptimizer = "adagrad"', ""))
-    answer = call("train", job)
+    answer = call("train", job, "--set", f"cluster.preset={preset}")
     answer.refuses(2, "tables alone", "Kind 'dlrm'", "'cat'", "sw.shard_embeddings")
+
+
+def test_an_optimizer_of_tables_alone_is_each_tables_own(call: Any, job: Path) -> None:
+    job.write_text(job.read_text().replace("bottom = [32, 16]\ntop = [32, 1]", 'kind = "tables"'))
+    call("plan", job).refuses(2, "train.optimizer", "Each table names its own")
+
+
+def test_tables_of_several_widths_may_be_planned_alone(call: Any, job: Path) -> None:
+    call("plan", job, "--set", "tables.middle.dim=8").refuses(2, "'middle'.dim", "'tables' for")
 
 
 def test_a_class_of_ranks_is_named_by_its_number_too(call: Any, job: Path) -> None:
