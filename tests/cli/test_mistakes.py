@@ -113,6 +113,9 @@ SET = [
     ("planner.constraints.ranks={big=[5]}", "constraints.ranks.big", "below 2"),
     ("planner.constraints.ranks={big=[]}", "constraints.ranks.big", "distinct ranks"),
     ("study.kinds=[]", "study.kinds", "at least one kind"),
+    ("train.schedule=cosine", "train.schedule: expected a section", "warmup_steps"),
+    ("planner.dense=on", "planner.dense: expected a section", "prefetch"),
+    ("planner.units.top.3=shard", "planner.units.top", 'planner.units."top.3"'),
 ]
 
 
@@ -181,6 +184,11 @@ COMMANDS = [
     ("calibrate -o run", "run", "a directory"),
     ("diff plan.json run", "run: expected a plan file, got a directory", "shardwright plan"),
     ("reshard plan.json --plan run", "plan.json: expected a folder", "train saved into"),
+    ("plan job.toml --rank 3", "'--rank'", "did you mean '--ranks'? See 'shardwright plan"),
+    ("explain plan.json --statistics gap", "'--statistics'", "did you mean '--statistic'?"),
+    ("diff plan.json plan.json plan.json", "shardwright diff: expected no 'plan.json'", "--help"),
+    ("report plan.json -o x.pdf", "-o of a report", ".html"),
+    ("init dlrm -o x.json", "--out", ".toml"),
 ]
 
 
