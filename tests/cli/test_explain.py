@@ -100,6 +100,13 @@ def test_a_unit_and_one_of_its_tensors_have_the_same_derivation(call: Any, plan:
     unit = call("explain", plan, "--tensor", "bottom")
     assert "unit bottom on ranks 0-1: bytes" in unit.out
     assert call("explain", plan, "--tensor", "bottom.0.weight") == unit
+    assert call("explain", plan, "--tensor", "bottom.0") == unit, "a module inside"
+
+
+def test_a_size_of_few_bytes_is_said_once(call: Any, plan: Any) -> None:
+    out = call("explain", plan, "--tensor", "small").out
+    assert re.search(r"= \d+ B$", out, re.MULTILINE)
+    assert not re.search(r"\b(\d+ B) \(\1\)", out)
 
 
 def test_the_json_of_a_tensor_ends_in_its_value(call: Any, plan: Any) -> None:
@@ -172,6 +179,8 @@ def test_units_are_asked_why_not_too(call: Any, plan: Any) -> None:
     assert (found["unit"], found["wanted"]) == ("top", "sharded")
     assert found["max_rank_seconds"] > 0
     assert found["replanned"]["max_rank_seconds"] > 0
+    inside = call("explain", plan, "--unit", "top.0", "--why-not", "sharded", "--json").json
+    assert inside == found
     full = call("explain", plan, "--unit", "top", "--why-not", "full")
     assert "full is not possible: it is no part that repeats." in full.out
 

@@ -113,6 +113,9 @@ SET = [
     ("planner.constraints.ranks={big=[5]}", "constraints.ranks.big", "below 2"),
     ("planner.constraints.ranks={big=[]}", "constraints.ranks.big", "distinct ranks"),
     ("study.kinds=[]", "study.kinds", "at least one kind"),
+    ("train.schedule=cosine", "train.schedule: expected a section", "warmup_steps"),
+    ("planner.dense=on", "planner.dense: expected a section", "prefetch"),
+    ("planner.units.top.3=shard", "planner.units.top", 'planner.units."top.3"'),
 ]
 
 
@@ -181,6 +184,11 @@ COMMANDS = [
     ("calibrate -o run", "run", "a directory"),
     ("diff plan.json run", "run: expected a plan file, got a directory", "shardwright plan"),
     ("reshard plan.json --plan run", "plan.json: expected a folder", "train saved into"),
+    ("plan job.toml --rank 3", "'--rank'", "did you mean '--ranks'? See 'shardwright plan"),
+    ("explain plan.json --statistics gap", "'--statistics'", "did you mean '--statistic'?"),
+    ("diff plan.json plan.json plan.json", "shardwright diff: expected no 'plan.json'", "--help"),
+    ("report plan.json -o x.pdf", "-o of a report", ".html"),
+    ("init dlrm -o x.json", "--out", ".toml"),
 ]
 
 
@@ -208,11 +216,21 @@ def test_a_job_for_gpus_is_refused_where_there_are_none(
     call("train", job, *words).refuses(2, "2 CUDA devices", "--set cluster.preset=local")
 
 
-def test_tables_alone_say_what_trains_them(call: Any, job: Path) -> None:
+@pytest.mark.parametrize("preset", ["local", "h100-8"])
+def test_tables_alone_say_what_trains_them(call: Any, job: Path, preset: str) -> None:
     tables = job.read_text().replace("bottom = [32, 16]\ntop = [32, 1]", 'kind = "tables"')
     job.write_text(tables.replace('[train]\noptimizer = "adagrad"', ""))
-    answer = call("train", job)
+    answer = call("train", job, "--set", f"cluster.preset={preset}")
     answer.refuses(2, "tables alone", "Kind 'dlrm'", "'cat'", "sw.shard_embeddings")
+
+
+def test_an_optimizer_of_tables_alone_is_each_tables_own(call: Any, job: Path) -> None:
+    job.write_text(job.read_text().replace("bottom = [32, 16]\ntop = [32, 1]", 'kind = "tables"'))
+    call("plan", job).refuses(2, "train.optimizer", "Each table names its own")
+
+
+def test_tables_of_several_widths_may_be_planned_alone(call: Any, job: Path) -> None:
+    call("plan", job, "--set", "tables.middle.dim=8").refuses(2, "'middle'.dim", "'tables' for")
 
 
 def test_a_class_of_ranks_is_named_by_its_number_too(call: Any, job: Path) -> None:

@@ -71,7 +71,7 @@ def test_the_version_is_the_packages(call: Any) -> None:
 
 
 def test_a_name_with_a_newline_stays_on_one_line(call: Any, job: Any) -> None:
-    call("plan", job, "a\nb").refuses(2, "unrecognized arguments")
+    call("plan", job, "a\nb").refuses(2, "shardwright plan: expected no ")
     call("plan", "no\nsuch\x1b[31mfile.toml").refuses(2, "no such file")
 
 

@@ -120,9 +120,12 @@ def test_what_was_not_measured_is_listed_apart() -> None:
         ),
         (
             DOCUMENT | {"constants": {"memory_rate": 3}},
-            "c.toml: constants.memory_rate: expected object, got 3.",
+            "c.toml: constants.memory_rate: expected a section, { KEY = VALUE }, got 3.",
         ),
-        (DOCUMENT | {"constants": 3}, "c.toml: constants: expected object, got 3."),
+        (
+            DOCUMENT | {"constants": 3},
+            "c.toml: constants: expected a section, { KEY = VALUE }, got 3.",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_in_one_line_that_names_the_key(

@@ -7,6 +7,7 @@ import pytest
 
 from shardwright.core.errors import InputError
 from shardwright.core.job import DataFiles, Job, data_files, parse_job, read_job
+from shardwright.core.model import TableSpec
 
 TABLE = {"name": "a", "rows": 10, "dim": 16}
 TEXT = """
@@ -77,8 +78,15 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
         ),
         ({"tables": []}, "job: tables: expected at least one [[tables]] entry, got none."),
         ({"tables": 3}, "job: tables: expected array, got 3."),
-        ({"tables": [3]}, "job: tables[0]: expected object, got 3."),
-        ({"tables": [TABLE], "batch": 3}, "job: batch: expected object, got 3."),
+        (
+            {"tables": [3]},
+            "job: tables[0]: expected a section, { KEY = VALUE }, got 3. Known here: "
+            f"{', '.join(sorted(TableSpec.__struct_fields__))}.",
+        ),
+        (
+            {"tables": [TABLE], "batch": 3},
+            "job: batch: expected a section, { KEY = VALUE }, got 3. Known here: sequence, size.",
+        ),
         (
             {"tables": [TABLE], "batch": {"size": "x"}},
             "job: batch.size: expected int, got 'x'.",

@@ -132,7 +132,8 @@ def test_tables_of_a_run_may_be_in_half_precision(dtype: str) -> None:
                 ]
             },
             "tables 'b'.dim: expected 16, as the first table's, got 8. "
-            'Products need equal dims: set model.interaction to "cat" or "dcn".',
+            "Products need equal dims: set model.interaction to 'cat' or 'dcn', or model.kind to "
+            "'tables' for tables alone.",
         ),
     ],
 )

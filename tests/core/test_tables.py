@@ -160,9 +160,13 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, document: Any, messag
     ("tables", "message"),
     [
         ([], "tables: expected at least one [[tables]] entry, got none."),
-        ([3], "tables[0]: expected object, got 3."),
-        ([None], "tables[0]: expected object, got None."),
-        ([[TABLE]], "tables[0]: expected object, got [{'name': 'a', 'rows': 10, 'dim': 16}]."),
+        ([3], "tables[0]: expected a section, { KEY = VALUE }, got 3."),
+        ([None], "tables[0]: expected a section, { KEY = VALUE }, got None."),
+        (
+            [[TABLE]],
+            "tables[0]: expected a section, { KEY = VALUE }, got "
+            "[{'name': 'a', 'rows': 10, 'dim': 16}].",
+        ),
         (
             [TABLE | {"pooling": 1.0, "pooling_factors": [1.0]}],
             "unknown key 'tables[0].pooling'. Did you mean 'pooling_factors'? ",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import outside_tasks
@@ -429,6 +430,15 @@ def accumulation_by_the_module(world: World) -> Found:
         if world.way != "alone":
             model.set_requires_gradient_sync(number == 2)
         step(world, model, number)
+    return grads(model)
+
+
+def accumulation_under_no_sync(world: World) -> Found:
+    model = world.shard(net())
+    for number in range(3):
+        alone = world.way == "alone" or number == 2
+        with nullcontext() if alone else model.no_sync():
+            step(world, model, number)
     return grads(model)
 
 

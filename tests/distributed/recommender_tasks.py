@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from own_tasks import CPU, STEPS, built, measured, on_ranks
-from recommenders import wrong_keyed
+from recommenders import Recommender, wrong_keyed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
@@ -348,6 +348,49 @@ def table_frozen(mesh: DeviceMesh, job: Job, made: Plan) -> dict[str, list[float
         ]
         for table in made.tables
     }
+
+
+def frozen_but_a_part(
+    mesh: DeviceMesh, job: Job, made: Plan, part: str
+) -> tuple[set[str], set[str]]:
+    """What moves in a step of a model that was frozen, all but a ``part``, and in the next one,
+    after all was thawed."""
+    task = task_of(job)
+    model = apply(task.model(CPU), made, mesh)
+    moved = []
+    for trains in (False, True):
+        model.requires_grad_(trains)
+        model.get_submodule("old").requires_grad_(False)  # as planned
+        model.get_submodule(part).requires_grad_(True)
+        before = full_state_dict(model)
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        _step(model, task, mesh)
+        optimizer.step()
+        after = full_state_dict(model)
+        moved.append({name for name, value in after.items() if not value.equal(before[name])})
+    return moved[0], moved[1]
+
+
+def loaded_whole(
+    mesh: DeviceMesh, job: Job, made: Plan
+) -> tuple[dict[str, float], dict[str, float], str]:
+    """How far a model is from the whole one whose state it loads, then after it has loaded its own;
+    what is said of a whole table of another shape."""
+    model, other = apply(task_of(job).model(CPU), made, mesh), Recommender()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.copy_(torch.linspace(-1.0, 1.0, parameter.numel()).view_as(parameter))
+    state = other.state_dict()
+    model.load_state_dict(state)
+    first = full_state_dict(model)
+    model.load_state_dict(model.state_dict())
+    second = full_state_dict(model)
+    said = ""
+    try:
+        model.load_state_dict({**state, "users.weight": state["users.weight"][1:]})
+    except RuntimeError as error:
+        said = str(error)
+    return *({name: apart(f[name], state[name]) for name in state} for f in (first, second)), said
 
 
 def all_frozen(mesh: DeviceMesh, job: Job, made: Plan, part: str) -> tuple[str, str, float]:

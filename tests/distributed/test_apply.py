@@ -25,6 +25,7 @@ UNITS = ("shard", "shard")
         ("torch", "expected the same torch version on every rank, got another one on rank 1"),
         ("unit", "middle: expected a part of the model, as unit 'bottom' has, got none"),
         ("world", "mesh: expected 3 ranks, as the plan, got 2"),
+        ("shape", "as planned, got (4, 3). Plan again for this model."),
     ],
 )
 def test_a_disagreement_is_named_on_every_rank(pool: Pool, what: str, text: str) -> None:

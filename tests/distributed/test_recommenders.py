@@ -174,6 +174,25 @@ def test_tables_around_which_all_is_frozen_are_not_trained_without_a_word(
         assert moved == 0
 
 
+def test_freezing_a_model_reaches_its_tables(pool: Pool) -> None:
+    job = tasks.job_of(2, planner=forced("row_wise", "data_parallel"))
+    made = plan(job)
+    for frozen, thawed in pool.run(2, tasks.frozen_but_a_part, job=job, made=made, part="first"):
+        assert frozen
+        assert all(name.startswith("first.") for name in frozen)
+        assert {table.fqn for table in made.tables} <= thawed
+
+
+@pytest.mark.parametrize("kinds", [("row_wise", "column_wise"), ("table_wise", "data_parallel")])
+def test_a_state_of_the_whole_model_is_loaded_with_its_tables(
+    pool: Pool, kinds: tuple[str, ...]
+) -> None:
+    job = tasks.job_of(2, planner=forced(*kinds))
+    for first, second, said in pool.run(2, tasks.loaded_whole, job=job, made=plan(job)):
+        assert set(first.values()) == set(second.values()) == {0.0}
+        assert "users.weight: expected shape (6101, 16), got (6100, 16)." in said
+
+
 @pytest.mark.parametrize("name", ["users.weight", "first.0.weight"])
 def test_what_was_frozen_since_it_was_planned_is_named(pool: Pool, name: str) -> None:
     job = tasks.job_of(2, planner=forced("row_wise", "data_parallel"))
@@ -251,6 +270,7 @@ def test_what_no_plan_has_seen_is_refused_by_the_embedding_s_name(pool: Pool) ->
     job = tasks.job_of(1, planner=forced("row_wise"))
     ((weight, offsets, ids),) = pool.run(1, tasks.refused, job=job, made=plan(job))
     assert weight.startswith("embedding 'users': expected to be looked up alone")
+    assert weight.endswith("Keep it in a unit: planner.tables = { 'users' = 'dense' }.")
     assert offsets.startswith("embedding 'seen': expected bags of one length")
     assert ids.startswith(
         "ids of table 'users', sample 0: expected ids from 0 to 6100, got 1000000"

@@ -514,6 +514,8 @@ def disagreement(mesh: DeviceMesh, job: Job, other: Job, what: str) -> str:
         model.top.add_module("extra", nn.Linear(1, 1, device="meta"))
     if what == "all models":
         model.top.add_module("extra", nn.Linear(1, 1, device="meta"))
+    if what == "shape":
+        model.top.add_module("0", nn.Linear(3, 4, device="meta"))
     if what == "world":
         made = plan(other)
     if what in ("fused_uvm", "fused_uvm_caching", "quant"):
@@ -526,7 +528,7 @@ def disagreement(mesh: DeviceMesh, job: Job, other: Job, what: str) -> str:
     try:
         if what == "torch" and odd:
             torch.__version__ = "1.0"
-        apply(model, made, mesh)
+        apply(model, made, mesh, guard=True if what == "guard" else None)  # type: ignore[arg-type]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:

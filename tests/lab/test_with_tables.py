@@ -200,6 +200,11 @@ def test_beside_units_in_bf16_embeddings_are_tables_whose_rows_are_given_in_it()
             "'tied'. embedding 'tied' is a .* not a table: a weight shared with 'head.weight'$",
         ),
         (
+            "uses",
+            {"planner": {"tables": {"tied": "row_wise"}}, "train": {"optimizer": "adam"}},
+            "'tied'. embedding 'tied' is a .* not a table: a weight shared with 'head.weight'$",
+        ),
+        (
             "build",
             {"planner": {"tables": {"users": "row_wise"}}, "train": {"optimizer": "adam"}},
             "got 'users'. Embeddings are tables beside .*'sgd', or where train.table_optimizer ",

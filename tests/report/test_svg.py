@@ -67,7 +67,7 @@ def test_memory_bars_are_as_long_as_their_bytes() -> None:
     for group in root.iter("g"):
         title, shape = group.find("title"), group.find("rect")
         if title is not None and title.text and shape is not None and "rank 0" in title.text:
-            found = re.search(r"\(([\d,]+) B\)", title.text)
+            found = re.search(r" ([\d,]+) B\b", title.text)
             assert found
             nbytes = int(found.group(1).replace(",", ""))
             lengths[nbytes] = float(shape.get("width", 0))

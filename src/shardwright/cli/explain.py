@@ -17,7 +17,7 @@ from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import model_of
 from shardwright.core.plan import Plan, RankTotals, read_plan
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import exact_bytes, format_bytes, format_seconds
 from shardwright.core.timeline import PHASES, decode, phase_peaks
 from shardwright.planner import explain
 from shardwright.planner.search.watch import Watch
@@ -203,7 +203,7 @@ def _bytes(
     phases = {p: sum(peaks[totals.rank, p].values()) for p in PHASES if (totals.rank, p) in peaks}
     where = f" in {printable(totals.peak_phase)}" if phases else ""
     kinds = " + ".join(f"{kind} {size:,}" for kind, size in totals.at_peak.items() if size)
-    size = f"{totals.peak_bytes:,} B ({format_bytes(totals.peak_bytes)})"
+    size = exact_bytes(totals.peak_bytes)
     lines = [f"peak {size}{where} = {kinds or 0}"]
     for tier in TIERS:
         filled = getattr(totals, f"{tier}_bytes")
@@ -229,7 +229,7 @@ def _lines(explanation: explain.Explanation) -> list[str]:
 def _value(explanation: explain.Explanation) -> str:
     value = explanation.stored
     if explanation.unit == "B" and value == int(value):
-        return unbroken(f"{int(value):,} B ({format_bytes(value)})")
+        return unbroken(exact_bytes(value))
     noise = not explanation.unit and abs(value) < NOISE
     return _figure(0.0 if noise else value, explanation.unit)
 

@@ -56,6 +56,8 @@ def execute(options: argparse.Namespace) -> int:
         files = {job: _converted(job, *options.source, options.ranks)}
     else:
         files = {job: _template(f"{kind}.toml", job)}
+    if job.suffix not in ("", ".toml"):
+        raise InputError(expected("--out", "a name that ends in .toml", f"'{job.name}'"))
     module = job.with_suffix(".py")
     if kind == "python":
         _check_module(job)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwright import __version__
 from shardwright.core.errors import (
@@ -55,9 +56,13 @@ exit codes: 0 ok, 1 our bug, 2 bad input, 3 nothing fits, 4 outside tolerance or
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)  # --rank and --ranks are two
+
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage text, which --help shows."""
-        self.exit(EXIT_INPUT, f"{self.prog}: {_line(message)}. See '{self.prog} --help'.\n")
+        end = "" if message.endswith("?") else "."
+        self.exit(EXIT_INPUT, f"{self.prog}: {_line(message)}{end} See '{self.prog} --help'.\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         if name == wanted:  # only the command that runs is imported
             importlib.import_module(f"shardwright.cli.{name}").add_arguments(sub)
-    options = parser.parse_args(given)
+    options, left = parser.parse_known_args(given)
+    if left:
+        _refuse_left(commands.choices[options.command], left)
     module = importlib.import_module(f"shardwright.cli.{options.command}")
     try:
         code: int = module.execute(options)
@@ -96,6 +103,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _unforeseen(error)
     return code
+
+
+def _refuse_left(command: argparse.ArgumentParser, left: list[str]) -> NoReturn:
+    """Of words that ``command`` does not take, and of the option that the first may have meant."""
+    known = [name for action in command._actions for name in action.option_strings]
+    near = difflib.get_close_matches(left[0].partition("=")[0], known, n=1)
+    guess = f", did you mean '{near[0]}'?" if near else ""
+    command.error(f"expected no {' '.join(map(repr, left))}{guess}")
 
 
 def _unforeseen(error: Exception) -> int:

@@ -169,6 +169,7 @@ def _plan_of(options: argparse.Namespace) -> Plan:
             if value := getattr(options, key):
                 options.set.append(f"train.{key}={value}")
         job = shared.job_of(options)
+        source_of(job)  # tables alone are trained nowhere
         _check_device(constants.cluster(job.cluster)[0])  # before a long search for nothing
         before = _planned_before(job) if options.resume else None
         return before or planned(job)

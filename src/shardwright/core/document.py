@@ -242,7 +242,21 @@ def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str
         wanted = f"one of {', '.join(dict.fromkeys(_choices(kind)))}"
     if ", got" in wanted:
         wanted = wanted.partition(", got")[0]
-    return expected(f"{where}: {spot}", wanted, shown)
+    remedy = ""
+    if isinstance(found, dict) and wanted == "str" and found:
+        inside, _, last = spot.rpartition(".")
+        remedy = f"""Quote a name with dots: {inside}."{last}.{next(iter(found))}"."""
+    if wanted == "object":
+        wanted = "a section, { KEY = VALUE }"
+        remedy = f"Known here: {', '.join(sorted(known))}." if (known := _known(kind)) else ""
+    return expected(f"{where}: {spot}", wanted, shown, remedy)
+
+
+def _known(kind: Any) -> Collection[str]:
+    """The keys of a section, which may be one that is left out; none where any is one."""
+    if typing.get_origin(kind) is types.UnionType:
+        kind = next((inner for inner in typing.get_args(kind) if _is_section(inner)), kind)
+    return _fields(kind) if _is_section(kind) else ()
 
 
 def _inner(kind: Any, key: str) -> Any:

@@ -370,7 +370,9 @@ def _refuse_unread(job: Job, where: str) -> None:
         if value != usual:
             wanted = f"none beside {beside}, which does not read it"
             found = repr(msgspec.to_builtins(value))
-            raise InputError(expected(f"{where}: {section}.{key}", wanted, found))
+            of_tables = kind == "tables" and key == "optimizer"
+            remedy = "Each table names its own: optimizer under [[tables]]." if of_tables else ""
+            raise InputError(expected(f"{where}: {section}.{key}", wanted, found, remedy))
 
 
 def _with_world(job: Job, where: str) -> Job:

@@ -259,7 +259,8 @@ def _check_dim(job: Job) -> None:
                         f"tables '{table.name}'.dim",
                         f"{dim}, as the first table's",
                         str(table.dim),
-                        'Products need equal dims: set model.interaction to "cat" or "dcn".',
+                        "Products need equal dims: set model.interaction to 'cat' or 'dcn', or "
+                        "model.kind to 'tables' for tables alone.",
                     )
                 )
         if not bottom or bottom[-1] != dim:

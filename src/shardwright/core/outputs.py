@@ -14,16 +14,22 @@ _HEAD = 4096  # bytes in which a file says what it is
 
 
 class Kind(NamedTuple):
-    """What a command writes, and how the beginning of such a file looks."""
+    """What a command writes, how the beginning of such a file looks, and which endings a new one's
+    name may have, besides none; empty for any."""
 
     name: str
     beginning: re.Pattern[bytes]
+    endings: tuple[str, ...] = ()
 
 
 PLAN = Kind("plan", re.compile(rb'\{\s*"schema":\s*"shardwright\.plan/'))
 STUDY = Kind("study", re.compile(rb'\{\s*"schema":\s*"shardwright\.study/'))
 CLUSTER = Kind("cluster file", re.compile(rb'(#[^\n]*\n|\s)*schema = "shardwright\.cluster/'))
-REPORT = Kind("report", re.compile(rb"\s*<!DOCTYPE html>.*Shardwright report</title>", re.DOTALL))
+REPORT = Kind(
+    "report",
+    re.compile(rb"\s*<!DOCTYPE html>.*Shardwright report</title>", re.DOTALL),
+    (".html", ".htm"),
+)
 PICTURE = Kind("timeline", re.compile(rb'<svg [^>]*aria-label="Live memory of a step: '))
 TABLES = Kind(
     "file of tables", re.compile(rb'.{8}\{"__metadata__":\{"shardwright\.tables/', re.DOTALL)
@@ -46,6 +52,9 @@ def check_output(path: Path, kind: Kind, inputs: Iterable[Path] = (), option: st
     if path.is_dir():
         raise InputError(expected(str(path), "a file that can be written", "a directory"))
     if not path.exists():
+        if kind.endings and path.suffix and path.suffix.lower() not in kind.endings:
+            wanted = f"a name that ends in {' or '.join(kind.endings)}"
+            raise InputError(expected(f"{option} of a {kind.name}", wanted, f"'{path.name}'"))
         _check_folder(path)
         return
     if not path.is_file():

@@ -62,6 +62,12 @@ def format_bytes(size: float) -> str:
     return f"{sign}{magnitude:.0f} B"
 
 
+def exact_bytes(size: float) -> str:
+    """Every byte, and in units where there are enough for one."""
+    exact, rounded = f"{int(size):,} B", format_bytes(size)
+    return exact if rounded.endswith(" B") else f"{exact} ({rounded})"
+
+
 def format_seconds(seconds: float, digits: int = 3) -> str:
     """A duration for a table."""
     if seconds == 0:

@@ -16,7 +16,7 @@ from shardwright.core.cluster import Device
 from shardwright.core.errors import NoPlanError, UnsupportedError, expected
 from shardwright.core.model import TableSpec
 from shardwright.core.planning import ReservationSection
-from shardwright.core.quantities import format_bytes
+from shardwright.core.quantities import exact_bytes
 
 PIPELINED_BATCHES = 2  # batches alive at once in training
 BATCH_COPIES = 10  # copies of each that the pipeline makes
@@ -161,12 +161,8 @@ def _check(section: ReservationSection, found: Reservation, capacities: Sequence
     assert found.kjt is not None
     most = capacities[rank][0]
     raise NoPlanError(
-        f"planner.reservation: nothing is left for tables on rank {rank}: of {_size(most)} of HBM "
-        f"{section.percentage:.0%} is set aside, {_size(found.dense[0])} for dense parameters and "
-        f"{_size(found.kjt[0])} for inputs, {_size(missing[rank])} too much. Set aside less, give "
-        "dense_bytes or multiplier as they are, or use a smaller batch."
+        f"planner.reservation: nothing is left for tables on rank {rank}: of {exact_bytes(most)} "
+        f"of HBM {section.percentage:.0%} is set aside, {exact_bytes(found.dense[0])} for dense "
+        f"parameters and {exact_bytes(found.kjt[0])} for inputs, {exact_bytes(missing[rank])} too "
+        "much. Set aside less, give dense_bytes or multiplier as they are, or use a smaller batch."
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes:,} B ({format_bytes(nbytes)})"

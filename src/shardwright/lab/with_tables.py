@@ -52,9 +52,11 @@ def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all
     wanted = found_at_all and step_dtypes(job)[0] in BESIDE_TABLES
     everything = recorded(job, None if wanted else ())
     tables = tuple(table.name for table in everything.tables or ())
-    reasons = tuple(note for note in everything.notes if note.startswith(NOTE))
+    asked = bool(job.planner.tables) and not found_at_all  # in vain: each has a reason of its own
+    notes = recorded(job, None).notes if asked else everything.notes
+    reasons = tuple(note for note in notes if note.startswith(NOTE))
     collected = {table.name for table in everything.tables or () if table.collected}
-    _check_said(job, tables, collected, reasons if found_at_all else (UNSAID,))
+    _check_said(job, tables, collected, reasons, () if found_at_all else (UNSAID,))
     searched: list[Found] = []
     errors: list[ShardwrightError] = []
     for paths in _ways(job, tables, collected, everything):
@@ -131,9 +133,12 @@ def is_said(job: Job) -> bool:
     return train.table_optimizer is not UNSET or train.table_learning_rate is not None
 
 
-def _check_said(job: Job, tables: Paths, collected: Set[str], reasons: Paths) -> None:
+def _check_said(
+    job: Job, tables: Paths, collected: Set[str], reasons: Paths, unsaid: Paths
+) -> None:
     """InputError where a job speaks of tables that there are not, or wants some that are
-    ``collected`` in a unit."""
+    ``collected`` in a unit. Of one that never could be a table its own reason is given, of others
+    that the job has ``unsaid`` how tables learn, if it has."""
     names = ", ".join(tables) or "embeddings that can be tables, of which there are none"
     if not tables and step_dtypes(job)[0] not in BESIDE_TABLES:
         reasons = ("Their updates take no scaled gradients: let memory.param_dtype be bf16.",)
@@ -141,7 +146,7 @@ def _check_said(job: Job, tables: Paths, collected: Set[str], reasons: Paths) ->
     unknown = [path for path in forced if path not in tables]
     if unknown:
         about = [note for note in reasons if note.startswith(f"{NOTE}'{unknown[0]}'")]
-        remedy = "; ".join(about or reasons[:MOST_REASONS])
+        remedy = "; ".join(about or unsaid or reasons[:MOST_REASONS])
         raise InputError(expected("planner.tables", names, f"'{unknown[0]}'", remedy))
     dense = [path for path in forced if path in collected and forced[path] == "dense"]
     if dense:
@@ -156,4 +161,5 @@ def _check_said(job: Job, tables: Paths, collected: Set[str], reasons: Paths) ->
     key = next((f"train.{key}" for key, given in of_tables.items() if given), None)
     if key and not tables:
         wanted = "an embedding that can be a table"
-        raise InputError(expected(key, wanted, "none", "; ".join(reasons[:MOST_REASONS])))
+        remedy = "; ".join(unsaid or reasons[:MOST_REASONS])
+        raise InputError(expected(key, wanted, "none", remedy))

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from shardwright.core.measurement import Curve, Measurement, Quality
 from shardwright.core.plan import Plan
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import exact_bytes, format_bytes, format_seconds
 from shardwright.core.timeline import (
     EXACT_KINDS,
     PHASES,
@@ -172,7 +172,7 @@ def _memory_bar(peak: Peak, side: str, y: float, scale: float, budget_line: floa
         nbytes = peak.parts[part]
         if nbytes > 0:
             width = nbytes * scale
-            tip = f"{side}, rank {peak.rank}: {part} {format_bytes(nbytes)} ({nbytes:,} B)"
+            tip = f"{side}, rank {peak.rank}: {part} {exact_bytes(nbytes)}"
             parts.append(box((x, y, width, _BAR), i, "memory", tip))
             x += width
     end = budget_line if x < budget_line < x + _FIGURE else x

@@ -29,7 +29,7 @@ from shardwright.runtime.comm import Comm, CutTwice, check_mesh, fingerprint_of,
 from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
-from shardwright.runtime.embeddings.learning import note_trained
+from shardwright.runtime.embeddings.learning import note_trained, reach_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
@@ -92,6 +92,8 @@ def apply(
     check_type(plan, Plan, "plan", "read_plan reads a file.")
     check_type(model, nn.Module, "model")
     check_mesh(mesh)
+    if guard is not None:
+        check_type(guard, Guard, "guard", "Make one with sw.Guard(mesh).")
     if mesh.mesh_dim_names == HOSTS:
         mesh = flat(mesh)
     comm = Comm(mesh, probe)
@@ -119,6 +121,7 @@ def apply(
     flow = Flow(plan.prefetch, guard)
     if plan.tables:
         _shard_tables(model, plan, blocks, comm, initial_block, flow, folder)
+        reach_tables(model)
     _shard_units(model, plan, comm, members, initial_block, flow)
     note_trained(model)
     if plan.job.train.overlap not in (UNSET, "none"):
@@ -286,16 +289,18 @@ def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
         if absent:
             wanted = f"a part of the model, as unit '{unit.name}' has"
             raise MismatchError(expected(min(absent), wanted, "none", "Plan again for this model."))
+    for spec in plan.model.tensors:
+        shape = tuple(have[spec.fqn].shape) if spec.fqn in have else spec.shape
+        if shape != spec.shape:
+            wanted = f"shape {spec.shape} as planned"
+            raise MismatchError(
+                expected(spec.fqn, wanted, f"{shape}", "Plan again for this model.")
+            )
     step = plan.model.step
     for table in plan.tables:
         if not step.tables_of(table.fqn):
             wanted = "a table of a module that the plan's recording looks up"
             raise MismatchError(expected(table.fqn, wanted, "none", "Plan with this version."))
-        shape = tuple(have[table.fqn].shape)
-        if shape != (table.rows, table.dim):
-            raise MismatchError(
-                expected(table.fqn, f"shape ({table.rows}, {table.dim}) as planned", f"{shape}")
-            )
     check_tiling(blocks, [TensorSpec(n, tuple(p.shape)) for n, p in have.items()], plan.world_size)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, RunError, expected
+from shardwright.core.errors import InputError, RunError, check_type, expected
 from shardwright.runtime.torch_private import local_of
 from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.reductions import norms
@@ -31,6 +31,10 @@ def clip_grad_norm_(
     that is not finite raises :class:`RunError` on every rank, naming the parameter and the rank,
     before anything is scaled. ``torch.nn.utils.clip_grad_norm_`` does the same, tensor by tensor.
     """
+    check_type(model, nn.Module, "model", "torch.nn.utils.clip_grad_norm_ takes parameters.")
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not isinstance(value, int | float | torch.Tensor):
+            raise InputError(expected(name, "a number", repr(value)))
     if not max_norm >= 0 or not norm_type > 0:
         raise InputError(
             expected(

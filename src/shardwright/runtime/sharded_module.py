@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from torch import nn
@@ -47,6 +48,10 @@ class ShardedModule:
         """Whether backwards reduce gradients; else they are held, whole, until one does."""
         for storage in _units(self, recurse):
             storage.synchronise = bool(requires_gradient_sync)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside hold the gradients of all units of the model back, as DDP's do."""
+        return _own(self)[0].no_sync()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """As ``set_requires_gradient_sync``: gradients that are not to be summed over replicas yet

@@ -9,7 +9,7 @@ from shardwright.core.plan import Plan
 from shardwright.planner.explain import evenness, lower_bound, memory, ranks, tables
 from shardwright.planner.explain.basis import Fact, basis
 from shardwright.planner.explain.explanation import Explanation, Subject
-from shardwright.planner.explain.recompute import draft_of
+from shardwright.planner.explain.recompute import draft_of, unit_of
 from shardwright.planner.explain.tables import explain_tensor
 from shardwright.planner.explain.why_not import WANTED, WhyNot, why_not_table
 from shardwright.planner.explain.why_not_unit import WAYS, why_not_unit
@@ -78,7 +78,8 @@ def why_not(
     ``again`` records the model with another checkpointing policy; ``watch`` is looked at meanwhile.
     """
     watch = watch or Watch()
-    unit = next((u for u in plan.units if name in (u.name, *u.members, *u.modules)), None)
+    is_table = any(name in (table.name, table.fqn) for table in plan.tables)
+    unit = None if is_table else unit_of(plan, name)
     if unit is None:
         return why_not_table(plan, name, wanted, again, watch)
     return why_not_unit(plan, unit, wanted, again, watch)

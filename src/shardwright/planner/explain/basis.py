@@ -15,7 +15,7 @@ from shardwright.core.model import TableSpec
 from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan
 from shardwright.core.planning import EstimatorSection, ReservationSection
-from shardwright.core.quantities import format_bytes
+from shardwright.core.quantities import exact_bytes, format_bytes
 from shardwright.planner.problem import reservation_kind
 from shardwright.planner.statistics.tables import load_factor
 
@@ -144,7 +144,7 @@ def _machine(plan: Plan) -> Iterator[Fact]:
             given = getattr(section, f"{tier}_cap") is not None
             yield Fact(
                 f"{tier.upper()} of a rank",
-                f"{nbytes:,} B ({format_bytes(nbytes)})",
+                exact_bytes(nbytes),
                 f"cluster.{tier}_cap" if given else preset,
             )
 

@@ -61,6 +61,16 @@ def draft_of(plan: Plan) -> Draft:
     return found
 
 
+def unit_of(plan: Plan, name: str) -> UnitPlan | None:
+    """The unit of a ``name``: its own, or that of a module or tensor of it; a module that has
+    tensors of several units is none's."""
+    for unit in plan.units:
+        if name in (unit.name, *unit.members, *unit.modules, *unit.tensors):
+            return unit
+    inside = [unit for unit in plan.units if any(t.startswith(f"{name}.") for t in unit.tensors)]
+    return inside[0] if len(inside) == 1 else None
+
+
 def unknown(plan: Plan, name: str) -> InputError:
     """Of a name that no table and no unit of the plan has."""
     known = [u.name for u in plan.units] + [t.name for t in plan.tables]

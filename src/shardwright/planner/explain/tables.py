@@ -18,7 +18,7 @@ from shardwright.planner.explain.explanation import (
     finished,
     ranks_label,
 )
-from shardwright.planner.explain.recompute import draft_of, unknown
+from shardwright.planner.explain.recompute import draft_of, unit_of, unknown
 from shardwright.planner.explain.units import explain_unit
 from shardwright.planner.pricing import additive, native
 from shardwright.planner.pricing.evaluate import Derived, constants_of, traffic
@@ -41,10 +41,10 @@ def explain_tensor(plan: Plan, name: str, again: ModelOf | None = None) -> list[
     for table, placed in zip(plan.tables, draft.tables, strict=True):
         if name in (table.name, table.fqn):
             return list(_explain_table(plan, draft.problem, table, placed))
-    for unit, choice in zip(plan.units, draft.units, strict=True):
-        if name == unit.name or name in (*unit.members, *unit.modules, *unit.tensors):
-            assert isinstance(draft, StepDraft)
-            return list(explain_unit(plan, draft, choice, again))
+    unit = unit_of(plan, name)
+    if unit is not None:
+        assert isinstance(draft, StepDraft)
+        return list(explain_unit(plan, draft, draft.units[plan.units.index(unit)], again))
     raise unknown(plan, name)
 
 

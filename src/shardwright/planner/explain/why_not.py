@@ -26,7 +26,7 @@ from shardwright.core.option import (
     column_widths,
 )
 from shardwright.core.plan import Plan
-from shardwright.core.quantities import SAME_SECONDS, format_bytes, format_seconds
+from shardwright.core.quantities import SAME_SECONDS, exact_bytes, format_seconds
 from shardwright.core.sharding import TYPES, traits
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.planner.choice import Choice
@@ -252,10 +252,7 @@ def verdict_of(draft: Draft, best: Trial, wanted: str) -> tuple[Verdict, str]:
     how = best.option.replace(f"{wanted}, ", "")
     what = f"{wanted if how == wanted else f'{wanted} ({how})'} with {IN_PLACE}"
     where = f"rank {best.rank}"
-    filled = (
-        f"{best.needed:,} B ({format_bytes(best.needed)}) of {best.capacity:,} B "
-        f"{best.tier.upper()}"
-    )
+    filled = f"{exact_bytes(best.needed)} of {best.capacity:,} B {best.tier.upper()}"
     if best.missing:
         return "does not fit", (
             f"{what} does not fit: {where} would need {filled}, {best.missing:,} B too much."

@@ -4,10 +4,13 @@ and where all that trains beside them is frozen without a word of them, a backwa
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from typing import Any, Self
 
 from torch import nn
 
 from shardwright.core.errors import UnsupportedError, expected
+from shardwright.runtime.embeddings.module import Entrance
 
 
 class Learning:
@@ -54,15 +57,49 @@ class Learning:
         self.part, self._beside = part, [weakref.ref(parameter) for parameter in parameters]
 
 
-def note_trained(model: nn.Module) -> None:
-    """Let every module of tables of ``model`` know what trains around it."""
+class AroundTables:
+    """Mixed into the class of every module that has tables below."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Whether parameters train, and from the next forward on rows of tables."""
+        super().requires_grad_(requires_grad)  # type: ignore[misc]
+        for _, learning in _tables(self):
+            learning.said = requires_grad
+        return self
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _tables(model: Any) -> Iterator[tuple[str, Learning]]:
     for path, module in model.named_modules():
         learning = getattr(module, "learning", None)
-        if not isinstance(learning, Learning):
-            continue
-        part = path
-        while part:
-            part = part.rpartition(".")[0]
+        if isinstance(learning, Learning):
+            yield path, learning
+
+
+def _parts(path: str) -> Iterator[str]:
+    """What a module is in, from the inside out."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def reach_tables(model: nn.Module) -> None:
+    """Let ``requires_grad_`` of ``model`` and of its parts reach the tables below."""
+    for part in {part for path, _ in _tables(model) for part in _parts(path)}:
+        module = model.get_submodule(part)
+        kind = type(module)
+        if not isinstance(module, AroundTables | Entrance):
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            made = _CLASSES.get(kind) or type(kind.__name__, (AroundTables, kind), names)
+            module.__class__ = _CLASSES.setdefault(kind, made)
+
+
+def note_trained(model: nn.Module) -> None:
+    """Let every module of tables of ``model`` know what trains around it."""
+    for path, learning in _tables(model):
+        for part in _parts(path):
             trained = [p for p in model.get_submodule(part).parameters() if p.requires_grad]
             if trained:
                 learning.note(part, trained)

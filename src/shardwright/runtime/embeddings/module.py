@@ -9,13 +9,15 @@ from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.embeddings.bags import INTEGERS, versions_of
+from shardwright.runtime.embeddings.store import blocks_of_whole
 
 
 class NoTableError(UnsupportedError, AttributeError):
     """The embedding at ``path`` is used as no table can be."""
 
     def __init__(self, path: str, wanted: str, found: str) -> None:
-        super().__init__(expected(f"embedding '{path}'", wanted, found))
+        remedy = f"Keep it in a unit: planner.tables = {{ '{path}' = 'dense' }}."
+        super().__init__(expected(f"embedding '{path}'", wanted, found, remedy))
         self.path, self.found = path, found
 
 
@@ -56,6 +58,36 @@ class Entrance(nn.Module):
             "sw.average_weights keeps a moving average in it."
         )
         raise UnsupportedError(expected(where, wanted, found, remedy))
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local: Any, strict: bool, *found: list[str]
+    ) -> None:
+        """Besides what torch loads, rows of whole tables, by the names that their weights have in
+        the unsharded model."""
+        super()._load_from_state_dict(state_dict, prefix, local, strict, *found)
+        _missing, unexpected, errors = found
+        rows = self.rows_of()
+        if not isinstance(rows, Entrance):
+            return  # a stand-in of one process
+        given = {}
+        for table in rows.tables:
+            key = prefix + table.fqn.removeprefix(f"{rows.path}.")
+            whole = state_dict.get(key)
+            if not isinstance(whole, torch.Tensor) or whole.is_meta:
+                continue
+            if key in unexpected:
+                unexpected.remove(key)
+            if whole.shape == (table.rows, table.dim):
+                given[table.fqn] = whole
+            else:
+                shape = f"({table.rows}, {table.dim})"
+                errors.append(expected(key, f"shape {shape}", f"{tuple(whole.shape)}"))
+        block = blocks_of_whole(given)
+        for store, held in rows.holdings():
+            of = held.block
+            if of.tensor in given:
+                with torch.no_grad():
+                    store.block_view(held).copy_(block(of.tensor, of.offsets, of.sizes))
 
     def asks(self, *arguments: Any) -> Any:
         """What the tables take, of what a forward is given."""

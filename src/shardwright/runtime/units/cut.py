@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from shardwright.core.arrange import Slot
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import Segment
 from shardwright.core.placement import BlockShard, Shard, describe
 from shardwright.runtime.checkpoint.region import Box, Part, blocks_of, parts
@@ -231,7 +232,12 @@ def restored_cut(
     mesh: DeviceMesh,
     twice: bool = False,
 ) -> Cut:
-    """A cut that was pickled, in a process with the mesh it was made on."""
+    """A cut that was pickled, in a process with the mesh it was made on; InputError in one without
+    ranks."""
+    if not dist.is_initialized():
+        wanted, found = "the ranks it was saved on", "a process without ranks"
+        remedy = "Save sw.full_state_dict(model), which loads anywhere."
+        raise InputError(expected(f"a saved part of {fqn}", wanted, found, remedy))
     comm = CutTwice(mesh) if twice else Comm(mesh)
     return Cut(fqn, shape, dim, regions.__getitem__, key, comm)
 
