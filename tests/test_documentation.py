@@ -51,7 +51,8 @@ def test_the_readme_says_how_a_shell_finds_the_command_before_it_uses_it() -> No
     typed = [line.strip() for line in (ROOT / "README.md").read_text().splitlines()]
     (found,) = (at for at, line in enumerate(typed) if line == ". .venv/bin/activate")
     used = [at for at, line in enumerate(typed) if line.startswith(("shardwright ", "torchrun "))]
-    assert used and found < min(used)
+    assert used
+    assert found < min(used)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)

@@ -338,6 +338,8 @@ def refusals(mesh: DeviceMesh, what: str) -> str:
         return said(lambda: optimizer_parameters(model, [{"params": ["first.wait"]}]))
     if what == "max_norm":
         return said(lambda: clip_grad_norm_(model, -1.0))
+    if what == "no number":
+        return said(lambda: clip_grad_norm_(model, "1"))  # type: ignore[arg-type]
     optimizer_parameters(model)
     model.to(torch.bfloat16)
     return said(lambda: model(inputs(0).bfloat16()))

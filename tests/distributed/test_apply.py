@@ -36,6 +36,14 @@ def test_a_disagreement_is_named_on_every_rank(pool: Pool, what: str, text: str)
         assert text in found
 
 
+def test_a_guard_that_is_none_is_refused(pool: Pool) -> None:
+    job = small_job(MIXED, UNITS, 2)
+    for found in pool.run(2, tasks.disagreement, job=job, other=job, what="guard"):
+        assert found == (
+            "InputError: guard: expected a Guard, got bool. Make one with sw.Guard(mesh)."
+        )
+
+
 @pytest.mark.parametrize(
     ("kernel", "remedy"),
     [

@@ -95,6 +95,7 @@ REFUSALS = {
     "a stranger": "InputError: groups[0]: expected sharded parameters of the model",
     "no such name": "InputError: groups[0]: expected sharded parameters of the model, or their",
     "max_norm": "InputError: clip_grad_norm_: expected max_norm >= 0 and norm_type > 0",
+    "no number": "InputError: max_norm: expected a number, got '1'.",
     "moved after": "expected its memory, dtype and device as when optimizer_parameters was called",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.trace.recorder import Recorder, watching
 
@@ -90,6 +91,21 @@ def test_a_unit_that_runs_twice_has_two_forwards_and_two_backwards() -> None:
     once = [("enter", "inner"), ("leave", "inner")]
     back = [("enter_backward", "inner"), ("leave_backward", "inner")]
     assert marks(recorder) == [*once, *once, *back, *back]
+
+
+@pytest.mark.parametrize("given", [4, 5])
+def test_ids_that_are_counted_up_are_rows(given: int) -> None:
+    positions = nn.Embedding(4, 2)
+    with FakeTensorMode(allow_non_fake_inputs=True), Recorder():
+        ids = torch.arange(given).unsqueeze(0).expand(3, -1)
+        positions(ids[:, :4])
+        positions(ids % 4)
+        positions(torch.arange(given).clamp_(max=3))
+        if given == 4:
+            positions(ids)
+            return
+        with pytest.raises(IndexError, match="ids of 5 rows, of which there are 4"):
+            positions(ids)
 
 
 def test_the_innermost_module_that_failed_is_known_afterwards() -> None:

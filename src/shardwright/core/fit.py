@@ -27,13 +27,15 @@ class Largest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The largest size that fits, 0 where the smallest does not. ``or_more``: it is also the
     largest that was asked for; ``next_perhaps``: one ``step`` more hangs on what is given as a
     range. Sizes between two multiples of ``step`` were not looked at. ``even`` is false where a
-    larger size was seen to need less."""
+    larger size was seen to need less; ``refused``: with one ``step`` more the model does not
+    run."""
 
     size: int
     step: int = 1
     or_more: bool = False
     next_perhaps: bool = False
     even: bool = True
+    refused: bool = False
 
 
 class PolicyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

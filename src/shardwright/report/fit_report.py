@@ -95,6 +95,7 @@ def answers(fit: Fit) -> list[str]:
         longest = fit.longest_sequence
         unit = f" (in steps of {longest.step:,})" if longest.step > 1 and longest.size else ""
         words = f"{largest_words(longest)} tokens{unit}" if longest.size else "none fits"
+        words += "; the model does not run with more" if longest.refused else ""
         lines.append(f"Longest sequence with batch {fit.batch}, {fit.checkpointing}: {words}.")
     if fit.fewest_ranks is not None:
         none = "no number is enough, for more ranks only divide the data"

@@ -7,6 +7,7 @@ allocated.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,6 +119,8 @@ class Recorder(Follower):
     def heed(self, function: Any, arguments: Any, keywords: Any, result: Any) -> bool:
         """Count an operation's work, and adopt what it was given and nobody made."""
         self.operators.add(operator_name(function))
+        if function is torch.ops.aten.embedding.default:
+            self._check_lookup(*arguments[:2])
         self.work += work_of(function, arguments, keywords, result)
         if is_constant(function):
             return False
@@ -130,6 +133,17 @@ class Recorder(Follower):
                 self.given += storage.nbytes()
                 self.storages.meet(tensor)
         return False
+
+    def _check_lookup(self, weight: torch.Tensor, ids: torch.Tensor) -> None:
+        """IndexError where ids that are counted up, so that all are different, are more than there
+        are rows: fake ones have no values."""
+        held = self.storages.held(ids)
+        made_by = getattr(held and held.operation, "overloadpacket", None)
+        if made_by is not torch.ops.aten.arange or ids._version:
+            return
+        sizes = [n for n, stride in zip(ids.shape, ids.stride(), strict=True) if stride]
+        if math.prod(sizes) > len(weight):
+            raise IndexError(f"ids of {math.prod(sizes)} rows, of which there are {len(weight)}")
 
     def made_by(self, operation: object) -> Holding:
         """A storage's kind until it is known how long it lives."""

@@ -1,4 +1,5 @@
-"""``fit`` draws recordings between two that were made, where they are what a trace gives."""
+"""``fit`` of modules of one's own: recordings drawn between two that were made, where they are what
+a trace gives, and sizes that a module does not run with."""
 
 from __future__ import annotations
 
@@ -83,3 +84,36 @@ def test_answers_are_those_of_tracing_every_batch(squares: bool) -> None:
     found, plain = fit(job), fit(job, footprint)
     same = {"seconds": 0.0, "estimates": 0}
     assert msgspec.structs.replace(found, **same) == msgspec.structs.replace(plain, **same)
+
+
+class Positions(nn.Module):
+    """Words with an embedding of their place, looked up or sliced, for 24 of them."""
+
+    def __init__(self, sliced: bool) -> None:
+        super().__init__()
+        self.words, self.sliced = nn.Embedding(50, 8), sliced
+        self.places = nn.Embedding(24, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        counted = torch.arange(ids.shape[1])
+        places = self.places.weight[: ids.shape[1]] if self.sliced else self.places(counted)
+        return (self.words(ids) + places).square()
+
+
+def with_positions(batch: int, sequence: int, sliced: bool) -> Any:
+    """Of the mean of the result."""
+    return Positions(sliced), torch.zeros(batch, sequence, dtype=torch.long)
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_no_sequence_is_longer_than_a_models_positions(sliced: bool) -> None:
+    given = parse_job(
+        {
+            "model": {"python": f"{__name__}:with_positions", "arguments": {"sliced": sliced}},
+            "cluster": {"preset": "local", "world_size": 2, "ddr_cap": "1 MiB"},
+            "batch": {"size": 2, "sequence": 8},
+        }
+    )
+    longest = fit(given).longest_sequence
+    assert longest is not None
+    assert (longest.size, longest.refused) == (24, True)

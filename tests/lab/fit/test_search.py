@@ -96,6 +96,24 @@ def test_the_jobs_own_policy_is_not_skipped() -> None:
         found(replace(AT, policy="magic"), replace(SPACE, policies=("magic",)))
 
 
+@pytest.mark.parametrize("runs", [16, 20, 24, 28])
+def test_a_sequence_that_the_model_does_not_run_with_is_no_answer(runs: int) -> None:
+    asked: list[Point] = []
+
+    def ask(point: Point) -> Estimate:
+        asked.append(point)
+        if point.sequence > runs:
+            raise UnsupportedError("positions end")
+        return estimate(point)
+
+    findings = search(ask, AT, SPACE, CAPACITY)
+    assert findings.rows == found().rows
+    assert findings.sequence is not None
+    assert findings.sequence.size == min(runs, 24)
+    assert findings.sequence.refused == (runs <= 24)
+    assert len({point.sequence for point in asked}) <= 8
+
+
 def test_few_variants_are_estimated() -> None:
     asked: list[Point] = []
 

@@ -20,7 +20,7 @@ HALVE_EVERY = 3  # of so many guesses between two sizes, one halves
 SLACK = 0.99  # of a smaller size's need: an allocator's model may make a little less of more
 MOST_SCANNED = 32  # sizes looked at one by one where a larger one needs less
 
-Need = Callable[[int], int]
+Need = Callable[[int], float]  # bytes, infinite of a size that does not run
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class _Asked:
 
     need: Need
     limit: int
-    answers: dict[int, int] = field(default_factory=dict)
+    answers: dict[int, float] = field(default_factory=dict)
 
     def fits(self, size: int) -> bool:
         return self.of(size) <= self.limit
 
-    def of(self, size: int) -> int:
+    def of(self, size: int) -> float:
         if size not in self.answers:
             self.answers[size] = self.need(size)
         return self.answers[size]
@@ -116,9 +116,11 @@ def _on_line(asked: _Asked, low: int, high: int | None) -> int:
         if steep <= 0:
             return GROWTH * low
         further = (asked.limit - asked.of(low)) * (low - before) // steep
-        return min(low + further, GROWTH * low)
+        return int(min(low + further, GROWTH * low))
     steep = asked.of(high) - asked.of(low)
-    return low + (asked.limit - asked.of(low)) * (high - low) // max(steep, 1)
+    if math.isinf(steep):
+        return (low + high) // 2
+    return int(low + (asked.limit - asked.of(low)) * (high - low) // max(steep, 1))
 
 
 def _on_curve(asked: _Asked, low: int, high: int) -> int:
@@ -131,7 +133,7 @@ def _on_curve(asked: _Asked, low: int, high: int) -> int:
     return math.ceil(b / left) if left > b / high else high - 1
 
 
-def _grows(answers: dict[int, int]) -> bool:
+def _grows(answers: dict[int, float]) -> bool:
     """Whether no larger size was seen to need clearly less."""
     needs = [answers[size] for size in sorted(answers)]
     return not any(after < SLACK * before for before, after in pairwise(needs))
@@ -236,11 +238,24 @@ def _sequence(ask: Ask, at: Point, space: Space, capacity: int) -> Largest | Non
 def _largest(
     here: Callable[[int], Estimate], capacity: int, step: int, limit: int, hint: int, steady: bool
 ) -> Largest:
-    """The largest multiple of ``step`` that fits; ``here`` takes how many steps."""
+    """The largest multiple of ``step`` that fits; ``here`` takes how many steps. Sizes that it
+    refuses as unsupported do not run."""
     most = max(limit // step, 1)
-    found = largest(lambda size: here(size).most_bytes, capacity, most, hint // step, steady=steady)
-    perhaps = not found.or_more and here(found.size + 1).verdict == "perhaps"
-    return Largest(found.size * step, step, found.or_more, perhaps, found.even)
+    refused: set[int] = set()
+
+    def need(size: int) -> float:
+        try:
+            return here(size).most_bytes
+        except UnsupportedError:
+            refused.add(size)
+            return math.inf
+
+    found = largest(need, capacity, most, hint // step, steady=steady)
+    more = found.size + 1
+    perhaps = not found.or_more and more not in refused and here(more).verdict == "perhaps"
+    return Largest(
+        found.size * step, step, found.or_more, perhaps, found.even, refused=more in refused
+    )
 
 
 def _shards(ask: Ask, at: Point, space: Space, capacity: int) -> int | None:
