@@ -30,6 +30,7 @@ REFUSED = {  # and how
 }
 FSDP2_DIFFERS = {  # torch 2.13: wrong, silent, or refused
     "a_backward_of_weights_before_a_step",
+    "accumulation_under_no_sync",  # a method of DDP's
     *("a_module_that_trains_is_added", "a_parameter_is_replaced", "adafactor"),
     *("averaged_model", "copied_and_trained_apart", "from_the_meta_device"),
     *("weights_change_between_the_passes", "weights_drawn_by_init"),
