@@ -193,6 +193,13 @@ REFUSED: dict[str, Job] = {
         *[BIG | {"compute_kernels": ["fused_uvm"]}] * 3,
         cluster=_h100(2, ddr_cap=10 * MIB),
     ),
+    "the other memory": _tables(  # host memory lacks most, and more of it is no way out
+        {"rows": 209_887, "dim": 8, "pooling_factors": [1.9], "optimizer": "adam"},
+        {"rows": 11_826, "dim": 16, "pooling_factors": [16.9], "optimizer": "adam"},
+        {"rows": 15_731, "dim": 20, "pooling_factors": [15.9], "optimizer": "adam"},
+        cluster=_h100(8, hbm_cap=545_733, ddr_cap=873_173),
+        batch=512,
+    ),
     "kernels": _tables(
         *[BIG | {"compute_kernels": ["fused"]}] * 12, cluster=_h100(2, hbm_cap=15 * MIB)
     ),
@@ -267,6 +274,7 @@ def test_every_way_out_of_tables_is_one(refused: tuple[Job, str]) -> None:
         ("batch", ["cluster.hbm_cap", "a batch of"]),
         ("hosts", ["cluster.hbm_cap", "ranks fit", "fused_uvm"]),
         ("host memory", ["cluster.ddr_cap", "ranks fit"]),
+        ("the other memory", ["cluster.hbm_cap"]),
         ("processor", ["cluster.ddr_cap", "ranks fit"]),
         ("percentage", ["cluster.hbm_cap", "ranks fit"]),
         ("additive", ["cluster.hbm_cap", "ranks fit"]),

@@ -221,20 +221,34 @@ def _ways(problem: Problem, short: _Short, model_of: ModelOf, whole: Watch, help
 
 
 def _larger_memory(attempt: _Try) -> str:
-    """The capacity with which the draft fits, with what the reservation takes of it."""
-    short, key = attempt.short, f"{attempt.short.tier}_cap"
-    total, left = getattr(attempt.problem.cluster, key), short.capacity
+    """The capacity with which the draft fits, with what the reservation takes of it; where tables
+    alone may lie elsewhere and more of this memory is not enough, that of another one."""
+    short, cluster = attempt.short, attempt.problem.cluster
+    total, left = getattr(cluster, f"{short.tier}_cap"), short.capacity
     if not left:  # it is all reserved; what is left of plenty says how much that asks for
         total, left = MAX_BYTES, _left_of_plenty(attempt)
     exact = short.need + total - left
-    scaled = -(-short.need * total // max(left, 1))
-    more = (round(times * scaled) for times in MORE_MEMORY)
+    found = _enough(attempt, short.tier, exact, -(-short.need * total // max(left, 1)))
+    if found or attempt.problem.model.is_trained:
+        return found
+    missing = short.need - short.capacity
+    for tier in TIERS:
+        has: int = getattr(cluster, f"{tier}_cap")
+        if has and tier != short.tier and (found := _enough(attempt, tier, has + missing)):
+            return found
+    return ""
+
+
+def _enough(attempt: _Try, tier: Tier, exact: int, scaled: int = 0) -> str:
+    """The first of growing capacities with which a plan is found: ``exact``, then multiples of
+    ``scaled``."""
+    more = (round(times * (scaled or exact)) for times in MORE_MEMORY)
     *usual, plenty = sorted({min(wanted, MAX_BYTES) for wanted in (exact, *more)})
     for wanted in (*usual, plenty):
         if attempt.watch.over() and wanted not in (exact, plenty):
             continue
-        what = f"cluster.{key} of {_size(wanted)}"
-        if attempt.fits(_with(attempt.job, "cluster", **{key: wanted}), what):
+        what = f"cluster.{tier}_cap of {_size(wanted)}"
+        if attempt.fits(_with(attempt.job, "cluster", **{f"{tier}_cap": wanted}), what):
             return f"{what} fits"
     return ""
 
