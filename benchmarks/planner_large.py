@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -106,26 +105,8 @@ def tight(seed: int, folder: Path, room: float = ROOM) -> Case:
         }
         for i in range(count)
     ]
-    listed = folder / f"tight{seed}.json"
-    listed.write_text(json.dumps(tables))
     capacity = int((rows * dims * 4).sum() * room / TIGHT_RANKS)
     path = folder / f"tight{seed}.toml"
-    path.write_text(
-        f"""
-[model]
-tables = {json.dumps(str(listed))}
-
-[cluster]
-compute_device = "cuda"
-world_size = {TIGHT_RANKS}
-local_world_size = {planner_problems.HOST}
-hbm_cap = {capacity}
-
-[batch]
-size = {planner_problems.BATCH}
-
-[planner.reservation]
-kind = "none"
-"""
-    )
+    reservation = '\n[planner.reservation]\nkind = "none"\n'
+    planner_problems.write(path, tables, TIGHT_RANKS, capacity, reservation)
     return Case(f"{count}x{TIGHT_RANKS} draw {seed}", path, capacity, TIGHT_TARGET)

@@ -80,23 +80,7 @@ def write_job(problem: Problem, options: str, folder: Path) -> Path:
     of the planner, of two kernels, or ``EVERY_KERNEL``."""
     kernels = {} if options == EVERY_KERNEL else {"compute_kernels": ["dense", "fused"]}
     entries = [{**table, "optimizer": "rowwise_adagrad", **kernels} for table in problem.tables]
-    tables = folder / f"{problem.name}.tables.json"
-    tables.write_text(json.dumps(entries))
-    path = folder / f"{problem.name}.{options}.toml".replace(" ", "_")
-    path.write_text(
-        f"""
-[model]
-tables = {json.dumps(str(tables))}
-
-[cluster]
-compute_device = "cuda"
-world_size = {problem.ranks}
-local_world_size = {HOST}
-hbm_cap = {HBM}
-
-[batch]
-size = {BATCH}
-
+    planner = f"""
 [planner]
 constants = "torchrec-1.9"
 options = "{"wide" if options == EVERY_KERNEL else options}"
@@ -105,6 +89,29 @@ options = "{"wide" if options == EVERY_KERNEL else options}"
 kind = "percentage"
 percentage = {RESERVED}
 """
+    path = folder / f"{problem.name}.{options}.toml".replace(" ", "_")
+    return write(path, entries, problem.ranks, HBM, planner)
+
+
+def write(path: Path, tables: list[dict[str, Any]], ranks: int, hbm: int, planner: str) -> Path:
+    """A job file, with its tables in JSON beside it, of ``ranks`` with ``hbm`` bytes each;
+    ``planner`` are the sections of that name."""
+    listed = path.with_suffix(".tables.json")
+    listed.write_text(json.dumps(tables))
+    path.write_text(
+        f"""
+[model]
+tables = {json.dumps(str(listed))}
+
+[cluster]
+compute_device = "cuda"
+world_size = {ranks}
+local_world_size = {HOST}
+hbm_cap = {hbm}
+
+[batch]
+size = {BATCH}
+{planner}"""
     )
     return path
 

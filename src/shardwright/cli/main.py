@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import importlib
 import os
@@ -18,6 +17,7 @@ from shardwright.core.errors import (
     EXIT_INTERRUPTED,
     ShardwrightError,
     expected,
+    likeliest,
 )
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -108,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse_left(command: argparse.ArgumentParser, left: list[str]) -> NoReturn:
     """Of words that ``command`` does not take, and of the option that the first may have meant."""
     known = [name for action in command._actions for name in action.option_strings]
-    near = difflib.get_close_matches(left[0].partition("=")[0], known, n=1)
-    guess = f", did you mean '{near[0]}'?" if near else ""
+    near = likeliest(left[0].partition("=")[0], known)
+    guess = f", did you mean '{near}'?" if near else ""
     command.error(f"expected no {' '.join(map(repr, left))}{guess}")
 
 

@@ -4,7 +4,6 @@ of a document, where an error names the key."""
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import json
@@ -20,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, expected, likeliest
 
 MAX_DOCUMENT_BYTES = 256 * 2**20
 MAX_TOML_BYTES = 16 * 2**20
@@ -179,9 +178,8 @@ def convert(
 def unknown_key(where: str, spot: str, key: str, known: Collection[str]) -> InputError:
     """An error that names the nearest known key, if one is near."""
     ordered = sorted(known)
-    near = [name for name in ordered if key and name.startswith(key)]
-    near = near or difflib.get_close_matches(key, ordered, n=1)
-    guess = f"Did you mean '{near[0]}'? " if near else ""
+    near = likeliest(key, ordered)
+    guess = f"Did you mean '{near}'? " if near else ""
     return InputError(f"{where}: unknown key '{spot}'. {guess}Known here: {', '.join(ordered)}.")
 
 

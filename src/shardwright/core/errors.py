@@ -66,6 +66,14 @@ class PeerError(RunError):
 NEAREST = 5  # names that a message suggests
 
 
+def likeliest(name: str, known: Iterable[str]) -> str:
+    """The known name that was meant, one that begins with ``name`` first; empty where none is like
+    it."""
+    names = list(known)
+    near = [each for each in names if name and each.startswith(name)]
+    return next(iter(near or get_close_matches(name, names, n=1)), "")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known names most like ``name``, whatever their case, in quotes; all where there are few;
     empty where there are none."""

@@ -62,9 +62,10 @@ class Keys:
         """Keys of sections that nobody asked for, with their values."""
         for section, given in self.config.items():
             if isinstance(given, Mapping):
-                for key, value in given.items():
-                    if (section, key) not in self.asked:
-                        yield section, key, value
+                yield from ((section, key, given[key]) for key in self._unread_of(section, given))
+
+    def _unread_of(self, section: str, given: Mapping[str, Any]) -> list[str]:
+        return [key for key in given if (section, key) not in self.asked]
 
     def imported(self, document: Document) -> Imported:
         """The job, with what nobody asked for in its order."""
@@ -78,7 +79,7 @@ class Keys:
             if not isinstance(given, Mapping):  # a key that stands in no section
                 yield section
                 continue
-            keys = [key for key in given if (section, key) not in self.asked]
+            keys = self._unread_of(section, given)
             if section and (self.harmless.fullmatch(section) or len(keys) == len(given)):
                 yield section
             else:

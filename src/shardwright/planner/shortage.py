@@ -23,7 +23,7 @@ from shardwright.core.memory_section import HAVE_BLOCKS
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.placement import Zero
 from shardwright.core.plan import Tried
-from shardwright.core.quantities import format_bytes
+from shardwright.core.quantities import exact_bytes
 from shardwright.core.sharing import Sharing, with_sharing
 from shardwright.core.timeline import EXACT_KINDS, Kind, category
 from shardwright.planner.draft import Draft, TablesDraft
@@ -110,20 +110,15 @@ def _refusal(
     short = _fullest(problem, draft)
     known = " of TorchRec's options" if problem.job.planner.as_torchrec else ""
     what = f"no plan{known} can fit" if proven else "no plan found that fits"
-    needs = ", ".join(f"{each.checkpointing} {_size(each.peak_bytes)}" for each in tried)
+    needs = ", ".join(f"{each.checkpointing} {exact_bytes(each.peak_bytes)}" for each in tried)
     text = f"Needed by checkpointing: {needs}. " if tried else ""
     text = f"{remark} {text}" if remark else text
     return NoPlanError(
-        f"{what}: rank {short.rank} is the fullest and needs {_size(short.need)} of "
-        f"{_size(short.capacity)}{_reserved(problem, short)}, "
+        f"{what}: rank {short.rank} is the fullest and needs {exact_bytes(short.need)} of "
+        f"{exact_bytes(short.capacity)}{_reserved(problem, short)}, "
         f"{short.need - short.capacity:,} B too much; {_largest(draft, short.rank)}. "
         f"{text}{_ways(problem, short, model_of, whole, helps)}"
     )
-
-
-def _size(nbytes: int) -> str:
-    exact = f"{nbytes:,} B"
-    return exact if nbytes < 1024 else f"{exact} ({format_bytes(nbytes)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +133,7 @@ class _Short:
 
 def _reserved(problem: Problem, short: _Short) -> str:
     total: int = getattr(problem.cluster, f"{short.tier}_cap")
-    return f" left of {_size(total)} by the reservation" if total > short.capacity else ""
+    return f" left of {exact_bytes(total)} by the reservation" if total > short.capacity else ""
 
 
 def _fullest(problem: Problem, draft: Draft) -> _Short:
@@ -163,7 +158,7 @@ def _largest(draft: Draft, rank: int) -> str:
         passing = [(size, kind) for kind, size in kinds.items() if kind not in OF_PARTS]
         size, kind = max(passing, default=(0, "temporary"))
         if size > sum(kinds.get(each, 0) for each in OF_PARTS):
-            most = f"{category(kind)} with {_size(size)}"
+            most = f"{category(kind)} with {exact_bytes(size)}"
             return f"the most at its peak, in {phase}, are {most}"
         held = {n: size for (_, kind, n), size in draft.exact[rank].items() if kind == "weight"}
     else:
@@ -174,7 +169,7 @@ def _largest(draft: Draft, rank: int) -> str:
                     name = placed.choice.table.name
                     held[name] = held.get(name, 0) + sum(cost.storage)
     name = max(held, key=lambda n: held[n])
-    return f"its largest part is {name} with {_size(held[name])}"
+    return f"its largest part is {name} with {exact_bytes(held[name])}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +242,7 @@ def _enough(attempt: _Try, tier: Tier, exact: int, scaled: int = 0) -> str:
     for wanted in (*usual, plenty):
         if attempt.watch.over() and wanted not in (exact, plenty):
             continue
-        what = f"cluster.{tier}_cap of {_size(wanted)}"
+        what = f"cluster.{tier}_cap of {exact_bytes(wanted)}"
         if attempt.fits(_with(attempt.job, "cluster", **{f"{tier}_cap": wanted}), what):
             return f"{what} fits"
     return ""

@@ -159,11 +159,7 @@ class UnshardHandle:
 
 def as_sharded(module: nn.Module) -> None:
     """Mix ``ShardedModule`` into the class of ``module``, whose name gets 'Sharded' before it."""
-    kind = type(module)
-    if not isinstance(module, ShardedModule):
-        module.__class__ = _CLASSES.setdefault(
-            kind, type(f"Sharded{kind.__name__}", (ShardedModule, kind), {})
-        )
+    mix_in(module, ShardedModule, f"Sharded{type(module).__name__}")
 
 
 def class_name(module: nn.Module) -> str:
@@ -172,7 +168,17 @@ def class_name(module: nn.Module) -> str:
     return (kind.__mro__[2] if isinstance(module, ShardedModule) else kind).__name__
 
 
-_CLASSES: dict[type, type] = {}
+def mix_in(module: nn.Module, methods: type, name: str, **more: Any) -> None:
+    """Put ``methods`` before those of the class of ``module``, unless it has them: one class
+    called ``name``, with ``more`` in it, for all modules of a class."""
+    kind = type(module)
+    if not isinstance(module, methods):
+        if (methods, kind) not in _CLASSES:
+            _CLASSES[methods, kind] = type(name, (methods, kind), more)
+        module.__class__ = _CLASSES[methods, kind]
+
+
+_CLASSES: dict[tuple[type, type], type] = {}
 
 
 def _own(module: Any) -> Sequence[DStorage]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.runtime.embeddings.module import Entrance
+from shardwright.runtime.sharded_module import mix_in
 
 
 class Learning:
@@ -68,9 +69,6 @@ class AroundTables:
         return self
 
 
-_CLASSES: dict[type, type] = {}
-
-
 def _tables(model: Any) -> Iterator[tuple[str, Learning]]:
     for path, module in model.named_modules():
         learning = getattr(module, "learning", None)
@@ -89,11 +87,10 @@ def reach_tables(model: nn.Module) -> None:
     """Let ``requires_grad_`` of ``model`` and of its parts reach the tables below."""
     for part in {part for path, _ in _tables(model) for part in _parts(path)}:
         module = model.get_submodule(part)
-        kind = type(module)
-        if not isinstance(module, AroundTables | Entrance):
+        if not isinstance(module, Entrance):
+            kind = type(module)
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            made = _CLASSES.get(kind) or type(kind.__name__, (AroundTables, kind), names)
-            module.__class__ = _CLASSES.setdefault(kind, made)
+            mix_in(module, AroundTables, kind.__name__, **names)
 
 
 def note_trained(model: nn.Module) -> None:
