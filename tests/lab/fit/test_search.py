@@ -114,6 +114,18 @@ def test_a_sequence_that_the_model_does_not_run_with_is_no_answer(runs: int) -> 
     assert len({point.sequence for point in asked}) <= 8
 
 
+def test_a_model_that_runs_with_no_small_batch_is_not_said_to_need_too_much() -> None:
+    """As of one whose layers want statistics over several samples."""
+
+    def ask(point: Point) -> Estimate:
+        if point.batch < 2:
+            raise UnsupportedError("more than one sample")
+        return estimate(point)
+
+    with pytest.raises(UnsupportedError, match="more than one sample"):
+        search(ask, replace(AT, batch=64), SPACE, CAPACITY)
+
+
 def test_few_variants_are_estimated() -> None:
     asked: list[Point] = []
 

@@ -238,17 +238,22 @@ def _sequence(ask: Ask, at: Point, space: Space, capacity: int) -> Largest | Non
 def _largest(
     here: Callable[[int], Estimate], capacity: int, step: int, limit: int, hint: int, steady: bool
 ) -> Largest:
-    """The largest multiple of ``step`` that fits; ``here`` takes how many steps. Sizes that it
-    refuses as unsupported do not run."""
+    """The largest multiple of ``step`` that fits; ``here`` takes how many steps. Sizes above one
+    that ran do not run where it refuses them as unsupported."""
     most = max(limit // step, 1)
+    ran: set[int] = set()
     refused: set[int] = set()
 
     def need(size: int) -> float:
         try:
-            return here(size).most_bytes
+            nbytes = here(size).most_bytes
         except UnsupportedError:
+            if size < min(ran, default=math.inf):
+                raise
             refused.add(size)
             return math.inf
+        ran.add(size)
+        return nbytes
 
     found = largest(need, capacity, most, hint // step, steady=steady)
     more = found.size + 1
