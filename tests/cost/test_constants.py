@@ -65,7 +65,7 @@ def test_the_local_preset_keeps_what_was_measured() -> None:
 
 
 def test_a_preset_is_taken_as_it_is() -> None:
-    found, assumptions = cluster(ClusterSection())
+    found, assumptions = cluster(ClusterSection(), "cluster")
     assert (found.world_size, found.local_world_size, found.group) == (2, 2, 2)
     assert found.capacity == (0, 2 * GIB, 0)
     assert assumptions == (
@@ -79,14 +79,14 @@ def test_a_preset_is_taken_as_it_is() -> None:
 
 def test_a_job_replaces_what_it_names() -> None:
     section = ClusterSection(preset="local", world_size=8, local_world_size=4, ddr_cap="36 MiB")
-    found, assumptions = cluster(section)
+    found, assumptions = cluster(section, "cluster")
     assert (found.world_size, found.local_world_size, found.group) == (8, 4, 4)
     assert found.memory_per_rank == 36 * 2**20
     assert len(assumptions) == 1
 
 
 def test_an_accelerator_fills_its_own_memory() -> None:
-    found, _ = cluster(ClusterSection(preset="h100-8"))
+    found, _ = cluster(ClusterSection(preset="h100-8"), "cluster")
     assert found.memory_per_rank == 80 * 10**9
 
 
@@ -120,18 +120,18 @@ def test_a_job_without_a_preset_gets_its_devices_or_its_profiles(
 def test_hosts_are_the_presets_where_ranks_fill_them(
     preset: str, world_size: int, local: int
 ) -> None:
-    found, assumptions = cluster(ClusterSection(preset=preset, world_size=world_size))
+    found, assumptions = cluster(ClusterSection(preset=preset, world_size=world_size), "cluster")
     assert (found.local_world_size, found.group) == (local, local)
     assert any(f"{local} ranks per host" in note for note in assumptions)
 
 
 def test_a_pod_is_several_hosts() -> None:
-    found, _ = cluster(ClusterSection(preset="h100-8", world_size=64, pod_size=2))
+    found, _ = cluster(ClusterSection(preset="h100-8", world_size=64, pod_size=2), "cluster")
     assert (found.local_world_size, found.group) == (8, 16)
 
 
 def test_a_host_may_have_more_ranks_than_there_are() -> None:
-    found, _ = cluster(ClusterSection(preset="h100-8", world_size=4, local_world_size=8))
+    found, _ = cluster(ClusterSection(preset="h100-8", world_size=4, local_world_size=8), "cluster")
     assert (found.world_size, found.local_world_size, found.group) == (4, 8, 4)
 
 
@@ -241,7 +241,7 @@ def _with(**constants: Figure) -> ClusterSection:
 
 
 def test_a_measured_machine_stands_for_a_preset_and_says_so() -> None:
-    found, assumptions = cluster(_section())
+    found, assumptions = cluster(_section(), "cluster")
     assert (found.name, found.world_size, found.compute_device) == ("c.toml", 2, "cpu")
     assert found.capacity == (0, 3 * 10**9, 0)
     constant = found.constants["memory_rate"]
@@ -258,7 +258,9 @@ def test_a_measured_machine_stands_for_a_preset_and_says_so() -> None:
 
 
 def test_other_ranks_than_were_measured_with_are_an_assumption() -> None:
-    found, assumptions = cluster(_section(world_size=4, local_world_size=4, ddr_cap="1 GiB"))
+    found, assumptions = cluster(
+        _section(world_size=4, local_world_size=4, ddr_cap="1 GiB"), "cluster"
+    )
     assert (found.world_size, found.memory_per_rank) == (4, GIB)
     assert assumptions[-1] == (
         "collectives were measured with 2 ranks and are assumed to have the same latency and "
@@ -269,8 +271,8 @@ def test_other_ranks_than_were_measured_with_are_an_assumption() -> None:
 def test_a_section_that_only_names_its_file_is_read_when_it_is_used(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     write_calibration(MEASURED, path)
-    found, _ = cluster(ClusterSection(file=str(path)))
-    assert found.constants == cluster(_section())[0].constants
+    found, _ = cluster(ClusterSection(file=str(path)), "cluster")
+    assert found.constants == cluster(_section(), "cluster")[0].constants
 
 
 @pytest.mark.parametrize(
@@ -340,7 +342,7 @@ def test_a_measured_machine_without_a_constant_is_refused(name: str) -> None:
     constants = {key: figure for key, figure in MEASURED.constants.items() if key != name}
     measured = msgspec.structs.replace(MEASURED, constants=constants)
     with pytest.raises(InputError) as caught:
-        cluster(ClusterSection(file="c.toml", measured=measured))
+        cluster(ClusterSection(file="c.toml", measured=measured), "cluster")
     assert str(caught.value) == (
         f"c.toml: constants.{name}: expected a value, got none. Run `shardwright calibrate` again."
     )
@@ -365,5 +367,5 @@ def test_a_measured_machine_without_memory_is_refused(
 ) -> None:
     measured = msgspec.structs.replace(MEASURED, capacities=capacities)
     with pytest.raises(InputError) as caught:
-        cluster(ClusterSection(file="c.toml", measured=measured))
+        cluster(ClusterSection(file="c.toml", measured=measured), "cluster")
     assert str(caught.value) == message

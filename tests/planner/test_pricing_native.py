@@ -34,7 +34,7 @@ TABLE = TableSpec("t", 1000, 64, optimizer="rowwise_adagrad")
 def _setting(
     preset: str = "h100-8", world_size: int = 16, batch: int = 32, **estimator: Any
 ) -> PricingContext:
-    found, _ = cluster(ClusterSection(preset=preset, world_size=world_size))
+    found, _ = cluster(ClusterSection(preset=preset, world_size=world_size), "cluster")
     return PricingContext(found, Batch(batch), EstimatorSection(**estimator))
 
 
@@ -293,7 +293,7 @@ def test_every_rank_addresses_the_ids_of_a_routed_table() -> None:
 def _once(
     table: TableSpec, sharding_type: ShardingType, dedup: bool | None = None, batch: int = 2048
 ) -> Choice:
-    found, _ = cluster(ClusterSection(preset="local", world_size=2))
+    found, _ = cluster(ClusterSection(preset="local", world_size=2), "cluster")
     setting = PricingContext(found, Batch(batch), EstimatorSection(), dedup)
     (choice,) = native.price(
         setting, [(table, _option(setting, table, sharding_type))], exchange=True

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from shardwright.core.job import parse_job
+from shardwright.core.model_of_job import model_of
 from shardwright.planner import profiles
+from shardwright.planner.planner import plan
 
 LOADED = """
 import sys
@@ -54,3 +58,23 @@ def test_a_plan_by_torchrecs_rules_needs_neither_torchrec_nor_torch(
 def test_the_planner_knows_of_no_other_profile() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = profiles.nonsense
+
+
+RATES = """
+[cluster]
+compute_device = "cuda"
+world_size = 16
+local_world_size = 4
+inter_host_bw = 1e6
+{more}
+[planner]
+constants = "torchrec-1.9"
+"""
+
+
+@pytest.mark.parametrize("more", ["", 'hbm_cap = "1 GiB"\n'])
+def test_rates_of_torchrecs_are_held_against_its_own_machine(more: str) -> None:
+    job = parse_job(tomllib.loads(RATES.format(more=more) + TABLES), "job")
+    made = plan(job, model_of)
+    assert made.cluster.constants["inter_host_bw"].value == 1e6
+    assert made.cluster.name == "torchrec-1.9"

@@ -19,10 +19,10 @@ from shardwright.core.measurement import Quality
 from shardwright.core.plan import Plan, read_plan, sealed
 from shardwright.core.scores import scores_text
 from shardwright.core.train_section import Forward, TrainSection
-from shardwright.cost import constants
 from shardwright.lab.session import Session, run
 from shardwright.lab.sources import source_of
 from shardwright.launcher.folder import outcome_file, plan_file
+from shardwright.planner.profiles import cluster_of
 from shardwright.report.wording import saved_text, straggler_text
 
 
@@ -170,7 +170,7 @@ def _plan_of(options: argparse.Namespace) -> Plan:
                 options.set.append(f"train.{key}={value}")
         job = shared.job_of(options)
         source_of(job)  # tables alone are trained nowhere
-        _check_device(constants.cluster(job.cluster)[0])  # before a long search for nothing
+        _check_device(cluster_of(job)[0])  # before a long search for nothing
         before = _planned_before(job) if options.resume else None
         return before or planned(job)
     if options.set:

@@ -27,7 +27,7 @@ RATES = (  # of a job's [cluster]: each replaces the constant of that name, wher
 
 
 def cluster(
-    section: ClusterSection, profile: Profile = "cluster", own: Preset | None = None
+    section: ClusterSection, profile: Profile, own: Preset | None = None
 ) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster a job names for a cost profile, and what had to be assumed about it.
 
@@ -51,10 +51,9 @@ def cluster(
     return found, _assumptions(section, profile, preset, found)
 
 
-def said_capacity(section: ClusterSection) -> int | None:
-    """The bytes that a rank may fill; None where a job says nothing that they follow from."""
-    said = section.preset or section.file or section.hbm_cap or section.ddr_cap
-    return cluster(section)[0].memory_per_rank if said else None
+def says_capacity(section: ClusterSection) -> bool:
+    """Whether a job says what the bytes that a rank may fill follow from."""
+    return bool(section.preset or section.file or section.hbm_cap or section.ddr_cap)
 
 
 def _preset(section: ClusterSection, profile: Profile, own: Preset | None) -> tuple[str, Preset]:

@@ -41,10 +41,10 @@ from shardwright.core.model_section import ESTIMATED
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import MOST_GIB
 from shardwright.core.recording import Recording
-from shardwright.cost import constants
 from shardwright.lab.with_tables import Recorded, find_with_tables
 from shardwright.planner.kinds import find_kinds
 from shardwright.planner.planner import find, watch_of, written
+from shardwright.planner.profiles import cluster_of
 from shardwright.planner.search.watch import Hear, Watch
 from shardwright.planner.strategy.found import Found
 
@@ -121,7 +121,7 @@ def plan_module(
     document["train"] = {"optimizer": optimizer, **document.get("train", {})}
     document["batch"] = {"size": _samples(example_inputs), **document.get("batch", {})}
     job = parse_job(document, "plan_module")
-    machine, _ = constants.cluster(job.cluster)
+    machine, _ = cluster_of(job)
     device = memory_of(job).lowering or machine.compute_device
     said = job.train.table_optimizer is not UNSET
     if said and job.train.table_learning_rate is None:
@@ -173,7 +173,7 @@ def recorded(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
     """A step of ``job``'s model on one rank, with the checkpointing that it is first tried with; of
     a module of the user's own, embeddings that are ``routed`` are tables, or with None all that can
     be."""
-    cluster, _ = constants.cluster(job.cluster)
+    cluster, _ = cluster_of(job)
     device = memory_of(job).lowering or cluster.compute_device
     path = _path(job, device)
     if path is not None:

@@ -25,8 +25,7 @@ from shardwright.core.sharing import (
     with_buckets,
     with_sharing,
 )
-from shardwright.cost import constants
-from shardwright.planner import shortage
+from shardwright.planner import profiles, shortage
 from shardwright.planner.assemble import assemble
 from shardwright.planner.problem import hosts_of
 from shardwright.planner.search.watch import Hear, Watch
@@ -63,7 +62,7 @@ def find(job: Job, model_of: ModelOf, watch: Watch) -> Found:
     """What the search of a job brings back, at the stage of ZeRO, over the replicas and with the
     checkpointing policy of the fastest plan that fits; where nothing does, with those that ask
     least. What was left open is as the job of what was found has it."""
-    cluster, _ = constants.cluster(job.cluster)
+    cluster, _ = profiles.cluster_of(job)
     usual = min(checkpointing_of(job), key=lambda name: name != "none")
     if job.planner.dense.bucket_size == "auto":
         model_of = _once(model_of)

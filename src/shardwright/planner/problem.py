@@ -17,7 +17,7 @@ from shardwright.core.job import Job, checkpointing_of, degrees_of, memory_of
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_of_job import placed_tables, step_dtypes
 from shardwright.core.planning import EstimatorSection, trained_communication
-from shardwright.cost import constants, reservation
+from shardwright.cost import reservation
 from shardwright.memory.rank_step import Chunk
 from shardwright.planner import profiles
 from shardwright.planner.choices import Tables, table_choices
@@ -145,7 +145,7 @@ def make_problem(
         )
     if model.is_trained:
         trained_communication(estimator)
-    cluster, assumptions = constants.cluster(job.cluster, profile, profiles.preset(profile))
+    cluster, assumptions = profiles.cluster_of(job)
     batch = batch_of(job)
     dedup = None if job.planner.dedup is UNSET else job.planner.dedup
     context = PricingContext(cluster, batch, job.planner.estimator, dedup)

@@ -10,8 +10,11 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardwright.core.cluster import Cluster
+from shardwright.core.job import Job
 from shardwright.core.planning import Profile
 from shardwright.core.timeline import Phase
+from shardwright.cost import constants
 from shardwright.cost.presets import Preset
 
 if TYPE_CHECKING:
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 TORCHREC: Profile = "torchrec-1.9"
 
-__all__ = ["TORCHREC", "phase_of_part", "preset", "torchrec"]
+__all__ = ["TORCHREC", "cluster_of", "phase_of_part", "torchrec"]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,10 +36,15 @@ def _torchrec() -> Any:
     return importlib.import_module("shardwright.torchrec.profile")
 
 
-def preset(profile: Profile) -> Preset | None:
-    """The machine of a profile whose constants lie with it."""
-    found: Preset | None = _torchrec().PRESET if profile == TORCHREC else None
-    return found
+def cluster_of(job: Job) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster that ``job`` names for its cost profile, and what had to be assumed about it.
+
+    Whoever asks for a job's machine asks here: without the profile, the rates of another planner
+    would be held against a preset of ours, and refused.
+    """
+    profile = job.planner.constants
+    own: Preset | None = _torchrec().PRESET if profile == TORCHREC else None
+    return constants.cluster(job.cluster, profile, own)
 
 
 def phase_of_part(profile: Profile) -> Mapping[str, Phase]:

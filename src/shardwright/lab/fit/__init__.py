@@ -41,7 +41,7 @@ def fit(
     InputError where no capacity is known, before anything is estimated.
     """
     begun = time.perf_counter()
-    if not is_planned(job) and constants.said_capacity(job.cluster) is None:
+    if not is_planned(job) and not constants.says_capacity(job.cluster):
         raise InputError(
             expected(
                 "job: cluster",

@@ -28,6 +28,7 @@ from shardwright.lab.footprint.stages import PipelineRank, pipeline_ranks
 from shardwright.memory.allocator import AllocatorSettings
 from shardwright.memory.rank_step import Chunk, RankStep
 from shardwright.memory.results import MODELLED
+from shardwright.planner.profiles import cluster_of
 from shardwright.trace.treatment import Treatment
 
 # Uneven routing is shown by the rank in the middle and by one of a hundred.
@@ -50,8 +51,10 @@ class _Estimate:
         self.job, self.section = job, memory_of(job)
         check_memory(self.section, "job")
         _refuse_compiled_experts(job)
-        self.cluster, _ = constants.cluster(job.cluster)
-        self.capacity = constants.said_capacity(job.cluster)
+        self.cluster, _ = cluster_of(job)
+        self.capacity = (
+            self.cluster.memory_per_rank if constants.says_capacity(job.cluster) else None
+        )
         self.world = job.cluster.world_size or self.cluster.world_size
         self.degrees = degrees_of(job, self.world)
         self.parallel: ParallelSection = parallel_of(job)
