@@ -5,9 +5,10 @@
 PYTHON ?= python3
 ARGS ?=
 PYTHON_ENV ?=
-# Processes that run tests, of a thread each: more would only wait for one another.
+# Processes that run tests, of a thread each: more would only wait for one another. Tests start many
+# processes, each of which would compile what the first one has compiled already.
 JOBS ?= 2
-TEST := OMP_NUM_THREADS=1
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 VENV := .venv
 TORCHREC := .venv-torchrec
@@ -25,16 +26,17 @@ RUN := PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" "$(BIN)/python"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-torchrec check docs existing
+.PHONY: help setup demo test test-all test-products test-torchrec check docs existing
 
 help:
 	@printf '%s\n' \
 	  'make demo     plan, train, compare and report on this machine: two ranks, about a minute' \
 	  'make test     run the tests that are not slow    ARGS="-k name" goes to pytest' \
-	  'make test-all run all tests' \
+	  'make test-all run all tests, of many combinations of parameters those with all pairs' \
+	  'make test-products run all tests with every combination of parameters: hours' \
 	  'make test-torchrec tests of the planner for TorchRec, beside TorchRec in $(TORCHREC)' \
-  'make docs     the documentation as a site, site/index.html' \
-  'make check    lint, format, types, floors' \
+	  'make docs     the documentation as a site, site/index.html' \
+	  'make check    lint, format, types, floors' \
 	  'make setup    only make the environment in $(VENV)' \
 	  '' \
 	  'PYTHON=/path/to/python3       the interpreter that $(VENV) is made with (3.11 or later)' \
@@ -47,7 +49,8 @@ demo: $(ENVIRONMENT)
 	@$(RUN) -m shardwright demo $(ARGS)
 
 test: CHOSEN := -m 'not slow'
-test test-all: $(ENVIRONMENT)
+test-all: CHOSEN := -m 'not product'
+test test-all test-products: $(ENVIRONMENT)
 	@$(TEST) $(RUN) -m pytest -n $(JOBS) --maxschedchunk 100 $(CHOSEN) $(ARGS)
 
 test-torchrec:

@@ -9,12 +9,13 @@ import os
 import re
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import budgets
 import pytest
+from combinations import choose, is_dear
 from hypothesis import settings
 
 from shardwright.core.amount import Step
@@ -38,19 +39,27 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    said = "name the N test functions that take most processor time"
+    parser.addoption("--dearest", type=int, default=0, metavar="N", help=said)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    budgets.register(config)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test marked ``slow_after(n)`` is slow but for its first n cases. Files whose tests take
-    longest come first: no worker is left alone with them at the end."""
+    """Files whose tests take longest come first: no worker is left alone with them at the end. Of
+    tests that are dear not every combination of parameters runs daily, nor of these every one in
+    ``make test``."""
     items.sort(key=lambda item: not LONGEST & set(item.path.parts))
-    seen: Counter[str] = Counter()
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("slow_after")
-        if mark is not None:
-            function = item.nodeid.partition("[")[0]
-            seen[function] += 1
-            if seen[function] > mark.args[0]:
-                item.add_marker(pytest.mark.slow)
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        if is_dear(cases[0]):
+            choose(cases)
 
 
 def _reevaluate(steps: Sequence[Step]) -> None:
