@@ -53,10 +53,15 @@ test-all: CHOSEN := -m 'not product'
 test test-all test-products: $(ENVIRONMENT)
 	@$(TEST) $(RUN) -m pytest -n $(JOBS) --maxschedchunk 100 $(CHOSEN) $(ARGS)
 
-test-torchrec:
-	@$(MAKE) --no-print-directory setup PYTHON_ENV= VENV=$(TORCHREC)
-	@"$(TORCHREC)/bin/python" -m pip install --quiet --no-deps -r requirements-torchrec.txt
-	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/validation" "$(TORCHREC)/bin/python" -m pytest -n $(JOBS) $(ARGS) tests/torchrec/adapter
+test-torchrec: $(TORCHREC)/.installed
+	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/validation" $(TEST) "$(TORCHREC)/bin/python" -m pytest -n $(JOBS) $(ARGS) tests/torchrec/adapter
+
+# Beside the environment of all other targets, whose torch it reads: TorchRec and what it needs.
+$(TORCHREC)/.installed: requirements-torchrec.txt $(ENVIRONMENT)
+	@"$(BIN)/python" -m venv --clear --without-pip $(TORCHREC)
+	@"$(BIN)/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$("$(TORCHREC)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	@"$(BIN)/python" -m pip --python "$(TORCHREC)/bin/python" install --quiet --no-deps -r requirements-torchrec.txt
+	@touch $@
 
 check: $(ENVIRONMENT)
 	$(RUN) -m ruff check .
