@@ -12,12 +12,13 @@ It belongs to the text that it follows without an empty line, else to the text b
 words as they are printed, and what makes their numbers from the file: an expression over the keys
 of the file (``file`` is all of it), in the units that are printed. Where the words have several
 numbers the expression has as many. ``=`` is equality within the digits that are printed; with
-``>=`` and ``<=`` the printed number is a bound.
+``>=`` and ``<=`` the printed number is a bound. ``WORDS : REASON`` says why a number has no file.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator
@@ -149,7 +150,7 @@ def figures(comment: str, where: str) -> list[Figure]:
         if line.startswith("let "):
             names += line.removeprefix("let ") + "\n"
             continue
-        parts = re.match(r"(.+?) (=|>=|<=) (.+)", line)
+        parts = re.match(r"(.+?) (=|>=|<=|:) (.+)", line)
         assert parts is not None, f"{where}: expected WORDS = EXPRESSION, got {line}"
         found.append(Figure(parts[1], parts[2], parts[3], names, source))
     return found
@@ -164,6 +165,8 @@ def carried(source: str) -> dict[str, Any]:
         "one": one,
         "mean": statistics.fmean,
         "median": statistics.median,
+        "deviation": statistics.stdev,
+        "binary_entropy": lambda p: -p * math.log(p) - (1 - p) * math.log(1 - p),
         "MB": 10**6,
         "KIB": 2**10,
         "MIB": MIB,
@@ -186,9 +189,13 @@ def flat(value: Any) -> list[float]:
 
 def wrong(figure: Figure) -> str | None:
     """What a figure is instead, or None where it is what is printed."""
+    if figure.relation == ":":
+        return None
     names = dict(carried(figure.source))
     exec(figure.names, names)
     value = eval(figure.expression, names)
+    if isinstance(value, bool):
+        return None if value else "not so"
     if isinstance(value, str):
         return None if value == figure.words else value
     values, printed = flat(value), NUMBER.findall(figure.words)
@@ -229,10 +236,12 @@ def test_every_measured_number_of_the_first_page_has_a_file_or_a_reason() -> Non
 
 @pytest.mark.parametrize("document", DOCUMENTS[1:], ids=lambda path: path.name)
 def test_a_text_that_names_a_file_of_figures_is_held_to_it_as_a_whole(document: Path) -> None:
-    for text in texts(document):
-        if re.search(r"validation/[\w-]+/\w+\.json", text.words) and not text.code:
-            assert text.figures, f"{text.where} names a file of figures"
-        if text.figures:
+    found = texts(document)
+    for text, following in zip(found, [*found[1:], found[-1]], strict=True):
+        names_a_file = re.search(r"validation/[\w-]+/\w+\.json", text.words) and not text.code
+        if names_a_file:  # or introduces a table that is held to it
+            assert text.figures or following.figures, f"{text.where}: no figures beside it"
+        if text.figures or names_a_file:
             assert uncovered(text) == [], text.where
 
 

@@ -15,10 +15,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?m)^    \$ shardwright (?P<words>.*)\n(?P<shown>(?:    (?!\$ ).*\n)*)")
 README = (ROOT / "README.md").read_text()
-# of constants that may be measured again, and what another machine learns
-# scores of the demo's training on another processor, whose sums are rounded otherwise
+# scores of the demo's training, on a processor whose sums are rounded otherwise
 SCORE = re.compile(r"\b0\.\d{4}\b")
 SCORES_VARY_BY = 0.002
+# of constants that may be measured again, and what another machine learns
 VARIES = re.compile(r"[\d.,]+ (?:µs|ms|s)\b|[\d.,]+ samples per second|[\d.]+ at step")
 
 
