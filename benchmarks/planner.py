@@ -164,14 +164,16 @@ def bound_figures(job: Any, ours: dict[str, Any], options: argparse.Namespace) -
 
 
 def failures(name: str, found: dict[str, Any]) -> list[str]:
-    """What must not be: a broken plan, another price, a worse one of more options. A plan that
-    TorchRec was not asked about is among those of ``unrated`` instead."""
+    """What must not be: a broken plan, none or another price of TorchRec's where it was asked, a
+    worse plan of more options."""
     wrong = []
     for kind in OPTIONS:
         ours = found[f"ours_{kind}"]
         wrong += [f"{name} {kind}: {text}" for text in ours["check"]["wrong"]]
         rated = ours.get("torchrec_max_rank_ms")
-        if rated is not None and abs(rated - ours["max_rank_ms"]) > 1e-9 * rated:
+        if rated is None:
+            wrong += [f"{name} {kind}: TorchRec did not price it"] if "torchrec" in found else []
+        elif abs(rated - ours["max_rank_ms"]) > 1e-9 * rated:
             wrong.append(f"{name} {kind}: TorchRec prices it {rated} ms, not {ours['max_rank_ms']}")
     if not found["wide_never_worse"]:
         wrong.append(f"{name}: options wide are worse than options torchrec")
