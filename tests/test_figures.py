@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 
 import shardwright as sw
+from shardwright.core.timeline import decode, phase_seconds
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -261,11 +262,16 @@ def test_the_carried_run_of_the_demo_is_one_of_the_present_plan(demo: sw.Plan) -
         "lower_bound_seconds": demo.lower_bound_seconds,
         "gap": demo.gap,
     }
+    seconds = {(line.rank, line.phase): line.predicted for line in run["seconds"]}
+    assert seconds == phase_seconds(decode(demo.timeline))
     assert run["exact_bytes_unequal"] == 0
 
 
-def test_the_first_page_shows_the_demos_present_plan(demo: sw.Plan) -> None:
-    (shown,) = (t for t in texts(README) if t.code and t.words.startswith("Fits: 36"))
+def test_the_first_page_shows_the_demos_present_plan(
+    demo: sw.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "104")  # as wide as what is shown
+    (shown,) = (text for text in texts(README) if text.code and " C16 70,364 x 16 " in text.words)
     printed = one_line(re.sub("─+", "", str(demo)))
     plan, _, _ = shown.words.partition(" Memory as predicted")
     parts = [one_line(re.sub("─+", "", part)) for part in plan.split(" ... ")]
