@@ -164,17 +164,30 @@ def bound_figures(job: Any, ours: dict[str, Any], options: argparse.Namespace) -
 
 
 def failures(name: str, found: dict[str, Any]) -> list[str]:
-    """What must not be: a broken plan, another price, a worse one of more options."""
+    """What must not be: a broken plan, none or another price of TorchRec's where it was asked, a
+    worse plan of more options."""
     wrong = []
     for kind in OPTIONS:
         ours = found[f"ours_{kind}"]
         wrong += [f"{name} {kind}: {text}" for text in ours["check"]["wrong"]]
-        rated = ours.get("torchrec_max_rank_ms", ours["max_rank_ms"])
-        if abs(rated - ours["max_rank_ms"]) > 1e-9 * rated:
+        rated = ours.get("torchrec_max_rank_ms")
+        if rated is None:
+            wrong += [f"{name} {kind}: TorchRec did not price it"] if "torchrec" in found else []
+        elif abs(rated - ours["max_rank_ms"]) > 1e-9 * rated:
             wrong.append(f"{name} {kind}: TorchRec prices it {rated} ms, not {ours['max_rank_ms']}")
     if not found["wide_never_worse"]:
         wrong.append(f"{name}: options wide are worse than options torchrec")
     return wrong
+
+
+def unrated(figures: dict[str, Any]) -> list[str]:
+    """The problems whose plans have no price of TorchRec's beside ours."""
+    rated = [
+        name
+        for name, found in figures.items()
+        if all("torchrec_max_rank_ms" in found[f"ours_{kind}"] for kind in OPTIONS)
+    ]
+    return [name for name in figures if name not in rated]
 
 
 def line(name: str, found: dict[str, Any], kind: str) -> str:
@@ -236,7 +249,12 @@ def compare(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             wrong += failures(name, found)
             for kind in OPTIONS:
                 print(line(name, found, kind), flush=True)
-    return {"timeout_seconds": options.timeout_seconds, "problems": figures}, wrong
+    kept = {
+        "timeout_seconds": options.timeout_seconds,
+        "problems": figures,
+        "unrated_by_torchrec": unrated(figures),
+    }
+    return kept, wrong
 
 
 def main() -> int:

@@ -2,9 +2,10 @@
 
     python benchmarks/predicted_against_measured.py --machine cpu-2-cores
 
-writes ``validation/<machine>/<case>.json`` for each case. Memory must come out exactly (weights,
-gradients, optimizer states, padding) and within ten percent (peak); seconds are kept as they are,
-for the preset's constants are not this machine's.
+writes ``validation/<machine>/<case>.json`` for each case, or for those of ``--cases demo,...``.
+Memory must come out exactly (weights, gradients, optimizer states, padding) and within ten percent
+(peak); seconds are kept as they are, beside the load of the machine, for the preset's constants are
+not this machine's. ``tests/test_figures.py`` holds the demo's file to the plan of today.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from shardwright.core.job import Job, parse_job, read_job
 from shardwright.lab.recordings import plan
@@ -82,7 +86,13 @@ def summary(session: Session) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "versions": measured.versions,
         "machine": measured.machine,
+        "load_average": [round(load, 1) for load in os.getloadavg()],
         "plan_fingerprint": session.plan.fingerprint,
+        "plan": {
+            "max_rank_seconds": session.plan.max_rank_seconds,
+            "lower_bound_seconds": session.plan.lower_bound_seconds,
+            "gap": session.plan.gap,
+        },
         "exact_bytes_compared": len(exact),
         "exact_bytes_unequal": sum(line.predicted != line.measured for line in exact),
         "peaks": [
@@ -94,6 +104,15 @@ def summary(session: Session) -> dict[str, Any]:
             }
             for line in comparison.peaks
         ],
+        "phase_peaks": [
+            {
+                "rank": line.rank,
+                "phase": line.phase,
+                "predicted_bytes": line.predicted,
+                "measured_bytes": line.measured,
+            }
+            for line in comparison.phase_peaks
+        ],
         "seconds": [
             {
                 "rank": line.rank,
@@ -104,6 +123,7 @@ def summary(session: Session) -> dict[str, Any]:
             for line in comparison.seconds
         ],
         "samples_per_second": measured.samples_per_second,
+        "quality": None if measured.quality is None else msgspec.to_builtins(measured.quality),
         "failures": list(comparison.failures),
     }
 
@@ -112,10 +132,13 @@ def main() -> int:
     """Run every case; 1 if a prediction failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", required=True, help="a name for this machine")
+    parser.add_argument("--cases", help="some of them, such as demo,transformer")
     options = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
-        for case, job in jobs(Path(scratch)).items():
+        known = jobs(Path(scratch))
+        for case in options.cases.split(",") if options.cases else known:
+            job = known[case]
             made = plan(job)
             result = summary(run(made, Path(job.train.out), sys.stderr))
             target = ROOT / "validation" / options.machine / f"{case}.json"

@@ -4,7 +4,8 @@
 
 A model of GPT-2's shape (10 layers of width 320) with AdamW's states, sharded
 by ``fully_shard_flat``. Ours and torch's take turns, five times each; medians are kept. Training
-stands still while these saves write.
+stands still while these saves write. torch's turns have in them that the state is made and filled
+by functions of ours; how much of them that is stands beside them.
 
 Then what a save a minute costs a run that trains on while files are written (``overlap``): the
 model ``mid`` of ``fsdp.py`` takes turns of as many steps with a run's look at whether a save is
@@ -162,11 +163,22 @@ def main() -> None:
     def states() -> dict[str, object]:
         return {"model": model.state_dict(), "optimizer": sw.optimizer_state_dict(model, optimizer)}
 
-    def load_theirs(step: int) -> None:
+    def save_theirs(step: int) -> None:
+        begun = time.perf_counter()
         state = states()
+        found.setdefault("save, torch: of it ours", []).append(time.perf_counter() - begun)
+        dcp.save(state, checkpoint_id=folder / "theirs" / str(step))
+
+    def load_theirs(step: int) -> None:
+        begun = time.perf_counter()
+        state = states()
+        ours = time.perf_counter() - begun
         dcp.load(state, checkpoint_id=folder / "theirs" / str(step))
+        begun = time.perf_counter()
         model.load_state_dict(state["model"])  # type: ignore[arg-type]
         sw.load_optimizer_state_dict(model, optimizer, state["optimizer"])  # type: ignore[arg-type]
+        ours += time.perf_counter() - begun
+        found.setdefault("load, torch: of it ours", []).append(ours)
 
     def note(name: str, act: Callable[[], object]) -> None:
         found.setdefault(name, []).append(seconds(act))
@@ -174,7 +186,7 @@ def main() -> None:
     for step in range(TIMES):
         theirs = folder / "theirs" / str(step)
         note("save", lambda s=step: sw.save_checkpoint(folder / "ours", model, optimizer, step=s))
-        note("save, torch", lambda to=theirs: dcp.save(states(), checkpoint_id=to))
+        note("save, torch", lambda s=step: save_theirs(s))
         note("load", lambda s=step: sw.load_checkpoint(folder / "ours", model, optimizer, step=s))
         note("load, torch", lambda s=step: load_theirs(s))
         sizes = {"ours": nbytes(folder / "ours" / f"step-{step}"), "torch": nbytes(theirs)}

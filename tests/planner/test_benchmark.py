@@ -16,6 +16,7 @@ from shardwright.lab.recordings import plan
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import planner as both_planners  # noqa: E402
 import planner_bound  # noqa: E402
 import planner_check  # noqa: E402
 import planner_large  # noqa: E402
@@ -38,6 +39,26 @@ def test_five_thousand_tables_on_512_ranks_are_planned_by_default(tmp_path: Path
     made = read_plan(tmp_path / "p")
     assert planner_check.check(made, problem.tables, problem.ranks)["wrong"] == []
     assert made.gap < 0.002
+
+
+def test_a_plan_that_torchrec_did_not_price_is_not_one_that_it_prices_as_we_do() -> None:
+    ours = {"check": {"wrong": []}, "max_rank_ms": 2.0}
+    rated = {**ours, "torchrec_max_rank_ms": 2.0}
+    other = {**ours, "torchrec_max_rank_ms": 2.1}
+    same = {"ours_torchrec": rated, "ours_wide": rated, "wide_never_worse": True, "torchrec": {}}
+    figures = {
+        "same": same,
+        "other": same | {"ours_torchrec": other},
+        "forgotten": same | {"ours_torchrec": ours},
+        "not asked": {"ours_torchrec": ours, "ours_wide": ours, "wide_never_worse": True},
+    }
+    assert both_planners.unrated(figures) == ["forgotten", "not asked"]
+    assert {name: both_planners.failures(name, found) for name, found in figures.items()} == {
+        "same": [],
+        "other": ["other torchrec: TorchRec prices it 2.1 ms, not 2.0"],
+        "forgotten": ["forgotten torchrec: TorchRec did not price it"],
+        "not asked": [],
+    }
 
 
 @pytest.mark.parametrize("options", ["torchrec", "wide"])
