@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwright.core.errors import PeerError
+from shardwright.core.errors import MismatchError, PeerError
 from shardwright.runtime import devices
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.devices import Devices
@@ -152,14 +152,16 @@ def test_a_signal_in_the_rank_that_copies_is_raised_in_all(monkeypatch: pytest.M
 
 
 DIFFER = {
-    "kinds": "all_reduce on rank 1 where others have broadcast 0|broadcast 0 on rank 0 where",
-    "splits": r"rank 1 expects \(3,\) of rank 0, got \(1,\)",
+    "kinds": "all_reduce on rank 3 where others have broadcast 2|broadcast 2 on rank 2 where",
+    "compared": r"\(broadcast 2 of 8 B, .* on rank 2 but .* \(all_reduce of 8 B, .* on rank 3\.",
+    "splits": r"rank 3 expects \(3,\) of rank 2, got \(1,\)",
 }
 
 
 @pytest.mark.parametrize("what", DIFFER)
 def test_ranks_at_different_collectives_are_told_so(what: str) -> None:
-    def body(comm: Comm) -> None:
+    def body(every: Comm) -> None:
+        comm = Comm(every.as_replicas(2)["shard"], checked=what == "compared")
         tensor = torch.ones(2)
         if what == "splits":
             wanted = [1, 1] if comm.rank == 0 else [3, 1]
@@ -169,9 +171,9 @@ def test_ranks_at_different_collectives_are_told_so(what: str) -> None:
         else:
             comm.all_reduce("rows", tensor)
 
-    for found in together(2, body):
-        assert isinstance(found, RuntimeError)
-        with pytest.raises(RuntimeError, match=DIFFER[what]):
+    for found in together(4, body)[2:]:
+        assert isinstance(found, RuntimeError | MismatchError)
+        with pytest.raises(type(found), match=DIFFER[what]):
             raise found
 
 
