@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.core.errors import MismatchError, PeerError
 from shardwright.runtime import devices
-from shardwright.runtime.comm import Comm
+from shardwright.runtime.comm import Comm, CutTwice
 from shardwright.runtime.devices import Devices
 from shardwright.tracker.memory import MemoryTracker
 
@@ -207,6 +207,18 @@ def test_threads_of_two_meshes_meet_in_their_own_groups() -> None:
         return [over_all.item(), over_shards.item()]
 
     assert together(4, body) == [[6.0, 1.0], [6.0, 1.0], [6.0, 5.0], [6.0, 5.0]]
+
+
+def test_the_parts_of_a_grid_have_the_rank_of_the_job_that_holds_them() -> None:
+    def body(every: Comm) -> list[list[int]]:
+        grid = every.as_replicas(2)
+        each = (Comm(grid), Comm(grid["shard"]), CutTwice(grid))
+        return [[comm.global_rank(part) for part in range(comm.size)] for comm in each]
+
+    first, last = [0, 1], [2, 3]
+    cut_again = [0, 2, 1, 3]  # every shard among its replicas
+    of_first, of_last = ([own, own, cut_again] for own in (first, last))
+    assert together(4, body) == [of_first, of_first, of_last, of_last]
 
 
 def test_a_reduction_that_is_none_of_ours_is_refused() -> None:
