@@ -8,7 +8,7 @@ from typing import Any
 
 import checkpoint_cases as cases
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.core.errors import ShardwrightError
 from shardwright.runtime.checkpoint import Held, read_checkpoint, write_checkpoint
@@ -135,6 +135,13 @@ def refused_write(mesh: DeviceMesh, folder: str, how: str, rank: int) -> tuple[s
     expected_bits = before[: len(held)] if how != "dtype" else before[:-1]
     found = [cases.bits(part.tensor) for part in held][: len(expected_bits)]
     return text, found == expected_bits, together.item()
+
+
+def refused_write_in_halves(mesh: DeviceMesh, folder: str, how: str) -> str:
+    """The error of a save of two ranks of four that fails on the second."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    own = Path(folder) / str(grid.get_local_rank(0))
+    return refused_write(grid["shard"], str(own), how, 1)[0]
 
 
 def large() -> torch.Tensor:

@@ -317,6 +317,8 @@ def checked_ones(mesh: DeviceMesh) -> int:
     comm.broadcast("broadcast", one, 0)
     comm.all_to_all("exchange", torch.empty_like(full), full)
     comm.gather_uneven("uneven", torch.ones(comm.rank + 1), [r + 1 for r in range(comm.size)])
+    into, out = [r + 1 for r in range(comm.size)], [comm.rank + 1] * comm.size
+    comm.all_to_all("uneven exchange", torch.empty(sum(into)), torch.ones(sum(out)), into, out)
     return comm.sequence - start
 
 

@@ -11,7 +11,7 @@ from probe_tasks import said
 from reference import batches, loss_of
 from tasks import share
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.core.job import Job
 from shardwright.core.plan import Plan
@@ -117,6 +117,15 @@ def clicks(
         found.append(steps(model, job, guard, losses, bad))
         comm.step = None
     return found
+
+
+def on_a_grid(mesh: DeviceMesh, bad: int) -> str:
+    """What every one of two replicas of two shards says of a gradient that rank ``bad`` has."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    guard = Guard(grid)
+    value = torch.full((3,), torch.nan if grid.get_rank() == bad else 1.0)
+    guard.look([value], ["gradient of weight"], lambda: [value])
+    return said(guard.settle)
 
 
 def language(mesh: DeviceMesh, job: Job, made: Plan, path: str) -> tuple[str, bool, bool]:

@@ -12,7 +12,7 @@ from gradient_tasks import Net, inputs, loss_of, net, shard
 from own_models import spared
 from probe_tasks import MESHES, said, whole
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.core.placement import BlockShard, Owned, Placement, Replicate, Shard
@@ -298,8 +298,8 @@ def clipped_on_a_grid(
     return clip_grad_norm_(model, 0.5).item(), true
 
 
-def not_finite(mesh: DeviceMesh, strategy: str, flat: bool) -> tuple[str, float]:
-    """What is said where one element of one gradient is not a number, and a norm without error."""
+def not_finite(mesh: DeviceMesh, strategy: str, flat: bool) -> tuple[str, list[float]]:
+    """What is said where one element of one gradient is not a number, and norms without error."""
     model = net()
     units = shard(model, mesh, strategy)
     if flat:
@@ -313,7 +313,29 @@ def not_finite(mesh: DeviceMesh, strategy: str, flat: bool) -> tuple[str, float]
         assert gradient is not None
         local_of(gradient).view(-1)[0] = float("nan")
     text = said(lambda: clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
-    return text, clip_grad_norm_(model, 1.0).item()
+    largest = clip_grad_norm_(model, 1.0, torch.inf).item()  # the first, for it makes all nan
+    return text, [largest, clip_grad_norm_(model, 1.0).item()]
+
+
+def not_finite_on_a_grid(mesh: DeviceMesh, bad: int) -> dict[str, str]:
+    """What is said of a gradient that rank ``bad`` has, the last one of its shard, of two replicas
+    of two shards, to those who hear of it."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = {}
+    for where, part, zero in (
+        ("shards", grid["shard"], 3),
+        ("replicas", grid, 3),
+        ("replicas cut again", grid, (2, 3)),
+    ):
+        model = nn.Linear(4, 4, bias=False)
+        fully_shard_flat(model, part, zero=zero)
+        model.weight.grad = torch.zeros_like(model.weight)
+        alike = where == "replicas" and grid.get_local_rank(1) == bad % 2
+        if alike or grid.get_rank() == bad:
+            local_of(model.weight.grad).fill_(torch.nan)
+        if part is grid or grid.get_local_rank(0) == bad // 2:
+            found[where] = said(lambda m=model: clip_grad_norm_(m, 1.0, error_if_nonfinite=True))
+    return found
 
 
 def refusals(mesh: DeviceMesh, what: str) -> str:

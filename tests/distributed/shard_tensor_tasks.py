@@ -86,6 +86,9 @@ PURE: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {  # of a, b, and a w
     "nan": lambda a, b, v: (a * torch.nan).norm(),
     "inf": lambda a, b, v: (a / 0.0).abs().max(),
     "largest nan": lambda a, b, v: (a * torch.nan).max(),
+    "largest norm of one nan": lambda a, b, v: torch.where(a < v.max(), a, torch.nan).norm(
+        torch.inf
+    ),
     "equal": lambda a, b, v: torch.equal(a, a.clone()),
     "unequal": lambda a, b, v: torch.equal(a, b),
     "close": lambda a, b, v: torch.allclose(a, a + 1e-12),

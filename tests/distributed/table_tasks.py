@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.core.block import Block
 from shardwright.core.errors import InputError, PeerError, RunError
@@ -476,16 +476,22 @@ def refused(mesh: DeviceMesh, wrong: str, replicated: bool = False, dtype: str =
     tables = [replace(table, replicated=replicated, dtype=dtype) for table in TABLES]
     module = _made(mesh, tables)
     module(given)
-    if replicated and mesh.get_rank() == 0:
+    if replicated and mesh.get_local_rank() == 0:
         with torch.no_grad():
             module(given)  # which needs no other rank
-    if mesh.get_rank() == mesh.size() - 1:
+    if mesh.get_local_rank() == mesh.size() - 1:
         given |= WRONG[wrong]
     try:
         module(given)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
+
+
+def refused_in_halves(mesh: DeviceMesh) -> list[str]:
+    """The same of the shards of two replicas, whose tables are each their own."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return [refused(grid["shard"], "too large", replicated) for replicated in (False, True)]
 
 
 def refused_ahead(mesh: DeviceMesh, wrong: str) -> tuple[list[float], str]:

@@ -9,7 +9,7 @@ import checkpoint_cases as cases
 import checkpoint_tasks as tasks
 import msgspec
 import pytest
-from pool import Pool
+from pool import Pool, Threads
 
 from shardwright.runtime.checkpoint import read_full
 
@@ -112,6 +112,17 @@ def test_a_save_that_fails_on_one_rank_is_saved_on_none(
         assert texts.pop().endswith(f"Found on rank {rank}.")
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-1"]
     assert all(equal for _, equal in pool.run(2, tasks.read, folder=str(tmp_path), seed=3))
+
+
+@pytest.mark.parametrize(
+    ("how", "where"), [("folder", "on rank {}. Nothing was saved"), ("scalars", "on rank {}.")]
+)
+def test_a_save_of_some_ranks_names_the_rank_of_the_job(
+    threads: Threads, tmp_path: Path, how: str, where: str
+) -> None:
+    found = threads.run(4, tasks.refused_write_in_halves, folder=str(tmp_path), how=how)
+    assert all(where.format(1) in text for text in found[:2])
+    assert all(where.format(3) in text for text in found[2:])
 
 
 READS = {

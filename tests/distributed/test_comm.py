@@ -188,7 +188,7 @@ def test_a_way_holds_from_its_size_on(pool: Pool) -> None:
 
 @all_sizes
 def test_comparing_does_not_disturb_what_is_alike(pool: Pool, world_size: int) -> None:
-    assert pool.run(world_size, tasks.checked_ones) == [6] * world_size
+    assert pool.run(world_size, tasks.checked_ones) == [7] * world_size
 
 
 DIFFERENCES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import guard_tasks as tasks
 import pytest
-from pool import Pool
+from pool import Pool, Threads
 from reference import small_job
 
 from shardwright.core.job import Job, parse_job
@@ -118,6 +118,11 @@ def test_every_rank_is_named_and_squares_that_overflow_are_refused(
         for said, same, _ in found:
             assert text in said
             assert same
+
+
+def test_on_a_grid_the_rank_of_the_job_is_named(threads: Threads) -> None:
+    for found in threads.run(4, tasks.on_a_grid, bad=2):
+        assert found.startswith("RunError: gradient of weight on rank 2: expected finite numbers")
 
 
 @pytest.mark.slow_after(1)

@@ -75,6 +75,12 @@ def test_a_habit_is_right_or_refused(pool: Pool, habit: str, way: str) -> None:
         _check(habit, way, found)
 
 
+def test_gradients_taken_inside_of_a_forward_leave_the_weights_of_its_unit_whole(
+    pool: Pool,
+) -> None:
+    assert pool.run(1, furthest, habit="forces_inside_of_a_forward", way="flat") == [{}]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "way"), [(1, "per_param"), (3, "flat"), (4, "owned")])
 def test_on_other_numbers_of_ranks(pool: Pool, size: int, way: str) -> None:

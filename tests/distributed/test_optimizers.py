@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optimizer_tasks as tasks
@@ -9,7 +10,7 @@ import probe_tasks
 import pytest
 import torch
 from gradient_tasks import STRATEGIES
-from pool import Pool
+from pool import Pool, Threads
 
 from shardwright.core.errors import InputError
 from shardwright.runtime.muon import Muon
@@ -80,11 +81,20 @@ def test_replicas_of_a_gradient_count_once_in_its_norm(
 def test_a_gradient_that_is_not_finite_is_named_with_its_rank(
     pool: Pool, strategy: str, flat: bool
 ) -> None:
-    for text, norm in pool.run(2, tasks.not_finite, strategy=strategy, flat=flat):
+    for text, norms in pool.run(2, tasks.not_finite, strategy=strategy, flat=flat):
         assert text.startswith("RunError: gradient of ")
         assert "in unit 'blocks.1' on rank 1: expected finite numbers" in text
         assert "Nothing was updated" in text
-        assert norm != norm
+        assert all(map(math.isnan, norms))
+
+
+def test_on_a_grid_a_gradient_that_is_not_finite_is_named_with_the_rank_of_the_job(
+    threads: Threads,
+) -> None:
+    for rank, found in enumerate(threads.run(4, tasks.not_finite_on_a_grid, bad=2)):
+        assert len(found) == (3 if rank >= 2 else 2)
+        for where, text in found.items():
+            assert "unit 'Linear' on rank 2: expected finite numbers" in text, where
 
 
 REFUSALS = {

@@ -18,7 +18,11 @@ CASES["replicas and rows"] = ("data_parallel", "row_wise") * 3
 CASES["no columns"] = ("data_parallel", "table_wise", "row_wise") * 2
 UNITS = {"sharded": ("shard", "shard"), "mixed": ("replicate", "shard")}
 TOLERANCE = 1e-6
-ROUNDED = 2**-8  # of weights up to 1 in bf16: where sums differ in their last bit, so may roundings
+STATEFUL = 5e-6  # of what divides by roots of small sums
+HALVES = [
+    *(("adagrad", case) for case in ("no columns", "replicas and rows", *TYPES[:3])),
+    *(("sgd", case) for case in (*TYPES, "all four")),
+]
 
 
 @pytest.mark.slow_after(1)
@@ -42,22 +46,19 @@ def test_adagrad_is_exact_row_wise_on_tables_and_element_wise_on_units(
     job = small_job(CASES[case], UNITS["mixed"], world_size, optimizer="adagrad")
     results = pool.run(world_size, train_sharded, job=job, meta=True)
     losses, weights = train_unsharded(job, torch.float64)
-    hold(results, losses, weights, tolerance=5e-6)
+    hold(results, losses, weights, tolerance=STATEFUL)
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", [*TYPES, "all four"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize(("optimizer", "case"), HALVES)
+@pytest.mark.parametrize("world_size", [2, 1, 3, 4])
 def test_tables_in_half_precision_are_rounded_once_in_a_step(
     pool: Pool, optimizer: str, case: str, world_size: int
 ) -> None:
-    if optimizer == "adagrad" and case in ("column_wise", "all four"):
-        optimizer = "sgd"
     job = in_half(small_job(CASES[case], UNITS["mixed"], world_size, optimizer=optimizer))
     results = pool.run(world_size, train_sharded, job=job, meta=True)
     losses, weights = train_unsharded(job, torch.float64)
-    hold(results, losses, weights, tolerance=ROUNDED)
+    hold(results, losses, weights, tolerance=STATEFUL)
     for _, found in results:
         kept = [found[f"tables.t{i}.weight"].dtype for i in range(3)]
         assert kept == [torch.bfloat16, torch.float16, torch.float32]
@@ -74,13 +75,20 @@ def hold(
     weights: dict[str, torch.Tensor],
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Every rank's losses and whole weights are these."""
+    """Every rank's losses and whole weights are these. In half precision they are so to the bit,
+    but for a rounding of one element: where sums differ in their last bit, it may."""
     for found_losses, found_weights in results:
         assert found_losses == pytest.approx(losses, abs=tolerance)
         assert set(found_weights) == set(weights)
         for name, weight in weights.items():
-            difference = (found_weights[name].double() - weight.double()).abs().max().item()
-            assert difference <= tolerance, f"{name} is {difference} off"
+            found, most = found_weights[name], tolerance
+            difference = (found.double() - weight.double()).abs()
+            if found.itemsize < torch.float32.itemsize:
+                count = difference.count_nonzero().item()
+                assert count <= 1, f"{count} elements of {name} are off"
+                most = torch.finfo(found.dtype).eps * weight.abs().max().item()
+            worst = difference.max().item()
+            assert worst <= most, f"{name} is {worst} off"
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
@@ -92,7 +100,7 @@ def test_a_replica_too_large_to_ride_with_the_rows_has_a_reduction_of_its_own(
     job = small_job(types, UNITS["mixed"], 2, optimizer=optimizer, rows=rows)
     assert RIDE_BYTES < 2 * 20_000 * 8 * 4
     losses, weights = train_unsharded(job, torch.float64)
-    hold(pool.run(2, train_sharded, job=job, meta=True), losses, weights, tolerance=5e-6)
+    hold(pool.run(2, train_sharded, job=job, meta=True), losses, weights, tolerance=STATEFUL)
 
 
 CUT_BY_COLUMNS = ("column_wise", "row_wise", "table_wise", "column_wise", "column_wise", "row_wise")
@@ -123,7 +131,7 @@ def test_a_plan_with_tables_on_disk_trains_with_a_tenth_of_their_rows_in_memory(
     kernels = ("dense", "key_value")
     job = bag_job(BAGS["all four"], world_size, optimizer, kernels=kernels)
     results = pool.run(world_size, train_sharded, job=job, meta=True)
-    hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
+    hold(results, *train_unsharded(job, torch.float64), tolerance=STATEFUL)
 
 
 @pytest.mark.slow_after(1)
@@ -134,7 +142,7 @@ def test_types_that_keep_to_hosts_give_the_losses_and_weights_of_one_process(
 ) -> None:
     job = bag_job((*WITHIN_HOSTS, "table_row_wise"), world_size, optimizer, local=local)
     results = pool.run(world_size, train_sharded, job=job, meta=True)
-    hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
+    hold(results, *train_unsharded(job, torch.float64), tolerance=STATEFUL)
 
 
 @pytest.mark.slow_after(1)
@@ -142,4 +150,4 @@ def test_types_that_keep_to_hosts_give_the_losses_and_weights_of_one_process(
 def test_bags_train_exactly_with_adagrad_too(pool: Pool, case: str) -> None:
     job = bag_job(BAGS[case], 2, optimizer="adagrad")
     results = pool.run(2, train_sharded, job=job, meta=True)
-    hold(results, *train_unsharded(job, torch.float64), tolerance=5e-6)
+    hold(results, *train_unsharded(job, torch.float64), tolerance=STATEFUL)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import table_tasks as tasks
 import torch
-from pool import Pool
+from pool import Pool, Threads
 
 from shardwright.core.planning import Communication
 from shardwright.core.sharding import TYPES, ShardingType
@@ -198,6 +198,13 @@ def test_what_is_no_id_is_named_on_every_rank(
     start = "PeerError: ids were refused on rank 1, no rows were moved: "
     assert first.startswith(start + text)
     assert second.startswith(f"InputError: {text}")
+
+
+def test_where_tables_are_on_some_ranks_the_rank_of_the_job_is_named(threads: Threads) -> None:
+    found = threads.run(4, tasks.refused_in_halves)
+    for place, other in ((0, 1), (2, 3)):
+        for said in found[place]:
+            assert said.startswith(f"PeerError: ids were refused on rank {other}, no rows were")
 
 
 @pytest.mark.parametrize(("wrong", "text"), WRONG)

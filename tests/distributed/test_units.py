@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import unit_tasks as tasks
-from pool import Pool
+from pool import Pool, Threads
 
 TOLERANCE = 1e-6
 
@@ -42,6 +42,11 @@ def test_a_step_makes_no_view_anew(pool: Pool, strategy: str) -> None:
     for same, shared in pool.run(2, tasks.nothing_new_in_a_step, strategy=strategy):
         assert same
         assert shared
+
+
+def test_a_reduction_that_is_dropped_has_its_buffer_until_it_is_over(threads: Threads) -> None:
+    for during, after in threads.run(1, tasks.dropped_on_its_way):
+        assert during > after == 0
 
 
 def test_shards_of_a_buffer_are_views_of_it(pool: Pool) -> None:

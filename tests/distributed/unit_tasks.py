@@ -157,6 +157,21 @@ def _sent(gradient: SegmentGradient) -> list[torch.Tensor]:
     return [share for strips in gradient.apart.strips for share in strips.shares]
 
 
+def dropped_on_its_way(mesh: DeviceMesh) -> list[int]:
+    """Bytes of what is sent when a reduction that is dropped is waited for, and afterwards."""
+    model = nn.Linear(4, 3)
+    unit = fully_shard_flat(model, mesh, register_hooks=False)
+    unit.unshard()
+    model(torch.ones(2, 4)).sum().backward()
+    unit.start_reduce()
+    ((gradient, _, _, _, pending),) = unit.gradients.under_way
+    assert pending is not None
+    seen = []
+    pending.then(lambda: seen.append(gradient.send.storage.nbytes()))
+    unit.reset()
+    return [*seen, gradient.send.storage.nbytes()]
+
+
 def shards_of_a_buffer(mesh: DeviceMesh) -> Any:
     buffer = torch.arange(12.0)
     parts = shard_buffer(buffer, 4)

@@ -53,15 +53,16 @@ def test_a_plan_says_what_its_kinds_are_known_to_cost_in_quality() -> None:
 
 def test_what_kinds_are_known_to_cost_is_what_the_study_measured() -> None:
     study = read_study(STUDY)
-    reached = {}
+    reached, varied = {}, []
     for kind in study.kinds:
         if kind.section.operation is UNSET or kind.section.operation == "mult":
             found = spread_of(kind, "all", lambda quality: quality.auc)
             assert found is not None
-            assert found.deviation == pytest.approx(SEEDS_VARY, abs=0.003)
+            varied.append(found.deviation)
             reached[kind.section.kind] = found.mean
     full = reached.pop("full")
     assert {kind: round(auc - full, 3) for kind, auc in reached.items()} == KNOWN_AUC
+    assert round(max(varied), 3) == SEEDS_VARY
 
 
 def _saved(made: Plan) -> list[str]:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwright.core.errors import PeerError
+from shardwright.core.errors import MismatchError, PeerError
 from shardwright.runtime import devices
-from shardwright.runtime.comm import Comm
+from shardwright.runtime.comm import Comm, CutTwice
 from shardwright.runtime.devices import Devices
 from shardwright.tracker.memory import MemoryTracker
 
@@ -152,14 +152,16 @@ def test_a_signal_in_the_rank_that_copies_is_raised_in_all(monkeypatch: pytest.M
 
 
 DIFFER = {
-    "kinds": "all_reduce on rank 1 where others have broadcast 0|broadcast 0 on rank 0 where",
-    "splits": r"rank 1 expects \(3,\) of rank 0, got \(1,\)",
+    "kinds": "all_reduce on rank 3 where others have broadcast 2|broadcast 2 on rank 2 where",
+    "compared": r"\(broadcast 2 of 8 B, .* on rank 2 but .* \(all_reduce of 8 B, .* on rank 3\.",
+    "splits": r"rank 3 expects \(3,\) of rank 2, got \(1,\)",
 }
 
 
 @pytest.mark.parametrize("what", DIFFER)
 def test_ranks_at_different_collectives_are_told_so(what: str) -> None:
-    def body(comm: Comm) -> None:
+    def body(every: Comm) -> None:
+        comm = Comm(every.as_replicas(2)["shard"], checked=what == "compared")
         tensor = torch.ones(2)
         if what == "splits":
             wanted = [1, 1] if comm.rank == 0 else [3, 1]
@@ -169,9 +171,9 @@ def test_ranks_at_different_collectives_are_told_so(what: str) -> None:
         else:
             comm.all_reduce("rows", tensor)
 
-    for found in together(2, body):
-        assert isinstance(found, RuntimeError)
-        with pytest.raises(RuntimeError, match=DIFFER[what]):
+    for found in together(4, body)[2:]:
+        assert isinstance(found, RuntimeError | MismatchError)
+        with pytest.raises(type(found), match=DIFFER[what]):
             raise found
 
 
@@ -205,6 +207,18 @@ def test_threads_of_two_meshes_meet_in_their_own_groups() -> None:
         return [over_all.item(), over_shards.item()]
 
     assert together(4, body) == [[6.0, 1.0], [6.0, 1.0], [6.0, 5.0], [6.0, 5.0]]
+
+
+def test_the_parts_of_a_grid_have_the_rank_of_the_job_that_holds_them() -> None:
+    def body(every: Comm) -> list[list[int]]:
+        grid = every.as_replicas(2)
+        each = (Comm(grid), Comm(grid["shard"]), CutTwice(grid))
+        return [[comm.global_rank(part) for part in range(comm.size)] for comm in each]
+
+    first, last = [0, 1], [2, 3]
+    cut_again = [0, 2, 1, 3]  # every shard among its replicas
+    of_first, of_last = ([own, own, cut_again] for own in (first, last))
+    assert together(4, body) == [of_first, of_first, of_last, of_last]
 
 
 def test_a_reduction_that_is_none_of_ours_is_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.tracker.memory import MemoryTracker, meter_for
+from shardwright.tracker.memory import DeviceMeter, MemoryTracker, meter_for
 from shardwright.tracker.storages import granularity_of
 
 
@@ -19,6 +19,24 @@ def test_only_real_tensors_on_a_gpu_are_metered() -> None:
 def test_a_gpu_rounds_up_to_512_bytes() -> None:
     assert granularity_of("cuda") == 512
     assert granularity_of("cpu") == 1
+
+
+def test_retries_of_the_allocator_count_from_the_making_of_a_meter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stats = {"active_bytes.all.current": 7, "num_alloc_retries": 3, "num_ooms": 1}
+    stats |= {f"{kind}_bytes.all.peak": 9 for kind in ("active", "allocated", "reserved")}
+    for name, answer in {
+        "memory_stats": stats,
+        "synchronize": None,
+        "reset_peak_memory_stats": None,
+        "get_device_name": "a GPU",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
+    meter = DeviceMeter(torch.device("cuda"))
+    stats |= {"active_bytes.all.current": 8, "num_alloc_retries": 5, "num_ooms": 1}
+    found = meter.read()
+    assert (found.before, found.retries, found.out_of_memory) == (7, 2, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -63,6 +63,22 @@ def test_a_resized_storage_is_followed() -> None:
     tracker.close()
 
 
+def test_an_output_argument_that_grows_is_counted_at_its_new_size() -> None:
+    ones = torch.ones(1000)
+    with MemoryTracker() as tracker:
+        given = torch.empty(0)
+        torch.add(ones, ones, out=given)
+        assert tracker.total == 1000 * FLOAT
+    tracker.close()
+
+
+def test_a_resized_tensor_is_counted_at_its_new_size() -> None:
+    with MemoryTracker() as tracker:
+        grown = torch.empty(10).resize_(100)
+        assert tracker.total == grown.nbytes == 100 * FLOAT
+    tracker.close()
+
+
 def test_resize_is_torchs_own_again_outside() -> None:
     before = torch.UntypedStorage.resize_
     tracker = MemoryTracker()

@@ -219,7 +219,7 @@ _OPERATIONS: dict[Any, Join] = {"mult": "multiply", "add": "add", "concat": "con
 # AUC on held-out rows less that of full tables, by benchmarks/embeddings_study.toml: made-up rows,
 # 200 ids to a row or remainder (validation/cpu-2-cores/embeddings_study.json, 2026-11-25).
 KNOWN_AUC: dict[KindName, float] = {"hash": -0.003, "qr": -0.003, "dhe": 0.001}
-SEEDS_VARY = 0.003  # by so much, one standard deviation
+SEEDS_VARY = 0.003  # by so much, one standard deviation, where most
 
 
 def kind_of(table: TableSpec) -> KindName:

@@ -241,7 +241,7 @@ def _check_cut(parameter: ShardTensor, block: int) -> list[int]:
             found is None or begin % block or (end % block and end != cut.shape.numel())
         ):
             shown = f"elements {begin} to {end}" if found else f"a part {sizes} from {offsets}"
-            shown += f" of {tuple(cut.shape)} on rank {rank}"
+            shown += f" of {tuple(cut.shape)} on rank {cut.comm.global_rank(rank)}"
             raise _divided(cut.fqn, block, shown, joint=cut.is_joint)
         lengths.append(torch.Size(sizes).numel())
     return lengths

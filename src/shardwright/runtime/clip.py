@@ -80,7 +80,7 @@ def _blame(units: list[DStorage], total: torch.Tensor) -> RunError:
         for index, member in enumerate(unit.members):
             gradient = member.parameter.grad
             if gradient is not None and not torch.isfinite(local_of(gradient)).all():
-                bad[index] = float(unit.comm.rank + 1)
+                bad[index] = float(unit.comm.mesh.get_rank() + 1)
         unit.comm.all_reduce("which gradient is not finite", bad, largest=True)
         found = bad.nonzero()
         if len(found):

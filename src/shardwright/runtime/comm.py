@@ -282,6 +282,10 @@ class CutTwice(Comm):
     def shards(self) -> Peers:
         return self._shards
 
+    def global_rank(self, rank: int) -> int:
+        shard, twin = divmod(rank, self.kept)
+        return int(self.mesh.mesh[twin, shard])
+
     def prepare(self, nbytes: int) -> None:
         self._shards.prepare(nbytes)
 

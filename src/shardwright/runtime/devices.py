@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import torch
@@ -250,7 +251,8 @@ class ThreadGroup(dist.ProcessGroup):
             tensor.split(splits or tensor.shape[0] // self.size())
             for tensor, splits in ((received.data, received_splits), (sent, sent_splits))
         ]
-        return self._come("all_to_all", [*parts[0], *parts[1]], _exchanged)
+        copy = partial(_exchanged, self.room.members)
+        return self._come("all_to_all", [*parts[0], *parts[1]], copy)
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Under:
         _check_operation(options, dist.ReduceOp.SUM, dist.ReduceOp.MAX)
@@ -264,7 +266,7 @@ class ThreadGroup(dist.ProcessGroup):
                 if rank != options.rootRank:
                     target.data.copy_(left[options.rootRank][0])
 
-        return self._come(f"broadcast {options.rootRank}", tensors, copy)
+        return self._come(f"broadcast {self.room.members[options.rootRank]}", tensors, copy)
 
     def barrier(self, _: Any = None) -> Under:
         return self._come("barrier", (), lambda left: None)
@@ -314,14 +316,15 @@ def _scattered(left: Sequence[Parts]) -> None:
         shard.data.view(-1).copy_(total)
 
 
-def _exchanged(left: Sequence[Parts]) -> None:
+def _exchanged(members: Sequence[int], left: Sequence[Parts]) -> None:
     size = len(left)
     for rank, parts in enumerate(left):
         for source in range(size):
             target, given = parts[source], left[source][size + rank]
             if target.shape != given.shape:
                 wanted, found = tuple(target.shape), tuple(given.shape)
-                raise RuntimeError(f"rank {rank} expects {wanted} of rank {source}, got {found}")
+                one, other = members[rank], members[source]
+                raise RuntimeError(f"rank {one} expects {wanted} of rank {other}, got {found}")
             target.copy_(given)
 
 

@@ -275,7 +275,8 @@ class Peers:
 
     def broadcast(self, label: str, tensor: torch.Tensor, source: int) -> None:
         """``tensor`` becomes what it is on rank ``source`` of this group; contiguous, any dtype."""
-        pending = self._begin(label, f"broadcast {source}", tensor.nbytes)
+        root = self.global_rank(source) if self.size > 1 else source
+        pending = self._begin(label, f"broadcast {root}", tensor.nbytes)
         try:
             if self.size > 1:
                 flat = tensor.view(-1).view(_BYTES)
@@ -378,6 +379,10 @@ class Peers:
     def ranks(self) -> list[int]:
         """The group's ranks as the whole job counts them."""
         return dist.get_process_group_ranks(self.group)
+
+    def global_rank(self, rank: int) -> int:
+        """How the whole job counts ``rank`` of this group, which is what messages name."""
+        return self.ranks[rank]
 
     def settle(self, meeting: Meeting) -> None:
         """Let the backend's thread let go of the tensors, and the probe know.

@@ -31,6 +31,9 @@ class Mesh(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
+    @property
+    def mesh(self) -> torch.Tensor: ...
+
     def get_coordinate(self) -> Sequence[int] | None: ...
 
 
@@ -55,6 +58,11 @@ def rank_and_size(comm: Group | None) -> tuple[int, int]:
     for at, count in zip(coordinate, comm.mesh.shape, strict=True):
         rank = rank * count + at
     return rank, math.prod(comm.mesh.shape)
+
+
+def global_rank(comm: Group | None, rank: int) -> int:
+    """How the whole job counts ``rank`` of the mesh, which is what messages name."""
+    return rank if comm is None else int(comm.mesh.mesh.flatten()[rank])
 
 
 def together(
@@ -119,7 +127,7 @@ def _settle(
     text = bytes(received[2 : 2 + received[1]]).decode(errors="replace")
     kind = _KINDS[received[0]]
     if kind is not RunError and not failed.all():
-        text += f" Found on rank {first}."
+        text += f" Found on rank {global_rank(comm, first)}."
     raise kind(text) from cause
 
 

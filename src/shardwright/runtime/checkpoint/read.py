@@ -16,7 +16,14 @@ from shardwright.core.errors import (
     ShardwrightError,
     expected,
 )
-from shardwright.runtime.checkpoint.agreement import Group, rank_and_size, reason, together, total
+from shardwright.runtime.checkpoint.agreement import (
+    Group,
+    global_rank,
+    rank_and_size,
+    reason,
+    together,
+    total,
+)
 from shardwright.runtime.checkpoint.folders import newest_step, step_folder
 from shardwright.runtime.checkpoint.held import (
     Held,
@@ -82,7 +89,7 @@ def read_checkpoint(
     folder = Path(folder)
 
     def failure(error: Exception) -> ShardwrightError:
-        where = f"{folder} on rank {rank}"
+        where = f"{folder} on rank {global_rank(comm, rank)}"
         return InputError(expected(where, "a readable checkpoint", f"'{reason(error)}'"))
 
     if comm is not None:
@@ -108,7 +115,7 @@ def read_checkpoint(
         return copies_of(stored, parts, allow_smaller_dtype)
 
     copies = together(comm, "plan", plan, failure)
-    together(comm, "read", lambda: _fill_all(stored, copies, rank), failure)
+    together(comm, "read", lambda: _fill_all(stored, copies, global_rank(comm, rank)), failure)
     every = tuple(found.scalars for found in stored.lists)
     return Restored(chosen, stored.manifest.facts, every[rank % len(every)], len(every), every)
 

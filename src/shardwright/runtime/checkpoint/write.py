@@ -19,6 +19,7 @@ from shardwright.core.document import encode_document
 from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
 from shardwright.runtime.checkpoint.agreement import (
     Group,
+    global_rank,
     rank_and_size,
     reason,
     together,
@@ -139,7 +140,7 @@ def save_in_parts(
         comm.agree(str(final), {"step": str(step), "keep": str(keep), **said})
 
     def failure(error: Exception) -> ShardwrightError:
-        found = f"'{reason(error)}' on rank {rank}"
+        found = f"'{reason(error)}' on rank {global_rank(comm, rank)}"
         remedy = "Nothing was saved; earlier checkpoints are whole, and training can go on."
         return RunError(expected(str(final), "every rank to save its part", found, remedy))
 

@@ -50,7 +50,7 @@ class Asking:
         """PeerError where a rank announced a fault in place of counts (collective then)."""
         refused = [rank for rank, row in enumerate(served) if min(row) < 0]
         if refused:
-            raise _refused(refused, _words_of_all(self.comm, ""))
+            raise _refused(self.comm, refused, _words_of_all(self.comm, ""))
 
 
 class Sent:
@@ -258,12 +258,12 @@ def agree_on_ids(comm: Comm, fault: str = "") -> None:
         return
     words = _words_of_all(comm, fault)
     if not fault:
-        raise _refused([rank for rank, said in enumerate(words) if said], words)
+        raise _refused(comm, [rank for rank, said in enumerate(words) if said], words)
 
 
-def _refused(ranks: list[int], words: list[str]) -> PeerError:
+def _refused(comm: Comm, ranks: list[int], words: list[str]) -> PeerError:
     """What ranks hear whose own ids are fine; ``words`` are those of every rank."""
-    named = ", ".join(map(str, ranks))
+    named = ", ".join(str(comm.global_rank(rank)) for rank in ranks)
     return PeerError(f"ids were refused on rank {named}, no rows were moved: {words[ranks[0]]}")
 
 
