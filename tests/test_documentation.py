@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import typing
 from pathlib import Path
@@ -26,6 +27,12 @@ _PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|toml|md|css|j2|typed))`")
 _LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    """Of a source file, which several tests look at."""
+    return ast.parse(path.read_text())
+
+
 def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -38,7 +45,7 @@ def test_every_path_in_the_architecture_exists() -> None:
 
 
 def test_the_first_line_of_every_source_file_says_what_it_is() -> None:
-    silent = [_name(path) for path in SOURCES if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [_name(path) for path in SOURCES if not ast.get_docstring(_tree(path))]
     assert silent == []
 
 
@@ -70,7 +77,7 @@ def test_no_source_file_is_too_long() -> None:
 def test_no_function_is_too_long() -> None:
     found = {}
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 length = node.end_lineno - node.lineno + 1

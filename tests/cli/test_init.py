@@ -119,27 +119,31 @@ def test_what_init_cannot_write_is_refused(call: Any, words: tuple[str, ...], sa
     call("init", *words).refuses(2, said)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dlrm", "llama", "python"])
-def test_what_is_written_is_trained_with_the_memory_of_its_plan(kind: str, tmp_path: Path) -> None:
-    def typed(*words: str) -> str:
+def trained(kind: str, steps: int, folder: Path) -> str:
+    """What is said of a run of what is written."""
+    job = f"{NAMES.get(kind, kind)}.toml"
+    for words in (("init", kind), ("train", job, "--set", f"train.steps={steps}")):
         line = [sys.executable, "-m", "shardwright", *words]
-        done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, check=False)
+        done = subprocess.run(line, capture_output=True, text=True, cwd=folder, check=False)
         assert done.returncode == 0, done.stderr
-        return done.stdout
+    return done.stdout
 
-    typed("init", kind)
-    said = typed("train", f"{NAMES.get(kind, kind)}.toml", "--set", "train.steps=6")
-    assert "exact bytes equal on 2 of 2 ranks, peak " in said
+
+AS_PLANNED = "exact bytes equal on 2 of 2 ranks, peak "
 
 
 @pytest.mark.slow
-def test_the_example_of_a_module_learns(tmp_path: Path) -> None:
-    for words in ("init python", "train my_model.toml --set train.steps=40"):
-        line = [sys.executable, "-m", "shardwright", *words.split()]
-        done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, check=False)
-        assert done.returncode == 0, done.stderr
-    found = re.search(r"loss ([\d.]+) at the start, ([\d.]+) at step 40;", done.stdout)
+@pytest.mark.product  # daily that of a module, below, and jobs of examples/
+@pytest.mark.parametrize("kind", ["dlrm", "llama"])
+def test_what_is_written_is_trained_with_the_memory_of_its_plan(kind: str, tmp_path: Path) -> None:
+    assert AS_PLANNED in trained(kind, 6, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_example_of_a_module_learns_with_the_memory_of_its_plan(tmp_path: Path) -> None:
+    said = trained("python", 40, tmp_path)
+    assert AS_PLANNED in said
+    found = re.search(r"loss ([\d.]+) at the start, ([\d.]+) at step 40;", said)
     assert found is not None
     first, last = map(float, found.groups())
     assert last < 0.7 * first

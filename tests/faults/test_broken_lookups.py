@@ -67,9 +67,16 @@ def broken(folder: Path, kind: str, how: str) -> str:
     return done.stderr
 
 
+def daily(*chosen: tuple[str, str]) -> pytest.MarkDecorator:
+    """Every kind in every phase, of which those that are chosen run daily."""
+    every = [(kind, where) for kind in JOBS for where in PHASES]
+    left = [case for case in every if case not in chosen]
+    cases = [*chosen, *(pytest.param(*case, marks=pytest.mark.product) for case in left)]
+    return pytest.mark.parametrize(("kind", "where"), cases)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("where", PHASES)
-@pytest.mark.parametrize("kind", JOBS)
+@daily(("collections", "request"), ("fp16", "take"))
 def test_a_rank_that_is_killed_in_a_lookup_is_named(tmp_path: Path, kind: str, where: str) -> None:
     said = broken(tmp_path, kind, f"SIGKILL {where}")
     assert re.search(rf"rank 1 died without a word at step \d+ in {PHASES[where]}", said), said
@@ -77,8 +84,7 @@ def test_a_rank_that_is_killed_in_a_lookup_is_named(tmp_path: Path, kind: str, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", PHASES)
-@pytest.mark.parametrize("kind", JOBS)
+@daily(("fp16", "request"))
 def test_a_rank_that_hangs_in_a_lookup_is_named(tmp_path: Path, kind: str, where: str) -> None:
     said = broken(tmp_path, kind, f"SIGSTOP {where}")
     stopped = r"rank 1 made no progress for \d+ s \(the process is stopped\)"
@@ -87,7 +93,7 @@ def test_a_rank_that_hangs_in_a_lookup_is_named(tmp_path: Path, kind: str, where
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", ["collections", pytest.param("fp16", marks=pytest.mark.product)])
 def test_a_wrong_id_ends_the_run_with_its_rank_table_and_value(tmp_path: Path, kind: str) -> None:
     said = broken(tmp_path, kind, "id")
     (line,) = [text for text in said.splitlines() if text.startswith("shardwright: rank 1")]

@@ -87,7 +87,7 @@ WRONG = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("what", ["hang", pytest.param("error", marks=pytest.mark.product), "id"])
 def test_what_goes_wrong_in_one_thread_ends_all_in_one_line(folder: Path, what: str) -> None:
     shutil.copy(Path(__file__).parent / "spoilt_thread.py", folder / "sitecustomize.py")
     path = os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
@@ -101,7 +101,9 @@ def test_what_goes_wrong_in_one_thread_ends_all_in_one_line(folder: Path, what: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["parallel", "distributed"])
+@pytest.mark.parametrize(
+    "first", ["parallel", pytest.param("distributed", marks=pytest.mark.product)]
+)
 def test_a_run_that_a_signal_ended_goes_on_in_the_other_forward_with_the_same_curve(
     folder: Path, first: str
 ) -> None:

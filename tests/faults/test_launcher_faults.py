@@ -125,7 +125,7 @@ def test_ranks_that_agree_that_no_plan_fits_end_with_3(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.product), 1])
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path, victim: int) -> None:
     outcome, _ = run(tmp_path, f"kill_{victim}")
     assert outcome.code == 5
@@ -177,7 +177,7 @@ def test_the_next_run_in_the_folder_of_a_killed_launcher_outlives_its_workers(
     launcher.kill()
     launcher.wait(5.0)
     assert living(tmp_path) != []
-    outcome, _ = run(tmp_path, "none")
+    outcome, _ = run(tmp_path, "quick")
     assert (outcome.code, outcome.reason, outcome.step) == (0, "finished", 9)
 
 
@@ -195,13 +195,13 @@ def test_workers_of_a_killed_launcher_that_cannot_end_are_named(
     try:
         for _ in range(2):
             with pytest.raises(InputError, match="a run whose launcher is gone: ") as caught:
-                run(tmp_path, "none")
+                run(tmp_path, "quick")
             assert str(reading.pid) in str(caught.value)
             assert str(caught.value).endswith("End them or choose another folder.")
     finally:
         os.kill(reading.pid, signal.SIGKILL)
     wait_for(lambda: living(tmp_path) == [], 30.0)
-    assert run(tmp_path, "none")[0].code == 0
+    assert run(tmp_path, "quick")[0].code == 0
 
 
 @pytest.mark.slow
@@ -228,5 +228,5 @@ def test_a_file_of_the_folder_does_not_stand_in_the_way_of_a_module_of_python(
 ) -> None:
     (tmp_path / "uuid.py").write_text("raise SystemExit('not the one that was meant')")
     monkeypatch.chdir(tmp_path)
-    outcome, _ = run(tmp_path / "run", "none")
+    outcome, _ = run(tmp_path / "run", "quick")
     assert outcome.code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,11 +31,24 @@ def shardwright(*words: object, **environment: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    job = JOB | {"train": {"steps": 6, "out": str(tmp_path / "made up")}}
-    write_plan(plan(parse_job(job)), tmp_path / "small.json")
-    return tmp_path / "small.json"
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    job = JOB | {"train": {"steps": 6, "out": str(folder / "made up")}}
+    write_plan(plan(parse_job(job)), folder / "small.json")
+    return folder / "small.json"
+
+
+Done = tuple[Path, subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def elsewhere(small: Path) -> Done:
+    """The folder of a run that is not the plan's own, and what it said."""
+    run = small.parent / "elsewhere"
+    ended = shardwright("shardwright", "train", small, "--out", run, COLUMNS="80")
+    assert ended.returncode == 0, ended.stderr
+    return run, ended
 
 
 @pytest.mark.slow
@@ -64,16 +78,19 @@ def test_a_rank_that_is_no_number_is_one_line(small: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_it_leaves_can_be_compared_and_reported(small: Path, tmp_path: Path) -> None:
+def test_what_it_leaves_can_be_compared_and_reported(
+    small: Path, elsewhere: Done, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    for replaced in (False, True):
-        ended = shardwright(
-            *("torch.distributed.run", "--nproc-per-node", 2, "-m"),
-            *("shardwright", "run", small, "--out", run),
-        )
-        assert ended.returncode == 0, ended.stderr
-        assert f"results in {run}" in ended.stderr
-        assert ("replacing the results of an earlier run" in ended.stderr) == replaced
+    shutil.copytree(elsewhere[0], run)
+    ended = shardwright(
+        *("torch.distributed.run", "--nproc-per-node", 2, "-m"),
+        *("shardwright", "run", small, "--out", run),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"results in {run}" in ended.stderr
+    assert "replacing the results of an earlier run" in ended.stderr
+    assert "replacing the results" not in elsewhere[1].stderr
     assert (run / "plan.json").read_bytes() == small.read_bytes()
     found = shardwright("shardwright", "compare", run)
     assert found.returncode == 0, found.stderr
@@ -84,16 +101,12 @@ def test_what_it_leaves_can_be_compared_and_reported(small: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_plan_is_trained_into_another_folder_and_says_what_on(
-    small: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "elsewhere"
-    ended = shardwright("shardwright", "train", small, "--out", run, COLUMNS="80")
-    assert ended.returncode == 0, ended.stderr
+def test_a_plan_is_trained_into_another_folder_and_says_what_on(elsewhere: Done) -> None:
+    run, ended = elsewhere
     assert "--nproc-per-node=2" in (run / "torchrun.sh").read_text()
     assert "--nproc-per-node" not in ended.stderr
     assert f"2 ranks under torchrun, whose command is in {run / 'torchrun.sh'}" in ended.stderr
     assert "6 steps of 8 samples, 4 on each of 2 ranks, out of 16,875" in ended.stdout
     assert "held out, 29,984 tokens" in ended.stdout
     assert len(ended.stdout.splitlines()) <= 40
-    assert not (tmp_path / "made up").exists()
+    assert not (run.parent / "made up").exists()

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.core.job import read_job
+from shardwright.core.plan import write_plan
+from shardwright.lab.recordings import plan
 from shardwright.launcher.heartbeat import read_heartbeat
 
 HANGS = 300.0
@@ -80,10 +83,22 @@ def losses(folder: Path) -> list[float]:
     return found
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run that never ended early."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "job.toml").write_text(JOB)
+    code, _, errors = train(folder)
+    assert code == 0, errors
+    return losses(folder)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.product)]
+)
 def test_a_signal_ends_a_run_saved_and_resume_gives_the_curve_of_one_that_never_ended(
-    folder: Path, number: signal.Signals
+    folder: Path, whole: list[float], number: signal.Signals
 ) -> None:
     process = start(folder)
     wait_for_step(folder, 30, process)
@@ -102,15 +117,13 @@ def test_a_signal_ends_a_run_saved_and_resume_gives_the_curve_of_one_that_never_
     assert code == 0, said
     assert plan.read_bytes() == before  # a new search need not find the same
     assert "resumed 1 time, after step" in shown
-    again = losses(folder)
-    assert train(folder, "--out", "whole")[0] == 0
-    (folder / "run").rename(folder / "resumed")
-    (folder / "whole").rename(folder / "run")
-    assert again == losses(folder)
+    assert losses(folder) == whole
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(folder: Path) -> None:
+def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(
+    folder: Path, whole: list[float]
+) -> None:
     process = start(folder)
     os.kill(wait_for_step(folder, 50, process), signal.SIGKILL)
     shown, errors = ended(process)
@@ -118,18 +131,13 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(folder: Path)
     assert "rank 1 died without a word" in errors
     assert "restart 1 of 1" in errors
     assert "resumed 1 time, after step" in shown
-    assert len(losses(folder)) == 200
+    assert losses(folder) == whole
 
 
 @pytest.mark.slow
 def test_torchrun_starts_a_killed_rank_again_from_the_newest_checkpoint(folder: Path) -> None:
-    assert train(folder, "--set", "train.steps=3", "--out", "planned")[0] == 0
-    plan = folder / "planned" / "plan.json"
-    made = subprocess.run(
-        [sys.executable, "-m", "shardwright", "plan", "job.toml", "-o", str(plan)], cwd=folder
-    )
-    assert made.returncode == 0
-    run = ["-m", "shardwright", "run", str(plan), "--out", "run"]
+    write_plan(plan(read_job(folder / "job.toml")), folder / "plan.json")
+    run = ["-m", "shardwright", "run", "plan.json", "--out", "run"]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     process = subprocess.Popen(
         [sys.executable, *torchrun, *run], cwd=folder, stderr=subprocess.PIPE, text=True
@@ -157,11 +165,14 @@ def test_a_disk_that_is_full_for_a_while_is_said_and_the_run_goes_on(folder: Pat
 
 
 @pytest.mark.slow
-def test_a_training_that_is_killed_again_and_again_loses_no_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.product)])
+def test_a_training_that_is_killed_again_and_again_loses_no_checkpoint(
+    tmp_path: Path, kills: int
+) -> None:
     script = Path(__file__).parent / "killed_runs.py"
-    line = [sys.executable, str(script), str(tmp_path), "--kills", "20"]
+    line = [sys.executable, str(script), str(tmp_path), "--kills", str(kills)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=HANGS, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["kills"], found["differ"], found["codes"]) == (20, 0, [0, 0])
+    assert (found["kills"], found["differ"], found["codes"]) == (kills, 0, [0, 0])
     assert found["steps"] == sorted(set(found["steps"]))  # every life went on from the last one

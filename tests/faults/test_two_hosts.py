@@ -98,7 +98,13 @@ def written(made: Plan, agents: Agents) -> None:
         write_plan(made, folder / "plan.json")
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["one folder", "a folder each"])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        pytest.param(True, id="one folder", marks=pytest.mark.product),
+        pytest.param(False, id="a folder each"),
+    ],
+)
 def test_two_hosts_train_and_what_they_leave_is_compared_and_reported(
     agents: Agents, tmp_path: Path, shared: bool
 ) -> None:
@@ -131,7 +137,9 @@ def test_another_plan_on_one_host_is_one_line_on_each(agents: Agents, tmp_path: 
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
-@pytest.mark.parametrize(("name", "rank"), [("KILL", 0), ("STOP", 1)])
+@pytest.mark.parametrize(
+    ("name", "rank"), [pytest.param("KILL", 0, marks=pytest.mark.product), ("STOP", 1)]
+)
 def test_a_host_that_is_lost_ends_the_other_with_one_line(
     agents: Agents, tmp_path: Path, name: str, rank: int
 ) -> None:

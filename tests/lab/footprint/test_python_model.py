@@ -73,8 +73,14 @@ MODELS = {
 }
 
 
+OFTEN = ("convolutions", "taking_turns", "looping")  # other tests have a look at these
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.product) if name in OFTEN else name for name in MODELS],
+)
 def test_few_layers_of_each_kind_add_up_to_what_all_of_them_take(name: str) -> None:
     job = job_of(MODELS[name])
     recording, parameters = recorded(job)

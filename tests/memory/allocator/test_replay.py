@@ -279,7 +279,7 @@ CAPACITIES = st.sampled_from([None, 100 * MIB, 300 * MIB])
 
 
 @given(traces(), ANY_SETTINGS, CAPACITIES)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_what_is_reserved_covers_what_is_active_and_fits_the_device(
     requests: list[Request], chosen: AllocatorSettings, capacity: int | None
 ) -> None:
@@ -296,7 +296,7 @@ def test_what_is_reserved_covers_what_is_active_and_fits_the_device(
 
 
 @given(traces(), ANY_SETTINGS, CAPACITIES)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_blocks_never_overlap_and_leave_no_gap(
     requests: list[Request], chosen: AllocatorSettings, capacity: int | None
 ) -> None:
@@ -337,7 +337,7 @@ def _check_structure(allocator: Allocator, held: list[Block]) -> None:
 
 
 @given(traces(), ANY_SETTINGS)
-@settings(max_examples=80)
+@settings(max_examples=30)
 def test_when_all_is_freed_every_segment_is_one_free_block(
     requests: list[Request], chosen: AllocatorSettings
 ) -> None:
