@@ -116,7 +116,8 @@ def _quick(cases: Sequence[Case]) -> list[Case]:
         return small[: mark.args[0]]
     if not _on_ranks(cases[0].item):
         return list(cases)
-    return each_value_once([case for case in cases if case.size <= 2])
+    few = [case for case in cases if case.size <= 2]
+    return each_value_once(few) if len(few) > 1 else few
 
 
 def each_value_once(cases: Sequence[Case]) -> list[Case]:
