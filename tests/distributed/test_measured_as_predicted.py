@@ -151,6 +151,7 @@ def test_lookups_begin_with_the_forward_as_planned(
     check_run(pool, made)
 
 
+@pytest.mark.slow
 def test_what_travels_while_ranks_compute_is_compared_with_its_plan(pool: Pool) -> None:
     made = plan(job := overlapping(small_job(ROUTED, MODES["mixed"], 2, "sgd")))
     for found in pool.run(2, compared, job=job, made=made, steps=7):
@@ -425,6 +426,7 @@ def test_large_replicas_have_no_gradient_and_their_peaks_are_within_three_percen
             assert most == pytest.approx(sum(found[rank, phase].values()), rel=PEAK_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_small_replicas_of_bags_take_what_was_predicted(pool: Pool) -> None:
     """Rows of few columns, beside which numbers of ids and bags weigh."""
     lengths = (5.0, 3.0, 1.0)

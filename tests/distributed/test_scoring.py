@@ -61,6 +61,7 @@ def run(pool: Pool, folder: Path, **train: Any) -> tuple[Plan, list[tuple[Record
     return made, pool.run(2, tasks.trained, plan=str(folder / "plan.json"), folder=folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_scored_learns_the_same_with_a_collective_more_per_score(
     pool: Pool, tmp_path: Path
 ) -> None:
