@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,8 +111,12 @@ def trained(mesh: DeviceMesh, made: Plan) -> dict[str, float]:
     return far | {name: apart(found[name], value) for name, value in alone.state_dict().items()}
 
 
-def refused(mesh: DeviceMesh, made: Plan, change: str) -> str:
-    """What is said to a module that the plan is not for."""
+def refused(mesh: DeviceMesh, made: Plan, changes: Sequence[str]) -> dict[str, str]:
+    """What is said to modules that the plan is not for."""
+    return {change: _refused(mesh, made, change) for change in changes}
+
+
+def _refused(mesh: DeviceMesh, made: Plan, change: str) -> str:
     model = Model()
     if change == "rows":
         model.user = nn.Embedding(6, 8)

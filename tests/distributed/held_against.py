@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from plans import plan
 from pool import Pool
 from tasks import meter_steps
 
 from shardwright.core.job import Job
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
-from shardwright.lab.recordings import plan
 
 
 def check_bytes(pool: Pool, job: Job, tolerance: float) -> Plan:

@@ -470,8 +470,14 @@ WRONG: dict[str, Any] = {
 }
 
 
-def refused(mesh: DeviceMesh, wrong: str, replicated: bool = False, dtype: str = "fp32") -> str:
-    """What every rank says where the last one has ids that are none."""
+def refused(
+    mesh: DeviceMesh, wrongs: Sequence[str], replicated: bool, dtype: str
+) -> dict[str, str]:
+    """What every rank says where the last one has ids that are none, wrong by wrong."""
+    return {wrong: _refused(mesh, wrong, replicated, dtype) for wrong in wrongs}
+
+
+def _refused(mesh: DeviceMesh, wrong: str, replicated: bool, dtype: str) -> str:
     given: dict[str, Any] = {name: torch.zeros(2).long() for name in ("t0", "f1", "g1")}
     tables = [replace(table, replicated=replicated, dtype=dtype) for table in TABLES]
     module = _made(mesh, tables)
@@ -494,7 +500,12 @@ def refused_in_halves(mesh: DeviceMesh) -> list[str]:
     return [refused(grid["shard"], "too large", replicated) for replicated in (False, True)]
 
 
-def refused_ahead(mesh: DeviceMesh, wrong: str) -> tuple[list[float], str]:
+def refused_ahead(mesh: DeviceMesh, wrongs: Sequence[str]) -> dict[str, tuple[list[float], str]]:
+    """What comes of each of these."""
+    return {wrong: _refused_ahead(mesh, wrong) for wrong in wrongs}
+
+
+def _refused_ahead(mesh: DeviceMesh, wrong: str) -> tuple[list[float], str]:
     """Where the last rank has ids that are none in the batch to come: rows of the batch before it,
     which is looked up after these were asked for, and what every rank says of it then."""
     fine: dict[str, Any] = {name: torch.zeros(2).long() for name in ("t0", "f1", "g1")}

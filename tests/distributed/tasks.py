@@ -51,9 +51,12 @@ def _bags(bags: dict[str, tuple[torch.Tensor, ...]], own: slice) -> Any:
     return found
 
 
-def train_sharded(mesh: DeviceMesh, job: Job, meta: bool, hosts: int = 0) -> Any:
-    """Losses (mean over ranks' parts) and whole final weights; on a mesh of so many ``hosts``."""
-    made = plan(job)
+def train_sharded(
+    mesh: DeviceMesh, job: Job, meta: bool, hosts: int = 0, made: Plan | None = None
+) -> Any:
+    """Losses (mean over ranks' parts) and whole final weights; on a mesh of so many ``hosts``. A
+    plan that is given is none that every rank has to make."""
+    made = made or plan(job)
     rank, size = mesh.get_local_rank(), mesh.size()
     applied = mesh
     if hosts:
@@ -76,11 +79,16 @@ def train_sharded(mesh: DeviceMesh, job: Job, meta: bool, hosts: int = 0) -> Any
 
 
 def go_on(
-    mesh: DeviceMesh, job: Job, steps: range, load: str = "", save: str = ""
+    mesh: DeviceMesh,
+    job: Job,
+    steps: range,
+    load: str = "",
+    save: str = "",
+    made: Plan | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Some of the job's steps after a checkpoint, saved after the last: losses, whole weights."""
     rank, size = mesh.get_local_rank(), mesh.size()
-    model = apply(DLRM(job, device="meta"), plan(job), mesh)
+    model = apply(DLRM(job, device="meta"), made or plan(job), mesh)
     parameters = optimizer_parameters(model, per_unit=True)
     optimizer = make_optimizer(job.train.optimizer, parameters, job.train.learning_rate)
     if load:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import overlap_tasks as tasks
 import pytest
+from combinations import in_turn
 from pool import Pool
 from test_shard_embeddings import _plan as plan_of
 
@@ -12,10 +13,11 @@ from shardwright.core.sharding import TYPES
 CLOSE = 1e-6
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("guarded", [False, True])
-@pytest.mark.parametrize("ids", [False, True])
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("optimizer", "ids", "guarded", "world_size"),
+    in_turn(["adagrad", "sgd"], [True, False], [True, False], [2, 3, 1], count=5),
+)
 def test_a_module_trains_as_on_one_process(
     pool: Pool, optimizer: str, ids: bool, guarded: bool, world_size: int
 ) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from combinations import in_turn
+from plans import plan
 from pool import Pool
 from reference import bag_job, in_half
 from tasks import go_on
@@ -14,7 +16,6 @@ from tasks import go_on
 from shardwright.cli.main import main
 from shardwright.core.job import Job
 from shardwright.core.plan import write_plan
-from shardwright.lab.recordings import plan
 from shardwright.runtime.checkpoint import read_full
 from shardwright.runtime.checkpoint.stored import open_stored
 
@@ -30,15 +31,14 @@ def reshard(folder: Path, job: Job, out: Path, *more: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
+@pytest.mark.parametrize(("half", "optimizer"), in_turn([False, True], ["adam", "adagrad"]))
 def test_a_checkpoint_of_two_ranks_is_that_of_three_under_other_types(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, half: bool
 ) -> None:
     saved, out = tmp_path / "saved", tmp_path / "out"
     jobs = [bag_job(BEFORE, 2, optimizer), bag_job(AFTER, 3, optimizer)]
     first, job = map(in_half, jobs) if half else jobs
-    pool.run(2, go_on, job=first, steps=range(STEPS), save=str(saved))
+    pool.run(2, go_on, job=first, made=plan(first), steps=range(STEPS), save=str(saved))
     assert reshard(saved, job, out, "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["saved"], said["world_size"], said["step"]) == (2, 3, STEPS)
@@ -50,10 +50,10 @@ def test_a_checkpoint_of_two_ranks_is_that_of_three_under_other_types(
     stored = open_stored(out / f"step-{STEPS}", STEPS)
     assert stored.manifest.facts["plan"] == plan(job).fingerprint
     assert {rank for rank, _ in stored.tensors["tables.t1.weight"].pieces} == {0, 1, 2}
-    steps = range(STEPS, STEPS + 2)
-    wanted = pool.run(3, go_on, job=job, steps=steps, load=str(saved))
+    steps, made = range(STEPS, STEPS + 2), plan(job)
+    wanted = pool.run(3, go_on, job=job, made=made, steps=steps, load=str(saved))
     for (losses, weights), (found_losses, found) in zip(
-        wanted, pool.run(3, go_on, job=job, steps=steps, load=str(out)), strict=True
+        wanted, pool.run(3, go_on, job=job, made=made, steps=steps, load=str(out)), strict=True
     ):
         assert losses == found_losses
         assert all(torch.equal(found[name], weight) for name, weight in weights.items())
@@ -64,7 +64,8 @@ def test_what_cannot_be_cut_anew_is_one_line(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "saved"
-    pool.run(1, go_on, job=bag_job(AFTER, 1), steps=range(1), save=str(saved))
+    first = bag_job(AFTER, 1)
+    pool.run(1, go_on, job=first, made=plan(first), steps=range(1), save=str(saved))
     other = bag_job(AFTER, 2, rows=(7, 13, 5, 1, 30, 65))
     cases = [
         (saved, other, 4, "'tables.t5.weight' of shape (65, 5), as planned, got shape (64, 5)"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 import resuming_tasks as tasks
 import torch
+from combinations import in_turn
 from pool import Pool
 
 from shardwright.core.errors import InputError
@@ -108,26 +112,58 @@ def trained(pool: Pool, made: str, folder: Path, **options: Any) -> list[tuple[l
     return pool.run(ranks, tasks.train, plan=made, folder=str(folder), **options)
 
 
+class Stopped(NamedTuple):
+    """A training of two ranks as a whole, and stopped after seven of its twelve steps."""
+
+    made: str
+    data: Path
+    whole: list[tuple[list[float], Any]]
+    run: Path
+    said: list[Any]
+
+    def again(self, folder: Path) -> Path:
+        """The run as it was stopped, in a folder of its own."""
+        return shutil.copytree(self.run, folder / "run")
+
+
+@pytest.fixture(scope="module")
+def stopped(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stopped]:
+    """That of a kind, made once."""
+
+    @cache
+    def of(kind: str) -> Stopped:
+        folder = tmp_path_factory.mktemp(kind)
+        made = planned(folder / "data", kind, 2)
+        whole = trained(pool, made, folder / "whole")
+        said = trained(pool, made, folder / "run", stop_after=7)
+        return Stopped(made, folder / "data", whole, folder / "run", [text for _, text in said])
+
+    return of
+
+
+KINDS = [
+    *("cached", "transformer", "python", "start", "given"),
+    *(pytest.param(kind, marks=pytest.mark.product) for kind in ("dlrm", "llama")),
+]
+
+
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("kind", [kind for kind in JOBS if kind not in ("spoilt", "hungry")])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_training_that_a_signal_stopped_goes_on_bit_by_bit(
-    pool: Pool, tmp_path: Path, kind: str
+    pool: Pool, tmp_path: Path, stopped: Callable[[str], Stopped], kind: str
 ) -> None:
-    made = planned(tmp_path / "data", kind, 2)
-    whole = trained(pool, made, tmp_path / "whole")
-    stopped = trained(pool, made, tmp_path / "run", stop_after=7)
-    where = tmp_path / "run" / "checkpoints" / "step-7"
+    before = stopped(kind)
+    where = before.run / "checkpoints" / "step-7"
     words = f"stopped by SIGTERM after step 7, saved in {where}: "
-    assert all(found["stopped"].startswith(words) for _, found in stopped)
-    again = trained(pool, made, tmp_path / "run", resume=True)
-    assert [losses for losses, _ in again] == [losses for losses, _ in whole]
+    assert all(found["stopped"].startswith(words) for found in before.said)
+    again = trained(pool, before.made, before.again(tmp_path), resume=True)
+    assert [losses for losses, _ in again] == [losses for losses, _ in before.whole]
     assert len(again[0][0]) == 12
     assert again[0][1]["resumed"] == (7,)
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("kind", ["hsdp", "hfsdp"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks"), in_turn(["hfsdp", "hsdp"], [4, 2], count=1))
 def test_replicas_of_shards_go_on_from_each_other_s_checkpoints(
     pool: Pool, tmp_path: Path, kind: str, ranks: int
 ) -> None:
@@ -135,9 +171,9 @@ def test_replicas_of_shards_go_on_from_each_other_s_checkpoints(
     made = planned(tmp_path / "data", kind, ranks, 16 // ranks)
     whole = trained(pool, made, tmp_path / "whole")
     trained(pool, made, tmp_path / "run", stop_after=7)
+    shutil.copytree(tmp_path / "run", tmp_path / "one")
     again = trained(pool, made, tmp_path / "run", resume=True)
     assert [losses for losses, _ in again] == [losses for losses, _ in whole]
-    trained(pool, made, tmp_path / "one", stop_after=7)
     alone = planned(tmp_path / "data", "transformer", 1, 16)
     ((losses, _),) = trained(pool, alone, tmp_path / "one", resume=True)
     means = [sum(step) / ranks for step in zip(*(found[0] for found in whole), strict=True)]
@@ -145,29 +181,30 @@ def test_replicas_of_shards_go_on_from_each_other_s_checkpoints(
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("kind", ["dlrm", "cached", "transformer", "start"])
-@pytest.mark.parametrize(("ranks", "batch"), [(1, 8), (4, 2)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), in_turn(["dlrm", "cached", "transformer", "start"], [1, 4])
+)
 def test_other_ranks_go_on_with_the_rows_that_are_left(
-    pool: Pool, tmp_path: Path, kind: str, ranks: int, batch: int
+    pool: Pool, tmp_path: Path, stopped: Callable[[str], Stopped], kind: str, ranks: int
 ) -> None:
     """A global batch has the same rows whatever the ranks are; so has the curve, to rounding."""
-    two = planned(tmp_path / "data", kind, 2)
-    whole = trained(pool, two, tmp_path / "whole")
-    trained(pool, two, tmp_path / "run", stop_after=7)
-    others = planned(tmp_path / "data", kind, ranks, batch)
-    reshard(tmp_path / "run" / "checkpoints", read_plan(others), tmp_path / "cut" / "checkpoints")
-    again = trained(pool, others, tmp_path / "run", resume=True)
+    before = stopped(kind)
+    others = planned(before.data, kind, ranks, 8 // ranks)
+    cut = tmp_path / "cut" / "checkpoints"
+    reshard(before.run / "checkpoints", read_plan(others), cut)
+    again = trained(pool, others, before.again(tmp_path), resume=True)
     if kind != "start":
         assert trained(pool, others, tmp_path / "cut", resume=True) == again
     means = [
         [sum(step) / len(step) for step in zip(*(r[0] for r in runs), strict=True)]
-        for runs in (whole, again)
+        for runs in (before.whole, again)
     ]
     compared = slice(7) if kind == "start" else slice(None)  # its dropout draws other numbers
     assert means[1][compared] == pytest.approx(means[0][compared], rel=1e-4)
     assert len(means[1]) == 12
 
 
+@pytest.mark.slow
 def test_batches_that_do_not_know_where_to_start_refuse_other_ranks(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -231,6 +268,7 @@ def test_tables_and_units_follow_a_schedule(pool: Pool, tmp_path: Path) -> None:
     assert not any(torch.equal(two[key], steady[key]) for key in learnt)
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_are_left_out_and_counted(pool: Pool, tmp_path: Path) -> None:
     made = planned(tmp_path / "data", "spoilt", 2)
     (_, found), _ = trained(pool, made, tmp_path / "run")

@@ -21,7 +21,7 @@ from shardwright.lab.sources import source_of
 TABLES = [{"name": f"C{i}", "rows": 60, "dim": 4} for i in range(1, 27)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_scores_are_those_of_all_rows_of_all_ranks_since_the_last_ones(
     pool: Pool, world_size: int
 ) -> None:
@@ -61,6 +61,7 @@ def run(pool: Pool, folder: Path, **train: Any) -> tuple[Plan, list[tuple[Record
     return made, pool.run(2, tasks.trained, plan=str(folder / "plan.json"), folder=folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_scored_learns_the_same_with_a_collective_more_per_score(
     pool: Pool, tmp_path: Path
 ) -> None:

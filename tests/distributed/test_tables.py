@@ -7,18 +7,22 @@ from pathlib import Path
 import pytest
 import table_tasks as tasks
 import torch
+from combinations import in_turn
 from pool import Pool, Threads
 
 from shardwright.core.planning import Communication
-from shardwright.core.sharding import TYPES, ShardingType
+from shardwright.core.sharding import TYPES, ShardingType, traits
 from shardwright.runtime.embeddings.update import RULES
 from shardwright.runtime.units.parameter import DTYPES
 
 CLOSE = 1e-6
+ON = [(kind, 4 if traits(kind).within_hosts else 2) for kind in TYPES]  # ranks, two on a host
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(
+    ("optimizer", "world_size"), in_turn([*RULES][::-1], [2, 3, 1, 4], count=8)
+)
 def test_tables_under_random_cuts_train_as_whole_ones(
     pool: Pool, optimizer: str, world_size: int
 ) -> None:
@@ -27,9 +31,9 @@ def test_tables_under_random_cuts_train_as_whole_ones(
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("overlap", ["rows", "ids"])
-@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.parametrize(
+    ("optimizer", "overlap", "world_size"), in_turn([*RULES][::-1], ["ids", "rows"], [2, 3, 1])
+)
 def test_tables_whose_rows_travel_ahead_train_as_whole_ones(
     pool: Pool, optimizer: str, overlap: str, world_size: int
 ) -> None:
@@ -39,18 +43,22 @@ def test_tables_whose_rows_travel_ahead_train_as_whole_ones(
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("dedup", [False, True])
-@pytest.mark.parametrize("overlap", ["rows", "ids"])
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    ("on", "overlap", "dedup"), in_turn(ON[::-1], ["ids", "rows"], [True, False])
+)
 def test_rows_of_every_sharding_type_travel_ahead(
-    pool: Pool, kind: ShardingType, overlap: str, dedup: bool
+    pool: Pool, on: tuple[ShardingType, int], overlap: str, dedup: bool
 ) -> None:
+    kind, world_size = on
     options = {"optimizer": "rowwise_adagrad", "kind": kind, "local": 2}
-    assert max(pool.run(4, tasks.typed_cuts, **options, overlap=overlap, dedup=dedup)) <= CLOSE
+    assert (
+        max(pool.run(world_size, tasks.typed_cuts, **options, overlap=overlap, dedup=dedup))
+        <= CLOSE
+    )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(("optimizer", "world_size"), in_turn([*RULES][::-1], [2, 3, 1]))
 def test_tables_on_disk_train_as_whole_ones_in_memory(
     pool: Pool, optimizer: str, world_size: int
 ) -> None:
@@ -77,8 +85,8 @@ def test_ids_travel_beside_their_counts_while_they_stay_as_many(
 HALF: list[Communication] = [("fp16", "bf16"), ("bf16", "fp32"), ("fp32", "fp16")]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("dtypes", HALF, ids="-".join)
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(("dtypes", "world_size"), in_turn(HALF, [2, 3]))
 def test_rows_that_travel_in_half_precision_are_rounded_and_nothing_else(
     pool: Pool, dtypes: Communication, world_size: int
 ) -> None:
@@ -88,8 +96,7 @@ def test_rows_that_travel_in_half_precision_are_rounded_and_nothing_else(
         assert CLOSE < max(found) <= 4 * step, found  # a row is the sum of several that were
 
 
-@pytest.mark.parametrize("replicated", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("replicated", "world_size"), in_turn([False, True], [2, 1]))
 def test_a_gradient_that_half_precision_has_no_number_for_updates_nothing(
     pool: Pool, world_size: int, replicated: bool
 ) -> None:
@@ -98,7 +105,7 @@ def test_a_gradient_that_half_precision_has_no_number_for_updates_nothing(
         assert moved == 0
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer", RULES)
 def test_tables_under_many_random_cuts_train_as_whole_ones(
@@ -111,28 +118,29 @@ def test_tables_under_many_random_cuts_train_as_whole_ones(
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.parametrize(("on", "optimizer"), in_turn(ON, RULES))
 def test_rows_that_travel_once_train_as_whole_tables(
-    pool: Pool, optimizer: str, kind: ShardingType, world_size: int
+    pool: Pool, optimizer: str, on: tuple[ShardingType, int]
 ) -> None:
-    options = {"optimizer": optimizer, "kind": kind, "local": min(world_size, 2), "dedup": True}
+    kind, world_size = on
+    options = {"optimizer": optimizer, "kind": kind, "local": 2, "dedup": True}
     assert max(pool.run(world_size, tasks.typed_cuts, **options)) <= CLOSE
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "partial_rowwise_adam"])
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("on", "optimizer"), in_turn(ON[::-1], ["partial_rowwise_adam", "rowwise_adagrad", "sgd"])
+)
 def test_every_sharding_type_trains_as_whole_tables(
-    pool: Pool, optimizer: str, kind: ShardingType, world_size: int
+    pool: Pool, optimizer: str, on: tuple[ShardingType, int]
 ) -> None:
+    kind, world_size = on
     options = {"optimizer": optimizer, "kind": kind, "local": 2}
     assert max(pool.run(world_size, tasks.typed_cuts, **options)) <= CLOSE
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(("optimizer", "world_size"), in_turn([*RULES][::-1], [2, 1, 3]))
 def test_replicas_learn_by_the_rows_that_were_looked_up_beside_dense_ones(
     pool: Pool, optimizer: str, world_size: int
 ) -> None:
@@ -145,8 +153,9 @@ def test_replicas_learn_by_the_rows_that_were_looked_up_beside_dense_ones(
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize(("world_size", "disk"), [(2, False), (2, True), (3, False)])
-@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.parametrize(
+    ("optimizer", "world_size", "disk"), in_turn([*RULES][::-1], [2, 3], [True, False])
+)
 def test_a_checkpoint_goes_on_under_other_cuts_and_ranks(
     pool: Pool, tmp_path: Path, optimizer: str, world_size: int, disk: bool
 ) -> None:
@@ -169,35 +178,30 @@ def test_ids_may_come_in_any_form(pool: Pool) -> None:
             assert all(torch.equal(other[name], rows) for name, rows in first.items())
 
 
-WRONG = [
-    (
-        "too large",
-        "ids of table 't1', feature 'f1', position 2: expected ids from 0 to 4",
-    ),
-    ("negative", "ids of table 't0', position 1: expected ids from 0 to 6, got -1"),
-    ("float", "ids of table 't0': expected int64 or int32, got float32"),
-    ("offsets", "ids of table 't0': expected offsets [B + 1] from 0 to its 2 values"),
-    ("none", "ids of table 't0': expected ids [B] or [B, L], or (values, offsets [B + 1])"),
-    ("weights", "ids of table 't0': expected 1 weights, got [2]"),
-    ("no weights", "weights of ids of table 't0': expected a tensor, got list"),
-    ("float offsets", "offsets of ids of table 't0': expected int64 or int32, got float32"),
-    ("cube", "ids of table 't0': expected ids [B] or [B, L], or (values, offsets [B + 1])"),
-    ("meta", "ids of 'tables': expected tensors that can be looked up, got 'Tensor on device "),
-]
+WRONG = {
+    "too large": "ids of table 't1', feature 'f1', position 2: expected ids from 0 to 4",
+    "negative": "ids of table 't0', position 1: expected ids from 0 to 6, got -1",
+    "float": "ids of table 't0': expected int64 or int32, got float32",
+    "offsets": "ids of table 't0': expected offsets [B + 1] from 0 to its 2 values",
+    "none": "ids of table 't0': expected ids [B] or [B, L], or (values, offsets [B + 1])",
+    "weights": "ids of table 't0': expected 1 weights, got [2]",
+    "no weights": "weights of ids of table 't0': expected a tensor, got list",
+    "float offsets": "offsets of ids of table 't0': expected int64 or int32, got float32",
+    "cube": "ids of table 't0': expected ids [B] or [B, L], or (values, offsets [B + 1])",
+    "meta": "ids of 'tables': expected tensors that can be looked up, got 'Tensor on device ",
+}
 
 
-@pytest.mark.parametrize(("wrong", "text"), WRONG)
 @pytest.mark.parametrize(
     ("replicated", "dtype"), [(False, "fp32"), (True, "fp32"), (False, "fp16"), (True, "bf16")]
 )
-def test_what_is_no_id_is_named_on_every_rank(
-    pool: Pool, wrong: str, text: str, replicated: bool, dtype: str
-) -> None:
-    options = {"wrong": wrong, "replicated": replicated, "dtype": dtype}
+def test_what_is_no_id_is_named_on_every_rank(pool: Pool, replicated: bool, dtype: str) -> None:
+    options = {"wrongs": list(WRONG), "replicated": replicated, "dtype": dtype}
     first, second = pool.run(2, tasks.refused, **options)
-    start = "PeerError: ids were refused on rank 1, no rows were moved: "
-    assert first.startswith(start + text)
-    assert second.startswith(f"InputError: {text}")
+    for wrong, text in WRONG.items():
+        start = "PeerError: ids were refused on rank 1, no rows were moved: "
+        assert first[wrong].startswith(start + text), wrong
+        assert second[wrong].startswith(f"InputError: {text}"), wrong
 
 
 def test_where_tables_are_on_some_ranks_the_rank_of_the_job_is_named(threads: Threads) -> None:
@@ -207,15 +211,15 @@ def test_where_tables_are_on_some_ranks_the_rank_of_the_job_is_named(threads: Th
             assert said.startswith(f"PeerError: ids were refused on rank {other}, no rows were")
 
 
-@pytest.mark.parametrize(("wrong", "text"), WRONG)
-def test_what_is_no_id_of_a_batch_to_come_is_named_when_that_is_looked_up(
-    pool: Pool, wrong: str, text: str
-) -> None:
-    (before, first), (same, second) = pool.run(2, tasks.refused_ahead, wrong=wrong)
-    assert before == same
-    assert any(before)
-    assert first.startswith(f"PeerError: ids were refused on rank 1, no rows were moved: {text}")
-    assert second.startswith(f"InputError: {text}")
+def test_what_is_no_id_of_a_batch_to_come_is_named_when_that_is_looked_up(pool: Pool) -> None:
+    one, other = pool.run(2, tasks.refused_ahead, wrongs=list(WRONG))
+    for wrong, text in WRONG.items():
+        (before, first), (same, second) = one[wrong], other[wrong]
+        assert before == same, wrong
+        assert any(before), wrong
+        start = "PeerError: ids were refused on rank 1, no rows were moved: "
+        assert first.startswith(start + text), wrong
+        assert second.startswith(f"InputError: {text}"), wrong
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

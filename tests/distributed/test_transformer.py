@@ -9,13 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from combinations import in_turn
+from plans import plan
 from pool import Pool
-from transformer_tasks import meter_planned, moved_by_units, train_planned, train_whole
+from transformer_tasks import meter_planned, moved_by_plans, train_planned, whole_of
 
 from shardwright.core.job import Job, parse_job
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
 from shardwright.data.tokens import write_text
-from shardwright.lab.recordings import plan
 
 GLOBAL_BATCH = 12
 PLANNERS: dict[str, dict[str, Any]] = {
@@ -79,8 +80,10 @@ LLAMAS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("planner", ["sharded", "prefetched", "kept", "offloaded", "checkpointed"])
-@pytest.mark.parametrize("kind", LLAMAS)
+@pytest.mark.parametrize(
+    ("planner", "kind"),
+    in_turn(["prefetched", "sharded", "kept", "offloaded", "checkpointed"], ["experts", "dense"]),
+)
 def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) -> None:
     layers = [f"layers.{layer}" for layer in range(3)]
     units = dict.fromkeys(("tok_embeddings", *layers, "head"), "shard")
@@ -89,14 +92,20 @@ def test_so_is_that_of_a_llama(pool: Pool, text: Path, kind: str, planner: str) 
     check_curve(pool, text_job(text, 2, planned, model=widths, train={"learning_rate": 0.15}), 2)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("world_size", "planner"),
     [
-        *((1, name) for name in ("free", "merged", "prefetched")),
-        *((2, name) for name in PLANNERS),
-        *((3, name) for name in ("mixed", "merged", "prefetched", "kept", "checkpointed")),
-        *((world, name) for world in (1, 3, 4) for name in ("offloaded", "in part")),
+        (2, "in part"),
+        (1, "prefetched"),
+        *((2, name) for name in PLANNERS if name != "in part"),
+        *((3, name) for name in ("merged", "in part")),
+        *(
+            pytest.param(world, name, marks=pytest.mark.product)
+            for world in (1, 3)
+            for name in PLANNERS
+            if (world, name) not in ((1, "prefetched"), (3, "merged"), (3, "in part"))
+        ),
     ],
 )
 def test_the_loss_curve_is_that_of_one_process(
@@ -109,7 +118,7 @@ def check_curve(pool: Pool, job: Job, world_size: int) -> None:
     whole = msgspec.structs.replace(
         job, batch=msgspec.structs.replace(job.batch, size=GLOBAL_BATCH)
     )
-    losses, weights = train_whole(whole)
+    losses, weights = whole_of(whole)
     assert losses[-1] < losses[0] - 0.5
     scored = []
     for found, state, scores in pool.run(world_size, train_planned, job=job, made=plan(job)):
@@ -122,27 +131,26 @@ def check_curve(pool: Pool, job: Job, world_size: int) -> None:
     assert numbers.tolist() == list(range(len(numbers)))
 
 
+SIZES: dict[str, dict[str, Any]] = {
+    "weights": {"model": {"dim": 64}, "batch": {"size": 2}},
+    "activations": {"model": {"dim": 32, "heads": 8}, "batch": {"size": 8, "sequence": 40}},
+}
+
+
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {"model": {"dim": 64}, "batch": {"size": 2}},
-        {"model": {"dim": 32, "heads": 8}, "batch": {"size": 8, "sequence": 40}},
-    ],
-    ids=["weights", "activations"],
+    ("planner", "sizes", "world_size"), in_turn(list(PLANNERS)[::-1], SIZES, [2])
 )
-@pytest.mark.parametrize("world_size", [1, 2])
 def test_bytes_are_exact_and_peaks_are_close(
-    pool: Pool, text: Path, world_size: int, sizes: dict[str, Any], planner: dict[str, Any]
+    pool: Pool, text: Path, world_size: int, sizes: str, planner: str
 ) -> None:
-    check_step_bytes(pool, text_job(text, world_size, planner, **sizes), world_size)
+    job = text_job(text, world_size, PLANNERS[planner], **SIZES[sizes])
+    check_step_bytes(pool, job, world_size)
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "model", [{}, {"kind": "llama", "dim": 16, "kv_heads": 2}], ids=["gpt", "llama"]
+    ("world_size", "model"), in_turn([2, 4, 1], [{}, {"kind": "llama", "dim": 16, "kv_heads": 2}])
 )
 def test_so_are_those_of_layers_of_which_every_second_is_checkpointed(
     pool: Pool, text: Path, model: dict[str, Any], world_size: int
@@ -163,17 +171,24 @@ STATES_OF_8_BITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hsdp": (PLANNERS["sharded"], {"parallel": {"data_replicate": 2}}),
     "hfsdp": ({}, {"parallel": {"data_replicate": 2}, "memory": {"zero": [2, 3]}}),
 }
+STATES_ON = {"sharded": 1, "merged": 3, "zero 2": 3, "hfsdp": 4}  # ranks, others on two
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("way", STATES_OF_8_BITS)
-@pytest.mark.parametrize("world_size", [2, 1, 3, 4])
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("way", "world_size"),
+    [(way, STATES_ON.get(way, 2)) for way in STATES_OF_8_BITS]
+    + [
+        pytest.param(way, ranks, marks=pytest.mark.product)
+        for way, (_, sections) in STATES_OF_8_BITS.items()
+        for ranks in ((2, 4) if "parallel" in sections else (1, 2, 3, 4))
+        if ranks != STATES_ON.get(way, 2)
+    ],
+)
 def test_states_of_8_bits_are_exact_and_their_peaks_are_close(
     pool: Pool, text: Path, world_size: int, way: str
 ) -> None:
     planner, sections = STATES_OF_8_BITS[way]
-    if "parallel" in sections and world_size % 2:
-        return
     learns = {"train": {"optimizer": "adamw_8bit", "learning_rate": 0.01}}
     sizes = {"model": {"dim": 68}, "batch": {"size": 2}}
     check_step_bytes(
@@ -197,11 +212,11 @@ def check_step_bytes(pool: Pool, job: Job, world_size: int) -> None:
         assert expected == pytest.approx(least, rel=0.01)
 
 
-@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
-def test_what_a_unit_moves_is_what_the_plan_says(
-    pool: Pool, text: Path, planner: dict[str, Any]
-) -> None:
-    made = plan(text_job(text, 2, planner))
-    told = {unit.name: (unit.collectives, unit.bytes_per_step) for unit in made.units}
-    for rank, found in enumerate(pool.run(2, moved_by_units, made=made)):
+def test_what_a_unit_moves_is_what_the_plan_says(pool: Pool, text: Path) -> None:
+    made = {name: plan(text_job(text, 2, planner)) for name, planner in PLANNERS.items()}
+    told = {
+        name: {unit.name: (unit.collectives, unit.bytes_per_step) for unit in its.units}
+        for name, its in made.items()
+    }
+    for rank, found in enumerate(pool.run(2, moved_by_plans, plans=made)):
         assert found == told, rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import torch
 from metering import steps_measured
 from torch import nn
@@ -41,6 +42,17 @@ def train_whole(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+KEPT: dict[bytes, tuple[list[float], dict[str, torch.Tensor]]] = {}
+
+
+def whole_of(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same, kept for other plans of the training."""
+    key = msgspec.json.encode((job.model, job.batch, job.data, job.train), order="deterministic")
+    if key not in KEPT:
+        KEPT[key] = train_whole(job)
+    return KEPT[key]
 
 
 def train_planned(mesh: DeviceMesh, job: Job, made: Plan) -> Any:
@@ -88,6 +100,11 @@ def moved_by_units(mesh: DeviceMesh, made: Plan) -> dict[str, tuple[int, int]]:
         unit.name: tuple(traffic(unit, unit.flow.reshards(unit.key)))  # type: ignore[misc]
         for unit in storages_in(model)
     }
+
+
+def moved_by_plans(mesh: DeviceMesh, plans: dict[str, Plan]) -> dict[str, dict[str, Any]]:
+    """The same of several plans."""
+    return {name: moved_by_units(mesh, made) for name, made in plans.items()}
 
 
 class Acting(Probe):

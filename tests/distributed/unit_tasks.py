@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from shardwright.core.job import Job
 from shardwright.core.placement import BlockShard, Owned, Shard
-from shardwright.core.plan import sealed
+from shardwright.core.plan import Plan, sealed
 from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import apply
@@ -486,25 +486,25 @@ def returns_nothing(mesh: DeviceMesh) -> Any:
 # ---- models and plans ---------------------------------------------------------------------------
 
 
-def disagreeing_replicas(mesh: DeviceMesh, job: Job) -> str:
+def disagreeing_replicas(mesh: DeviceMesh, made: Plan) -> str:
     """The text of apply on models whose replicas start apart."""
     torch.manual_seed(mesh.get_local_rank())
-    model = DLRM(job)
+    model = DLRM(made.job)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.rand(1).item())
     try:
-        apply(model, plan(job), mesh)
+        apply(model, made, mesh)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
 
 
-def odd_lookups(mesh: DeviceMesh, job: Job, what: str) -> str:
+def odd_lookups(mesh: DeviceMesh, made: Plan, what: str) -> str:
     """Lookups and backwards of tables that cannot be exact, or go wrong on one rank only."""
-    model = apply(DLRM(job, device="meta"), plan(job), mesh)
-    ids = torch.zeros(4, len(job.tables), dtype=torch.int64)
-    dense = torch.zeros(4, job.model.dense_features)
+    model = apply(DLRM(made.job, device="meta"), made, mesh)
+    ids = torch.zeros(4, len(made.model.tables), dtype=torch.int64)
+    dense = torch.zeros(4, made.job.model.dense_features)
     try:
         if what == "bad id on rank 1":
             ids[1, 1] = -7 if mesh.get_local_rank() == 1 else 0
@@ -520,19 +520,25 @@ def odd_lookups(mesh: DeviceMesh, job: Job, what: str) -> str:
     return "accepted"
 
 
-def disagreement(mesh: DeviceMesh, job: Job, other: Job, what: str) -> str:
-    """The text of apply on a rank when something differs."""
+def disagreements(
+    mesh: DeviceMesh, made: Plan, others: dict[str, Plan], whats: Sequence[str]
+) -> dict[str, str]:
+    """The text of apply where something differs on a rank, case by case; ``others`` are the plans
+    of another batch and of another world."""
+    return {what: _disagreement(mesh, made, others, what) for what in whats}
+
+
+def _disagreement(mesh: DeviceMesh, made: Plan, others: dict[str, Plan], what: str) -> str:
     odd = mesh.get_local_rank() == 1
-    made = plan(other if odd and what == "plan" else job)
-    model = DLRM(job, device="meta")
+    model = DLRM(made.job, device="meta")
+    if what == "world" or (odd and what == "plan"):
+        made = others[what]
     if what == "model" and odd:
         model.top.add_module("extra", nn.Linear(1, 1, device="meta"))
     if what == "all models":
         model.top.add_module("extra", nn.Linear(1, 1, device="meta"))
     if what == "shape":
         model.top.add_module("0", nn.Linear(3, 4, device="meta"))
-    if what == "world":
-        made = plan(other)
     if what in ("fused_uvm", "fused_uvm_caching", "quant"):
         tables = [msgspec.structs.replace(t, compute_kernel=what) for t in made.tables]
         made = sealed(msgspec.structs.replace(made, tables=tuple(tables)))
@@ -551,8 +557,9 @@ def disagreement(mesh: DeviceMesh, job: Job, other: Job, what: str) -> str:
     return "accepted"
 
 
-def look_up(mesh: DeviceMesh, job: Job, ids: torch.Tensor) -> str:
-    model = apply(DLRM(job, device="meta"), plan(job), mesh)
+def look_up(mesh: DeviceMesh, job: Job, ids: torch.Tensor, made: Plan | None = None) -> str:
+    """What a lookup says; a plan that is given is none that every rank has to make."""
+    model = apply(DLRM(job, device="meta"), made or plan(job), mesh)
     try:
         model(torch.zeros(len(ids), job.model.dense_features), ids)
     except Exception as error:

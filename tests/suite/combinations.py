@@ -9,18 +9,18 @@ test that is dear (one on process groups, or one with slow cases) there run dail
   that has most of them meets two values of each other one, not all.
 
 The choice is greedy and drawn from the test's name, so that it stays the same from run to run.
-What is left out is marked ``product``. Of what is chosen ``make test`` takes less: as many as
-``slow_after`` says, else, on process groups, as many as have every value once, on at most two
-ranks.
+What is left out is marked ``product``, as is what ``in_turn`` leaves out of a list. Of what is
+chosen ``make test`` takes less: as many as ``slow_after`` says, else, on process groups, as many as
+have every value once, on at most two ranks.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
-from itertools import combinations
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -57,8 +57,9 @@ def choose(items: Sequence[pytest.Item]) -> None:
     """Mark the cases of one test function: ``product`` what is not daily, ``slow`` what is not
     quick."""
     cases = [Case(item, _values(item)) for item in items]
-    chosen = daily(cases)
-    quick = _quick(chosen)
+    left = [case for case in cases if not case.item.get_closest_marker("product")]
+    chosen = daily(left) if left else []
+    quick = _quick(chosen) if chosen else []
     for case in cases:
         if case not in chosen:
             case.item.add_marker(pytest.mark.product)
@@ -77,6 +78,32 @@ def daily(cases: Sequence[Case]) -> list[Case]:
     return [case for case in cases if case in found]
 
 
+def in_turn(*lists: Iterable[Any], count: int = 0) -> list[Any]:
+    """Parameters of which every value of each list occurs, each beside the next ones of the other
+    lists, as many as the longest list has or ``count``; other combinations are marked ``product``.
+    """
+    values = [list(each) for each in lists]
+    turns = range(count or max(map(len, values)))
+    chosen = list(
+        dict.fromkeys(
+            tuple(
+                (turn + place * (turn // len(own))) % len(own) for place, own in enumerate(values)
+            )
+            for turn in turns
+        )
+    )
+    rest = set(product(*(range(len(own)) for own in values))).difference(chosen)
+
+    def of(places: tuple[int, ...], *marks: Any) -> Any:
+        found = (own[place] for own, place in zip(values, places, strict=True))
+        return pytest.param(*found, marks=marks)
+
+    return [
+        *(of(places) for places in chosen),
+        *(of(places, pytest.mark.product) for places in sorted(rest)),
+    ]
+
+
 def _on_ranks(item: pytest.Item) -> bool:
     return "distributed" in item.path.parts
 
@@ -89,7 +116,8 @@ def _quick(cases: Sequence[Case]) -> list[Case]:
         return small[: mark.args[0]]
     if not _on_ranks(cases[0].item):
         return list(cases)
-    return each_value_once([case for case in cases if case.size <= 2])
+    few = [case for case in cases if case.size <= 2]
+    return each_value_once(few) if len(few) > 1 else few
 
 
 def each_value_once(cases: Sequence[Case]) -> list[Case]:

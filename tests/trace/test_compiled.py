@@ -22,33 +22,51 @@ HIDDEN, WIDE, KEYS = 64 * MIB, 224 * MIB, 16 * MIB  # of 8B at a sequence of 819
 SUMS, RANDOM_STATE = 1 * MIB, 24
 
 Step = Callable[..., tuple[int, int, set[str]]]
+Measured = Callable[..., tuple[int, int, set[str]]]
+TREATMENTS: dict[str, Callable[[str], Any]] = {
+    "eager": lambda policy: partial(apply_checkpointing, policy_name=policy),
+    "compiled": lambda policy: partial(apply_compile, checkpointing=policy),
+}
+KEPT: dict[tuple[str, str, int], tuple[int, int, set[str]]] = {}
+
+
+@pytest.fixture
+def measured(step: Step) -> Measured:
+    """A step on a GPU of blocks that are eager or compiled under a policy, each made once."""
+
+    def of(way: str, policy: str, count: int = 2) -> tuple[int, int, set[str]]:
+        if (way, policy, count) not in KEPT:
+            found = step(TREATMENTS[way](policy), partial(lowering, "cuda"), count)
+            KEPT[way, policy, count] = found
+        return KEPT[way, policy, count]
+
+    return of
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "selective", "full"])
-def test_a_compiled_block_keeps_and_takes_no_more_than_an_eager_one(step: Step, name: str) -> None:
-    cuda = partial(lowering, "cuda")
-    eager = step(partial(apply_checkpointing, policy_name=name), cuda)
-    compiled = step(partial(apply_compile, checkpointing=name), cuda)
+def test_a_compiled_block_keeps_and_takes_no_more_than_an_eager_one(
+    measured: Measured, name: str
+) -> None:
+    eager, compiled = measured("eager", name), measured("compiled", name)
     assert compiled[0] <= eager[0]
     assert compiled[1] < eager[1]
 
 
 @pytest.mark.slow
-def test_selective_does_not_keep_a_product_that_nothing_needs(step: Step) -> None:
-    after, _, _ = step(partial(apply_compile, checkpointing="selective"), partial(lowering, "cuda"))
+def test_selective_does_not_keep_a_product_that_nothing_needs(measured: Measured) -> None:
+    after, _, _ = measured("compiled", "selective")
     kept = HIDDEN + KEYS + WIDE + HIDDEN + SUMS + RANDOM_STATE  # not what the block adds at last
     assert after == 2 * kept + 2 * HIDDEN
 
 
 @pytest.mark.slow
-def test_the_blocks_of_8b_save_nearly_what_titan_measured(step: Step) -> None:
+def test_the_blocks_of_8b_save_nearly_what_titan_measured(measured: Measured) -> None:
     """Batch 2 on 8 H100, selective: 82.4 to 77.0 GiB, of which some is the compiled loss's."""
-    cuda = partial(lowering, "cuda")
     saving = []
     for count in (2, 3):
-        _, eager, _ = step(partial(apply_checkpointing, policy_name="selective"), cuda, count)
-        _, compiled, _ = step(partial(apply_compile, checkpointing="selective"), cuda, count)
+        _, eager, _ = measured("eager", "selective", count)
+        _, compiled, _ = measured("compiled", "selective", count)
         saving.append(eager - compiled)
     layers = saving[1] + 29 * (saving[1] - saving[0])
     assert 4.5 <= 2 * layers / 2**30 <= 5.4

@@ -1,0 +1,19 @@
+"""Plans of jobs, each made once in a process."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardwright.core.job import Job
+from shardwright.core.plan import Plan
+from shardwright.lab import recordings
+
+MADE: dict[bytes, Plan] = {}
+
+
+def plan(job: Job) -> Plan:
+    """The plan of a job that says everything: of one whose module may change there is none here."""
+    key = msgspec.json.encode(job, order="deterministic")
+    if key not in MADE:
+        MADE[key] = recordings.plan(job)
+    return MADE[key]
