@@ -7,7 +7,7 @@ from typing import Any
 import highspy
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.planner.search.bound import Bound, cheapest, lower_bound, table
@@ -22,7 +22,6 @@ def _bound(space: Space) -> Bound:
 
 
 @given(seed=st.integers(0, 10**9), memory=MEMORY, constrained=st.booleans())
-@settings(max_examples=60)
 def test_no_assignment_beats_the_bound(
     space_of_seed: SpaceOf, all_of: Callable[..., Any], seed: int, memory: str, constrained: bool
 ) -> None:
@@ -36,7 +35,6 @@ def test_no_assignment_beats_the_bound(
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(max_examples=60)
 def test_with_memory_to_spare_the_bound_is_the_relaxed_optimum(
     space_of_seed: SpaceOf, seed: int
 ) -> None:
@@ -51,7 +49,6 @@ def test_with_memory_to_spare_the_bound_is_the_relaxed_optimum(
 
 
 @given(seed=st.integers(0, 10**9), factor=st.floats(0.4, 1.5))
-@settings(max_examples=40)
 def test_with_one_scarce_memory_the_bound_is_that_of_the_linear_program(
     space_of_seed: SpaceOf, seed: int, factor: float
 ) -> None:
@@ -117,7 +114,6 @@ def _least_work(space: Space, options: list[tuple[int, Any]]) -> float | None:
 
 
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
-@settings(max_examples=40)
 def test_prices_are_valid_prices(space_of_seed: SpaceOf, seed: int, memory: str) -> None:
     space = space_of_seed(seed, memory=memory)
     found = _bound(space)
