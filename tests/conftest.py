@@ -25,8 +25,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["SHARDWRIGHT_CACHE"] = tempfile.mkdtemp(prefix="shardwright-cache-")
     atexit.register(shutil.rmtree, os.environ["SHARDWRIGHT_CACHE"], ignore_errors=True)
 
-settings.register_profile("no clock", deadline=None)
-settings.load_profile("no clock")
+# Cases that a test of properties draws, anew in every run, and as many more where a person asks:
+# pytest --hypothesis-profile thorough
+settings.register_profile("usual", deadline=None, max_examples=25)
+settings.register_profile("thorough", deadline=None, max_examples=500)
+settings.load_profile("usual")
 
 LONGEST = {"faults", "test_tour.py"}
 FUNCTIONS: dict[str, Callable[..., Any]] = {

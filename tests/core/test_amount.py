@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.amount import (
@@ -83,7 +83,6 @@ def _unique(amount: Amount) -> Amount:
 
 
 @given(EXPRESSIONS)
-@settings(max_examples=200)
 def test_every_printed_line_of_a_derivation_evaluates_to_its_value(
     reevaluate: Callable[[Sequence[Step]], None], expression: Amount
 ) -> None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.block import check_tiling
@@ -107,7 +107,6 @@ def test_segments_follow_each_other_aligned_in_both_buffers(layout: UnitLayout) 
 
 
 @given(layouts())
-@settings(max_examples=60)
 def test_pieces_of_a_rank_do_not_overlap_in_its_buffer_and_lie_in_it(layout: UnitLayout) -> None:
     for rank in _ranks(layout):
         spans = sorted(
@@ -134,7 +133,6 @@ def test_a_piece_starts_at_a_multiple_of_its_element_even_in_a_buffer_of_half_th
 
 @pytest.mark.slow
 @given(layouts())
-@settings(max_examples=60)
 def test_every_element_lies_exactly_once_on_its_owners(layout: UnitLayout) -> None:
     """The block list tiles every tensor: once, or once on every rank where it is replicated."""
     specs = [slot.tensor for slot in layout.slots if slot.tensor.numel]
@@ -188,7 +186,6 @@ def _shares(layout: UnitLayout, segment: Segment) -> list[list[object]]:
 
 @pytest.mark.slow
 @given(layouts(st.integers(1, 9)))
-@settings(max_examples=80)
 def test_gathered_shares_put_together_are_the_tensors(layout: UnitLayout) -> None:
     for segment in layout.segments:
         shares = _shares(layout, segment)
@@ -235,7 +232,6 @@ def test_a_block_is_never_cut_and_chunks_are_equal_but_for_the_last(layout: Unit
 
 
 @given(layouts())
-@settings(max_examples=60)
 def test_padding_is_what_no_piece_needs_and_is_bounded_without_common_multiples(
     layout: UnitLayout,
 ) -> None:
@@ -302,7 +298,6 @@ def _check_paddings(layout: UnitLayout) -> None:
 
 
 @given(layouts(st.integers(1, 40)))
-@settings(max_examples=60)
 def test_ranks_that_hold_nothing_of_a_tensor_are_not_its_holders(layout: UnitLayout) -> None:
     ranks = range(layout.world_size)
     for segment in layout.segments:
@@ -318,7 +313,6 @@ def test_ranks_that_hold_nothing_of_a_tensor_are_not_its_holders(layout: UnitLay
 
 
 @given(_tensors(), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 3]))
-@settings(max_examples=40)
 def test_padding_of_ranks_that_keep_several_shares(
     tensors: list[TensorSpec], kept: int, groups: int, zero: Zero
 ) -> None:

@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.cost import additive
@@ -42,7 +42,6 @@ def test_every_function_is_evaluated_in_three_ways(
 
 @pytest.mark.parametrize("name", CASES)
 @given(samples=SAMPLES)
-@settings(max_examples=25)
 def test_numbers_arrays_and_amounts_agree(
     agree: Callable[..., None], name: str, samples: list[dict[str, float]]
 ) -> None:

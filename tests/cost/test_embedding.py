@@ -131,7 +131,7 @@ def test_every_function_is_evaluated_in_three_ways(
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CASES)
 @given(samples=SAMPLES, preset=st.sampled_from(["local", "h100-8"]))
-@settings(max_examples=5)
+@settings(max_examples=2)
 def test_numbers_arrays_and_amounts_agree(
     agree: Callable[..., None], name: str, samples: list[dict[str, float]], preset: str
 ) -> None:

@@ -59,7 +59,7 @@ def test_every_formula_is_evaluated_in_three_ways(
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CASES)
 @given(samples=SAMPLES)
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_numbers_arrays_and_amounts_agree(
     agree: Callable[..., None], name: str, samples: list[dict[str, float]]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
@@ -262,7 +262,6 @@ def test_a_file_repeats_without_end_and_epochs_count_its_passes(tmp_path: Path) 
     assert reader.epoch == 7
 
 
-@settings(max_examples=30)
 @given(
     rows=st.integers(1, 30),
     batch=st.integers(1, 6),
@@ -284,7 +283,6 @@ def test_the_global_batch_does_not_depend_on_the_world_size(
         assert together == [n % rows for n in range(k * size, (k + 1) * size)]
 
 
-@settings(max_examples=30)
 @given(
     rows=st.integers(1, 40),
     batch=st.integers(1, 6),
@@ -335,7 +333,6 @@ FIELD = st.text("0123456789abefx+-._ ni\r\0", max_size=10)
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
 @given(name=st.sampled_from(FIELD_NAMES), text=FIELD)
 def test_a_row_is_either_parsed_or_has_a_named_fault(
     tmp_path_factory: pytest.TempPathFactory, name: str, text: str

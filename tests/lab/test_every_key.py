@@ -1,7 +1,10 @@
-"""No key of a job is ignored: another value changes the plan or is refused with the key's name."""
+"""No key of a job is ignored: another value changes the plan or is refused with the key's name,
+or is of a run or an estimate alone, which is said here."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import shardwright
 from shardwright.core.checkpoint_section import CheckpointSection
 from shardwright.core.data_section import DataSection
 from shardwright.core.errors import InputError, NoPlanError
@@ -25,7 +29,11 @@ SMALL = {"layers": 2, "dim": 8, "heads": 2, "ffn_dim": 8}
 TABLES = [{"name": name, "rows": 40, "dim": 8} for name in "abc"]
 BASES: dict[str, dict[str, Any]] = {
     "tables": {"model": {"kind": "tables"}, "tables": TABLES},
-    "dlrm": {"model": {"bottom": [4, 8], "top": [2, 1]}, "tables": TABLES},
+    "dlrm": {
+        "model": {"bottom": [4, 8], "top": [2, 1]},
+        "tables": TABLES,
+        "data": {"kind": "synthetic", "rows": 200, "test_rows": 50},
+    },
     "transformer": {"model": {"kind": "transformer", **SMALL}, "batch": {"sequence": 4}},
     "llama": {
         "model": {"kind": "llama", **SMALL},
@@ -44,7 +52,7 @@ SECTIONS = {
 }
 # Another value than the default of every key, and what has to stand beside it.
 VALUES: dict[str, Any] = {
-    "data.kind": "synthetic",
+    "data.kind": "python",
     "data.python": "own:good",
     "data.label": "clicked",
     "data.dense": ["age"],
@@ -127,23 +135,61 @@ VALUES: dict[str, Any] = {
 }
 
 
-# What a plan does not depend on, for it acts when a job is run: what is read, and how it learns.
-RUN = (
-    *("steps", "learning_rate", "table_learning_rate", "seed", "out", "timeout"),
-    *("not_finite", "table_folder", "metrics_every", "log", "schedule", "forward"),
-)
-AT_RUN_TIME = {f"train.{key}" for key in RUN} | {
-    f"{name}.{key}"
-    for name, section in (("data", DataSection), ("checkpoint", CheckpointSection))
-    for key in section.__struct_fields__
+# What a plan does not depend on, for it acts when a job is run: what it says of a run, and a file
+# that reads it there.
+IN_A_RUN = {
+    "train.steps": ("how long it is", "lab/training.py"),
+    "train.learning_rate": ("how far an update goes", "runtime/apply.py"),
+    "train.table_learning_rate": ("how far an update of a table goes", "runtime/apply.py"),
+    "train.seed": ("the first weights", "lab/training.py"),
+    "train.out": ("where its files lie", "cli/train.py"),
+    "train.timeout": ("how long a rank may keep others waiting", "lab/session.py"),
+    "train.not_finite": ("what becomes of a bad step", "lab/training.py"),
+    "train.metrics_every": ("when it says how good clicks are foreseen", "lab/tasks/clicks.py"),
+    "train.log": ("where its progress goes", "lab/writers.py"),
+    "train.schedule": ("how rates change", "lab/resuming.py"),
+    "train.table_folder": ("where tables on disk lie", "core/job.py"),
+    "train.forward": ("whether ranks are threads", "core/train_section.py"),
+    "data.python": ("the batches of one's own", "lab/tasks/python.py"),
+    "data.seed": ("the batches of one's own", "lab/tasks/python.py"),
+    "data.skip_bad_rows": ("whether a bad row ends it", "lab/tasks/clicks.py"),
+    "data.test_batch": ("held-out rows at a time", "lab/tasks/clicks.py"),
+    "checkpoint.every": ("when it is saved", "runtime/saves.py"),
+    "checkpoint.keep": ("how many are kept", "runtime/saves.py"),
+    "checkpoint.folder": ("where", "core/job.py"),
+    "checkpoint.overlap": ("whether ranks train on meanwhile", "runtime/saves.py"),
+    "checkpoint.grace": ("how long it may take after a signal", "lab/session.py"),
+    "checkpoint.restarts": ("how often it goes on by itself", "lab/session.py"),
 }
-# What is a limit, or a choice that a small job has no use for.
-OF_LARGER_JOBS = {
-    *("planner.time_limit", "planner.options", "planner.dense", "planner.dedup", "train.overlap"),
-    "parallel.data_replicate",
+OF_RUNS = {
+    *(f"train.{name}" for name in ("steps", "learning_rate", "seed", "out", "timeout")),
+    *("train.not_finite", "train.log", "train.schedule", "train.table_folder"),
+    *(f"checkpoint.{name}" for name in CheckpointSection.__struct_fields__),
 }
-# What an estimate of memory shows, not a plan.
-IN_AN_ESTIMATE = {"memory.allocator", "parallel.parallelize_plan"}
+OF_SMALL_JOBS = {"planner.options", "parallel.data_replicate"}  # which are as fast without it
+# Keys of which another value neither changes the plan nor is refused, by kind.
+TAKEN = {
+    "tables": {"planner.dedup"},  # is by itself where it is faster
+    "dlrm": {
+        *OF_RUNS,
+        *OF_SMALL_JOBS,
+        *("train.table_learning_rate", "train.metrics_every", "train.forward"),
+        *("data.skip_bad_rows", "data.test_batch", "planner.dedup"),
+    },
+    "transformer": {*OF_RUNS, *OF_SMALL_JOBS, "planner.dense"},  # fetches ahead by itself
+    "llama": {*OF_RUNS, *OF_SMALL_JOBS, "planner.dense", "memory.allocator"},  # of an estimate
+    "python": {
+        *OF_RUNS,
+        *OF_SMALL_JOBS,
+        *("data.python", "data.seed"),
+        *("memory.allocator", "parallel.parallelize_plan"),  # of an estimate
+    },
+}
+# Refusals that name a section, or what a key's value has to make with others.
+UNNAMED = {
+    "job: parallel: expected no such section for kind 'tables', got one.": "parallel.",
+    "job: cluster.world_size: expected 3, which is data_shard 3 x ": "parallel.data_shard",
+}
 # Keys that a run of the kind does not read are no excuse: they are refused.
 UNREAD = {
     "tables": ("train.table_optimizer", "planner.tables", "data.label"),
@@ -172,19 +218,31 @@ def job_of(kind: str, key: str = "") -> Job:
     section, _, name = key.partition(".")
     document = {"cluster": {"preset": "local", "world_size": 2, "ddr_cap": "8 MiB"}, **BASES[kind]}
     if key:
-        document[section] = {**document.get(section, {}), name: VALUES[key]}
+        own = (kind, key) == ("python", "data.kind")
+        document[section] = {**document.get(section, {}), name: "text" if own else VALUES[key]}
     return parse_job(document)
 
 
 def outcome(job: Job) -> Any:
     """What a plan says, but for the job in it; what a run refuses first is refused."""
-    if job.model.kind in ("transformer", "llama", "python"):
+    if job.model.kind != "tables":
         source_of(job).check(job)
     made = msgspec.to_builtins(plan(job))
     for name in ("job", "fingerprint"):
         del made[name]
     del made["search"]["wall_seconds"]
     return made
+
+
+def made_up(job: Job, folder: Path) -> list[Any]:
+    """The files of rows that a run of ``job`` makes up in its folder, and how many it reads."""
+    folder.mkdir()
+    job = msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, out=str(folder)))
+    with contextlib.chdir(folder):  # where a cache is made, too
+        source_of(job).prepare(job)
+        read = source_of(job).samples(job)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [*((path.name, path.read_bytes()) for path in files), read]
 
 
 @pytest.fixture(autouse=True)
@@ -214,19 +272,35 @@ def refusal(kind: str, key: str) -> str:
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", BASES)
-def test_another_value_changes_the_plan_or_is_refused(kind: str) -> None:
-    usual = outcome(job_of(kind))
-    known = OF_LARGER_JOBS | IN_AN_ESTIMATE | (set() if kind == "tables" else AT_RUN_TIME)
-    ignored, unnamed = [], {}
-    for key in sorted(set(VALUES) - known):
+def test_another_value_changes_the_plan_or_is_refused(kind: str, tmp_path: Path) -> None:
+    usual, rows = outcome(job_of(kind)), None
+    ignored, unnamed = set(), {}
+    for key in VALUES:
         found, said = changed(kind, key)
-        if found == usual:
-            ignored.append(key)
-        names = (key, f": {key.partition('.')[0]}: ", key.partition(".")[2])
-        if said and not any(name in said for name in names):
-            unnamed[key] = said
-    assert ignored == []
+        if said and not any(said.startswith(u) and key.startswith(k) for u, k in UNNAMED.items()):
+            unnamed |= {} if key in said else {key: said}
+        elif not said and found == usual:
+            if key.startswith("data.") and kind != "python":
+                rows = rows or made_up(job_of(kind), tmp_path / "usual")
+                if made_up(job_of(kind, key), tmp_path / key) != rows:
+                    continue
+            ignored.add(key)
     assert unnamed == {}
+    assert ignored == TAKEN[kind]
+
+
+@pytest.mark.parametrize("key", IN_A_RUN)
+def test_what_changes_no_plan_is_read_in_a_run(key: str) -> None:
+    _, reader = IN_A_RUN[key]
+    tree = ast.parse((Path(shardwright.__file__).parent / reader).read_text())
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert key.partition(".")[2] in read
+
+
+def test_every_key_of_a_run_is_one_that_changes_no_plan() -> None:
+    of_plans = {*OF_SMALL_JOBS, "planner.dedup", "planner.dense"}
+    of_estimates = {"memory.allocator", "parallel.parallelize_plan"}
+    assert set().union(*TAKEN.values()) - of_plans - of_estimates == set(IN_A_RUN)
 
 
 @pytest.mark.parametrize(("kind", "key"), [(k, key) for k, keys in UNREAD.items() for key in keys])

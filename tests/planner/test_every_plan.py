@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from counting import at_most
 from every_plan import TooManyError, fastest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from small_jobs import small_job
 
@@ -59,7 +59,6 @@ def _found(job: Job) -> Found | None:
 
 @pytest.mark.slow
 @given(seed=seeds)
-@settings(max_examples=120)
 def test_no_plan_at_all_is_faster_than_the_bound(seed: int) -> None:
     job = _job(seed)
     best, found = _fastest(job), _found(job)
@@ -73,7 +72,6 @@ def test_no_plan_at_all_is_faster_than_the_bound(seed: int) -> None:
 
 @pytest.mark.slow
 @given(seed=seeds)
-@settings(max_examples=60)
 def test_it_is_proven_that_nothing_fits_only_where_nothing_fits(seed: int) -> None:
     job = _job(seed)
     best = _fastest(job)
@@ -91,7 +89,6 @@ def test_it_is_proven_that_nothing_fits_only_where_nothing_fits(seed: int) -> No
 
 @pytest.mark.slow
 @given(seed=seeds)
-@settings(max_examples=40)
 def test_the_exact_search_brings_the_fastest_plan_of_all(seed: int) -> None:
     pytest.importorskip("highspy", reason="the exact search needs HiGHS: shardwright[exact]")
     job = _job(seed, "exact")

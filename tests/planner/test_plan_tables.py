@@ -119,7 +119,6 @@ option_sets = st.sampled_from(["wide", "torchrec"])
 
 @pytest.mark.slow
 @given(entries=entries, profile=profiles, options=option_sets, data=st.data())
-@settings(max_examples=25)
 def test_the_order_of_tables_changes_neither_seconds_nor_bound_nor_feasibility(
     entries: list[dict[str, Any]], profile: str, options: str, data: st.DataObject
 ) -> None:
@@ -198,7 +197,6 @@ def test_a_plan_is_no_faster_than_its_bound(
 
 @pytest.mark.slow
 @given(entries=entries, profile=st.sampled_from(["cluster", "torchrec-1.9"]))
-@settings(max_examples=25)
 def test_looking_at_more_options_never_makes_a_plan_slower(
     entries: list[dict[str, Any]], profile: str
 ) -> None:

@@ -28,9 +28,10 @@ from shardwright.planner.strategy.steps import search_steps, step_bound
 from shardwright.planner.tally import Placed
 
 MakeJob = Callable[..., Job]
-Planned = Callable[[int], Plan | None]
+Planned = Callable[[int], Plan]
 
-SEEDS = range(24)
+# Random jobs that all have a plan; the first five cut tables by columns.
+SEEDS = (108, 80, 171, 156, 76, 0, *range(2, 8), *range(9, 12), *range(13, 20), 21, 23)
 
 # The search is greedy. On several hundred random jobs of 3 tables on 2 ranks it was at most 1.27
 # times slower than the best of all plans, and found a plan whenever 12 % of memory was to spare.
@@ -55,7 +56,14 @@ def _planned(job: Job) -> Plan | None:
 @pytest.fixture(scope="module")
 def planned(random_job: MakeJob) -> Planned:
     """The plan of a seed's job, made once."""
-    return functools.cache(lambda seed: _planned(random_job(seed)))
+
+    @functools.cache
+    def made(seed: int) -> Plan:
+        found = _planned(random_job(seed))
+        assert found is not None
+        return found
+
+    return made
 
 
 def _everything(problem: Problem) -> Iterator[StepDraft]:
@@ -77,49 +85,49 @@ def _everything(problem: Problem) -> Iterator[StepDraft]:
 
 
 @pytest.mark.slow
-def test_most_random_jobs_have_a_plan(planned: Planned) -> None:
-    assert sum(planned(seed) is not None for seed in SEEDS) >= 18
+def test_most_random_jobs_have_a_plan(random_job: MakeJob) -> None:
+    assert sum(_search(random_job(seed)).draft is not None for seed in range(24)) >= 18
+
+
+def test_plans_of_random_jobs_have_tables_of_every_type(planned: Planned) -> None:
+    assert {t.sharding_type for seed in SEEDS for t in planned(seed).tables} == set(FREE)
 
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_blocks_of_a_plan_tile_the_model(planned: Planned, seed: int) -> None:
-    if made := planned(seed):
-        blocks = made.expanded()
-        tensors = described(made.job).tensors
-        check_tiling(blocks, tensors, made.world_size)
-        dense = {name for unit in made.units for name in unit.tensors}
-        for role in ("gradient", "optimizer_state"):
-            swapped = [
-                msgspec.structs.replace(b, role="parameter") for b in blocks if b.role == role
-            ]
-            check_tiling(swapped, [t for t in tensors if t.fqn in dense], made.world_size)
+    made = planned(seed)
+    blocks = made.expanded()
+    tensors = described(made.job).tensors
+    check_tiling(blocks, tensors, made.world_size)
+    dense = {name for unit in made.units for name in unit.tensors}
+    for role in ("gradient", "optimizer_state"):
+        swapped = [msgspec.structs.replace(b, role="parameter") for b in blocks if b.role == role]
+        check_tiling(swapped, [t for t in tensors if t.fqn in dense], made.world_size)
 
 
 @pytest.mark.slow_after(10)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_fits_its_budget_on_every_rank(planned: Planned, seed: int) -> None:
-    if made := planned(seed):
-        assert [r.rank for r in made.ranks] == list(range(made.world_size))
-        for totals in made.ranks:
-            assert 0 < totals.peak_bytes <= made.cluster.memory_per_rank
-            assert totals.peak_bytes == sum(totals.at_peak.values())
+    made = planned(seed)
+    assert [r.rank for r in made.ranks] == list(range(made.world_size))
+    for totals in made.ranks:
+        assert 0 < totals.peak_bytes <= made.cluster.memory_per_rank
+        assert totals.peak_bytes == sum(totals.at_peak.values())
 
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_plan_is_faster_than_its_lower_bound(planned: Planned, seed: int) -> None:
-    if made := planned(seed):
-        assert 0 < made.lower_bound_seconds <= made.max_rank_seconds
-        ratio = made.max_rank_seconds / made.lower_bound_seconds
-        assert made.gap == pytest.approx(ratio - 1, rel=1e-9)
+    made = planned(seed)
+    assert 0 < made.lower_bound_seconds <= made.max_rank_seconds
+    ratio = made.max_rank_seconds / made.lower_bound_seconds
+    assert made.gap == pytest.approx(ratio - 1, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_totals_of_a_plan_are_those_of_its_timeline(planned: Planned, seed: int) -> None:
     made = planned(seed)
-    if made is None:
-        return
     events = decode(made.timeline)
     peaks, seconds, exact = phase_peaks(events), phase_seconds(events), exact_bytes(events)
     for totals in made.ranks:
@@ -137,8 +145,6 @@ def test_totals_of_a_plan_are_those_of_its_timeline(planned: Planned, seed: int)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_exact_weights_are_the_bytes_of_the_blocks(planned: Planned, seed: int) -> None:
     made = planned(seed)
-    if made is None:
-        return
     held = [0] * made.world_size
     for block in made.expanded():
         if block.role == "parameter":
@@ -182,10 +188,9 @@ def test_a_tight_budget_is_met_and_costs_little_more_than_it_must(
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_table_alone_makes_a_plan_faster_by_another_type(planned: Planned, seed: int) -> None:
     made = planned(seed)
-    if made is not None:
-        for table in made.tables:
-            for kind in FREE:
-                assert why_not(made, table.name, kind).verdict != "faster"
+    for table in made.tables:
+        for kind in FREE:
+            assert why_not(made, table.name, kind).verdict != "faster"
 
 
 @pytest.mark.parametrize("kind", ["data_parallel", "table_wise", "row_wise", "column_wise"])
@@ -210,11 +215,29 @@ def test_a_table_gets_one_of_the_types_it_allows(
     assert made.tables[0].sharding_type in types
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_rowwise_adagrad_is_never_cut_by_columns(planned: Planned, seed: int) -> None:
-    if made := planned(seed):
-        cut = {t.optimizer for t in made.tables if t.sharding_type == "column_wise"}
-        assert cut <= {"sgd"}
+@pytest.mark.parametrize(
+    ("update", "states", "expected"),
+    [
+        ("sgd", 0, "column_wise"),
+        ("rowwise_adagrad", 0, "row_wise"),
+        ("partial_rowwise_adam", 1, "row_wise"),
+    ],
+)
+def test_a_large_table_is_cut_by_columns_but_for_an_update_that_sums_over_rows(
+    make_job: MakeJob, update: str, states: int, expected: str
+) -> None:
+    size = 300_000 * 64 * 4 * (1 + states)
+    made = _planned(
+        make_job(
+            300_000,
+            dim=64,
+            cluster={"world_size": 2, "ddr_cap": int(0.8 * size) + 3_000_000},
+            batch={"size": 32},
+            train={"table_optimizer": update},
+        )
+    )
+    assert made is not None
+    assert [t.sharding_type for t in made.tables] == [expected]
 
 
 @pytest.mark.parametrize(("mode", "placement"), [("shard", Flat()), ("replicate", Replicate())])

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core import optimizers
@@ -102,7 +102,6 @@ SETTINGS = st.builds(
     kernel=st.sampled_from(KERNELS),
     exchange=st.booleans(),
 )
-@settings(max_examples=150)
 def test_a_derivation_leads_to_the_price(
     reevaluate: Callable[[Sequence[Step]], None],
     setting: PricingContext,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
@@ -226,7 +226,6 @@ def _job(entries: list[dict[str, Any]], hosts: int, local: int, **planner: Any) 
 
 @pytest.mark.slow
 @given(entries=tables, hosts=st.integers(1, 3), local=st.integers(1, 4))
-@settings(max_examples=30)
 def test_an_assignment_costs_what_the_tables_placed_by_it_cost(
     entries: list[dict[str, Any]], hosts: int, local: int
 ) -> None:
@@ -243,7 +242,6 @@ def test_an_assignment_costs_what_the_tables_placed_by_it_cost(
 
 
 @given(entries=tables, hosts=st.integers(1, 3), local=st.integers(1, 4), data=st.data())
-@settings(max_examples=30)
 def test_every_shard_lies_where_its_type_may_lie(
     entries: list[dict[str, Any]], hosts: int, local: int, data: st.DataObject
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.amount import Amount, Step, derivation, leaf, named
@@ -80,7 +80,6 @@ PROFILES = pytest.mark.parametrize("constants", ["torchrec-1.9", "cluster"])
 
 
 @given(pairs=MANY)
-@settings(max_examples=40)
 @pytest.mark.parametrize(
     "statistic",
     [

@@ -76,7 +76,7 @@ def layers_plan(cap: str) -> Plan:
     return plan(
         parse_job(
             {
-                "model": {"kind": "transformer", "layers": 4, "dim": 32, "ffn_dim": 64},
+                "model": {"kind": "transformer", "layers": 2, "dim": 32, "ffn_dim": 64},
                 "batch": {"size": 4, "sequence": 32},
                 "cluster": {"preset": "local", "world_size": 2, "ddr_cap": cap},
             }
@@ -86,7 +86,7 @@ def layers_plan(cap: str) -> Plan:
 
 @pytest.mark.slow
 def test_checkpointing_is_shown_with_what_was_tried() -> None:
-    made = layers_plan("900 KiB")
+    made = layers_plan("600 KiB")
     text = flowed(made)
     assert "checkpointing" in text.partition("Memory and time per rank")[0]
     assert "By checkpointing: none needs " in text
@@ -150,7 +150,7 @@ def test_the_first_screen_is_one_screen(case: str, width: int) -> None:
         "tables": tables_plan,
         "kernels": lambda: tables_plan(8, 12, True),
         "layers": lambda: layers_plan("1 GiB"),
-        "tight": lambda: layers_plan("900 KiB"),
+        "tight": lambda: layers_plan("600 KiB"),
         "many": lambda: tables_plan(64, 90),
         "units": lambda: units_plan(40),
     }[case]()
@@ -171,7 +171,7 @@ def test_of_many_units_the_slowest_are_shown_and_the_others_added_up() -> None:
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_no_word_is_broken_and_no_figure_parted_from_its_unit(width: int) -> None:
-    for made in (samples.plan(), tables_plan(), layers_plan("900 KiB")):
+    for made in (samples.plan(), tables_plan(), layers_plan("600 KiB")):
         for full in (False, True):
             for line in printed(made, width, full).splitlines():
                 assert not re.match(r"\s*(KiB|MiB|GiB|B|%|ms|µs|s)(?!\w)", line), line

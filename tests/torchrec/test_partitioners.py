@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.cluster import Cluster
@@ -113,7 +113,6 @@ def drawn(seed: int) -> tuple[list[Candidate], Cluster]:
 
 @pytest.mark.parametrize("partitioner", PARTITIONERS, ids=repr)
 @given(seed=st.integers(0, 10**6), share=st.floats(0.2, 3))
-@settings(max_examples=60)
 def test_every_shard_lies_on_a_rank_and_none_holds_more_than_it_may(
     partitioner: PartitionerSection, seed: int, share: float
 ) -> None:
@@ -136,7 +135,6 @@ def test_every_shard_lies_on_a_rank_and_none_holds_more_than_it_may(
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=60)
 def test_shards_go_where_their_type_lets_them(seed: int) -> None:
     proposal, machine = drawn(seed)
     group = machine.group
@@ -312,7 +310,6 @@ def test_memory_is_balanced_as_far_as_the_tolerance_goes() -> None:
 
 
 @given(seed=st.integers(0, 10**6), tolerance=st.sampled_from([0.0, 0.02, 0.5]))
-@settings(max_examples=60)
 def test_balancing_never_fills_a_rank_more_and_keeps_its_tolerance(
     seed: int, tolerance: float
 ) -> None:

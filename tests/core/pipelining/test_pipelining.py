@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
@@ -57,7 +57,6 @@ def pipelines(draw: st.DrawFn) -> tuple[str, int, int, int]:
 
 
 @given(pipelines())
-@settings(max_examples=80)
 def test_every_rank_runs_every_microbatch_of_every_chunk_once(
     pipeline: tuple[str, int, int, int],
 ) -> None:
@@ -75,7 +74,6 @@ def test_every_rank_runs_every_microbatch_of_every_chunk_once(
 
 
 @given(pipelines())
-@settings(max_examples=80)
 def test_every_order_can_be_carried_out(pipeline: tuple[str, int, int, int]) -> None:
     assert _unit_seconds(*pipeline)
 
@@ -199,7 +197,6 @@ def test_passes_are_shown_by_kind_chunk_and_microbatch() -> None:
 
 
 @given(pipelines())
-@settings(max_examples=60)
 def test_the_representative_is_the_fewest_microbatches_with_the_same_in_flight(
     pipeline: tuple[str, int, int, int],
 ) -> None:

@@ -30,7 +30,6 @@ def _with_memory(space: Space, hbm: int, ddr: int) -> Space:
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 10**9), hbm=st.integers(1, 20_000), ddr=st.integers(1, 20_000))
-@settings(max_examples=40)
 def test_the_share_shown_is_that_of_the_fullest_rank(
     space_of_seed: SpaceOf, totals_of: Callable[..., Any], seed: int, hbm: int, ddr: int
 ) -> None:
@@ -43,7 +42,6 @@ def test_the_share_shown_is_that_of_the_fullest_rank(
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 10**9), hbm=st.integers(1, 20_000))
-@settings(max_examples=40)
 def test_a_bound_above_one_proves_that_nothing_fits(
     space_of_seed: SpaceOf, all_of: Callable[..., Any], seed: int, hbm: int
 ) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.planner.search.moves import EPSILON, Stuck, swap_partners
@@ -21,7 +21,6 @@ def _put_anywhere(state: State, item: int, draw: random.Random) -> None:
 
 
 @given(seed=st.integers(0, 10**9), constrained=st.booleans())
-@settings(max_examples=40)
 def test_a_rank_that_was_stuck_is_helped_as_if_it_were_looked_at_for_the_first_time(
     space_of_seed: SpaceOf, seed: int, constrained: bool
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.planner.search.search import Outcome, search
@@ -31,7 +31,6 @@ def _found(space: Space, outcome: Outcome) -> list[tuple[int, tuple[int, ...]]]:
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
-@settings(max_examples=40)
 def test_every_block_lies_once_on_ranks_that_belong_together(
     space_of_seed: SpaceOf, seed: int, memory: str
 ) -> None:
@@ -49,7 +48,6 @@ def test_every_block_lies_once_on_ranks_that_belong_together(
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
-@settings(max_examples=40)
 def test_no_rank_is_over_its_capacity_by_a_byte(
     space_of_seed: SpaceOf, totals_of: Totals, seed: int, memory: str
 ) -> None:
@@ -62,7 +60,6 @@ def test_no_rank_is_over_its_capacity_by_a_byte(
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
-@settings(max_examples=40)
 def test_the_seconds_shown_are_those_of_the_slowest_rank(
     space_of_seed: SpaceOf, totals_of: Totals, seed: int, memory: str
 ) -> None:
@@ -77,7 +74,6 @@ def test_the_seconds_shown_are_those_of_the_slowest_rank(
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 10**9), memory=MEMORY, constrained=st.booleans())
-@settings(max_examples=30)
 def test_the_same_space_gives_the_same_assignment(
     space_of_seed: SpaceOf, seed: int, memory: str, constrained: bool
 ) -> None:
@@ -136,7 +132,6 @@ def test_nothing_is_found_where_nothing_fits(
 
 
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
-@settings(max_examples=60)
 def test_constraints_are_obeyed(space_of_seed: SpaceOf, seed: int, memory: str) -> None:
     space = space_of_seed(seed, memory=memory, constrained=True)
     outcome = search(space)

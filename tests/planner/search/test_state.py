@@ -55,7 +55,6 @@ def _wandered(space: Space, seed: int, steps: int) -> State:
 
 
 @given(seed=st.integers(0, 10**9), steps=st.integers(0, 60))
-@settings(max_examples=60)
 def test_loads_and_bytes_are_those_of_the_shards_whatever_was_moved(
     space_of_seed: SpaceOf, totals_of: Totals, seed: int, steps: int
 ) -> None:
@@ -67,7 +66,6 @@ def test_loads_and_bytes_are_those_of_the_shards_whatever_was_moved(
 
 
 @given(seed=st.integers(0, 10**9), steps=st.integers(0, 60))
-@settings(max_examples=60)
 def test_a_state_knows_what_lies_on_every_rank(
     space_of_seed: SpaceOf, seed: int, steps: int
 ) -> None:
@@ -85,7 +83,6 @@ def _rows(state: State) -> list[tuple[Any, ...]]:
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(max_examples=40)
 def test_a_state_fits_exactly_up_to_its_capacity(space_of_seed: SpaceOf, seed: int) -> None:
     space = space_of_seed(seed)
     found = _wandered(space, seed, 5).assignment()
@@ -105,7 +102,6 @@ def test_a_state_does_not_fit_while_an_item_lies_nowhere(space_of_seed: SpaceOf)
 
 
 @given(seed=st.integers(0, 10**9), memory=st.sampled_from(["tight", "plenty"]))
-@settings(deadline=None, max_examples=40)
 def test_blocks_are_spread_to_where_they_add_least(
     space_of_seed: SpaceOf, seed: int, memory: str
 ) -> None:
@@ -131,7 +127,6 @@ def test_blocks_are_spread_to_where_they_add_least(
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(max_examples=40)
 def test_spread_keeps_to_the_rules(space_of_seed: SpaceOf, seed: int) -> None:
     space = space_of_seed(seed, constrained=True)
     state = State(space, 1.0)
@@ -160,7 +155,6 @@ def test_a_byte_too_many_costs_more_than_the_slowest_rank(space_of_seed: SpaceOf
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(deadline=None, max_examples=40)
 def test_what_is_weighed_is_what_put_brings(space_of_seed: SpaceOf, seed: int) -> None:
     space = space_of_seed(seed, memory="tight")
     state = _wandered(space, seed, 5)
@@ -183,7 +177,6 @@ def test_what_is_weighed_is_what_put_brings(space_of_seed: SpaceOf, seed: int) -
 
 
 @given(seed=st.integers(0, 10**9), memory=st.sampled_from(["tight", "plenty"]))
-@settings(deadline=None, max_examples=40)
 def test_what_is_hoped_for_is_never_above_what_is_weighed(
     space_of_seed: SpaceOf, seed: int, memory: str
 ) -> None:
@@ -264,7 +257,6 @@ def test_a_copy_moves_alone(space_of_seed: SpaceOf, seed: int) -> None:
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(max_examples=40)
 def test_what_is_reached_somewhere_is_what_putting_an_item_there_reaches(
     space_of_seed: SpaceOf, seed: int
 ) -> None:
