@@ -359,6 +359,14 @@ def test_balanced_owners_are_within_one_tensor_of_even(
     assert max(filled) <= sum(filled) / ranks + largest + padding
 
 
+def test_the_largest_tensor_has_its_owner_first_wherever_it_stands() -> None:
+    """The small ones fill the other rank: given away as they stand, they would leave 6 and 2."""
+    tensors = [TensorSpec(f"t{i}", (256 * n,)) for i, n in enumerate([1, 1, 1, 1, 4])]
+    owners = balanced_owners(tensors, 2)
+    assert [owners[f"t{i}"] for i in range(4)] == [Owned(1)] * 4
+    assert owners["t4"] == Owned(0)
+
+
 def test_segments_come_cut_by_cut_and_widest_element_first() -> None:
     tensors = [TensorSpec("a", (1,), "fp16"), TensorSpec("b", (1,)), TensorSpec("c", (1,), "bf16")]
     tensors.append(TensorSpec("d", (2, 2), "fp16"))

@@ -79,6 +79,18 @@ def test_a_peak_fails_outside_the_tolerance_only(made: Plan, factor: float, fail
     assert all("more than 10% apart" in text for text in failures)
 
 
+@pytest.mark.parametrize(("factor", "fails"), [(1 / 1.1, True), (1.1, False)])
+def test_the_tolerance_is_a_share_of_what_was_measured(
+    made: Plan, factor: float, fails: bool
+) -> None:
+    """Predicted 110 of 100 is off by a tenth, 100 of 110 by a twelfth of the 110."""
+    events = [
+        msgspec.structs.replace(e, bytes=round(e.bytes * factor)) if e.name == PEAK else e
+        for e in decode(made.timeline)
+    ]
+    assert bool(compare(made, measured(made, events), tolerance=0.095).failures) is fails
+
+
 def test_a_run_without_peaks_fails(made: Plan) -> None:
     events = [e for e in decode(made.timeline) if e.name != PEAK]
     assert compare(made, measured(made, events)).failures == (

@@ -115,6 +115,17 @@ def test_another_lowering_is_another_recording(folder: Path) -> None:
     assert len(files(folder)) == 2
 
 
+def test_other_microbatches_are_another_recording(folder: Path) -> None:
+    shape = {"dim": 8, "layers": 1, "heads": 1, "ffn_dim": 8, "vocab": 5}
+    jobs = [
+        job_of(model={"kind": "llama"} | shape, parallel={"microbatches": number})
+        for number in (1, 2)
+    ]
+    whole, halves = map(recorded, jobs)
+    assert whole != halves
+    assert len(files(folder)) == 2
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"train": {"optimizer": "adam", "seed": 3}}, {"cluster": {"world_size": 4}}],

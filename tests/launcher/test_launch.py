@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 
 from shardwright.core.errors import InputError
 from shardwright.launcher import launch as launching
+from shardwright.launcher.ending import End, outcome_of
 from shardwright.launcher.folder import MARK
 from shardwright.launcher.heartbeat import PHASES, Beat, Heartbeat, read_heartbeat
 from shardwright.launcher.launch import (
@@ -34,7 +36,7 @@ from shardwright.launcher.outcome import (
 )
 from shardwright.launcher.progress import Lines, ProgressLog, ProgressReader, describe, writer_for
 from shardwright.launcher.verdict import Verdict, blame, exit_code, last_words, reason
-from shardwright.launcher.watch import RankView, exits_in, in_trouble
+from shardwright.launcher.watch import RankView, Watch, exits_in, in_trouble
 from shardwright.launcher.worker import first_line, from_a_peer
 
 AT_7 = Beat(pid=1, step=7, sequence=42, phase="exchange_rows", time=0.0)
@@ -137,6 +139,24 @@ def test_torchruns_log_has_exit_codes_and_signals() -> None:
     assert exits_in(log) == {0: 5, 1: -9}
 
 
+def test_a_rank_that_torchrun_ended_is_not_blamed_beside_the_one_that_was_killed(
+    tmp_path: Path,
+) -> None:
+    ends = ((0, -signal.SIGTERM), (1, -signal.SIGKILL))
+    log = "".join(f"failed (exitcode: {code}) local_rank: {rank}\n" for rank, code in ends)
+    (tmp_path / "torchrun.log").write_text(log)
+    for rank, _ in ends:
+        output = tmp_path / f"logs/abc_0/attempt_0/{rank}/stderr.log"
+        output.parent.mkdir(parents=True)
+        output.write_text("")
+    with subprocess.Popen(["true"]) as torchrun:
+        watch = Watch(tmp_path, 2, torchrun, "abc")
+    silent = End((view(0, process="gone"), view(1, process="gone")), 1, None, ())
+    found = outcome_of(silent, watch, (), 1.0, {})
+    assert found.reason.startswith("rank 1 died without a word at step 7 in exchange_rows (killed")
+    assert [rank.state for rank in found.ranks] == ["stopped", "lost"]
+
+
 def test_the_last_words_of_a_log_are_no_ornament() -> None:
     log = "Traceback (most recent call last):\nImportError: no x\n    ^^^^\n======\n"
     assert last_words(log) == "ImportError: no x"
@@ -174,6 +194,16 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     text = "a folder no run is using"
     with launching.hold(tmp_path, "0" * 12), pytest.raises(InputError, match=text):
         launch(Launch("w", (), 1, tmp_path), io.StringIO())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_refused_folder_leaves_no_file_open(tmp_path: Path) -> None:
+    with launching.hold(tmp_path, "0" * 12):
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            with pytest.raises(InputError), hold(tmp_path, "1" * 12):
+                pass
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_of_the_locks_name_is_left_as_it_is(tmp_path: Path) -> None:

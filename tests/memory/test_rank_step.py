@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
-from shardwright.core.optimizers import optimizer_named
+from shardwright.core.optimizers import Optimizer, optimizer_named
 from shardwright.core.pipelining import (
     SCHEDULES,
     Pass,
@@ -25,7 +25,7 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.memory.flat import FlatUnits
 from shardwright.memory.fsdp2 import FSDP2
 from shardwright.memory.ledger import Ledger
-from shardwright.memory.machine import Machine, Sharding
+from shardwright.memory.machine import Machine, Mark, Sharding
 from shardwright.memory.rank_step import ONE_PASS, Chunk, RankStep
 from shardwright.memory.replicated import Megatron, Replicated
 
@@ -67,11 +67,15 @@ def run() -> Step:
     """The ledger after a step."""
 
     def step(
-        passes: Sequence[Pass] = ONE_PASS.passes, chunks: int = 1, sent: int = 0, **changes: Any
+        passes: Sequence[Pass] = ONE_PASS.passes,
+        chunks: int = 1,
+        sent: int = 0,
+        optimizer: Optimizer = optimizer_named("adamw", "foreach"),
+        **changes: Any,
     ) -> Ledger:
         heap, sharding = Ledger(), Sharding(**changes)
         made = [Chunk(recording(), sent) for _ in range(chunks)]
-        made_step = RankStep(made, (Run(tuple(passes)),), optimizer_named("adamw", "foreach"))
+        made_step = RankStep(made, (Run(tuple(passes)),), optimizer)
         several = sharding.shards > 1
         made_step.run(heap, lambda h, u, f: (FSDP2 if several else Replicated)(h, u, sharding, f))
         return heap
@@ -97,6 +101,12 @@ def test_a_plain_step_has_its_peaks_where_arithmetic_has_them(run: Step) -> None
 def test_counts_of_steps_are_on_the_device_where_it_is_the_host(run: Step) -> None:
     on_gpu, on_cpu = run(on_gpu=True), run(on_gpu=False)
     assert on_cpu.total == on_gpu.total + 2 * 4
+
+
+def test_maps_of_codes_that_all_parameters_share_are_there_once(run: Step) -> None:
+    heap = run(optimizer=optimizer_named("adamw_8bit_bitsandbytes"))
+    of_small_tensors = 2 * 2 * 4 * NUMEL  # two moments of either block in fp32
+    assert heap.live["optimizer_state"] == of_small_tensors + 2 * 256 * 4
 
 
 def test_microbatches_in_flight_keep_their_activations(run: Step) -> None:
@@ -207,6 +217,29 @@ def test_what_repeats_is_skipped_without_a_byte_of_difference(
         step.run(heap, lambda h, u, f: machine(h, u, sharding, f))
         found.append((heap.peaks, heap.where, heap.live, heap.total))
     assert found[0] == found[1]
+
+
+def test_a_repetition_is_skipped_only_while_some_of_what_it_counts_down_is_left() -> None:
+    """Each backward meets one of six forwards; the last of them is met as it comes."""
+    heap, order_of = Ledger(), ("0",)
+    machine = FSDP2(heap, {"0": block(0).tensors}, Sharding(reduces="end"))
+
+    def backward() -> None:
+        machine.begin(order_of, order_of, False)
+        machine.enter_backward("0")
+        machine.leave_backward("0")
+        machine.finish_backward()
+
+    for _ in range(6):
+        machine.begin(order_of, order_of, False)
+        machine.enter("0")
+        machine.leave("0")
+        machine.finish()
+    backward()
+    before = Mark(heap, machine)
+    backward()
+    assert before.skip(100) == 3
+    assert [each.number for each in machine.depths()] == [1]
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -157,6 +157,12 @@ def test_hashes_of_an_id_are_spread_over_their_range_and_differ_from_id_to_id() 
     assert correlated < 0.1
 
 
+def test_no_two_ids_share_a_hash_for_every_factor_is_odd() -> None:
+    """Modulo 2^32 an odd factor has an inverse; four times an id is four times one 2^30 on."""
+    (table,) = _tables("dhe", rows=(1_000_000,))
+    assert (HashNetwork(table, "cpu").factors % 2 == 1).all()
+
+
 @pytest.mark.parametrize("name", SMALL | SERVING)
 def test_rows_without_gradients_are_those_with_them(name: str) -> None:
     module, ids = Embeddings(_tables(name)), _ids(batch=500)

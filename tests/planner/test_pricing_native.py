@@ -279,6 +279,18 @@ def test_bags_are_summed_before_they_travel() -> None:
     assert many == pytest.approx(20 * few)
 
 
+def test_a_bag_travels_as_often_as_it_holds_an_id() -> None:
+    """Of 0.25 ids on average: for a quarter of the samples, whatever other bags hold."""
+    setting = _setting()
+    option = _option(setting, TABLE, "table_wise")
+    rare, one, many = (
+        _cost(setting, option, msgspec.structs.replace(TABLE, pooling_factors=factors))
+        for factors in ((0.25, 20.0), (1.0, 20.0), (20.0, 20.0))
+    )
+    assert one.seconds["exchange_rows"] == many.seconds["exchange_rows"]
+    assert rare.seconds["exchange_rows"] == pytest.approx(one.seconds["exchange_rows"] * 1.25 / 2)
+
+
 def test_every_rank_addresses_the_ids_of_a_routed_table() -> None:
     setting = _setting("local", 2)
     cases = [

@@ -69,6 +69,15 @@ def test_the_largest_part_of_the_fullest_rank_is_named(too_large: Job) -> None:
     assert _number("tables.t0.weight with # B", message) == 100_000 * 64
 
 
+def test_a_larger_table_of_another_rank_is_no_part_of_the_fullest() -> None:
+    """The largest table is alone on rank 0; the two on rank 1 are more together."""
+    table = {"dim": 16, "sharding_types": ["table_wise"], "compute_kernels": ["fused"]}
+    sizes = [{"rows": size * 2**14} | table for size in (5, 3, 3)]
+    message = _refusal(_tables(*sizes, cluster=_h100(2, hbm_cap=11 * MIB // 2)))
+    assert "rank 1 is the fullest" in message
+    assert "its largest part is t1" in message
+
+
 def test_the_capacity_that_is_named_fits(too_large: Job) -> None:
     capacity = _number("cluster.ddr_cap of # B", _refusal(too_large))
     made = plan(_changed(too_large, "cluster", ddr_cap=capacity))

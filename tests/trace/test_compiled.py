@@ -16,6 +16,7 @@ from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.trace.compiled import apply_compile, table
 from shardwright.trace.lowering import lowering, unknown_operators
 from shardwright.trace.recorder import Recorder
+from shardwright.trace.treatment import Treatment
 
 MIB = 2**20
 HIDDEN, WIDE, KEYS = 64 * MIB, 224 * MIB, 16 * MIB  # of 8B at a sequence of 8192 in bf16
@@ -106,6 +107,20 @@ def test_a_block_that_cannot_be_traced_runs_as_it_is_and_is_named() -> None:
                 choice(x)
     (note,) = compiled.notes
     assert note.startswith("Choice could not be traced for torch.compile and is counted without it")
+
+
+def test_a_block_that_a_policy_leaves_out_is_compiled_and_keeps_what_it_needs(saved: Any) -> None:
+    """Both sides of the GELU; of the other block nothing but its input."""
+    with FakeTensorMode():
+        blocks = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2)]
+        x = torch.empty(4, 8, requires_grad=True)
+        kept = []
+        treatment = Treatment("cpu", "layers:2", compile=True)
+        with treatment.applied(nn.ModuleList(blocks), blocks, [1]):
+            for each in blocks:
+                each(x)  # traced at the first call
+                kept.append(saved(lambda: each(x), but=(x, *each.parameters())))  # noqa: B023
+    assert kept == [2 * 4 * 32 * 4, 0]
 
 
 def test_without_gradients_a_block_is_not_traced(block: Any, stream: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def outcome_of(
         if end.torchrun != 0:
             why = f"finished, though torchrun did not end well {_see(watch)}"
     else:
-        verdict = _verdict(end)
+        verdict = _verdict(end, exits)
         code, why = _judged(verdict, end, watch, exits, log)
     if end.left:
         why += f"; could not be ended: process {', '.join(map(str, end.left))}"
@@ -66,7 +66,7 @@ def outcome_of(
     )
 
 
-def _verdict(end: End) -> Verdict | None:
+def _verdict(end: End, exits: Mapping[int, int]) -> Verdict | None:
     """None when only torchrun's own end is known."""
     views = end.views
     if end.torchrun is not None:
@@ -75,7 +75,10 @@ def _verdict(end: End) -> Verdict | None:
         if end.torchrun < 0 and not seen:
             return None
         views = tuple(replace(v, process="gone") if v.process == "unknown" else v for v in views)
-    return blame(views)
+    verdict = blame(views)
+    if verdict is not None and verdict.kind == "lost":
+        return _first_to_go(verdict, exits, views)
+    return verdict
 
 
 def _judged(
@@ -86,8 +89,6 @@ def _judged(
         how = f"was killed by signal {-(end.torchrun or 0)}"
         return EXIT_RUN_FAILED, f"torchrun {how} before the ranks finished {place}"
     views = {view.rank: view for view in end.views}
-    if verdict.kind == "lost":
-        verdict = _first_to_go(verdict, exits, views)
     first = verdict.ranks[0]
     output = watch.output(first)
     if verdict.kind == "lost" and output is None:
@@ -103,11 +104,13 @@ def _judged(
     return exit_code(verdict, views, exits, words), why
 
 
-def _first_to_go(verdict: Verdict, exits: dict[int, int], views: Mapping[int, RankView]) -> Verdict:
+def _first_to_go(
+    verdict: Verdict, exits: Mapping[int, int], views: Sequence[RankView]
+) -> Verdict:
     """Of ranks without a word: those torchrun did not end itself, if any are known. One of them may
     not have been seen to go before those that it took along."""
     ended = {-signal.SIGTERM, 0}
-    silent = [rank for rank, view in views.items() if view.status is None]
+    silent = [view.rank for view in views if view.status is None]
     for ranks in (verdict.ranks, silent):
         guilty = tuple(rank for rank in ranks if exits.get(rank, 0) not in ended)
         if guilty:

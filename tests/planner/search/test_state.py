@@ -101,6 +101,13 @@ def test_a_state_does_not_fit_while_an_item_lies_nowhere(space_of_seed: SpaceOf)
     assert not state.fits
 
 
+def test_a_state_that_fitted_does_not_once_an_item_is_dropped(space_of_seed: SpaceOf) -> None:
+    state = _wandered(space_of_seed(0), 0, 0)
+    assert state.fits
+    state.drop(0)
+    assert not state.fits
+
+
 @given(seed=st.integers(0, 10**9), memory=st.sampled_from(["tight", "plenty"]))
 def test_blocks_are_spread_to_where_they_add_least(
     space_of_seed: SpaceOf, seed: int, memory: str
