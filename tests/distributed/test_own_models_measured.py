@@ -109,8 +109,7 @@ def test_an_embedding_looked_up_early_takes_memory_as_planned(pool: Pool, overla
 @pytest.mark.parametrize(
     ("policy", "way", "world_size"),
     [
-        ("full", "shard", 2),
-        slow("selective", "replicate", 2),
+        *(slow(*case) for case in (("full", "shard", 2), ("selective", "replicate", 2))),
         slow("full", "shard", 3),
         *(rare(*case) for case in (("selective", "replicate", 3), ("full", "shard", 1))),
         rare("selective", "replicate", 1),
@@ -151,7 +150,7 @@ def test_what_is_computed_again_draws_the_same_random_numbers(pool: Pool, world_
 @pytest.mark.parametrize(
     ("world_size", "prefetch", "way", "policy"),
     [
-        (2, 1, "shard", "full"),
+        slow(2, 1, "shard", "full"),
         *(slow(*case) for case in ((3, 0, "replicate", "selective"), (2, 0, "shard", "none"))),
         *(rare(1, 0, "shard", policy) for policy in ("none", "full", "selective")),
         *(rare(2, 1, "replicate", policy) for policy in ("none", "full", "selective")),
@@ -241,7 +240,7 @@ def test_parts_called_several_times_in_an_order_of_their_own_run_as_planned(
         assert did == [action for action in steps if action.verb in OF_UNITS]
 
 
-@pytest.mark.parametrize("world_size", [2, rare(1), rare(3)])
+@pytest.mark.parametrize("world_size", [slow(2), rare(1), rare(3)])
 def test_layers_that_are_lists_with_parameters_of_their_own_are_no_units(
     pool: Pool, world_size: int
 ) -> None:
@@ -259,7 +258,7 @@ def test_layers_that_are_lists_with_parameters_of_their_own_are_no_units(
 @pytest.mark.parametrize(
     ("way", "optimizer"),
     [
-        ("shard", "adam"),
+        slow("shard", "adam"),
         slow("replicate", "adagrad"),  # which makes its states at once
         *(rare("shard", "adagrad"), rare("replicate", "adam")),
     ],

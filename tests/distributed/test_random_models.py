@@ -22,7 +22,7 @@ from shardwright.lab.recordings import plan
 
 @pytest.mark.parametrize(
     ("world_size", "seeds"),
-    [(2, range(3)), slow(3, range(15, 22)), rare(2, range(3, 15)), rare(3, range(22, 40))],
+    [(2, range(6)), slow(3, range(15, 22)), rare(2, range(6, 15)), rare(3, range(22, 40))],
 )
 def test_random_models_cut_at_random_train_as_the_unsharded_one(
     pool: Pool, world_size: int, seeds: range
