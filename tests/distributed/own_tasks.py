@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import metering
@@ -9,6 +10,7 @@ import msgspec
 import torch
 from hand_plans import plan_by_hand
 from metering import steps_measured
+from msgspec import UNSET
 from public_models import MODELS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +35,7 @@ from shardwright.tracker.memory import MemoryTracker
 CPU = torch.device("cpu")
 STEPS = 3
 OF_UNITS = ("gather", "free", "reduce", "collect")
+REFERENCES: dict[tuple[Any, ...], dict[str, Any]] = {}  # of this process, by what they depend on
 
 
 def own_job(name: str, optimizer: str = "sgd", **sections: Any) -> Job:
@@ -52,11 +55,9 @@ def planned_apart(
 ) -> dict[str, float]:
     """What differs from one process by more than 1e-9, and by how much."""
     job = own_job(name, optimizer)
-    true = alone(Given(job, built(job)), job, mesh)
     model = task_of(job).model(CPU)
     made = plan_by_hand(job, model, mesh.size(), _units(name, model), **options)
-    found = on_ranks(job, made, mesh)
-    return {key: d for key in true if not (d := apart(found.get(key), true[key])) <= 1e-9}
+    return differing(job, made, mesh)
 
 
 def bytes_of_applying(mesh: DeviceMesh) -> tuple[int, int, int]:
@@ -120,6 +121,21 @@ def _units(name: str, model: nn.Module) -> dict[str, list[str]]:
     return units
 
 
+def kept(job: Job, mesh: DeviceMesh, *more: Any, make: Callable[[], dict[str, Any]]) -> Any:
+    """A run on one process beside ranks of a mesh, made once for all plans of the same steps."""
+    steps = (job.model, job.data, job.train, job.batch, job.memory)
+    of = msgspec.json.encode([part for part in steps if part is not UNSET], order="deterministic")
+    key = (of, mesh.size(), mesh.get_local_rank(), *more)
+    if key not in REFERENCES:
+        REFERENCES[key] = make()
+    return REFERENCES[key]
+
+
+def true_of(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
+    """What one process comes to."""
+    return kept(job, mesh, make=lambda: alone(Given(job, built(job)), job, mesh))
+
+
 def alone(task: Task, job: Job, mesh: DeviceMesh) -> dict[str, Any]:
     """One process with the batches of all ranks; each rank has buffers of its own."""
     size, mine = mesh.size(), mesh.get_local_rank()
@@ -144,20 +160,27 @@ def alone(task: Task, job: Job, mesh: DeviceMesh) -> dict[str, Any]:
     return {**found, **buffers[mine]}
 
 
-def actions_of_a_step(mesh: DeviceMesh, job: Job, made: Plan) -> list[Action]:
-    """What the runtime did with units in a steady step."""
-    meter = Meter(mesh.get_local_rank())
-    measured(job, made, mesh, meter)
-    return [action for action in meter.actions if action.verb in OF_UNITS]
+def differing(job: Job, made: Plan, mesh: DeviceMesh) -> dict[str, float]:
+    """What differs from one process by more than 1e-9 under a plan, and by how much."""
+    true, found = true_of(job, mesh), on_ranks(job, made, mesh)
+    return {key: d for key in true if not (d := apart(found.get(key), true[key])) <= 1e-9}
 
 
 def planned(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[dict[str, float], list[Event]]:
     """What differs from one process by more than 1e-9 under a plan, and by how much; the bytes of
     a steady step."""
-    true = alone(Given(job, built(job)), job, mesh)
-    found = on_ranks(job, made, mesh)
-    apart_by = {key: d for key in true if not (d := apart(found.get(key), true[key])) <= 1e-9}
-    return apart_by, measured(job, made, mesh)
+    return differing(job, made, mesh), measured(job, made, mesh)
+
+
+def in_order(
+    mesh: DeviceMesh, job: Job, made: Plan, *, compares: bool
+) -> tuple[dict[str, float], list[Event], list[Action]]:
+    """The same, compared where that is asked for, and what the runtime did with units in a steady
+    step."""
+    apart_by = differing(job, made, mesh) if compares else {}
+    meter = Meter(mesh.get_local_rank())
+    events = measured(job, made, mesh, meter)
+    return apart_by, events, [action for action in meter.actions if action.verb in OF_UNITS]
 
 
 def apart_by_plan(mesh: DeviceMesh, job: Job, plans: list[Plan]) -> dict[str, float]:

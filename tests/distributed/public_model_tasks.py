@@ -17,11 +17,13 @@ STEPS = 3
 WAYS = ("flat", "per_param", "param_boundary", "owned", "flat tensors", "one unit")
 
 
-def trained_apart(mesh: DeviceMesh, name: str) -> dict[str, dict[str, float]]:
+def trained_apart(
+    mesh: DeviceMesh, name: str, ways: tuple[str, ...]
+) -> dict[str, dict[str, float]]:
     """What differs from one process by more than 1e-9 after three clipped steps of AdamW with
     decay groups, and by how much: weights, buffers, losses, norms; per way."""
     true = _alone(mesh, name)
-    found = {way: _sharded(mesh, name, way) for way in WAYS}
+    found = {way: _sharded(mesh, name, way) for way in ways}
     return {
         way: {key: d for key in true if not (d := apart(got.get(key), true[key])) <= 1e-9}
         for way, got in found.items()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import torch
-from own_tasks import CPU, STEPS, built, measured, on_ranks
+from own_tasks import CPU, STEPS, built, kept, measured, on_ranks
 from recommenders import Recommender, wrong_keyed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,7 +55,9 @@ def job_of(world_size: int, function: str = "build", **sections: Any) -> Job:
 def trained(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[dict[str, float], list[Event]]:
     """What differs from one process by more than rounding, and by how much; the bytes of a
     steady step."""
-    true, found = alone(job, made, mesh), on_ranks(job, made, mesh)
+    by_rows = _updated_by_rows(job, made)
+    true = kept(job, mesh, by_rows, make=lambda: alone(job, by_rows, mesh))
+    found = on_ranks(job, made, mesh)
     assert set(true) == set(found)
     # adaptive updates of gradients near zero are steps of full length, whose sign is rounding's
     close = CLOSE if job.train.optimizer == table_optimizer(job) == "sgd" else 10 * CLOSE
@@ -62,11 +65,15 @@ def trained(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[dict[str, float], l
     return differing, measured(job, made, mesh)
 
 
-def alone(job: Job, made: Plan, mesh: DeviceMesh) -> dict[str, Any]:
-    """One process with the batches of all ranks, tables updated row by row where the job has it."""
+def _updated_by_rows(job: Job, made: Plan) -> frozenset[str]:
+    """The tables whose rows have a state each."""
+    return frozenset(t.fqn for t in made.tables if table_optimizer(job) == "rowwise_adagrad")
+
+
+def alone(job: Job, by_rows: Set[str], mesh: DeviceMesh) -> dict[str, Any]:
+    """One process with the batches of all ranks, some tables updated row by row."""
     task, size = Given(job, built(job)), mesh.size()
     model = task.model(CPU)
-    by_rows = {t.fqn for t in made.tables} if table_optimizer(job) == "rowwise_adagrad" else set()
     rows = {name: p for name, p in model.named_parameters() if name in by_rows}
     sums = {name: torch.zeros(len(p)) for name, p in rows.items()}
     others = [p for n, p in model.named_parameters() if p.requires_grad and n not in by_rows]
@@ -311,7 +318,9 @@ def alone_in_half(job: Job, made: Plan, mesh: DeviceMesh) -> dict[str, Any]:
 
 def trained_in_half(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[dict[str, float], list[Event]]:
     """What differs from one process, and the bytes of a steady step."""
-    true, found = alone_in_half(job, made, mesh), on_ranks(job, made, mesh)
+    tables = frozenset(table.fqn for table in made.tables)
+    true = kept(job, mesh, tables, make=lambda: alone_in_half(job, made, mesh))
+    found = on_ranks(job, made, mesh)
     assert set(true) == set(found)
     differing = {key: d for key in true if not (d := apart(found[key], true[key])) <= CLOSE}
     return differing, measured(job, made, mesh)

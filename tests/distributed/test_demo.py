@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import resuming_tasks as tasks
 from pool import Pool
+from sampled import rare, slow
 
 from shardwright.core.job import read_job
 from shardwright.core.plan import write_plan
@@ -17,8 +18,7 @@ from shardwright.lab.sources import source_of
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("zipf", [1.2, 1.1])
+@pytest.mark.parametrize("zipf", [slow(1.2), rare(1.1)])
 def test_the_demo_trains_as_one_process_with_bytes_and_peak_as_predicted(
     pool: Pool, tmp_path: Path, zipf: float
 ) -> None:

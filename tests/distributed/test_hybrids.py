@@ -3,16 +3,20 @@ process does, take the bytes that were predicted and make the calls that were co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 from own_tasks import own_job, planned
 from pool import Pool
 from reference import small_job
+from sampled import rare, slow
 from tasks import collectives_of_a_step
 from test_measured_as_predicted import MODES, ROUTED, TYPES, check_run
-from test_own_models_measured import check_as_planned, check_planned_bytes
+from test_own_models_measured import check_as_planned, check_bytes_alone, check_planned_bytes
 
 from shardwright.core.job import Job, parse_job
 from shardwright.core.memory_section import PLANNED
@@ -47,9 +51,14 @@ def adapted(way: str, world_size: int, **more: Any) -> Job:
     )
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["GPT2", "T5"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(slow(*case) for case in (("GPT2", "hfsdp"), ("T5", "hsdp 2"))),
+        *(rare("GPT2", way) for way in ("hsdp", "hsdp 2", "hsdp 1")),
+        *(rare("T5", way) for way in ("hsdp", "hsdp 1", "hfsdp")),
+    ],
+)
 def test_a_module_trains_and_takes_memory_as_planned(pool: Pool, name: str, way: str) -> None:
     cluster = {"preset": "local", "world_size": 4}
     free = plan(own_job(name, "sgd", cluster=cluster))
@@ -65,29 +74,39 @@ def test_a_module_trains_and_takes_memory_as_planned(pool: Pool, name: str, way:
 
 
 def test_a_module_of_fp64_trains_as_on_one_process(pool: Pool) -> None:
-    cluster = {"preset": "local", "world_size": 4}
-    units = {unit.name: "shard" for unit in plan(own_job("GPT2")).units if "-" not in unit.name}
-    parallel = {"data_replicate": 2}
-    planner = {"units": units}
-    job = own_job("GPT2", "adam", cluster=cluster, parallel=parallel, planner=planner)
+    job = msgspec.structs.replace(adapted("hsdp", 4), memory=UNSET)
     check_as_planned(pool, job, plan(job))
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("offload", ["none", "all"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "offload"),
+    [
+        *(slow(*case) for case in (("hfsdp", "none"), ("hsdp", "all"))),
+        *(slow(*case) for case in (("hsdp 2", "none"), ("hsdp 1", "all"))),
+        *(rare(*case) for case in (("hfsdp", "all"), ("hsdp", "none"), ("hsdp 2", "all"))),
+        rare("hsdp 1", "none"),
+    ],
+)
 def test_frozen_layers_in_another_dtype_take_memory_as_planned(
     pool: Pool, way: str, offload: str
 ) -> None:
     job = adapted(way, 4, offload=offload)
-    made = plan(job)
-    check_planned_bytes(made, pool.run(4, planned, job=job, made=made))
+    check_bytes_alone(pool, job, plan(job))
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("types", [TYPES, ROUTED], ids=["mixed", "routed"])
-@pytest.mark.parametrize("units", ["sharded", "mixed"])
-@pytest.mark.parametrize("way", WAYS)
+MOST = {("hsdp", "sharded", ROUTED), ("hsdp 2", "mixed", TYPES), ("hsdp 1", "sharded", TYPES)}
+
+
+def ways_of_units() -> Iterator[Any]:
+    """Each way once, and the rest of them."""
+    for case in product(WAYS, ("sharded", "mixed"), (TYPES, ROUTED)):
+        if case == ("hfsdp", "mixed", ROUTED):
+            yield case
+        else:
+            yield slow(*case) if case in MOST else rare(*case)
+
+
+@pytest.mark.parametrize(("way", "units", "types"), [*ways_of_units()])
 def test_tables_are_shared_by_all_ranks_beside_them(
     pool: Pool, way: str, units: str, types: tuple[str, ...]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import example_tasks as tasks
 import pytest
 import torch
 from pool import Pool
+from sampled import slow
 
-STEPS, EVERY, STOP = 8, 4, 4
+STEPS, EVERY, STOP = 4, 2, 2
 
 
 @pytest.fixture(scope="module")
@@ -20,27 +22,36 @@ def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return pool.run(2, tasks.train, folder=folder, steps=STEPS, every=EVERY, stop=STEPS)[0]
 
 
-def _resumed(pool: Pool, folder: Path, ranks: int) -> Any:
-    options = {"folder": str(folder), "steps": STEPS, "every": EVERY}
-    pool.run(2, tasks.train, **options, stop=STOP)
+@pytest.fixture(scope="module")
+def interrupted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on two ranks that ended early."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    pool.run(2, tasks.train, folder=str(folder), steps=STEPS, every=EVERY, stop=STOP)
     assert [path.name for path in folder.glob("step-*")] == [f"step-{STOP}"]
+    return folder
+
+
+def _resumed(pool: Pool, interrupted: Path, folder: Path, ranks: int) -> Any:
+    shutil.copytree(interrupted, folder, dirs_exist_ok=True)
+    options = {"folder": str(folder), "steps": STEPS, "every": EVERY}
     return pool.run(ranks, tasks.train, **options, stop=STEPS)[0]
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, whole: Any) -> None:
-    losses, saved = _resumed(pool, tmp_path, 2)
+def test_an_interrupted_run_goes_on_bit_for_bit(
+    pool: Pool, interrupted: Path, tmp_path: Path, whole: Any
+) -> None:
+    losses, saved = _resumed(pool, interrupted, tmp_path, 2)
     assert losses == {STEPS: whole[0][STEPS]}
     assert saved.keys() == whole[1].keys()
     assert [name for name in saved if not saved[name].equal(whole[1][name])] == []
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [slow(1), slow(3)])
 def test_it_goes_on_with_another_number_of_ranks(
-    pool: Pool, tmp_path: Path, whole: Any, ranks: int
+    pool: Pool, interrupted: Path, tmp_path: Path, whole: Any, ranks: int
 ) -> None:
-    losses, saved = _resumed(pool, tmp_path, ranks)
+    losses, saved = _resumed(pool, interrupted, tmp_path, ranks)
     assert losses[STEPS] == pytest.approx(whole[0][STEPS], rel=1e-5)
     for name, tensor in saved.items():
         torch.testing.assert_close(tensor, whole[1][name], rtol=1e-3, atol=1e-5)

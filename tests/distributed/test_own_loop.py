@@ -7,14 +7,14 @@ from pathlib import Path
 import example_tasks as tasks
 import pytest
 from pool import Pool
+from sampled import rare
 
 import shardwright as sw
 from shardwright.cli.main import main
 from shardwright.report.table import comparison_summary, text_of
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, rare(1)])
 def test_a_loop_of_one_s_own_learns_and_takes_what_was_predicted(pool: Pool, ranks: int) -> None:
     found = pool.run(ranks, tasks.train_own, steps=40)
     plan, measured = found[0]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
 import pytest
 from own_tasks import bytes_of_applying, exact_bytes, planned_apart
 from pool import Pool
 from public_models import MODELS
+from sampled import rare, slow
 
-QUICK = {"GPT2", "T5", "ResNet", "Wav2Vec2"}
-NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+# One, and those that no recording plans.
+DAILY = {("GPT2", "adam"), ("LSTM", "adam"), ("Mixtral", "sgd"), ("Wav2Vec2", "adam")}
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("name", NAMES)
+def architectures() -> Iterator[Any]:
+    """Every one with both optimizers, and which of them run daily."""
+    for case in product(MODELS, ("sgd", "adam")):
+        yield slow(*case) if case in DAILY else rare(*case)
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [*architectures()])
 def test_trains_as_on_one_process(pool: Pool, name: str, optimizer: str) -> None:
     for found in pool.run(2, planned_apart, name=name, optimizer=optimizer, options={}):
         assert found == {}

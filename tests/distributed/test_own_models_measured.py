@@ -3,19 +3,22 @@ the bytes that its plan foresees."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 from own_tasks import (
     OF_UNITS,
-    actions_of_a_step,
     apart_by_plan,
     bytes_of_steps,
+    in_order,
     own_job,
     planned,
 )
 from pool import Pool
 from public_models import MODELS
+from sampled import rare, slow
 
 from shardwright.core.errors import UnsupportedError
 from shardwright.core.job import Job, parse_job
@@ -25,19 +28,23 @@ from shardwright.core.timeline import decode, exact_bytes, phase_peaks
 from shardwright.lab.recordings import plan
 
 UNTRACED = {"Mixtral", "LSTM", "Wav2Vec2"}  # shapes that depend on values
-QUICK = {"GPT2", "T5", "ResNet"}
-NAMES = [
-    n if n in QUICK else pytest.param(n, marks=pytest.mark.slow)
-    for n in MODELS
-    if n not in UNTRACED
-]
+SIZES = (1, 2, 3)
 MOST_APART = 0.01  # of a peak
-DENSE = {1: {}, 2: {"prefetch": 1, "reshard": True}, 4: {"prefetch": 0, "layers_per_unit": 1}}
+DENSE = {1: {}, 2: {"prefetch": 1, "reshard": True}, 3: {"prefetch": 0, "layers_per_unit": 1}}
+QUICK = {("GPT2", 2)}
+DAILY = {
+    *(("GPT2", 1), ("GPT2", 3), ("T5", 3), ("ResNet", 2), ("ResNet", 3)),
+    *((name, 2) for name in ("Llama", "CLIP", "UNet", "Transformer", "GAT", "DLRM")),
+}
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", NAMES)
+def architectures() -> Iterator[Any]:
+    """One on all ranks, others that differ most in how they are traced on two."""
+    for case in product((name for name in MODELS if name not in UNTRACED), SIZES):
+        yield case if case in QUICK else slow(*case) if case in DAILY else rare(*case)
+
+
+@pytest.mark.parametrize(("name", "world_size"), [*architectures()])
 def test_a_module_trains_and_takes_memory_as_planned(
     pool: Pool, name: str, world_size: int
 ) -> None:
@@ -64,6 +71,12 @@ def check_as_planned(pool: Pool, job: Job, made: Plan) -> None:
     assert [apart for apart, _ in results] == [{}] * made.world_size
 
 
+def check_bytes_alone(pool: Pool, job: Job, made: Plan) -> None:
+    """Of a run whose numbers are those of another dtype."""
+    found = pool.run(made.world_size, bytes_of_steps, job=job, made=made)
+    check_planned_bytes(made, [({}, events) for events in found])
+
+
 def check_planned_bytes(made: Plan, results: list[Any]) -> None:
     predicted = decode(made.timeline)
     wanted = {key: size for key, size in exact_bytes(predicted).items() if size}
@@ -78,7 +91,7 @@ def check_planned_bytes(made: Plan, results: list[Any]) -> None:
         assert highest[0] == pytest.approx(highest[1], rel=MOST_APART)
 
 
-@pytest.mark.parametrize("overlap", ["none", "rows", "ids_and_rows"])
+@pytest.mark.parametrize("overlap", [slow("none"), slow("rows"), "ids_and_rows"])
 def test_an_embedding_looked_up_early_takes_memory_as_planned(pool: Pool, overlap: str) -> None:
     job = parse_job(
         {
@@ -90,13 +103,18 @@ def test_an_embedding_looked_up_early_takes_memory_as_planned(pool: Pool, overla
     made = plan(job)
     assert made.modes.routed == {"user"}
     assert made.modes.early == (set() if overlap == "none" else {"user"})
-    found = pool.run(2, bytes_of_steps, job=job, made=made)
-    check_planned_bytes(made, [({}, events) for events in found])
+    check_bytes_alone(pool, job, made)
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(("policy", "way"), [("full", "shard"), ("selective", "replicate")])
+@pytest.mark.parametrize(
+    ("policy", "way", "world_size"),
+    [
+        *(slow(*case) for case in (("full", "shard", 2), ("selective", "replicate", 2))),
+        slow("full", "shard", 3),
+        *(rare(*case) for case in (("selective", "replicate", 3), ("full", "shard", 1))),
+        rare("selective", "replicate", 1),
+    ],
+)
 def test_checkpointed_blocks_train_and_take_memory_as_planned(
     pool: Pool, policy: str, way: str, world_size: int
 ) -> None:
@@ -111,8 +129,7 @@ def test_checkpointed_blocks_train_and_take_memory_as_planned(
     check_as_planned(pool, job, made)
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [slow(1), 2, rare(3)])
 def test_what_is_computed_again_draws_the_same_random_numbers(pool: Pool, world_size: int) -> None:
     def job(policy: str) -> Job:
         return parse_job(
@@ -130,10 +147,16 @@ def test_what_is_computed_again_draws_the_same_random_numbers(pool: Pool, world_
     assert found == [{}] * world_size
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("policy", ["none", "full", "selective"])
-@pytest.mark.parametrize("way", ["shard", "replicate"])
-@pytest.mark.parametrize(("world_size", "prefetch"), [(1, 0), (2, 0), (2, 1), (4, 0)])
+@pytest.mark.parametrize(
+    ("world_size", "prefetch", "way", "policy"),
+    [
+        slow(2, 1, "shard", "full"),
+        *(slow(*case) for case in ((3, 0, "replicate", "selective"), (2, 0, "shard", "none"))),
+        *(rare(1, 0, "shard", policy) for policy in ("none", "full", "selective")),
+        *(rare(2, 1, "replicate", policy) for policy in ("none", "full", "selective")),
+        *(rare(3, 0, "shard", policy) for policy in ("none", "full", "selective")),
+    ],
+)
 def test_layers_that_are_lists_are_units_of_the_parts_that_run(
     pool: Pool, world_size: int, prefetch: int, way: str, policy: str
 ) -> None:
@@ -175,15 +198,21 @@ MANNERS: dict[str, dict[str, Any]] = {  # of planning: sections of a job
 }
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize(
-    ("order", "manner", "world_size"),
-    [
-        (order, manner, (1, 2, 4)[(place + other) % 3])  # every two of the three together
-        for place, order in enumerate(ORDERS)
-        for other, manner in enumerate(MANNERS)
-    ],
-)
+QUICK_ORDERS = {("a b a", "checkpointed", 2), ("few twice", "sharded one by one", 2)}
+
+
+def orders() -> Iterator[Any]:
+    """Each manner with two or three orders, each order on all ranks, and the rest of them."""
+    for place, order in enumerate(ORDERS):
+        for other, manner in enumerate(MANNERS):
+            case = (order, manner, SIZES[(place // 3 + other // 3) % 3])
+            if (place + other) % 3:
+                yield rare(*case)
+            else:
+                yield case if case in QUICK_ORDERS else slow(*case)
+
+
+@pytest.mark.parametrize(("order", "manner", "world_size"), [*orders()])
 def test_parts_called_several_times_in_an_order_of_their_own_run_as_planned(
     pool: Pool, world_size: int, order: str, manner: str
 ) -> None:
@@ -202,16 +231,16 @@ def test_parts_called_several_times_in_an_order_of_their_own_run_as_planned(
     document["planner"] = {**document["planner"], "units": dict.fromkeys(names, way)}
     job = parse_job(document)
     made = plan(job)
-    if "memory" in document:  # which computes in fp32
-        check_planned_bytes(made, pool.run(world_size, planned, job=job, made=made))
-    else:
-        check_as_planned(pool, job, made)
+    compares = "memory" not in document  # which computes in fp32
+    results = pool.run(world_size, in_order, job=job, made=made, compares=compares)
+    check_planned_bytes(made, [(differing, events) for differing, events, _ in results])
+    assert [differing for differing, _, _ in results] == [{}] * world_size
     steps = training_step(made.model.step, made.modes)
-    for did in pool.run(world_size, actions_of_a_step, job=job, made=made):
+    for _, _, did in results:
         assert did == [action for action in steps if action.verb in OF_UNITS]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [slow(2), rare(1), rare(3)])
 def test_layers_that_are_lists_with_parameters_of_their_own_are_no_units(
     pool: Pool, world_size: int
 ) -> None:
@@ -226,9 +255,14 @@ def test_layers_that_are_lists_with_parameters_of_their_own_are_no_units(
     check_as_planned(pool, job, plan(job))
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])  # which makes its states at once
-@pytest.mark.parametrize("way", ["shard", "replicate"])
+@pytest.mark.parametrize(
+    ("way", "optimizer"),
+    [
+        slow("shard", "adam"),
+        slow("replicate", "adagrad"),  # which makes its states at once
+        *(rare("shard", "adagrad"), rare("replicate", "adam")),
+    ],
+)
 def test_what_is_frozen_has_neither_gradient_nor_states(
     pool: Pool, way: str, optimizer: str
 ) -> None:
@@ -257,15 +291,15 @@ def test_what_is_frozen_has_neither_gradient_nor_states(
     check_as_planned(pool, job, made)
 
 
-@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("world_size", "zero", "offload"),
     [
-        (world, zero, way)
-        for world in (1, 2, 4)
-        for zero in (1, 2, 3)
-        for way in ("none", "all")
-        if (zero, way) != (3, "none")
+        (2, 2, "none"),
+        *(slow(2, zero, way) for zero, way in ((1, "none"), (1, "all"), (2, "all"), (3, "all"))),
+        *(slow(3, zero, "none") for zero in (1, 2)),
+        *(rare(3, zero, "all") for zero in (1, 2, 3)),
+        *(rare(1, zero, "none") for zero in (1, 2)),
+        *(rare(1, zero, "all") for zero in (1, 2, 3)),
     ],
 )
 def test_stages_of_zero_take_memory_as_planned(
@@ -289,23 +323,28 @@ def test_stages_of_zero_take_memory_as_planned(
     made = plan(job)
     assert offload == "all" or zero in {unit.roles.zero for unit in made.units}
     assert {unit.offloaded is True for unit in made.units if unit.roles.zero} <= {offload == "all"}
-    check_planned_bytes(made, pool.run(world_size, planned, job=job, made=made))
+    check_bytes_alone(pool, job, made)
 
 
 NARROW = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize(
-    ("zero", "dtypes", "way", "world_size"),
-    [
-        (zero, dtypes, way, (1, 2, 3, 4)[(zero + place + other + more) % 4])
-        for zero in (1, 2, 3)
-        for place, dtypes in enumerate(NARROW)
-        for other, way in enumerate(("replicate", "shard"))
-        for more in (0, 2)
-    ],
-)
+QUICK_DTYPES = {(1, ("bf16", "fp32"), "replicate", 2)}
+
+
+def stages() -> Iterator[Any]:
+    """Each stage with each pair of dtypes on two ranks or three, and the rest of them."""
+    for zero, (place, dtypes), (other, way), more in product(
+        (1, 2, 3), enumerate(NARROW), enumerate(("replicate", "shard")), (0, 1)
+    ):
+        case = (zero, dtypes, way, (2, 3)[(zero + place // 2 + more + 1) % 2])
+        if (zero + place + other) % 2 or more:
+            yield rare(*case)
+        else:
+            yield case if case in QUICK_DTYPES else slow(*case)
+
+
+@pytest.mark.parametrize(("zero", "dtypes", "way", "world_size"), [*stages()])
 def test_units_that_compute_in_another_dtype_take_memory_as_planned(
     pool: Pool, world_size: int, zero: int, dtypes: tuple[str, str], way: str
 ) -> None:
@@ -323,13 +362,18 @@ def test_units_that_compute_in_another_dtype_take_memory_as_planned(
     )
     made = plan(job)
     assert {unit.name for unit in made.units} == made.modes.sharded_units
-    check_planned_bytes(made, pool.run(world_size, planned, job=job, made=made))
+    check_bytes_alone(pool, job, made)
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize(
-    ("way", "zero"), [("shard", 3), ("replicate", 3), ("auto", 1), ("auto", 2)]
+    ("way", "zero", "optimizer"),
+    [
+        ("shard", 3, "adamw"),
+        *(slow(*case) for case in (("replicate", 3, "sgd"), ("auto", 1, "sgd"))),
+        slow("auto", 2, "adamw"),
+        *(rare(*case) for case in (("shard", 3, "sgd"), ("replicate", 3, "adamw"))),
+        *(rare(*case) for case in (("auto", 1, "adamw"), ("auto", 2, "sgd"))),
+    ],
 )
 def test_what_gets_no_gradient_stays_as_it_is(
     pool: Pool, way: str, zero: int, optimizer: str
@@ -353,7 +397,7 @@ def test_what_gets_no_gradient_stays_as_it_is(
     if zero == 3:
         check_as_planned(pool, job, made)
     else:
-        check_planned_bytes(made, pool.run(2, planned, job=job, made=made))
+        check_bytes_alone(pool, job, made)
 
 
 @pytest.mark.parametrize("name", sorted(UNTRACED))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pipeline_tasks import tracked_stage
 from pool import Pool
+from sampled import rare, slow
 
 from shardwright.core.job import parse_job
 from shardwright.lab.footprint import footprint
@@ -16,15 +17,14 @@ DIM, SEQUENCE = 64, 32
 LOSS_BYTES = 4 * MICROBATCHES + 8  # losses that the schedule hands out
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("schedule", "replicas", "shards", "memory", "more"),
     [
         ("1f1b", 1, 1, {"runtime": "ddp"}, {}),
-        ("gpipe", 1, 1, {"runtime": "ddp"}, {}),
-        ("1f1b", 1, 2, {}, {}),
-        ("1f1b", 2, 1, {"zero": [2, 3]}, {}),
-        ("gpipe", 2, 1, {"zero": [2, 3]}, {"experts": 4, "experts_per_token": 2}),
+        rare("gpipe", 1, 1, {"runtime": "ddp"}, {}),
+        slow("1f1b", 1, 2, {}, {}),
+        rare("1f1b", 2, 1, {"zero": [2, 3]}, {}),
+        slow("gpipe", 2, 1, {"zero": [2, 3]}, {"experts": 4, "experts_per_token": 2}),
     ],
     ids=str,
 )

@@ -14,10 +14,11 @@ from msgspec import UNSET
 from own_tasks import own_job, planned
 from pool import Pool
 from reference import bag_job, small_job, train_unsharded
+from sampled import rare, slow
 from tasks import go_on, train_sharded
 from test_hybrids import check_calls
 from test_measured_as_predicted import BAG_ROWS, ROUTED, TYPES
-from test_own_models_measured import check_planned_bytes
+from test_own_models_measured import check_bytes_alone, check_planned_bytes
 from test_resharding import reshard
 from test_sharded_equals_unsharded import hold
 from test_transformer import LLAMAS, check_curve, check_step_bytes, text_job
@@ -51,10 +52,15 @@ def bucketed(job: Job, size: Any = SIZE, zero: Any = 2, **dense: Any) -> Job:
     return replace(job, planner=replace(job.planner, units={}, dense=section), memory=memory)
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "zero", "prefetch"),
+    [
+        (2, 2, 1),
+        slow(2, 1, 0),
+        slow(3, 2, 0),
+        *(rare(*case) for case in ((2, 1, 1), (2, 2, 0), (1, 1, 0), (1, 2, 1), (3, 1, 1))),
+    ],
+)
 def test_a_transformer_trains_as_on_one_process(
     pool: Pool, text: Path, world_size: int, zero: int, prefetch: int
 ) -> None:
@@ -65,9 +71,14 @@ def test_a_transformer_trains_as_on_one_process(
     check_curve(pool, job, world_size)
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("kind", LLAMAS)
-@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        *(slow("full", "dense"), slow("selective", "experts")),
+        *(rare(policy, "dense") for policy in ("none", "selective")),
+        *(rare(policy, "experts") for policy in ("none", "full")),
+    ],
+)
 def test_so_does_a_llama_whose_blocks_are_checkpointed(
     pool: Pool, text: Path, policy: str, kind: str
 ) -> None:
@@ -78,10 +89,15 @@ def test_so_does_a_llama_whose_blocks_are_checkpointed(
     check_step_bytes(pool, job, 2)
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("elements", [500, SIZE, 1_000_000])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "elements", "prefetch"),
+    [
+        (2, 500, 1),
+        *(slow(*case) for case in ((3, SIZE, 0), (2, 1_000_000, 0))),
+        *(rare(1, elements, 1) for elements in (500, SIZE, 1_000_000)),
+        *(rare(*case) for case in ((2, 500, 0), (2, SIZE, 1), (3, 500, 0), (3, 1_000_000, 1))),
+    ],
+)
 def test_bytes_are_exact_and_peaks_near(
     pool: Pool, text: Path, world_size: int, elements: int, prefetch: int
 ) -> None:
@@ -90,7 +106,7 @@ def test_bytes_are_exact_and_peaks_near(
     check_step_bytes(pool, job, world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, slow(3), rare(1)])
 def test_what_a_bucket_moves_is_what_the_plan_says(pool: Pool, text: Path, world_size: int) -> None:
     made = plan(bucketed(text_job(text, world_size, {})))
     told = {unit.name: (unit.collectives, unit.bytes_per_step) for unit in made.units}
@@ -98,10 +114,13 @@ def test_what_a_bucket_moves_is_what_the_plan_says(pool: Pool, text: Path, world
         assert found == told, rank
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("types", [TYPES, ROUTED], ids=["mixed", "routed"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "types", "prefetch"),
+    [
+        *((2, TYPES, 1), slow(3, ROUTED, 0)),
+        *(rare(*case) for case in ((1, TYPES, 0), (2, ROUTED, 1), (3, TYPES, 1), (4, TYPES, 0))),
+    ],
+)
 def test_a_dlrm_trains_beside_its_tables_as_on_one_process(
     pool: Pool, world_size: int, types: tuple[str, ...], prefetch: int
 ) -> None:
@@ -111,9 +130,9 @@ def test_a_dlrm_trains_beside_its_tables_as_on_one_process(
     hold(results, *train_unsharded(job, torch.float64))
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("types", [TYPES, ROUTED], ids=["mixed", "routed"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "types"), [(2, TYPES), slow(3, ROUTED), rare(2, ROUTED), rare(3, TYPES)]
+)
 def test_calls_beside_tables_are_as_planned(
     pool: Pool, world_size: int, types: tuple[str, ...]
 ) -> None:
@@ -124,24 +143,29 @@ def test_bytes_beside_tables_are_exact(pool: Pool) -> None:
     check_bytes(pool, bucketed(bag_job(ROUTED, 2, "sgd", batch=256, rows=BAG_ROWS), 100), 0.01)
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("name", ["GPT2", "T5", "VAE"])
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        *(slow(*case) for case in (("GPT2", 2), ("VAE", 1))),
+        *(rare(*case) for case in (("GPT2", 1), ("T5", 1), ("T5", 2), ("VAE", 2))),
+    ],
+)
 def test_a_module_trains_and_takes_memory_as_planned(pool: Pool, name: str, replicas: int) -> None:
-    cluster = {"preset": "local", "world_size": 4}
+    cluster = {"preset": "local", "world_size": 2 * replicas}
     job = own_job(name, "sgd", cluster=cluster, parallel={"data_replicate": replicas})
     job = bucketed(job, 1_500)
     made = plan(job)
     assert len(made.units) > 1
-    results = pool.run(4, planned, job=job, made=made)
+    results = pool.run(made.world_size, planned, job=job, made=made)
     check_planned_bytes(made, results)
     nearly = 2e-6  # of fp32, in which the job computes; the module is one of fp64
     assert max(by for apart, _ in results for by in apart.values()) < nearly
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("offload", ["none", "all"])
+@pytest.mark.parametrize(
+    ("offload", "dtype"),
+    [("none", "bf16"), slow("all", "fp32"), rare("none", "fp32"), rare("all", "bf16")],
+)
 def test_frozen_layers_in_another_dtype_take_memory_as_planned(
     pool: Pool, offload: str, dtype: str
 ) -> None:
@@ -155,8 +179,7 @@ def test_frozen_layers_in_another_dtype_take_memory_as_planned(
             "planner": {"dense": {"bucket_size": 300}},
         }
     )
-    made = plan(job)
-    check_planned_bytes(made, pool.run(2, planned, job=job, made=made))
+    check_bytes_alone(pool, job, plan(job))
 
 
 @pytest.mark.parametrize("units", UNITS)
@@ -182,7 +205,7 @@ def test_where_parameters_do_not_stay_whole_buckets_are_refused(text: Path) -> N
             plan(refused)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [slow(0), 1])
 def test_one_of_the_buckets_may_be_replicated(pool: Pool, text: Path, prefetch: int) -> None:
     job = bucketed(text_job(text, 2, {}), prefetch=prefetch)
     planner = msgspec.structs.replace(job.planner, units={"bucket-1": "replicate"})

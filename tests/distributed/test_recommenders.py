@@ -6,18 +6,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import recommender_tasks as tasks
 import torch
 from pool import Pool
+from sampled import rare, slow
 
+from shardwright.core.job import Job
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
-from shardwright.lab.recordings import plan
+from shardwright.lab import recordings
 
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise", "dense")
 TABLES = ("users", "seen", "shown.items", "shown.tags", "shops")
+TURNED = tuple(TYPES[n:] + TYPES[:n] for n in range(len(TYPES)))  # every kind for every table
 MOST_APART = 0.01  # of a peak
+PLANS: dict[bytes, Plan] = {}
+
+
+def plan(job: Job) -> Plan:
+    """Made once for all tests of a job."""
+    key = msgspec.json.encode(job, order="deterministic")
+    if key not in PLANS:
+        PLANS[key] = recordings.plan(job)
+    return PLANS[key]
 
 
 def forced(*kinds: str) -> dict[str, Any]:
@@ -32,9 +45,15 @@ def kinds_of(made: Plan) -> dict[str, str]:
     return {table.name: table.sharding_type for table in made.tables}
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kinds", [*((kind,) for kind in TYPES), TYPES])
+@pytest.mark.parametrize(
+    ("kinds", "world_size"),
+    [
+        *((TURNED[0], 2), slow(TURNED[1], 3), slow(TURNED[2], 2), slow(TURNED[3], 1)),
+        slow(TURNED[4], 2),
+        *(rare((kind,), world_size) for kind in TYPES for world_size in (1, 2, 3)),
+        *(rare(TYPES, world_size) for world_size in (1, 3, 4)),
+    ],
+)
 def test_sgd_trains_as_on_one_process_and_takes_bytes_as_planned(
     pool: Pool, kinds: tuple[str, ...], world_size: int
 ) -> None:
@@ -45,10 +64,15 @@ def test_sgd_trains_as_on_one_process_and_takes_bytes_as_planned(
     _check(made, pool.run(world_size, tasks.trained, job=job, made=made))
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("kinds", [("row_wise",), ("table_wise", "data_parallel", "row_wise")])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize(
+    ("optimizer", "kinds", "world_size"),
+    [
+        ("adam", ("table_wise", "data_parallel", "row_wise"), 2),
+        slow("sgd", ("row_wise",), 3),
+        *(rare("adam", ("row_wise",), world_size) for world_size in (1, 2)),
+        *(rare("sgd", ("table_wise", "data_parallel", "row_wise"), size) for size in (1, 3)),
+    ],
+)
 def test_row_wise_adagrad_is_exact_beside_units_of_another_optimizer(
     pool: Pool, kinds: tuple[str, ...], optimizer: str, world_size: int
 ) -> None:
@@ -59,11 +83,15 @@ def test_row_wise_adagrad_is_exact_beside_units_of_another_optimizer(
     _check(made, pool.run(world_size, tasks.trained, job=job, made=made))
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
-    ("world_size", "reduced"), [(1, "fp32"), (1, "bf16"), (2, "fp32"), (4, "fp32")]
+    ("kinds", "world_size", "reduced"),
+    [
+        *((TURNED[0], 2, "fp32"), slow(TURNED[1], 1, "bf16"), slow(TURNED[2], 2, "fp32")),
+        *(rare((kind,), size, "fp32") for kind in TYPES[:4] for size in (1, 2, 4)),
+        *(rare((kind,), 1, "bf16") for kind in TYPES[:4]),
+        *(rare(*case) for case in ((TYPES, 1, "fp32"), (TYPES, 1, "bf16"), (TYPES, 4, "fp32"))),
+    ],
 )
-@pytest.mark.parametrize("kinds", [*((kind,) for kind in TYPES[:4]), TYPES])
 def test_rows_are_given_in_what_units_compute_in_and_learn_in_fp32(
     pool: Pool, kinds: tuple[str, ...], world_size: int, reduced: str
 ) -> None:
@@ -76,9 +104,14 @@ def test_rows_are_given_in_what_units_compute_in_and_learn_in_fp32(
     _check(made, pool.run(world_size, tasks.trained_in_half, job=job, made=made))
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 4])  # thirds of a loss are rounded in each gradient
-@pytest.mark.parametrize("kinds", [*((kind,) * 2 for kind in TYPES[:4]), TYPES[1:3]])
+@pytest.mark.parametrize(
+    ("kinds", "world_size"),  # not 3: thirds of a loss are rounded in each gradient
+    [
+        *(slow(TYPES[1:3], 2), slow(TYPES[3:4] + TYPES[:1], 2)),
+        *(rare((kind,) * 2, size) for kind in TYPES[:4] for size in (1, 2, 4)),
+        *(rare(TYPES[1:3], size) for size in (1, 4)),
+    ],
+)
 def test_embeddings_made_in_half_precision_are_tables_of_it(
     pool: Pool, kinds: tuple[str, ...], world_size: int
 ) -> None:
@@ -91,8 +124,7 @@ def test_embeddings_made_in_half_precision_are_tables_of_it(
     _check(made, results, 2 * MOST_APART)  # rows that ids share are summed: how many is chance
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, slow(3), rare(1)])
 def test_gradients_of_rows_that_travel_once_take_bytes_as_planned(
     pool: Pool, world_size: int
 ) -> None:
@@ -203,8 +235,7 @@ def test_what_was_frozen_since_it_was_planned_is_named(pool: Pool, name: str) ->
         )
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [2, 1, 3])
+@pytest.mark.parametrize("world_size", [2, rare(1), rare(3)])
 def test_an_average_of_weights_is_kept_in_a_model_of_its_own(pool: Pool, world_size: int) -> None:
     job = tasks.job_of(world_size, planner=forced("row_wise", "data_parallel", "table_wise"))
     for said, distances in pool.run(world_size, tasks.averaged, job=job, made=plan(job)):
@@ -213,9 +244,13 @@ def test_an_average_of_weights_is_kept_in_a_model_of_its_own(pool: Pool, world_s
         assert max(distances.values()) < tasks.CLOSE
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("holds", [False, True])
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+@pytest.mark.parametrize(
+    ("optimizer", "holds"),
+    [
+        *(("rowwise_adagrad", True), slow("sgd", False)),
+        *(rare(*case) for case in (("rowwise_adagrad", False), ("sgd", True))),
+    ],
+)
 def test_gradients_of_tables_are_accumulated_until_a_guard_is_settled(
     pool: Pool, optimizer: str, holds: bool
 ) -> None:
@@ -277,13 +312,20 @@ def test_what_no_plan_has_seen_is_refused_by_the_embedding_s_name(pool: Pool) ->
     )
 
 
+IN_HALF = {"memory": {"param_dtype": "bf16"}}
 COLLECTED = ("bags.embedding_bags.users", "bags.embedding_bags.goods", "words.embeddings.words")
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kinds", [*((kind,) for kind in TYPES[:4]), TYPES[1:4]])
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("pooling", "kinds", "world_size"),
+    [
+        ("mean", TYPES[1:4], 2),
+        *(slow("sum", TYPES[2:4] + TYPES[1:2], 3), slow("mean", TYPES[3:4] + TYPES[:2], 2)),
+        *(rare(way, (kind,), 2) for kind in TYPES[:4] for way in ("sum", "mean")),
+        *(rare("sum", TYPES[1:4], size) for size in (1, 2, 4)),
+        *(rare("mean", TYPES[1:4], size) for size in (1, 3)),
+    ],
+)
 def test_torchrec_s_collections_are_tables_of_a_plan(
     pool: Pool, pooling: str, kinds: tuple[str, ...], world_size: int
 ) -> None:
@@ -295,10 +337,15 @@ def test_torchrec_s_collections_are_tables_of_a_plan(
     _check(made, pool.run(world_size, tasks.trained, job=job, made=made))
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("kinds", [("table_wise", "data_parallel"), ("row_wise", "column_wise")])
-@pytest.mark.parametrize("sections", [{"memory": {"param_dtype": "bf16"}}, {}])
+@pytest.mark.parametrize(
+    ("sections", "kinds", "world_size"),
+    [
+        (IN_HALF, ("row_wise", "column_wise"), 2),
+        slow({}, ("table_wise", "data_parallel"), 3),
+        *(rare({}, ("row_wise", "column_wise"), size) for size in (1, 2)),
+        *(rare(IN_HALF, ("table_wise", "data_parallel"), size) for size in (2, 3)),
+    ],
+)
 def test_collections_in_half_precision_take_bytes_as_planned(
     pool: Pool, sections: dict[str, Any], kinds: tuple[str, ...], world_size: int
 ) -> None:

@@ -11,6 +11,7 @@ import probe_tasks
 import pytest
 import rehearsal_tasks as tasks
 from pool import Pool
+from sampled import rare, slow
 
 from shardwright.core.footprint import PhasePeak
 from shardwright.core.job import parallel_of, parse_job
@@ -20,6 +21,7 @@ from shardwright.lab.rehearsal import among
 
 # Until a thread of gloo lets a buffer of FSDP2's go, it counts: rarely, and in first steps.
 TRIES = 3
+QUICK, DAILY = 0, {3, 7, 8, 13, 16}  # which have every runtime, stage, dtype and kind of model
 CASES = 18
 
 
@@ -55,8 +57,10 @@ def document(seed: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize(
+    "seed",
+    [n if n == QUICK else slow(n) if n in DAILY else rare(n) for n in range(CASES)],
+)
 def test_a_random_job_takes_what_its_estimate_says(pool: Pool, seed: int) -> None:
     given = document(seed)
     if given["model"]["kind"] == "llama":
@@ -64,13 +68,14 @@ def test_a_random_job_takes_what_its_estimate_says(pool: Pool, seed: int) -> Non
     _check_as_estimated(pool, given)
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "adamw_8bit"])
 @pytest.mark.parametrize(
-    "memory",
+    ("memory", "optimizer"),
     [
-        *({"runtime": "shardwright", "zero": zero} for zero in (3, 1, 2)),
-        {"runtime": "fsdp2"},
+        *(({"zero": 2}, "adamw"), slow({"zero": 1}, "adamw_8bit"), slow({"zero": 3}, "adagrad")),
+        slow({"runtime": "fsdp2"}, "adamw"),
+        *(slow({"zero": zero}, "adamw") for zero in (3, 1)),
+        *(slow({"zero": zero}, "adamw_8bit") for zero in (3, 2)),
+        slow({"runtime": "fsdp2"}, "adagrad"),
     ],
     ids=str,
 )
@@ -81,8 +86,6 @@ def test_what_gets_no_gradient_is_rehearsed_as_it_is_counted(
     stage of ZeRO makes no copy for computing."""
     idle = 0 if memory.get("zero", 3) < 3 else 1
     eight = optimizer == "adamw_8bit"
-    if eight and memory["runtime"] == "fsdp2":
-        pytest.skip("it updates units of our own runtime")
     _check_as_estimated(
         pool,
         {
@@ -98,14 +101,12 @@ def test_what_gets_no_gradient_is_rehearsed_as_it_is_counted(
     )
 
 
-@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("zero", "optimizer", "layers"),
     [
-        ([2, 3], "adamw", 5),
-        ([2, 3], "adamw_8bit", 2),
-        (3, "adamw_8bit", 2),
-        ([2, 3], "sgd_momentum", 1),
+        slow([2, 3], "sgd_momentum", 1),
+        slow([2, 3], "adamw_8bit", 2),
+        *(rare([2, 3], "adamw", 5), rare(3, "adamw_8bit", 2)),
     ],
     ids=str,
 )
@@ -128,13 +129,12 @@ def test_replicas_are_rehearsed_as_they_are_counted(
     )
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("memory", "shape"),
     [
-        ({"checkpointing": "selective"}, {}),
-        ({"param_dtype": "fp32"}, {"tied_embeddings": True}),
-        ({"checkpointing": "full"}, {"experts": 4, "experts_per_token": 2}),
+        slow({"checkpointing": "selective"}, {}),
+        rare({"param_dtype": "fp32"}, {"tied_embeddings": True}),
+        rare({"checkpointing": "full"}, {"experts": 4, "experts_per_token": 2}),
     ],
     ids=str,
 )
@@ -154,9 +154,14 @@ def test_replicas_beside_fsdp2_are_rehearsed_on_a_mesh_of_both(
     _check_as_estimated(pool, given)
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("order", ["a a b b", "loop", "few twice"])
+@pytest.mark.parametrize(
+    ("order", "param_dtype"),
+    [
+        *(slow("few twice", "bf16"), slow("a a b b", "fp32")),
+        *(rare("loop", dtype) for dtype in ("fp32", "bf16")),
+        *(rare(*case) for case in (("few twice", "fp32"), ("a a b b", "bf16"))),
+    ],
+)
 def test_units_called_several_times_are_summed_once_under_fsdp2(
     pool: Pool, order: str, param_dtype: str
 ) -> None:
@@ -173,7 +178,7 @@ def test_units_called_several_times_are_summed_once_under_fsdp2(
     )
 
 
-@pytest.mark.parametrize("zero", [3, 2, [2, 3]], ids=str)
+@pytest.mark.parametrize("zero", [2, slow(3), slow([2, 3])], ids=str)
 def test_buffers_of_a_sum_have_one_name(pool: Pool, zero: Any) -> None:
     """On gloo they travel as an all-to-all does; what each rank sums then is an exchange."""
     replicas = 2 if zero == [2, 3] else 1
