@@ -62,6 +62,9 @@ def recording() -> Recording:
     return Recording((*forward, *backward), (block(0), block(1)), buffers=11, inputs=22)
 
 
+ADAMW = optimizer_named("adamw", "foreach")
+
+
 @pytest.fixture
 def run() -> Step:
     """The ledger after a step."""
@@ -70,7 +73,7 @@ def run() -> Step:
         passes: Sequence[Pass] = ONE_PASS.passes,
         chunks: int = 1,
         sent: int = 0,
-        optimizer: Optimizer = optimizer_named("adamw", "foreach"),
+        optimizer: Optimizer = ADAMW,
         **changes: Any,
     ) -> Ledger:
         heap, sharding = Ledger(), Sharding(**changes)
