@@ -57,8 +57,9 @@ def choose(items: Sequence[pytest.Item]) -> None:
     """Mark the cases of one test function: ``product`` what is not daily, ``slow`` what is not
     quick."""
     cases = [Case(item, _values(item)) for item in items]
-    chosen = daily(cases)
-    quick = _quick(chosen)
+    left = [case for case in cases if not case.item.get_closest_marker("product")]
+    chosen = daily(left) if left else []
+    quick = _quick(chosen) if chosen else []
     for case in cases:
         if case not in chosen:
             case.item.add_marker(pytest.mark.product)
