@@ -51,9 +51,12 @@ def _bags(bags: dict[str, tuple[torch.Tensor, ...]], own: slice) -> Any:
     return found
 
 
-def train_sharded(mesh: DeviceMesh, job: Job, meta: bool, hosts: int = 0) -> Any:
-    """Losses (mean over ranks' parts) and whole final weights; on a mesh of so many ``hosts``."""
-    made = plan(job)
+def train_sharded(
+    mesh: DeviceMesh, job: Job, meta: bool, hosts: int = 0, made: Plan | None = None
+) -> Any:
+    """Losses (mean over ranks' parts) and whole final weights; on a mesh of so many ``hosts``. A
+    plan that is given is none that every rank has to make."""
+    made = made or plan(job)
     rank, size = mesh.get_local_rank(), mesh.size()
     applied = mesh
     if hosts:
