@@ -108,10 +108,13 @@ class _Book(nn.Module):
         return found
 
 
-def refusal(mesh: DeviceMesh, what: str, strategy: str = "flat") -> str:
-    """What is said of one thing that cannot be."""
-    world = World(mesh, strategy)
-    return said(lambda: _REFUSED[what](world))
+def refusals(mesh: DeviceMesh, strategy: str) -> dict[str, str]:
+    """What is said of each thing that cannot be."""
+    world, found = World(mesh, strategy), {}
+    for what, do in _REFUSED.items():
+        Comm(mesh).forget()
+        found[what] = said(lambda: do(world))  # noqa: B023
+    return found
 
 
 def _overlapping(world: World) -> None:

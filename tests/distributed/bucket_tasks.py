@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -99,15 +100,16 @@ def two_optimizers(model: nn.Module, *, flat: bool) -> list[torch.optim.Optimize
     return found
 
 
-def weights_alone(size: int, backwards: int = BACKWARDS) -> dict[str, torch.Tensor]:
+@functools.cache
+def weights_alone(size: int) -> dict[str, torch.Tensor]:
     """What one process makes of the batches of all ranks."""
     model = net()
     optimizers = two_optimizers(model, flat=False)
     for step in range(STEPS):
         model.zero_grad()
-        for number in range(backwards):
+        for number in range(BACKWARDS):
             for rank in range(size):
-                (loss_of(model, inputs(rank, step * backwards + number)) / size).backward()
+                (loss_of(model, inputs(rank, step * BACKWARDS + number)) / size).backward()
         for optimizer in optimizers:
             optimizer.step()
     return model.state_dict()

@@ -48,6 +48,11 @@ def finish(pending: Pending | None) -> None:
         pending.wait()
 
 
+def each(mesh: DeviceMesh, of: Callable[..., Any], given: list[dict[str, Any]]) -> list[Any]:
+    """What a task finds with each of the arguments that are ``given``."""
+    return [of(mesh, **arguments) for arguments in given]
+
+
 def gathers(mesh: DeviceMesh, dtype: torch.dtype, paths: Any, wait: bool, count: int) -> Any:
     """(right, in place right, version untouched)."""
     comm = Comm(mesh, paths=paths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from shardwright.core.placement import BlockShard, Owned, Placement, Replicate, 
 from shardwright.runtime.torch_private import local_of
 from shardwright.runtime.units.dstorage import storages_in
 
-STEPS = 4
+STEPS = 3
 SHAPES = {  # of each block; sizes that neither blocks nor ranks divide, large ones and small ones
     "up": (80, 64),
     "gate": (17, 257),
@@ -52,6 +53,7 @@ class Sum(nn.Module):
         return torch.stack([part.sum() for part in parts]).sum()
 
 
+@functools.cache
 def gradient_of(name: str, shape: tuple[int, ...], step: int, seed: int = 0) -> torch.Tensor:
     """Whole numbers of very different sizes, which any number of ranks can add up and share out."""
     number = 1000 * seed + 10 * step + len(name)
@@ -130,8 +132,9 @@ def train(model: nn.Module, optimizer: Any, steps: range, *, accumulate: bool = 
     return sent
 
 
+@functools.cache
 def alone(
-    given: str = "parameters", *, accumulate: bool = False, frozen: Collection[str] = ()
+    given: str = "parameters", *, accumulate: bool = False, frozen: tuple[str, ...] = ()
 ) -> Found:
     """What one process has after all steps."""
     model = Two(frozen)
@@ -268,7 +271,16 @@ def jointly(
         model, optimizer = made()
         sw.load_checkpoint(folder, model, optimizer)
         train(model, optimizer, range(first, STEPS))
-    reference = Joint(shapes)
+    wanted = _alone_jointly(tuple(shapes.items()), tuple(frozen))
+    return differences(held(model, optimizer), wanted)
+
+
+@functools.cache
+def _alone_jointly(
+    shapes: tuple[tuple[str, tuple[int, ...]], ...], frozen: tuple[str, ...]
+) -> Found:
+    """What one process has after all steps of such parameters."""
+    reference = Joint(dict(shapes))
     for name in frozen:
         getattr(reference, name).requires_grad_(False)
     learning = {n: p for n, p in reference.named_parameters() if p.requires_grad}
@@ -277,7 +289,7 @@ def jointly(
     wanted = {name: p.detach() for name, p in reference.named_parameters()}
     for name, p in learning.items():
         wanted |= {f"{name}/{key}": value for key, value in other.state[p].items()}
-    return differences(held(model, optimizer), wanted)
+    return wanted
 
 
 def joint_refusal(mesh: DeviceMesh, options: Any, shape: tuple[int, ...], dim: int) -> str:
@@ -307,7 +319,7 @@ def resumed(
     optimizer = sw.AdamW8bit(GIVEN[given](model), lr=0.5, weight_decay=0.0)
     sw.load_checkpoint(folder, model, optimizer)
     train(model, optimizer, range(2, STEPS))
-    return differences(held(model, optimizer), alone(frozen=frozen))
+    return differences(held(model, optimizer), alone(frozen=tuple(frozen)))
 
 
 def handed_on(mesh: DeviceMesh, way: str, given: str, fresh: bool) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -136,6 +137,7 @@ def local_gradients(reference: nn.Module, x: torch.Tensor) -> dict[str, torch.Te
     return found
 
 
+@functools.cache
 def true_gradients(size: int, dtypes: str, accumulation: str) -> dict[str, torch.Tensor]:
     """The mean over ranks, summed in the order in which the runtime sums."""
     reference: nn.Module = net(mixed=dtypes == "bf16 beside fp32")
@@ -166,29 +168,27 @@ def _summed(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return total
 
 
-def cases(size: int) -> Iterator[tuple[str, str, str, str, int]]:
-    """Every accumulation x dtypes x resharding; prefetch and merging take turns. Three and four
-    ranks share the grid between them."""
+def cases(strategy: str, every: int) -> Iterator[tuple[str, str, str, str, int]]:
+    """Of accumulation x dtypes x resharding ``every`` so many, that strategies share between them,
+    each with other resharding for all pairs of the rest; prefetch and merging take turns."""
     grid = itertools.product(ACCUMULATION, DTYPES, RESHARD)
     for number, (accumulation, dtypes, reshard) in enumerate(grid):
         shape, prefetch = SHAPES[number // 2 % 2], number % 2
-        if size < 3 or (number + number // 12) % 2 == size % 2:
+        turn = number + number // 4 + number // 12 * 2 + STRATEGIES.index(strategy)
+        if turn % every == 0:
             yield accumulation, dtypes, reshard, shape, prefetch
 
 
 def raw_gradients(
-    mesh: DeviceMesh, strategy: str, replicas: int = 0
+    mesh: DeviceMesh, strategy: str, every: int, replicas: int = 0
 ) -> dict[str, dict[str, tuple[float, bool]]]:
-    """The errors of every case of a strategy; with ``replicas`` of those that cut gradients once
+    """The errors of the cases of a strategy; with ``replicas`` of those that cut gradients once
     more."""
     grid = MESHES[replicas, mesh.size() // replicas] if replicas else None
     found = {}
     rank, size = mesh.get_local_rank(), mesh.size()
-    true: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
-    for case in cases(size):
+    for case in cases(strategy, every):
         accumulation, dtypes, reshard, shape, prefetch = case
-        if (dtypes, accumulation) not in true:
-            true[dtypes, accumulation] = true_gradients(size, dtypes, accumulation)
         model = net(mixed=dtypes == "bf16 beside fp32")
         precision = None
         if dtypes.startswith("bf16 computed"):
@@ -214,5 +214,5 @@ def raw_gradients(
                 loss_of(model, inputs(rank, step)).backward()
         assert all(unit.state is State.SHARDED or unit.keeps_whole for unit in units), case
         label = ", ".join((accumulation, dtypes, reshard, shape, f"prefetch {prefetch}"))
-        found[label] = errors(units, model, true[dtypes, accumulation])
+        found[label] = errors(units, model, true_gradients(size, dtypes, accumulation))
     return found

@@ -7,7 +7,7 @@ do and returns what must be equal. The same lines run for every way.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -668,11 +668,17 @@ HABITS = habits_of(dict(globals())) | outside_tasks.HABITS
 OF_ALL = {"full_state_from_one_rank"}  # torch's broadcast is one of all ranks there are
 
 
+_TRUE: dict[tuple[str, int, int], Found] = {}  # of habits, ranks there are and this one
+
+
 def furthest(mesh: DeviceMesh, habit: str, way: str) -> dict[str, float] | str:
     """What differs from the whole model and by how much, or the error that said no."""
-    true: Found = {}
-    found: Found = {}
-    said(lambda: true.update(HABITS[habit](World(mesh, "alone"))))
+    key = habit, mesh.size(), mesh.get_local_rank()
+    if key not in _TRUE:
+        alone: Found = {}
+        said(lambda: alone.update(HABITS[habit](World(mesh, "alone"))))
+        _TRUE[key] = alone
+    true, found = _TRUE[key], {}
     error = said(lambda: found.update(HABITS[habit](World(mesh, way))))
     if not true or not found:
         return error
@@ -681,10 +687,10 @@ def furthest(mesh: DeviceMesh, habit: str, way: str) -> dict[str, float] | str:
     return {name: value for name, value in differences.items() if not value <= 1e-9}
 
 
-def every(mesh: DeviceMesh, way: str) -> dict[str, dict[str, float] | str]:
-    """What :func:`furthest` finds of each habit that these ranks can have."""
+def several(mesh: DeviceMesh, habits: Sequence[str], way: str) -> dict[str, dict[str, float] | str]:
+    """What :func:`furthest` finds of each of the ``habits`` that these ranks can have."""
     found = {}
-    for habit in HABITS:
+    for habit in habits:
         if habit in OF_ALL and mesh.size() < dist.get_world_size():
             continue
         Comm(mesh).forget()

@@ -7,7 +7,7 @@ import copy
 import io
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -130,6 +130,7 @@ def whole_gradients(units: list[DStorage]) -> int:
     return found
 
 
+@cache
 def weights_alone(size: int) -> dict[str, torch.Tensor]:
     """What one process makes of the batches of all ranks."""
     model = net()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -70,6 +71,7 @@ GROUPS: dict[str, Callable[[nn.Module], Groups] | None] = {
 }
 
 
+@functools.cache
 def unsharded(size: int, make: Make, groups: str = "no groups", clip: float = 0.0) -> Net:
     """The weights of one process after all steps."""
     model = net()
@@ -434,14 +436,11 @@ def spared_apart(mesh: DeviceMesh, zero: int, strategy: str) -> dict[str, float]
     """The largest difference of any weight from one process, per optimizer and what it has, in a
     model of which much gets no gradient, and is not frozen."""
     rank, size = mesh.get_local_rank(), mesh.size()
-    torch.manual_seed(0)
-    made, x = spared()
-    batches = [[x * (1 + 0.3 * r + 0.1 * step) for r in range(size)] for step in range(STEPS)]
+    made, batches = _spared_model(size)
     trained = {name for name, _ in made.named_parameters() if _learns(name)}
     found = {}
     for name, make in SPARED.items():
-        true = copy.deepcopy(made)
-        _spared(make, true, true.parameters(), batches)
+        true = _spared_alone(size, name)
         for way in ("model", "groups") if name != "Muon" else ("model",):
             model = copy.deepcopy(made)
             for unit in (*model.layers, model):
@@ -452,6 +451,24 @@ def spared_apart(mesh: DeviceMesh, zero: int, strategy: str) -> dict[str, float]
             _spared(make, model, given, [[batch[rank]] for batch in batches])
             found[f"{name} over {way}"] = furthest(model, true)
     return found
+
+
+@functools.cache
+def _spared_model(size: int) -> tuple[nn.Module, list[list[torch.Tensor]]]:
+    """A model that nobody trains, and the batches of all ranks in every step."""
+    torch.manual_seed(0)
+    made, x = spared()
+    steps = range(STEPS)
+    return made, [[x * (1 + 0.3 * r + 0.1 * step) for r in range(size)] for step in steps]
+
+
+@functools.cache
+def _spared_alone(size: int, optimizer: str) -> nn.Module:
+    """It after the steps of one process."""
+    made, batches = _spared_model(size)
+    model = copy.deepcopy(made)
+    _spared(SPARED[optimizer], model, model.parameters(), batches)
+    return model
 
 
 def _learns(name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,7 +190,7 @@ def whole(value: Any) -> torch.Tensor:
 _REFERENCES: dict[tuple[int, int], dict[str, Any]] = {}  # by mesh and line
 
 
-def compare(mesh: DeviceMesh, line: int) -> dict[str, dict[str, float]]:
+def compare(mesh: DeviceMesh, line: int, strategies: Sequence[str]) -> dict[str, dict[str, float]]:
     """By how much what the fence at ``line`` leaves here is off from what its reference leaves, by
     strategy and name; and how far it is from a model that nothing was done to, as ``moved``."""
     fence = next(fence for fence in fences() if fence.line == line)
@@ -205,7 +205,6 @@ def compare(mesh: DeviceMesh, line: int) -> dict[str, dict[str, float]]:
             if key not in _REFERENCES:
                 _REFERENCES[key] = run(mesh, other, None, f"{shared[0]}/theirs")
             there = _REFERENCES[key]
-        strategies = STRATEGIES[:2] if fence.who == BOTH[1] else STRATEGIES
         for strategy in strategies:
             here = run(mesh, fence, strategy, f"{shared[0]}/{strategy}")
             found[strategy] = {n: difference(here[n], there[n]) for n in here.keys() & there.keys()}
@@ -275,12 +274,12 @@ def taken_while_whole(mesh: DeviceMesh, strategy: str) -> tuple[str, float]:
     return said, max(difference(here[name], there[name]) for name in there)
 
 
-def refuse(mesh: DeviceMesh, line: int) -> dict[str, str]:
-    """What the last lines of a fence raise under every strategy; what is before is accepted."""
+def refuse(mesh: DeviceMesh, line: int, strategies: Sequence[str]) -> dict[str, str]:
+    """What the last lines of a fence raise under strategies; what is before is accepted."""
     fence = next(fence for fence in fences() if fence.line == line)
     before, _, last = fence.code.rpartition("\n\n")
     found = {}
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         names = {**given(mesh, ""), "sw": _Cut(strategy)}
         if "fully_shard" not in fence.code:
             shard(names["model"], mesh, strategy)

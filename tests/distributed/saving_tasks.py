@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import shardwright as sw
-from shardwright.core.job import Job
-from shardwright.lab.recordings import plan
+from shardwright.core.plan import Plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.checkpoint import read_full
 from shardwright.runtime.optimizer import make_optimizer
@@ -324,10 +323,10 @@ def _error(act: Any) -> str:
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def train_planned(mesh: DeviceMesh, folder: str, job: Job, steps: int, per_unit: bool) -> Any:
+def train_planned(mesh: DeviceMesh, folder: str, made: Plan, steps: int, per_unit: bool) -> Any:
     """Load what is in ``folder``, train up to ``steps`` and save: losses and whole weights."""
     rank, size = mesh.get_local_rank(), mesh.size()
-    made = plan(job)
+    job = made.job
     model = sw.apply(DLRM(job, device="meta"), made, mesh)
     flat = sw.optimizer_parameters(model, per_unit=per_unit)
     optimizer = make_optimizer(job.train.optimizer, flat, job.train.learning_rate)
@@ -350,9 +349,9 @@ def train_planned(mesh: DeviceMesh, folder: str, job: Job, steps: int, per_unit:
     return losses, sw.full_state_dict(model)
 
 
-def load_tables_alone(mesh: DeviceMesh, folder: str, job: Job) -> Any:
+def load_tables_alone(mesh: DeviceMesh, folder: str, made: Plan) -> Any:
     """Weights of a model loaded without its optimizer, and whether row sums came along."""
-    model = sw.apply(DLRM(job, device="meta"), plan(job), mesh)
+    model = sw.apply(DLRM(made.job, device="meta"), made, mesh)
     sw.load_checkpoint(folder, model)
     saved = read_full(folder)
     found = sw.full_state_dict(model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from shardwright.runtime.units.unit import State
 Loss = Callable[[Net, torch.Tensor], torch.Tensor]
 
 
+@functools.cache
 def true_gradients(size: int, loss: Loss = loss_of, times: int = 1) -> dict[str, torch.Tensor]:
     """The mean over ranks of the unsharded gradients, ``times`` over."""
     reference = net()
@@ -99,27 +102,28 @@ class Under(nn.Module):
         return self.loss(self.model, x)
 
 
-def recomputed(mesh: DeviceMesh, what: str) -> list[tuple[float, bool]]:
+def recomputed(mesh: DeviceMesh, what: str, half: int | None) -> list[tuple[float, bool]]:
     """The largest error of a step and whether the units rest after, per way of sharding."""
     rank, size = mesh.get_local_rank(), mesh.size()
     true = true_gradients(size)
     found = []
-    for strategy in ("flat", "mixture"):
-        for reshard in (True, False):
-            for prefetch in (0, 1):
-                model = net()
-                root = Under(model, LOSSES[what])
-                options: dict[str, Any] = {"prefetch": prefetch, "reshard_after_forward": reshard}
-                options["shard_strategy"] = "flat" if strategy == "flat" else "per_param"
-                for block in model.blocks:
-                    fully_shard_flat(block, mesh, **options)
-                fully_shard_flat(root, mesh, **options)
-                units = list(storages_in(root))
-                for _ in range(3):
-                    for parameter in root.parameters():
-                        parameter.grad = None
-                    root(inputs(rank)).backward()
-                found.append((worst(errors(units, model, true)), resting(units)))
+    grid = itertools.product(("flat", "per_param"), (True, False), (0, 1))
+    for number, (strategy, reshard, prefetch) in enumerate(grid):
+        if half is not None and (number + number // 2 + number // 4) % 2 != half:
+            continue
+        model = net()
+        root = Under(model, LOSSES[what])
+        options: dict[str, Any] = {"prefetch": prefetch, "reshard_after_forward": reshard}
+        options["shard_strategy"] = strategy
+        for block in model.blocks:
+            fully_shard_flat(block, mesh, **options)
+        fully_shard_flat(root, mesh, **options)
+        units = list(storages_in(root))
+        for _ in range(3):
+            for parameter in root.parameters():
+                parameter.grad = None
+            root(inputs(rank)).backward()
+        found.append((worst(errors(units, model, true)), resting(units)))
     return found
 
 
@@ -196,16 +200,16 @@ FORWARDS: dict[str, Loss] = {
 INSIDE = ("a block twice", "a block skipped")
 
 
-def odd_forwards(mesh: DeviceMesh, what: str) -> list[tuple[float, bool]]:
+def odd_forwards(mesh: DeviceMesh, what: str, half: int | None) -> list[tuple[float, bool]]:
     """Two equal steps, per way of sharding."""
     rank, size = mesh.get_local_rank(), mesh.size()
     loss = FORWARDS[what]
-    true = true_gradients(size, loss)
+    true = dict(true_gradients(size, loss))
     if what == "a block skipped":
         for name, p in net().named_parameters():
             true.setdefault(name, torch.zeros_like(p))
     found = []
-    for strategy, reshard, prefetch in ways(size):
+    for strategy, reshard, prefetch in ways(half):
         options: dict[str, Any] = {"prefetch": prefetch, "reshard_after_forward": reshard}
         options["shard_strategy"] = strategy
         if what in INSIDE:
@@ -230,22 +234,28 @@ def odd_forwards(mesh: DeviceMesh, what: str) -> list[tuple[float, bool]]:
     return found
 
 
-def ways(size: int) -> Iterator[tuple[str, bool | int, int]]:
-    yield "flat", True, 1
-    yield "flat", False, 0
-    yield "per_param", True, 0
-    yield "per_param", False, 1
-    yield "param_boundary", True, 1
-    yield "flat", 1, 1
+WAYS: tuple[tuple[str, bool | int, int], ...] = (  # strategy, what a forward leaves, prefetch
+    ("flat", True, 1),
+    ("flat", False, 0),
+    ("per_param", False, 1),
+    ("per_param", True, 0),
+    ("param_boundary", True, 1),
+    ("flat", 1, 1),
+)
 
 
-def odd_backwards(mesh: DeviceMesh, what: str) -> list[tuple[float, bool]]:
+def ways(half: int | None) -> tuple[tuple[str, bool | int, int], ...]:
+    """The ways of sharding of the first or of the second half, or all."""
+    return WAYS if half is None else WAYS[half::2]
+
+
+def odd_backwards(mesh: DeviceMesh, what: str, half: int | None) -> list[tuple[float, bool]]:
     """Gradients after an unusual backward, per way of sharding."""
     rank, size = mesh.get_local_rank(), mesh.size()
     times = 2 if what in ("backward twice", "two losses") else 1
     true = true_gradients(size, times=times)
     found = []
-    for strategy, reshard, prefetch in ways(size):
+    for strategy, reshard, prefetch in ways(half):
         model = net()
         units = shard(model, mesh, strategy, prefetch=prefetch, reshard_after_forward=reshard)
         loss = loss_of(model, inputs(rank))
@@ -333,7 +343,9 @@ def trapped(place: str) -> tuple[Net, Trap]:
     return model, trap
 
 
-def exceptions(mesh: DeviceMesh, place: str, when: str) -> list[tuple[float, bool]]:
+def exceptions(
+    mesh: DeviceMesh, place: str, when: str, half: int | None
+) -> list[tuple[float, bool]]:
     """A step, a broken step, a step: the gradients of the last."""
     rank, size = mesh.get_local_rank(), mesh.size()
     reference, _ = trapped(place)
@@ -341,7 +353,7 @@ def exceptions(mesh: DeviceMesh, place: str, when: str) -> list[tuple[float, boo
         (loss_of(reference, inputs(other)) / size).backward()
     true = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     found = []
-    for strategy, reshard, prefetch in ways(size):
+    for strategy, reshard, prefetch in ways(half):
         model, trap = trapped(place)
         units = []
         options: dict[str, Any] = {"prefetch": prefetch, "reshard_after_forward": reshard}
@@ -366,7 +378,7 @@ def exceptions(mesh: DeviceMesh, place: str, when: str) -> list[tuple[float, boo
     return found
 
 
-def exception_without_root(mesh: DeviceMesh) -> list[tuple[float, bool]]:
+def exception_without_root(mesh: DeviceMesh, half: int | None) -> list[tuple[float, bool]]:
     """Units called one by one, never their root: a backward fails, the next step is right."""
     rank, size = mesh.get_local_rank(), mesh.size()
 
@@ -379,7 +391,7 @@ def exception_without_root(mesh: DeviceMesh) -> list[tuple[float, bool]]:
         (loss(reference, Trap(), inputs(other, width=5)) / size).backward()
     true = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     found = []
-    for strategy, reshard, prefetch in ways(size):
+    for strategy, reshard, prefetch in ways(half):
         model, trap = net(), Trap()
         units = shard(model, mesh, strategy, prefetch=prefetch, reshard_after_forward=reshard)
         for when in ("backward", "forward"):

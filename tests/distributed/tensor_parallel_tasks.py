@@ -171,7 +171,7 @@ def sharded(mesh: DeviceMesh, strategy: str, *, sequence: bool) -> Net:
 def trained(
     mesh: DeviceMesh, strategy: str, sequence: bool, optimizer: str, sizes: tuple[int, ...]
 ) -> tuple[float, float, float]:
-    """The largest difference of a loss, a norm and a weight from one process, over four steps."""
+    """The largest difference of a loss, a norm and a weight from one process, over three steps."""
     whole = grid(*sizes)
     parts = whole.size() // whole.size(whole.ndim - 1)
     own = whole.get_rank() // whole.size(whole.ndim - 1)
@@ -183,7 +183,7 @@ def trained(
     }[optimizer]
     one, other = make(model), make(reference)
     losses, norms = 0.0, 0.0
-    for step in range(4):
+    for step in range(3):
         one.zero_grad()
         other.zero_grad()
         loss = loss_of(model, tokens(own, step))
@@ -210,7 +210,7 @@ def trained(
 
 
 def habitual(mesh: DeviceMesh, habit: str, strategy: str) -> float:
-    """The largest difference of a weight from one process after four steps with a habit of users;
+    """The largest difference of a weight from one process after three steps with a habit of users;
     a rank of two has 7 columns of an MLP, so shards of a part are uneven."""
     whole = grid(2, 2)
     own = whole["shard"].get_local_rank()
@@ -233,7 +233,7 @@ def habitual(mesh: DeviceMesh, habit: str, strategy: str) -> float:
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         for m in (model, reference)
     )
-    for step in range(4):
+    for step in range(3):
         one.zero_grad()
         other.zero_grad()
         batches = [step]
@@ -260,7 +260,7 @@ def habitual(mesh: DeviceMesh, habit: str, strategy: str) -> float:
 def beside_fsdp2(
     mesh: DeviceMesh, how: str, strategy: str
 ) -> tuple[list[float], list[float], float]:
-    """Our losses, FSDP2's, and the largest difference of a weight after four steps on the same
+    """Our losses, FSDP2's, and the largest difference of a weight after three steps on the same
     tensor-parallel model: computed in bfloat16, or with compiled layers."""
     whole = grid(2, 2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -280,7 +280,7 @@ def beside_fsdp2(
                 fully_shard(unit, mesh=whole["shard"], mp_policy=precision)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         losses.append([])
-        for step in range(4):
+        for step in range(3):
             optimizer.zero_grad()
             loss = loss_of(model, tokens(whole["shard"].get_local_rank(), step))
             loss.backward()

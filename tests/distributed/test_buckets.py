@@ -9,13 +9,33 @@ from pool import Pool
 TOLERANCE = 1e-6
 
 
+CASES = [  # ranks, way, one sum of a step, flat tensors
+    *((2, way, i % 2 == 0, i // 2 % 2 == 0) for i, way in enumerate(tasks.WAYS)),
+    *((3, way, i % 2 == 1, i // 2 % 2 == 1) for i, way in enumerate(tasks.WAYS) if i % 2),
+    (1, "zero2 rows ahead", False, True),
+]
+
+
+@pytest.mark.slow_after(4)
+@pytest.mark.parametrize(("ranks", "way", "holds", "flat"), CASES)
+def test_buckets_train_as_one_process_with_two_optimizers(
+    pool: Pool, ranks: int, way: str, holds: bool, flat: bool
+) -> None:
+    _hold(pool, ranks, way, holds, flat)
+
+
+@pytest.mark.product
 @pytest.mark.parametrize("flat", [True, False], ids=["flat optimizer", "model.parameters"])
 @pytest.mark.parametrize("holds", [True, False], ids=["one sum", "a sum each"])
 @pytest.mark.parametrize("way", tasks.WAYS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_buckets_train_as_one_process_with_two_optimizers(
+def test_they_train_so_in_every_case(
     pool: Pool, world_size: int, way: str, holds: bool, flat: bool
 ) -> None:
+    _hold(pool, world_size, way, holds, flat)
+
+
+def _hold(pool: Pool, world_size: int, way: str, holds: bool, flat: bool) -> None:
     given = {"way": way, "size": tasks.SIZE, "holds": holds, "flat": flat}
     for apart, buckets, by_step in pool.run(world_size, tasks.train, **given):
         assert apart <= TOLERANCE
@@ -27,8 +47,7 @@ def test_buckets_train_as_one_process_with_two_optimizers(
             assert buckets * sums <= found["reduce"] <= kinds * buckets * sums
 
 
-@pytest.mark.parametrize("size", [1, 10**9], ids=["a parameter each", "one bucket"])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("world_size", "size"), [(2, 1), (3, 10**9)])
 def test_any_size_of_buckets_will_do(pool: Pool, world_size: int, size: int) -> None:
     given = {"way": "zero2 ahead", "size": size, "holds": False, "flat": True}
     for apart, buckets, _ in pool.run(world_size, tasks.train, **given):
@@ -36,12 +55,15 @@ def test_any_size_of_buckets_will_do(pool: Pool, world_size: int, size: int) -> 
         assert buckets == (1 if size > 1 else 28)
 
 
-@pytest.mark.parametrize("config", tasks.CONFIGS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_megatrons_names_train_as_one_process(pool: Pool, world_size: int, config: str) -> None:
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [*((config, 2) for config in reversed(tasks.CONFIGS)), ("both", 3), ("nothing", 1)],
+)
+def test_megatrons_names_train_as_one_process(pool: Pool, ranks: int, config: str) -> None:
     given = tasks.CONFIGS[config]
     gathers = bool(given.get("use_distributed_optimizer"))
-    for found in pool.run(world_size, tasks.train_as_megatron, config=config):
+    for found in pool.run(ranks, tasks.train_as_megatron, config=config):
         apart, buckets, by_step, waited, rested = found
         assert apart <= TOLERANCE
         assert rested
@@ -79,19 +101,23 @@ def test_a_bucket_is_gathered_before_the_forward_that_needs_it(pool: Pool) -> No
         assert events[:5] == gathers
 
 
-@pytest.mark.parametrize("saves", ["", "reentrant", "kept"])
-@pytest.mark.parametrize("way", ["zero1 ahead", "zero2", "ddp ahead"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("ranks", "way", "saves"),
+    [
+        *((2, "zero1 ahead", ""), (2, "zero2", "kept"), (2, "ddp ahead", "reentrant")),
+        *((3, "zero2", "reentrant"), (3, "ddp ahead", ""), (3, "zero1 ahead", "kept")),
+    ],
+)
 def test_parameters_may_be_used_elsewhere_and_by_some_ranks(
-    pool: Pool, world_size: int, way: str, saves: str
+    pool: Pool, ranks: int, way: str, saves: str
 ) -> None:
-    for apart in pool.run(world_size, tasks.odd_model, way=way, saves=saves):
+    for apart in pool.run(ranks, tasks.odd_model, way=way, saves=saves):
         assert apart <= TOLERANCE
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_buckets_are_copied_saved_and_moved(pool: Pool, world_size: int) -> None:
-    for found in pool.run(world_size, tasks.copies):
+def test_buckets_are_copied_saved_and_moved(pool: Pool) -> None:
+    for found in pool.run(2, tasks.copies):
         assert found == (True, True, True, {1}, [])
 
 

@@ -10,37 +10,57 @@ import probe_tasks
 import pytest
 from pool import Pool
 
-FLATS = [each for each in tasks.GIVEN if each != "parameters"]
+_GIVEN = list(tasks.GIVEN)
+_WAYS = [way for way in tasks.WAYS if way != "alone"]
+CASES = [
+    *((2, way, _GIVEN[number % 4]) for number, way in enumerate(_WAYS)),
+    *((3, way, _GIVEN[number % 4]) for number, way in enumerate(_WAYS[::2], 1)),
+    *((2, "alone", "parameters"), (2, "flat", "parameters"), (1, "mixture", "groups")),
+]
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("given", tasks.GIVEN)
-@pytest.mark.parametrize("way", tasks.WAYS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(("ranks", "way", "given"), CASES)
 def test_every_sharding_is_one_process_bit_for_bit(
+    pool: Pool, ranks: int, way: str, given: str
+) -> None:
+    assert pool.run(ranks, tasks.trained, way=way, given=given) == [([], 0)] * ranks
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("given", tasks.GIVEN)
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_so_it_is_whatever_the_optimizer_is_given(
     pool: Pool, world_size: int, way: str, given: str
 ) -> None:
-    if way == "alone" and given != "parameters":
-        pytest.skip("flat tensors of owned parameters want block_size")
     found = pool.run(world_size, tasks.trained, way=way, given=given)
     assert found == [([], 0)] * world_size
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("given", ["flat tensors", "parameters"])
-@pytest.mark.parametrize("zero", [3, 2, 1, (2, 3), (1, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("zero", "given"),
+    [
+        ((2, 3), "flat tensors"),
+        *((3, "parameters"), (2, "flat tensors"), (1, "parameters")),
+        *(((2, 3), "parameters"), ((1, 3), "flat tensors")),
+    ],
+    ids=str,
+)
 def test_replicas_of_shards_are_one_process(pool: Pool, zero: object, given: str) -> None:
     pool.run(4, probe_tasks.make_grids)
     assert pool.run(4, tasks.on_a_grid, zero=zero, given=given) == [([], 0)] * 4
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("way", ["flat", "zero 1", "offloaded"])
 def test_gradients_of_several_backwards_add_up(pool: Pool, way: str) -> None:
     found = pool.run(2, tasks.trained, way=way, given="flat tensors", accumulate=True)
     assert found == [([], 0)] * 2
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -87,8 +107,10 @@ def test_frozen_parameters_have_no_states_under_any_ranks_and_cuts(
     assert found == [[]] * ranks
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize(("way", "given"), [("owned", "parameters"), ("flat", "one flat tensor")])
+@pytest.mark.parametrize(
+    ("way", "given", "fresh"),
+    [("owned", "parameters", False), ("flat", "one flat tensor", True)],
+)
 def test_states_by_name_go_on_in_another_optimizer(
     pool: Pool, way: str, given: str, fresh: bool
 ) -> None:
@@ -104,7 +126,7 @@ FLAT = {"shard_strategy": "flat", "block_size": 256}
 ROWS = dict.fromkeys(("up", "gate", "table", "bias"), 0) | {"norm": None, "cube": 0}
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("sizes", "options", "frozen"),
     [

@@ -26,27 +26,59 @@ def test_every_snippet_says_whose_it_is() -> None:
     assert all(tasks.reference_of(fence) for fence in RUN if fence.who == "here")
 
 
-@pytest.mark.slow_after(1)
+def _strategies(fence: tasks.Fence) -> tuple[str, ...]:
+    """The ways of cutting that a fence runs with."""
+    return tuple(tasks.STRATEGIES[:2] if fence.who == tasks.BOTH[1] else tasks.STRATEGIES)
+
+
+def _one_of_them(fence: tasks.Fence) -> tuple[str, ...]:
+    """Neighbours on the page take turns."""
+    every = _strategies(fence)
+    return (every[FENCES.index(fence) % len(every)],)
+
+
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("fence", RUN, ids=_name)
 def test_snippets_leave_what_their_reference_leaves(pool: Pool, fence: tasks.Fence) -> None:
+    _hold(pool, fence, _one_of_them(fence))
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("fence", RUN, ids=_name)
+def test_so_they_do_under_every_strategy(pool: Pool, fence: tasks.Fence) -> None:
+    _hold(pool, fence, _strategies(fence))
+
+
+def _hold(pool: Pool, fence: tasks.Fence, strategies: tuple[str, ...]) -> None:
     reference = tasks.reference_of(fence)
     code = "" if reference is None else reference.code
     changes = re.search(r"\.backward\(\)|seed=3", code)
     everyone = re.search("init_device_mesh|broadcast_from_rank0", code + fence.code)
-    for found in pool.run(4 if everyone else 2, tasks.compare, line=fence.line):
-        assert set(found) == set(tasks.STRATEGIES[: 2 if fence.who == tasks.BOTH[1] else 3])
+    given = {"line": fence.line, "strategies": strategies}
+    for found in pool.run(4 if everyone else 2, tasks.compare, **given):
+        assert tuple(found) == strategies
         for differences in found.values():
             moved = differences.pop("moved", 0.0)
             assert max(differences.values(), default=0.0) < TOLERANCE
             assert moved > MOVED or not changes
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("fence", REFUSED, ids=_name)
 def test_refusals_say_what_is_written_under_them(pool: Pool, fence: tasks.Fence) -> None:
+    _hold_refusal(pool, fence, _one_of_them(fence))
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("fence", REFUSED, ids=_name)
+def test_so_they_say_under_every_strategy(pool: Pool, fence: tasks.Fence) -> None:
+    _hold_refusal(pool, fence, tuple(tasks.STRATEGIES))
+
+
+def _hold_refusal(pool: Pool, fence: tasks.Fence, strategies: tuple[str, ...]) -> None:
     (text,) = re.findall(r"^# (\w+Error: .*)$", fence.code, re.MULTILINE)
-    for found in pool.run(2, tasks.refuse, line=fence.line):
-        assert len(found) == len(tasks.STRATEGIES)
+    for found in pool.run(2, tasks.refuse, line=fence.line, strategies=strategies):
+        assert len(found) == len(strategies)
         assert [said for said in found.values() if not said.startswith(text)] == []
 
 

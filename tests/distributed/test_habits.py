@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import outside_tasks
 import pytest
 import torch
-from habit_tasks import HABITS, OF_ALL, every, furthest
+from habit_tasks import HABITS, several
 from pool import Pool
 
 WAYS = ("flat", "per_param", "param_boundary", "owned", "offloaded")
@@ -56,42 +57,75 @@ REFUSED_OF_REPLICAS = {  # what a flat buffer cuts, others have whole
 }
 
 
-def _check(habit: str, way: str, found: Any) -> None:
+def _is_right(habit: str, way: str, found: Any) -> bool:
     ranges = way in ("flat", "offloaded")
     refused = {**REFUSED, **(REFUSED_BY_RANGES if ranges else REFUSED_OF_REPLICAS)}
     if habit in refused:
-        assert isinstance(found, str)
-        assert refused[habit] in found
-        assert "\n" not in found
-    else:
-        assert found == {}
+        return isinstance(found, str) and refused[habit] in found and "\n" not in found
+    return bool(found == {})
+
+
+QUICK = (  # what says no, and one habit of every kind
+    *REFUSED,
+    *("freezing_after_sharding", "grad_scaler_with_one_bad_rank", "muon"),
+    *("torchs_clipping_over_flat_tensors", "full_optimizer_state_by_torchs_calls"),
+    *("another_order_every_step", "accumulation_by_the_module", "from_the_meta_device"),
+    *("copied_and_trained_apart", "complex_parameters", "tied_after_sharding"),
+)
+EACH = list(HABITS)
+REST = [habit for habit in EACH if habit not in QUICK]
+LISTS = {
+    "flat, one of every kind": ("flat", QUICK),
+    "flat, the others": ("flat", REST),
+    **{way: (way, EACH[number::4]) for number, way in enumerate(WAYS[1:])},
+}
 
 
 @pytest.mark.slow_after(1)
+@pytest.mark.parametrize(("way", "habits"), LISTS.values(), ids=LISTS)
+def test_habits_are_right_or_refused(pool: Pool, way: str, habits: list[str]) -> None:
+    _hold(pool, 2, way, habits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "way", "habits"),
+    [(1, "per_param", EACH[::4]), (3, "flat", EACH[2::4])],
+    ids=["1 per_param", "3 flat"],
+)
+def test_some_are_on_other_numbers_of_ranks(
+    pool: Pool, size: int, way: str, habits: list[str]
+) -> None:
+    _hold(pool, size, way, habits)
+
+
+@pytest.mark.product
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("habit", [habit for habit in HABITS if habit not in OF_ALL])
-def test_a_habit_is_right_or_refused(pool: Pool, habit: str, way: str) -> None:
-    for found in pool.run(2, furthest, habit=habit, way=way):
-        _check(habit, way, found)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_are_on_any_number_of_ranks(pool: Pool, size: int, way: str) -> None:
+    _hold(pool, size, way, EACH)
 
 
 def test_gradients_taken_inside_of_a_forward_leave_the_weights_of_its_unit_whole(
     pool: Pool,
 ) -> None:
-    assert pool.run(1, furthest, habit="forces_inside_of_a_forward", way="flat") == [{}]
+    _hold(pool, 1, "flat", ["forces_inside_of_a_forward"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "way"), [(1, "per_param"), (3, "flat"), (4, "owned")])
-def test_on_other_numbers_of_ranks(pool: Pool, size: int, way: str) -> None:
-    for of_rank in pool.run(size, every, way=way):
-        for habit, found in of_rank.items():
-            _check(habit, way, found)
+def _hold(pool: Pool, size: int, way: str, habits: Sequence[str]) -> None:
+    wrong = []
+    for of_rank in pool.run(size, several, habits=habits, way=way):
+        wrong += [
+            f"{habit}: {found}"
+            for habit, found in of_rank.items()
+            if not _is_right(habit, way, found)
+        ]
+    assert wrong == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="figures of torch 2.13")
 def test_fsdp2_differs_where_the_guide_says_so(pool: Pool) -> None:
-    every_rank = pool.run(2, every, way="fsdp2")
+    every_rank = pool.run(2, several, habits=EACH, way="fsdp2")
     differs = {habit for found in every_rank for habit, each in found.items() if each != {}}
     assert differs == FSDP2_DIFFERS | (set(outside_tasks.HABITS) - FSDP2_IS_RIGHT)

@@ -19,24 +19,31 @@ strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 TOLERANCE = {1: 1e-6, 2: 1e-6, 3: 2e-5}  # three terms are summed in another order; Adam divides
 
 
+on_two_or_alone = pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("mixture", 2), ("flat", 2), ("per_param", 2), ("param_boundary", 2), ("per_param", 1)],
+)
+
+
 @pytest.mark.slow_after(1)
-@strategies
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_optimizers_over_the_models_parameters(pool: Pool, strategy: str, world_size: int) -> None:
-    for found in pool.run(world_size, tasks.over_model_parameters, strategy=strategy):
+@on_two_or_alone
+def test_optimizers_over_the_models_parameters(pool: Pool, strategy: str, ranks: int) -> None:
+    for found in pool.run(ranks, tasks.over_model_parameters, strategy=strategy):
         for name, error in found.items():
-            assert error <= TOLERANCE[world_size], name
+            assert error <= TOLERANCE[ranks], name
 
 
 @pytest.mark.slow_after(1)
-@strategies
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("flat", 2), ("mixture", 3), ("per_param", 2), ("param_boundary", 1)],
+)
 def test_optimizers_over_few_flat_tensors_with_and_without_groups(
-    pool: Pool, strategy: str, world_size: int
+    pool: Pool, strategy: str, ranks: int
 ) -> None:
-    for found in pool.run(world_size, tasks.over_flat_parameters, strategy=strategy):
+    for found in pool.run(ranks, tasks.over_flat_parameters, strategy=strategy):
         for name, (error, tensors) in found.items():
-            assert error <= TOLERANCE[world_size], name
+            assert error <= TOLERANCE[ranks], name
             if strategy == "flat" and "no groups" in name:
                 assert tensors == (4 if "True" in name else 1), name
 
@@ -47,12 +54,9 @@ def test_flat_gradients_add_up_over_backwards(pool: Pool, strategy: str) -> None
 
 
 @pytest.mark.slow_after(1)
-@strategies
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_clipping_scales_as_the_unsharded_norm_says(
-    pool: Pool, strategy: str, world_size: int
-) -> None:
-    for found in pool.run(world_size, tasks.clipped, strategy=strategy):
+@on_two_or_alone
+def test_clipping_scales_as_the_unsharded_norm_says(pool: Pool, strategy: str, ranks: int) -> None:
+    for found in pool.run(ranks, tasks.clipped, strategy=strategy):
         for ours, true, error in found:
             assert ours == pytest.approx(true, rel=1e-5)
             assert error <= 1e-6
@@ -64,9 +68,15 @@ def test_torchs_clipping_works_on_sharded_parameters(pool: Pool, strategy: str) 
         assert found == pytest.approx(true, rel=1e-5)
 
 
-@strategies
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("zero", [3, (2, 3)], ids=str)
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("strategy", "flat", "zero"),
+    [
+        *(("mixture", False, (2, 3)), ("flat", True, 3)),
+        *(("per_param", True, (2, 3)), ("param_boundary", False, 3)),
+    ],
+    ids=str,
+)
 def test_replicas_of_a_gradient_count_once_in_its_norm(
     pool: Pool, strategy: str, flat: bool, zero: Any
 ) -> None:
@@ -120,12 +130,32 @@ def test_one_flat_tensor_is_the_memory_of_all_units(pool: Pool) -> None:
     assert pool.run(2, tasks.flat_tensor) == [(True,) * 5] * 2
 
 
+@pytest.mark.slow_after(4)
+@pytest.mark.parametrize(
+    ("ranks", "kind", "head_rows"),
+    [
+        *((2, "mixed", 4), (2, "flat", 0), (2, "heads", 4), (2, "owned", 0)),
+        *((2, "heads", 0), (2, "rows", 4), (2, "columns", 4), (2, "replicated", 0)),
+        *((3, "flat", 4), (3, "mixed", 0), (3, "heads", 4), (1, "columns", 0), (1, "owned", 4)),
+    ],
+)
+def test_muon_has_every_matrix_whole_on_one_rank(
+    pool: Pool, ranks: int, kind: str, head_rows: int
+) -> None:
+    _hold_muon(pool, ranks, kind, head_rows)
+
+
+@pytest.mark.product
 @pytest.mark.parametrize("head_rows", [0, 4])
 @pytest.mark.parametrize("kind", tasks.MATRICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_muon_has_every_matrix_whole_on_one_rank(
+def test_muon_has_them_so_whatever_cuts_them(
     pool: Pool, world_size: int, kind: str, head_rows: int
 ) -> None:
+    _hold_muon(pool, world_size, kind, head_rows)
+
+
+def _hold_muon(pool: Pool, world_size: int, kind: str, head_rows: int) -> None:
     kind = "flat" if (kind, world_size) == ("owned", 1) else kind
     kept = kind in ("owned", "replicated") or (kind, head_rows) == ("heads", 4)
     found = pool.run(world_size, tasks.orthogonalized, kind=kind, head_rows=head_rows)
@@ -133,8 +163,8 @@ def test_muon_has_every_matrix_whole_on_one_rank(
     assert {count for _, count in found} == {0 if kept or world_size == 1 else 2}
 
 
-@pytest.mark.parametrize("kind", ["flat", "heads"])
-@pytest.mark.parametrize("zero", [3, (2, 3)], ids=str)
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(("kind", "zero"), [("flat", (2, 3)), ("heads", 3)], ids=str)
 def test_muon_on_two_replicas_of_two_shards(pool: Pool, kind: str, zero: Any) -> None:
     pool.run(4, probe_tasks.make_grids)
     options = {"kind": kind, "head_rows": 4, "grid": True, "zero": zero}
@@ -160,16 +190,17 @@ def test_muon_refuses_heads_that_do_not_divide_a_matrix() -> None:
         Muon([matrix], head_rows=4)
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("strategy", ["flat", "per_param"])
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [2, 1, 3])
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    ("ranks", "zero", "strategy"),
+    [(2, 3, "flat"), (2, 1, "per_param"), (2, 2, "flat"), (3, 3, "per_param")],
+)
 def test_what_gets_no_gradient_and_is_not_frozen_stays_as_on_one_process(
-    pool: Pool, world_size: int, zero: int, strategy: str
+    pool: Pool, ranks: int, zero: int, strategy: str
 ) -> None:
-    for found in pool.run(world_size, tasks.spared_apart, zero=zero, strategy=strategy):
+    for found in pool.run(ranks, tasks.spared_apart, zero=zero, strategy=strategy):
         for name, error in found.items():
-            assert error <= TOLERANCE[world_size], name
+            assert error <= TOLERANCE[ranks], name
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -9,9 +9,12 @@ import pytest
 from pool import Pool
 
 TOLERANCE = 1e-6
-WORLD_SIZES = [1, 2, 4]
 
-sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
+sizes = pytest.mark.parametrize(
+    "world_size",
+    [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.product)],
+)
+uneven = pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 
 
 def hold(errors: dict[str, float], tolerance: float = TOLERANCE, scale: float = 1.0) -> None:
@@ -38,7 +41,7 @@ def test_2_a_scalar_parameter_trains(pool: Pool, world_size: int) -> None:
             assert kept == 1.5
 
 
-@sizes
+@uneven
 def test_3_rows_that_do_not_divide_are_cut_in_ceiling_chunks(pool: Pool, world_size: int) -> None:
     chunk = math.ceil(5 / world_size)
     for rank, (errors, local, full) in enumerate(pool.run(world_size, tasks.uneven_dim0)):
@@ -47,7 +50,7 @@ def test_3_rows_that_do_not_divide_are_cut_in_ceiling_chunks(pool: Pool, world_s
         assert full == (5, 8)
 
 
-@sizes
+@uneven
 def test_4_columns_that_do_not_divide_are_cut_in_ceiling_chunks(
     pool: Pool, world_size: int
 ) -> None:
@@ -183,13 +186,17 @@ def test_20_cpu_offload_changes_no_number_and_says_where_shards_are(
         assert "Shard(0), on the host" in table
 
 
-@pytest.mark.parametrize(("world_size", "rows"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("strategy", ["per_param", "flat", "param_boundary"])
-def test_21_a_mesh_of_replicas_and_shards(
-    pool: Pool, world_size: int, rows: int, strategy: str
-) -> None:
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("ranks", "rows", "strategy"),
+    [
+        *((4, 2, "per_param"), (4, 2, "flat"), (4, 2, "param_boundary")),
+        *((4, 4, "flat"), (2, 1, "per_param"), (1, 1, "param_boundary")),
+    ],
+)
+def test_21_a_mesh_of_replicas_and_shards(pool: Pool, ranks: int, rows: int, strategy: str) -> None:
     pool.run(4, tasks.make_grids)
-    results = pool.run(world_size, tasks.hsdp, rows=rows, strategy=strategy)
+    results = pool.run(ranks, tasks.hsdp, rows=rows, strategy=strategy)
     for errors, placements in results:
         hold(errors)
         shown = "(Replicate(), Shard(dim=0))"
@@ -244,13 +251,21 @@ def test_26_a_copy_is_a_sharded_model_of_its_own(pool: Pool, world_size: int) ->
             hold(errors)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
-    ("what", "world_size"), [("model", 1), ("model", 2), ("units", 1), ("units", 2), ("units", 4)]
+    ("what", "ranks"),
+    [
+        *(("units", 2), ("model", 2)),
+        *(
+            pytest.param(what, ranks, marks=pytest.mark.product)
+            for what, ranks in (("model", 1), ("units", 1), ("units", 4))
+        ),
+    ],
 )
 def test_27_compiled_models_and_compiled_units_have_the_same_gradients(
-    pool: Pool, world_size: int, what: str
+    pool: Pool, ranks: int, what: str
 ) -> None:
-    for found, resting, breaks in pool.run(world_size, tasks.compile_explain, what=what):
+    for found, resting, breaks in pool.run(ranks, tasks.compile_explain, what=what):
         for errors in found:
             hold(errors)
         assert resting

@@ -8,9 +8,15 @@ from shard_tensor_tasks import differing, says
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_operator_is_that_of_the_whole_tensor(pool: Pool, size: int) -> None:
-    assert pool.run(size, differing) == [[]] * size
+@pytest.mark.parametrize(
+    ("ranks", "every"),
+    [
+        *((2, 4), (3, 3), (1, 4)),
+        *(pytest.param(ranks, 1, marks=pytest.mark.product) for ranks in (1, 2, 3)),
+    ],
+)
+def test_every_operator_is_that_of_the_whole_tensor(pool: Pool, ranks: int, every: int) -> None:
+    assert pool.run(ranks, differing, every=every) == [[]] * ranks
 
 
 def test_it_shows_its_part_and_its_whole(pool: Pool) -> None:

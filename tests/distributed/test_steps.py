@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import step_tasks as tasks
 from pool import Pool
@@ -16,40 +20,67 @@ def hold(results: list[list[tuple[float, bool]]]) -> None:
             assert resting, f"case {number}"
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("what", tasks.LOSSES)
-def test_blocks_may_be_recomputed_in_the_backward(pool: Pool, what: str, world_size: int) -> None:
-    hold(pool.run(world_size, tasks.recomputed, what=what))
+def _halves(names: Iterable[str]) -> Any:
+    """Each name with the ways of sharding of one half, in turn."""
+    return pytest.mark.parametrize(
+        ("what", "half"), [(n, (i + i // 2) % 2) for i, n in enumerate(names)]
+    )
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("what", tasks.FORWARDS)
-def test_forwards_may_come_in_any_number_and_order(pool: Pool, what: str, world_size: int) -> None:
-    hold(pool.run(world_size, tasks.odd_forwards, what=what))
+@pytest.mark.slow_after(2)
+@_halves(tasks.LOSSES)
+def test_blocks_may_be_recomputed_in_the_backward(pool: Pool, what: str, half: int) -> None:
+    hold(pool.run(2, tasks.recomputed, what=what, half=half))
+
+
+@pytest.mark.slow_after(2)
+@_halves(tasks.FORWARDS)
+def test_forwards_may_come_in_any_number_and_order(pool: Pool, what: str, half: int) -> None:
+    hold(pool.run(2, tasks.odd_forwards, what=what, half=half))
 
 
 BACKWARDS = ("backward twice", "two losses", "create graph", "input with gradient")
+BACKWARDS += ("no_sync, then another order",)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("what", [*BACKWARDS, "no_sync, then another order"])
-def test_backwards_may_come_in_any_number(pool: Pool, what: str, world_size: int) -> None:
-    hold(pool.run(world_size, tasks.odd_backwards, what=what))
+@pytest.mark.slow_after(2)
+@_halves(BACKWARDS)
+def test_backwards_may_come_in_any_number(pool: Pool, what: str, half: int) -> None:
+    hold(pool.run(2, tasks.odd_backwards, what=what, half=half))
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize("place", tasks.PLACES)
-def test_after_an_exception_the_next_step_is_right(pool: Pool, place: str, when: str) -> None:
-    hold(pool.run(2, tasks.exceptions, place=place, when=when))
-
-
-def test_after_an_exception_the_next_step_is_right_without_a_forward_of_the_root(
-    pool: Pool,
+@pytest.mark.parametrize(
+    ("place", "when", "half"),
+    [
+        *((place, "backward", i % 2) for i, place in enumerate(tasks.PLACES)),
+        *((place, "forward", 1 - i % 2) for i, place in enumerate(tasks.PLACES)),
+    ],
+)
+def test_after_an_exception_the_next_step_is_right(
+    pool: Pool, place: str, when: str, half: int
 ) -> None:
-    hold(pool.run(2, tasks.exception_without_root))
+    hold(pool.run(2, tasks.exceptions, place=place, when=when, half=half))
+
+
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_after_an_exception_the_next_step_is_right_without_a_forward_of_the_root(
+    pool: Pool, half: int
+) -> None:
+    hold(pool.run(2, tasks.exception_without_root, half=half))
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_so_it_is_in_every_way(pool: Pool, world_size: int) -> None:
+    for what in tasks.LOSSES:
+        hold(pool.run(world_size, tasks.recomputed, what=what, half=None))
+    for what in tasks.FORWARDS:
+        hold(pool.run(world_size, tasks.odd_forwards, what=what, half=None))
+    for what in BACKWARDS:
+        hold(pool.run(world_size, tasks.odd_backwards, what=what, half=None))
+    for place, when in itertools.product(tasks.PLACES, ("forward", "backward")):
+        hold(pool.run(world_size, tasks.exceptions, place=place, when=when, half=None))
 
 
 @pytest.mark.parametrize("kind", tasks.KINDS)

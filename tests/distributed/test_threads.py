@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import checkpoint_tasks
@@ -20,7 +21,6 @@ from shardwright.core.job import Job
 from shardwright.core.train_section import Overlap
 from shardwright.lab.recordings import plan
 
-INTERACTIONS = ("dot", "cat", "dcn")
 STATEFUL = 5e-6  # from float64, of what divides by roots of small sums, as of processes
 
 
@@ -30,27 +30,56 @@ def interacting(job: Job, interaction: str) -> Job:
     return msgspec.structs.replace(job, model=section)
 
 
+_CASES, _UNITS = list(CASES), list(UNITS)
+
+
 @pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    ("case", "units", "ranks"),
+    [
+        ("all four", "mixed", 2),
+        *((case, _UNITS[i % 2], 2 + i // 2 % 2) for i, case in enumerate(_CASES)),
+        ("all four", "mixed", 1),
+    ],
+)
+def test_threads_give_the_losses_and_weights_of_one_process(
+    threads: Threads, case: str, units: str, ranks: int
+) -> None:
+    job = small_job(CASES[case], UNITS[units], ranks)
+    results = threads.run(ranks, train_sharded, job=job, meta=True, made=plan(job))
+    hold(results, *_alone("units"))
+
+
+@pytest.mark.product
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("case", CASES)
-def test_threads_give_the_losses_and_weights_of_one_process(
-    threads: Threads, case: str, units: str, world_size: int
-) -> None:
+def test_so_they_do_in_every_case(threads: Threads, case: str, units: str, world_size: int) -> None:
     job = small_job(CASES[case], UNITS[units], world_size)
-    results = threads.run(world_size, train_sharded, job=job, meta=True)
-    hold(results, *train_unsharded(job, torch.float64))
+    results = threads.run(world_size, train_sharded, job=job, meta=True, made=plan(job))
+    hold(results, *_alone("units"))
+
+
+@cache
+def _alone(what: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What one process makes of units, or of bags with Adagrad, however others share them."""
+    job = small_job(CASES["all four"], UNITS["mixed"], 1)
+    if what == "bags":
+        job = bag_job(BAGS["all four"], 1, "adagrad")
+    return train_unsharded(job, torch.float64)
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", BAGS)
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [("all four", 2), *((case, 2 + i % 2) for i, case in enumerate(BAGS, 1)), ("all four", 1)],
+)
 def test_threads_are_exact_with_adagrad_on_bags_of_any_features(
-    threads: Threads, case: str, world_size: int
+    threads: Threads, case: str, ranks: int
 ) -> None:
-    job = bag_job(BAGS[case], world_size, "adagrad")
-    results = threads.run(world_size, train_sharded, job=job, meta=True)
-    hold(results, *train_unsharded(job, torch.float64), tolerance=STATEFUL)
+    job = bag_job(BAGS[case], ranks, "adagrad")
+    results = threads.run(ranks, train_sharded, job=job, meta=True, made=plan(job))
+    hold(results, *_alone("bags"), tolerance=STATEFUL)
 
 
 @pytest.mark.slow_after(1)
@@ -59,14 +88,15 @@ def test_threads_give_the_same_where_types_keep_to_hosts(
     threads: Threads, world_size: int, local: int
 ) -> None:
     job = bag_job((*WITHIN_HOSTS, "table_row_wise"), world_size, "adagrad", local=local)
-    results = threads.run(world_size, train_sharded, job=job, meta=True)
-    hold(results, *train_unsharded(job, torch.float64), tolerance=STATEFUL)
+    results = threads.run(world_size, train_sharded, job=job, meta=True, made=plan(job))
+    hold(results, *_alone("bags"), tolerance=STATEFUL)
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("interaction", INTERACTIONS)
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "optimizer", "interaction"),
+    [(2, "sgd", "dot"), (2, "adagrad", "dcn"), (3, "adagrad", "cat")],
+)
 def test_threads_give_what_processes_give(
     pool: Pool, threads: Threads, world_size: int, optimizer: str, interaction: str
 ) -> None:
@@ -74,13 +104,14 @@ def test_threads_give_what_processes_give(
         job = small_job(CASES["no columns"], UNITS["mixed"], world_size, optimizer)
     else:
         job = interacting(bag_job(BAGS["all four"], world_size, optimizer), interaction)
-    (losses, weights), *_ = pool.run(world_size, train_sharded, job=job, meta=True)
-    hold(threads.run(world_size, train_sharded, job=job, meta=True), losses, weights)
+    (losses, weights), *_ = pool.run(world_size, train_sharded, job=job, meta=True, made=plan(job))
+    hold(
+        threads.run(world_size, train_sharded, job=job, meta=True, made=plan(job)), losses, weights
+    )
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("overlap", ["none", "rows", "ids_and_rows"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "overlap"), [(2, "none"), (2, "rows"), (3, "ids_and_rows")])
 def test_bytes_and_actions_of_threads_are_those_of_the_plan(
     threads: Threads, world_size: int, overlap: Overlap
 ) -> None:
@@ -104,15 +135,15 @@ def test_what_travels_between_threads_is_compared_with_its_plan(threads: Threads
 
 def test_rows_that_travel_while_threads_compute_train_the_same(threads: Threads) -> None:
     job = overlapping(small_job(CASES["all four"], UNITS["mixed"], 2))
-    results = threads.run(2, train_sharded, job=job, meta=True)
-    hold(results, *train_unsharded(job, torch.float64))
+    results = threads.run(2, train_sharded, job=job, meta=True, made=plan(job))
+    hold(results, *_alone("units"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_tables_on_disk_are_each_thread_s_own(threads: Threads, world_size: int) -> None:
     job = bag_job(BAGS["all four"], world_size, "adagrad", kernels=("dense", "key_value"))
-    results = threads.run(world_size, train_sharded, job=job, meta=True)
-    hold(results, *train_unsharded(job, torch.float64), tolerance=STATEFUL)
+    results = threads.run(world_size, train_sharded, job=job, meta=True, made=plan(job))
+    hold(results, *_alone("bags"), tolerance=STATEFUL)
 
 
 @pytest.mark.parametrize("value", [-1, 2**40])

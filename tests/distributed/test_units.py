@@ -8,14 +8,23 @@ from pool import Pool, Threads
 
 TOLERANCE = 1e-6
 
+on_two_or_three = pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        *(("mixture", 2), ("flat", 2)),
+        *(
+            pytest.param(strategy, 3, marks=pytest.mark.slow)
+            for strategy in ("per_param", "param_boundary", "mixture")
+        ),
+    ],
+)
 strategies = pytest.mark.parametrize("strategy", tasks.STRATEGIES)
 
 
-@strategies
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_states_show_what_they_own(pool: Pool, strategy: str, world_size: int) -> None:
+@on_two_or_three
+def test_states_show_what_they_own(pool: Pool, strategy: str, ranks: int) -> None:
     kinds = {"ShardTensor"} if strategy == "flat" else {"ShardTensor", "Tensor"}  # scalars
-    for seen, equal, late, equal_again in pool.run(world_size, tasks.states, strategy=strategy):
+    for seen, equal, late, equal_again in pool.run(ranks, tasks.states, strategy=strategy):
         first, second, third = seen
         assert first == third == ("sharded", kinds, {0, 1, 2}, 0)
         assert second[:3] == ("unsharded", {"Tensor"}, {0, 1, 2})
@@ -26,12 +35,11 @@ def test_states_show_what_they_own(pool: Pool, strategy: str, world_size: int) -
         assert equal_again
 
 
-@strategies
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_two_or_three
 def test_views_lie_in_the_byte_storage_where_the_infos_say(
-    pool: Pool, strategy: str, world_size: int
+    pool: Pool, strategy: str, ranks: int
 ) -> None:
-    for inside, equal, writes in pool.run(world_size, tasks.views, strategy=strategy):
+    for inside, equal, writes in pool.run(ranks, tasks.views, strategy=strategy):
         assert inside
         assert equal
         assert writes
@@ -90,13 +98,12 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSALS)
-def test_what_cannot_be_is_refused_by_name(pool: Pool, what: str) -> None:
-    for found in pool.run(2, tasks.refusal, what=what):
-        assert REFUSALS[what] in found
+def test_what_cannot_be_is_refused_by_name(pool: Pool) -> None:
+    for found in pool.run(2, tasks.refusals, names=list(REFUSALS)):
+        assert {what: said for what, said in found.items() if REFUSALS[what] not in said} == {}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", tasks.MODULES)
 def test_modules_of_all_kinds_have_the_gradients_of_unsharded_ones(
     pool: Pool, kind: str, world_size: int
@@ -106,12 +113,11 @@ def test_modules_of_all_kinds_have_the_gradients_of_unsharded_ones(
             assert error <= TOLERANCE, strategy
 
 
-@strategies
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_two_or_three
 def test_a_unit_driven_by_hand_reduces_when_it_reshards(
-    pool: Pool, strategy: str, world_size: int
+    pool: Pool, strategy: str, ranks: int
 ) -> None:
-    for found, resting in pool.run(world_size, tasks.by_hand, strategy=strategy):
+    for found, resting in pool.run(ranks, tasks.by_hand, strategy=strategy):
         assert max(found) <= TOLERANCE
         assert resting
 

@@ -182,6 +182,15 @@ def shards_of_a_buffer(mesh: DeviceMesh) -> Any:
 # ---- what is refused ----------------------------------------------------------------------------
 
 
+def refusals(mesh: DeviceMesh, names: list[str]) -> dict[str, str]:
+    """The text of each."""
+    found = {}
+    for what in names:
+        Comm(mesh).forget()
+        found[what] = refusal(mesh, what)
+    return found
+
+
 def refusal(mesh: DeviceMesh, what: str) -> str:
     """The text of what cannot be done."""
     module: Any = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
