@@ -33,6 +33,7 @@ NUMEL = 1000
 WEIGHTS = 2 * 4 * NUMEL
 SAVED, PASSING = 300, 70
 STREAM = 90
+ADAMW = optimizer_named("adamw", "foreach")
 Step = Callable[..., Ledger]
 
 
@@ -70,7 +71,7 @@ def run() -> Step:
         passes: Sequence[Pass] = ONE_PASS.passes,
         chunks: int = 1,
         sent: int = 0,
-        optimizer: Optimizer = optimizer_named("adamw", "foreach"),
+        optimizer: Optimizer = ADAMW,
         **changes: Any,
     ) -> Ledger:
         heap, sharding = Ledger(), Sharding(**changes)
