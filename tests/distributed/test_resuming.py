@@ -171,8 +171,8 @@ def test_other_ranks_go_on_with_the_rows_that_are_left(
 def test_modules_draw_other_numbers_on_every_rank_and_after_every_start(
     pool: Pool, tmp_path: Path
 ) -> None:
-    two = planned(tmp_path / "data", "transformer", 2, steps=2)
-    one = planned(tmp_path / "data", "transformer", 1, 8, steps=3)
+    two = planned(tmp_path / "data", "dlrm", 2, steps=2)
+    one = planned(tmp_path / "data", "dlrm", 1, 8, steps=3)
     runs = [
         *trained(pool, two, tmp_path / "run"),
         *trained(pool, one, tmp_path / "run", resume=True),
