@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from itertools import count, islice
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +28,6 @@ LIVES = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(deadline=None)
 @given(LIVES)
 def test_no_row_is_dealt_twice_or_lost_however_often_the_number_of_ranks_changes(

@@ -18,10 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import shardwright as sw
+from shardwright.core.checkpoint_section import CheckpointSection
 from shardwright.core.plan import Plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.checkpoint import read_full
+from shardwright.runtime.checkpoint.write import Work
+from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer
+from shardwright.runtime.saves import Saves
 
 DECAYED = ("first.0.weight", "first.2.weight", "last.weight")
 
@@ -423,6 +427,32 @@ def take_torchs(mesh: DeviceMesh, case: Case) -> Any:
     model.load_state_dict(reference.state_dict())
     sw.load_optimizer_state_dict(model, chosen, torchs(reference, others))
     return train(model, chosen, 2, 3), train(reference, others, 2, 3)
+
+
+def held_back(mesh: DeviceMesh, folder: str, guarded: bool) -> tuple[bool, bool, int]:
+    """Whether a save goes on after a step in which rank 1 still writes and after the next one, and
+    which step it then is of. All ranks agree in a guard, or in what saves."""
+    model = nn.Linear(3, 3)
+    sw.fully_shard_flat(model, mesh)
+    section = CheckpointSection(every="1 steps")
+    options: dict[str, Any] = {"extra": lambda: None, "facts": {}, "say": lambda text: None}
+    saves, guard = Saves(Path(folder), model, None, section, **options), Guard(mesh)
+
+    def step(number: int) -> Work | None:
+        agreed = guard.settle(saves.words(number)) if guarded else saves.agreed(number)
+        saves.after(number, agreed)
+        return saves._work
+
+    begun = step(1)
+    assert begun is not None
+    begun.done.wait()
+    if mesh.get_local_rank() == 1:
+        begun.done.clear()  # a slower disk
+    held = step(2)
+    begun.done.set()
+    found = held is not begun, step(3) is not begun
+    saves.finish(1)
+    return *found, saves.saved
 
 
 def refused_state(mesh: DeviceMesh, what: str) -> Any:

@@ -204,6 +204,19 @@ def test_other_ranks_go_on_with_the_rows_that_are_left(
     assert len(means[1]) == 12
 
 
+def test_modules_draw_other_numbers_on_every_rank_and_after_every_start(
+    pool: Pool, tmp_path: Path
+) -> None:
+    two = planned(tmp_path / "data", "dlrm", 2, steps=2)
+    one = planned(tmp_path / "data", "dlrm", 1, 8, steps=3)
+    runs = [
+        *trained(pool, two, tmp_path / "run"),
+        *trained(pool, one, tmp_path / "run", resume=True),
+    ]
+    assert runs[-1][1]["resumed"] == (2,)
+    assert len({found["seed"] for _, found in runs}) == 3
+
+
 @pytest.mark.slow
 def test_batches_that_do_not_know_where_to_start_refuse_other_ranks(
     pool: Pool, tmp_path: Path

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import saving_tasks as tasks
 import torch
-from pool import Pool
+from pool import Pool, Threads
 from reference import small_job, train_unsharded
 from saving_tasks import Case
 
@@ -233,6 +233,14 @@ def test_training_goes_on_after_a_save_that_one_rank_could_not_write(
         assert same
         assert name == "step-4"
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["step-4"]
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guard", "no guard"])
+def test_a_save_goes_on_at_the_first_step_at_which_no_rank_writes(
+    threads: Threads, tmp_path: Path, guarded: bool
+) -> None:
+    results = threads.run(2, tasks.held_back, folder=str(tmp_path), guarded=guarded)
+    assert results == [(False, True, 1)] * 2
 
 
 @pytest.mark.parametrize("what", ["no units", "several meshes"])

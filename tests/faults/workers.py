@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -10,8 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from shardwright.core.errors import InputError, NoPlanError
-from shardwright.launcher.folder import store_file
+from shardwright.launcher.folder import MARK, store_file
 from shardwright.launcher.heartbeat import Heartbeat
+from shardwright.launcher.processes import run_processes
 from shardwright.launcher.progress import ProgressLog
 from shardwright.launcher.worker import run_worker
 
@@ -50,10 +52,21 @@ def body(heartbeat: Heartbeat) -> None:
         if RANK == 0:
             progress.update({"step": step + 1, "steps": STEPS, "loss": float(value.sum())})
     if RANK == 0:
-        sockets = Path("/proc/self/net/tcp").read_text() + Path("/proc/self/net/tcp6").read_text()
-        (FOLDER / "sockets.txt").write_text(sockets)
+        (FOLDER / "listening.txt").write_text("\n".join(listening(os.environ[MARK])))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def listening(mark: str) -> list[str]:
+    """The addresses at which processes of the run take connections."""
+    own = set()
+    for pid in run_processes(mark):
+        for descriptor in Path("/proc").glob(f"{pid}/fd/*"):
+            with contextlib.suppress(OSError):  # closed since
+                own.add(os.readlink(descriptor))
+    tables = [Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
 
 
 def break_down() -> None:

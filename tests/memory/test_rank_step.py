@@ -33,6 +33,7 @@ NUMEL = 1000
 WEIGHTS = 2 * 4 * NUMEL
 SAVED, PASSING = 300, 70
 STREAM = 90
+ADAMW = optimizer_named("adamw", "foreach")
 Step = Callable[..., Ledger]
 
 

@@ -169,7 +169,6 @@ class ClickReader:
         rows = list(islice(self._owned, self._batch_size))
         batch = self._log.parse([line for _, _, line in rows])
         if batch is not None:
-            self._bad_in_a_row = 0
             return batch
         return self._sift(rows)
 

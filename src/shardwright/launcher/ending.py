@@ -104,9 +104,7 @@ def _judged(
     return exit_code(verdict, views, exits, words), why
 
 
-def _first_to_go(
-    verdict: Verdict, exits: Mapping[int, int], views: Sequence[RankView]
-) -> Verdict:
+def _first_to_go(verdict: Verdict, exits: Mapping[int, int], views: Sequence[RankView]) -> Verdict:
     """Of ranks without a word: those torchrun did not end itself, if any are known. One of them may
     not have been seen to go before those that it took along."""
     ended = {-signal.SIGTERM, 0}
