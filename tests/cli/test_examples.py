@@ -32,7 +32,17 @@ def test_an_example_is_trained_with_the_memory_of_its_plan(
     job, changes = f"examples/{name}.toml", ("train.steps=6", f"train.out={tmp_path / 'run'}")
     line = [sys.executable, "-m", "shardwright", "train", job]
     line += [word for change in changes for word in ("--set", change)]
-    said = " ".join(_one_screen(line).split())
+    done = subprocess.run(
+        line,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        env=os.environ | {"COLUMNS": "80"},
+    )
+    assert done.returncode == 0, done.stderr
+    _is_one_screen(done.stdout)
+    said = " ".join(done.stdout.split())
     assert "exact bytes equal on 2 of 2 ranks, peak " + peak in said
     if name in ("own_model", "vision", "recommender"):
         assert "no samples were held out to be scored: model.python may return an sw.Task" in said
@@ -61,25 +71,20 @@ def test_batches_of_an_example_go_on_after_any_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("command", ["plan", "memory"])
-def test_a_first_screen_has_forty_lines_of_eighty_columns(command: str, job: str) -> None:
+def test_a_first_screen_has_forty_lines_of_eighty_columns(
+    command: str, job: str, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if command == "plan" and job in ("llama8b", "llama405b"):
         pytest.skip("no plan follows its runtime")
-    _one_screen([sys.executable, "-m", "shardwright", command, f"examples/{job}.toml"])
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "80")
+    answer = call(command, f"examples/{job}.toml")
+    assert answer.code == 0, answer.err
+    _is_one_screen(answer.out)
 
 
-def _one_screen(line: list[str]) -> str:
-    """What a command prints where it ends well."""
-    done = subprocess.run(
-        line,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-        env=os.environ | {"COLUMNS": "80"},
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) <= 40
+def _is_one_screen(text: str) -> None:
+    lines = text.splitlines()
+    assert 0 < len(lines) <= 40
     assert max(map(len, lines)) <= 80
     assert not any(line.endswith(" ") for line in lines)
-    return done.stdout
