@@ -89,6 +89,6 @@ def test_a_first_screen_has_forty_lines_of_eighty_columns(
 
 def _is_one_screen(said: str) -> None:
     lines = said.splitlines()
-    assert len(lines) <= 40
+    assert 0 < len(lines) <= 40
     assert max(map(len, lines)) <= 80
     assert not any(line.endswith(" ") for line in lines)

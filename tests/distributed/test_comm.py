@@ -218,8 +218,9 @@ def test_ranks_that_are_about_to_do_different_things_are_refused(
     ],
 )
 def test_a_rank_that_never_comes_is_named(pool: Pool, kind: str, way: str) -> None:
-    results = pool.run(4, tasks.absent, kind=kind, paths=WAYS[way])
-    for text, caused, again in (r for r in results if r is not None):
+    results = [r for r in pool.run(4, tasks.absent, kind=kind, paths=WAYS[way]) if r is not None]
+    assert len(results) == 3
+    for text, caused, again in results:
         assert text.startswith("layers.3 ")
         assert "step 7: expected all 4 ranks at collective 2, got no sign of rank 1." in text
         assert caused != "NoneType"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kept import plan
 
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan
 from shardwright.core.sharing import bucket_sizes_of
-from shardwright.lab.recordings import plan
 from shardwright.planner import explain
 from shardwright.planner.explain.basis import basis
 from shardwright.planner.explain.recompute import draft_of

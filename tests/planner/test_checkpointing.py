@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from kept import plan
 from msgspec import UNSET
 from torch import nn
 
@@ -14,7 +15,7 @@ from shardwright.core.errors import InputError, MismatchError, NoPlanError
 from shardwright.core.job import Job, checkpointing_of, parse_job
 from shardwright.core.model import ModelSpec
 from shardwright.core.plan import Plan, sealed
-from shardwright.lab.recordings import described, plan, plan_module
+from shardwright.lab.recordings import described, plan_module
 from shardwright.planner import explain, planner
 
 AMPLE = 2**30

@@ -90,7 +90,6 @@ def test_it_is_proven_that_nothing_fits_only_where_nothing_fits(seed: int) -> No
 @pytest.mark.slow
 @given(seed=seeds)
 def test_the_exact_search_brings_the_fastest_plan_of_all(seed: int) -> None:
-    pytest.importorskip("highspy", reason="the exact search needs HiGHS: shardwright[exact]")
     job = _job(seed, "exact")
     best, found = _fastest(job), _found(job)
     if found is None or best == math.inf:
@@ -171,7 +170,6 @@ def test_the_fastest_plan_is_found_where_it_takes(why: str) -> None:
 
 
 def test_a_table_whose_column_shards_fit_no_rank_has_the_plan_of_the_exact_search() -> None:
-    pytest.importorskip("highspy", reason="the exact search needs HiGHS: shardwright[exact]")
     sizes = {"rows": 3_400_000, "dim": 512, "min_partition": 64}
     cluster = {"world_size": 32, "local_world_size": 8, "hbm_cap": "700 MiB"}
     seconds = []
@@ -189,7 +187,6 @@ def test_a_table_whose_column_shards_fit_no_rank_has_the_plan_of_the_exact_searc
 
 def test_the_exact_search_knows_cuts_that_no_bound_needs() -> None:
     """With 8 pieces for two ranks, as the bounded search cuts, it takes 7 % longer than with 32."""
-    pytest.importorskip("highspy", reason="the exact search needs HiGHS: shardwright[exact]")
     tables = (
         WIDE | {"dim": 2048, "min_partition": 64},
         WHOLE | {"rows": 1000, "dim": 2048, "pooling_factors": [12.0]},
@@ -205,7 +202,6 @@ def test_the_exact_search_knows_cuts_that_no_bound_needs() -> None:
 @pytest.mark.parametrize("how", ["bounded", "exact"])
 def test_nothing_is_proven_of_kernels_that_are_not_listed(how: str) -> None:
     """Six tables together may have 729 combinations of kernels; only those of one are tried."""
-    pytest.importorskip("highspy", reason="the exact search needs HiGHS: shardwright[exact]")
     tables = [WHOLE | {"pooling_factors": [float(i)]} for i in range(1, 7)]
     together = {"constraints": {"together": [[f"t{i}" for i in range(6)]]}}
     cluster = {"hbm_cap": "120 MiB"}

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from kept import plan
 from tampering import changed, leaves
 
 from shardwright.cli.main import main
@@ -16,7 +17,6 @@ from shardwright.core.amount import Step
 from shardwright.core.errors import EXIT_MISMATCH, InputError, MismatchError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan, read_plan, sealed, write_plan
-from shardwright.lab.recordings import plan
 from shardwright.planner import explain
 
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise")

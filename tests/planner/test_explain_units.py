@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from kept import plan
 from tampering import changed, leaves
 
 from shardwright.core.amount import Step
@@ -16,7 +17,7 @@ from shardwright.core.block import check_tiling
 from shardwright.core.errors import MismatchError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan, sealed
-from shardwright.lab.recordings import described, plan
+from shardwright.lab.recordings import described
 from shardwright.planner import explain
 from shardwright.planner.statistics import memory_prices, statistics
 

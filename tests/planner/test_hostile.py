@@ -234,8 +234,6 @@ def test_constraints_that_contradict_are_refused(
 
 @pytest.mark.parametrize("search", ["bounded", "exact", "proposers"])
 def test_a_table_too_large_for_any_rank_has_no_plan(plan: Plan, search: str) -> None:
-    if search == "exact":
-        pytest.importorskip("highspy", reason="the exact search needs HiGHS: shardwright[exact]")
     planner = {"search": search, "time_limit": 2}
     text = _job({"rows": 2**40, "dim": 2**16, "sharding_types": ["table_wise"]}, planner=planner)
     plan(text).refuses(EXIT_NO_PLAN, "t0", "288,230,376,151,711,744 B")

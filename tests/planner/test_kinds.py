@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept import plan
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, NoPlanError
@@ -13,7 +14,6 @@ from shardwright.core.job import Job, parse_job
 from shardwright.core.kinds import KNOWN_AUC, SEEDS_VARY, kind_of, nbytes
 from shardwright.core.plan import Plan
 from shardwright.core.study import read_study, spread_of
-from shardwright.lab.recordings import plan
 from shardwright.planner.explain.basis import basis
 
 STUDY = Path(__file__).parents[2] / "validation" / "cpu-2-cores" / "embeddings_study.json"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kept import plan
 
 from shardwright.core.block import check_tiling
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan
-from shardwright.lab.recordings import plan
 from shardwright.planner import explain
 from shardwright.planner.explain.recompute import draft_of
 from shardwright.report.plan_sheets import checkpointing_line

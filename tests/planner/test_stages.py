@@ -6,12 +6,12 @@ import random
 from typing import Any, get_args
 
 import pytest
+from kept import plan
 
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.placement import Zero
 from shardwright.core.plan import Plan
-from shardwright.lab.recordings import plan
 from shardwright.planner import explain
 from shardwright.planner.explain.recompute import draft_of
 from shardwright.report.plan_sheets import checkpointing_line, speed_line

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from kept import plan
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.job import Job, parse_job
@@ -20,7 +21,6 @@ from shardwright.core.plan import (
     read_plan,
     write_plan,
 )
-from shardwright.lab.recordings import plan
 from shardwright.planner.explain import draft_of
 from shardwright.planner.statistics import memory_prices, statistics
 

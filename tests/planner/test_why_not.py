@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from kept import plan
 from small_jobs import KERNELS, TYPES, small_job
 
 from shardwright.core.errors import InputError, ShardwrightError
 from shardwright.core.job import BatchSection, Job, parse_job
 from shardwright.core.plan import Plan
-from shardwright.lab.recordings import found_for, plan
+from shardwright.lab.recordings import found_for
 from shardwright.planner import explain
 from shardwright.planner.explain.replan import forced_table
 from shardwright.planner.explain.why_not import exclusion
@@ -57,7 +58,7 @@ def _problems(random_job: MakeJob, first: int) -> Any:
             yield seed, job, written(found, Watch())
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 4), pytest.param(0, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), [(0, 4), pytest.param(4, 40, marks=pytest.mark.slow)])
 def test_a_replanned_answer_is_that_of_planning_anew_with_the_type_or_kernel_forced(
     random_job: MakeJob, first: int, count: int
 ) -> None:

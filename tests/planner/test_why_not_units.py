@@ -9,11 +9,12 @@ import random
 from typing import Any
 
 import pytest
+from kept import plan
 
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.job import parse_job
 from shardwright.core.plan import Plan, UnitPlan
-from shardwright.lab.recordings import described, plan
+from shardwright.lab.recordings import described
 from shardwright.planner import explain
 from shardwright.planner.explain.why_not_unit import WAYS
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.amount import Amount, Step, derivation, leaf, named
@@ -171,6 +171,7 @@ def test_every_function_is_evaluated_in_three_ways(
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CASES)
 @given(scheme=SCHEMES, samples=SAMPLES)
+@settings(max_examples=6)
 def test_numbers_arrays_and_amounts_agree(
     reevaluate: Callable[[Sequence[Step]], None],
     name: str,

@@ -14,14 +14,20 @@ from shardwright.core.model_of_job import model_of
 from shardwright.planner import profiles
 from shardwright.planner.planner import plan
 
+# Each job in a process of its own, which has loaded what planning takes and no profile.
 LOADED = """
+import os
 import sys
 from pathlib import Path
 from shardwright.core.job import read_job
 from shardwright.core.model_of_job import model_of
 from shardwright.planner.planner import plan
-plan(read_job(Path(sys.argv[1])), model_of)
-print(*sys.modules)
+for path in sys.argv[1:]:
+    if not os.fork():
+        plan(read_job(Path(path)), model_of)
+        print(*sys.modules, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 TABLES = """
 [[tables]]
@@ -36,23 +42,21 @@ dim = 128
 """
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize(
-    "asked",
-    ['constants = "torchrec-1.9"', 'options = "torchrec"', 'search = "proposers"'],
-)
-def test_a_plan_by_torchrecs_rules_needs_neither_torchrec_nor_torch(
-    tmp_path: Path, asked: str
-) -> None:
-    job = tmp_path / "job.toml"
-    job.write_text(f"[cluster]\nworld_size = 4\n\n[planner]\n{asked}\n{TABLES}")
+def test_a_plan_by_torchrecs_rules_needs_neither_torchrec_nor_torch(tmp_path: Path) -> None:
+    asked = ('constants = "torchrec-1.9"', 'options = "torchrec"', 'search = "proposers"')
+    jobs = [tmp_path / f"{number}.toml" for number in range(len(asked))]
+    for job, line in zip(jobs, asked, strict=True):
+        job.write_text(f"[cluster]\nworld_size = 4\n\n[planner]\n{line}\n{TABLES}")
     done = subprocess.run(
-        [sys.executable, "-c", LOADED, str(job)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", LOADED, *map(str, jobs)], capture_output=True, text=True, check=True
     )
-    loaded = {name for name in done.stdout.split() if "torch" in name}
-    assert "shardwright.torchrec.profile" in loaded
-    assert {name.split(".")[0] for name in loaded} == {"shardwright"}
-    assert not any(name.startswith("shardwright.torchrec.adapter") for name in loaded)
+    told = done.stdout.splitlines()
+    assert len(told) == len(asked)
+    for line in told:
+        loaded = {name for name in line.split() if "torch" in name}
+        assert "shardwright.torchrec.profile" in loaded
+        assert {name.split(".")[0] for name in loaded} == {"shardwright"}
+        assert not any(name.startswith("shardwright.torchrec.adapter") for name in loaded)
 
 
 def test_the_planner_knows_of_no_other_profile() -> None:

@@ -12,8 +12,6 @@ from shardwright.planner.search.exact import MAX_VARIABLES, RELATIVE_GAP, solve
 from shardwright.planner.search.search import Outcome, search
 from shardwright.planner.search.space import Assignment, Space
 
-pytest.importorskip("highspy", reason="the exact search needs HiGHS: shardwright[exact]")
-
 SpaceOf = Callable[..., Space]
 SECONDS = 60.0  # far more than a solution takes
 

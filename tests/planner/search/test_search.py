@@ -37,6 +37,7 @@ def test_every_block_lies_once_on_ranks_that_belong_together(
     space = space_of_seed(seed, memory=memory)
     outcome = search(space)
     if outcome.best is None:
+        assert memory != "plenty"
         return
     for item, (number, slots) in zip(space.items, _found(space, outcome), strict=True):
         widths = item.options[number].widths
@@ -53,6 +54,7 @@ def test_no_rank_is_over_its_capacity_by_a_byte(
 ) -> None:
     space = space_of_seed(seed, memory=memory)
     outcome = search(space)
+    assert outcome.best is not None or memory != "plenty"
     if outcome.best is not None:
         _, storage = totals_of(space, outcome.best)
         assert (storage <= np.array(space.capacity, float)).all()
@@ -65,6 +67,7 @@ def test_the_seconds_shown_are_those_of_the_slowest_rank(
 ) -> None:
     space = space_of_seed(seed, memory=memory)
     outcome = search(space)
+    assert outcome.best is not None or memory != "plenty"
     if outcome.best is not None:
         seconds, _ = totals_of(space, outcome.best)
         assert outcome.seconds == pytest.approx(seconds.max(), rel=1e-9)
@@ -88,7 +91,7 @@ def test_with_memory_to_spare_the_search_is_near_the_best(
     space_of_seed: SpaceOf, all_of: Callable[..., Any]
 ) -> None:
     ratios = []
-    for seed in range(60):
+    for seed in range(30):
         space = space_of_seed(seed)
         ratios.append(search(space).seconds / all_of(space).best(space.capacity))
     assert min(ratios) > 1 - 1e-9
@@ -101,7 +104,7 @@ def test_in_tight_memory_the_search_is_near_the_best(
     space_of_seed: SpaceOf, all_of: Callable[..., Any]
 ) -> None:
     ratios = []
-    for seed in range(60):
+    for seed in range(30):
         space = space_of_seed(seed, memory="tight")
         ratios.append(search(space).seconds / all_of(space).best(space.capacity))
     found = np.array(ratios)[np.isfinite(ratios)]
@@ -114,7 +117,7 @@ def test_in_tight_memory_the_search_is_near_the_best(
 def test_with_twice_the_least_memory_an_assignment_is_always_found(
     space_of_seed: SpaceOf, all_of: Callable[..., Any]
 ) -> None:
-    for seed in range(60):
+    for seed in range(30):
         space = space_of_seed(seed)
         least = int(all_of(space).storage[:, :, 0].max(axis=1).min())
         capacity = (2 * least, *space.capacity[1:])
@@ -124,11 +127,14 @@ def test_with_twice_the_least_memory_an_assignment_is_always_found(
 def test_nothing_is_found_where_nothing_fits(
     space_of_seed: SpaceOf, all_of: Callable[..., Any]
 ) -> None:
-    for seed in range(40):
+    impossible = 0
+    for seed in range(20):
         space = space_of_seed(seed, memory="short")
         if all_of(space).best(space.capacity) == np.inf:
+            impossible += 1
             outcome = search(space)
             assert (outcome.best, outcome.seconds, outcome.feasible) == (None, np.inf, 0)
+    assert impossible > 5
 
 
 @given(seed=st.integers(0, 10**9), memory=MEMORY)
@@ -150,12 +156,15 @@ def test_constraints_are_obeyed(space_of_seed: SpaceOf, seed: int, memory: str) 
 def test_constraints_that_can_be_met_are_met(
     space_of_seed: SpaceOf, all_of: Callable[..., Any]
 ) -> None:
-    missed = []
-    for seed in range(60):
+    possible, missed = 0, []
+    for seed in range(30):
         space = space_of_seed(seed, constrained=True)
-        if np.isfinite(all_of(space).best(space.capacity)) and search(space).best is None:
-            missed.append(seed)
+        if np.isfinite(all_of(space).best(space.capacity)):
+            possible += 1
+            if search(space).best is None:
+                missed.append(seed)
     assert not missed
+    assert possible > 10
 
 
 def test_a_search_that_is_out_of_time_ends_with_its_start(space_of_seed: SpaceOf) -> None:
