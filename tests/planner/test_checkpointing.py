@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from kept import plan
 from msgspec import UNSET
+from plans import plan
 from torch import nn
 
 from shardwright.core.errors import InputError, MismatchError, NoPlanError

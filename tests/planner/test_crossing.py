@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kept import plan
+from plans import plan
 
 from shardwright.core.amount import leaf
 from shardwright.core.job import Job, parse_job

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from kept import plan
+from plans import plan
 from tampering import changed, leaves
 
 from shardwright.core.amount import Step

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import plan
 from msgspec import UNSET
+from plans import plan
 
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kept import plan
+from plans import plan
 
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job

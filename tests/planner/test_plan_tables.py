@@ -14,7 +14,7 @@ import pytest
 from counting import at_most
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kept import plan
+from plans import plan
 
 from shardwright.core.block import check_tiling
 from shardwright.core.cluster import TIERS

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kept import plan
+from plans import plan
 
 from shardwright.core.block import check_tiling
 from shardwright.core.errors import UnsupportedError

@@ -6,7 +6,7 @@ import random
 from typing import Any, get_args
 
 import pytest
-from kept import plan
+from plans import plan
 
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from kept import plan
+from plans import plan
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.job import Job, parse_job

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kept import plan
+from plans import plan
 
 from shardwright.core.amount import Amount, Step, derivation, leaf, named
 from shardwright.core.job import parse_job

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from kept import plan
+from plans import plan
 from small_jobs import KERNELS, TYPES, small_job
 
 from shardwright.core.errors import InputError, ShardwrightError

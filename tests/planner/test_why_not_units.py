@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 import pytest
-from kept import plan
+from plans import plan
 
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.job import parse_job

@@ -1,4 +1,4 @@
-"""Plans of jobs, each made once in a process."""
+"""Plans of jobs, each made once in a process for all tests that ask for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ MADE: dict[bytes, Plan] = {}
 
 
 def plan(job: Job) -> Plan:
-    """The plan of a job that says everything: of one whose module may change there is none here."""
+    """The plan of a job that says everything: not of one whose module may change, nor for tests that
+    change what planning does, or watch it."""
     key = msgspec.json.encode(job, order="deterministic")
     if key not in MADE:
         MADE[key] = recordings.plan(job)
