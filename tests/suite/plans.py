@@ -12,8 +12,8 @@ MADE: dict[bytes, Plan] = {}
 
 
 def plan(job: Job) -> Plan:
-    """The plan of a job that says everything: not of one whose module may change, nor for tests that
-    change what planning does, or watch it."""
+    """The plan of a job that says everything, not of one whose module may change; not for tests
+    that change what planning does, or watch it."""
     key = msgspec.json.encode(job, order="deterministic")
     if key not in MADE:
         MADE[key] = recordings.plan(job)
