@@ -19,7 +19,7 @@ from shardwright.lab.recordings import described, plan_module
 from shardwright.planner import explain, planner
 
 AMPLE = 2**30
-SIZES = {"layers": 5, "dim": 32, "heads": 4, "ffn_dim": 64}
+SIZES = {"layers": 4, "dim": 32, "heads": 4, "ffn_dim": 64}
 
 
 def _job(cap: int = AMPLE, planner: dict[str, Any] | None = None, **sections: Any) -> Job:

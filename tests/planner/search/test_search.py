@@ -104,7 +104,7 @@ def test_in_tight_memory_the_search_is_near_the_best(
     space_of_seed: SpaceOf, all_of: Callable[..., Any]
 ) -> None:
     ratios = []
-    for seed in range(30):
+    for seed in range(40):
         space = space_of_seed(seed, memory="tight")
         ratios.append(search(space).seconds / all_of(space).best(space.capacity))
     found = np.array(ratios)[np.isfinite(ratios)]
