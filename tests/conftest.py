@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from itertools import groupby, zip_longest
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +32,8 @@ settings.register_profile("usual", deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.load_profile("usual")
 
-LONGEST = {"faults", "test_tour.py"}
+WAITING = {"faults", "test_tour.py"}
+DEAR = "distributed"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil_div": lambda a, b: -(-a // b),
     "ceil": math.ceil,
@@ -53,10 +55,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests take longest come first: no worker is left alone with them at the end. Of
-    tests that are dear not every combination of parameters runs daily, nor of these every one in
-    ``make test``."""
-    items.sort(key=lambda item: not LONGEST & set(item.path.parts))
+    """Files that mostly wait for processes alternate with those that compute, so that no processor
+    is idle, and the dearest ones come first, so that no worker is left alone with them. Of tests
+    that are dear not every combination of parameters runs daily, nor of these every one in ``make
+    test``."""
+    files = {path: list(its) for path, its in groupby(items, key=lambda item: item.path)}
+    waiting = [path for path in files if WAITING & set(path.parts)]
+    computing = sorted(
+        (path for path in files if path not in waiting), key=lambda path: DEAR not in path.parts
+    )
+    order = (path for pair in zip_longest(waiting, computing) for path in pair if path)
+    items[:] = [item for path in order for item in files[path]]
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
