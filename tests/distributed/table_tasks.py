@@ -497,7 +497,9 @@ def _refused(mesh: DeviceMesh, wrong: str, replicated: bool, dtype: str) -> str:
 def refused_in_halves(mesh: DeviceMesh) -> list[str]:
     """The same of the shards of two replicas, whose tables are each their own."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return [refused(grid["shard"], "too large", replicated) for replicated in (False, True)]
+    return [
+        _refused(grid["shard"], "too large", replicated, "fp32") for replicated in (False, True)
+    ]
 
 
 def refused_ahead(mesh: DeviceMesh, wrongs: Sequence[str]) -> dict[str, tuple[list[float], str]]:
