@@ -155,7 +155,9 @@ def test_a_step_too_large_for_this_machine_is_not_run(call: Any, llama: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["fsdp2", "shardwright"])
+@pytest.mark.parametrize(
+    "runtime", ["shardwright", pytest.param("fsdp2", marks=pytest.mark.product)]
+)
 def test_ranks_that_share_parameters_take_what_was_predicted(
     call: Any, llama: Path, runtime: str
 ) -> None:

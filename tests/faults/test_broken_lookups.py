@@ -76,7 +76,7 @@ def daily(*chosen: tuple[str, str]) -> pytest.MarkDecorator:
 
 
 @pytest.mark.slow
-@daily(("collections", "request"), ("fp16", "take"))
+@daily(("collections", "take"))
 def test_a_rank_that_is_killed_in_a_lookup_is_named(tmp_path: Path, kind: str, where: str) -> None:
     said = broken(tmp_path, kind, f"SIGKILL {where}")
     assert re.search(rf"rank 1 died without a word at step \d+ in {PHASES[where]}", said), said

@@ -100,10 +100,8 @@ def test_what_goes_wrong_in_one_thread_ends_all_in_one_line(folder: Path, what: 
     assert outcome(folder).code == wanted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "first", ["parallel", pytest.param("distributed", marks=pytest.mark.product)]
-)
+@pytest.mark.product
+@pytest.mark.parametrize("first", ["parallel", "distributed"])
 def test_a_run_that_a_signal_ended_goes_on_in_the_other_forward_with_the_same_curve(
     folder: Path, first: str
 ) -> None:

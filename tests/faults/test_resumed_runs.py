@@ -134,7 +134,7 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(
     assert losses(folder) == whole
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_torchrun_starts_a_killed_rank_again_from_the_newest_checkpoint(folder: Path) -> None:
     write_plan(plan(read_job(folder / "job.toml")), folder / "plan.json")
     run = ["-m", "shardwright", "run", "plan.json", "--out", "run"]
