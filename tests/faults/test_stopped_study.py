@@ -23,7 +23,7 @@ bottom = [8]
 top = [1]
 
 [cluster]
-world_size = 1
+world_size = 2
 
 [batch]
 size = 32
@@ -108,7 +108,7 @@ def test_a_study_that_was_stopped_goes_on_and_finds_the_same(tmp_path: Path) -> 
     assert process.returncode == 0, errors
     assert "trained before, in stopped/qr-seed-0" in errors
     assert "timing lookups" not in errors
-    assert shown.startswith("1 kind of embeddings of a dlrm, 300 steps of 32 samples, 2 seeds\n")
+    assert shown.startswith("1 kind of embeddings of a dlrm, 300 steps of 64 samples, 2 seeds\n")
     assert max(map(len, shown.splitlines())) <= 80
     gone_on = read_study(tmp_path / "stopped" / "study.json")
     assert not gone_on.left
