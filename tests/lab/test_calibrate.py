@@ -144,7 +144,7 @@ def test_an_accelerator_has_two_memories_and_a_link_between_them() -> None:
 @pytest.mark.parametrize(("ranks", "device"), [(1, "cpu"), (2, "cpu"), (2, "cuda")])
 def test_what_is_made_can_be_planned_with(ranks: int, device: Device) -> None:
     found = _calibration(ranks, device)
-    planned, _ = cluster(ClusterSection(file="c.toml", measured=found))
+    planned, _ = cluster(ClusterSection(file="c.toml", measured=found), "cluster")
     assert planned.constants == calibrated(found, "c.toml").constants
     assert (planned.world_size, planned.compute_device) == (ranks, device)
 
