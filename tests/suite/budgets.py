@@ -19,7 +19,28 @@ from typing import Any
 
 import pytest
 
-BUDGETS: dict[str, float] = {}
+BUDGETS: dict[str, float] = {
+    "distributed": 10_000,
+    "faults": 6_000,
+    "lab": 4_500,
+    "planner": 4_500,
+    "tests": 2_600,
+    "cli": 1_800,
+    "models": 500,
+    "trace": 400,
+    "core": 300,
+    "runtime": 300,
+    "memory": 300,
+    "torchrec": 300,
+    "cost": 200,
+    "report": 200,
+    "data": 150,
+    "tracker": 150,
+    "published": 150,
+    "conformance": 100,
+    "launcher": 50,
+    "golden": 50,
+}
 MOST = 1.5  # times its budget
 LOOP = 2_000_000
 
