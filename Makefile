@@ -31,14 +31,14 @@ endif
 
 help:
 	@printf '%s\n' \
-	  'make demo     plan, train, compare and report on this machine: two ranks, about a minute' \
-	  'make test     run the tests that are not slow    ARGS="-k name" goes to pytest' \
-	  'make test-all run all tests, of many combinations of parameters those with all pairs' \
-	  'make test-products run all tests with every combination of parameters: hours' \
-	  'make test-torchrec tests of the planner for TorchRec, beside TorchRec in $(TORCHREC)' \
-	  'make docs     the documentation as a site, site/index.html' \
-	  'make check    lint, format, types, floors' \
-	  'make setup    only make the environment in $(VENV)' \
+	  'make demo           plan, train, compare and report on this machine: two ranks, about a minute' \
+	  'make test           run the tests that are not slow    ARGS="-k name" goes to pytest' \
+	  'make test-all       run the slow ones, too: of many combinations of parameters those with all pairs' \
+	  'make test-products  run all tests with every combination of parameters: hours' \
+	  'make test-torchrec  tests of the planner for TorchRec, beside TorchRec in $(TORCHREC)' \
+	  'make docs           the documentation as a site, site/index.html' \
+	  'make check          lint, format, types, floors' \
+	  'make setup          only make the environment in $(VENV)' \
 	  '' \
 	  'PYTHON=/path/to/python3       the interpreter that $(VENV) is made with (3.11 or later)' \
 	  'PYTHON_ENV=/path/to/venv      use this environment as it is and install nothing'
@@ -49,7 +49,7 @@ setup: $(ENVIRONMENT)
 demo: $(ENVIRONMENT)
 	@$(RUN) -m shardwright demo $(ARGS)
 
-test: CHOSEN := -m 'not slow'
+test: CHOSEN := -m 'not slow and not product'
 test-all: CHOSEN := -m 'not product'
 test test-all test-products: $(ENVIRONMENT)
 	@$(TEST) $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(CHOSEN) $(ARGS)

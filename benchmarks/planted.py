@@ -22,6 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 LIMIT = 1800  # seconds of one call of pytest
+RUNS = (("not slow and not product", "quick"), ("slow and not product", "daily"))
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def planted(tree: Path, defect: dict[str, Any]) -> dict[str, str]:
         return row | {"caught": "not planted: its text is no longer there"}
     path.write_text(whole.replace(defect["old"], defect["new"]))
     try:
-        for marks, caught in (("not slow", "quick"), ("slow and not product", "daily")):
+        for marks, caught in RUNS:
             for where in ("first", "tests", "elsewhere"):
                 if defect[where] and (by := failure(tree, marks, defect[where])):
                     return row | {"caught": caught, "by": by}

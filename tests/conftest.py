@@ -10,7 +10,8 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from itertools import groupby, zip_longest
+from itertools import zip_longest
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -59,16 +60,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     is idle, and the dearest ones come first, so that no worker is left alone with them. Of tests
     that are dear not every combination of parameters runs daily, nor of these every one in ``make
     test``."""
-    files = {path: list(its) for path, its in groupby(items, key=lambda item: item.path)}
+    files: dict[Path, list[pytest.Item]] = {}
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     waiting = [path for path in files if WAITING & set(path.parts)]
     computing = sorted(
         (path for path in files if path not in waiting), key=lambda path: DEAR not in path.parts
     )
     order = (path for pair in zip_longest(waiting, computing) for path in pair if path)
     items[:] = [item for path in order for item in files[path]]
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         if is_dear(cases[0]):
             choose(cases)

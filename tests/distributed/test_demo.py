@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import resuming_tasks as tasks
+from combinations import rare, slow
 from pool import Pool
-from sampled import rare, slow
 
 from shardwright.core.job import read_job
 from shardwright.core.plan import write_plan

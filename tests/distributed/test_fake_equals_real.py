@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import rare, slow
 from pool import Pool
-from sampled import rare, slow
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker

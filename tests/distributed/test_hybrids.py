@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from combinations import rare, slow
 from msgspec import UNSET
 from own_tasks import own_job, planned
 from pool import Pool
 from reference import small_job
-from sampled import rare, slow
 from tasks import collectives_of_a_step
 from test_measured_as_predicted import MODES, ROUTED, TYPES, check_run
 from test_own_models_measured import check_as_planned, check_bytes_alone, check_planned_bytes

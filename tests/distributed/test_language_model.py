@@ -9,8 +9,8 @@ from typing import Any
 import example_tasks as tasks
 import pytest
 import torch
+from combinations import slow
 from pool import Pool
-from sampled import slow
 
 STEPS, EVERY, STOP = 4, 2, 2
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import example_tasks as tasks
 import pytest
+from combinations import rare
 from pool import Pool
-from sampled import rare
 
 import shardwright as sw
 from shardwright.cli.main import main

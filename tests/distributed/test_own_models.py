@@ -7,10 +7,10 @@ from itertools import product
 from typing import Any
 
 import pytest
+from combinations import rare, slow
 from own_tasks import bytes_of_applying, exact_bytes, planned_apart
 from pool import Pool
 from public_models import MODELS
-from sampled import rare, slow
 
 # One, and those that no recording plans.
 DAILY = {("GPT2", "adam"), ("LSTM", "adam"), ("Mixtral", "sgd"), ("Wav2Vec2", "adam")}

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from combinations import rare, slow
 from own_tasks import (
     OF_UNITS,
     apart_by_plan,
@@ -18,7 +19,6 @@ from own_tasks import (
 )
 from pool import Pool
 from public_models import MODELS
-from sampled import rare, slow
 
 from shardwright.core.errors import UnsupportedError
 from shardwright.core.job import Job, parse_job

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from combinations import rare, slow
 from pipeline_tasks import tracked_stage
 from pool import Pool
-from sampled import rare, slow
 
 from shardwright.core.job import parse_job
 from shardwright.lab.footprint import footprint

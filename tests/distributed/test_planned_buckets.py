@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from combinations import rare, slow
 from held_against import check_bytes
 from msgspec import UNSET
 from own_tasks import own_job, planned
 from pool import Pool
 from reference import bag_job, small_job, train_unsharded
-from sampled import rare, slow
 from tasks import go_on, train_sharded
 from test_hybrids import check_calls
 from test_measured_as_predicted import BAG_ROWS, ROUTED, TYPES

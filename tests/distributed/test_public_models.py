@@ -7,10 +7,10 @@ from itertools import product
 from typing import Any
 
 import pytest
+from combinations import rare, slow
 from pool import Pool
 from public_model_tasks import WAYS, trained_apart
 from public_models import MODELS
-from sampled import rare, slow
 
 FEW = 2  # ways that an architecture is cut in daily, by turns
 WIDELY = {("GPT2", 3), ("T5", 2), ("ResNet", 2)}  # and in all of them

@@ -7,10 +7,10 @@ from itertools import groupby
 
 import pytest
 import random_tasks as tasks
+from combinations import rare, slow
 from own_tasks import OF_UNITS, in_order
 from pool import Pool
 from random_own_models import policy_of, ways
-from sampled import rare, slow
 from test_own_models_measured import check_planned_bytes
 
 from shardwright.core.errors import InputError

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import recommender_tasks as tasks
 import torch
+from combinations import rare, slow
 from pool import Pool
-from sampled import rare, slow
 
 from shardwright.core.job import Job
 from shardwright.core.plan import Plan

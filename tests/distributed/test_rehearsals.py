@@ -10,8 +10,8 @@ from typing import Any
 import probe_tasks
 import pytest
 import rehearsal_tasks as tasks
+from combinations import rare, slow
 from pool import Pool
-from sampled import rare, slow
 
 from shardwright.core.footprint import PhasePeak
 from shardwright.core.job import parallel_of, parse_job

@@ -60,9 +60,12 @@ def tree_seconds() -> float:
     tick = os.sysconf("SC_CLK_TCK")
     children: dict[int, list[int]] = {}
     spent: dict[int, float] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
         try:
-            pid, (parent, *times) = _stat(entry.read_text())
+            with open(f"/proc/{name}/stat") as stat:
+                pid, (parent, *times) = _stat(stat.read())
         except OSError:  # it has ended meanwhile
             continue
         children.setdefault(parent, []).append(pid)
@@ -141,7 +144,10 @@ class Ledger:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def over(self) -> list[str]:
-        """Folders that took more than half of their budget above it."""
+        """Folders that took half as much again as their budget, or more; none is known to where no
+        worker came to its end."""
+        if not self.loops:
+            return []
         return [f for f, most in BUDGETS.items() if self.multiples(f) > MOST * most]
 
     def multiples(self, folder: str) -> float:

@@ -9,9 +9,9 @@ test that is dear (one on process groups, or one with slow cases) there run dail
   that has most of them meets two values of each other one, not all.
 
 The choice is greedy and drawn from the test's name, so that it stays the same from run to run.
-What is left out is marked ``product``, as is what ``in_turn`` leaves out of a list. Of what is
-chosen ``make test`` takes less: as many as ``slow_after`` says, else, on process groups, as many as
-have every value once, on at most two ranks.
+What is left out is marked ``product``, as is what ``in_turn`` leaves out of a list and what a list
+calls ``rare``. Of what is chosen ``make test`` takes less: as many as ``slow_after`` says, else, on
+process groups, as many as have every value once, on at most two ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def choose(items: Sequence[pytest.Item]) -> None:
     for case in cases:
         if case not in chosen:
             case.item.add_marker(pytest.mark.product)
-        if case not in quick:
+        elif case not in quick:
             case.item.add_marker(pytest.mark.slow)
 
 
@@ -102,6 +102,16 @@ def in_turn(*lists: Iterable[Any], count: int = 0) -> list[Any]:
         *(of(places) for places in chosen),
         *(of(places, pytest.mark.product) for places in sorted(rest)),
     ]
+
+
+def rare(*values: Any) -> Any:
+    """A case that runs in ``make test-products`` alone."""
+    return pytest.param(*values, marks=pytest.mark.product)
+
+
+def slow(*values: Any) -> Any:
+    """A case that runs daily, and not in ``make test``."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def _on_ranks(item: pytest.Item) -> bool:
