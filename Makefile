@@ -34,7 +34,7 @@ help:
 	  'make demo           plan, train, compare and report on this machine: two ranks, about a minute' \
 	  'make test           run the tests that are not slow    ARGS="-k name" goes to pytest' \
 	  'make test-all       run the slow ones, too: of many combinations of parameters those with all pairs' \
-	  'make test-products  run all tests with every combination of parameters: hours' \
+	  'make test-products  run all tests with every combination of parameters, and 500 cases of a property: hours' \
 	  'make test-torchrec  tests of the planner for TorchRec, beside TorchRec in $(TORCHREC)' \
 	  'make docs           the documentation as a site, site/index.html' \
 	  'make check          lint, format, types, floors' \
@@ -51,6 +51,7 @@ demo: $(ENVIRONMENT)
 
 test: CHOSEN := -m 'not slow and not product'
 test-all: CHOSEN := -m 'not product'
+test-products: CHOSEN := --hypothesis-profile thorough
 test test-all test-products: $(ENVIRONMENT)
 	@$(TEST) $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(CHOSEN) $(ARGS)
 

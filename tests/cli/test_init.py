@@ -132,7 +132,6 @@ def trained(kind: str, steps: int, folder: Path) -> str:
 AS_PLANNED = "exact bytes equal on 2 of 2 ranks, peak "
 
 
-@pytest.mark.slow
 @pytest.mark.product  # daily that of a module, below, and jobs of examples/
 @pytest.mark.parametrize("kind", ["dlrm", "llama"])
 def test_what_is_written_is_trained_with_the_memory_of_its_plan(kind: str, tmp_path: Path) -> None:

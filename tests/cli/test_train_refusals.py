@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
 import subprocess
 from collections.abc import Callable
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import plan
 
 from shardwright.core.document import encode_document
 from shardwright.core.job import read_job
-from shardwright.lab.recordings import plan
 
 CRITEO = Path(__file__).parents[2] / "examples" / "criteo_csv.toml"
 TRANSFORMER = CRITEO.with_name("transformer.toml")
@@ -30,9 +29,8 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", refuse)
 
 
-@functools.cache
 def planned(*settings: str) -> bytes:
-    """The click-log example's plan, which no test has to search for again."""
+    """The click-log example's plan."""
     return encode_document(plan(read_job(CRITEO, settings)))
 
 

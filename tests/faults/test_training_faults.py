@@ -113,7 +113,6 @@ def test_a_killed_rank_ends_the_run_and_is_named(folder: Path, rank: int) -> Non
     assert outcome(folder).code == 5
 
 
-@pytest.mark.slow
 @pytest.mark.product  # daily case 4 of cases.py is one
 def test_a_hung_rank_ends_the_run_within_its_timeout_and_is_named(folder: Path) -> None:
     code, errors = hurt(folder, 1, signal.SIGSTOP, TIMEOUT)
@@ -124,7 +123,6 @@ def test_a_hung_rank_ends_the_run_within_its_timeout_and_is_named(folder: Path) 
     assert "Traceback" not in errors
 
 
-@pytest.mark.slow
 @pytest.mark.product  # daily an id that is wrong ends a run so
 def test_a_truncated_row_ends_the_run_with_its_line_number(folder: Path) -> None:
     (folder / "bad.csv").write_text(rows(64, {40: "1,2,3"}))
