@@ -154,7 +154,7 @@ COMMANDS = {
     "shardwright demo": "test_tour.py::test_the_first_page_shows_what_commands_print",
     "shardwright explain": "cli/test_explain.py::test_a_table_is_derived_from_its_rows",
     "shardwright study": "faults/test_stopped_study.py::"
-    "test_a_study_that_was_stopped_goes_on_and_finds_the_same",
+    "test_a_study_that_was_stopped_goes_on_and_keeps_what_it_found",
     "shardwright compare": "cli/test_run_folders.py::test_a_run_as_predicted_compares_with_0",
     "shardwright report": "cli/test_run_folders.py::test_a_report_on_a_run_shows_what_was_measured",
     "shardwright diff": "cli/test_run_folders.py::test_equal_plans_do_not_differ",

@@ -7,7 +7,6 @@ mesh that was made at the start. Every wait has a timeout, and a pool that misse
 from __future__ import annotations
 
 import multiprocessing
-import os
 import tempfile
 import threading
 import traceback
@@ -26,7 +25,8 @@ class Pool:
     """Runs module-level functions ``task(mesh, **arguments)`` on the first ranks."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # what takes seconds is imported once
+        context.set_forkserver_preload(["torch._dynamo", "shardwright.runtime.fully_shard"])
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         self.links: list[Connection] = []
@@ -107,9 +107,25 @@ def _answer(mesh: Any, task: Callable[..., Any], arguments: dict[str, Any]) -> t
         return False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
 
 
+def share_one_device() -> None:
+    """All gloo groups of this process on one device. Left alone, each makes its own, with a thread
+    that wakes a hundred times a second for as long as the group lives: idle workers, which have
+    dozens of groups, would take half a processor from whatever else is tested."""
+    from torch.distributed import ProcessGroupGloo
+
+    device = ProcessGroupGloo.create_device(interface="lo")
+    made_alone, options = ProcessGroupGloo.__init__, ProcessGroupGloo._Options
+
+    def make(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        given = options()
+        given._devices, given._timeout = [device], timeout
+        made_alone(group, store, rank, size, given)
+
+    ProcessGroupGloo.__init__ = make
+
+
 def serve(rank: int, store: str, link: Connection) -> None:
     """A worker's life: join, make the meshes, answer tasks until the pipe closes."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -117,6 +133,7 @@ def serve(rank: int, store: str, link: Connection) -> None:
     from shardwright.runtime.comm import Comm
 
     torch.set_num_threads(1)
+    share_one_device()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, WORLD_SIZE),

@@ -138,6 +138,28 @@ def spoilt(batch: int, rank: int) -> Iterator[torch.Tensor]:
         yield torch.full((batch, 4), float("inf") if rank == 1 and number in (3, 5) else 0.5)
 
 
+class Looked(nn.Module):
+    """Looks rows up, and draws random numbers in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3))
+        self.user = nn.Embedding(200_000, 8)
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return (self.bottom(dense) * self.user(ids)).sum(1)
+
+
+def clicked(batch: int) -> Iterator[Any]:
+    while True:
+        yield (torch.randn(batch, 3), torch.randint(200_000, (batch,))), torch.randn(batch)
+
+
+def looked(batch: int) -> Any:
+    inputs, targets = next(clicked(batch))
+    return Looked(), inputs, nn.functional.mse_loss, targets
+
+
 STARVING = False
 
 

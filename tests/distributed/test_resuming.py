@@ -77,6 +77,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "data": {"python": "resuming_tasks:spoilt"},
         "train": {**ADAM, "not_finite": "skip"},
     },
+    "ahead": {
+        "model": {"python": "resuming_tasks:looked"},
+        "data": {"python": "resuming_tasks:clicked"},
+        "cluster": {"ddr_cap": "5 MiB"},
+        "train": {**SGD, "table_optimizer": "sgd", "overlap": "ids_and_rows"},
+    },
     "hungry": {
         "model": {"python": "resuming_tasks:hungry"},
         "data": {"python": "resuming_tasks:starving"},
@@ -90,10 +96,14 @@ def planned(
     folder: Path, kind: str, ranks: int, batch: int = 4, steps: int = 12, **more: Any
 ) -> str:
     """A plan of the job for so many ranks, whose data are in ``folder``."""
-    document = {**JOBS[kind], "cluster": {"preset": "local", "world_size": ranks}}
+    document = {**JOBS[kind]}
+    document["cluster"] = {"preset": "local", "world_size": ranks, **document.get("cluster", {})}
     document["batch"] = {"size": batch}
     if kind in ("transformer", "llama", "hsdp", "hfsdp"):
         document["batch"]["sequence"] = 8
+        folder.mkdir(exist_ok=True)
+        (folder / "text").write_bytes(bytes(range(256)) * 10)  # of which little is held out
+        document["data"] = {"path": str(folder / "text")}
     document["train"] = {**JOBS[kind]["train"], "steps": steps, "out": str(folder)} | more
     document["checkpoint"] = {"every": "5 steps"}
     if kind == "cached":
@@ -142,7 +152,7 @@ def stopped(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 
 KINDS = [
-    *("cached", "transformer", "python", "start", "given"),
+    *("cached", "transformer", "python", "start", "given", "ahead"),
     *(pytest.param(kind, marks=pytest.mark.product) for kind in ("dlrm", "llama")),
 ]
 
@@ -153,6 +163,7 @@ def test_a_training_that_a_signal_stopped_goes_on_bit_by_bit(
     pool: Pool, tmp_path: Path, stopped: Callable[[str], Stopped], kind: str
 ) -> None:
     before = stopped(kind)
+    assert bool(read_plan(before.made).modes.asked) == (kind == "ahead")
     where = before.run / "checkpoints" / "step-7"
     words = f"stopped by SIGTERM after step 7, saved in {where}: "
     assert all(found["stopped"].startswith(words) for found in before.said)
@@ -238,7 +249,7 @@ def test_batches_that_do_not_know_where_to_start_refuse_other_ranks(
 def test_a_changed_text_is_refused_before_it_is_read(pool: Pool, tmp_path: Path) -> None:
     made = planned(tmp_path / "data", "transformer", 1)
     trained(pool, made, tmp_path / "run", stop_after=7)
-    text = tmp_path / "data" / "data" / "text.txt"
+    text = tmp_path / "data" / "text"
     text.write_bytes(text.read_bytes()[:-1])
     ((works, said),) = pool.outcomes(
         1, tasks.train, plan=made, folder=str(tmp_path / "run"), resume=True

@@ -113,7 +113,7 @@ CASES = {
         "the folder of checkpoints cannot be written",
         "the save that failed is said, and the run goes on",
         0,
-        _RESUMED + "test_a_disk_that_is_full_for_a_while_is_said_and_the_run_goes_on",
+        _RESUMED + "test_a_killed_rank_is_started_again_after_a_disk_was_full_for_a_while",
     ),
     "14": Case(
         "a checkpoint of 4 ranks is read by 1, 2, 3",
@@ -138,7 +138,7 @@ CASES = {
         "a rank is killed under torchrun --max-restarts, or `restarts`",
         "the run goes on from the newest checkpoint, and its measurement counts how often",
         0,
-        _RESUMED + "test_torchrun_starts_a_killed_rank_again_from_the_newest_checkpoint",
+        _RESUMED + "test_a_killed_rank_is_started_again_after_a_disk_was_full_for_a_while",
     ),
     "18": Case(
         "a loss or gradient is not finite on one rank",

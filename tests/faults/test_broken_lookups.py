@@ -75,8 +75,8 @@ def daily(*chosen: tuple[str, str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("kind", "where"), cases)
 
 
-@pytest.mark.slow
-@daily(("collections", "take"))
+@pytest.mark.product  # daily one that hangs there, and one that is killed in its backward
+@daily()
 def test_a_rank_that_is_killed_in_a_lookup_is_named(tmp_path: Path, kind: str, where: str) -> None:
     said = broken(tmp_path, kind, f"SIGKILL {where}")
     assert re.search(rf"rank 1 died without a word at step \d+ in {PHASES[where]}", said), said

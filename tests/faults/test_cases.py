@@ -74,8 +74,8 @@ out = "run"
 
 
 def numbers() -> list[Any]:
-    """Of cases that are run. What a killed rank and a loss that is not finite end with, tests of
-    ``test_training_faults.py`` see daily."""
+    """Of cases that are run. What a rank that is killed in its backward and, in
+    ``test_training_faults.py``, a loss that is not finite end with is seen daily."""
     often = pytest.mark.product
     return [
         pytest.param(number, marks=often) if number in ("1", "18") else number

@@ -19,6 +19,7 @@ top = [8, 1]
 [data]
 kind = "synthetic"
 rows = 4000
+test_rows = 64
 """
 OWN = """
 [model]
@@ -86,8 +87,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("dlrm", marks=pytest.mark.product), "own"])
+@pytest.mark.product  # daily without processes of its own, in distributed/test_resuming.py
+@pytest.mark.parametrize("kind", ["dlrm", "own"])
 def test_a_run_with_ids_under_way_is_resumed_as_if_it_had_never_ended(
     folder: Path, kind: str
 ) -> None:

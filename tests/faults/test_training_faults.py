@@ -103,8 +103,8 @@ def wait_for_step(folder: Path, rank: int, process: subprocess.Popen[str]) -> Be
     raise AssertionError(f"rank {rank} never came to step 20")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.product)])
+@pytest.mark.product  # daily one that is killed in its backward, case 2 of cases.py
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_run_and_is_named(folder: Path, rank: int) -> None:
     code, errors = hurt(folder, rank, signal.SIGKILL)
     assert code == 5
@@ -244,7 +244,8 @@ NOT_FINITE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what", ["tables", pytest.param("bottom.0", marks=pytest.mark.product), "loss"]
+    "what",  # tests/distributed/test_guard.py has gradients daily
+    [*(pytest.param(what, marks=pytest.mark.product) for what in ("tables", "bottom.0")), "loss"],
 )
 def test_a_gradient_or_loss_that_is_not_finite_ends_the_run_and_updates_nothing(
     folder: Path, what: str

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from test_cases import OWN
 
+from shardwright.cli.main import main
 from shardwright.core.job import parse_job
 from shardwright.core.plan import Plan, write_plan
 from shardwright.lab.recordings import plan
@@ -26,6 +27,7 @@ TIMEOUT = 10.0
 TEXT = {
     "model": {"kind": "transformer", "layers": 1, "dim": 16, "heads": 2},
     "cluster": {"preset": "local", "world_size": 2, "local_world_size": 1},
+    "data": {"path": "text"},
     "batch": {"size": 4, "sequence": 16},
     "train": {"steps": 8, "timeout": 60.0},
 }
@@ -40,6 +42,7 @@ class Agents:
         self.started: list[subprocess.Popen[bytes]] = []
         for folder in self.folders:
             folder.mkdir()
+            (folder / "text").write_bytes(bytes(range(256)) * 10)
 
     def start(self, *outs: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -106,8 +109,13 @@ def written(made: Plan, agents: Agents) -> None:
     ],
 )
 def test_two_hosts_train_and_what_they_leave_is_compared_and_reported(
-    agents: Agents, tmp_path: Path, shared: bool
+    agents: Agents,
+    tmp_path: Path,
+    shared: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(agents.folders[0])  # where the text is
     written(plan(parse_job(TEXT)), agents)
     outs = [tmp_path / "run", tmp_path / "run" if shared else tmp_path / "run of beta"]
     agents.start(*outs)
@@ -117,15 +125,15 @@ def test_two_hosts_train_and_what_they_leave_is_compared_and_reported(
     (run,) = {out for out in outs if (out / "measured.json").exists()}
     assert sum(f"results in {run} on " in text for text in said) == 1
     assert sum(f"results in {run}; shardwright compare {run}" in text for text in said) == 1
-    for command in (("compare", run), ("report", run, "-o", tmp_path / "page.html")):
-        line = [sys.executable, "-m", "shardwright", *map(str, command)]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS)
-        assert done.returncode == 0, done.stderr
-        if command[0] == "compare":
-            assert "Memory as predicted: exact bytes equal on 2 of 2 ranks" in done.stdout
+    assert main(["compare", str(run)]) == 0
+    assert "Memory as predicted: exact bytes equal on 2 of 2 ranks" in capsys.readouterr().out
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
 
 
-def test_another_plan_on_one_host_is_one_line_on_each(agents: Agents, tmp_path: Path) -> None:
+def test_another_plan_on_one_host_is_one_line_on_each(
+    agents: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(agents.folders[0])  # where the text is
     for folder, steps in zip(agents.folders, (8, 9), strict=True):
         job = TEXT | {"train": {"steps": steps, "timeout": 60.0}}
         write_plan(plan(parse_job(job)), folder / "plan.json")
@@ -176,6 +184,7 @@ def test_a_host_that_is_lost_ends_the_other_with_one_line(
 
 
 MAKE = """
+from shardwright.cli.main import main
 from shardwright.core.job import parse_job
 from shardwright.core.plan import write_plan
 from shardwright.lab.recordings import plan
