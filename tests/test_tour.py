@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from shardwright.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?m)^    \$ shardwright (?P<words>.*)\n(?P<shown>(?:    (?!\$ ).*\n)*)")
@@ -27,18 +27,28 @@ def plain(line: str) -> str:
     return re.sub(r"─+", "─", " ".join(VARIES.sub("#", line).split()))
 
 
-def printed_by(words: str, folder: Path, columns: int) -> str:
-    """What a command prints, in a ``folder`` of its own."""
-    environment = os.environ | {
-        "COLUMNS": f"{columns}",
-        "SHARDWRIGHT_CACHE": str(folder / "cache"),
-    }
-    line = [sys.executable, "-m", "shardwright", *shlex.split(words)]
-    done = subprocess.run(
-        line, capture_output=True, text=True, cwd=folder, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def printed(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[[str, int], str]:
+    """What a command prints on so many columns, in a folder that has the examples."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path_factory.getbasetemp() / "tour"))
+
+    def by(words: str, columns: int) -> str:
+        monkeypatch.setenv("COLUMNS", f"{columns}")
+        capsys.readouterr()
+        code = main(shlex.split(words))
+        streams = capsys.readouterr()
+        assert code == 0, streams.err
+        return streams.out
+
+    return by
 
 
 def check_shown(shown: str, text: str, words: str) -> None:
@@ -49,12 +59,11 @@ def check_shown(shown: str, text: str, words: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_tour_is_what_its_commands_print(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+def test_the_tour_is_what_its_commands_print(printed: Callable[[str, int], str]) -> None:
     blocks = list(BLOCK.finditer((ROOT / "docs" / "tour.md").read_text()))
     assert len(blocks) > 5
     for block in blocks:
-        check_shown(block["shown"], printed_by(block["words"], tmp_path, 80), block["words"])
+        check_shown(block["shown"], printed(block["words"], 80), block["words"])
 
 
 def check_scores(shown: list[str], printed: list[str]) -> None:
@@ -84,11 +93,10 @@ def after(start: str) -> str:
     ],
 )
 def test_the_first_page_shows_what_commands_print(
-    tmp_path: Path, start: str, commands: list[str]
+    printed: Callable[[str, int], str], tmp_path: Path, start: str, commands: list[str]
 ) -> None:
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "own.toml").write_text(after("job that names the function"))
-    text = "".join(printed_by(words, tmp_path, 104) for words in commands)
+    text = "".join(printed(words, 104) for words in commands)
     shown = [line for line in after(start).splitlines() if line.strip()]
     if "demo --out run" in commands:  # what its run measured varies with the slower rank
         ran = next(index for index, line in enumerate(shown) if "Memory as" in line)
